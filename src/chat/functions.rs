@@ -1,18 +1,18 @@
-//! Functions of a task as GPT-OSS's published template writes them: a namespace of TypeScript types.
+//! Functions of a task in the format of GPT-OSS's published template: a namespace of TypeScript types.
 //!
-//! The template is the reference, white space included. It differs from openai-harmony's rendering, which is
-//! [`crate::harmony::DeveloperContent`]'s.
+//! The output equals that of the template, white space included. openai-harmony renders functions
+//! differently; [`crate::harmony::DeveloperContent`] follows openai-harmony.
 
 use super::chatml::json_text;
 use serde_json::Value;
 
-/// Maximum characters of the type of an array's items; a longer one becomes `any`.
+/// Maximum length of an array's item type, in characters. A longer type becomes `any`.
 const ITEM_CHARS_MAX: usize = 50;
 
-/// Checks functions in OpenAI's form: `{"type": "function", "function": {"name": …, "parameters": …}}`.
+/// Checks functions in OpenAI's format: `{"type": "function", "function": {"name": …, "parameters": …}}`.
 ///
 /// # Errors
-/// The number of the first wrong function, from 0, and the reason.
+/// The number of the first invalid function (from 0) and the reason.
 pub fn check_functions(functions: &[Value]) -> Result<(), String> {
     let named = |name: &str| {
         !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '_' | '-'))
@@ -23,9 +23,9 @@ pub fn check_functions(functions: &[Value]) -> Result<(), String> {
         let reason = if tool["type"] != "function" || !function.is_object() {
             "write {\"type\": \"function\", \"function\": {...}}"
         } else if !function["name"].as_str().is_some_and(named) {
-            "`function.name` must be of letters, digits, _ and -"
+            "`function.name` must consist of letters, digits, _ and -"
         } else if wrong(&function["description"], function["description"].is_string()) {
-            "`function.description` must be a text"
+            "`function.description` must be a string"
         } else if wrong(&function["parameters"], function["parameters"].is_object()) {
             "`function.parameters` must be a JSON schema, an object"
         } else {
@@ -102,7 +102,7 @@ fn type_of(schema: &Value) -> String {
     }
 }
 
-/// Returns the type of an array's items. An object without properties is an item like any other.
+/// Returns the type of an array's items. An object without properties is treated as any other item.
 fn item_of(items: &Value) -> String {
     match items["type"].as_str() {
         Some("string") => return "string".into(),
@@ -115,7 +115,7 @@ fn item_of(items: &Value) -> String {
     if inner == "object | object" || inner.chars().count() > ITEM_CHARS_MAX { "any".into() } else { inner }
 }
 
-/// Returns one alternative of `oneOf`. The blanks before its default are the template's own.
+/// Returns one alternative of `oneOf`. The spaces before its default value are as in the template.
 fn variant_of(schema: &Value) -> String {
     let description = text(schema, "description").map(|text| format!("// {text}")).unwrap_or_default();
     let default = schema.get("default").map(|default| format!("{:20}// default: {}", "", json_text(default)));
@@ -146,7 +146,7 @@ fn text<'a>(schema: &'a Value, key: &str) -> Option<&'a str> {
     schema[key].as_str().filter(|text| !text.is_empty())
 }
 
-/// Returns a value as Python's `str` writes it: texts without quotes.
+/// Returns a value in the format of Python's `str`: strings have no quotes.
 fn python_str(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),

@@ -1,9 +1,9 @@
-//! One interface for the chat formats of model families: rendering, parsing of sampled turns, stop tokens,
-//! calls.
+//! One interface for the chat formats of the model families: rendering, parsing of sampled turns, stop
+//! tokens, tool calls.
 //!
-//! GPT-OSS uses [Harmony](crate::harmony), Qwen uses [ChatML](chatml). Other modules see only [`Chat`] and
-//! [`Message`]. ChatML has no channels: its text is on `final` if it ends a turn, and on `commentary` if
-//! calls follow.
+//! GPT-OSS uses [Harmony](crate::harmony), Qwen uses [ChatML](chatml). Other modules use only [`Chat`] and
+//! [`Message`]. ChatML has no channels. Its text is put on the channel `final` if the text ends a turn, and
+//! on `commentary` if tool calls follow.
 
 pub mod chatml;
 pub mod functions;
@@ -18,10 +18,10 @@ use chatml::ChatMl;
 use serde_json::Value;
 use std::path::Path;
 
-/// The name of the Python tool, as a recipient of calls.
+/// The name of the Python tool. A call to the tool has this name as recipient.
 pub const PYTHON: &str = "python";
 
-/// A chat template with a vocabulary that has its control tokens.
+/// A chat format and a tokenizer with the format's control tokens.
 #[derive(Debug, Clone)]
 pub enum Chat {
     Harmony(HarmonyTokenizer),
@@ -30,62 +30,65 @@ pub enum Chat {
 
 /// A chat format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub enum ChatFormat {
     Harmony,
     ChatMl,
     /// Qwen3's ChatML, with thoughts.
     ThinkingChatMl,
 }
 
-impl Format {
-    /// Reads a vocabulary from a `tokenizer.json`.
+impl ChatFormat {
+    /// Reads a tokenizer from a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file cannot be read or lacks the template's control tokens.
+    /// [`crate::error::BadInput`] when the file cannot be read or lacks the format's control tokens.
     pub fn read(self, file: &Path) -> Result<Chat> {
         Ok(match self {
-            Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
-            Format::ChatMl => Chat::ChatMl(ChatMl::from_file(file)?),
-            Format::ThinkingChatMl => Chat::ChatMl(ChatMl::from_file(file)?.with_thinking(true)),
+            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
+            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::from_file(file)?),
+            ChatFormat::ThinkingChatMl => Chat::ChatMl(ChatMl::from_file(file)?.with_thinking(true)),
         })
     }
 
-    /// Reads a vocabulary from the bytes of a `tokenizer.json`; error messages name it `place`.
+    /// Reads a tokenizer from the bytes of a `tokenizer.json`. Error messages call the source `source_name`.
     ///
     /// # Errors
-    /// As [`Self::read`].
-    pub fn from_bytes(self, json: Vec<u8>, place: &str) -> Result<Chat> {
+    /// The errors of [`Self::read`].
+    pub fn from_bytes(self, json: Vec<u8>, source_name: &str) -> Result<Chat> {
         Ok(match self {
-            Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_bytes(json, place)?),
-            Format::ChatMl => Chat::ChatMl(ChatMl::from_bytes(json, place)?),
-            Format::ThinkingChatMl => Chat::ChatMl(ChatMl::from_bytes(json, place)?.with_thinking(true)),
+            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::from_bytes(json, source_name)?),
+            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::from_bytes(json, source_name)?),
+            ChatFormat::ThinkingChatMl => {
+                Chat::ChatMl(ChatMl::from_bytes(json, source_name)?.with_thinking(true))
+            }
         })
     }
 
-    /// Makes the vocabulary embedded in the binary.
+    /// Returns the tokenizer that is embedded in the binary.
     ///
     /// # Errors
-    /// None in practice: tests read both.
+    /// None in practice: tests read the embedded files.
     pub fn from_embedded(self) -> Result<Chat> {
         Ok(match self {
-            Format::Harmony => Chat::Harmony(HarmonyTokenizer::from_embedded()?),
-            Format::ChatMl => Chat::ChatMl(ChatMl::from_embedded()?),
-            Format::ThinkingChatMl => Chat::ChatMl(ChatMl::from_embedded_with_thoughts()?),
+            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::from_embedded()?),
+            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::from_embedded()?),
+            ChatFormat::ThinkingChatMl => Chat::ChatMl(ChatMl::from_embedded_with_thoughts()?),
         })
     }
 }
 
-/// A call at the end of a turn, which needs a reply.
+/// A tool call at the end of a turn. It needs a reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
-    /// A message with a recipient. The recipient may be unknown; it is the author of the reply.
+    /// A valid call: a message with a recipient. The reply's author is the recipient, even if no such tool
+    /// exists.
     Ready(Message),
-    /// A call that could not be read: its recipient, if known, and the reply to the model.
+    /// A call that could not be read: its recipient, if known, and the error that the model gets as reply.
     Malformed { recipient: Option<String>, reply: String },
 }
 
 impl Chat {
-    /// Returns the chat with Qwen3's thinking on or off; another template stays as it is.
+    /// Returns the chat with Qwen3's thinking on or off. Other formats are returned unchanged.
     pub fn with_thinking(self, enabled: bool) -> Self {
         match self {
             Chat::ChatMl(chatml) if chatml.has_thoughts() => Chat::ChatMl(chatml.with_thinking(enabled)),
@@ -101,15 +104,17 @@ impl Chat {
         }
     }
 
-    /// Returns the tokens that end a turn, the usual one first.
+    /// Returns the tokens that end a turn. The most common one comes first.
     pub fn stop_tokens(&self) -> Vec<u32> {
         match self {
-            Chat::Harmony(tokenizer) => vec![tokenizer.control_tokens().ret, tokenizer.control_tokens().call],
+            Chat::Harmony(tokenizer) => {
+                vec![tokenizer.control_tokens().return_, tokenizer.control_tokens().call]
+            }
             Chat::ChatMl(chatml) => chatml.stop_tokens(),
         }
     }
 
-    /// Returns the Jinja template of the rendering, in the dialect of transformers.
+    /// Returns a Jinja template (dialect of transformers) that renders as [`Self::render_prompt`] does.
     pub fn jinja(&self) -> &'static str {
         match self {
             Chat::Harmony(_) => include_str!("harmony.jinja"),
@@ -118,8 +123,9 @@ impl Chat {
         }
     }
 
-    /// Whether `template` is the family's published one, or [`Self::jinja`]. It is compared, never executed.
-    pub fn renders_as(&self, template: &str) -> bool {
+    /// Returns whether `template` is the family's published template, or [`Self::jinja`]. The texts are
+    /// compared; no template is executed.
+    pub fn is_known_template(&self, template: &str) -> bool {
         let published = match self {
             Chat::Harmony(_) => "ac91ce5e1082099a9a7589c349ab3dda7035be834d487478218c44658d10b956",
             Chat::ChatMl(chatml) if chatml.has_thoughts() => {
@@ -150,7 +156,7 @@ impl Chat {
     /// assistant's next turn.
     ///
     /// # Errors
-    /// As [`Self::render_prompt`].
+    /// The errors of [`Self::render_prompt`].
     pub fn render_continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         match self {
             Chat::Harmony(_) => self.render_prompt(messages),
@@ -161,7 +167,7 @@ impl Chat {
     /// Renders a conversation for training. The mask is true for the tokens that the assistant would sample.
     ///
     /// # Errors
-    /// As [`Self::render_prompt`].
+    /// The errors of [`Self::render_prompt`].
     pub fn render_training(&self, messages: &[Message]) -> Result<MaskedTokens> {
         match self {
             Chat::Harmony(tokenizer) => {
@@ -171,18 +177,18 @@ impl Chat {
         }
     }
 
-    /// Reads the conversation of a row `{"messages": [...]}`; in ChatML the row may have `"tools"`.
+    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
-    pub fn read_messages(&self, row: &Value, place: &str) -> Result<Vec<Message>> {
+    /// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.
+    pub fn read_messages(&self, row: &Value, source_name: &str) -> Result<Vec<Message>> {
         match self {
-            Chat::Harmony(_) => harmony::messages_from_json(&row["messages"], place),
-            Chat::ChatMl(chatml) => chatml::messages_from_json(row, None, chatml.has_thoughts(), place),
+            Chat::Harmony(_) => harmony::messages_from_json(&row["messages"], source_name),
+            Chat::ChatMl(chatml) => chatml::messages_from_json(row, None, chatml.has_thoughts(), source_name),
         }
     }
 
-    /// Makes a parser of the tokens sampled after a prompt.
+    /// Returns a parser for the tokens that are sampled after a prompt.
     pub fn turn_parser(&self) -> ChatTurnParser {
         match self {
             Chat::Harmony(tokenizer) => ChatTurnParser::Harmony(harmony::TurnParser::new(tokenizer)),
@@ -190,11 +196,11 @@ impl Chat {
         }
     }
 
-    /// Checks that `tokens` are a conversation of this template from its start; the last turn may be
+    /// Checks that `tokens` are a conversation in this format, from its first token. The last turn may be
     /// unfinished.
     ///
     /// # Errors
-    /// If they are not.
+    /// If a turn or a header is malformed.
     pub fn check(&self, tokens: &[u32]) -> Result<()> {
         match self {
             Chat::Harmony(tokenizer) => {
@@ -206,7 +212,7 @@ impl Chat {
         }
     }
 
-    /// Returns the template's name, for messages.
+    /// Returns the format's name, for messages.
     pub fn name(&self) -> &'static str {
         match self {
             Chat::Harmony(_) => "Harmony",
@@ -215,7 +221,7 @@ impl Chat {
     }
 }
 
-/// Parses the tokens sampled after a prompt, one by one. It never fails.
+/// Parses the tokens that are sampled after a prompt, one by one. It never fails.
 pub enum ChatTurnParser {
     Harmony(harmony::TurnParser),
     ChatMl(chatml::ChatMlTurnParser),
@@ -230,9 +236,9 @@ impl ChatTurnParser {
         }
     }
 
-    /// Returns the calls to answer after a step that was [`TurnEnd::Called`](harmony::TurnEnd::Called) or
-    /// [`TurnEnd::Malformed`](harmony::TurnEnd::Malformed), in order. After `Called` at least one is
-    /// [`Call::Ready`]; after `Malformed` none is.
+    /// Returns the calls to answer, in order. Valid after a step that ended the turn with
+    /// [`TurnEnd::Called`](harmony::TurnEnd::Called) (at least one call is [`Call::Ready`]) or with
+    /// [`TurnEnd::Malformed`](harmony::TurnEnd::Malformed) (no call is).
     pub fn calls(&self) -> Vec<Call> {
         match self {
             ChatTurnParser::Harmony(parser) => match (parser.call(), parser.error()) {
@@ -253,7 +259,7 @@ impl ChatTurnParser {
         }
     }
 
-    /// Returns the turn's messages so far, all of role assistant.
+    /// Returns the turn's messages so far. All have the role assistant.
     pub fn finish(self) -> Vec<Message> {
         match self {
             ChatTurnParser::Harmony(parser) => {

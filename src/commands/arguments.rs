@@ -8,12 +8,12 @@ use std::path::PathBuf;
 pub fn recipe_help() -> String {
     let names = BUILT_IN.map(|(name, _)| name).join(", ");
     format!(
-        "A recipe file; a recipe of the program: {names}; a run folder (its resolved recipe and last checkpoint); or, but for \
-         train, one of a run's checkpoints"
+        "A recipe file; a built-in recipe: {names}; a run folder (its resolved recipe and last checkpoint); or a checkpoint \
+         of a run (not for `train`)"
     )
 }
 
-/// The recipe argument.
+/// The RECIPE argument and its options.
 #[derive(Args, Debug, Clone)]
 pub struct RecipeArgs {
     #[arg(help = recipe_help())]
@@ -21,12 +21,12 @@ pub struct RecipeArgs {
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Start the programs that a run folder of somebody else names
+    /// Start the programs named in another user's run folder
     #[arg(long)]
     pub trust: bool,
 }
 
-/// The recipe argument and the folder for results.
+/// The RECIPE argument, its options, and the folder for results.
 #[derive(Args, Debug, Clone)]
 pub struct RunArgs {
     #[arg(help = recipe_help())]
@@ -37,7 +37,7 @@ pub struct RunArgs {
     /// Folder for the results [default: runs/<recipe's name>; for a run folder, its eval/ or rollout/]
     #[arg(long)]
     pub out: Option<PathBuf>,
-    /// Start the programs that a run folder of somebody else names
+    /// Start the programs named in another user's run folder
     #[arg(long)]
     pub trust: bool,
 }

@@ -27,12 +27,12 @@ use std::time::{Duration, Instant};
 /// Arguments of `rloss chat`.
 #[derive(Args, Debug, Clone)]
 pub struct ChatArgs {
-    #[arg(help = format!("A model's folder or GGUF file; or as for other commands: {}", recipe_help()))]
+    #[arg(help = format!("A model folder or a GGUF file, or one of these: {}", recipe_help()))]
     recipe: PathBuf,
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Start the programs that a run folder of somebody else names
+    /// Start the programs named in another user's run folder
     #[arg(long)]
     trust: bool,
 }
@@ -40,7 +40,7 @@ pub struct ChatArgs {
 const HELP: &str =
     "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends. Ctrl-C ends an answer.\n";
 
-/// The recipe of a chat with a model's folder: no task's tool, and answers of a usual length.
+/// The recipe for a chat with a model folder. It has no tool, and allows answers of ordinary length.
 const TALK: &str = "task.name = \"arithmetic_single\"
 rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
 eval.temperature = 0.7
@@ -55,7 +55,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
     let at_terminal = std::io::stdin().is_terminal();
     let plan = open(args, &console)?;
-    // A terminal sees how far the model is read.
+    // At a terminal, progress shows how much of the model has been read.
     let context = RunContext::open(plan, ModelCommand::Chat, &Console::stderr(u64::from(at_terminal)))?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     if context.recipe().model.path.is_none() {
@@ -82,7 +82,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let ask = || if at_terminal { print_text("\n> ") } else { Ok(()) };
     ask()?;
     for line in bounded_file::lines(std::io::stdin().lock()) {
-        match String::from_utf8_lossy(&line.context("reading what was typed")?).trim() {
+        match String::from_utf8_lossy(&line.context("reading standard input")?).trim() {
             "" => {}
             "/quit" => return Ok(EXIT_DONE),
             "/new" => talk.messages.clear(),
@@ -90,7 +90,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
             text => {
                 if is_command(text) {
                     console.print(&format!(
-                        "{text} is sent as a message: other commands than /new and /quit are for terminals"
+                        "{text} is not a command when input is not a terminal; it is sent as a message"
                     ));
                 }
                 print_text(&talk.answer(text)?)?;
@@ -110,8 +110,8 @@ fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
-/// Resolves the recipe or the run, whose programs may need consent. A model alone, a folder or a GGUF file,
-/// just talks, without a tool.
+/// Resolves the recipe or the run; the user must trust a run's programs. A model folder or a GGUF file is
+/// used without a task and without a tool.
 fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
     let source = locate(&args.recipe);
     if is_gguf(&args.recipe) || source.is_err() && args.recipe.join("config.json").is_file() {
@@ -137,7 +137,7 @@ struct Talk<'a> {
     at_terminal: bool,
     /// Ctrl-C, at a terminal.
     interrupt: Option<AnswerInterrupt>,
-    /// Number of answers that it ended.
+    /// Number of answers that Ctrl-C ended.
     interrupts: u64,
 }
 
@@ -165,7 +165,7 @@ impl AnswerLine {
 
     fn write(&self, text: &str) {
         if self.0.is_some() {
-            // A terminal that takes no more needs no count.
+            // A failed write is ignored, because the count is only a display.
             let _ = write!(std::io::stderr(), "\r\x1b[K{text}");
         }
     }
@@ -248,7 +248,7 @@ impl Talk<'_> {
             Outcome::TurnsExhausted => {
                 format!("one more tool call than rollout.turns_max = {} allows", rollout.turns_max)
             }
-            Outcome::Malformed => "what the model wrote last cannot be read".to_owned(),
+            Outcome::Malformed => "the model's last turn is malformed".to_owned(),
             Outcome::TaskFailed => "the task's program failed".to_owned(),
         };
         let whole = self
@@ -256,7 +256,7 @@ impl Talk<'_> {
             .chat
             .vocabulary()
             .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
-        format!("({why}; as written: {})\n", sanitize_line(&whole))
+        format!("({why}; raw output: {})\n", sanitize_line(&whole))
     }
 }
 

@@ -1,4 +1,4 @@
-//! `rloss check RECIPE|RUN`: checks a recipe and prints its plan, without any work.
+//! `rloss check RECIPE|RUN`: checks a recipe and prints its plan. Nothing is trained or sampled.
 
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
@@ -37,40 +37,40 @@ pub struct CheckArgs {
     /// Plan the memory of one of N processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     processes: u32,
-    /// Show the recipe and the programs that it names; start nothing, and plan no memory
+    /// Show the recipe and the programs that it names; start no program, and plan no memory
     #[arg(long, conflicts_with = "processes")]
     no_run: bool,
 }
 
-/// Stands in for a model's answer, because no model is loaded.
+/// An answer that replaces the model's, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
-/// Prints the recipe (its differences from the defaults, or all of it) and its warnings. Then prints the
-/// first prompt, a dialogue with the task, and each command's memory plan. Nothing is trained, sampled or
-/// written, and no weights are read.
+/// Prints the recipe (all keys, or those that differ from the defaults) and its warnings. Then prints the
+/// first prompt, a dialogue with the task, and the memory plan of each command. Nothing is trained, sampled
+/// or written, and no weights are read.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] with every mistake of the recipe, its model and its task. Also when training
-/// does not fit into memory, or sampling if nothing is trained.
+/// [`crate::error::BadInput`] with every mistake in the recipe, its model and its task. Also when training
+/// does not fit in memory, or when sampling does not if the recipe does not train.
 pub fn run(args: &CheckArgs) -> Result<u8> {
     let CheckArgs { recipe: args, all, processes, no_run } = args;
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
     if *no_run {
-        print_text(&sanitize_terminal(&resolved(&plan, *all)?))?;
+        print_text(&sanitize_terminal(&format_recipe(&plan, *all)?))?;
         let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
         print_text(&format!("{lines}\n"))?;
         return Ok(EXIT_DONE);
     }
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
-    // The task's first failure becomes the error of this command.
+    // The first failure of the task becomes the error of this command.
     let program = plan.recipe.task.command.join(" ");
     let mut preflight =
         notify_if_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
     let available = preflight.available_memory(available_memory());
     preflight.choose_sharding(*processes as usize, available.as_ref());
-    print_text(&sanitize_terminal(&resolved(&preflight.plan, *all)?))?;
+    print_text(&sanitize_terminal(&format_recipe(&preflight.plan, *all)?))?;
     let problem = notify_if_slow(&program, || preflight.first_problem());
     print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
@@ -79,16 +79,17 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     print_memory_plan(&preflight, *processes, available.as_ref())
 }
 
-/// Time until the user is told about a slow program.
-const SLOW: Duration = Duration::from_secs(2);
+/// Time after which the user is told that a program is slow.
+const SLOW_PROGRAM_DELAY: Duration = Duration::from_secs(2);
 
-/// Does the `work`. If it is slow and a `program` of the user is part of it, a line says so meanwhile.
+/// Runs `work`. If it is slow and waits for the user's `program`, prints a line that says so.
 fn notify_if_slow<T>(program: &str, work: impl FnOnce() -> T) -> T {
     let (done, ended) = channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
-            if ended.recv_timeout(SLOW) == Err(RecvTimeoutError::Timeout) && !program.is_empty() {
-                let line = format!("waiting for an answer of the task's program: {program}");
+            if ended.recv_timeout(SLOW_PROGRAM_DELAY) == Err(RecvTimeoutError::Timeout) && !program.is_empty()
+            {
+                let line = format!("waiting for an answer from the task's program: {program}");
                 let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(&line));
             }
         });
@@ -98,8 +99,8 @@ fn notify_if_slow<T>(program: &str, work: impl FnOnce() -> T) -> T {
     })
 }
 
-/// Formats the recipe, `all` of it or what differs from the defaults, and its warnings.
-fn resolved(plan: &Plan, all: bool) -> Result<String> {
+/// Formats the recipe's warnings and its keys: all keys, or those that differ from the defaults.
+fn format_recipe(plan: &Plan, all: bool) -> Result<String> {
     let warnings: String = plan.warnings.iter().map(|warning| format!("\nwarning: {warning}\n")).collect();
     if all {
         return Ok(format!("{}{warnings}", plan.to_toml()));
@@ -112,7 +113,7 @@ fn resolved(plan: &Plan, all: bool) -> Result<String> {
             _ => None,
         })
         .collect();
-    Ok(format!("What differs from the defaults; --all shows every key:\n\n{lines}{warnings}"))
+    Ok(format!("Keys that differ from the defaults (--all shows every key):\n\n{lines}{warnings}"))
 }
 
 fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
@@ -121,7 +122,7 @@ fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
     Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", preflight.task.name()))
 }
 
-/// Runs a short conversation with the task: its reply to a useless answer, and the reward.
+/// Runs a short conversation with the task: a wrong answer, the task's replies, and the reward.
 fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     let failed =
         |error: anyhow::Error| bad_input!("the task {}, problem {}: {error:#}", task.name(), problem.id);
@@ -135,16 +136,19 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
         messages.extend([next, Message::assistant("final", ANSWER)]);
     }
     let Reward { value, success, named } = task.reward(problem, &transcript(&messages)).map_err(failed)?;
-    let success = if success { "a success" } else { "no success" };
+    let success = if success { "success" } else { "no success" };
     let named: String = named.iter().map(|(name, value)| format!(", {name} {value}")).collect();
     lines.push(("reward", format!("{value}, {success}{named}")));
     lines.push(("answer", problem.answer.to_string()));
     let lines: String = lines.iter().map(|(who, text)| format!("{who:<8}{text}\n")).collect();
-    Ok(format!("\nThe task {} after a useless answer; its reference answer is last:\n\n{lines}", task.name()))
+    Ok(format!(
+        "\nDialogue with the task {} for a wrong answer, then the reward and the reference answer:\n\n{lines}",
+        task.name()
+    ))
 }
 
-/// Prints the memory plan of training, or of sampling if nothing is trained, and the peaks of the other
-/// commands.
+/// Prints the memory plan of training (of sampling, if the recipe does not train), and the peak memory of the
+/// other commands.
 fn print_memory_plan(
     preflight: &Preflight,
     processes: u32,
@@ -167,7 +171,7 @@ fn print_memory_plan(
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
-        // These commands run in one process.
+        // These commands run in a single process.
         let peak = MemoryPlan::new(&MemoryPlanInput {
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
@@ -177,7 +181,7 @@ fn print_memory_plan(
         print_text(&format!("`rloss {}`: {}\n", command.name(), gigabytes(peak)))?;
     }
     if let Some(found) = available {
-        print_text(&format!("There are {} {}.\n", gigabytes(found.bytes), found.limit))?;
+        print_text(&format!("Available memory: {} ({}).\n", gigabytes(found.bytes), found.limit))?;
     }
     if let Some(warning) = plan.check_available(available, &subject.remedies())? {
         print_text(&format!("warning: {warning}\n"))?;

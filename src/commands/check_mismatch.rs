@@ -1,5 +1,5 @@
-//! `rloss check-mismatch [RECIPE]`: compares the log-probs of the same tokens in rollout and training, or
-//! with another engine's, and names the cause of a mismatch.
+//! `rloss check-mismatch [RECIPE]`: compares the log-probs of the same tokens in rollout and in training, or
+//! in this program and in another engine. Names the cause of a mismatch.
 
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
@@ -45,25 +45,25 @@ pub struct CheckMismatchArgs {
     /// Folder for mismatch.json [default: the run folder, or runs/<recipe's name>-mismatch]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Ablations to measure: a comma starts another row, a plus combines ablations in one row
+    /// Ablations to measure: a comma starts a new row, a plus combines ablations in one row
     #[arg(long, value_name = "A,B+C")]
     arms: Option<String>,
     /// Compare a file of another engine, in a format of docs/MISMATCH.md. The simplest format is one row per
-    /// line: {"tokens": [...], "logprobs": [a number or null per token], "temperature": 1.0}. Exit code 2
-    /// when a row is bad, else 3 when the sides differ, else 0
+    /// line: {"tokens": [...], "logprobs": [a number or null per token], "temperature": 1.0}. The exit code
+    /// is 2 if a row is bad, otherwise 3 if the log-probs differ, otherwise 0
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "arms")]
     against: Vec<PathBuf>,
-    /// Temperature of the file's log-probs, if the file does not say
+    /// Temperature of the file's log-probs, if the file does not give it
     #[arg(long, value_name = "T", default_value_t = 1.0, requires = "against")]
     temperature: f64,
-    /// Folder with the weights of an earlier update; tests whether the file comes from these
+    /// Folder with the weights of an earlier update; tests whether the file was sampled from them
     #[arg(long, value_name = "FOLDER", requires = "against")]
     earlier: Option<PathBuf>,
-    /// Minutes after which the search for the cause of a difference ends; 0 prints the verdict alone
-    /// [default: no limit]
+    /// Time limit in minutes of the search for the cause of a difference; 0 prints only the verdict [default:
+    /// no limit]
     #[arg(long, value_name = "MINUTES", requires = "against", value_parser = minutes)]
     search_minutes: Option<Duration>,
-    /// Start the programs that a run folder of somebody else names
+    /// Start the programs named in another user's run folder
     #[arg(long)]
     trust: bool,
 }
@@ -87,12 +87,12 @@ impl CheckMismatchArgs {
         let scope =
             if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::CheckMismatchAgainst };
         let mut plan = source.resolve_for(scope, &sets)?;
-        // The check runs on the model that a --set names, if any.
+        // If a --set names a model, the check uses that model.
         pin_model(&mut plan, &source, &sets)?;
         Ok(plan)
     }
 
-    /// Returns the kind of comparison, for the header.
+    /// Returns the type of comparison, for the header.
     fn command(&self) -> ModelCommand {
         ModelCommand::CheckMismatch(match self.against.as_slice() {
             [] => SecondWeights::Rounded(WeightRounding::default()),
@@ -115,7 +115,7 @@ impl CheckMismatchArgs {
     }
 }
 
-/// Prints the results and writes `mismatch.json`. Exit code 2 when a row of `--against` was bad.
+/// Prints the results and writes `mismatch.json`. The exit code is 2 if a row of `--against` is bad.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before any work.
@@ -188,14 +188,14 @@ fn console(plan: &Plan, mesh: &Mesh) -> Console {
     }
 }
 
-/// The result of the command: what is written to files, and the exit code.
+/// The result of the command: the contents of its files, and its exit code.
 struct CheckResult {
     lines: Vec<ResultLine>,
     verdict: String,
     diagnosis: Option<serde_json::Value>,
-    /// Rows that could not be compared.
+    /// The rows that could not be compared.
     bad_rows: Vec<String>,
-    /// Other files to write into the folder, as name and text.
+    /// Other files for the folder: name and text.
     files: Vec<(String, String)>,
     code: u8,
 }
@@ -267,12 +267,12 @@ fn stdout_columns() -> usize {
     console::Term::stdout().size_checked().map_or(usize::MAX, |(_, columns)| columns.into())
 }
 
-/// Prints a line to stderr; a closed stderr is no error.
+/// Prints a line to standard error. A closed standard error is not an error.
 fn print_note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-/// Checks that rollout and training agree, then measures each of `ablations`, given with their names.
+/// Checks that rollout and training agree. Then measures each of `ablations`, which have names.
 fn check_ablations(
     context: &RunContext,
     ablations: &[(String, Ablations)],
@@ -285,7 +285,7 @@ fn check_ablations(
     let RunContext { threads, model, parameters, .. } = context;
     let proof = EqualityChecks {
         runner: BatchRunner { threads, model, parameters },
-        // Each process runs these forwards by itself.
+        // Each process runs these forward passes alone.
         rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: context.training_forward(),
         temperature: recipe.rollout.temperature,
@@ -305,7 +305,7 @@ fn check_ablations(
         clip(context),
         recipe.train.micro_batch_tokens,
     )?;
-    let mut mismatches = vec![measurement.measure("the recipe as it is", &recipe.arms)?];
+    let mut mismatches = vec![measurement.measure("the recipe without changes", &recipe.arms)?];
     for (name, ablations) in ablations {
         mismatches.push(measurement.measure(name, ablations)?);
     }
@@ -313,16 +313,16 @@ fn check_ablations(
     let failed: Vec<&str> = links.iter().filter(|link| !link.is_bit_equal()).map(|link| link.name).collect();
     let tokens = links.last().map_or(0, |link| link.tokens);
     let verdict = if failed.is_empty() {
-        format!("rollout and training agree to the last bit on {tokens} sampled tokens")
+        format!("rollout and training are bitwise equal on {tokens} sampled tokens")
     } else {
-        format!("rollout and training differ; links that fail: {}", failed.join(", "))
+        format!("rollout and training differ; failed checks: {}", failed.join(", "))
     };
     lines.extend(mismatches);
     print(&format!("{}\n", sanitize_terminal(&verdict)))?;
     Ok(CheckResult { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_DONE })
 }
 
-/// Samples the rollouts of one training step.
+/// Samples the rollout of one training step.
 fn sample_step(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
     let recipe = context.recipe();
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)

@@ -9,8 +9,8 @@ use clap_complete::Shell;
 /// Arguments of `rloss completions`.
 #[derive(Args, Debug, Clone)]
 pub struct CompletionsArgs {
-    /// The shell. Use `source <(rloss completions bash)`, or write the output to the shell's folder of
-    /// completions
+    /// The shell. Use `source <(rloss completions bash)`, or write the output to the folder in which the
+    /// shell looks for completions
     shell: Shell,
 }
 

@@ -21,13 +21,13 @@ use anyhow::Result;
 use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 
-/// Evaluates the model; exit code 130 when a signal stopped it. Running the command again resumes problem
-/// by problem. A finished evaluation only prints its tables again.
+/// Evaluates the model. The exit code is 130 if a signal stopped the evaluation. The same command then
+/// continues with the missing samples. For a finished evaluation, it only prints the tables again.
 ///
-/// With a run folder, the seeds are those of the run's own evaluation after the same step.
+/// For a run folder, the seeds are those of the run's own evaluation after the same step.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before any work; errors of the rollout or the disk keep the samples so far.
+/// [`crate::error::BadInput`] before any work. Errors of the rollout or the disk keep the finished samples.
 pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
@@ -38,7 +38,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let sets = validation_prompts(&context);
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(
-            "the task {} has no held-out problems; name some with task.validation_file",
+            "the task {} has no held-out problems; set task.validation_file",
             context.task.name()
         ));
     }
@@ -47,25 +47,32 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     header::lines(&context, ModelCommand::Eval, out).iter().for_each(|line| console.print(line));
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = StopFlag::listen()?;
-    let teller = console.clone();
+    let stop_console = console.clone();
     stop.on_request(move || {
-        teller.print("stopping: finished samples are kept; a second signal stops at once")
+        stop_console.print("stopping: finished samples are kept; a second signal stops immediately")
     })?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
     let policy = context.policy_without_ablations()?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
-        // The name ends with the step's number, by which a report finds the newest evaluation.
+        // The name ends with the number of the step. A report finds the newest evaluation by it.
         let name = match sets.len() {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),
         };
-        let asked = || stop.is_requested();
-        let found =
-            collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
-        let Some(groups) = found else {
-            console.print(&format!("stopped: {}; the same command resumes", out.display()));
+        let stop_requested = || stop.is_requested();
+        let sampled = collection.sample(
+            &name,
+            Phase::Eval,
+            &policy,
+            (&plan, samples),
+            prompts,
+            &console,
+            &stop_requested,
+        )?;
+        let Some(groups) = sampled else {
+            console.print(&format!("stopped: {}; run the same command again to continue", out.display()));
             return Ok(EXIT_STOPPED);
         };
         evaluation.sets.push(ValidationResult::new(&context, set, prompts, groups));
@@ -81,7 +88,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
 }
 
-/// Counts trajectories and successes by a property.
+/// Counts trajectories and successes for each value of `key`.
 fn totals<K: Ord>(set: &ValidationResult, key: impl Fn(&TrajectoryRow) -> K) -> BTreeMap<K, (usize, usize)> {
     let mut counts = BTreeMap::new();
     for row in set.rows() {
@@ -92,7 +99,7 @@ fn totals<K: Ord>(set: &ValidationResult, key: impl Fn(&TrajectoryRow) -> K) -> 
     counts
 }
 
-/// Counts calls by outcome.
+/// Counts tool calls by outcome.
 fn calls(set: &ValidationResult) -> BTreeMap<CallOutcome, usize> {
     let mut counts = BTreeMap::new();
     for call in set.rows().flat_map(|row| &row.trajectory.turns).flat_map(|turn| &turn.calls) {
@@ -101,7 +108,7 @@ fn calls(set: &ValidationResult) -> BTreeMap<CallOutcome, usize> {
     counts
 }
 
-/// Returns the tables for the terminal.
+/// Returns the tables of a validation set for the terminal.
 fn tables(set: &ValidationResult) -> String {
     let (problems, trajectories) = (set.problems.len(), set.rows().count());
     let mut table = TextTable::new(["measure", "value", "95% from", "to"]);
@@ -113,11 +120,11 @@ fn tables(set: &ValidationResult) -> String {
     let by_outcome: BTreeMap<Outcome, _> = totals(set, |row| row.trajectory.outcome);
     for outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
-        outcomes.add_row([outcome.name().to_owned(), whole(all), whole(right)]);
+        outcomes.add_row([outcome.name().to_owned(), format_count(all), format_count(right)]);
     }
     let mut turns = TextTable::new(["turns", "trajectories", "right"]);
     for (n, (all, right)) in totals(set, |row| row.trajectory.turns.len()) {
-        turns.add_row([whole(n), whole(all), whole(right)]);
+        turns.add_row([format_count(n), format_count(all), format_count(right)]);
     }
     let mut text = format!(
         "{}: {}, {}; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
@@ -126,23 +133,23 @@ fn tables(set: &ValidationResult) -> String {
         if trajectories == 1 {
             "1 trajectory".to_owned()
         } else {
-            format!("{} trajectories", whole(trajectories))
+            format!("{} trajectories", format_count(trajectories))
         }
     );
     let calls = calls(set);
     if !calls.is_empty() {
         let mut table = TextTable::new(["tool call", "calls"]);
-        calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), whole(*n)]));
+        calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), format_count(*n)]));
         text.push_str(&format!("{table}\n"));
     }
     text
 }
 
-fn whole(n: usize) -> String {
+fn format_count(n: usize) -> String {
     format_number(n as f64)
 }
 
-/// Returns the content of `eval.json`.
+/// Returns the contents of `eval.json`.
 fn document(context: &RunContext, step: u64, evaluation: &Evaluation) -> Value {
     let recipe = context.recipe();
     json!({

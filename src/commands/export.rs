@@ -19,9 +19,9 @@ use std::path::PathBuf;
 /// Arguments of `rloss export`.
 #[derive(Args, Debug, Clone)]
 pub struct ExportArgs {
-    /// A run folder (its last checkpoint) or a checkpoint; with --out, of a run with an adapter
+    /// A run folder (its last checkpoint) or a checkpoint; for --out, the run must have an adapter
     run: PathBuf,
-    /// Write a whole model with the adapter merged into its weights, in checkpoint.dtype
+    /// Write a whole model in checkpoint.dtype, with the adapter merged into its weights
     #[arg(long)]
     merged: bool,
     /// Replace a recipe's value, such as --set checkpoint.dtype=f32
@@ -30,47 +30,48 @@ pub struct ExportArgs {
     /// The folder to write
     #[arg(long, required_unless_present = "gguf", conflicts_with = "gguf")]
     out: Option<PathBuf>,
-    /// Write a GGUF file, as llama.cpp, Ollama and LM Studio read it
+    /// Write a GGUF file for llama.cpp, Ollama or LM Studio
     #[arg(long, value_name = "FILE")]
     gguf: Option<PathBuf>,
-    /// The type of the matrices in the GGUF file: f32, bf16, f16, q8_0, or mxfp4 for the experts of GPT-OSS
-    #[arg(long = "type", value_name = "TYPE", requires = "gguf", default_value = "bf16", value_parser = gguf_form)]
+    /// The type of matrices in the GGUF file: f32, bf16, f16, q8_0, or mxfp4 for the experts of GPT-OSS
+    #[arg(long = "type", value_name = "TYPE", requires = "gguf", default_value = "bf16", value_parser = parse_matrix_type)]
     format: GgufFormat,
 }
 
 /// Parses `--type`.
-fn gguf_form(word: &str) -> Result<GgufFormat, String> {
+fn parse_matrix_type(word: &str) -> Result<GgufFormat, String> {
     GgufFormat::from_name(word).ok_or_else(|| {
         let known: Vec<&str> = GgufFormat::all().into_iter().map(Choice::name).collect();
         format!("known: {}", known.join(", "))
     })
 }
 
-/// Writes the folder or the file and says what it holds. For a merged model, also prints the rounding error.
+/// Writes the folder or the file, and prints its contents. For a merged model, also prints the rounding
+/// error.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before anything is written.
 pub fn run(args: &ExportArgs) -> Result<u8> {
     let Some(out) = args.out.as_ref().or(args.gguf.as_ref()) else {
-        return Err(bad_input!("name a folder with --out, or a file with --gguf"));
+        return Err(bad_input!("give a folder with --out, or a file with --gguf"));
     };
     export::refuse_existing(out)?;
     let source = locate(&args.run)?;
     let mut plan = source.resolve_for(KeyScope::Export, &args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
-    let shown = out.display().to_string();
-    let shown = sanitize_terminal(&shown);
+    let path_text = out.display().to_string();
+    let path_text = sanitize_terminal(&path_text);
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
         let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
         export::write_gguf_file(&context, args.format, args.merged, out, &console)?;
-        let adapter = if args.merged { " with its adapter merged in" } else { "" };
-        print_text(&format!("{shown}: the model{adapter}, {}\n", args.format))?;
+        let adapter = if args.merged { " with its adapter merged" } else { "" };
+        print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
         return Ok(EXIT_DONE);
     }
     if !args.merged {
         export::export_adapter(&plan.recipe, out)?;
-        print_text(&format!("{shown}: the adapter, in PEFT's form\n"))?;
+        print_text(&format!("{path_text}: the adapter, in PEFT's format\n"))?;
         return Ok(EXIT_DONE);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
@@ -83,13 +84,13 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let dtype = context.recipe().checkpoint.dtype;
     print_text(&match cost {
         Some(cost) => format!(
-            "{shown}: the model with its adapter merged in, {dtype}; against the two side by side the log-probabilities of {} \
-             sampled tokens change by {:.2e} at most, {:.2e} in the mean\n",
+            "{path_text}: the model with its adapter merged, {dtype}; compared with the unmerged adapter, the log-probabilities of \
+             {} sampled tokens change by {:.2e} at most, and by {:.2e} in the mean\n",
             cost.tokens, cost.largest, cost.mean
         ),
         None => format!(
-            "{shown}: the model with its adapter merged in, {dtype}; what rounding cost is not measured, for the run keeps no \
-             trajectories\n"
+            "{path_text}: the model with its adapter merged, {dtype}; the rounding error is not measured, because the run stores \
+             no trajectories\n"
         ),
     })?;
     Ok(EXIT_DONE)

@@ -1,10 +1,10 @@
-//! `rloss fetch NAME`: fetches data sets and small models from their official places.
+//! `rloss fetch NAME`: fetches data sets and small models from their official sources.
 
 use anyhow::{Context, Result};
 use clap::Args;
 use std::process::Command;
 
-/// The script holds every address and checksum, and runs without a copy of the source tree.
+/// The script has every address and checksum. It does not need the source tree.
 const SCRIPT: &str = include_str!("../../scripts/fetch_data.sh");
 
 /// The names that the script knows.
@@ -24,19 +24,20 @@ const NAMES: [&str; 10] = [
 /// Arguments of `rloss fetch`.
 #[derive(Args, Debug, Clone)]
 pub struct FetchArgs {
-    /// Names to fetch: data sets into data/, models into models/, where recipes look; all: every data set
+    /// Names to fetch: data sets go to data/, models to models/, where recipes look for them; all: every data
+    /// set
     #[arg(required = true, value_name = "NAME", value_parser = NAMES)]
     names: Vec<String>,
 }
 
-/// Runs the script, which needs bash and curl. Files that are there stay. Returns its exit code: 1 after one
-/// line of error when a file could not be fetched.
+/// Runs the script, which needs bash and curl. Existing files are kept. Returns the script's exit code: 1,
+/// after one line of error, if a file could not be fetched.
 ///
 /// # Errors
-/// When bash does not start.
+/// When bash cannot be started.
 pub fn run(args: &FetchArgs) -> Result<u8> {
     let status = Command::new("bash").args(["-c", SCRIPT, "rloss fetch"]).args(&args.names).status();
-    let status = status.context("fetching needs bash and curl; bash does not start")?;
+    let status = status.context("fetching needs bash and curl; bash cannot be started")?;
     Ok(status.code().map_or(1, |code| code as u8))
 }
 

@@ -1,5 +1,5 @@
-//! `rloss gpu-check`, a hidden command: checks that need a GPU. scripts/gpu_check.sh runs it part by part and
-//! keeps its tables.
+//! `rloss gpu-check`, a hidden command: checks that need a GPU. scripts/gpu_check.sh runs each part and keeps
+//! its tables.
 //!
 //! Every part prints rows of one Markdown table. A failed check does not end the part, because the other
 //! results are still useful.
@@ -52,13 +52,13 @@ pub struct GpuCheckArgs {
 pub enum Part {
     /// The device's name and its kernels
     Device,
-    /// Every instruction of kernels/primitives.cuh against its host twin
+    /// Every instruction of kernels/primitives.cuh against its emulation on the CPU
     Primitives,
-    /// Every op on small seeded inputs against the outputs of the emulated driver
+    /// Every op on small seeded inputs against its outputs on the emulated driver
     Seeded,
-    /// Properties of the tensor cores on which the equality of rows depends
+    /// Properties of the tensor cores that the equality of rows depends on
     Facts,
-    /// Values and gradients against the CPU's
+    /// Values and gradients against those of the CPU
     Oracle,
     /// Decode = chunked prefill = training; split over blocks = serial; repeated backward = first backward
     Links,
@@ -74,7 +74,7 @@ pub enum Part {
 /// The result of a check: `Ok` or `Err` with the measured values, or an error that stopped the check.
 type CheckResult = Result<Result<String, String>>;
 
-/// Counts the results of checks and prints them as they arrive.
+/// Counts the results of checks, and prints each when it is known.
 #[derive(Debug, Default)]
 pub struct Verdicts {
     passed: usize,
@@ -82,7 +82,7 @@ pub struct Verdicts {
 }
 
 impl Verdicts {
-    /// Prints one row of the table. `Ok` and `Err` hold the measured values.
+    /// Prints one row of the table. `Ok` (passed) and `Err` (failed) have the measured values.
     fn print_row(&mut self, name: &str, verdict: Result<String, String>) {
         let (word, measured) = match verdict {
             Ok(measured) => {
@@ -97,17 +97,17 @@ impl Verdicts {
         println!("| {name} | {word} | {} |", measured.replace('|', "/").replace('\n', " "));
     }
 
-    /// Runs `check` and prints its row. A check that returns an error has failed.
+    /// Runs `check` and prints its row. A check that returns an error counts as failed.
     fn check(&mut self, name: &str, check: impl FnOnce() -> CheckResult) {
         let verdict = check().unwrap_or_else(|error| Err(format!("stopped: {error:#}")));
         self.print_row(name, verdict);
     }
 }
 
-/// Runs the requested parts; exit code 1 when a check failed.
+/// Runs the requested parts. The exit code is 1 if a check failed.
 ///
 /// # Errors
-/// When no GPU is supported by the kernels, or the peers' file cannot be read.
+/// When the kernels support no GPU of this machine, or when the peers' file cannot be read.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let Gpu { device, .. } =

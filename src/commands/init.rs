@@ -1,12 +1,12 @@
-//! `rloss init NAME`: writes a commented recipe, with a task program that runs without changes, or for a
-//! model.
+//! `rloss init NAME`: writes a recipe with comments, either with a task program that runs without changes, or
+//! for a given model.
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::header::command_line;
 use crate::run::sampling_folder::print_text;
-use crate::run::sizing::propose;
+use crate::run::sizing::propose_sizes;
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
@@ -17,19 +17,18 @@ use std::path::{Path, PathBuf};
 const RECIPE: &str = include_str!("init/recipe.toml");
 const PROGRAM: &str = include_str!("init/task.py");
 
-/// Number of demonstration prompts, each a number to double. Each has several answers: the first is right,
-/// the others are wrong.
+/// Number of demonstration prompts. Each asks to double a number, and has several answers.
 const NUMBERS: u32 = 100;
+/// Error of each answer: the first answer is right, the others are wrong.
 const ANSWERS: [i64; 3] = [0, 1, -2];
 
 /// Arguments of `rloss init`.
 #[derive(Args, Debug, Clone)]
 pub struct InitArgs {
-    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here; with --from NAME.toml
-    /// alone
+    /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here; with --from, only
+    /// NAME.toml
     name: String,
-    /// Write a recipe that is based on this one, a file or a recipe of the program, with sizes for this
-    /// machine
+    /// Write a recipe that is based on this one, a file or a built-in recipe, with sizes for this machine
     #[arg(long, value_name = "RECIPE", requires = "model")]
     from: Option<PathBuf>,
     /// The folder of the model to train, with config.json, tokenizer.json and *.safetensors
@@ -37,7 +36,7 @@ pub struct InitArgs {
     model: Option<PathBuf>,
 }
 
-/// Writes the files and prints the next steps. If one of the files exists, none is written.
+/// Writes the files and prints the next steps. If one of the files exists, writes none.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for an invalid name, and for a file that exists or cannot be written.
@@ -73,12 +72,12 @@ pub fn run(args: &InitArgs) -> Result<u8> {
 
 fn refuse_existing(file: &str) -> Result<()> {
     match Path::new(file).exists() {
-        true => Err(bad_input!("init: {file} already exists and stays unchanged; choose another name")),
+        true => Err(bad_input!("init: {file} already exists and is not changed; choose another name")),
         false => Ok(()),
     }
 }
 
-/// Writes a recipe that is based on `from` and trains `model` in sizes for this machine.
+/// Writes a recipe that is based on `from` and trains `model` with sizes for this machine.
 fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     let file = format!("{name}.toml");
     refuse_existing(&file)?;
@@ -88,19 +87,19 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         source => absolute_path_text(&source.recipe_file())?,
     };
     let model = toml::Value::String(absolute_path_text(model)?).to_string();
-    let sizing = propose(&source, &[format!("model.path={model}")])?;
+    let sizing = propose_sizes(&source, &[format!("model.path={model}")])?;
     let (missing, fetched) = &sizing.missing_data;
     let missing: Vec<String> = missing.iter().map(|file| file.display().to_string()).collect();
     let data = match (missing.is_empty(), fetched.is_empty()) {
         (true, _) => String::new(),
-        (false, true) => "# Its data is not there yet: name it in [task].\n".to_owned(),
-        (false, false) => format!("# Its data comes by: rloss fetch {fetched}\n"),
+        (false, true) => "# Its data files are missing: name yours in [task].\n".to_owned(),
+        (false, false) => format!("# Fetch its data with: rloss fetch {fetched}\n"),
     };
     let mut text = format!(
-        "# {base} with sizes for {}: training takes {}, and more where memory is free.\n\
-         #   rloss check {file}         prompt, memory and what differs; --all shows every key\n\
+        "# {base} with sizes for {}: training takes {}, and more if more memory is free.\n\
+         #   rloss check {file}         the prompt, the memory and the keys that differ; --all shows every key\n\
          #   rloss train {file}\n\
-         # A step should take minutes. More prompts and samples a step make it steadier, and longer.\n\
+         # A step should take minutes. More prompts and samples per step make training steadier, and a step longer.\n\
          {data}base = {}\n\n\
          [model]\npath = {model}\n",
         sizing.machine,
@@ -123,7 +122,7 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     let mut output = format!("{file:<24} the recipe\n");
     if let Some((response, before)) = sizing.shorter_response {
         output += &format!(
-            "\nAnswers are cut at {response} tokens, {before} in {base}, for a step in minutes on this machine: \
+            "\nAnswers are truncated at {response} tokens ({before} in {base}), so that a step takes minutes on this machine: \
              rollout.response_tokens_max\n"
         );
     }
@@ -132,7 +131,7 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         let words = ["fetch"].into_iter().chain(fetched.split_whitespace());
         output += &match fetched.is_empty() {
             true => "name the files in [task] of the recipe\n".to_owned(),
-            false => format!("get it: {}\n", command_line(&words.collect::<Vec<_>>())),
+            false => format!("fetch it: {}\n", command_line(&words.collect::<Vec<_>>())),
         };
     }
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));
@@ -140,15 +139,15 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// Returns the absolute path as text.
+/// Returns the absolute path of `path` as text.
 fn absolute_path_text(path: &Path) -> Result<String> {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    path.to_str().map(str::to_owned).ok_or_else(|| {
-        bad_input!("{}: a recipe can name only paths in UTF-8; rename the folder", path.display())
-    })
+    path.to_str()
+        .map(str::to_owned)
+        .ok_or_else(|| bad_input!("{}: a path in a recipe must be UTF-8; rename the folder", path.display()))
 }
 
-/// Returns conversations in which one answer of three is right.
+/// Returns conversations in JSON lines. One answer in three is right.
 fn rows() -> String {
     let message = |role: &str, channel: Option<&str>, content: String| match channel {
         Some(channel) => json!({"role": role, "channel": channel, "content": content}),
@@ -164,6 +163,6 @@ fn rows() -> String {
 fn write(path: &Path, text: &str) -> Result<()> {
     let made = OpenOptions::new().write(true).create_new(true).open(path);
     made.and_then(|mut file| file.write_all(text.as_bytes())).map_err(|e| {
-        bad_input!("init: {}: cannot be written: {e}; run it in a folder where you can write", path.display())
+        bad_input!("init: {}: cannot be written: {e}; run it in a folder that you can write", path.display())
     })
 }

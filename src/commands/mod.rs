@@ -1,4 +1,4 @@
-//! One file per subcommand. A subcommand composes other modules and computes nothing itself.
+//! One file per subcommand. A subcommand combines other modules and does not compute anything itself.
 
 pub mod arguments;
 pub mod chat;

@@ -12,11 +12,11 @@ use std::path::PathBuf;
 /// Arguments of `rloss report`.
 #[derive(Args, Debug, Clone)]
 pub struct ReportArgs {
-    /// Run folders; or one folder of figures, see docs/FIGURES.md
+    /// Run folders, or one folder of figures (see docs/FIGURES.md)
     #[arg(required = true)]
     runs: Vec<PathBuf>,
     /// The page's file, or a folder for it, such as pages/ [default: report.html in the run folder; for
-    /// several runs report-N-runs-DIGEST.html in the first]
+    /// several runs, report-N-runs-DIGEST.html in the first run folder]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Serve the page to a browser on this machine while the runs continue
@@ -30,7 +30,7 @@ pub struct ReportArgs {
 /// Writes the page and prints its path, or serves it.
 ///
 /// # Errors
-/// Those of [`write_report`] and of [`follow::run`].
+/// The errors of [`write_report`] and of [`follow::run`].
 pub fn run(args: &ReportArgs) -> Result<u8> {
     if args.follow {
         return follow::run(&args.runs, args.port);

@@ -25,7 +25,7 @@ use clap::{Args, ValueEnum};
 pub struct RolloutArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Write the trajectories in another trainer's format, too: prime-rl's token_exports/step_N/rank_0.jsonl
+    /// Also write the trajectories in another trainer's format: prime-rl's token_exports/step_N/rank_0.jsonl
     #[arg(long)]
     format: Option<Format>,
 }
@@ -37,8 +37,8 @@ enum Format {
 }
 
 /// Samples `rollout.prompts_per_step` prompts, `rollout.samples_per_prompt` times each. The prompts are those
-/// of step 1, or of the step after a checkpoint. Exit code 130 when a signal stopped it; the same command
-/// resumes.
+/// of step 1 or, for a checkpoint, of the step after it. The exit code is 130 if a signal stopped the
+/// command. The same command then continues.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before any work. Errors of the rollout or the disk keep the finished samples.
@@ -57,7 +57,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let stop = StopFlag::listen()?;
     let stop_console = console.clone();
     stop.on_request(move || {
-        stop_console.print("stopping: finished samples are kept; a second signal stops at once")
+        stop_console.print("stopping: finished samples are kept; a second signal stops immediately")
     })?;
     let recipe = context.recipe();
     let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
@@ -68,7 +68,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let sampled_rows =
         folder.sample(&name, Phase::Rl, &policy, samples, &prompts, &console, &|| stop.is_requested())?;
     let Some(rows) = sampled_rows else {
-        console.print(&format!("stopped: {}; the same command resumes", out.display()));
+        console.print(&format!("stopped: {}; run the same command again to continue", out.display()));
         return Ok(EXIT_STOPPED);
     };
     folder.warn(sample_causes(&context, rows.iter().flatten()), Phase::Rl, step, &console)?;

@@ -1,4 +1,4 @@
-//! `rloss schema`: the JSON schema of recipes, by which editors complete and check them.
+//! `rloss schema`: the JSON Schema of recipes. Editors use it to complete and check recipes.
 
 use crate::error::EXIT_DONE;
 use crate::recipe::Recipe;
@@ -16,7 +16,7 @@ pub fn run() -> Result<u8> {
     Ok(EXIT_DONE)
 }
 
-/// Builds the schema from the declared keys. No table has keys other than these.
+/// Builds the schema from the declared keys. It allows no other keys in any table.
 fn schema(entries: &[Entry]) -> Value {
     let mut schema = json!({
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -25,8 +25,8 @@ fn schema(entries: &[Entry]) -> Value {
         "additionalProperties": false,
         "properties": { "base": {
             "type": "string",
-            "description": "The recipe that this one differs from: a path counted from this file's folder, or a recipe of the \
-                            program.",
+            "description": "The recipe that this one differs from: a path relative to this file's folder, or the name of a \
+                            built-in recipe.",
         } },
     });
     for entry in entries {
@@ -54,9 +54,9 @@ mod tests {
     use crate::recipe::{BUILT_IN, Recipe};
     use serde_json::{Value, json};
 
-    /// Checks `value` by the keywords that the schema uses.
+    /// Checks `value` against the keywords that the schema uses.
     fn check(schema: &Value, value: &Value, path: &str) -> Result<(), String> {
-        let fail = |what: &str| Err(format!("{path}: {what}"));
+        let fail = |message: &str| Err(format!("{path}: {message}"));
         if let Some(words) = schema["enum"].as_array() {
             return if words.contains(value) { Ok(()) } else { fail("no such word") };
         }
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn the_schema_accepts_every_recipe_of_the_program_and_refuses_mistakes() {
+    fn the_schema_accepts_every_built_in_recipe_and_rejects_mistakes() {
         let schema = schema(&Recipe::default().entries());
         let everything = include_str!("../../tests/suite/recipe/everything.toml");
         for (name, text) in BUILT_IN.into_iter().chain([("everything", everything)]) {

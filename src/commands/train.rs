@@ -24,7 +24,7 @@ use std::path::PathBuf;
 pub struct TrainArgs {
     #[command(flatten)]
     run: RunArgs,
-    /// Resume the run in the folder from its last checkpoint; with =auto, start it if there is none
+    /// Resume the run in the folder from its last checkpoint; with =auto, start a run if there is none
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "always")]
     resume: Option<Resume>,
 }
@@ -32,19 +32,19 @@ pub struct TrainArgs {
 /// When a run is resumed.
 #[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
 enum Resume {
-    /// A folder without a run is refused
+    /// A folder without a run is an error
     Always,
-    /// A folder without a run gets one
+    /// A run is started in a folder without one
     Auto,
 }
 
-/// Trains; exit code 130 when a signal stopped it after a checkpoint.
+/// Trains. The exit code is 130 if a signal stopped training after a checkpoint.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before any work; other errors leave the last checkpoint intact.
+/// [`crate::error::BadInput`] before any work. Other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
-    let Prepared { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
+    let TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
         mesh.require_success("the recipe", prepare(args, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
@@ -54,7 +54,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
     processes::check_agreement(&mesh, &context.plan, weights, &state)?;
-    // From here on a signal saves the run.
+    // From here on, a signal saves the run.
     let stop = StopFlag::listen()?;
     let folder = match resumes {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::for_other_rank(&out)),
@@ -68,7 +68,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     let before = RunFolder::previous_device(&out).filter(|before| resumes && *before != context.device_name);
     if let Some(before) = before {
         console.print(&format!(
-            "warning: this run computed on {before}, and continues on {}: its bits will differ from those of a run on one device",
+            "warning: this run computed on {before}, and continues on {}: the results will not be bitwise equal to a run on one device",
             context.device_name
         ));
     }
@@ -87,40 +87,40 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         }
     })?;
     mesh.disconnect();
-    let shown = out.display().to_string();
+    let path_text = out.display().to_string();
     if stopped {
-        console.print(&format!("stopped: {shown}"));
-        console.print(&format!("to resume: {}", command_line(&["train", &shown, "--resume"])));
+        console.print(&format!("stopped: {path_text}"));
+        console.print(&format!("to resume: {}", command_line(&["train", &path_text, "--resume"])));
         return Ok(EXIT_STOPPED);
     }
-    console.print(&format!("done: {shown}"));
-    console.print(&format!("to see it: {}", command_line(&["report", &shown])));
+    console.print(&format!("done: {path_text}"));
+    console.print(&format!("to see the results: {}", command_line(&["report", &path_text])));
     Ok(EXIT_DONE)
 }
 
-/// The checked inputs of a run.
-struct Prepared {
+/// The checked inputs of training.
+struct TrainInputs {
     out: PathBuf,
     plan: Plan,
     console: Console,
     /// Whether a run is resumed.
     resumes: bool,
-    /// A line when a run's recipe is trained again from its beginning.
+    /// A line for the console if a run's recipe is trained again from the start.
     fresh_start_note: Option<String>,
-    /// Description of the resumed run, one line each.
+    /// Description of the resumed run, as lines.
     resume_notes: Vec<String>,
     resume_point: Option<ResumePoint>,
 }
 
-/// Reads the recipe, and the run to resume. Writes nothing.
-fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
+/// Reads the recipe and, if a run is resumed, the run. Writes nothing.
+fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<TrainInputs> {
     let source = locate(&args.run.recipe)?;
     let out = match (&args.run.out, &source) {
         (Some(out), _) => out.clone(),
         (None, RecipeSource::Run(run)) if args.resume.is_some() => run.clone(),
         (None, RecipeSource::Checkpoint { folder, .. }) => {
             return Err(bad_input!(
-                "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from it with --set model.path={}",
+                "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from the checkpoint with --set model.path={}",
                 folder.display(),
                 folder.display()
             ));
@@ -150,10 +150,10 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<Prepared> {
     };
     let fresh_start_note = match &source {
         RecipeSource::Run(run) if !resumes => Some(format!(
-            "the recipe of {} from its beginning, in another folder; --resume continues that run",
+            "the recipe of {} is trained from the start, in another folder; --resume continues that run",
             run.display()
         )),
         _ => None,
     };
-    Ok(Prepared { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point })
+    Ok(TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point })
 }

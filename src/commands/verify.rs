@@ -19,16 +19,17 @@ use std::path::{Path, PathBuf};
 pub struct VerifyArgs {
     /// A run folder, a checkpoint or a model folder
     folder: PathBuf,
-    /// Accept the current files: write a new checksum into a run's edited recipe.toml, or a new manifest of a
-    /// model or checkpoint
+    /// Accept the current files: write a new checksum for an edited recipe.toml of a run, or a new manifest
+    /// for a model or checkpoint
     #[arg(long)]
     accept: bool,
 }
 
-/// Prints one line per check; exit code 2 when a file is damaged. Nothing is changed without `--accept`.
+/// Prints one line per check. The exit code is 2 if a file is damaged. Without `--accept`, nothing is
+/// changed.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a folder that is neither a run nor a model.
+/// [`crate::error::BadInput`] when the folder is neither a run nor a model.
 pub fn run(args: &VerifyArgs) -> Result<u8> {
     let folder = &args.folder;
     let is_run = folder.join("recipe.toml").exists() || folder.join("checkpoints").is_dir();
@@ -52,53 +53,57 @@ pub fn run(args: &VerifyArgs) -> Result<u8> {
     Ok(if findings.iter().any(Result::is_err) { EXIT_BAD_INPUT } else { EXIT_DONE })
 }
 
-/// Result of a check: intact or unverified, or an error for damage.
+/// Result of a check. `Ok`: the file is intact, or cannot be verified. `Err`: the file is damaged.
 type Finding = Result<String, String>;
 
 fn check_run(run: &Path) -> Result<Vec<Finding>> {
     let recipe = run.join("recipe.toml");
     let text = bounded_file::read_text(&recipe, TOML_BYTES_MAX);
-    let shown = recipe.display();
+    let path_text = recipe.display();
     let mut findings = vec![match text.map(|text| ChecksumStatus::check(&text, run)) {
-        Ok(ChecksumStatus::Valid) => Ok(format!("{shown}: sound")),
-        Ok(ChecksumStatus::Missing) => Ok(format!("{shown}: unverified: it has no checksum")),
+        Ok(ChecksumStatus::Valid) => Ok(format!("{path_text}: intact")),
+        Ok(ChecksumStatus::Missing) => {
+            Ok(format!("{path_text}: cannot be verified, because it has no checksum"))
+        }
         Ok(ChecksumStatus::Invalid) => Err(format!(
-            "{shown}: it was cut or changed; restore it (each checkpoint has a copy, trainer.toml), or after a deliberate edit: \
+            "{path_text}: it was truncated or changed; restore it (each checkpoint has a copy, trainer.toml), or after a deliberate edit: \
              rloss verify --accept {}",
             run.display()
         )),
-        Err(e) => Err(format!("{shown}: cannot be read: {e}")),
+        Err(e) => Err(format!("{path_text}: cannot be read: {e}")),
     }];
     let checkpoints = checkpoint::check_all_checkpoints(run)?;
     for (folder, found) in &checkpoints {
-        let shown = folder.display();
+        let path_text = folder.display();
         findings.push(match found {
-            Ok(sound) if sound.is_verified => Ok(format!("{shown}: sound, with the metrics before it")),
-            Ok(_) => Ok(format!("{shown}: unverified: it has no manifest")),
-            Err(flaw) => Err(format!("{flaw:#}")),
+            Ok(check) if check.is_verified => Ok(format!("{path_text}: intact, with the metrics before it")),
+            Ok(_) => Ok(format!("{path_text}: cannot be verified, because it has no manifest")),
+            Err(error) => Err(format!("{error:#}")),
         });
     }
     let metrics = run.join("metrics.jsonl");
     if metrics.exists() {
-        let shown = metrics.display();
+        let path_text = metrics.display();
         findings.push(match read_rows(&metrics) {
-            Ok(rows) => Ok(format!("{shown}: {} can be read", format_count(rows.len() as u64, "row"))),
-            Err(flaw) => Err(format!("{flaw:#}")),
+            Ok(rows) => Ok(format!("{path_text}: {} can be read", format_count(rows.len() as u64, "row"))),
+            Err(error) => Err(format!("{error:#}")),
         });
     }
     let newest = checkpoints.iter().rev().find(|(_, found)| found.is_ok());
     if let (Some((newest, _)), true) = (newest, checkpoints.last().is_some_and(|(_, found)| found.is_err())) {
-        findings.push(Ok(format!("{}: the newest sound checkpoint", newest.display())));
+        findings.push(Ok(format!("{}: the newest intact checkpoint", newest.display())));
     }
     Ok(findings)
 }
 
 fn model_finding(folder: &Path) -> Finding {
-    let shown = folder.display();
+    let path_text = folder.display();
     match checkpoint::verify_folder(folder) {
-        Ok(true) => Ok(format!("{shown}: sound")),
-        Ok(false) => Ok(format!("{shown}: unverified: it has no {MANIFEST_FILE}; --accept writes one")),
-        Err(flaw) => Err(format!("{flaw:#}")),
+        Ok(true) => Ok(format!("{path_text}: intact")),
+        Ok(false) => Ok(format!(
+            "{path_text}: cannot be verified, because it has no {MANIFEST_FILE}; --accept writes one"
+        )),
+        Err(error) => Err(format!("{error:#}")),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Contents of system and developer messages: their parts, and the text made of the parts.
+//! The content of system and developer messages: parts, and the text that is rendered from them.
 
 use super::message::{Message, Role};
 use super::typescript::type_of;
@@ -19,7 +19,7 @@ choice! {
     }
 }
 
-/// Reads the word in any case: files of other programs may capitalise it.
+/// Ignores the case of the word, because files of other programs may capitalise it.
 impl<'de> Deserialize<'de> for ReasoningEffort {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         let word = String::deserialize(deserializer)?;
@@ -42,12 +42,13 @@ pub struct ChannelConfig {
 pub struct ToolDescription {
     pub name: String,
     pub description: String,
-    /// JSON Schema of the only argument, an object; `None` for a function without arguments.
+    /// JSON Schema of the function's only argument, which is an object. `None` for a function without
+    /// arguments.
     #[serde(default)]
     pub parameters: Option<Value>,
 }
 
-/// A tool: a namespace of functions. Without functions it reads plain text (Python).
+/// A tool: a namespace of functions. A tool without functions, such as Python, takes plain text.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ToolNamespace {
@@ -68,7 +69,7 @@ pub struct SystemContent {
     pub reasoning_effort: Option<ReasoningEffort>,
     #[serde(default)]
     pub tools: Option<BTreeMap<String, ToolNamespace>>,
-    /// The current date in the system message.
+    /// The current date that the system message gives.
     #[serde(default)]
     pub conversation_start_date: Option<String>,
     #[serde(default)]
@@ -78,7 +79,7 @@ pub struct SystemContent {
 }
 
 impl SystemContent {
-    /// Returns the message's text. `function_tools` says whether a developer message of the conversation has
+    /// Returns the message's text. `function_tools`: whether a developer message of the conversation has
     /// functions.
     pub fn text(&self, function_tools: bool) -> String {
         let mut top: Vec<String> = self.model_identity.iter().cloned().collect();
@@ -126,7 +127,7 @@ impl DeveloperContent {
         sections.join("\n\n")
     }
 
-    /// Whether there are functions. The system message must then mention them.
+    /// Returns whether there are functions. If so, the system message must mention them.
     pub fn has_function_tools(&self) -> bool {
         let functions = self.tools.as_ref().and_then(|tools| tools.get("functions"));
         functions.is_some_and(|namespace| !namespace.tools.is_empty())
@@ -166,21 +167,23 @@ fn namespace_text(namespace: &ToolNamespace) -> String {
 pub const PYTHON_DESCRIPTION: &str = "Runs the Python code of a message sent to python and answers with its output. \
     Use it to compute and to check your reasoning. The user sees neither code nor output.";
 
-/// The recipe's system message. Nothing is added: there is a date only if the recipe has one.
+/// The recipe's system message. Only what the recipe gives is in the message; for example, there is no date
+/// by default.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SystemSettings {
     pub model_identity: Option<String>,
     pub knowledge_cutoff: Option<String>,
     pub current_date: Option<String>,
     pub reasoning_effort: Option<ReasoningEffort>,
-    /// Description of the Python tool, such as [`PYTHON_DESCRIPTION`]; `None` if the task has no such tool.
+    /// Description of the Python tool, such as [`PYTHON_DESCRIPTION`]. `None` if the task has no Python tool.
     pub python_tool: Option<String>,
     /// Whether a developer message of the conversation has functions.
     pub function_tools: bool,
 }
 
 impl SystemSettings {
-    /// Returns the system message, with the channels `analysis`, `commentary` and `final`, all required.
+    /// Returns the system message. Its channels are `analysis`, `commentary` and `final`; each message needs
+    /// one.
     pub fn message(&self) -> Message {
         let python = |text: &String| {
             let tool =
@@ -202,7 +205,7 @@ impl SystemSettings {
     }
 }
 
-/// A message of a file: `content` is a string or a list of parts.
+/// A message in a file. `content` is a string or a list of parts.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileMessage {
@@ -222,17 +225,18 @@ enum Part {
     DeveloperContent(DeveloperContent),
 }
 
-/// Reads a conversation from JSON: a list of messages. Their `content` is a string, or a list of parts of
-/// type `text`, `system_content` (system messages) and `developer_content` (developer messages).
+/// Reads a conversation from JSON: a list of messages. A message's `content` is a string, or a list of parts
+/// of type `text`, `system_content` (in system messages) or `developer_content` (in developer messages).
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
-pub fn messages_from_json(messages: &Value, place: &str) -> Result<Vec<Message>> {
-    let list =
-        messages.as_array().ok_or_else(|| bad_input!("{place}: \"messages\" must be a list of messages"))?;
+/// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.
+pub fn messages_from_json(messages: &Value, source_name: &str) -> Result<Vec<Message>> {
+    let list = messages
+        .as_array()
+        .ok_or_else(|| bad_input!("{source_name}: \"messages\" must be a list of messages"))?;
     let mut read = Vec::with_capacity(list.len());
     for (i, value) in list.iter().enumerate() {
-        let message = read_message(value).map_err(|e| bad_input!("{place}: message {}: {e}", i + 1))?;
+        let message = read_message(value).map_err(|e| bad_input!("{source_name}: message {}: {e}", i + 1))?;
         read.push(message);
     }
     let function_tools = read.iter().flat_map(|(_, parts)| parts).any(|part| match part {
@@ -261,7 +265,7 @@ fn read_message(value: &Value) -> Result<(FileMessage, Vec<Part>), String> {
             .map(Part::deserialize)
             .collect::<Result<_, _>>()
             .map_err(|e| format!("content: {e}"))?,
-        _ => return Err("content must be a text or a list of parts".into()),
+        _ => return Err("content must be a string or a list of parts".into()),
     };
     for part in &parts {
         let (kind, role) = match part {

@@ -7,18 +7,18 @@ const CHANNEL: &str = "<|channel|>";
 /// The marker that starts the content type of constrained output.
 pub(super) const CONSTRAIN: &str = "<|constrain|>";
 
-/// Whether `text` is a valid header field: no white space and no spelling of a control token.
+/// Returns whether `text` is a valid header field: it has no white space and no spelling of a control token.
 pub(super) fn is_word(text: &str) -> bool {
     !text.is_empty() && !text.contains(char::is_whitespace) && !text.contains("<|")
 }
 
-/// Whether `text` is a content type: a word, with or without the marker of constrained output.
+/// Returns whether `text` is a content type: a word, with or without the marker of constrained output.
 pub(super) fn is_content_type(text: &str) -> bool {
     let kind = text.strip_prefix(CONSTRAIN).unwrap_or(text);
     !text.is_empty() && (kind.is_empty() || is_word(kind))
 }
 
-/// Whether `text` is a valid tool name: a word that is not another role's name.
+/// Returns whether `text` is a valid tool name: a word that is not another role's name.
 pub(super) fn is_tool_name(text: &str) -> bool {
     let author = text.split(':').next().unwrap_or(text);
     is_word(text) && Role::from_name(author).is_none_or(|role| role == Role::Tool)
@@ -46,17 +46,17 @@ impl Header {
     }
 }
 
-/// A header's channel and its other words. `<|constrain|>` always starts a new word.
-pub(super) struct Words {
+/// A header's channel and its other words. `<|constrain|>` always begins a new word.
+pub(super) struct HeaderWords {
     pub channel: Option<String>,
     pub rest: Vec<String>,
 }
 
-/// Splits a header.
+/// Splits a header into its channel and its other words.
 ///
 /// # Errors
 /// When a channel marker has no name after it.
-pub(super) fn split(text: &str) -> Result<Words> {
+pub(super) fn split(text: &str) -> Result<HeaderWords> {
     let (channel, rest) = match text.split_once(CHANNEL) {
         None => (None, text.to_string()),
         Some((before, after)) => {
@@ -67,12 +67,13 @@ pub(super) fn split(text: &str) -> Result<Words> {
         }
     };
     let rest = rest.trim().replace(CONSTRAIN, &format!(" {CONSTRAIN}"));
-    Ok(Words { channel, rest: rest.split_ascii_whitespace().map(String::from).collect() })
+    Ok(HeaderWords { channel, rest: rest.split_ascii_whitespace().map(String::from).collect() })
 }
 
-/// Reads a header as openai-harmony does; `role` is the author if it is known.
+/// Reads a header by the rules of openai-harmony. `role` is the author, if known.
 ///
-/// A last word without `to=` is the content type if another word precedes it, otherwise the recipient.
+/// The rule for a last word without `to=`: it is the content type if another word precedes it, otherwise it
+/// is the recipient.
 pub(super) fn read(text: &str, role: Option<Role>) -> Result<Header> {
     let (mut header, mut words) = read_author(text, role)?;
     let recipient_of = |word: &str| word.strip_prefix("to=").unwrap_or(word).to_string();
@@ -88,14 +89,14 @@ pub(super) fn read(text: &str, role: Option<Role>) -> Result<Header> {
     Ok(header)
 }
 
-/// Reads author and channel of a message that ends before `<|message|>`; the other words become its text.
+/// Reads author and channel of a message that ends before `<|message|>`. The other words become its content.
 pub(super) fn read_partial(text: &str, role: Role) -> Result<Message> {
     let (header, words) = read_author(text, Some(role))?;
     Ok(header.message(words.join(" ")))
 }
 
 fn read_author(text: &str, role: Option<Role>) -> Result<(Header, Vec<String>)> {
-    let Words { channel, rest: mut words } = split(text)?;
+    let HeaderWords { channel, rest: mut words } = split(text)?;
     let mut name = None;
     let role = match role {
         Some(role) => role,
@@ -107,7 +108,7 @@ fn read_author(text: &str, role: Option<Role>) -> Result<(Header, Vec<String>)> 
                 }
                 role
             } else if words.len() > 1 || first.starts_with("to=") {
-                // An author that is no role but names a recipient is a tool.
+                // An unknown author that names a recipient is a tool.
                 name = Some(words.remove(0));
                 Role::Tool
             } else {

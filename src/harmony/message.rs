@@ -27,7 +27,7 @@ impl Role {
         }
     }
 
-    /// Returns the role called `name`, if there is one.
+    /// Returns the role that is called `name`, if there is one.
     pub fn from_name(name: &str) -> Option<Role> {
         Role::ALL.into_iter().find(|role| role.name() == name)
     }
@@ -37,7 +37,7 @@ impl Role {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
     pub role: Role,
-    /// The author's name. For [`Role::Tool`] it is the tool's, such as `python` or `functions.lookup`.
+    /// The author's name. For [`Role::Tool`] it is the tool's name, such as `python` or `functions.lookup`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -46,7 +46,7 @@ pub struct Message {
     pub channel: Option<String>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub content_type: Option<String>,
-    /// The text between `<|message|>` and the closing token; always ordinary text.
+    /// The text between `<|message|>` and the closing token. It never contains control tokens.
     pub content: String,
 }
 
@@ -66,7 +66,7 @@ impl Message {
         Self { channel: Some(channel.into()), ..Self::new(Role::Assistant, content) }
     }
 
-    /// Makes an assistant's message on `channel` to a tool, such as `python`.
+    /// Makes an assistant's call to a tool, such as `python`, on `channel`.
     pub fn call(recipient: &str, channel: &str, content: impl Into<String>) -> Self {
         Self { recipient: Some(recipient.into()), ..Self::assistant(channel, content) }
     }

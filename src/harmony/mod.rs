@@ -1,9 +1,9 @@
 //! The Harmony chat format: messages, special tokens, rendering, streaming parser.
 //!
-//! It works over any vocabulary with the control tokens, such as the small
+//! All functions work with any vocabulary that has the control tokens, such as the small
 //! [`embedded`](HarmonyTokenizer::from_embedded) one. Rendering and [`StreamParser`] agree with
-//! openai-harmony 0.0.8 ("the reference"). [`TurnParser`] is for rollouts. Text is always ordinary text:
-//! text of a user, a tool or a model can never become a control token.
+//! openai-harmony 0.0.8 ("the reference"). [`TurnParser`] is for rollouts. Text from a user, a tool or a
+//! model is always tokenised as ordinary text, so it can never become a control token.
 
 mod content;
 mod embedded_vocabulary;

@@ -1,18 +1,18 @@
-//! Streaming parser of tokens to messages, with the rules and errors of the `openai-harmony` package.
+//! A streaming parser from tokens to messages, with the rules and errors of the `openai-harmony` package.
 //!
-//! Rollouts parse the model's own turn by [`TurnParser`](super::TurnParser), which never fails.
+//! Rollouts parse the model's own turn with [`TurnParser`](super::TurnParser), which never fails.
 
 use super::header::{self, Header};
 use super::message::{Message, Role};
 use super::tokenizer::HarmonyTokenizer;
 use anyhow::{Context, Result, bail};
 
-/// The treatment of a message that is closed before `<|message|>`.
+/// How a message that closes before `<|message|>` is treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ParseMode {
     /// The closing token becomes part of the header.
     Strict,
-    /// If the author is known, the header's words other than the channel become the message's content.
+    /// If the author is known, the header's words become the message's content, except the channel.
     Lenient,
 }
 
@@ -26,15 +26,15 @@ enum State {
 pub struct StreamParser {
     tokenizer: HarmonyTokenizer,
     mode: ParseMode,
-    /// Author of the first message, if the caller gave it. Later messages name their author in the header.
+    /// Author of the first message, if the caller gave it. The headers of later messages name their authors.
     role: Option<Role>,
     state: State,
     messages: Vec<Message>,
 }
 
 impl StreamParser {
-    /// Makes a parser. With a `role`, the first token is the one after `<|start|>` and that role; without, it
-    /// is `<|start|>`.
+    /// Makes a parser. With a `role`, the first token is the one after `<|start|>` and that role. Without a
+    /// role, the first token is `<|start|>`.
     pub fn new(tokenizer: &HarmonyTokenizer, role: Option<Role>, mode: ParseMode) -> Self {
         let state = if role.is_some() { State::Header { bytes: Vec::new() } } else { State::ExpectStart };
         Self { tokenizer: tokenizer.clone(), mode, role, state, messages: Vec::new() }
@@ -43,7 +43,7 @@ impl StreamParser {
     /// Reads the next token.
     ///
     /// # Errors
-    /// When no message can begin with the token, or it ends a header that cannot be read. The parser then
+    /// When no message can begin with the token, and when the token ends an invalid header. The parser then
     /// waits for the next `<|start|>`.
     pub fn push(&mut self, token: u32) -> Result<()> {
         let control = self.tokenizer.control_tokens();

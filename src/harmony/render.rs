@@ -6,30 +6,31 @@ use super::tokenizer::HarmonyTokenizer;
 use crate::bad_input;
 use anyhow::Result;
 
-/// Options of rendering a conversation.
+/// Options for rendering a conversation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RenderOptions {
-    /// Drops analysis before the first final message if the last assistant message is final, as a chat does
-    /// between turns. Off for trajectories: they keep all sampled tokens.
+    /// Drops analysis messages before the first final message if the last assistant message is final, as a
+    /// chat does between turns. Off for trajectories, which keep all sampled tokens.
     pub auto_drop_analysis: bool,
 }
 
-/// A rendered conversation and the mask of the assistant's tokens, both of one length.
+/// A rendered conversation and the mask of the assistant's tokens. Both have the same length.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MaskedTokens {
     pub tokens: Vec<u32>,
-    /// True for the tokens that the assistant samples: after the `<|start|>assistant` of its turn, up to and
-    /// including the closing token of the turn's last message.
+    /// True for the tokens that the assistant samples. They begin after the `<|start|>assistant` of its turn
+    /// and end with the closing token of the turn's last message.
     pub mask: Vec<bool>,
 }
 
 impl HarmonyTokenizer {
-    /// Renders one message from `<|start|>` to its closing token. It is `<|call|>` for an assistant's message
-    /// with a recipient, otherwise `<|end|>`. Rollouts insert a tool's reply in this form.
+    /// Renders one message from `<|start|>` to its closing token. The closing token is `<|call|>` for an
+    /// assistant's message with a recipient, otherwise `<|end|>`. Rollouts insert a tool's reply in this
+    /// format.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) when a header field could be read as another header. That is a
-    /// tool without a name or with a role's name, or a field with white space or a control token's spelling.
+    /// [`BadInput`](crate::error::BadInput) for a header field that could be read as another header: a tool
+    /// without a name or with a role's name, or a field with white space or a control token's spelling.
     pub fn render_message(&self, message: &Message) -> Result<Vec<u32>> {
         check_header(message)?;
         let control = self.control_tokens();
@@ -58,8 +59,8 @@ impl HarmonyTokenizer {
         Ok(tokens)
     }
 
-    /// Adds the content type. A vocabulary without `<|constrain|>` writes the type alone, which means the
-    /// same.
+    /// Adds the content type. If the vocabulary has no `<|constrain|>`, only the type is written; the meaning
+    /// is the same.
     fn push_content_type(&self, content_type: &str, tokens: &mut Vec<u32>) {
         match (content_type.strip_prefix(CONSTRAIN), self.control_tokens().constrain) {
             (Some(rest), Some(constrain)) => {
@@ -76,7 +77,7 @@ impl HarmonyTokenizer {
     /// Renders a conversation, message by message.
     ///
     /// # Errors
-    /// As [`Self::render_message`].
+    /// The errors of [`Self::render_message`].
     pub fn render_conversation(&self, messages: &[Message], options: RenderOptions) -> Result<Vec<u32>> {
         let mut tokens = Vec::new();
         for message in select_messages(messages, options) {
@@ -85,10 +86,10 @@ impl HarmonyTokenizer {
         Ok(tokens)
     }
 
-    /// Renders a conversation and the start of `next`'s message.
+    /// Renders a conversation and the start of a message of role `next`.
     ///
     /// # Errors
-    /// As [`Self::render_message`].
+    /// The errors of [`Self::render_message`].
     pub fn render_conversation_for_completion(
         &self,
         messages: &[Message],
@@ -100,20 +101,21 @@ impl HarmonyTokenizer {
         Ok(tokens)
     }
 
-    /// Returns `<|start|>` and the role: the tokens before a sampled turn.
+    /// Returns the tokens before a sampled turn: `<|start|>` and the role.
     pub fn turn_start(&self, role: Role) -> Vec<u32> {
         let mut tokens = vec![self.control_tokens().start];
         tokens.extend(self.encode_header(role.name()));
         tokens
     }
 
-    /// Renders a conversation for training. A last assistant message on `final` ends in `<|return|>`.
+    /// Renders a conversation for training. If the last message is the assistant's and on `final`, it ends in
+    /// `<|return|>`.
     ///
-    /// Between two assistant messages the second `<|start|>assistant` counts as sampled. After a call it does
-    /// not: a call ends the turn, and the next header is inserted.
+    /// Within one turn the model itself writes the next `<|start|>assistant`, so the mask is true there. A
+    /// call ends the turn, so the `<|start|>assistant` after a call is inserted, and the mask is false.
     ///
     /// # Errors
-    /// As [`Self::render_message`].
+    /// The errors of [`Self::render_message`].
     pub fn render_conversation_for_training(
         &self,
         messages: &[Message],
@@ -132,7 +134,7 @@ impl HarmonyTokenizer {
         if let (Some(message), Some(token)) = (messages.last(), tokens.last_mut())
             && is_final_answer(message)
         {
-            *token = self.control_tokens().ret;
+            *token = self.control_tokens().return_;
         }
         Ok(MaskedTokens { tokens, mask })
     }
@@ -154,8 +156,8 @@ fn select_messages(messages: &[Message], options: RenderOptions) -> impl Iterato
     messages.iter().enumerate().filter(move |(i, m)| !drop(*i, m)).map(|(_, m)| m)
 }
 
-/// Checks the header fields, which come from tasks, tools and models: none may add words to a header or pose
-/// as another role.
+/// Checks the header fields, which come from tasks, tools and models. No field may add words to a header or
+/// imitate another role.
 fn check_header(message: &Message) -> Result<()> {
     let fields = [
         ("name", &message.name, is_word as fn(&str) -> bool),

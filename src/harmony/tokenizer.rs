@@ -15,7 +15,7 @@ pub struct ControlTokens {
     pub end: u32,
     pub call: u32,
     /// `<|return|>`
-    pub ret: u32,
+    pub return_: u32,
     /// `<|constrain|>`; small vocabularies have none.
     pub constrain: Option<u32>,
 }
@@ -23,11 +23,11 @@ pub struct ControlTokens {
 impl ControlTokens {
     /// Whether `id` closes a message: `<|end|>`, `<|call|>` or `<|return|>`.
     pub fn is_message_end(&self, id: u32) -> bool {
-        id == self.end || id == self.call || id == self.ret
+        id == self.end || id == self.call || id == self.return_
     }
 }
 
-/// A byte-level BPE vocabulary with Harmony's control tokens. A clone shares the tables.
+/// A byte-level BPE tokenizer with Harmony's control tokens. Clones share the tables.
 #[derive(Debug, Clone)]
 pub struct HarmonyTokenizer {
     vocabulary: Vocabulary,
@@ -38,46 +38,47 @@ impl HarmonyTokenizer {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput), naming the file: those of [`Vocabulary::from_file`], and when
-    /// it lacks control tokens.
+    /// [`BadInput`](crate::error::BadInput) with the file: the errors of [`Vocabulary::from_file`], and an
+    /// error if control tokens are missing.
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
     }
 
-    /// Reads the bytes of a `tokenizer.json`; error messages name it `place`.
+    /// Reads a `tokenizer.json` from its bytes. Error messages call the source `source_name`.
     ///
     /// # Errors
-    /// As [`Self::from_file`].
-    pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
-        Self::new(Vocabulary::from_bytes(json, place)?, place)
+    /// The errors of [`Self::from_file`].
+    pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
+        Self::new(Vocabulary::from_bytes(json, source_name)?, source_name)
     }
 
-    /// Makes the embedded vocabulary of 272 tokens: control tokens, header words, bytes.
+    /// Returns the embedded tokenizer of 272 tokens: control tokens, header words, bytes.
     ///
     /// # Errors
-    /// Never in practice; a test parses it.
+    /// None in practice: a test reads the embedded file.
     pub fn from_embedded() -> Result<Self> {
         Self::from_bytes(embedded_vocabulary::tokenizer_json(), "the embedded tokenizer")
     }
 
-    fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {
+    fn new(vocabulary: Vocabulary, source_name: &str) -> Result<Self> {
         let names = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"];
-        let remedy = "Harmony dialogues need them: take the tokenizer.json of a GPT-OSS checkpoint";
-        let [start, message, channel, end, call, ret] = vocabulary.added_ids(names, place, remedy)?;
+        let remedy = "Harmony conversations need them; use the tokenizer.json of a GPT-OSS model";
+        let [start, message, channel, end, call, return_] =
+            vocabulary.added_ids(names, source_name, remedy)?;
         let constrain = vocabulary.added_id("<|constrain|>");
-        let control = ControlTokens { start, message, channel, end, call, ret, constrain };
+        let control = ControlTokens { start, message, channel, end, call, return_, constrain };
         Ok(Self { vocabulary, control })
     }
 
-    /// Ids of the control tokens.
+    /// Returns the ids of the control tokens.
     pub fn control_tokens(&self) -> ControlTokens {
         self.control
     }
 
     /// Encodes one part of a header, such as a role or ` to=python`.
     ///
-    /// A part that is one vocabulary entry becomes that token. With merges BPE gives the same token anyway;
-    /// the embedded vocabulary has its header words in this way.
+    /// A part that is one vocabulary entry becomes that token. In a vocabulary with merges, BPE gives the
+    /// same token. The embedded vocabulary has no merges, so its header words need this lookup.
     pub(super) fn encode_header(&self, part: &str) -> Vec<u32> {
         match self.entry_id(part) {
             Some(id) => vec![id],

@@ -1,7 +1,7 @@
-//! A tolerant parser of one sampled turn of the assistant. It never fails.
+//! A tolerant parser of one sampled assistant turn. It never fails.
 //!
-//! Malformed input ends the turn as a [`TurnError`] with a reply for the model. Its message stays as text,
-//! with the assistant as author.
+//! Malformed input ends the turn with a [`TurnError`], which has a reply for the model. The malformed message
+//! is kept as text of the assistant.
 
 use super::header::{self, Header};
 use super::message::{Message, Role};
@@ -10,31 +10,31 @@ use super::tokenizer::HarmonyTokenizer;
 /// An error in a turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TurnError {
-    /// The header has words that are neither recipient nor content type, or a field that is repeated, empty
-    /// or invalid.
+    /// The header has words that are neither recipient nor content type, or a field is repeated, empty or
+    /// invalid.
     MalformedHeader { leftover: String },
     /// The message closed before `<|message|>`.
     UnfinishedHeader,
-    /// A message with another author.
+    /// A message begins with another author.
     WrongAuthor { author: String },
-    /// Tokens outside of a message, after one was closed.
+    /// Tokens follow a closed message without `<|start|>`.
     TextAfterEnd,
-    /// `<|call|>` closed a message without recipient.
+    /// `<|call|>` closed a message without a recipient.
     CallWithoutRecipient,
     /// A message with a recipient was closed by `<|end|>` or `<|return|>`.
     CallNotClosed { recipient: String },
     /// The call's content is blank.
     EmptyCall { recipient: String },
-    /// Special tokens inside the content; they become text.
+    /// The content has special tokens. They are kept as text.
     SpecialTokenInContent,
-    /// The content is not UTF-8; invalid bytes became U+FFFD.
+    /// The content is not UTF-8. Invalid bytes are replaced by U+FFFD.
     InvalidUtf8,
-    /// The tokens ran out before the turn ended.
+    /// The tokens ended before the turn did.
     Truncated,
 }
 
 impl TurnError {
-    /// Returns the reply to the model; short, as it counts against the context.
+    /// Returns the reply to the model. It is short, because it uses up the model's context.
     pub fn reply(&self) -> String {
         match self {
             TurnError::MalformedHeader { leftover } => {
@@ -64,84 +64,85 @@ fn excerpt(text: &str) -> String {
 pub enum TurnEnd {
     /// `<|return|>`: the assistant is done.
     Returned,
-    /// `<|call|>`: the last message is a call with content, which needs a reply. Its recipient may be
-    /// unknown; it is the author of the reply.
+    /// `<|call|>`: the last message is a call with content, which needs a reply. The reply's author is the
+    /// recipient, even if no such tool exists.
     Called,
-    /// The turn is malformed; the problem has the reply.
+    /// The turn is malformed. [`TurnError::reply`] gives the reply.
     Malformed,
-    /// The tokens ran out.
+    /// The tokens ended.
     Truncated,
 }
 
-/// The effect of a token.
+/// The effect of a token on the turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TurnStep {
     /// The token is part of a message.
-    Within,
-    /// `<|end|>` closed a message; the assistant may begin another.
+    Continues,
+    /// `<|end|>` closed a message. The assistant may begin another one.
     MessageEnded,
-    /// The turn is over.
-    Over(TurnEnd),
+    /// The turn ended.
+    Ended(TurnEnd),
 }
 
-/// A whole turn.
+/// A parsed turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ParsedCompletion {
-    /// The messages in order, including a malformed or unfinished last one, all of role assistant.
+    /// The messages in order. All have the role assistant. The last one may be malformed or unfinished.
     pub messages: Vec<Message>,
     pub end: TurnEnd,
-    /// The problem that ended the turn; otherwise the first error in a text that is no call, if any.
-    pub problem: Option<TurnError>,
+    /// The error that ended the turn. If none did: the first error in a text that is not a call, if any.
+    pub error: Option<TurnError>,
 }
 
 enum State {
-    /// `opened`: `<|start|>` was sampled again after the prompt's own, so the author's name comes first.
+    /// `has_start_token`: `<|start|>` was sampled again after the prompt's own, so the author's name comes
+    /// first.
     Header {
-        opened: bool,
+        has_start_token: bool,
         bytes: Vec<u8>,
         has_invalid_token: bool,
     },
     Content {
         header: Header,
         bytes: Vec<u8>,
-        problem: Option<TurnError>,
+        error: Option<TurnError>,
     },
-    /// Content under a malformed header.
+    /// The content of a message with a malformed header.
     Unreadable {
         bytes: Vec<u8>,
-        problem: TurnError,
+        error: TurnError,
     },
     Between,
-    Over(TurnEnd),
+    Ended(TurnEnd),
 }
 
-/// Parses the tokens sampled after `<|start|>assistant`.
+/// Parses the tokens that are sampled after `<|start|>assistant`.
 ///
-/// A second `<|start|>assistant` at the beginning of the turn is ignored, as the message after it is clear.
-/// The published parser reads it as the recipient or refuses it; so does
-/// [`StreamParser`](super::StreamParser).
+/// A second `<|start|>assistant` at the beginning of the turn is ignored, because the message after it is
+/// unambiguous. The published parser and [`StreamParser`](super::StreamParser) read it as the recipient or
+/// reject it.
 pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,
     messages: Vec<Message>,
-    problem: Option<TurnError>,
+    error: Option<TurnError>,
 }
 
 impl TurnParser {
     pub fn new(tokenizer: &HarmonyTokenizer) -> Self {
-        let state = State::Header { opened: false, bytes: Vec::new(), has_invalid_token: false };
-        Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), problem: None }
+        let state = State::Header { has_start_token: false, bytes: Vec::new(), has_invalid_token: false };
+        Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), error: None }
     }
 
-    /// Returns the problem so far, as in [`ParsedCompletion::problem`].
+    /// Returns the error so far, as in [`ParsedCompletion::error`].
     pub fn error(&self) -> Option<&TurnError> {
-        self.problem.as_ref()
+        self.error.as_ref()
     }
 
     /// Returns the call to answer, after a step that was [`TurnEnd::Called`].
     pub fn call(&self) -> Option<&Message> {
         match self.state {
-            State::Over(TurnEnd::Called) => self.messages.last(),
+            State::Ended(TurnEnd::Called) => self.messages.last(),
             _ => None,
         }
     }
@@ -150,45 +151,46 @@ impl TurnParser {
     pub fn push(&mut self, token: u32) -> TurnStep {
         let control = self.tokenizer.control_tokens();
         match std::mem::replace(&mut self.state, State::Between) {
-            State::Over(TurnEnd::Malformed) => self.over(TurnEnd::Malformed),
-            State::Over(_) => self.malformed(TurnError::TextAfterEnd),
-            State::Between if token == control.start => {
-                self.within(State::Header { opened: true, bytes: Vec::new(), has_invalid_token: false })
-            }
+            State::Ended(TurnEnd::Malformed) => self.end_turn(TurnEnd::Malformed),
+            State::Ended(_) => self.end_malformed(TurnError::TextAfterEnd),
+            State::Between if token == control.start => self.continue_in(State::Header {
+                has_start_token: true,
+                bytes: Vec::new(),
+                has_invalid_token: false,
+            }),
             State::Between => {
                 self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
-                self.malformed(TurnError::TextAfterEnd)
+                self.end_malformed(TurnError::TextAfterEnd)
             }
-            State::Header { opened: false, bytes, has_invalid_token: false }
+            State::Header { has_start_token: false, bytes, has_invalid_token: false }
                 if token == control.start && bytes.is_empty() =>
             {
-                self.within(State::Header { opened: true, bytes, has_invalid_token: false })
+                self.continue_in(State::Header { has_start_token: true, bytes, has_invalid_token: false })
             }
-            State::Header { opened, bytes, has_invalid_token } if token == control.message => {
-                self.within(match read_header(opened, &bytes, has_invalid_token) {
-                    Ok(header) => State::Content { header, bytes: Vec::new(), problem: None },
-                    Err(problem) => State::Unreadable { bytes, problem },
-                })
-            }
+            State::Header { has_start_token, bytes, has_invalid_token } if token == control.message => self
+                .continue_in(match read_header(has_start_token, &bytes, has_invalid_token) {
+                    Ok(header) => State::Content { header, bytes: Vec::new(), error: None },
+                    Err(error) => State::Unreadable { bytes, error },
+                }),
             State::Header { bytes, .. } if control.is_message_end(token) => {
                 self.keep_text(&bytes);
-                self.malformed(TurnError::UnfinishedHeader)
+                self.end_malformed(TurnError::UnfinishedHeader)
             }
-            State::Unreadable { bytes, problem } if control.is_message_end(token) => {
+            State::Unreadable { bytes, error } if control.is_message_end(token) => {
                 self.keep_text(&bytes);
-                self.malformed(problem)
+                self.end_malformed(error)
             }
-            State::Content { header, bytes, problem } if control.is_message_end(token) => {
-                self.close(token, header, &bytes, problem)
+            State::Content { header, bytes, error } if control.is_message_end(token) => {
+                self.close(token, header, &bytes, error)
             }
             mut state => {
                 self.append(token, &mut state);
-                self.within(state)
+                self.continue_in(state)
             }
         }
     }
 
-    /// Adds a token's bytes to a header or a content, and notes tokens that are invalid there.
+    /// Adds a token's bytes to a header or a content. Records whether the token is invalid there.
     fn append(&self, token: u32, state: &mut State) {
         let control = self.tokenizer.control_tokens();
         let special = self.tokenizer.is_special(token);
@@ -199,16 +201,16 @@ impl TurnParser {
                 *has_invalid_token |= text.is_none() || (special && !expected);
                 bytes
             }
-            State::Content { bytes, problem, .. } => {
+            State::Content { bytes, error, .. } => {
                 if special {
-                    *problem = Some(TurnError::SpecialTokenInContent);
+                    *error = Some(TurnError::SpecialTokenInContent);
                 } else if text.is_none() {
-                    problem.get_or_insert(TurnError::InvalidUtf8);
+                    error.get_or_insert(TurnError::InvalidUtf8);
                 }
                 bytes
             }
             State::Unreadable { bytes, .. } => bytes,
-            State::Between | State::Over(_) => return,
+            State::Between | State::Ended(_) => return,
         };
         bytes.extend_from_slice(text.unwrap_or("\u{fffd}".as_bytes()));
     }
@@ -216,46 +218,50 @@ impl TurnParser {
     /// Returns the turn so far.
     pub fn finish(mut self) -> ParsedCompletion {
         let end = match std::mem::replace(&mut self.state, State::Between) {
-            State::Over(end) => end,
+            State::Ended(end) => end,
             state => {
                 let unfinished = match state {
                     State::Content { header, bytes, .. } => Some((header, bytes)),
                     State::Header { bytes, .. } | State::Unreadable { bytes, .. } => {
                         Some((Header::new(Role::Assistant), bytes)).filter(|(_, bytes)| !bytes.is_empty())
                     }
-                    State::Between | State::Over(_) => None,
+                    State::Between | State::Ended(_) => None,
                 };
                 let message = |(header, bytes): (Header, Vec<u8>)| header.message(lossy(&bytes));
                 self.messages.extend(unfinished.map(message));
-                self.problem = Some(TurnError::Truncated);
+                self.error = Some(TurnError::Truncated);
                 TurnEnd::Truncated
             }
         };
-        ParsedCompletion { messages: self.messages, end, problem: self.problem }
+        ParsedCompletion { messages: self.messages, end, error: self.error }
     }
 
-    /// Closes a message with a valid header.
-    fn close(&mut self, token: u32, header: Header, bytes: &[u8], problem: Option<TurnError>) -> TurnStep {
+    /// Closes a message that has a valid header.
+    fn close(&mut self, token: u32, header: Header, bytes: &[u8], error: Option<TurnError>) -> TurnStep {
         let control = self.tokenizer.control_tokens();
         let invalid = std::str::from_utf8(bytes).is_err().then_some(TurnError::InvalidUtf8);
-        let error = problem.or(invalid);
+        let error = error.or(invalid);
         let content = lossy(bytes);
         let blank = content.trim().is_empty();
         let recipient = header.recipient.clone();
         self.messages.push(header.message(content));
         match recipient {
             Some(recipient) if token != control.call => {
-                self.malformed(TurnError::CallNotClosed { recipient })
+                self.end_malformed(TurnError::CallNotClosed { recipient })
             }
-            Some(recipient) if blank => self.malformed(TurnError::EmptyCall { recipient }),
+            Some(recipient) if blank => self.end_malformed(TurnError::EmptyCall { recipient }),
             Some(_) => match error {
-                Some(problem) => self.malformed(problem),
-                None => self.over(TurnEnd::Called),
+                Some(error) => self.end_malformed(error),
+                None => self.end_turn(TurnEnd::Called),
             },
-            None if token == control.call => self.malformed(TurnError::CallWithoutRecipient),
+            None if token == control.call => self.end_malformed(TurnError::CallWithoutRecipient),
             None => {
-                self.problem = self.problem.take().or(error);
-                if token == control.ret { self.over(TurnEnd::Returned) } else { TurnStep::MessageEnded }
+                self.error = self.error.take().or(error);
+                if token == control.return_ {
+                    self.end_turn(TurnEnd::Returned)
+                } else {
+                    TurnStep::MessageEnded
+                }
             }
         }
     }
@@ -264,19 +270,19 @@ impl TurnParser {
         self.messages.push(Message::new(Role::Assistant, lossy(bytes)));
     }
 
-    fn within(&mut self, state: State) -> TurnStep {
+    fn continue_in(&mut self, state: State) -> TurnStep {
         self.state = state;
-        TurnStep::Within
+        TurnStep::Continues
     }
 
-    fn malformed(&mut self, problem: TurnError) -> TurnStep {
-        self.problem = Some(problem);
-        self.over(TurnEnd::Malformed)
+    fn end_malformed(&mut self, error: TurnError) -> TurnStep {
+        self.error = Some(error);
+        self.end_turn(TurnEnd::Malformed)
     }
 
-    fn over(&mut self, end: TurnEnd) -> TurnStep {
-        self.state = State::Over(end);
-        TurnStep::Over(end)
+    fn end_turn(&mut self, end: TurnEnd) -> TurnStep {
+        self.state = State::Ended(end);
+        TurnStep::Ended(end)
     }
 }
 
@@ -284,8 +290,8 @@ fn lossy(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Reads a header: one optional `to=NAME` and one optional content type, in any order around the channel.
-fn read_header(opened: bool, bytes: &[u8], has_invalid_token: bool) -> Result<Header, TurnError> {
+/// Reads a header: an optional `to=NAME` and an optional content type, in any order around the channel.
+fn read_header(has_start_token: bool, bytes: &[u8], has_invalid_token: bool) -> Result<Header, TurnError> {
     let text = lossy(bytes);
     let malformed = |leftover: &str| TurnError::MalformedHeader { leftover: leftover.trim().to_string() };
     if has_invalid_token || std::str::from_utf8(bytes).is_err() {
@@ -294,7 +300,7 @@ fn read_header(opened: bool, bytes: &[u8], has_invalid_token: bool) -> Result<He
     let words = header::split(&text).map_err(|_| malformed(&text))?;
     let mut header = Header { channel: words.channel, ..Header::new(Role::Assistant) };
     let mut rest = words.rest.into_iter();
-    if opened {
+    if has_start_token {
         let author = rest.next().unwrap_or_default();
         if author != Role::Assistant.name() {
             return Err(TurnError::WrongAuthor { author });
@@ -309,7 +315,7 @@ fn read_header(opened: bool, bytes: &[u8], has_invalid_token: bool) -> Result<He
             return Err(malformed(&word));
         }
     }
-    // A content type alone is invalid: it must qualify a channel or a call.
+    // A content type alone is invalid. A channel or a recipient must be present too.
     match &header {
         Header { recipient: None, channel: None, content_type: Some(word), .. } => Err(malformed(word)),
         _ => Ok(header),

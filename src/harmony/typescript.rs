@@ -1,4 +1,4 @@
-//! Tool schemas (JSON Schema, OpenAPI dialect) as the TypeScript types that GPT-OSS models expect.
+//! Tool schemas (JSON Schema, OpenAPI dialect) rendered as TypeScript types, as GPT-OSS models expect.
 
 use serde_json::Value;
 
@@ -44,7 +44,7 @@ fn with_null(schema: &Value, ty: String) -> String {
     if add { format!("{ty} | null") } else { ty }
 }
 
-/// Returns `default: …`; strings are quoted unless the schema is an enumeration.
+/// Returns `default: …`. Strings have quotes, unless the schema is an enumeration.
 fn default_note(schema: &Value) -> Option<String> {
     let default = schema.get("default")?;
     let enumerated = schema["enum"].as_array().is_some_and(|values| !values.is_empty());
@@ -55,7 +55,7 @@ fn default_note(schema: &Value) -> Option<String> {
     })
 }
 
-/// Returns the type of a schema with `oneOf` at its top: one variant a line, each with its own notes.
+/// Returns the type of a schema with `oneOf` at the top level: one variant per line, each with its notes.
 fn union_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
@@ -92,7 +92,7 @@ fn object_of(schema: &Value, indent: &str) -> String {
     out
 }
 
-/// Adds one property: its notes as comments above, then `key: type,`.
+/// Adds one property: its notes as comments, then `key: type,` on the next line.
 fn push_property(out: &mut String, key: &str, property: &Value, indent: &str) {
     if let Some(title) = property["title"].as_str() {
         out.push_str(&format!("{indent}// {title}\n{indent}//\n"));
@@ -118,8 +118,10 @@ fn push_property(out: &mut String, key: &str, property: &Value, indent: &str) {
     out.push('\n');
 }
 
-/// Adds a property with `oneOf`: one variant a line. A description that the first variant shares is written
-/// only there.
+/// Adds a property with `oneOf`: one variant per line. The property's description is written above the
+/// variants, unless the first variant has the same description. A variant's own description follows the
+/// variant. It is omitted if it equals the property's, and for the first variant also if one is written
+/// above.
 fn push_choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let first = variants.first().and_then(|variant| variant["description"].as_str());
     let description = property["description"].as_str();
@@ -134,8 +136,9 @@ fn push_choice(out: &mut String, key: &str, property: &Value, variants: &[Value]
     for (i, variant) in variants.iter().enumerate() {
         let ty = with_null(variant, type_of(variant, &format!("{indent}   ")));
         out.push_str(&format!("{indent} | {ty}"));
-        let silent = i == 0 && above.is_some();
-        let text = variant["description"].as_str().filter(|text| !silent && Some(*text) != description);
+        let omits_description = i == 0 && above.is_some();
+        let text =
+            variant["description"].as_str().filter(|text| !omits_description && Some(*text) != description);
         push_notes(out, &text.map(String::from).into_iter().chain(default_note(variant)).collect::<Vec<_>>());
         out.push('\n');
     }

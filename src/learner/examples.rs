@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::random::Purpose;
-use crate::tasks::rows::{self, Order};
+use crate::tasks::rows::{self, EpochOrder};
 use crate::tasks::{Demonstration, Task};
 use anyhow::Result;
 use serde_json::Value;
@@ -14,7 +14,7 @@ use std::path::Path;
 /// The source of supervised examples.
 pub enum Examples {
     /// Rows of a file, shuffled again in each epoch.
-    Rows { sequences: Vec<Sequence>, order: Order },
+    Rows { sequences: Vec<Sequence>, order: EpochOrder },
     /// The task's own demonstrations.
     Demonstrations,
 }
@@ -114,7 +114,7 @@ impl Examples {
         Ok(match file {
             Some(path) => {
                 let sequences = renderer.read_rows(path, None)?;
-                let order = Order::new(sequences.len(), Purpose::Shuffle);
+                let order = EpochOrder::new(sequences.len(), Purpose::Shuffle);
                 Examples::Rows { sequences, order }
             }
             None => Examples::Demonstrations,

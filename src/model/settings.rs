@@ -204,8 +204,8 @@ pub enum Tokenizer {
 }
 
 impl Scalar for Tokenizer {
-    fn kind(limits: Option<Limits>) -> String {
-        format!("\"embedded\" or {}", PathBuf::kind(limits))
+    fn describe_type(limits: Option<Limits>) -> String {
+        format!("\"embedded\" or {}", PathBuf::describe_type(limits))
     }
 
     fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {

@@ -1,5 +1,5 @@
-//! `base = "FILE"`: a recipe that has only its differences from another recipe. That recipe may have a base
-//! too.
+//! `base = "FILE"`: a recipe that has only its differences from another recipe, its base. A base may have a
+//! base too.
 
 use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
@@ -7,13 +7,14 @@ use crate::settings::did_you_mean;
 use std::path::{Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
-/// The key, at the top level of the file.
+/// The key at the top level of the file.
 pub(crate) const BASE_KEY: &str = "base";
 
 /// Maximum length of a chain of bases. A longer chain is treated as a cycle.
 const BASES_MAX: usize = 16;
 
-const REMEDY: &str = "give the path of a recipe, counted from this one's folder, or a recipe of the program";
+const REMEDY: &str =
+    "give the path of a recipe, relative to this recipe's folder, or the name of a built-in recipe";
 
 /// A recipe in a chain of bases.
 pub(crate) struct Base {
@@ -24,13 +25,13 @@ pub(crate) struct Base {
 /// The chain of a recipe's bases.
 #[derive(Default)]
 pub(crate) struct Bases {
-    /// The recipe's base, then the base of that one, and so on.
+    /// The recipe's base, then that base's own base, and so on.
     pub chain: Vec<Base>,
-    /// The mistake at the last key `base`, and the remedy.
+    /// The mistake in the last `base` key that was read, with its remedy.
     pub error: Option<String>,
 }
 
-/// Reads the bases of the recipe `text` in the file `path`.
+/// Reads all bases of the recipe `text` in the file `path`.
 pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
     let mut bases = Bases::default();
     loop {
@@ -38,7 +39,8 @@ pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
         match read(path, text) {
             Ok(None) => return bases,
             Ok(Some(_)) if bases.chain.len() == BASES_MAX => {
-                bases.error = Some("each of these recipes is the base of another; remove one".to_owned());
+                bases.error =
+                    Some("the chain of base recipes is circular or too long; remove a `base`".to_owned());
                 return bases;
             }
             Ok(Some(base)) => bases.chain.push(base),
@@ -59,7 +61,7 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
         let (name, text) = BUILT_IN.iter().find(|(name, _)| *name == wanted)?;
         Some(Base { file: PathBuf::from(format!("{name}{BUILT_IN_SUFFIX}")), text: (*text).to_owned() })
     };
-    // A built-in recipe has a built-in base, with or without its suffix.
+    // A built-in recipe has a built-in base. The base's name may be written with or without `.toml`.
     let stem = Path::new(name.as_ref()).file_stem().and_then(|stem| stem.to_str()).unwrap_or_default();
     if let (true, Some(base)) = (path.to_string_lossy().ends_with(BUILT_IN_SUFFIX), built_in(stem)) {
         return Ok(Some(base));
@@ -69,8 +71,8 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
         Ok(text) => Ok(Some(Base { file, text })),
         Err(_) if !file.exists() && built_in(name).is_some() => Ok(built_in(name)),
         Err(e) => {
-            let meant = did_you_mean(stem, BUILT_IN.iter().map(|(name, _)| *name));
-            Err(format!("cannot read {}: {e};{meant} {REMEDY}", file.display()))
+            let suggestion = did_you_mean(stem, BUILT_IN.iter().map(|(name, _)| *name));
+            Err(format!("cannot read {}: {e};{suggestion} {REMEDY}", file.display()))
         }
     }
 }

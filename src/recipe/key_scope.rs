@@ -1,24 +1,24 @@
-//! The keys that a command reads. Contradictions and missing files of other keys are ignored.
+//! The keys that a command reads. Contradictions and missing files of all other keys are ignored.
 
-/// A command, as far as it determines which keys are read.
+/// A command. The command determines which keys are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KeyScope {
     /// Reads every key.
     Train,
-    /// Trains a stored run: reads every key, but skips rules that were added after the run was made.
+    /// Continues a stored run: reads every key, but skips rules that were added after the run was started.
     TrainStoredRun,
     Rollout,
     Eval,
-    /// A chat: it has no problems and no reward.
+    /// A chat, which has no problems and no reward.
     Chat,
     CheckMismatch,
     /// `check-mismatch --against`: compares the tokens of a file, without sampling.
     CheckMismatchAgainst,
-    /// Reads only the model, and the format in which it is written.
+    /// Reads only the model, and the format in which the model is written.
     Export,
 }
 
-/// The keys of `[rollout]` that any sampling reads.
+/// The keys of `[rollout]` that every command with sampling reads.
 const SAMPLING_KEYS: [&str; 6] = [
     "turns_max",
     "prompt_tokens_max",

@@ -1,9 +1,9 @@
-//! The recipe: the settings of every module in one TOML file. This module composes, reads, resolves and
-//! reports mistakes; each table is declared in the module that uses it.
+//! The recipe: the settings of every module in one TOML file. This module reads the file, resolves it, and
+//! reports its mistakes. Each table is declared in the module that uses the table.
 
 mod base;
-mod foreign;
 mod key_scope;
+mod other_trainers;
 mod plan;
 mod removed_keys;
 mod rules;
@@ -26,10 +26,10 @@ use crate::settings::table;
 use crate::tasks::TaskSettings;
 
 table! {
-    /// A whole recipe: every table. [`resolve`] fills in the architecture and tokenizer of a model without
-    /// a folder, and the keys that only some tasks read.
+    /// A whole recipe: every table. For a model without a folder, [`resolve`] fills in the architecture and
+    /// the tokenizer. It also fills in the keys that only some tasks read.
     pub struct Recipe {
-        /// Where the run computes. A CPU's bits are not a GPU's.
+        /// Device of the run. Results on a CPU and on a GPU are not bitwise equal.
         pub device: DeviceKind = DeviceKind::Auto,
         pub model: ModelSettings,
         pub adapter: Option<AdapterSettings>,

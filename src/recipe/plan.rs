@@ -1,9 +1,9 @@
-//! Resolution of a recipe: from its text to a complete, checked plan.
+//! Resolution of a recipe: from its text to a complete and checked [`Plan`].
 
 use super::Recipe;
 use super::base;
-use super::foreign::foreign_name;
 use super::key_scope::KeyScope;
+use super::other_trainers::find_name;
 use super::removed_keys::{blank_removed_keys, removed_key_error};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
@@ -15,21 +15,21 @@ use crate::settings::{
 use std::path::Path;
 use toml::de::DeTable;
 
-/// A resolved recipe: every default is filled in, every path is absolute, and there is no contradiction.
+/// A resolved recipe. Every default is filled in, every path is absolute, and there is no contradiction.
 #[derive(Debug, Clone)]
 pub struct Plan {
     pub recipe: Recipe,
-    /// Settings that are allowed but probably not intended: one line each, with the place.
+    /// Settings that are allowed but probably not intended: one line each, with the location.
     pub warnings: Vec<String>,
     /// The keys that the command reads.
     pub scope: KeyScope,
     locations: KeyLocations,
 }
 
-/// Resolves the recipe `text` for a command that reads every key, as [`resolve_for`] does.
+/// Resolves the recipe `text` for a command that reads every key. See [`resolve_for`].
 ///
 /// # Errors
-/// As [`resolve_for`].
+/// The errors of [`resolve_for`].
 pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     resolve_for(KeyScope::Train, path, text, sets)
 }
@@ -38,15 +38,15 @@ pub fn resolve(path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistake
 /// result.
 ///
 /// # Errors
-/// All mistakes at once: syntax, unknown key, wrong type, out of range, contradiction, missing file. If a
-/// base cannot be read, contradictions are not checked. Contradictions and missing files of keys outside
-/// `scope` are no mistakes.
+/// All mistakes at once: syntax, unknown key, wrong type, value out of range, contradiction, missing file. If
+/// a base cannot be read, contradictions are not checked. Contradictions and missing files are ignored if
+/// their keys are outside `scope`.
 pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) -> Result<Plan, Mistakes> {
     let mut recipe = Recipe::default();
     let known: Vec<String> = recipe.entries().iter().map(|entry| entry.path().to_owned()).collect();
     let (mut locations, mut mistakes, mut unreliable_keys) =
         (KeyLocations::new(path), Mistakes::default(), Vec::new());
-    let mut read = |origin: Origin, text: &str, base_fault: Option<&str>| {
+    let mut read = |origin: Origin, text: &str, base_error: Option<&str>| {
         let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
             locations: &mut locations,
@@ -55,15 +55,15 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             known: &known,
             origin,
             text,
-            removed: removed_key_error,
-            foreign: foreign_name,
+            removed_key: removed_key_error,
+            other_trainer_key: find_name,
             line_ends: &line_ends,
         };
-        read_text(&mut recipe, &mut reader, base_fault);
+        read_text(&mut recipe, &mut reader, base_error);
     };
     let mut set_mistakes = Vec::new();
     let bases = base::read_all(path, text);
-    // The error belongs to the first file that is read: the last one of the chain.
+    // The error belongs to the file that is read first: the last one of the chain.
     let mut error = bases.error.as_deref();
     for base in bases.chain.iter().rev() {
         read(Origin::File(&base.file), &base.text, error.take());
@@ -74,19 +74,26 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             Some(text) => read(
                 Origin::Set(index),
                 &text,
-                Some("a recipe's base stands in its file; name the recipe itself"),
+                Some(
+                    "cannot be set here; write the base into the recipe file, or give that recipe as the argument",
+                ),
             ),
             None => {
-                let what = format!("{set:?} is not key=value; write it like --set train.steps=80");
-                set_mistakes.push(Mistake { location: SourceLocation::Set(index), key: String::new(), what });
+                let message = format!("{set:?} is not key=value; write it like --set train.steps=80");
+                set_mistakes.push(Mistake {
+                    location: SourceLocation::Set(index),
+                    key: String::new(),
+                    message,
+                });
             }
         }
     }
-    mistakes.0.append(&mut set_mistakes);
+    mistakes.listed.append(&mut set_mistakes);
     let is_set =
         |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
-        // A folder that replaces the recipe's model, such as another checkpoint, defines the whole model.
+        // A folder replaces the recipe's model, for example by another checkpoint. It defines the whole
+        // model.
         (recipe.model.architecture, recipe.model.tokenizer) = (None, None);
         if !is_set("model.adapter") {
             recipe.model.adapter = None;
@@ -102,17 +109,16 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
     }
-    // If a base cannot be read completely, rules would report keys as missing that the base may have.
-    let is_in_base =
-        |place: &SourceLocation| matches!(place, SourceLocation::File { path: file, .. } if file != path);
+    // If a base cannot be read completely, rules would report missing keys that the base may have.
+    let is_in_base = |location: &SourceLocation| matches!(location, SourceLocation::File { path: file, .. } if file != path);
     let is_base_incomplete = bases.error.is_some()
-        || mistakes.0.iter().any(|mistake| mistake.key.is_empty() && is_in_base(&mistake.location));
+        || mistakes.listed.iter().any(|mistake| mistake.key.is_empty() && is_in_base(&mistake.location));
     let findings = match is_base_incomplete {
         false => rules::check(&recipe, &locations, &unreliable_keys, scope),
         true => Findings::default(),
     };
-    mistakes.0.extend(findings.mistakes);
-    if mistakes.0.is_empty() {
+    mistakes.listed.extend(findings.mistakes);
+    if mistakes.listed.is_empty() {
         return Ok(Plan {
             recipe,
             warnings: findings.warnings.iter().map(Mistake::to_string).collect(),
@@ -120,14 +126,14 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             locations,
         });
     }
-    mistakes.0.sort();
+    mistakes.listed.sort();
     Err(mistakes)
 }
 
-/// Resolves the recipe of a run folder, which an older version may have written.
+/// Resolves the recipe of a run folder. An older version of the program may have written it.
 ///
 /// # Errors
-/// As [`resolve_for`].
+/// The errors of [`resolve_for`].
 pub fn resolve_run_recipe(
     scope: KeyScope,
     path: &Path,
@@ -140,38 +146,39 @@ pub fn resolve_run_recipe(
 /// Maximum number of syntax mistakes that are reported individually.
 const SYNTAX_ERRORS_MAX: usize = 10;
 
-/// Reads the valid part of a text; keys on a line with a syntax mistake are ignored.
-fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>) {
+/// Reads the valid part of a text. Keys on a line with a syntax mistake are ignored.
+fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_error: Option<&str>) {
     let text = reader.text;
     let (document, errors) = DeTable::parse_recoverable(text);
     if errors.is_empty() {
-        return read_document(recipe, reader, document.into_inner(), base_fault);
+        return read_document(recipe, reader, document.into_inner(), base_error);
     }
     let start = |error: &toml::de::Error| error.span().map_or(0, |span| span.start);
     let is_table = |key: &&String| reader.known.iter().any(|other| is_in_table(other, key) && other != *key);
     let tables: Vec<&str> =
         reader.known.iter().filter(|key| !key.contains('.')).filter(is_table).map(String::as_str).collect();
     let looks_like_recipe = document.get_ref().keys().any(|name| tables.contains(&name.get_ref().as_ref()));
-    // Syntax mistakes of a recipe are reported individually; a text of another kind counts as one mistake.
+    // Syntax mistakes in a recipe are reported individually. A text that is not a recipe counts as one
+    // mistake.
     if let [first, rest @ ..] = errors.as_slice()
         && (rest.len() >= SYNTAX_ERRORS_MAX || (!rest.is_empty() && !looks_like_recipe))
     {
-        let what = format!(
-            "not TOML: {}, and {} more: is this a recipe? One holds tables such as [{}]",
+        let message = format!(
+            "not TOML: {}, and {} more; is this a recipe? A recipe has tables such as [{}]",
             first.message(),
             rest.len(),
             tables.join("], [")
         );
-        return reader.refuse_syntax(start(first), what);
+        return reader.refuse_syntax(start(first), message);
     }
     for error in &errors {
         reader.refuse_syntax(start(error), format!("not TOML: {}", syntax_error(error, text)));
     }
-    let broken: Vec<_> = reader.mistakes.0.iter().map(|mistake| mistake.location.clone()).collect();
-    let before = reader.mistakes.0.len();
-    read_document(recipe, reader, document.into_inner(), base_fault);
-    let read = reader.mistakes.0.split_off(before);
-    // Below an invalid table header, keys seem to be at the top level.
+    let broken: Vec<_> = reader.mistakes.listed.iter().map(|mistake| mistake.location.clone()).collect();
+    let before = reader.mistakes.listed.len();
+    read_document(recipe, reader, document.into_inner(), base_error);
+    let read = reader.mistakes.listed.split_off(before);
+    // Below an invalid table header, keys appear to be at the top level.
     let is_in_table_header = |at: usize| {
         let line = text.get(..at).map_or(0, |before| before.rfind('\n').map_or(0, |end| end + 1));
         text.get(line..).is_some_and(|line| line.trim_start().starts_with('['))
@@ -180,16 +187,17 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_fault: Option<&str>)
     let is_consequence = |mistake: &Mistake| {
         broken.contains(&mistake.location) || (header_is_invalid && !mistake.key.contains('.'))
     };
-    reader.mistakes.0.extend(read.into_iter().filter(|mistake| !is_consequence(mistake)));
+    reader.mistakes.listed.extend(read.into_iter().filter(|mistake| !is_consequence(mistake)));
 }
 
-/// Returns the message of a syntax error. A duplicate key is named, with the line that has it first.
+/// Returns the message of a syntax error. For a duplicate key, it gives the key and the line of the first
+/// one.
 fn syntax_error(error: &toml::de::Error, text: &str) -> String {
     let written = error.span().filter(|_| error.message() == "duplicate key");
     let Some(before) = written.as_ref().and_then(|span| text.get(..span.start)) else {
         return error.message().to_owned();
     };
-    /// Returns the header `[table]` or the key of a line.
+    /// Returns the header `[table]` or the key on a line.
     fn subject(line: &str) -> Option<&str> {
         let line = line.trim();
         match line.starts_with('[') {
@@ -207,15 +215,15 @@ fn syntax_error(error: &toml::de::Error, text: &str) -> String {
     }
     let Some((_, around, name)) = seen.pop() else { return error.message().to_owned() };
     let first = seen.iter().find(|(_, table, subject)| (*table, *subject) == (around, name));
-    let first = first.map(|(number, ..)| format!(", which line {} has, too", number + 1)).unwrap_or_default();
-    format!("duplicate key {name}{first}; remove one of the two")
+    let first = first.map(|(number, ..)| format!(", already on line {}", number + 1)).unwrap_or_default();
+    format!("duplicate key {name}{first}; remove one of them")
 }
 
-/// Reads the tables of a document. The key `base` is accepted, or refused with `base_fault`.
-fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_fault: Option<&str>) {
+/// Reads the tables of a document. The key `base` is accepted, or rejected with the message `base_error`.
+fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_error: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::BASE_KEY) {
         let key = ParsedKey { path: base::BASE_KEY.to_owned(), name: name.span(), value: &value };
-        match base_fault {
+        match base_error {
             Some(error) => reader.refuse(&key, error.to_owned()),
             None => reader.accept(&key),
         }
@@ -228,13 +236,13 @@ pub fn override_key(set: &str) -> Option<&str> {
     set.split_once('=').map(|(key, _)| key.trim())
 }
 
-/// Returns true when `key` is `table` or a key below it.
+/// Returns whether `key` is `table` or a key below it.
 pub(super) fn is_in_table(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// Converts `key=value` to a TOML document; `None` if that fails. A value that is not TOML is a string
-/// without quotes.
+/// Converts `key=value` to a TOML document. `None` if that fails. A value that is not TOML is read as a
+/// string without quotes.
 fn set_document(set: &str) -> Option<String> {
     let (key, value) = set.split_once('=')?;
     if key.trim_start().starts_with(['[', '#']) || DeTable::parse(&format!("{key}=0")).is_err() {
@@ -268,7 +276,7 @@ impl From<Mistakes> for anyhow::Error {
 }
 
 impl Plan {
-    /// Returns the recipe as TOML with every default; it resolves to the same recipe.
+    /// Returns the recipe as TOML with every default. The text resolves to the same recipe.
     pub fn to_toml(&self) -> String {
         self.recipe.to_toml()
     }
@@ -278,20 +286,20 @@ impl Plan {
         self.scope.reads(key)
     }
 
-    /// Returns a mistake with the place of `key`. It is for mistakes that are found after resolution: in the
+    /// Returns a mistake with the location of `key`, for mistakes that are found after resolution: in the
     /// model, the data or the machine.
-    pub fn mistake(&self, key: &str, what: String) -> Mistake {
-        Mistake { location: self.locations.of(key), key: key.to_owned(), what }
+    pub fn mistake(&self, key: &str, message: String) -> Mistake {
+        Mistake { location: self.locations.location_of(key), key: key.to_owned(), message }
     }
 }
 
 impl Recipe {
-    /// Returns true when anything is trained, by SFT warm-up or by reinforcement learning.
+    /// Returns whether the recipe trains, by SFT warm-up or by reinforcement learning.
     pub fn trains(&self) -> bool {
         self.train.steps > 0 || self.cold_start.steps > 0
     }
 
-    /// Returns every table and key in the order of declaration, with this recipe's values.
+    /// Returns every table and key, in the order of declaration, with this recipe's values.
     pub fn entries(&self) -> Vec<Entry> {
         entries(self)
     }
@@ -316,9 +324,9 @@ impl Recipe {
     }
 }
 
-/// Returns the keys that differ between a run and its continuation, except those that may differ:
-/// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism,
-/// checkpoints and device.
+/// Returns the keys in which a run and its continuation differ. Some keys may differ and are left out:
+/// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism, checkpoints
+/// and device.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
         const KEYS: [&str; 5] = [

@@ -1,5 +1,5 @@
-//! The table of removed keys and values. A recipe that has one is refused with its replacement. In a run
-//! folder of an older version it is ignored, if that does not change the run.
+//! The table of removed keys and values. A recipe with a removed key is rejected, and the message names the
+//! replacement. In the recipe of an older run folder, a removed key is ignored if the run stays the same.
 
 use toml::de::DeValue;
 
@@ -7,11 +7,11 @@ use toml::de::DeValue;
 struct RemovedKey {
     /// The dotted path.
     key: &'static str,
-    /// The removed value; `None` if the key is removed.
+    /// The removed value. `None` if the key itself is removed.
     value: Option<&'static str>,
-    /// The value (TOML) with today's behaviour. In a stored recipe, a line with it has no effect.
+    /// The value (TOML) that gives today's behaviour. In a stored recipe, a line with this value is ignored.
     ignorable_value: &'static str,
-    /// The replacement.
+    /// What to write instead.
     remedy: &'static str,
 }
 
@@ -20,13 +20,13 @@ const REMOVED: [RemovedKey; 2] = [
         key: "model.dense_products",
         value: None,
         ignorable_value: "\"own\"",
-        remedy: "the program's own kernels make every product of a GPU; leave the key out",
+        remedy: "matrix products on a GPU always use the built-in kernels; remove the key",
     },
     RemovedKey {
         key: "parallel.rollout_weights",
         value: Some("by_layer"),
         ignorable_value: "\"by_layer\"",
-        remedy: "give \"by_expert\" or \"whole\", or leave the choice to \"auto\"",
+        remedy: "give \"by_expert\", \"whole\" or \"auto\"",
     },
 ];
 
@@ -42,8 +42,8 @@ pub(super) fn removed_key_error(key: &str, value: &DeValue) -> Option<String> {
     })
 }
 
-/// Makes those lines of a run folder's recipe empty that have a removed key or value without effect on the
-/// run. All other lines keep their numbers.
+/// Blanks the lines of a run folder's recipe that have a removed key or value without effect on the run. The
+/// other lines keep their numbers.
 pub(super) fn blank_removed_keys(recipe: &str) -> String {
     let mut table = "";
     let mut text = String::with_capacity(recipe.len());

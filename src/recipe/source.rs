@@ -33,7 +33,7 @@ pub const BUILT_IN: [(&str, &str); 17] = [
 /// Suffix of a built-in recipe's name in messages.
 pub(super) const BUILT_IN_SUFFIX: &str = " (inside rloss)";
 
-/// The source that a RECIPE argument names.
+/// What a RECIPE argument refers to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecipeSource {
     /// A recipe file.
@@ -46,11 +46,11 @@ pub enum RecipeSource {
     Checkpoint { run: PathBuf, folder: PathBuf },
 }
 
-/// Finds the source that `argument` names; files and folders take precedence over built-in recipes.
+/// Finds what `argument` refers to. Files and folders take precedence over built-in recipes.
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput) when nothing is found, or a folder is neither a run nor a run's
-/// checkpoint.
+/// [`BadInput`](crate::error::BadInput) when nothing is found, or when a folder is neither a run folder nor a
+/// checkpoint of a run.
 pub fn locate(argument: &Path) -> Result<RecipeSource> {
     let shown = argument.display();
     if argument.join("recipe.toml").is_file() {
@@ -64,10 +64,10 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
                 Ok(RecipeSource::Checkpoint { run: run.to_owned(), folder })
             }
             _ if folder.join("config.json").is_file() => Err(bad_input!(
-                "{shown}: holds a model and belongs to no run; name a recipe, and the model with --set model.path={shown}"
+                "{shown}: holds a model that is not part of a run; name a recipe, and the model with --set model.path={shown}"
             )),
             _ => Err(bad_input!(
-                "{shown}: this folder holds no recipe.toml, so it is not a run folder; name a recipe file or a run folder"
+                "{shown}: this folder has no recipe.toml, so it is not a run folder; name a recipe file or a run folder"
             )),
         };
     }
@@ -79,17 +79,17 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     if let Some(&(name, text)) = BUILT_IN.iter().find(|(name, _)| *name == requested) {
         return Ok(RecipeSource::BuiltIn { name, text });
     }
-    // `recipes/quickstart.toml` also names the built-in recipe, if there is no such file.
+    // `recipes/quickstart.toml` means the built-in recipe if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
     let suggestion = did_you_mean(stem, names());
     Err(bad_input!(
-        "{shown}: no such file or folder;{suggestion} name a recipe file, a run folder, or a recipe of the program: {}",
+        "{shown}: no such file or folder;{suggestion} name a recipe file, a run folder, or a built-in recipe: {}",
         names().collect::<Vec<_>>().join(", ")
     ))
 }
 
 impl RecipeSource {
-    /// Returns the file of the recipe; for a built-in recipe, its name in messages.
+    /// Returns the file of the recipe. For a built-in recipe, returns its name in messages.
     pub fn recipe_file(&self) -> PathBuf {
         match self {
             RecipeSource::File(file) => file.clone(),
@@ -130,34 +130,34 @@ impl RecipeSource {
     /// [`BadInput`](crate::error::BadInput) when the file cannot be read or the recipe has mistakes.
     pub fn resolve_for(&self, scope: KeyScope, sets: &[String]) -> Result<Plan> {
         let file = self.recipe_file();
-        let pin_command = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
+        let make_command_absolute = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
             let mut plan = plan?;
-            plan.recipe.task.pin_command();
+            plan.recipe.task.make_command_absolute();
             Ok(plan)
         };
         if let RecipeSource::BuiltIn { text, .. } = self {
-            return pin_command(resolve_for(scope, &file, text, sets));
+            return make_command_absolute(resolve_for(scope, &file, text, sets));
         }
         let text = bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
             bad_input!(
-                "{}: cannot read the recipe: {e}; a recipe is a file of TOML, saved as UTF-8",
+                "{}: cannot read the recipe: {e}; a recipe is a TOML file, saved as UTF-8",
                 file.display()
             )
         })?;
         let folder = match self {
             RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
             RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => {
-                return pin_command(resolve_for(scope, &file, &text, sets));
+                return make_command_absolute(resolve_for(scope, &file, &text, sets));
             }
         };
         let scope = if scope == KeyScope::Train { KeyScope::TrainStoredRun } else { scope };
         let plan = resolve_run_recipe(scope, &file, &text, sets);
-        // If the text was edited, this is reported first, before mistakes in the text.
+        // An edit of the text is reported before mistakes in the text.
         match ChecksumStatus::check(&text, folder) {
             ChecksumStatus::Valid | ChecksumStatus::Missing => Ok(plan?),
             ChecksumStatus::Invalid => Err(bad_input!(
-                "{}: is not what the run wrote: it was cut or changed. Restore it (each checkpoint has a copy, trainer.toml); \
-                 after a deliberate edit: rloss verify --accept {}",
+                "{}: is not what the run wrote: it was truncated or changed. Restore it (each checkpoint has a copy, \
+                 trainer.toml); after a deliberate edit: rloss verify --accept {}",
                 file.display(),
                 folder.display()
             )),

@@ -1,11 +1,11 @@
-//! A table of the alarm limits and each run's values.
+//! A table of the alarm limits, with each run's values.
 
 use super::run::Run;
 use crate::metrics::{Phase, format_number};
 use crate::policy::alarm::{ALARMS, Alarm};
 use minijinja::{Value, context};
 
-/// Returns the alarm limits of every metric that a run recorded.
+/// Returns a row for each metric that has alarm limits and that a run recorded.
 pub(super) fn table(runs: &[Run]) -> Vec<Value> {
     let row = |alarm: &'static Alarm| {
         let alarm_summary = |run: &Run| alarm_summary(alarm, &run.series(Phase::Rl, alarm.metric));
@@ -37,10 +37,10 @@ pub(super) fn healthy_bounds(metric: &str) -> Option<(String, Vec<f64>)> {
 }
 
 /// Returns the last value, the worst value with its step, and the number of values that trigger the alarm.
-/// The worst value is farthest outside the range, or nearest to a bound.
+/// The worst value is the one farthest outside the range or, if none is outside, the one nearest to a bound.
 fn alarm_summary(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
     let &(_, last) = points.last()?;
-    // NaN is worse than any value.
+    // NaN counts as worse than any value.
     let excess = |value: f64| match value.is_nan() {
         true => f64::INFINITY,
         false => (value - alarm.high).max(alarm.low - value),

@@ -1,5 +1,5 @@
 
-// Every written trajectory: filtered, listed, and read token by token. Text becomes text nodes alone.
+// Lists and filters the stored trajectories, and shows the tokens of one. Text is only put into text nodes.
 const startBrowser = () => {
   const source = document.getElementById("trajectories"), place = document.getElementById("browser");
   if (!source || !place) return null;
@@ -35,7 +35,7 @@ const startBrowser = () => {
 
   const filter = () => {
     const value = name => form.elements[name].value;
-    // Steps of another run, or that were not evaluated, are none to choose.
+    // Offers only the steps of the chosen run and phase.
     const [run, phase] = ["run", "phase"].map(value);
     const here = row => (run === "" || row.r === Number(run)) && (phase === "" || row.h === Number(phase));
     const steps = [...new Set(data.rows.filter(here).map(row => row.t))].sort((a, b) => a - b);
@@ -72,11 +72,11 @@ const startBrowser = () => {
   const bytes = text => Uint8Array.from(atob(text), letter => letter.charCodeAt(0));
   const signed = text => new Int8Array(bytes(text).buffer);
 
-  // Where the colours end: darker is no farther.
+  // The values at which the colours are darkest.
   const LOG_PROB_END = -6, ADVANTAGE_END = 2;
-  const gapSize = byte => data.gap_min * 10 ** ((Math.abs(byte) - 1) / data.gap_steps);
+  const mismatchSize = byte => data.mismatch_min * 10 ** ((Math.abs(byte) - 1) / data.mismatch_steps);
 
-  // One value a sampled token: what is shown, and the weight of its colour in [0, 1].
+  // One entry per sampled token: the text to show, and the weight of its colour in [0, 1].
   const figures = (row, kind) => {
     if (kind === "logprob") {
       return Array.from(bytes(row.l), byte => {
@@ -88,24 +88,24 @@ const startBrowser = () => {
       const of = value => [`advantage ${show(value)}`, Math.abs(value) / ADVANTAGE_END, value < 0 ? "down" : "up"];
       return row.b === undefined ? Array(row.n).fill(of(row.a)) : Array.from(signed(row.b), byte => of(row.a * byte / 127));
     }
-    if (kind === "gap" && row.g !== undefined) {
+    if (kind === "mismatch" && row.g !== undefined) {
       const of = byte => {
-        const size = byte === 0 ? 0 : gapSize(byte);
-        return [byte === 0 ? "gap 0: same bits" : `gap ≈ ${show(Math.sign(byte) * size)}`, Math.abs(byte) / 127, byte < 0 ? "down" : "up"];
+        const size = byte === 0 ? 0 : mismatchSize(byte);
+        return [byte === 0 ? "mismatch 0: same bits" : `mismatch ≈ ${show(Math.sign(byte) * size)}`, Math.abs(byte) / 127, byte < 0 ? "down" : "up"];
       };
       return row.g === "" ? Array(row.n).fill(of(0)) : Array.from(signed(row.g), of);
     }
     return null;
   };
 
-  // The colours of `kind` beside the values at their ends.
+  // The colour scale of `kind`, with the values at its ends.
   const scale = kind => {
     const bar = tone => node("i", "", tone), made = node("p", undefined, "note scale");
-    const end = Math.round(gapSize(127)), least = show(gapSize(1));
+    const end = Math.round(mismatchSize(127)), least = show(mismatchSize(1));
     made.append(...{
       logprob: ["log-prob 0", bar("low"), `${LOG_PROB_END} or less`],
       advantage: [`advantage -${ADVANTAGE_END} or less`, bar("down"), "0", bar("up"), `${ADVANTAGE_END} or more`],
-      gap: [`gap -${end}`, bar("down"), `-${least} · 0 · ${least}`, bar("up"), `${end} nats, each decade as wide`],
+      mismatch: [`mismatch -${end}`, bar("down"), `-${least} · 0 · ${least}`, bar("up"), `${end} nats, all decades have the same width`],
     }[kind]);
     return made;
   };
@@ -122,7 +122,7 @@ const startBrowser = () => {
     const text = node("pre");
     if (row.k === undefined) {
       text.append(...(row.m ?? []).map(([role, content]) => `${role}: ${content}\n\n`));
-      about.append(" · no tokenizer.json in the run's checkpoints: the messages, without colours");
+      about.append(" · the run's checkpoints have no tokenizer.json, so messages are shown without colours");
     } else {
       const ids = bytes(row.k);
       let nth = 0, turn = 0;
@@ -142,8 +142,8 @@ const startBrowser = () => {
         text.append(token);
       }
       if (kind && !of) about.append(` · the ${kind} of this trajectory was not recorded`);
-      if (kind === "gap" && row.g === "") about.append(" · the gap is exactly 0 at every sampled token: same bits");
-      about.append(" · grey: given, not sampled; a token's figure is under the pointer");
+      if (kind === "mismatch" && row.g === "") about.append(" · the mismatch is exactly 0 at every sampled token: same bits");
+      about.append(" · grey: not sampled; point at a token to see its value");
     }
     reader.replaceChildren(head, about, ...(of && row.k !== undefined ? [scale(kind)] : []), text);
     reader.hidden = false;

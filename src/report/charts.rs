@@ -1,4 +1,4 @@
-//! Selects the charts, their order and their titles.
+//! Selects the charts, and gives their order and titles.
 
 use super::alarms;
 use super::plot::{Plot, Scale, Series};
@@ -9,15 +9,15 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// A group of charts under one heading. The field names are keys of the template.
+/// A group of charts under one heading. Its field names are keys of the template.
 #[derive(Serialize)]
 pub(super) struct Section {
     title: &'static str,
     /// Whether the section is collapsed when the page opens.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts whose curves are exactly 0 at every step. They are collapsed into one line. A chart stays in
-    /// `charts` if 0 is an alarm or a result to see.
+    /// Charts whose curves are exactly 0 at every step. One line lists them. A chart stays in `charts` if the
+    /// value 0 is an alarm or a result.
     zeros: Vec<Chart>,
     /// Titles of charts without values.
     absent: Vec<&'static str>,
@@ -44,8 +44,8 @@ struct ChartSpec {
     scale: Scale,
 }
 
-/// The charts in the page's order. The charts of a section are consecutive. Curves of a chart's second and
-/// later metrics are dashed.
+/// The charts in the page's order. The charts of a section are consecutive. In a chart of several metrics,
+/// all curves but the first metric's are dashed.
 const SPECS: [ChartSpec; 21] = {
     const fn spec(
         section: &'static str,
@@ -58,48 +58,63 @@ const SPECS: [ChartSpec; 21] = {
     const fn log(spec: ChartSpec) -> ChartSpec {
         ChartSpec { scale: Scale::LogWhenWide, ..spec }
     }
-    const L: &str = "Learning";
-    const S: &str = "Stability";
-    const V: &str = "Critic";
-    const C: &str = "Cold start";
-    const T: &str = "Speed";
+    const LEARNING: &str = "Learning";
+    const STABILITY: &str = "Stability";
+    const CRITIC: &str = "Critic";
+    const WARM_UP: &str = "SFT warm-up";
+    const SPEED: &str = "Speed";
     [
-        spec(L, "Reward", &["critic/rewards/mean"], "mean reward"),
-        spec(L, "Response length", &["response_length/mean"], "tokens"),
-        spec(L, "Turns", &["num_turns/mean"], "turns per trajectory"),
-        log(spec(S, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
-        spec(S, "Entropy", &["actor/entropy"], "nats per token"),
-        spec(S, "Max log-ppl gap", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
-        spec(S, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
-        spec(S, "Gap of probabilities", &["training/rollout_probs_diff_mean"], "mean per token"),
-        spec(S, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
-        spec(S, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
-        spec(V, "Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
-        spec(V, "Values and returns", &["critic/values/mean", "critic/returns/mean"], "mean over tokens"),
-        log(spec(V, "Value loss", &["critic/vf_loss"], "half the squared error")),
-        log(spec(V, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
-        spec(V, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
+        spec(LEARNING, "Reward", &["critic/rewards/mean"], "mean reward"),
+        spec(LEARNING, "Response length", &["response_length/mean"], "tokens"),
+        spec(LEARNING, "Turns", &["num_turns/mean"], "turns per trajectory"),
+        log(spec(STABILITY, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
+        spec(STABILITY, "Entropy", &["actor/entropy"], "nats per token"),
+        spec(STABILITY, "Max log-ppl mismatch", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
+        spec(STABILITY, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
+        spec(
+            STABILITY,
+            "Difference of probabilities",
+            &["training/rollout_probs_diff_mean"],
+            "mean per token",
+        ),
+        spec(STABILITY, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
+        spec(STABILITY, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
+        spec(CRITIC, "Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
+        spec(
+            CRITIC,
+            "Values and returns",
+            &["critic/values/mean", "critic/returns/mean"],
+            "mean over tokens",
+        ),
+        log(spec(CRITIC, "Value loss", &["critic/vf_loss"], "half the squared error")),
+        log(spec(CRITIC, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
+        spec(CRITIC, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
         ChartSpec {
             phase: Phase::SftWarmUp,
-            ..log(spec(C, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
+            ..log(spec(WARM_UP, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
         },
         ChartSpec {
             phase: Phase::SftWarmUp,
-            ..log(spec(C, "Gradient norm, cold start", &["cold_start/grad_norm"], "norm before clipping"))
+            ..log(spec(
+                WARM_UP,
+                "Gradient norm, SFT warm-up",
+                &["cold_start/grad_norm"],
+                "norm before clipping",
+            ))
         },
-        spec(T, "Throughput", &["perf/throughput"], "tokens/s"),
-        spec(T, "Rollout time", &["timing_s/gen"], "seconds per step"),
+        spec(SPEED, "Throughput", &["perf/throughput"], "tokens/s"),
+        spec(SPEED, "Rollout time", &["timing_s/gen"], "seconds per step"),
         spec(
             T,
             "GPU memory",
             &["perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"],
-            "GB, most in a step",
+            "GB, maximum in a step",
         ),
-        spec(T, "Step time", &["timing_s/step"], "seconds per step"),
+        spec(SPEED, "Step time", &["timing_s/step"], "seconds per step"),
     ]
 };
 
-/// Returns whether the value 0 at every step is an alarm: nothing was learned.
+/// Returns whether the value 0 at every step of `metric` is an alarm, because nothing was learned.
 fn is_alarm_at_zero(metric: &str) -> bool {
     is_held_out(metric)
         || named_reward(metric).is_some()
@@ -107,12 +122,12 @@ fn is_alarm_at_zero(metric: &str) -> bool {
         || metric.ends_with("grad_norm")
 }
 
-/// Returns whether the value 0 at every step is a result to show: rollout and training agree.
+/// Returns whether the value 0 at every step of `metric` is a result to show: rollout and training agree.
 fn is_result_at_zero(metric: &str) -> bool {
     metric == "mismatch/log_ppl_abs_diff_max"
 }
 
-/// Returns the page's sections, and the data for the page's script, which shows values under the pointer.
+/// Returns the page's sections, and the data with which the page's script shows values under the pointer.
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut drawn: BTreeSet<(Phase, String)> = BTreeSet::new();
     let mut sections: Vec<Section> = Vec::new();
@@ -164,7 +179,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     (sections, data)
 }
 
-/// Returns title, unit, phase and scale of the chart of `metric`.
+/// Returns the title, unit, phase and scale for the chart of `metric`.
 pub(super) fn chart_style(metric: &str) -> (String, &'static str, Phase, Scale) {
     match SPECS.iter().find(|spec| spec.metrics.contains(&metric)) {
         Some(spec) => (spec.title.to_owned(), spec.unit, spec.phase, spec.scale),
@@ -175,18 +190,18 @@ pub(super) fn chart_style(metric: &str) -> (String, &'static str, Phase, Scale) 
     }
 }
 
-/// Returns all pairs of phase and metric that the runs recorded, sorted.
+/// Returns every pair of phase and metric that the runs recorded, sorted.
 fn recorded_metrics(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     let rows = runs.iter().flat_map(|run| &run.rows);
     rows.flat_map(|row| row.metrics.iter().map(|(name, _)| (row.phase, name.to_owned()))).collect()
 }
 
-/// Returns `<name>` if the metric is `reward/<name>/mean`: one of the rewards that a task names.
+/// Returns `<name>` if the metric is `reward/<name>/mean`, the mean of a reward that the task names.
 fn named_reward(metric: &str) -> Option<&str> {
     metric.strip_prefix("reward/")?.strip_suffix("/mean")
 }
 
-/// Inserts the charts of held-out success and of named rewards after the chart of the reward.
+/// Inserts the charts of held-out success and of named rewards after the reward's chart.
 fn insert_reward_charts(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, learning: &mut Section) {
     let held_out = recorded.iter().filter(|(_, metric)| is_held_out(metric));
     let mut charts: Vec<Chart> = held_out
@@ -238,8 +253,8 @@ fn chart(
     Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
-/// Numbers the charts and collects their data. The data has numbers only, so no text of a run reaches the
-/// script.
+/// Numbers the charts and collects their data. The data has only numbers, so that no text of a run reaches
+/// the script.
 fn number_charts(sections: &mut [Section]) -> Value {
     let mut data = Vec::new();
     for chart in sections.iter_mut().flat_map(|section| section.charts.iter_mut().chain(&mut section.zeros)) {

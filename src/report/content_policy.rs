@@ -1,22 +1,22 @@
-//! The page's Content-Security-Policy. It lists the SHA-256 of the page's own script and style, so that no
-//! other runs.
+//! The page's Content-Security-Policy. It gives the SHA-256 of the page's own script and style, so that a
+//! browser uses no others.
 
 use base64::prelude::{BASE64_STANDARD, Engine};
 
-/// Returns the policy of a page with this style and this script. A page that is `served` may fetch from its
-/// server.
-pub(super) fn content_policy(style: &str, script: &str, served: bool) -> String {
+/// Returns the policy of a page with this style and this script. `for_server`: whether the page may fetch
+/// from its server.
+pub(super) fn content_policy(style: &str, script: &str, for_server: bool) -> String {
     let source = |text: &str| format!("'sha256-{}'", BASE64_STANDARD.encode(sha256(text.as_bytes())));
     format!(
         "default-src 'none'; style-src {}; script-src {}; img-src data:; base-uri 'none'; form-action 'none'{}",
         source(style),
         source(script),
-        if served { "; connect-src 'self'" } else { "" }
+        if for_server { "; connect-src 'self'" } else { "" }
     )
 }
 
-/// FIPS 180-4, section 4.2.2: the first 32 bits of the fractional parts of the cube roots of the first 64
-/// primes.
+/// The round constants of FIPS 180-4, section 4.2.2: the first 32 bits of the fractional parts of the cube
+/// roots of the first 64 primes.
 #[rustfmt::skip]
 const ROUND_CONSTANTS: [u32; 64] = [
     0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4, 0xab1c5ed5,
@@ -29,7 +29,7 @@ const ROUND_CONSTANTS: [u32; 64] = [
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2,
 ];
 
-/// Returns the SHA-256 (FIPS 180-4), the digest that Content-Security-Policy takes.
+/// Returns the SHA-256 (FIPS 180-4), the digest that Content-Security-Policy uses.
 fn sha256(message: &[u8]) -> [u8; 32] {
     let mut padded = message.to_vec();
     padded.push(0x80);

@@ -1,4 +1,4 @@
-//! Selects trajectories to read: the best and the worst of the first and of the last step.
+//! Selects trajectories for the page: the best and the worst of the first and of the last step.
 
 use super::run::Run;
 use crate::bad_input;
@@ -12,14 +12,14 @@ use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 
-/// A selected trajectory, and the reason.
+/// A selected trajectory, and the reason for the selection.
 #[derive(Clone)]
 pub(super) struct SelectedTrajectory {
     pub row: TrajectoryRow,
     pub why: &'static str,
 }
 
-/// The best and the worst trajectory of one step, by reward; the first one among equals.
+/// The trajectories of one step with the highest and the lowest reward. Among equal rewards, the first one.
 struct Extremes {
     best: TrajectoryRow,
     worst: Option<TrajectoryRow>,
@@ -37,7 +37,7 @@ impl Extremes {
     }
 }
 
-/// Selects trajectories from `folder`'s `*.jsonl`; returns none if the folder does not exist.
+/// Selects trajectories from the `*.jsonl` files in `folder`. Empty if the folder does not exist.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
@@ -73,8 +73,8 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
     Ok(picked)
 }
 
-/// Returns the first and the last file of each kind. The kind is the name before the number (`step-000001`,
-/// `eval-000080`).
+/// Returns the first and the last file of each kind. A file's kind is the part of its name before the number
+/// (`step-000001`, `eval-000080`).
 fn first_and_last_files(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut groups: BTreeMap<String, Vec<PathBuf>> = BTreeMap::new();
     for path in files(folder)? {
@@ -96,7 +96,7 @@ fn kind_and_number(path: &Path) -> (String, u64) {
     (kind, number)
 }
 
-/// Returns the `*.jsonl` files of `folder`, sorted by kind and number; none if the folder does not exist.
+/// Returns the `*.jsonl` files in `folder`, sorted by kind and number. Empty if the folder does not exist.
 pub(super) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     if !folder.is_dir() {
         return Ok(vec![]);
@@ -136,7 +136,7 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
     Ok(())
 }
 
-/// Returns the trajectories of each run that has some, for the template.
+/// Returns the selected trajectories of each run that has some, for the template.
 pub(super) fn conversation_views(runs: &[Run]) -> Vec<Value> {
     let all = runs.iter().filter(|run| !run.sample_trajectories.is_empty());
     all.map(|run| {
@@ -149,7 +149,7 @@ pub(super) fn conversation_views(runs: &[Run]) -> Vec<Value> {
 fn trajectory_view(picked: &SelectedTrajectory) -> Value {
     let TrajectoryRow { phase, trajectory, messages, .. } = &picked.row;
     let phase = match phase {
-        Phase::SftWarmUp => "Cold start",
+        Phase::SftWarmUp => "SFT warm-up step",
         Phase::Rl => "Step",
         Phase::Eval => "Evaluation at step",
     };
@@ -176,7 +176,7 @@ fn trajectory_view(picked: &SelectedTrajectory) -> Value {
         outcome => trajectory.outcome.name(),
         reward => format_number(f64::from(trajectory.reward)),
         success => trajectory.success,
-        // Counts of sampled tokens, turns and calls, and the named rewards.
+        // Counts of sampled tokens, turns and tool calls, and the named rewards.
         facts,
         messages => messages.iter().map(message_view).collect::<Vec<_>>(),
     }
@@ -190,7 +190,8 @@ fn message_view(message: &Message) -> Value {
         // `python → assistant`, `commentary`, …
         notes => notes.into_iter().flatten().collect::<Vec<_>>(),
         content => message.content,
-        // These messages are long and equal in every trajectory, so they start collapsed.
+        // System and developer messages are long and equal in every trajectory, so they are collapsed at
+        // first.
         folded => matches!(message.role, Role::System | Role::Developer),
     }
 }

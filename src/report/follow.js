@@ -1,5 +1,5 @@
 
-// A served page asks its server whether the runs went on, and takes in what is new; what is being read stays.
+// A served page asks its server whether the runs continued, and shows what is new. It keeps what the user is reading.
 if ("served" in document.documentElement.dataset) {
   let state = null;
   const news = async () => {

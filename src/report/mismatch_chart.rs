@@ -1,38 +1,39 @@
-//! The bar chart beside the mismatch table: how far rollout and training differ for each ablation.
+//! The bar chart of the mismatch table: the difference between rollout and training for each ablation.
 
 use crate::metrics::format_number;
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 
-/// Lengths in SVG user units. The ablations' names are left of `PLOT_LEFT`, the values right of the bars.
+/// Width in SVG user units. The ablations' names are left of `PLOT_LEFT`, the values right of the bars.
 const WIDTH: f64 = 720.0;
 const PLOT_LEFT: f64 = 176.0;
 const RIGHT: f64 = WIDTH - 70.0;
 const PLOT_TOP: f64 = 6.0;
 const BAR_HEIGHT: f64 = 13.0;
-/// Height of one ablation: three bars and the space below.
+/// Height of one ablation: three bars and the space below them.
 const ABLATION_HEIGHT: f64 = 3.0 * BAR_HEIGHT + 12.0;
-/// Height of ticks, tick labels and the axis label.
+/// Height of the ticks, the tick labels and the axis label.
 const FOOTER_HEIGHT: f64 = 38.0;
-/// Maximum characters of a name. A longer one is truncated; the pointer shows all of it.
+/// Maximum number of characters of a name. A longer name is truncated; the pointer shows all of it.
 const NAME_CHARS_MAX: usize = 26;
 /// Decades of the axis if no value is above 0.
 const DEFAULT_DECADES: (f64, f64) = (-6.0, 0.0);
 const TICKS_MAX: f64 = 8.0;
 
 const LOGP_MAX: &str = "mismatch/logprob_abs_diff_max";
-/// Key, name, colour. A row with only the first metric is an equality check, not an ablation.
+/// Key, name, colour. A row that has only the first metric is an equality check, not an ablation.
 const METRICS: [(&str, &str, usize); 3] = [
     (LOGP_MAX, "|Δlogp| max", 5),
     ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean", 4),
-    ("mismatch/log_ppl_abs_diff_max", "log-ppl gap max", 3),
+    ("mismatch/log_ppl_abs_diff_max", "log-ppl mismatch max", 3),
 ];
 
 /// The decades at the left and the right edge.
 struct Decades(f64, f64);
 
 impl Decades {
-    /// Covers `values` from the power of ten below the smallest positive one; at least one decade.
+    /// Returns decades that cover `values`, from the power of ten below the smallest positive value. At least
+    /// one.
     fn covering(values: impl Iterator<Item = f64>) -> Self {
         let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
         let range = logs.fold(None, |range, v| match range {
@@ -56,7 +57,7 @@ impl Decades {
     }
 }
 
-/// Lays out a bar chart for the template; `None` if no row is an ablation.
+/// Lays out a bar chart for the template. `None` if no row is an ablation.
 pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
     let is_ablation = |row: &&&Map<String, Json>| METRICS[1..].iter().any(|(key, ..)| row.contains_key(*key));
     let rows: Vec<_> = rows.iter().filter(is_ablation).collect();
@@ -74,7 +75,7 @@ pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
             bar(metric, colour, y, number(row, key), same_bits, &decades)
         });
         let name = row.get("name").and_then(Json::as_str).unwrap_or("–");
-        // The full name, and the name truncated to the available space.
+        // The full name, and the name truncated to the available width.
         context! { short => truncate_name(name), name, y => top + 1.5 * BAR_HEIGHT, bars => bars.collect::<Vec<_>>() }
     });
     let bottom = PLOT_TOP + rows.len() as f64 * ABLATION_HEIGHT;
@@ -102,7 +103,7 @@ fn bar(
     let end = value.filter(|v| *v > 0.0).map(|v| axis.x_of(v.log10()));
     let zero = value == Some(0.0);
     let label = match value {
-        // Differences that cancel out over a sequence also give 0.
+        // Differences that cancel within a sequence also give 0.
         Some(_) if zero && same_bits => "0: same bits".to_owned(),
         value => value.map_or("–".to_owned(), format_number),
     };
@@ -111,7 +112,7 @@ fn bar(
         colour,
         y,
         height => BAR_HEIGHT - 2.0,
-        // `None` if there is no bar: 0, or not a number.
+        // `None` if there is no bar: the value is 0 or not a number.
         width => end.map(|end| format!("{:.1}", end - PLOT_LEFT)),
         zero,
         label_x => format!("{:.1}", end.unwrap_or(PLOT_LEFT + 4.0) + 5.0),

@@ -4,16 +4,16 @@
 //! run folder ─ run.rs ─> Run ─┬─ charts.rs: metrics of a chart ─ plot.rs: scales, ticks, paths ┐
 //!                             ├─ alarms.rs: alarm limits beside the values ────────────────────┤
 //!                             ├─ tables.rs: summary, outcomes, mismatch ───────────────────────┼─> page.html
-//!                             │  └─ mismatch_chart.rs: bars beside the mismatch table ─────────┤
+//!                             │  └─ mismatch_chart.rs: bars for the mismatch table ────────────┤
 //!                             ├─ conversation.rs: selected trajectories ───────────────────────┤
-//!                             └─ trajectories.rs: all of them, packed for the page's browser ──┘
+//!                             └─ trajectories.rs: all of them, packed for the page's viewer ───┘
 //! ```
 //!
 //! Runs that differ only in their seed share a curve (`seeds.rs`). `server.rs` serves the live page of a run.
 //! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several
 //! seeds.
 //!
-//! The code computes the geometry; the template has the markup, and escapes every value.
+//! The Rust code computes the geometry. The template has the markup and escapes every value.
 
 mod alarms;
 mod charts;
@@ -36,21 +36,21 @@ use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
-/// Writes one page for all `runs` and returns its path. The path is `out` if it is given. Otherwise it is
-/// `report.html` in the run's folder, or for several runs `report-N-runs-DIGEST.html` in the first run's
+/// Writes one page for all `runs` and returns its path. The path is `out`, if given. Otherwise it is
+/// `report.html` in the run's folder or, for several runs, `report-N-runs-DIGEST.html` in the first run's
 /// folder. The page needs no network.
 ///
-/// A folder with a `figures.toml` is a set of figures, not a run: see `docs/FIGURES.md`.
+/// A folder with a `figures.toml` is a set of figures, not a run. See `docs/FIGURES.md`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when a folder is missing or named twice, has no `metrics.jsonl`, or has a line
-/// that cannot be read. Also when a set of figures is not the only folder.
+/// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, or has a line
+/// that cannot be read. Also when a set of figures is given together with other folders.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
     if let Some(figure_set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
         if runs.len() > 1 || out.is_some() {
             return Err(crate::bad_input!(
-                "{}: holds {}, so it is a set of figures; report it by itself, without --out.",
+                "{}: has {}, so it is a set of figures; report it alone, without --out.",
                 figure_set.display(),
                 figures::FILE
             ));
@@ -61,7 +61,7 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let Some(out) = out else {
         let path = first.join(match runs.len() {
             1 => "report.html".to_owned(),
-            several => format!("report-{several}-runs-{}.html", digest(runs)),
+            several => format!("report-{several}-runs-{}.html", checksum(runs)),
         });
         write_file(&path, &page)?;
         return Ok(path);
@@ -78,8 +78,8 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Returns a digest of the set of runs, for the page's file name.
-fn digest(runs: &[PathBuf]) -> String {
+/// Returns a checksum of the set of runs, for the page's file name.
+fn checksum(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
         let full = std::fs::canonicalize(run).unwrap_or_else(|_| run.clone());
@@ -89,15 +89,16 @@ fn digest(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the page of `runs`. If it is `served`, it requests updates from its server.
+/// Returns the page of `runs`. If `for_server`, the page requests updates from its server.
 ///
 /// # Errors
-/// As [`write_report`].
-pub fn page(runs: &[PathBuf], served: bool) -> Result<String> {
-    render(Run::load_all(runs)?, served)
+/// The errors of [`write_report`].
+pub fn page(runs: &[PathBuf], for_server: bool) -> Result<String> {
+    render(Run::load_all(runs)?, for_server)
 }
 
-/// Returns a digest of the lengths and modification times of the files from which the page of `runs` is made.
+/// Returns a checksum of the lengths and modification times of the files from which the page of `runs` is
+/// made.
 pub fn state_digest(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
@@ -115,8 +116,8 @@ pub fn state_digest(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the current stage of each of `runs` that is running. If there are several runs, the run's folder
-/// comes first.
+/// Returns the current stage of each of `runs` that is running. With several runs, each stage follows the
+/// run's folder.
 pub fn stages_under_way(runs: &[PathBuf]) -> Vec<String> {
     let stage = |run: &PathBuf| {
         let stage = sanitize_line(&current_stage(run)?).into_owned();
@@ -139,21 +140,21 @@ fn environment() -> Environment<'static> {
     environment
 }
 
-fn render(mut runs: Vec<Run>, served: bool) -> Result<String> {
+fn render(mut runs: Vec<Run>, for_server: bool) -> Result<String> {
     let curves = seeds::merge_seeds(&mut runs);
     let (runs, curves) = (runs.as_slice(), curves.as_slice());
     let browser = trajectories::pack(runs)?;
     let mut environment = environment();
     environment.add_template("page.html", include_str!("page.html"))?;
     let (sections, data) = charts::sections(curves);
-    let (style, follow) = (include_str!("page.css"), if served { include_str!("follow.js") } else { "" });
+    let (style, follow) = (include_str!("page.css"), if for_server { include_str!("follow.js") } else { "" });
     let script = format!("{}{}{follow}", include_str!("page.js"), include_str!("browser.js"));
     let page = environment.get_template("page.html")?.render(context! {
-        policy => Value::from_safe_string(content_policy(style, &script, served)),
+        policy => Value::from_safe_string(content_policy(style, &script, for_server)),
         style => Value::from_safe_string(style.to_owned()),
         script => Value::from_safe_string(script),
         data => Value::from_safe_string(script_json(&data)),
-        served,
+        for_server,
         title => title(runs),
         runs => curves.iter().map(|run| &run.label).collect::<Vec<_>>(),
         empty => runs.iter().filter(|run| run.rows.is_empty()).map(|run| &run.label).collect::<Vec<_>>(),
@@ -181,7 +182,7 @@ fn title(runs: &[Run]) -> String {
     }
 }
 
-/// Returns JSON that is safe inside a script element: no string in it can end the element.
+/// Returns `value` as JSON for a script element: no string in the JSON can end the element.
 fn script_json(value: &serde_json::Value) -> String {
     value.to_string().replace('<', "\\u003c").replace('>', "\\u003e").replace('&', "\\u0026")
 }

@@ -9,7 +9,7 @@ const hideRuns = () => {
   for (const part of document.querySelectorAll("[data-run]")) part.toggleAttribute("hidden", off.has(part.dataset.run));
 };
 
-// A run's button hides everything that belongs to the run.
+// The button of a run hides everything of the run.
 document.querySelector("nav").addEventListener("click", event => {
   const run = event.target.closest("[data-toggle]")?.dataset.toggle;
   if (run === undefined) return;
@@ -29,7 +29,7 @@ const show = value => {
   return value.toLocaleString("en", { maximumSignificantDigits: 5 });
 };
 
-// Index of the step nearest to `step`; steps ascend.
+// Returns the index of the step nearest to `step`. The steps are in ascending order.
 const nearest = (steps, step) => {
   let low = 0, high = steps.length - 1;
   while (low < high) {
@@ -45,7 +45,7 @@ const draw = (name, attributes, parent) => {
   return parent.appendChild(node);
 };
 
-// Values under the pointer, or at the step that the arrow keys went to.
+// Shows the values under the pointer, or at the step that the arrow keys chose.
 const startCharts = () => {
   for (const figure of document.querySelectorAll("[data-chart]")) startChart(figure);
 };

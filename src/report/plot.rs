@@ -5,10 +5,11 @@ use serde::Serialize;
 use serde_json::{Value, json};
 use std::fmt::Write;
 
-/// The view box and the drawing area in it.
+/// Width of the view box.
 pub(super) const WIDTH: f64 = 460.0;
+/// Height of the view box.
 pub(super) const HEIGHT: f64 = 236.0;
-/// Left edge of the drawing area. It grows if tick labels and the unit need more width.
+/// Left edge of the drawing area. It moves right if tick labels and the unit need more width.
 const LEFT: f64 = 58.0;
 const UNIT_WIDTH: f64 = 23.0;
 const TICK_CHARACTER: f64 = 7.2;
@@ -16,28 +17,29 @@ const RIGHT: f64 = WIDTH - 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
 
-/// Maximum points of a curve. Longer curves keep only the smallest and largest value of each segment.
+/// Maximum number of points of a curve. A longer curve keeps only the smallest and largest value per segment.
 const POINTS_MAX: usize = 600;
-/// A curve with fewer points is not smoothed.
+/// Minimum number of points of a smoothed curve.
 const SMOOTHED_POINTS_MIN: usize = 30;
-/// The smoothing window holds this many points on either side, or a fiftieth of the curve.
+/// Minimum number of points on each side of the smoothing window's centre. In long curves it is 1/50 of the
+/// points.
 const WINDOW_HALF_MIN: usize = 4;
-/// Ratio of the largest to the smallest value from which an axis is logarithmic.
+/// Ratio of the largest to the smallest value above which an axis is logarithmic.
 const LOG_RATIO_MIN: f64 = 50.0;
 
-/// (step, value), ascending in steps.
+/// (step, value), in ascending order of steps.
 pub(super) type Points = Vec<(u64, f64)>;
 
 /// The scale of the y-axis.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Scale {
-    /// From the smallest to the largest value.
+    /// Linear, from the smallest to the largest value.
     Linear,
-    /// Logarithmic when all values are positive and span a factor of `LOG_RATIO_MIN` or more, else linear.
+    /// Logarithmic if all values are positive and span a factor of `LOG_RATIO_MIN` or more, otherwise linear.
     LogWhenWide,
-    /// Logarithmic when all values are positive, else linear.
+    /// Logarithmic if all values are positive, otherwise linear.
     Log,
-    /// From 0 to 1.
+    /// Linear, from 0 to 1.
     Unit,
 }
 
@@ -47,8 +49,8 @@ pub(super) struct Series {
     pub name: String,
     pub dashed: bool,
     pub points: Points,
-    /// Lower and upper end of the band by step: a run's 95% interval, or the range over seeds. Empty without
-    /// either.
+    /// The lower and the upper end of the band, by step. The band is a run's 95% interval or the range over
+    /// seeds. Empty if there is neither.
     pub interval: (Points, Points),
 }
 
@@ -69,7 +71,7 @@ pub(super) struct Plot {
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
-    /// SVG y-coordinates of the alarm limits that are visible.
+    /// SVG y-coordinates of the alarm limits within the axis.
     levels: Vec<String>,
     /// Notes below the chart, such as "exactly 0 at all 80 steps".
     notes: Vec<Note>,
@@ -96,13 +98,13 @@ struct Line {
     run: usize,
     name: String,
     dashed: bool,
-    /// SVG paths; the smoothed curve and the band may be empty.
+    /// SVG paths. The smoothed curve and the band may be empty.
     raw: String,
     smooth: String,
     band: String,
-    /// The points, drawn as dots if there are few.
+    /// The points as dots. Empty if there are many points.
     dots: Vec<[String; 2]>,
-    /// x-positions of values that are not finite.
+    /// x-coordinates of the values that are not finite.
     broken: Vec<String>,
     last_step: u64,
     last: String,
@@ -136,7 +138,7 @@ impl Axis {
 }
 
 impl Plot {
-    /// Lays out the chart; `None` if there is no point.
+    /// Lays out the chart. `None` if there is no point.
     pub fn new(series: Vec<Series>, scale: Scale) -> Option<Plot> {
         let steps = || series.iter().flat_map(|s| &s.points).map(|&(step, _)| step as f64);
         let (first, last) = range(steps())?;
@@ -168,20 +170,20 @@ impl Plot {
         })
     }
 
-    /// Returns whether every curve has more than one step and is exactly 0 at all of them.
+    /// Returns whether every curve has more than one step and is exactly 0 at every step.
     pub fn is_zero(&self) -> bool {
         let zero = |line: &Line| line.points.len() > 1 && line.points.iter().all(|point| point.1 == 0.0);
         self.lines.iter().all(zero)
     }
 
-    /// Adds lines for those of `levels` that are within the y-axis.
+    /// Adds a line for each of `levels` that is within the y-axis.
     pub fn add_levels(&mut self, levels: &[f64]) {
         let y = &self.y;
-        let shown = |level: &&f64| (y.low..=y.high).contains(*level) && (!y.log || **level > 0.0);
-        self.levels = levels.iter().filter(shown).map(|&level| y.at(level)).collect();
+        let is_visible = |level: &&f64| (y.low..=y.high).contains(*level) && (!y.log || **level > 0.0);
+        self.levels = levels.iter().filter(is_visible).map(|&level| y.at(level)).collect();
     }
 
-    /// Returns the data for the script that shows the values under the pointer.
+    /// Returns the data with which the page's script shows the values under the pointer.
     pub fn data(&self) -> Value {
         let series = self.lines.iter().map(|line| {
             let (steps, values): (Vec<u64>, Vec<Value>) =
@@ -215,7 +217,7 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     if scale == Scale::Unit && low >= 0.0 && high <= 1.0 {
         return axis(0.0, 1.0, false);
     }
-    // A flat curve is centred on its axis; one near zero starts at zero.
+    // A flat curve is centred on its axis. An axis with values near zero starts at zero.
     let spread = match high - low {
         0.0 if high == 0.0 => 1.0,
         0.0 => high.abs(),
@@ -225,7 +227,8 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     axis(floor, high + spread * 0.05, false)
 }
 
-/// Returns about `count` multiples of 1, 2 or 5 times a power of ten, all with the same number of decimals.
+/// Returns about `count` ticks: multiples of 1, 2 or 5 times a power of ten, all with the same number of
+/// decimals.
 fn linear_ticks(axis: &Axis, count: f64) -> Vec<Tick> {
     let rough = (axis.high - axis.low) / count;
     let power = 10f64.powf(rough.log10().floor());
@@ -241,7 +244,7 @@ fn linear_ticks(axis: &Axis, count: f64) -> Vec<Tick> {
     values.map(|value| Tick { at: axis.at(value), label: label(value) }).collect()
 }
 
-/// Returns powers of ten, with 2 and 5 times them if there are few.
+/// Returns ticks at powers of ten, and at 2 and 5 times a power of ten if there are few.
 fn log_ticks(axis: &Axis) -> Vec<Tick> {
     let (first, last) = (axis.low.log10().floor() as i32, axis.high.log10().ceil() as i32);
     let decades = last - first;
@@ -287,7 +290,8 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
     }
 }
 
-/// Returns the indices to draw: all, or each segment's smallest, largest and non-finite values.
+/// Returns the indices of the points to draw: all, or the smallest, largest and non-finite values of each
+/// segment.
 fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     if points.len() <= POINTS_MAX {
         return (0..points.len()).collect();
@@ -308,8 +312,8 @@ fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     kept
 }
 
-/// Returns the mean over a centred window (of the logarithm on a log axis). A centred window does not lag,
-/// unlike a trailing average. It holds fewer points at the ends.
+/// Returns the mean over a centred window (on a log axis, the mean of the logarithm). Unlike a trailing
+/// average, a centred window does not lag. At both ends the window has fewer points.
 fn smooth(points: &[(u64, f64)], log: bool) -> Points {
     let half = WINDOW_HALF_MIN.max(points.len() / 50);
     let window_mean = |i: usize| {
@@ -323,7 +327,7 @@ fn smooth(points: &[(u64, f64)], log: bool) -> Points {
     (0..points.len()).map(window_mean).collect()
 }
 
-/// Draws a line through the points, broken where a value is not finite.
+/// Draws a line through the points. The line is broken where a value is not finite.
 fn path(points: impl Iterator<Item = (u64, f64)>, x: &Axis, y: &Axis) -> String {
     let mut path = String::new();
     let mut pen_down = false;
@@ -337,7 +341,7 @@ fn path(points: impl Iterator<Item = (u64, f64)>, x: &Axis, y: &Axis) -> String 
     path
 }
 
-/// Draws the area between the ends of the interval, over the steps that have both.
+/// Draws the area between the two ends of the interval, over the steps that have both ends.
 fn band((low, high): &(Points, Points), x: &Axis, y: &Axis) -> String {
     if low.len() != high.len() || low.len() < 2 || low.iter().chain(high).any(|p| !p.1.is_finite()) {
         return String::new();
@@ -373,7 +377,7 @@ fn notes(lines: &[Line]) -> Vec<Note> {
     notes
 }
 
-/// Formats a value with six significant digits; a non-finite value becomes text.
+/// Formats a value with six significant digits. A value that is not finite becomes a string.
 fn short(value: f64) -> Value {
     let rounded = format!("{value:.5e}").parse().unwrap_or(value);
     serde_json::Number::from_f64(rounded).map_or_else(|| json!(format_number(value)), Value::Number)

@@ -1,4 +1,4 @@
-//! A run folder, as the report reads it.
+//! Reads a run folder for the report.
 
 use super::conversation::{self, SelectedTrajectory};
 use super::plot::Points;
@@ -12,10 +12,10 @@ use std::path::{Path, PathBuf};
 /// The contents of one run folder.
 #[derive(Clone, Default)]
 pub(super) struct Run {
-    /// The folder's name, or enough of its path to distinguish it from the others.
+    /// The folder's name, with as much of its path as distinguishes it from the other runs.
     pub label: String,
     pub folder: PathBuf,
-    /// Index among the page's curves; seeds of one recipe share a curve.
+    /// Index among the page's curves. Seeds of one recipe share a curve.
     pub curve: usize,
     /// The seeds, if several runs share the curve.
     pub seeds: String,
@@ -23,17 +23,17 @@ pub(super) struct Run {
     pub model: Option<serde_json::Value>,
     pub rows: Vec<Row>,
     pub warnings: Vec<Warning>,
-    /// The resolved recipe; empty if the folder has none.
+    /// The resolved recipe. Empty if the folder has none.
     pub recipe: toml::Table,
     pub sample_trajectories: Vec<SelectedTrajectory>,
     /// `mismatch.json`, if present.
     pub mismatch: Option<serde_json::Value>,
-    /// `eval` or `rollout` of a folder that holds samples of a model, not a run.
+    /// For a folder of samples instead of a run: `eval` or `rollout`. `None` for a run.
     pub sampling: Option<String>,
 }
 
 impl Run {
-    /// Reads the folders, in order.
+    /// Reads all folders, in order.
     pub fn load_all(folders: &[PathBuf]) -> Result<Vec<Run>> {
         let full = |folder: &PathBuf| std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());
         let mut seen = BTreeSet::new();
@@ -43,7 +43,7 @@ impl Run {
         labels(folders).into_iter().zip(folders).map(|(label, folder)| Self::load(label, folder)).collect()
     }
 
-    /// Reads only a folder's metrics and recipe; a figure needs no more.
+    /// Reads only a folder's metrics and recipe, which is enough for a figure.
     pub fn load_metrics(label: String, folder: &Path) -> Result<Run> {
         Ok(Run {
             label,
@@ -61,16 +61,16 @@ impl Run {
     }
 
     fn load(label: String, folder: &Path) -> Result<Run> {
-        let shown = folder.display();
+        let path_text = folder.display();
         if !folder.is_dir() {
             return Err(bad_input!(
-                "{shown}: there is no such run folder. Name a folder that `rloss train` wrote."
+                "{path_text}: no such run folder. Name a folder that `rloss train` wrote."
             ));
         }
         let metrics = folder.join("metrics.jsonl");
         if !metrics.is_file() {
             return Err(bad_input!(
-                "{shown}: holds no metrics.jsonl, so it is not a run folder. Name a folder that `rloss train` wrote."
+                "{path_text}: has no metrics.jsonl, so it is not a run folder. Name a folder that `rloss train` wrote."
             ));
         }
         Ok(Run {
@@ -101,14 +101,14 @@ impl Run {
     }
 }
 
-/// Returns the kind of samples that the marker file `path` names, if there is one.
+/// Returns the kind of samples that the marker file at `path` names, if the file exists.
 fn sampling_kind(path: &Path) -> Option<String> {
     let text = bounded_file::read(path, JSON_BYTES_MAX).ok()?;
     let marker: serde_json::Value = serde_json::from_slice(&text).ok()?;
     Some(marker.get("kind")?.as_str()?.to_owned())
 }
 
-/// Returns the folders' names; full paths where two names are equal.
+/// Returns the folders' names. Folders with equal names get their full paths.
 fn labels(folders: &[PathBuf]) -> Vec<String> {
     let name = |folder: &PathBuf| {
         let full = std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());
@@ -127,12 +127,12 @@ fn read_recipe(path: &Path) -> Result<toml::Table> {
     if !path.exists() {
         return Ok(toml::Table::new());
     }
-    let shown = path.display();
+    let path_text = path.display();
     let text = bounded_file::read_text(path, TOML_BYTES_MAX)
-        .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+        .map_err(|e| bad_input!("{path_text}: cannot be read ({e})."))?;
     text.parse().map_err(|e: toml::de::Error| {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
-        bad_input!("{shown}: line {line}: {}. Restore the run's recipe, or remove the file.", e.message())
+        bad_input!("{path_text}: line {line}: {}. Restore the run's recipe, or remove the file.", e.message())
     })
 }
 
@@ -140,16 +140,16 @@ fn read_mismatch(path: &Path) -> Result<Option<serde_json::Value>> {
     if !path.exists() {
         return Ok(None);
     }
-    let shown = path.display();
+    let path_text = path.display();
     let text = bounded_file::read_text(path, TOKENIZER_BYTES_MAX)
-        .map_err(|e| bad_input!("{shown}: cannot be read ({e})."))?;
+        .map_err(|e| bad_input!("{path_text}: cannot be read ({e})."))?;
     let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| {
-        bad_input!("{shown}: line {}: {e}. Run check-mismatch again, or remove the file.", e.line())
+        bad_input!("{path_text}: line {}: {e}. Run check-mismatch again, or remove the file.", e.line())
     })?;
     let rows = value.get("rows").and_then(serde_json::Value::as_array);
     if !rows.is_some_and(|rows| rows.iter().all(serde_json::Value::is_object)) {
         return Err(bad_input!(
-            "{shown}: `rows` is not a list of objects. Run check-mismatch again, or remove the file."
+            "{path_text}: `rows` is not a list of objects. Run check-mismatch again, or remove the file."
         ));
     }
     Ok(Some(value))

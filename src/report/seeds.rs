@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 const MAY_DIFFER: [(&str, Option<&str>); 4] =
     [("train", Some("seed")), ("parallel", None), ("logging", None), ("checkpoint", None)];
 
-/// Returns one curve for each recipe: its run, or the merged runs of its seeds. Sets each run's `curve` to
-/// the index of the run's curve.
+/// Returns one curve for each recipe: its only run, or the merged runs of its seeds. Sets each run's `curve`
+/// to the index of its curve.
 pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {
@@ -43,8 +43,8 @@ fn without_seed(recipe: &toml::Table) -> toml::Table {
     recipe
 }
 
-/// Merges runs into one. Each metric is the mean over the runs that have it at a step. Its lowest and highest
-/// values become the ends of the interval that charts draw.
+/// Merges runs into one. At each step, a metric is the mean over the runs that have the metric. The lowest
+/// and the highest value become the ends of the interval that charts draw.
 fn merge_runs(runs: &[&Run]) -> Run {
     let [only] = runs else {
         let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
@@ -71,18 +71,18 @@ fn mean_rows(runs: &[&Run]) -> Vec<Row> {
         }
     }
     let row = |((phase, step), metrics): ((Phase, u64), BTreeMap<&str, Vec<f64>>)| {
-        let mut of_all = Metrics::new();
+        let mut merged = Metrics::new();
         for (name, values) in metrics {
-            of_all.set(name, values.iter().sum::<f64>() / values.len() as f64);
+            merged.set(name, values.iter().sum::<f64>() / values.len() as f64);
             if values.len() > 1 {
-                of_all.set(format!("{name}/ci95_low"), values.iter().copied().fold(f64::INFINITY, f64::min));
-                of_all.set(
+                merged.set(format!("{name}/ci95_low"), values.iter().copied().fold(f64::INFINITY, f64::min));
+                merged.set(
                     format!("{name}/ci95_high"),
                     values.iter().copied().fold(f64::NEG_INFINITY, f64::max),
                 );
             }
         }
-        Row { step, phase, metrics: of_all }
+        Row { step, phase, metrics: merged }
     };
     let mut rows: Vec<Row> = values.into_iter().map(row).collect();
     rows.sort_by_key(|row| (row.step, row.phase));

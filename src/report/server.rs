@@ -1,5 +1,5 @@
-//! A small HTTP/1.1 server for one page. It reads the head of a request, and never a body. Sizes, times and
-//! connections are bounded, so that no client can exhaust memory or block another client.
+//! A small HTTP/1.1 server for one page. It reads the head of a request, but never a body. Sizes, times and
+//! connections are bounded, so no client can exhaust memory or block another client.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;
@@ -10,29 +10,30 @@ use std::time::{Duration, Instant};
 
 /// Interval between checks for a stop.
 const POLL: Duration = Duration::from_millis(200);
-/// Maximum bytes of a request's head.
+/// Maximum size of a request's head, in bytes.
 const HEAD_BYTES_MAX: usize = 16 << 10;
 /// Time limit for a client to send its head.
 const HEAD_WAIT: Duration = Duration::from_secs(5);
 /// Time limit for a client to receive a response.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
-/// Time for which the server discards input after the response. An earlier close could reset the connection
-/// before the client has read the response.
+/// Time for which the server reads and discards input after the response. If it closed earlier, the
+/// connection could be reset before the client has read the response.
 const LINGER: Duration = Duration::from_millis(200);
 const LINGER_BYTES_MAX: usize = 64 << 10;
-/// Maximum connections. A further one replaces the oldest connection without a response in progress.
+/// Maximum number of connections. A new connection replaces the oldest one that has no response in progress.
 const CONNECTIONS_MAX: usize = 64;
-/// Interval and time limit of the wait for a free connection slot.
-const ROOM_POLL: Duration = Duration::from_millis(1);
-const ROOM_WAIT: Duration = Duration::from_millis(500);
+/// Interval of checks for a free connection slot.
+const SLOT_POLL: Duration = Duration::from_millis(1);
+/// Time limit of the wait for a free connection slot.
+const SLOT_WAIT: Duration = Duration::from_millis(500);
 const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n\
      X-Frame-Options: DENY\r\nConnection: close\r\n";
 
-/// The head of a request without a body.
+/// The head of a request that has no body.
 pub struct RequestHead {
     pub method: String,
     pub path: String,
-    /// The value of its `Host` header, if there is exactly one.
+    /// The value of the `Host` header, if there is exactly one.
     pub host: Option<String>,
 }
 
@@ -50,7 +51,7 @@ impl Response {
     }
 }
 
-/// The number of open connections, and the idle ones, oldest first.
+/// The number of open connections, and the idle connections, oldest first.
 #[derive(Default)]
 struct Connections(Mutex<State>);
 
@@ -62,11 +63,11 @@ struct State {
 
 impl Connections {
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while the lock is held.
+        // No code panics while it holds the lock.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection. If there are too many, closes the oldest idle one; returns false if none is idle.
+    /// Adds a connection. If there are too many, closes the oldest idle one. Returns false if none is idle.
     fn begin(&self, number: u64, stream: &TcpStream) -> bool {
         let Ok(kept) = stream.try_clone() else { return false };
         let begun = Instant::now();
@@ -75,7 +76,8 @@ impl Connections {
             if state.open >= CONNECTIONS_MAX
                 && let Some((_, oldest)) = state.idle.pop_front()
             {
-                // Its thread ends slightly later, so the count can exceed the limit for that time.
+                // The thread of a closed connection ends slightly later. For that time, the count can exceed
+                // the limit.
                 let _ = oldest.shutdown(Shutdown::Both);
             }
             if state.open < 2 * CONNECTIONS_MAX {
@@ -84,19 +86,19 @@ impl Connections {
                 return true;
             }
             drop(state);
-            if begun.elapsed() > ROOM_WAIT {
+            if begun.elapsed() > SLOT_WAIT {
                 return false;
             }
-            std::thread::sleep(ROOM_POLL);
+            std::thread::sleep(SLOT_POLL);
         }
     }
 
-    /// Marks the connection as busy: its response is in progress.
+    /// Marks the connection as busy, because its response is in progress.
     fn mark_busy(&self, number: u64) {
         self.lock().idle.retain(|(other, _)| *other != number);
     }
 
-    /// Marks the connection as idle after its response, and first to be closed.
+    /// Marks the connection as idle after its response. It becomes the first to be closed.
     fn mark_idle(&self, number: u64, stream: &TcpStream) {
         if let Ok(kept) = stream.try_clone() {
             self.lock().idle.push_front((number, kept));
@@ -109,7 +111,7 @@ impl Connections {
     }
 }
 
-/// Serves requests with `answer`, each on its own thread, until `stopped`.
+/// Serves requests with `answer`, each on its own thread, until `stopped` returns true.
 ///
 /// # Errors
 /// When the socket's timeout cannot be set.
@@ -118,7 +120,7 @@ pub fn serve(
     answer: &(dyn Fn(&RequestHead) -> Response + Sync),
     stopped: &dyn Fn() -> bool,
 ) -> Result<()> {
-    // On Linux, this also limits the time of an accept.
+    // On Linux, this also limits the time that `accept` waits.
     rustix::net::sockopt::set_socket_timeout(listener, rustix::net::sockopt::Timeout::Recv, Some(POLL))
         .context("waiting for a request")?;
     let connections = &Connections::default();
@@ -128,7 +130,8 @@ pub fn serve(
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => continue,
-                // File descriptors may have run out until other connections close, or the client left.
+                // The process may have no free file descriptor until a connection closes, or the client has
+                // closed.
                 Err(_) => {
                     std::thread::sleep(POLL);
                     continue;
@@ -142,12 +145,12 @@ pub fn serve(
                 converse(&stream, answer, connections, number);
                 connections.end(number);
             };
-            // If no thread starts, the client sees its connection closed.
+            // If no thread can start, the connection is closed.
             if std::thread::Builder::new().name("page".into()).spawn_scoped(scope, work).is_err() {
                 connections.end(number);
             }
         }
-        // Do not wait for clients that send nothing.
+        // The server does not wait for clients that send nothing.
         connections.lock().idle.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
         Ok(())
     })
@@ -165,7 +168,7 @@ fn converse(
     let answer = match head {
         Some(Ok(request)) => answer(&request),
         Some(Err(refusal)) => refusal,
-        // The client left, was too slow, or was closed in favour of another one.
+        // The client closed the connection, was too slow, or was replaced by another connection.
         None => return,
     };
     let Response { status, content_type, body } = answer;
@@ -190,8 +193,8 @@ fn converse(
     }
 }
 
-/// Reads the head of a request. Returns an error response for an invalid head, and `None` if the client sends
-/// none.
+/// Reads the head of a request. Returns an error response if the head is invalid, and `None` if the client
+/// sends no head.
 fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead, Response>> {
     let (mut head, mut piece) = (vec![], [0; 1024]);
     let end = loop {
@@ -209,10 +212,10 @@ fn read_head(stream: &TcpStream, deadline: Instant) -> Option<Result<RequestHead
             count => head.extend_from_slice(piece.get(..count)?),
         }
     };
-    Some(parsed(head.get(..end)?))
+    Some(parse_head(head.get(..end)?))
 }
 
-fn parsed(head: &[u8]) -> Result<RequestHead, Response> {
+fn parse_head(head: &[u8]) -> Result<RequestHead, Response> {
     let wrong = || Response::text("400 Bad Request", "this is not an HTTP/1.1 request\n");
     let head = std::str::from_utf8(head).map_err(|_| wrong())?;
     let mut lines = head.split("\r\n");
@@ -233,7 +236,7 @@ fn parsed(head: &[u8]) -> Result<RequestHead, Response> {
             "host" => hosts.push(value.to_owned()),
             "content-length" if value == "0" => {}
             "content-length" | "transfer-encoding" | "expect" => {
-                return Err(Response::text("413 Content Too Large", "no request may have a body\n"));
+                return Err(Response::text("413 Content Too Large", "a request must not have a body\n"));
             }
             _ => {}
         }
@@ -242,24 +245,24 @@ fn parsed(head: &[u8]) -> Result<RequestHead, Response> {
     Ok(RequestHead { method: method.to_owned(), path: path.to_owned(), host })
 }
 
-/// Reads bytes until `deadline`; `None` after it or when the connection is broken.
+/// Reads bytes until `deadline`. `None` after the deadline, or if the connection is broken.
 fn read(mut stream: &TcpStream, piece: &mut [u8], deadline: Instant) -> Option<usize> {
-    stream.set_read_timeout(Some(left(deadline)?)).ok()?;
+    stream.set_read_timeout(Some(time_left(deadline)?)).ok()?;
     stream.read(piece).ok()
 }
 
 fn write(mut stream: &TcpStream, mut bytes: &[u8], deadline: Instant) -> Option<()> {
     while !bytes.is_empty() {
-        stream.set_write_timeout(Some(left(deadline)?)).ok()?;
+        stream.set_write_timeout(Some(time_left(deadline)?)).ok()?;
         let count = stream.write(bytes).ok().filter(|count| *count > 0)?;
         bytes = bytes.get(count..)?;
     }
     Some(())
 }
 
-/// Returns the time until `deadline`; `None` after it.
-fn left(deadline: Instant) -> Option<Duration> {
-    deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
+/// Returns the time until `deadline`. `None` after the deadline.
+fn time_left(deadline: Instant) -> Option<Duration> {
+    deadline.checked_duration_since(Instant::now()).filter(|time_left| !time_left.is_zero())
 }
 
 #[cfg(test)]
@@ -267,8 +270,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_head_is_parsed_and_one_that_announces_a_body_is_refused() {
-        let status = |head: &str| match parsed(head.as_bytes()) {
+    fn a_head_is_parsed_and_a_head_that_announces_a_body_is_refused() {
+        let status = |head: &str| match parse_head(head.as_bytes()) {
             Ok(request) => format!("{} {} {:?}", request.method, request.path, request.host),
             Err(answer) => answer.status.to_owned(),
         };

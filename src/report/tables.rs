@@ -7,8 +7,8 @@ use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// Returns a metric's first and last value, shown as `name`; of one value, only the last.
-fn change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
+/// Returns a metric's first and last value under the name `name`. If there is only one value, only the last.
+fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
     let series = run.series(phase, metric);
     let (first, last) = (series.first()?.1, series.last()?.1);
     let first = (series.len() > 1).then(|| format_number(first));
@@ -32,7 +32,8 @@ fn summarise(i: usize, run: &Run) -> Value {
         None => run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}")),
     };
     let held_out = names(run, is_held_out);
-    let success = held_out.iter().filter_map(|name| change(run, Phase::Eval, name, &held_out_name(name)));
+    let success =
+        held_out.iter().filter_map(|name| format_change(run, Phase::Eval, name, &held_out_name(name)));
     let reward = "critic/rewards/mean";
     context! {
         run => i,
@@ -44,7 +45,7 @@ fn summarise(i: usize, run: &Run) -> Value {
         mismatch => mismatch_of_steps(run),
         folder => run.folder.display().to_string(),
         success => success.collect::<Vec<_>>(),
-        reward => change(run, Phase::Rl, reward, reward),
+        reward =>format_change(run, Phase::Rl, reward, reward),
         time => wall_time(&run.rows),
     }
 }
@@ -61,7 +62,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     })
 }
 
-/// Returns the task; a program as a task is shown by its file names.
+/// Returns the task. For the task `command`, returns the file names in its command.
 fn task(run: &Run) -> Option<String> {
     let words = run.recipe.get("task")?.get("command")?.as_array()?;
     let name = |word: &toml::Value| {
@@ -73,26 +74,27 @@ fn task(run: &Run) -> Option<String> {
     (!words.is_empty()).then(|| words.iter().map(name).collect::<Vec<_>>().join(" "))
 }
 
-/// Returns a warning for a run in which most trajectories failed: their rewards say nothing about the policy.
+/// Returns a warning for a run in which most trajectories failed, so that rewards say nothing about the
+/// policy.
 pub(super) fn failure_warning(run: &Run) -> Option<String> {
     let shares = run.series(Phase::Rl, "trajectory/failed_fraction");
     let share = shares.iter().map(|(_, share)| share).sum::<f64>() / shares.len() as f64;
     (share > 0.5).then(|| {
         format!(
-            "{}: {}% of the trajectories failed, whatever the policy did: the task's program or the tool's workers. The rewards \
-             say nothing of the model.",
+            "{}: {}% of the trajectories failed for reasons outside the policy: the task's program or the tool's workers. The \
+             rewards say nothing about the model.",
             run.label,
             format_number(100.0 * share)
         )
     })
 }
 
-/// Maximum number of warnings of a run on the page.
+/// Maximum number of warnings of a run that the page shows.
 const WARNINGS_MAX: usize = 100;
 
-/// Returns the warnings of each run that has some, the last ones if there are very many.
+/// Returns the warnings of each run that has some. If there are very many, returns the last ones.
 pub(super) fn warnings(runs: &[Run]) -> Vec<Value> {
-    let told = runs.iter().filter(|run| !run.warnings.is_empty());
+    let reported = runs.iter().filter(|run| !run.warnings.is_empty());
     let of_run = |run: &Run| {
         let left_out = run.warnings.len().saturating_sub(WARNINGS_MAX);
         let line = |warning: &Warning| {
@@ -101,10 +103,11 @@ pub(super) fn warnings(runs: &[Run]) -> Vec<Value> {
         let lines: Vec<Value> = run.warnings.iter().skip(left_out).map(line).collect();
         context! { run => run.curve, label => run.label, count => run.warnings.len(), lines, left_out }
     };
-    told.map(of_run).collect()
+    reported.map(of_run).collect()
 }
 
-/// Returns `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from the run's `model.json`.
+/// Returns a description such as `gpt-oss-20b: gpt_oss, 24 layers, 20,914,757,184 parameters`, from
+/// `model.json`.
 fn model(run: &Run) -> Option<String> {
     let facts = run.model.as_ref()?;
     let number = |key: &str| facts.get(key).and_then(Json::as_f64);
@@ -120,8 +123,8 @@ fn model(run: &Run) -> Option<String> {
     ))
 }
 
-/// Returns whether `name` is a held-out success metric. The ends of its confidence interval belong to its
-/// chart.
+/// Returns whether `name` is a held-out success metric. The ends of its confidence interval are not: they are
+/// drawn in its chart.
 pub(super) fn is_held_out(name: &str) -> bool {
     name.starts_with("val-core/") && !is_interval_end(name)
 }
@@ -131,12 +134,12 @@ pub(super) fn held_out_name(metric: &str) -> String {
     metric.trim_start_matches("val-core/").replace("/acc/", " ")
 }
 
-/// Returns whether `name` is `<metric>/ci95_low` or `<metric>/ci95_high`: an end of a 95% interval.
+/// Returns whether `name` is an end of a 95% interval: `<metric>/ci95_low` or `<metric>/ci95_high`.
 pub(super) fn is_interval_end(name: &str) -> bool {
     name.ends_with("/ci95_low") || name.ends_with("/ci95_high")
 }
 
-/// Returns the run's metric names that `keep` accepts, ordered.
+/// Returns the names of the run's metrics that `keep` accepts, sorted.
 fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
     run.rows
         .iter()
@@ -146,7 +149,8 @@ fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
         .collect()
 }
 
-/// Sums `timing_s/step` over the rows; for a row without it, sums all its `timing_s/…`.
+/// Returns the sum of `timing_s/step` over the rows. For a row without it, all `timing_s/…` of the row are
+/// added.
 fn wall_time(rows: &[Row]) -> String {
     let row_seconds = |row: &Row| {
         let stages = || row.metrics.iter().filter(|(name, _)| name.starts_with("timing_s/")).map(|(_, s)| s);
@@ -161,12 +165,12 @@ fn wall_time(rows: &[Row]) -> String {
     }
 }
 
-/// Returns the outcome counts: one row a metric, with the counts of each run's first and last RL step. `None`
-/// if no run counted outcomes. Counts of tool calls are left out if no run called a tool.
+/// Returns the outcome counts: one row per metric, with the counts of each run's first and last RL step.
+/// `None` if no run counted outcomes. Counts of tool calls are omitted if no run called a tool.
 pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
     let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
     let mut all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
-    // Without a tool its counts say nothing.
+    // Without a tool, its counts carry no information.
     let is_zero = |name: &str| {
         let rows = runs.iter().flat_map(|run| &run.rows);
         rows.filter_map(|row| row.metrics.get(name)).all(|count| count == 0.0)

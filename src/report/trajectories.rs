@@ -1,8 +1,8 @@
-//! Packs all stored trajectories of the runs for the page's browser: tokens, log-probs, advantages and
-//! log-prob mismatches.
+//! Packs all stored trajectories of the runs for the page's trajectory viewer: tokens, log-probs, advantages
+//! and log-prob mismatches.
 //!
-//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into it, and its numbers
-//! are single bytes. Both are encoded as base64, so that ten thousand trajectories fit in a page.
+//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into the vocabulary. Its
+//! numbers are single bytes. Both are encoded as base64, so that ten thousand trajectories fit in a page.
 
 use super::run::Run;
 use crate::harmony::Role;
@@ -18,15 +18,15 @@ use serde::Serialize;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
-/// Maximum bytes of the packed trajectories of a page.
+/// Maximum size of a page's packed trajectories, in bytes.
 const BYTES_MAX: usize = 50 << 20;
-/// The lowest log-prob that a byte represents. Lower values become this one.
+/// The lowest log-prob that a byte represents. Lower values are replaced by it.
 const LOG_PROB_MIN: f64 = -16.0;
 /// The smallest mismatch that a byte represents.
 const MISMATCH_MIN: f64 = 1e-8;
-/// Number of steps of a mismatch byte per power of ten.
+/// Number of mismatch bytes per power of ten.
 const STEPS_PER_DECADE: f64 = 12.0;
-/// Estimated bytes of a trajectory without its texts.
+/// Estimated size of a packed trajectory without its texts, in bytes.
 const ROW_BYTES: usize = 160;
 
 /// The data for the page's script.
@@ -38,67 +38,67 @@ pub(super) struct BrowserData {
     vocabulary: Vec<String>,
     /// Indices of special tokens in `vocabulary`.
     special: Vec<usize>,
-    /// Each problem's name and correct answer, if known.
+    /// The id and, if known, the reference answer of each problem.
     problems: Vec<(String, Option<String>)>,
     rows: Vec<PackedTrajectory>,
     /// The value of [`LOG_PROB_MIN`].
     log_prob_min: f64,
     /// The value of [`MISMATCH_MIN`].
-    gap_min: f64,
+    mismatch_min: f64,
     /// The value of [`STEPS_PER_DECADE`].
-    gap_steps: f64,
-    /// A message, if some stored trajectories are not on the page.
+    mismatch_steps: f64,
+    /// A message, if the page does not have all stored trajectories.
     pub(super) left_out: Option<String>,
 }
 
-/// One trajectory. The field names are short because the page may have ten thousand of them.
+/// One trajectory. The field names are short, because a page may have ten thousand trajectories.
 #[derive(Serialize)]
 struct PackedTrajectory {
-    /// Index of the run.
+    /// Index of the trajectory's run.
     r: usize,
-    /// Index of the phase.
+    /// Index of its phase.
     h: usize,
-    /// Step.
+    /// Its step.
     t: u64,
-    /// Prompt.
+    /// Its prompt's index.
     p: u64,
-    /// Sample.
+    /// Its sample's index.
     s: u64,
     reward: f32,
     success: bool,
-    /// Index of the outcome.
+    /// Index of its outcome.
     o: usize,
-    /// Index of the problem.
+    /// Index of its problem.
     q: usize,
     /// Number of sampled tokens.
     n: usize,
     /// Ranges of sampled tokens: start, and end (exclusive).
     turns: Vec<(usize, usize)>,
-    /// Indices into the vocabulary, three bytes each, little-endian; absent without a tokenizer.
+    /// Indices into the vocabulary, three bytes each, little-endian. Absent without a tokenizer.
     #[serde(skip_serializing_if = "Option::is_none")]
     k: Option<String>,
     /// Log-probabilities of the sampled tokens.
     l: String,
-    /// The advantage of all sampled tokens if they have the same, else the largest magnitude.
+    /// The advantage, if all sampled tokens have the same one. Otherwise the largest magnitude.
     #[serde(skip_serializing_if = "Option::is_none")]
     a: Option<f32>,
-    /// Each sampled token's advantage as a share of `a`; absent if all have the same advantage.
+    /// Each sampled token's advantage as a fraction of `a`. Absent if all have the same advantage.
     #[serde(skip_serializing_if = "Option::is_none")]
     b: Option<String>,
-    /// Log-prob mismatches: absent if unknown, empty if all are exactly 0.
+    /// Log-prob mismatches. Absent if unknown, empty if all are exactly 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     g: Option<String>,
     /// The messages, if there is no tokenizer.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     m: Vec<(String, String)>,
-    /// Index within the step.
+    /// Index of the trajectory within the step.
     #[serde(skip)]
     step_index: usize,
     #[serde(skip)]
     bytes: usize,
 }
 
-/// Packs the trajectories in the folders of `runs`; `None` if there are none.
+/// Packs the trajectories in the folders of `runs`. `None` if there are none.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with file and line for a line that is not a trajectory.
@@ -115,7 +115,7 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
     }
     let left_out = (packer.total > packer.rows.len()).then(|| {
         format!(
-            "{} of {} written trajectories are here, the first of each step, so that the page stays below 60 MB.",
+            "the page has {} of {} stored trajectories, the first of each step, so that it stays below 60 MB.",
             packer.rows.len(),
             packer.total
         )
@@ -129,8 +129,8 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
         problems: packer.problems,
         rows: packer.rows,
         log_prob_min: LOG_PROB_MIN,
-        gap_min: MISMATCH_MIN,
-        gap_steps: STEPS_PER_DECADE,
+        mismatch_min: MISMATCH_MIN,
+        mismatch_steps: STEPS_PER_DECADE,
         left_out,
     }))
 }
@@ -157,24 +157,24 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
     }
 }
 
-/// Packs trajectories until they are too large, then keeps the first ones of each step.
+/// Packs trajectories. If they become too large, keeps only the first ones of each step.
 #[derive(Default)]
 struct Packer {
     run: usize,
     tokenizer: Option<Vocabulary>,
     vocabulary: Vec<String>,
     special: BTreeSet<usize>,
-    /// Index in `vocabulary` of each pair of run and token.
+    /// Index in `vocabulary` for each pair of run and token.
     token_indices: BTreeMap<(usize, u32), usize>,
     problems: Vec<(String, Option<String>)>,
     problem_indices: BTreeMap<(String, Option<String>), usize>,
     rows: Vec<PackedTrajectory>,
-    /// Number of trajectories of each run, phase and step so far.
+    /// Number of trajectories so far, by run, phase and step.
     counts: BTreeMap<(usize, Phase, u64), usize>,
     bytes: usize,
     /// Number of all trajectories so far.
     total: usize,
-    /// Maximum number of packed trajectories of a step.
+    /// Maximum number of packed trajectories per step.
     per_step_max: usize,
 }
 
@@ -248,7 +248,7 @@ impl Packer {
         packed
     }
 
-    /// Packs the tokens, three bytes each: the page's vocabulary has far fewer than 16 million entries.
+    /// Packs the tokens in three bytes each. That is enough for 16 million entries of the page's vocabulary.
     fn pack_tokens(&mut self, t: &Trajectory) -> Option<String> {
         let tokenizer = self.tokenizer.take()?;
         let mut bytes = Vec::with_capacity(3 * t.tokens.len());
@@ -266,7 +266,7 @@ impl Packer {
         Some(STANDARD.encode(bytes))
     }
 
-    /// Returns the index of the row's problem, which is added if it is new.
+    /// Returns the index of the row's problem. A new problem is added.
     fn problem_index(&mut self, row: &TrajectoryRow) -> usize {
         let text = match &row.answer {
             serde_json::Value::Null => None,
@@ -293,7 +293,7 @@ fn token_text(tokenizer: &Vocabulary, token: u32) -> String {
     }
 }
 
-/// Returns a log-prob as a byte: the square root of its share of [`LOG_PROB_MIN`]. The root gives likely
+/// Returns a log-prob as a byte: the square root of its ratio to [`LOG_PROB_MIN`]. The root gives likely
 /// tokens a finer resolution.
 fn log_prob_byte(log_prob: f32) -> u8 {
     let share = (f64::from(log_prob) / LOG_PROB_MIN).clamp(0.0, 1.0);
@@ -314,8 +314,9 @@ fn pack_advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
     }
 }
 
-/// Encodes sign and magnitude of each log-prob difference, on a logarithmic scale. The byte 0 means exactly
-/// 0. The text is empty if all differences are 0.
+/// Encodes the sign and the magnitude of each log-prob difference, on a logarithmic scale. The byte 0 means
+/// exactly
+/// 0. The result is empty if all differences are 0.
 fn pack_mismatches(diffs: &[f32]) -> String {
     if diffs.iter().all(|diff| *diff == 0.0) {
         return String::new();

@@ -141,12 +141,12 @@ impl<'a> Conversation<'a> {
         self.log_probs.push(drawn.log_prob);
         self.sampled += 1;
         match self.parser.push(drawn.token) {
-            TurnStep::Within | TurnStep::MessageEnded if self.is_exhausted() => {
+            TurnStep::Continues | TurnStep::MessageEnded if self.is_exhausted() => {
                 self.close_turn(vec![]);
                 self.end(Outcome::TruncatedLength)
             }
-            TurnStep::Within | TurnStep::MessageEnded => NextAction::Sample,
-            TurnStep::Over(end) => self.end_turn(end),
+            TurnStep::Continues | TurnStep::MessageEnded => NextAction::Sample,
+            TurnStep::Ended(end) => self.end_turn(end),
         }
     }
 

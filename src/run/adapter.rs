@@ -1,4 +1,4 @@
-//! The adapter of a run: the one of the model's folder, or a fresh one that the recipe asks for.
+//! The adapter of a run: the adapter in the model's folder, or a new one that the recipe requests.
 
 use super::memory::AdapterInput;
 use super::trainable_flags::{adapter_trainable_flags, matches};
@@ -12,7 +12,7 @@ use crate::settings::closest_word;
 use anyhow::Result;
 use std::collections::BTreeSet;
 
-/// An adapter that is trained, or that came with the model.
+/// An adapter that is trained, or that is part of the model in use.
 #[derive(Debug, Clone)]
 pub struct RunAdapter {
     pub lora: Lora,
@@ -25,8 +25,8 @@ pub struct RunAdapter {
 }
 
 impl RunAdapter {
-    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, or else the one that
-    /// the recipe requests, if the command `trains`.
+    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, if there is one.
+    /// Otherwise, if the command `trains`, the adapter that the recipe requests.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no
@@ -44,7 +44,7 @@ impl RunAdapter {
             && existing != settings
         {
             let reason = format!(
-                "the model comes with an adapter of {}, and the recipe asks for {}; remove [adapter], or make them equal",
+                "the model has an adapter of {}, but the recipe requests {}; remove [adapter], or make them equal",
                 adapter_text(existing),
                 adapter_text(settings)
             );
@@ -58,7 +58,7 @@ impl RunAdapter {
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
     }
 
-    /// Adds freshly initialized factors to `parameters`.
+    /// Adds newly initialized factors to `parameters`.
     ///
     /// # Errors
     /// When `parameters` already has an adapter.
@@ -67,8 +67,8 @@ impl RunAdapter {
         parameters.attach_adapter(self.lora.clone(), start)
     }
 
-    /// Returns the trainable flags of all tensors: the `base_tensors` of the base, which are frozen, then the
-    /// factors.
+    /// Returns the trainable flags of all tensors: first the `base_tensors` tensors of the base, which are
+    /// frozen, then the factors.
     pub fn trainable_flags(&self, base_tensors: usize) -> Vec<bool> {
         [&vec![false; base_tensors][..], &self.trainable].concat()
     }
@@ -98,8 +98,8 @@ fn requested_lora(
         }
         if !named.any(is_adaptable) {
             let reason = format!(
-                "the pattern {pattern:?} matches nothing that can have an adapter; the matrices of attention, experts and \
-                 MLP can"
+                "the pattern {pattern:?} matches nothing that can have an adapter; only the matrices of attention, experts and \
+                 MLP can have one"
             );
             return Err(mistake(reason).into());
         }
@@ -118,11 +118,11 @@ fn requested_lora(
     Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })
 }
 
-/// Returns the mistake of a `pattern` that matches no parameter. A name of PEFT, such as `q_proj`, is
-/// answered with its pattern here. `known` holds the names of all matrices that can have an adapter.
+/// Returns the mistake of a `pattern` that matches no parameter. For a name of PEFT, such as `q_proj`, the
+/// message gives the corresponding pattern. `known` has the names of all matrices that can have an adapter.
 fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
     if pattern == "all-linear" {
-        return "leave adapter.targets out for PEFT's \"all-linear\": every matrix that can have an adapter"
+        return "instead of PEFT's \"all-linear\", remove adapter.targets: every matrix that can have an adapter gets one"
             .to_owned();
     }
     let name = |full: &str| -> Option<String> {
@@ -133,7 +133,7 @@ fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
     let suffix = pattern.rsplit('.').next().unwrap_or(pattern);
     match closest_word(suffix, names.iter().map(String::as_str)) {
         Some(near) => format!(
-            "the pattern {pattern:?} matches no parameter, since a pattern is of a whole name; did you mean \"*.{near}.*\"?"
+            "the pattern {pattern:?} matches no parameter, because a pattern must match a whole name; did you mean \"*.{near}.*\"?"
         ),
         None => format!(
             "the pattern {pattern:?} matches no parameter; names look like {}, and the matrices are {}",

@@ -1,37 +1,37 @@
-//! Warnings about samples from which a policy learns little, with their causes.
+//! Warnings about samples from which a policy learns little. A warning names the cause and a remedy.
 
 use super::context::RunContext;
 use crate::harmony::{Message, Role};
 use crate::tasks::{Task, Transcript};
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 
-/// Number of causes that [`SampleCauses::messages`] tells apart.
-pub const CAUSES: usize = 5;
+/// Number of causes that [`SampleCounts::messages`] distinguishes.
+pub const CAUSE_COUNT: usize = 5;
 
-/// Counts of trajectories.
+/// Counts of trajectories by what they have.
 #[derive(Default)]
-pub struct SampleCauses {
+pub struct SampleCounts {
     count: usize,
-    /// Trajectories that solve their problem.
+    /// Trajectories that solved their problem.
     successes: usize,
-    /// Trajectories cut at `response_tokens_max`.
+    /// Trajectories that reached `response_tokens_max`.
     truncated: usize,
-    /// Trajectories cut where the model's context ends.
+    /// Trajectories that reached the end of the model's context.
     out_of_context: usize,
     /// Trajectories without a tool call.
     without_call: usize,
-    /// Trajectories without a tool call but with code blocks.
+    /// Trajectories with code blocks but no tool call.
     with_code_blocks: usize,
-    /// Trajectories without a tool call but with one outside its tags.
+    /// Trajectories with a call outside its tags but no tool call.
     with_untagged_calls: usize,
-    /// Trajectories that the policy ended.
+    /// Trajectories that the policy itself ended.
     ended: usize,
-    /// Trajectories that the policy ended, without an answer that the task can read.
+    /// Trajectories that the policy itself ended, without an answer that the task can read.
     without_answer: usize,
 }
 
-impl SampleCauses {
-    /// Counts `samples`: trajectories and their conversations.
+impl SampleCounts {
+    /// Counts `samples`, which are trajectories with their conversations.
     pub fn count<'s>(
         task: &dyn Task,
         response_tokens_max: usize,
@@ -79,9 +79,9 @@ impl SampleCauses {
         }
     }
 
-    /// Returns a sentence for each cause that at least nine tenths of the trajectories have. For calls
-    /// outside their tags, half of them suffice.
-    pub fn messages(&self, facts: &SampleFacts) -> [Option<String>; CAUSES] {
+    /// Returns a sentence for each cause that holds for at least 90 % of the trajectories (50 % for calls
+    /// outside their tags).
+    pub fn messages(&self, facts: &SampleFacts) -> [Option<String>; CAUSE_COUNT] {
         let Self {
             count,
             successes,
@@ -101,14 +101,15 @@ impl SampleCauses {
             context_tokens_max,
         } = *facts;
         let is_most = |part: usize, whole: usize| whole > 0 && part * 10 >= whole * 9;
-        let untagged = format!("{with_untagged_calls} of {count} answers hold a call without its tags");
-        let mut instead = String::new();
+        let calls_outside_tags =
+            format!("{with_untagged_calls} of {count} answers have a call without its tags");
+        let mut other_formats = String::new();
         if with_code_blocks > 0 {
-            instead +=
-                &format!("; {with_code_blocks} of {count} answers hold a code block in place of a call");
+            other_formats +=
+                &format!("; {with_code_blocks} of {count} answers have a code block instead of a call");
         }
         if with_untagged_calls > 0 {
-            instead += &format!("; {untagged}");
+            other_formats += &format!("; {calls_outside_tags}");
         }
         // A policy that solves most problems without the tool does not need it.
         let is_tool_unused = has_tool && is_most(without_call, count) && successes * 2 < count;
@@ -133,29 +134,29 @@ impl SampleCauses {
                 )
             }
             false => {
-                let how = "look at them in trajectories/, and say in harmony.developer_instructions how to write the answer";
+                let how = "read them in trajectories/, and say in harmony.developer_instructions how to write the answer";
                 how.to_owned()
             }
         };
         [
             is_most(truncated, count).then(|| {
                 format!(
-                    "{truncated} of {count} trajectories were cut at response_tokens_max = {response_tokens_max}; raise \
+                    "{truncated} of {count} trajectories reached response_tokens_max = {response_tokens_max}; raise \
                      rollout.response_tokens_max, or ask for shorter answers"
                 )
             }),
             is_most(out_of_context, count).then(|| {
                 format!(
-                    "{out_of_context} of {count} trajectories were cut where the model's context of {context_tokens_max} tokens \
-                     ends, which prompt, answer and the tool's replies share; shorten the prompt, or take a model with a \
-                     longer context"
+                    "{out_of_context} of {count} trajectories reached the end of the model's context of {context_tokens_max} \
+                     tokens (prompt, answer and tool replies together); shorten the prompt, or use a model with a longer \
+                     context"
                 )
             }),
             is_tool_unused.then(|| {
-                format!("{} of {count} trajectories called the tool{instead}; {ask_for_tool}", count - without_call)
+                format!("{} of {count} trajectories called the tool{other_formats}; {ask_for_tool}", count - without_call)
             }),
             (has_tool && !is_tool_unused && are_untagged).then(|| {
-                format!("{untagged}, so nothing answered it; show the tags in harmony.developer_instructions, or {show_calls}")
+                format!("{calls_outside_tags}, so nothing answered it; show the tags in harmony.developer_instructions, or {show_calls}")
             }),
             is_most(without_answer, ended).then(|| {
                 format!(
@@ -166,7 +167,7 @@ impl SampleCauses {
     }
 }
 
-/// The facts of a run that the sentences about causes name.
+/// The facts about a run that the sentences need.
 #[derive(Debug, Clone, Copy)]
 pub struct SampleFacts {
     /// Whether the model may call a tool.
@@ -191,11 +192,11 @@ impl SampleFacts {
     }
 }
 
-/// Number of braces of a text at which a call may begin that are tried.
+/// Maximum number of braces in a text that are tried as the start of a call.
 const BRACES_MAX: usize = 32;
 
-/// Returns whether `text` holds a call as JSON: `{"name": …, "arguments": …}`. In a message of an answer it
-/// stands outside the tags of calls.
+/// Returns whether `text` has a call as JSON: `{"name": …, "arguments": …}`. The caller has removed calls
+/// inside tags, so a call in `text` is outside them.
 fn holds_call(text: &str) -> bool {
     let is_call = |(at, _): (usize, &str)| {
         let mut values = serde_json::Deserializer::from_str(&text[at..]).into_iter::<serde_json::Value>();
@@ -205,11 +206,11 @@ fn holds_call(text: &str) -> bool {
     text.contains("\"name\"") && text.match_indices('{').take(BRACES_MAX).any(is_call)
 }
 
-/// Returns the causes in `rows`.
+/// Returns the warnings about the samples in `rows`.
 pub fn sample_causes<'r>(context: &RunContext, rows: impl Iterator<Item = &'r TrajectoryRow>) -> Vec<String> {
     let samples = rows.map(|row| (&row.trajectory, row.messages.as_slice()));
     let facts = SampleFacts::new(context);
-    let counts = SampleCauses::count(context.task.as_ref(), facts.response_tokens_max, samples);
+    let counts = SampleCounts::count(context.task.as_ref(), facts.response_tokens_max, samples);
     counts.messages(&facts).into_iter().flatten().collect()
 }
 
@@ -281,7 +282,7 @@ mod tests {
             )
         };
         let samples: Vec<(Trajectory, Vec<Message>)> = samples.iter().map(sample).collect();
-        let counts = SampleCauses::count(
+        let counts = SampleCounts::count(
             &Numbers,
             facts.response_tokens_max,
             samples.iter().map(|(t, m)| (t, m.as_slice())),
@@ -290,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn samples_that_are_cut_call_no_tool_or_cannot_be_read_are_said() {
+    fn each_cause_of_poor_samples_is_reported() {
         use Outcome::{Finished, TruncatedLength};
         assert!(
             messages(&[(Finished, true, "12"), (TruncatedLength, true, "")]).is_empty(),
@@ -317,7 +318,7 @@ mod tests {
             without_answer[0].starts_with("no answer could be read in 4 of the 4 trajectories"),
             "{without_answer:?}"
         );
-        // Two sampled tokens would have fit.
+        // The limit of response_tokens_max was not reached.
         let facts = SampleFacts { response_tokens_max: 2, ..FACTS };
         let ended = messages_with(facts, &[(TruncatedLength, true, "and so on"); 4]);
         assert!(
@@ -329,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_without_its_tags_is_said() {
+    fn a_call_without_its_tags_is_reported() {
         let call = "{\"name\": \"python\", \"arguments\": {\"code\": \"1\"}}";
         let fenced = format!("I compute {{1}}:\n```json\n{call}\n```");
         let answers = [(Outcome::Finished, false, call), (Outcome::Finished, false, &fenced)];
@@ -347,9 +348,9 @@ mod tests {
         }
     }
 
-    /// Instructions do not help a model that knows no words.
+    /// Instructions do not help a model with random weights.
     #[test]
-    fn random_weights_need_a_cold_start() {
+    fn random_weights_need_an_sft_warm_up() {
         let facts = SampleFacts { random_weights: true, ..FACTS };
         let told = messages_with(facts, &[(Outcome::Finished, false, "x"); 4]);
         assert_eq!(told.len(), 2, "{told:?}");

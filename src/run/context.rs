@@ -35,11 +35,11 @@ pub struct RunContext {
     pub threads: Threads,
     /// The tokenizer and the chat format.
     pub chat: Chat,
-    /// The tokenizer files and others that are copied into every checkpoint.
+    /// The tokenizer and other files that are copied into every checkpoint.
     pub companions: CompanionFiles,
     pub model: Model,
     pub parameters: Parameters,
-    /// Whether the weights were drawn at random, not read.
+    /// Whether the weights were drawn at random instead of read.
     pub random_weights: bool,
     /// Name of the device that computes.
     pub device_name: String,
@@ -47,39 +47,40 @@ pub struct RunContext {
     pub memory: String,
     /// Capacity of the GPU's KV cache.
     pub cache_capacity: CacheCapacity,
-    /// Whether the backward recomputes layers.
+    /// Whether the backward pass recomputes layers.
     pub recompute_layers: bool,
     /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
     /// Trainable flags of the policy's parameters, from `train.freeze`.
     pub trainable: Vec<bool>,
-    /// Trainable flags of the critic's parameters, from `critic.freeze`; `None` without a critic.
+    /// Trainable flags of the critic's parameters, from `critic.freeze`. `None` without a critic.
     pub critic_trainable: Option<Vec<bool>>,
-    /// The adapter that is trained, or that came with the model.
+    /// The adapter that is trained, or that is part of the model.
     pub adapter: Option<RunAdapter>,
-    /// The adapter's base as checkpoints refer to it; `None` before a folder has it.
+    /// The adapter's base, as checkpoints refer to it. `None` until a folder has the base.
     pub base: Option<BaseModel>,
     pub task: Box<dyn Task>,
-    /// The Python tool; `None` when the task does not use it.
+    /// The Python tool. `None` if the task does not use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
-    /// System and developer messages in front of every prompt.
+    /// The system and developer messages before every prompt.
     pub system_prompt: Vec<Message>,
 }
 
 impl RunContext {
-    /// Opens everything that the recipe names, and reads the weights if the memory suffices. Writes nothing.
-    /// `console` shows progress, and later the failures of a task's program.
+    /// Opens everything that the recipe names, and reads the weights if there is enough memory. Writes
+    /// nothing. `console` shows the progress, and later failures of a task's program.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
+    /// [`crate::error::BadInput`] with all mistakes, each with its location and remedy.
     pub fn open(plan: Plan, command: ModelCommand, console: &Console) -> Result<Self> {
         Self::open_on_mesh(plan, command, &Mesh::single(), None, console)
     }
 
-    /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
+    /// Opens everything as [`Self::open`] does, for a run on the processes of `mesh`. `checkpoint` is the
+    /// checkpoint to resume from, if any.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// The errors of [`Self::open`].
     pub fn open_on_mesh(
         plan: Plan,
         command: ModelCommand,
@@ -87,10 +88,10 @@ impl RunContext {
         checkpoint: Option<&Path>,
         console: &Console,
     ) -> Result<Self> {
-        // The collective call comes first, because the code below may fail on one process alone.
+        // The collective call comes first, because the code below may fail on only one process.
         let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host()));
         let available = min_over_processes(mesh, local)?;
-        // Before the first weights are there, a minute may pass.
+        // Reading the first weights may take a minute.
         if let Some(model) = reading_note(&plan.recipe) {
             console.print(&model);
         }
@@ -99,7 +100,7 @@ impl RunContext {
         preflight.load(console)
     }
 
-    /// Refuses a recipe of the same model with keys that the model's family does not have.
+    /// Rejects a recipe of the same model that has keys which the model's family does not support.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
@@ -113,7 +114,7 @@ impl RunContext {
         &self.plan.recipe
     }
 
-    /// Returns how conversations are rendered as supervised examples.
+    /// Returns the renderer that turns conversations into training examples.
     pub fn renderer(&self) -> ConversationRenderer<'_> {
         ConversationRenderer {
             chat: &self.chat,
@@ -123,8 +124,8 @@ impl RunContext {
         }
     }
 
-    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or
-    /// the last checkpoint of a run. Weights that do not fit into the memory left stay on disk, with a
+    /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or a
+    /// run folder (its last checkpoint). Weights that do not fit in the remaining memory stay on disk, with a
     /// warning on `console`.
     ///
     /// # Errors
@@ -137,7 +138,7 @@ impl RunContext {
         };
         if source.weights.is_none() || comparable != self.model.config {
             return Err(bad_input!(
-                "{}: holds no weights of this architecture; name a folder of the same model at another step",
+                "{}: has no weights of this architecture; name a folder of the same model at another step",
                 folder.display()
             ));
         }
@@ -155,14 +156,14 @@ impl RunContext {
         source.parameters(self.recipe(), &frozen, ModelCommand::Eval, backend, placement, console)
     }
 
-    /// Returns the options of the training forward, as the ablations set them.
+    /// Returns the options of the training forward pass, with the ablations applied.
     pub fn training_forward(&self) -> ForwardOptions {
         ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
     }
 
     /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each
-    /// step has a fixed range of the task's problems, large enough for all its rounds, so its prompts depend
-    /// only on its number.
+    /// step has its own fixed range of the task's problems, large enough for all rounds. A step's prompts
+    /// thus depend only on its number.
     pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
         let recipe = self.recipe();
         let rounds_max = recipe.rollout.resample_rounds_max + 1;
@@ -200,7 +201,7 @@ impl RunContext {
         RolloutPlan::for_evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
     }
 
-    /// Returns a rollout of `policy` by `plan`.
+    /// Returns a rollout of `policy` according to `plan`.
     pub fn rollout<'a>(&'a self, policy: &'a PolicyView<'a>, plan: &'a RolloutPlan) -> Rollout<'a> {
         Rollout {
             threads: &self.threads,
@@ -219,11 +220,11 @@ impl RunContext {
         self.parameters.mesh()
     }
 
-    /// Samples `samples` conversations for each of `prompts`. Each process samples its share of the prompts,
-    /// then all processes receive all results. Returns `None` when `stop` returned true.
+    /// Samples `samples` conversations for each of `prompts`. Each process samples a part of the prompts, and
+    /// then receives all results. Returns `None` if `stop` returned true.
     ///
     /// # Errors
-    /// When [`Rollout::sample_groups`] fails, or a rank does not answer in time.
+    /// When [`Rollout::sample_groups`] fails, or when a rank does not reply in time.
     pub fn sample_groups(
         &self,
         policy: &PolicyView,
@@ -249,7 +250,7 @@ impl RunContext {
         self.interpreter.as_ref()?.dead_worker_warning()
     }
 
-    /// Describes the sandbox of the Python tool, for the run folder; `None` without a tool.
+    /// Describes the sandbox of the Python tool, for the run folder. `None` without a tool.
     pub fn sandbox_description(&self) -> Option<String> {
         self.interpreter.as_ref().map(|i| i.sandbox_description())
     }

@@ -1,4 +1,4 @@
-//! The device of a command: the one that the recipe requests, if it supports the recipe.
+//! The device of a command: the one that the recipe requests, if that device supports the recipe.
 
 use super::memory::AvailableMemory;
 use super::source::precision;
@@ -10,17 +10,17 @@ use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
 use crate::recipe::Plan;
 use candle_core::Device;
 
-/// The head width of the GPU's attention kernels.
+/// Head size of the GPU's attention kernels.
 const HEAD_DIM: usize = 64;
-/// The number of values that a GPU kernel moves at a time; a row's width must be a multiple.
+/// Number of values that a GPU kernel loads at a time. A row's width must be a multiple of it.
 const VECTOR_WIDTH: usize = 8;
 
 /// The device of a command.
 pub struct ComputeDevice {
     pub device: Device,
-    /// Name of the device, for the console's header and the run folder.
+    /// The device's name, for the console's header and the run folder.
     pub name: String,
-    /// Free memory of the GPU; `None` on the CPU.
+    /// Free memory of the GPU. `None` on the CPU.
     pub available: Option<AvailableMemory>,
 }
 
@@ -29,9 +29,9 @@ impl ComputeDevice {
         Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }
 
-    /// Returns the GPU that the plan names.
+    /// Returns the GPU that `plan` requests.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
-        // A launcher may make only one GPU visible to each process.
+        // A launcher may make only one GPU visible to each process. Then the index has no offset.
         let rank_offset = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
         let index = plan.recipe.parallel.device_index + rank_offset;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
@@ -40,8 +40,8 @@ impl ComputeDevice {
     }
 }
 
-/// Chooses the device that the recipe requests. With `"auto"`, a GPU that cannot be used is replaced by the
-/// CPU, with a warning in the plan. `reads_on_demand`: the command reads layers on demand, which no GPU
+/// Chooses the device that the recipe requests. With `"auto"`, the CPU replaces a GPU that cannot be used,
+/// with a warning in the plan. `reads_on_demand`: whether the command reads layers on demand, which no GPU
 /// supports.
 ///
 /// # Errors
@@ -54,14 +54,14 @@ pub(super) fn choose_device(
 ) -> Result<ComputeDevice, Vec<String>> {
     let compute_device = choose_by_key(plan, config, mesh, reads_on_demand)?;
     if compute_device.device.is_cpu() && !precision(&plan.recipe).is_supported() {
-        let reason = "needs the instructions of AVX-512 BF16, which this processor lacks; write \"bf16\", which only \
+        let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
     }
     Ok(compute_device)
 }
 
-/// Chooses by the key `device`. Does not check the processor's instructions.
+/// Chooses the device by the key `device`. Does not check the processor's instructions.
 fn choose_by_key(
     plan: &mut Plan,
     config: &Config,
@@ -74,16 +74,16 @@ fn choose_by_key(
     }
     let mut obstacles = list_gpu_obstacles(plan, config, mesh);
     if reads_on_demand {
-        obstacles.push(("device", "comparing with changed weights works only on the CPU".to_owned()));
+        obstacles.push(("device", "a comparison with changed weights works only on the CPU".to_owned()));
     }
     let message = |(key, reason): (&str, String)| {
-        plan.mistake(key, format!("{reason}, or compute on the CPU with device = \"cpu\"")).to_string()
+        plan.mistake(key, format!("{reason}, or use the CPU with device = \"cpu\"")).to_string()
     };
     let messages = match obstacles.is_empty() {
         true => match ComputeDevice::gpu(plan, mesh) {
             Ok(compute_device) => return Ok(compute_device),
             Err(error) => {
-                // Later lines may be a backtrace.
+                // The other lines may be a backtrace.
                 let text = error.to_string();
                 let reason = text.lines().next().unwrap_or_default().to_owned();
                 vec![plan.mistake("device", reason).to_string()]
@@ -94,16 +94,16 @@ fn choose_by_key(
     if device_kind == DeviceKind::Cuda {
         return Err(messages);
     }
-    plan.warnings.push(format!("the CPU computes: {}", messages.join("; ")));
+    plan.warnings.push(format!("the run uses the CPU: {}", messages.join("; ")));
     Ok(ComputeDevice::cpu())
 }
 
-/// Lists the recipe's requests that no GPU supports: pairs of a key and the reason.
+/// Lists what the recipe requests and no GPU supports, as pairs of a key and the reason.
 fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut obstacles = vec![];
     if recipe.model.dtype != Dtype::Bf16 {
-        obstacles.push(("model.dtype", "a GPU computes only in bf16; write \"bf16\"".to_owned()));
+        obstacles.push(("model.dtype", "a GPU supports only bf16; write \"bf16\"".to_owned()));
     }
     let model_key = match recipe.model.architecture {
         Some(_) => [
@@ -115,21 +115,21 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
     };
     if config.head_dim != HEAD_DIM {
         let reason = format!(
-            "the head size is {}, but the GPU's attention needs {HEAD_DIM}; use such a model",
+            "the head size is {}, but the GPU's attention kernels need {HEAD_DIM}; use a model with that head size",
             config.head_dim
         );
         obstacles.push((model_key[0], reason));
     }
     if config.family.has_head_norms {
         let reason =
-            format!("the family {:?} is not checked on GPUs yet; use another model", config.family.name);
+            format!("the family {:?} is not tested on GPUs yet; use another model", config.family.name);
         obstacles.push((model_key[0], reason));
     }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
         if !size.is_multiple_of(VECTOR_WIDTH) {
             obstacles.push((
                 key,
-                format!("{size} is not a multiple of {VECTOR_WIDTH}, as GPU kernels need; use a multiple"),
+                format!("{size} is not a multiple of {VECTOR_WIDTH}, which GPU kernels need; use a multiple"),
             ));
         }
     }
@@ -143,16 +143,21 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
         ("arms.rollout_mantissa_bits", ablations.rollout_mantissa_bits > 0),
     ];
     for (key, _) in without_kernel.into_iter().filter(|(_, is_enabled)| *is_enabled) {
-        obstacles.push((key, "no GPU kernel has this ablation; turn it off".to_owned()));
+        obstacles.push((key, "no GPU kernel has this ablation; disable it".to_owned()));
     }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
-            obstacles.push(("device", "with several processes, each needs a GPU; write \"cuda\"".to_owned()));
+            obstacles.push((
+                "device",
+                "with several processes, every process needs a GPU; write \"cuda\"".to_owned(),
+            ));
         }
         if parallel.sequence > 1 {
-            obstacles
-                .push(("parallel.sequence", "GPUs have no sequence parallelism yet; write 1".to_owned()));
+            obstacles.push((
+                "parallel.sequence",
+                "sequence parallelism is not supported on GPUs yet; write 1".to_owned(),
+            ));
         }
         if parallel.rollout_weights == RolloutWeightPlacement::ByExpert {
             let reason = "each GPU samples with all weights; write \"whole\"";

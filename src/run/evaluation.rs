@@ -8,7 +8,7 @@ use crate::tasks::{Transcript, ValidationSet};
 use crate::trajectory::{CallOutcome, TrajectoryRow};
 use anyhow::Result;
 
-/// The result of an evaluation, one entry per validation set.
+/// The result of an evaluation: one entry per validation set.
 pub struct Evaluation {
     pub sets: Vec<ValidationResult>,
 }
@@ -32,7 +32,7 @@ pub struct ProblemResult {
 }
 
 /// Samples every validation set with the policy without ablations. `console` shows the progress as a stage
-/// within a step. Returns `None` when `stop` returned true.
+/// within a step. Returns `None` if `stop` returned true.
 ///
 /// # Errors
 /// When the rollout fails.
@@ -59,7 +59,7 @@ pub fn evaluate(
     Ok(Some(Evaluation { sets }))
 }
 
-/// Returns the problems to evaluate, per validation set. A prompt's index does not depend on
+/// Returns the problems to evaluate for each validation set. The index of a prompt does not depend on
 /// `eval.problems_max`.
 pub fn validation_prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
     let (mut first, mut sets) = (0, vec![]);
@@ -72,7 +72,7 @@ pub fn validation_prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prom
 }
 
 impl ValidationResult {
-    /// Builds the result from each prompt's rows.
+    /// Builds the result from the rows of each prompt.
     pub fn new(
         context: &RunContext,
         set: &ValidationSet,
@@ -95,7 +95,7 @@ impl ValidationResult {
         }
     }
 
-    /// Returns mean@k, each requested pass@k, and maj@k when k > 1, each as a name and an estimate.
+    /// Returns the estimates with their names: mean@k, each requested pass@k, and maj@k if k > 1.
     pub fn estimates(&self) -> Vec<(String, Estimate)> {
         let estimate = |value: &dyn Fn(&ProblemResult) -> f64| {
             Estimate::from_problems(&self.problems.iter().map(value).collect::<Vec<_>>())
@@ -111,7 +111,7 @@ impl ValidationResult {
         estimates
     }
 
-    /// Returns the metric's name, `val-core/<set>/acc/<measure>`.
+    /// Returns the name of the metric, `val-core/<set>/acc/<measure>`.
     pub fn key(&self, measure: &str) -> String {
         format!("val-core/{}/acc/{measure}", self.name)
     }
@@ -150,7 +150,7 @@ impl Evaluation {
         metrics
     }
 
-    /// Returns one line for the console.
+    /// Returns the results as one line for the console.
     pub fn summary(&self) -> String {
         let text = |set: &ValidationResult, (measure, e): (String, Estimate)| {
             format!("{} {:.3} (95% {:.3} to {:.3})", set.key(&measure), e.mean, e.low, e.high)

@@ -1,4 +1,4 @@
-//! Export of a run for other programs: its adapter alone, the adapter merged into the model, or a GGUF file.
+//! Export of a run for other programs: only its adapter, the model with the adapter merged, or a GGUF file.
 
 use super::context::RunContext;
 use super::source::ModelSource;
@@ -20,42 +20,42 @@ use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// Change of log-probabilities by rounding to the saved dtype.
+/// Change of log-probabilities when weights are rounded to the saved dtype.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RoundingError {
-    /// Number of sampled tokens compared.
+    /// Number of sampled tokens that were compared.
     pub tokens: usize,
     /// Largest change of a log-probability, in nats.
     pub largest: f64,
-    /// Mean change of a log-probability over tokens, in nats.
+    /// Mean change of a log-probability over the tokens, in nats.
     pub mean: f64,
 }
 
-/// Refuses to export to an existing path.
+/// Returns an error if the export would overwrite an existing path.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the path exists.
 pub fn refuse_existing(out: &Path) -> Result<()> {
     match out.exists() {
-        true => Err(bad_input!("{}: already exists and stays unchanged; name another folder", out.display())),
+        true => Err(bad_input!("{}: already exists and is not changed; name another folder", out.display())),
         false => Ok(()),
     }
 }
 
-/// Returns the error for a model without an adapter.
+/// Returns the error for the export of a model without an adapter.
 fn no_adapter_error(recipe: &Recipe) -> anyhow::Error {
     let model =
         recipe.model.path.as_ref().map_or("the recipe's model".to_owned(), |path| path.display().to_string());
     bad_input!(
-        "{model}: has no adapter; a checkpoint of full training is a folder that other programs read as it is"
+        "{model}: has no adapter; a checkpoint of full training is already a folder that other programs can read"
     )
 }
 
-/// Creates the folder `out` atomically, with its parent folders. `fill` writes the contents.
+/// Creates the folder `out` and its parent folders, atomically. `fill` writes the contents.
 fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if let Some(parent) = out.parent() {
         std::fs::create_dir_all(parent)
-            .map_err(|e| bad_input!("{}: cannot make the folder: {e}; name another", parent.display()))?;
+            .map_err(|e| bad_input!("{}: cannot create the folder: {e}; name another", parent.display()))?;
     }
     replace_folder(out, fill)
 }
@@ -63,7 +63,8 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
 /// Writes the adapter of the recipe's model to `out`, in PEFT's format.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no adapter, or its base is not the one it was trained on.
+/// [`crate::error::BadInput`] when there is no adapter, or when its base is not the one that it was trained
+/// on.
 pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
@@ -80,8 +81,8 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
-/// Writes the model of `context` to `out` in `checkpoint.dtype`, with its adapter merged. If there is a file
-/// `trajectories`, returns the rounding error on its tokens.
+/// Writes the model of `context` to `out` in `checkpoint.dtype`, with its adapter merged. With a file
+/// `trajectories`, returns the rounding error on the file's tokens.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
@@ -128,7 +129,7 @@ pub fn export_merged_model(
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
     let before = log_probs("log-probs with the adapter", parameters)?;
-    // The folder is read back, so that the comparison is of what other programs will read.
+    // The folder is read back, so that the comparison is with what other programs will read.
     let after = log_probs("log-probs merged", &context.load_weights(out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
@@ -136,12 +137,12 @@ pub fn export_merged_model(
     Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
-/// Writes the model of `context` to the GGUF file `out`. `merges_adapter`: the user asked to merge the
-/// adapter.
+/// Writes the model of `context` to the GGUF file `out`. `merges_adapter`: whether the user asked to merge
+/// the adapter.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is an adapter and `merges_adapter` is false, or none and it is true;
-/// those of [`gguf::write`].
+/// [`crate::error::BadInput`] when there is an adapter but `merges_adapter` is false, or the reverse. Also
+/// the errors of [`gguf::write`].
 pub fn write_gguf_file(
     context: &RunContext,
     format: GgufFormat,
@@ -154,8 +155,8 @@ pub fn write_gguf_file(
         (false, true) => return Err(no_adapter_error(context.recipe())),
         (true, false) => {
             return Err(bad_input!(
-                "the run has an adapter, and a GGUF file holds whole weights: add --merged to merge it, or export it \
-                 alone with --out"
+                "the run has an adapter, but a GGUF file contains whole weights; add --merged to merge the adapter, or export \
+                 it alone with --out"
             ));
         }
         _ => {}
@@ -167,7 +168,8 @@ pub fn write_gguf_file(
     gguf::write(out, &context.model.config, format, tokenizer, |spec| merge(parameters, spec))
 }
 
-/// Returns the newest file of trajectories: of training, or of evaluations if there is none of training.
+/// Returns the newest file of training trajectories. If there is none, returns the newest one of an
+/// evaluation.
 ///
 /// # Errors
 /// When the folder cannot be read.

@@ -1,6 +1,6 @@
-//! Refuses recipe keys that the model's family does not have.
+//! Rejects recipe keys that the model's family does not support.
 
-use crate::chat::Format;
+use crate::chat::ChatFormat;
 use crate::dist::RolloutWeightPlacement;
 use crate::model::config::WeightFormat;
 use crate::model::families::Family;
@@ -11,7 +11,7 @@ use crate::recipe::Plan;
 use crate::rollout::SystemPromptSettings;
 use crate::settings::Choice;
 
-/// Returns an error message for each key that the family does not have, with place and remedy.
+/// Returns an error message for each key that the family does not support, with location and remedy.
 pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut keys = vec![];
@@ -32,7 +32,7 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
             "model.architecture.tie_word_embeddings",
             architecture.tie_word_embeddings && !family.may_tie_embeddings,
         )],
-        "its lm_head has weights of its own",
+        "its lm_head has separate weights",
     ));
     let limit = architecture.swiglu_limit != Architecture::default().swiglu_limit;
     keys.extend(select_keys(
@@ -44,22 +44,22 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         [("checkpoint.dtype", mxfp4 && !family.has_mxfp4)],
         "its weights are not stored in MXFP4",
     ));
-    if family.chat != Format::Harmony {
+    if family.chat != ChatFormat::Harmony {
         keys.extend(unsupported_harmony_keys(&recipe.harmony));
     }
-    let thinking = recipe.harmony.enable_thinking.is_some() && family.chat != Format::ThinkingChatMl;
+    let thinking = recipe.harmony.enable_thinking.is_some() && family.chat != ChatFormat::ThinkingChatMl;
     keys.extend(select_keys([("harmony.enable_thinking", thinking)], "its template has no thoughts"));
     let message = |(key, reason): (&str, &str)| {
-        let text = format!("means nothing to the family {:?}: {reason}; remove the key", family.name());
+        let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
     };
     keys.into_iter().filter(|(key, _)| plan.reads(key)).map(message).collect()
 }
 
-/// A key, and the reason why the family does not have it.
+/// A key, and the reason why the family does not support it.
 type UnsupportedKey = (&'static str, &'static str);
 
-/// Selects the keys that are set, all with the same reason.
+/// Returns the keys that are set, each with the same reason.
 fn select_keys(
     keys: impl IntoIterator<Item = (&'static str, bool)>,
     reason: &'static str,
@@ -73,7 +73,7 @@ fn unsupported_sink_keys(plan: &Plan) -> Vec<UnsupportedKey> {
         [
             ("arms.no_train_sinks", ablations.no_train_sinks),
             ("arms.no_sink_gradient", ablations.no_sink_gradient),
-            // Only random weights have an initial value; a folder's have none.
+            // Only random weights have an initial value.
             (
                 "model.init.sink",
                 init.sink != InitSettings::default().sink && plan.recipe.model.path.is_none(),
@@ -121,8 +121,7 @@ fn unsupported_harmony_keys(harmony: &SystemPromptSettings) -> Vec<UnsupportedKe
         "its system message has no such line",
     );
     let has_no_place = harmony.system_message == Some(false) && harmony.developer_instructions.is_some();
-    let reason =
-        "without a system message there is no place for them (harmony.system_message = true brings one)";
+    let reason = "without a system message they cannot be written; set harmony.system_message = true";
     keys.extend(select_keys([("harmony.developer_instructions", has_no_place)], reason));
     keys
 }

@@ -1,4 +1,4 @@
-//! The facts of a run: the header on the console, and `model.json` for the report page.
+//! The facts about a run: the header on the console, and `model.json` for the report page.
 
 use super::context::RunContext;
 use super::evaluation::validation_prompts;
@@ -34,7 +34,7 @@ pub fn model_facts(context: &RunContext) -> Value {
     })
 }
 
-/// Returns the header's line about the work to do: label and text.
+/// Returns the header's line about the work of the command: label and text.
 fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
     let recipe = context.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
@@ -57,14 +57,14 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
         }
         ModelCommand::CheckMismatch(SecondWeights::Changed) => (
             "compared",
-            "the file's log-probabilities with those that this model gives its tokens".to_owned(),
+            "the file's log-probabilities with this model's log-probabilities of the same tokens".to_owned(),
         ),
         ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) => (
             "compared",
-            format!("the log-probabilities of rollout and of training, over {samples} trajectories"),
+            format!("the log-probabilities of rollout and training, over {samples} trajectories"),
         ),
         ModelCommand::Rollout | ModelCommand::Chat => {
-            ("sampled", format!("{samples}, as in one step of training"))
+            ("sampled", format!("{samples}, as in one training step"))
         }
     }
 }
@@ -85,8 +85,8 @@ fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)
     (!files.is_empty()).then(|| ("data", files.join(", ")))
 }
 
-/// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the
-/// sandbox if any.
+/// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the sandbox
+/// if there is one.
 pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
     let (recipe, facts) = (context.recipe(), model_facts(context));
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
@@ -131,7 +131,7 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
         .collect()
 }
 
-/// Returns a command line of this program, with the path by which it was called.
+/// Returns a command line of this program. The program has the path with which it was started.
 pub fn command_line(arguments: &[&str]) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
     let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());

@@ -1,4 +1,4 @@
-//! Shared code of all commands that run a model: preflight, run folder, evaluation, sampling, signals.
+//! Code that all commands with a model share: preflight, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
 pub mod causes;

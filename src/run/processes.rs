@@ -1,4 +1,4 @@
-//! Checks that the processes of a run agree before any work.
+//! Checks before any work that the processes of a run agree.
 
 use crate::dist::Mesh;
 use crate::integrity::{MANIFEST_FILE, file_digest};
@@ -8,7 +8,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
-/// Sets the sequence-parallel degree and the timeout of `mesh` as `plan` says.
+/// Applies the sequence-parallel degree and the timeout of `plan` to `mesh`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the degree does not divide the number of processes.
@@ -21,7 +21,7 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
             several => format!("{several} processes"),
         };
         let reason = format!(
-            "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} with mpirun -np, or write 1"
+            "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} processes with mpirun -np, or write 1"
         );
         return Err(plan.mistake("parallel.sequence", reason).into());
     }
@@ -29,8 +29,8 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
     Ok(())
 }
 
-/// Refuses processes with different recipes, binaries, or starting points. The starting point is the folder
-/// `weights`, if any, and `state`.
+/// Checks that all processes have the same recipe, the same binary, and the same starting point. The starting
+/// point is the folder `weights`, if any, and `state`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] on every process, with the same message.
@@ -47,11 +47,11 @@ pub fn check_agreement(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: 
     mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "use one run folder that all nodes share")
 }
 
-/// Returns the digest of a folder's manifest, which lists the digests of its files.
+/// Returns the digest of a folder's manifest. The manifest has the digests of the folder's files.
 fn manifest_digest(folder: &Path) -> Result<String> {
     match file_digest(&folder.join(MANIFEST_FILE), None) {
         Ok(digest) => Ok(digest.to_hex().to_string()),
-        // A GGUF file, or a folder from another program or an old version, has no manifest.
+        // A GGUF file has no manifest, and neither does a folder from another program or from an old version.
         Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) => {
             Ok(String::new())
         }

@@ -21,7 +21,7 @@ use std::io::{BufWriter, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// Files that a run or a sampling writes before its first result.
+/// Files that a command writes before its first result.
 const INITIAL_FILES: [&str; 11] = [
     "recipe.toml",
     "metrics.jsonl",
@@ -36,11 +36,11 @@ const INITIAL_FILES: [&str; 11] = [
     ".lock",
 ];
 
-/// A run folder, locked by this process, or by rank 0 of its processes. Other programs are refused while it
-/// is locked.
+/// A run folder. This process, or rank 0 of its run, has locked it. While it is locked, other programs get an
+/// error.
 pub struct RunFolder {
     pub path: PathBuf,
-    /// The open files; `None` on ranks other than 0, which write nothing.
+    /// The open files. `None` on all ranks but 0, which write nothing.
     files: Option<Files>,
 }
 
@@ -52,7 +52,7 @@ struct Files {
 }
 
 impl RunFolder {
-    /// Refuses a folder that already holds a run.
+    /// Checks that the folder does not contain a run.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when it does.
@@ -61,7 +61,7 @@ impl RunFolder {
             return Ok(());
         }
         Err(bad_input!(
-            "{}: already holds a run; go on with --resume, or name another folder with --out",
+            "{}: already contains a run; continue it with --resume, or name another folder with --out",
             path.display()
         ))
     }
@@ -74,11 +74,11 @@ impl RunFolder {
     /// Starts a run in `path`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when a run already exists there. It is not changed.
+    /// [`crate::error::BadInput`] when the folder already contains a run. The run is not changed.
     pub fn create(path: &Path, plan: &Plan) -> Result<Self> {
         Self::refuse_existing(path)?;
         fs::create_dir_all(path).map_err(|e| {
-            bad_input!("{}: cannot make the run folder: {e}; name another with --out", path.display())
+            bad_input!("{}: cannot create the run folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
         // Another process may have created a run here before the lock was taken.
@@ -94,21 +94,21 @@ impl RunFolder {
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
-    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`]; without a checkpoint, from
-    /// the start. Removes results after that point.
+    /// Resumes the run in `path` from `point`, the result of [`prepare_resume`]. Without a checkpoint,
+    /// resumes from the start. Removes results after that point.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the run is in use, or advanced after `point` was read.
+    /// [`crate::error::BadInput`] when the run is in use, or continued after `point` was read.
     pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
         if checkpoint::newest_checkpoint(path)?.as_ref() != point.map(|point| &point.folder) {
             return Err(bad_input!(
-                "{}: another process resumed the run; repeat the command",
+                "{}: another process resumed the run meanwhile; repeat the command",
                 path.display()
             ));
         }
         checkpoint::remove_partial_checkpoints(path)?;
-        // If the run was killed while it saved, one old checkpoint may be left over.
+        // A run that was killed while it saved may have left one old checkpoint too many.
         checkpoint::prune(path, plan.recipe.checkpoint.keep)?;
         let file = path.join("metrics.jsonl");
         let metrics = match (point, file.exists()) {
@@ -136,7 +136,7 @@ impl RunFolder {
         {
             return;
         }
-        // Errors are ignored: the next start reports a file that could not be removed.
+        // Errors are ignored: if a file could not be removed, the next start reports it.
         for name in ["tensorboard", "trajectories"] {
             let _ = fs::remove_dir_all(path.join(name));
         }
@@ -176,8 +176,8 @@ impl RunFolder {
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
-    /// Returns the reason for the failed write that gave `error`: that the folder was moved or removed, or
-    /// else `error`.
+    /// Returns the reason for a failed write: whether the folder was moved or removed. Otherwise returns
+    /// `error`.
     pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
         let path_check = self.files.as_ref().map(|files| files.metrics.check_path());
         path_check.and_then(Result::err).unwrap_or(error)
@@ -193,15 +193,15 @@ impl RunFolder {
         write_trajectories(&self.path.join("trajectories"), name, rows)
     }
 
-    /// Returns a warning if the disk has no space for two checkpoints of `bytes`. A new checkpoint is written
-    /// before an old one is removed.
+    /// Returns a warning if the disk has no space for two checkpoints of `bytes` bytes. A new checkpoint is
+    /// written before an old one is removed.
     pub fn disk_space_warning(&self, bytes: u64) -> Option<String> {
         let file_system = rustix::fs::statvfs(&self.path).ok()?;
         let free = file_system.f_bavail.saturating_mul(file_system.f_frsize);
         let mib = |bytes: u64| format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20));
         (free < 2 * bytes).then(|| {
             format!(
-                "{}: {} are free and a checkpoint takes about {}; make room, or save with checkpoint.dtype = \"bf16\"",
+                "{}: {} are free, and a checkpoint takes about {}; free some disk space, or save with checkpoint.dtype = \"bf16\"",
                 self.path.display(),
                 mib(free),
                 mib(bytes)
@@ -209,7 +209,7 @@ impl RunFolder {
         })
     }
 
-    /// Writes the model's name and size.
+    /// Writes the model's name and size to `model.json`.
     ///
     /// # Errors
     /// When the disk cannot be written.
@@ -220,7 +220,8 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
-    /// Returns the device on which the run in `path` last computed, as `RunContext::device_name` gives it.
+    /// Returns the name of the device on which the run in `path` last computed, as in
+    /// `RunContext::device_name`.
     pub fn previous_device(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
@@ -265,11 +266,11 @@ pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
-/// Locks a run folder. Refuses a folder that a running process has locked, and a folder with links at paths
-/// that this program writes.
+/// Locks a run folder. Rejects a folder that a running process has locked, and a folder with symbolic links
+/// at paths that this program writes.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for either.
+/// [`crate::error::BadInput`] in both cases.
 pub fn lock(path: &Path) -> Result<File> {
     refuse_symlinks(path)?;
     let file = path.join(".lock");
@@ -288,14 +289,14 @@ pub fn lock(path: &Path) -> Result<File> {
     }
 }
 
-/// Returns the recipe with which the run was started, if stored. `plan` may differ from it only in keys that
-/// may change on resume.
+/// Returns the recipe with which the run was started, if it is stored. `plan` may differ from it only in keys
+/// that may change on resume.
 fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
     if !file.exists() {
         return Ok(None);
     }
-    // An adapter's base may be at another path than when the run started. Its digest identifies it.
+    // An adapter's base may have moved since the run started. Its digest identifies it.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
     let base_override: Vec<String> =
@@ -316,19 +317,19 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
 /// `train.steps` changed. Returns lines for the console, and the checkpoint to resume from.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no run, it is damaged, its recipe differs in a key that may not
-/// change, or more steps are done than `plan` has.
+/// [`crate::error::BadInput`] when there is no run, when it is damaged, when its recipe differs in a key that
+/// must not change, or when more steps are done than `plan` has.
 pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !contains_run(path) {
         return Err(bad_input!(
-            "{}: holds no run to resume; start it without --resume, or with --resume=auto",
+            "{}: contains no run to resume; start the run without --resume, or with --resume=auto",
             path.display()
         ));
     }
     let stored = stored_plan(path, plan)?;
     let steps = plan.recipe.train.steps;
     let Some(point) = checkpoint::newest_intact_checkpoint(path)? else {
-        let line = format!("resuming {}: it has no checkpoint yet, so from the start", path.display());
+        let line = format!("resuming {} from the start, because it has no checkpoint yet", path.display());
         return Ok((vec![line], None));
     };
     let TrainerState { phase, step: done, .. } = point.state;
@@ -381,7 +382,7 @@ fn keep_schedule_end(
     if new.schedule_steps.is_some_and(|requested| requested != end) {
         let requested = new.schedule_steps.unwrap_or(end);
         return Some(format!(
-            "the learning rate jumps to another schedule: {table}.optimizer.schedule_steps is now {requested}, and was {end}"
+            "the learning rate changes to another schedule: {table}.optimizer.schedule_steps is now {requested}, and was {end}"
         ));
     }
     if end == steps {
@@ -394,8 +395,8 @@ fn keep_schedule_end(
     ))
 }
 
-/// Writes `warnings.jsonl` of a run that begins, or that resumes from `point`: the warnings of `plan`, and
-/// those of steps before `point`.
+/// Writes `warnings.jsonl` for a run that starts, or that resumes from `point`: the warnings of `plan`, and
+/// the warnings of steps before `point`.
 fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<()> {
     let before = point.map_or(vec![], |_| read_warnings(path));
     let stands =
@@ -420,12 +421,12 @@ mod tests {
     use crate::recipe::resolve;
 
     #[test]
-    fn a_disk_without_room_for_two_checkpoints_is_said() {
-        let place = tempfile::tempdir().unwrap();
+    fn a_disk_without_space_for_two_checkpoints_is_reported() {
+        let folder = tempfile::tempdir().unwrap();
         let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
         let run = RunFolder::create(&place.path().join("run"), &plan).unwrap();
         assert_eq!(run.disk_space_warning(0), None);
         let lack = run.disk_space_warning(u64::MAX / 2).expect("no disk has as much");
-        assert!(lack.contains("MiB are free") && lack.contains("make room"), "{lack}");
+        assert!(lack.contains("MiB are free") && lack.contains("free some disk space"), "{lack}");
     }
 }

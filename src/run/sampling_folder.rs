@@ -1,10 +1,10 @@
-//! Sampling into a folder, resumable per problem. `rloss eval` and `rloss rollout` share it.
+//! Samples into a folder, resumable per problem. `rloss eval` and `rloss rollout` share this code.
 //!
 //! ```text
 //! OUT/recipe.toml            the resolved recipe, with model.path set to the folder that was read
-//! OUT/sampling.json          command, step and model files; a sampling with others is refused here
-//! OUT/trajectories/NAME.jsonl.partial   one line per finished trajectory, in order of finishing
-//! OUT/trajectories/NAME.jsonl           all trajectories in order, once the last one has finished
+//! OUT/sampling.json          command, step and model files; resuming with other values is an error
+//! OUT/trajectories/NAME.jsonl.partial   one line per finished trajectory, in the order in which they finish
+//! OUT/trajectories/NAME.jsonl           all trajectories in order, written after the last one has finished
 //! ```
 
 use super::context::RunContext;
@@ -31,9 +31,9 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
-/// Returns the folder for results without `--out`. Results of a run or checkpoint go to
-/// `<run>/<kind>/<checkpoint>`, others to `runs/<recipe>-<kind>`. [`SamplingFolder::open`] appends a number
-/// when the folder is in use.
+/// Returns the folder for results if `--out` is not given. For a run or checkpoint, the folder is
+/// `<run>/<kind>/<checkpoint>`; otherwise it is `runs/<recipe>-<kind>`. [`SamplingFolder::open`] appends a
+/// number if the folder is in use.
 fn default_out(plan: &Plan, source: &RecipeSource, kind: &str) -> PathBuf {
     let model = &plan.recipe.model;
     let checkpoint = model.adapter.as_deref().or(model.path.as_deref()).and_then(Path::file_name);
@@ -57,7 +57,7 @@ struct Marker {
     model_files: Vec<(String, u64, u128)>,
 }
 
-/// A folder with the results of one sampling, locked by this process. Dropping it removes a folder without
+/// A folder for the samples of one command, locked by this process. When dropped, it is removed if it has no
 /// results.
 pub struct SamplingFolder<'a> {
     context: &'a RunContext,
@@ -66,12 +66,12 @@ pub struct SamplingFolder<'a> {
 }
 
 impl<'a> SamplingFolder<'a> {
-    /// Starts or resumes a sampling of `kind` (`eval` or `rollout`) after training step `step`. The results
-    /// go to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended
-    /// if the folder has other results.
+    /// Starts or resumes the command `kind` (`eval` or `rollout`) after training step `step`. The results go
+    /// to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended if
+    /// that folder has other results.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the folder has other contents. They are not changed.
+    /// [`crate::error::BadInput`] when the folder has other contents. The contents are not changed.
     pub fn open(
         context: &'a RunContext,
         source: &RecipeSource,
@@ -102,13 +102,13 @@ impl<'a> SamplingFolder<'a> {
                 return Self::open_at(context, &path, &marker);
             }
         }
-        Err(bad_input!("{}: no number is free; name another folder with --out", first.display()))
+        Err(bad_input!("{}: all numbers are in use; name another folder with --out", first.display()))
     }
 
     fn open_at(context: &'a RunContext, path: &Path, marker: &Marker) -> Result<Self> {
         check_folder(path, marker, &context.plan)?;
         fs::create_dir_all(path).map_err(|e| {
-            bad_input!("{}: cannot make the folder: {e}; name another with --out", path.display())
+            bad_input!("{}: cannot create the folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
         // Another process may have started here before the lock was taken.
@@ -127,17 +127,17 @@ impl<'a> SamplingFolder<'a> {
         Ok(folder)
     }
 
-    /// Returns the path of the finished trajectories `name`.
+    /// Returns the path of the file `name` for finished trajectories.
     pub fn trajectories_file(&self, name: &str) -> PathBuf {
         self.path.join("trajectories").join(format!("{name}.jsonl"))
     }
 
     /// Samples the `prompts` that the file `name` does not have yet. Returns the rows of every prompt, in
-    /// sample order. Returns `None` when `stop` returned true; finished trajectories stay in the file.
+    /// sample order. Returns `None` if `stop` returned true; the finished trajectories stay in the file.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a file with other prompts. Also when the rollout fails or the disk
-    /// cannot be written.
+    /// [`crate::error::BadInput`] when the file has other prompts. Also when the rollout fails, or when the
+    /// disk cannot be written.
     #[allow(clippy::too_many_arguments)]
     pub fn sample(
         &self,
@@ -174,7 +174,7 @@ impl<'a> SamplingFolder<'a> {
             prompts.iter().zip(&groups).filter(|(_, rows)| rows.is_none()).map(|(p, _)| p.clone()).collect();
         let file = OpenOptions::new().create(true).append(true).open(&partial);
         let file = file.with_context(|| format!("{}", partial.display()))?;
-        // Remove an incomplete last line. A killed process may leave one.
+        // A killed process may leave an incomplete last line. It is removed.
         file.set_len(bytes).with_context(|| format!("{}", partial.display()))?;
         let all = (prompts.len() * samples) as u64;
         let stage = console.start_item_stage(name, all, all - (missing.len() * samples) as u64);
@@ -241,7 +241,7 @@ impl<'a> SamplingFolder<'a> {
         Ok(Some(prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect()))
     }
 
-    /// Prints warnings about the samples, and keeps them for the report page.
+    /// Prints warnings about the samples, and stores them for the report page.
     ///
     /// # Errors
     /// When the disk cannot be written.
@@ -253,7 +253,7 @@ impl<'a> SamplingFolder<'a> {
         write_file(&self.path.join(WARNINGS_FILE), &warnings_text(&all)?)
     }
 
-    /// Writes all rows in order to `finished_file`, atomically, then removes the partial file.
+    /// Writes all rows in order to `finished_file`, atomically. Then removes the partial file.
     fn finish(&self, finished_file: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
         replace_file(finished_file, |temporary| {
             let mut out = std::io::BufWriter::new(File::create(temporary)?);
@@ -277,21 +277,21 @@ impl Drop for SamplingFolder<'_> {
 /// Counts the failed trajectories of `rows` and calls [`report_failures`].
 ///
 /// # Errors
-/// When [`report_failures`] returns one.
+/// The errors of [`report_failures`].
 pub fn check_failures<'r>(rows: impl Iterator<Item = &'r TrajectoryRow>, console: &Console) -> Result<()> {
     let failed: Vec<bool> = rows.map(|row| row.trajectory.has_failure()).collect();
     report_failures((failed.iter().filter(|failed| **failed).count(), failed.len()), console)
 }
 
-/// Prints on `console` how many trajectories failed for reasons outside the policy, if any did.
+/// Prints on `console` how many trajectories failed for reasons outside the policy, if there are any.
 ///
 /// # Errors
-/// When most trajectories failed, because the rewards then say little about the policy.
+/// When most trajectories failed. The rewards then say little about the policy.
 pub fn report_failures((failed, count): (usize, usize), console: &Console) -> Result<()> {
-    let message = format!("{failed} of {count} trajectories failed, whatever the policy did");
+    let message = format!("{failed} of {count} trajectories failed for reasons outside the policy");
     if failed * 2 > count {
         bail!(
-            "{message}: the task's program or the tool's workers, see the failures above; rloss check RECIPE asks the program \
+            "{message}: the task's program or the tool's workers, see the failures above; rloss check RECIPE tests the program \
              again"
         );
     }
@@ -301,7 +301,7 @@ pub fn report_failures((failed, count): (usize, usize), console: &Console) -> Re
     Ok(())
 }
 
-/// Prints `text` to standard output. A closed pipe is no error.
+/// Prints `text` to standard output. A closed pipe is not an error.
 ///
 /// # Errors
 /// When standard output cannot be written, for example a file on a full disk.
@@ -313,15 +313,15 @@ pub fn print_text(text: &str) -> Result<()> {
     }
 }
 
-/// Appends a line with a single write. If the process is killed, only the last line can be incomplete.
+/// Appends a line in a single write. If the process is killed, only the last line can be incomplete.
 fn append_row(mut file: &File, row: &TrajectoryRow) -> Result<()> {
     let mut line = serde_json::to_vec(row)?;
     line.push(b'\n');
     Ok(file.write_all(&line)?)
 }
 
-/// Groups `rows` by prompt, in sample order. A prompt with a missing sample has `None`. Rows of the same
-/// sample are equal, because the recipe determines them.
+/// Groups `rows` by prompt, in sample order. A prompt with missing samples gets `None`. If a sample has
+/// several rows, they are equal, because the recipe determines them.
 fn group_by_prompt(
     rows: Vec<TrajectoryRow>,
     prompts: &[Prompt],
@@ -335,7 +335,7 @@ fn group_by_prompt(
         let problem = prompts.iter().find(|p| p.index == prompt).map(|p| &p.problem.id);
         if problem != Some(&t.problem_id) || sample >= samples as u64 {
             return Err(bad_input!(
-                "{}: line {line}: sample {sample} of problem {} is not among those requested; the data has changed: name another folder with --out",
+                "{}: line {line}: sample {sample} of problem {} was not requested; the data has changed; name another folder with --out",
                 file.display(),
                 t.problem_id
             ));
@@ -350,8 +350,8 @@ fn group_by_prompt(
     Ok(prompts.iter().map(group).collect())
 }
 
-/// Lists the model's files with length and modification time. A comparison shows whether the files were
-/// changed.
+/// Lists the model's files with their lengths and modification times. A later comparison shows whether the
+/// files were changed.
 fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
     let paths: Vec<PathBuf> = match fs::read_dir(model) {
         Ok(entries) => entries.filter_map(|entry| Some(entry.ok()?.path())).collect(),
@@ -359,36 +359,39 @@ fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
     };
     let file = |path: PathBuf| {
         let name = path.file_name()?.to_string_lossy().into_owned();
-        let about = fs::metadata(&path).ok().filter(|about| about.is_file())?;
+        let metadata = fs::metadata(&path).ok().filter(|metadata| metadata.is_file())?;
         let read = name.ends_with(".safetensors") || name.ends_with(".json") || is_gguf(model);
-        let changed = about.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
-        read.then_some((name, about.len(), changed.as_nanos()))
+        let changed = metadata.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+        read.then_some((name, metadata.len(), changed.as_nanos()))
     };
     let mut files: Vec<_> = paths.into_iter().filter_map(file).collect();
     files.sort();
     files
 }
 
-/// Refuses a folder that has contents other than this sampling's.
+/// Rejects a folder that has other contents than this command's samples.
 fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     let file = path.join(MARKER_FILE);
-    let shown = file.display();
+    let path_text = file.display();
     let text = match bounded_file::read_text(&file, JSON_BYTES_MAX) {
         Ok(text) => text,
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
-            return Err(bad_input!("{shown}: cannot be read: {e}; name another folder with --out"));
+            return Err(bad_input!("{path_text}: cannot be read: {e}; name another folder with --out"));
         }
         Err(_) if contains_run(path) => {
             return Err(bad_input!(
-                "{}: already holds a run; name another folder with --out",
+                "{}: already contains a run; name another folder with --out",
                 path.display()
             ));
         }
         Err(_) => return Ok(()),
     };
-    let stored: Marker = serde_json::from_str(&text)
-        .map_err(|e| bad_input!("{shown}: damaged: {e}; remove the folder, or name another with --out"))?;
-    let error = |what: &str| bad_input!("{shown}: the folder holds {what}; name another folder with --out");
+    let stored: Marker = serde_json::from_str(&text).map_err(|e| {
+        bad_input!("{path_text}: damaged: {e}; remove the folder, or name another with --out")
+    })?;
+    let error = |contents: &str| {
+        bad_input!("{path_text}: the folder contains {contents}; name another folder with --out")
+    };
     if stored.kind != marker.kind {
         return Err(error(&format!("the results of rloss {}", stored.kind)));
     }
@@ -398,7 +401,7 @@ fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }
 
-/// Refuses a stored recipe that differs in a key on which samples depend.
+/// Rejects a stored recipe that differs in a key on which the samples depend.
 fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
     let may_differ = |key: &str| {
         ["parallel.", "logging.", "checkpoint."].iter().any(|table| key.starts_with(table))
@@ -414,7 +417,7 @@ fn check_recipe(folder: &Path, plan: &Plan) -> Result<()> {
         return Ok(());
     }
     Err(bad_input!(
-        "{}: the folder holds results with other values of {}; name another folder with --out",
+        "{}: the folder contains results with other values of {}; name another folder with --out",
         folder.join("recipe.toml").display(),
         differences.join(", ")
     ))

@@ -1,5 +1,5 @@
-//! Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop. A second SIGINT or SIGTERM exits at
-//! once. In a conversation, SIGINT ends the answer under way.
+//! Stop signals: SIGINT, SIGTERM, SIGHUP and SIGUSR1 request a stop. A second SIGINT or SIGTERM exits
+//! immediately. In a conversation, SIGINT ends the current answer.
 
 use crate::error::EXIT_STOPPED;
 use anyhow::{Context, Result};
@@ -18,12 +18,12 @@ const REPEAT_TIME: Duration = Duration::from_secs(1);
 
 /// A flag that a signal sets to request a stop.
 #[derive(Clone)]
-pub struct StopFlag(Arc<Request>);
+pub struct StopFlag(Arc<StopRequest>);
 
 #[derive(Default)]
-struct Request {
+struct StopRequest {
     requested: AtomicBool,
-    /// Is called once when a stop is requested.
+    /// Callback for the first stop request.
     notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
@@ -31,9 +31,10 @@ impl StopFlag {
     /// Starts to listen for signals.
     ///
     /// # Errors
-    /// When the system refuses the handlers or a thread.
+    /// When a signal handler or a thread cannot be created.
     pub fn listen() -> Result<Self> {
-        // Slurm sends SIGUSR1 before the end of a job (`--signal`), and mpirun forwards it to its processes.
+        // Slurm sends SIGUSR1 before the end of a job (`--signal`), and mpirun forwards the signal to its
+        // processes.
         let mut kinds = vec![SIGINT, SIGTERM, SIGUSR1];
         // `nohup` ignores SIGHUP, so this process must ignore it too.
         if !is_ignored(SIGHUP) {
@@ -60,10 +61,10 @@ impl StopFlag {
         Ok(stop)
     }
 
-    /// Calls `notice` once, as soon as a stop is requested. The current step may still take long.
+    /// Calls `notice` once, as soon as a stop is requested. The current step may still take a long time.
     ///
     /// # Errors
-    /// When the system refuses a thread.
+    /// When no thread can be created.
     pub fn on_request(&self, notice: impl FnOnce() + Send + 'static) -> Result<()> {
         *self.0.notice.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(notice));
         let stop = self.clone();
@@ -76,11 +77,11 @@ impl StopFlag {
         std::thread::Builder::new().name("stop".into()).spawn(wait).map(drop).context("starting a thread")
     }
 
-    /// Returns true after the first signal, and after the notice.
+    /// Returns whether a stop was requested. After the first request, returns only after the notice.
     pub fn is_requested(&self) -> bool {
         let requested = self.0.requested.load(Ordering::Relaxed);
         if requested {
-            // A short step may end before the waiting thread wakes, so the notice is also called here. The
+            // A short step may end before the waiting thread wakes up, so the notice is also called here. The
             // lock is held until the notice returns.
             let mut notice = self.0.notice.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(notice) = notice.take() {
@@ -91,23 +92,23 @@ impl StopFlag {
     }
 }
 
-/// Ctrl-C in a conversation on a terminal. It ends the answer under way. Without one, it ends the program
-/// with exit code 130.
+/// Ctrl-C in a conversation on a terminal. It ends the current answer. If there is no current answer, it ends
+/// the program with exit code 130.
 #[derive(Clone)]
 pub struct AnswerInterrupt(Arc<Mutex<InterruptState>>);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum InterruptState {
-    /// No answer is under way.
+    /// There is no current answer.
     Idle,
-    /// An answer is under way.
+    /// An answer is being sampled.
     Answering,
-    /// The answer under way ended, or is to end, by a signal at this time.
+    /// A signal at this time ended the current answer, or will end it.
     Interrupted(Instant),
 }
 
 impl InterruptState {
-    /// Returns the state after a signal at `now`; `None` if the program is to end.
+    /// Returns the state after a signal at `now`. `None` if the program must end.
     fn after_signal(self, now: Instant) -> Option<Self> {
         match self {
             Self::Answering => Some(Self::Interrupted(now)),
@@ -121,7 +122,7 @@ impl AnswerInterrupt {
     /// Starts to listen for SIGINT.
     ///
     /// # Errors
-    /// When the system refuses the handler or a thread.
+    /// When the signal handler or a thread cannot be created.
     pub fn listen() -> Result<Self> {
         let interrupt = Self(Arc::new(Mutex::new(InterruptState::Idle)));
         let mut signals = Signals::new([SIGINT]).context("listening for signals")?;
@@ -132,7 +133,7 @@ impl AnswerInterrupt {
                 match state.after_signal(Instant::now()) {
                     Some(next) => *state = next,
                     None => {
-                        // The shell's prompt begins on a line of its own. A terminal that is gone needs none.
+                        // The shell's prompt must begin on a new line. A write to a closed terminal may fail.
                         let _ = std::io::stderr().write_all(b"\r\x1b[K\n");
                         signal_hook::low_level::exit(EXIT_STOPPED.into());
                     }
@@ -149,8 +150,8 @@ impl AnswerInterrupt {
         *self.lock() = InterruptState::Answering;
     }
 
-    /// Records that the answer has ended. A signal that ended it keeps its time, so that a repeated one does
-    /// not end the program too.
+    /// Records that the answer has ended. If a signal ended the answer, its time is kept, so that a repeated
+    /// signal does not end the program.
     pub fn end(&self) {
         let mut state = self.lock();
         if *state == InterruptState::Answering {
@@ -158,7 +159,7 @@ impl AnswerInterrupt {
         }
     }
 
-    /// Returns whether the answer under way is to end.
+    /// Returns whether the current answer must end.
     pub fn is_requested(&self) -> bool {
         matches!(*self.lock(), InterruptState::Interrupted(_))
     }
@@ -168,7 +169,7 @@ impl AnswerInterrupt {
     }
 }
 
-/// Returns whether this process was started with `signal` ignored; false if the system does not say.
+/// Returns whether this process was started with `signal` ignored. False if that is unknown.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -186,7 +187,7 @@ mod tests {
         let interrupted = InterruptState::Answering.after_signal(now);
         assert_eq!(interrupted, Some(InterruptState::Interrupted(now)));
         assert_eq!(InterruptState::Idle.after_signal(now), None);
-        // A repeated signal counts only after a while: the first may take a moment to be seen.
+        // A repeated signal counts only after some time, because the program may see the first one late.
         let again = |later| InterruptState::Interrupted(now).after_signal(now + later);
         assert_eq!(again(REPEAT_TIME / 2), interrupted);
         assert_eq!(again(REPEAT_TIME), None);

@@ -1,4 +1,4 @@
-//! Proposes the sizes of a recipe for a model and this machine, so that a step fits into memory and takes
+//! Proposes the sizes in a recipe for a model and this machine, so that a step fits in memory and takes
 //! minutes.
 
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
@@ -10,22 +10,22 @@ use std::path::{Path, PathBuf};
 
 /// Target time of a training step, in seconds.
 const STEP_SECONDS: f64 = 600.0;
-/// Floating-point operations per second of one core, roughly.
+/// Approximate floating-point operations per second of one core.
 const CORE_FLOPS: f64 = 2e10;
 /// Operations per parameter and sampled token: 2 in sampling, 6 in the update.
 const FLOPS_PER_PARAMETER: f64 = 8.0;
-/// Share of the free memory to plan for.
+/// Fraction of the free memory to plan for.
 const MEMORY_SHARE: f64 = 0.8;
-/// Minimum of the proposed maximum of sampled tokens of a trajectory.
+/// Smallest `response_tokens_max` that is proposed.
 const RESPONSE_TOKENS_MIN: usize = 256;
-/// Mean length of a trajectory as a share of the longest. It was 0.58 for Qwen2.5-0.5B on GSM8K.
+/// Mean length of a trajectory as a fraction of the maximum. It was 0.58 for Qwen2.5-0.5B on GSM8K.
 const MEAN_LENGTH: f64 = 0.6;
-/// Smallest group and smallest number of prompts of a step that are proposed.
+/// Smallest `samples_per_prompt` that is proposed.
 const SAMPLES_MIN: usize = 4;
-/// Minimum of the proposed number of prompts per step.
+/// Smallest `prompts_per_step` that is proposed.
 const PROMPTS_MIN: usize = 2;
 
-/// Proposed changes of a recipe.
+/// Proposed changes to a recipe.
 pub struct Sizing {
     /// Key, value and remark of each change. The remark may be empty.
     pub changes: Vec<(&'static str, String, String)>,
@@ -33,19 +33,19 @@ pub struct Sizing {
     pub memory: String,
     /// Threads and memory of this machine, as text.
     pub machine: String,
-    /// The response length here and in the recipe, if it was lowered.
+    /// The proposed and the recipe's response length, if the proposed one is smaller.
     pub shorter_response: Option<(usize, usize)>,
-    /// Data files of the recipe that are not there, and the argument of `rloss fetch` that gets them; empty
-    /// if none does.
+    /// The recipe's missing data files, and the argument of `rloss fetch` that fetches them. The argument is
+    /// empty if none does.
     pub missing_data: (Vec<PathBuf>, &'static str),
 }
 
-/// Proposes sizes for training the recipe of `source` with `sets`, which name the model. Reads no data and
-/// no weights.
+/// Proposes sizes for training the recipe of `source` with `sets`, which name the model. Reads neither data
+/// nor weights.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for mistakes of the recipe or the model.
-pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
+/// [`crate::error::BadInput`] for mistakes in the recipe or the model.
+pub fn propose_sizes(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     let plan = source.resolve_for(KeyScope::Export, sets)?;
     let (threads, parameters, context) = {
         let preflight = preflight(&plan, &[])?;
@@ -61,7 +61,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     };
     let bytes = free.map_or(f64::INFINITY, |free| free.bytes as f64 * MEMORY_SHARE);
     let rollout = &plan.recipe.rollout;
-    // The sampled tokens of a step are divided into trajectories of a useful length.
+    // The number of sampled tokens per step is divided into trajectories of a useful length.
     let tokens = STEP_SECONDS * threads as f64 * CORE_FLOPS / (FLOPS_PER_PARAMETER * parameters);
     let longest = (tokens / (MEAN_LENGTH * (PROMPTS_MIN * SAMPLES_MIN) as f64)) as usize;
     let room = context.saturating_sub(rollout.prompt_tokens_max).max(context / 2);
@@ -74,7 +74,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
         false => String::new(),
     };
     let response_remark = match response < rollout.response_tokens_max {
-        true => format!("{}: longer answers are cut", from(rollout.response_tokens_max, response)),
+        true => format!("{}: longer answers are truncated", from(rollout.response_tokens_max, response)),
         false => String::new(),
     };
     let mut changes = vec![
@@ -95,7 +95,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     ];
     let mut peak = peak_bytes(&plan, &changes)?;
     if peak > bytes && plan.recipe.adapter.is_none() {
-        let whole = format!("training every weight would take {}", gigabytes(peak as u64));
+        let whole = format!("full training would take {}", gigabytes(peak as u64));
         changes.push(("adapter.rank", "8".to_owned(), whole));
         changes.push(("adapter.alpha", "16.0".to_owned(), String::new()));
         let rate = "about ten times that of full training".to_owned();
@@ -115,7 +115,7 @@ pub fn propose(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
     Ok(Sizing { changes, memory: gigabytes(peak as u64), machine, shorter_response, missing_data })
 }
 
-/// Opens the model of `plan` with `changes`, as training would.
+/// Opens the model of `plan` with `changes`, as training does.
 fn preflight(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<Preflight> {
     let sets: Vec<String> = changes.iter().map(|(key, value, _)| format!("{key}={value}")).collect();
     let plan = resolve_for(KeyScope::Export, Path::new("recipe.toml"), &plan.to_toml(), &sets)?;

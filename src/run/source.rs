@@ -1,5 +1,5 @@
 //! Sources of a model: a folder, an adapter with its base, or the recipe's own architecture. Opening reads
-//! headers only.
+//! only headers.
 
 use super::memory::{ModelCommand, gigabytes};
 use crate::bad_input;
@@ -30,7 +30,7 @@ use half::bf16;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Minimum size of weights for a progress bar of their own, in megabytes.
+/// Minimum size of weights that are read with a progress bar, in megabytes.
 const PROGRESS_MEGABYTES_MIN: u64 = 256;
 
 /// The source of a model: a folder, or the recipe's own architecture.
@@ -38,17 +38,17 @@ pub(super) struct ModelSource {
     pub(super) config: Config,
     pub(super) chat: Chat,
     pub(super) companions: CompanionFiles,
-    /// The files of weights; `None` for random weights.
+    /// The weight files. `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
-    /// The folder if it lacks weights, for a warning.
+    /// The folder, if it has no weights, for a warning.
     pub(super) folder_without_weights: Option<PathBuf>,
-    /// The GGUF file if its chat template is not the family's, for a warning.
-    pub(super) foreign_template: Option<PathBuf>,
-    /// The storage format of each tensor; f32 for random weights.
+    /// The GGUF file, if its chat template is not the family's, for a warning.
+    pub(super) unknown_template: Option<PathBuf>,
+    /// The storage format of each tensor. f32 for random weights.
     pub(super) formats: Vec<WeightFormat>,
     /// The folder of the weights.
     pub(super) folder: Option<PathBuf>,
-    /// The adapter on these weights.
+    /// The adapter for these weights, if any.
     pub(super) adapter: Option<AdapterFolder>,
 }
 
@@ -59,7 +59,7 @@ pub(super) enum Placement {
     Replicated,
     /// Sharded over the processes.
     Sharded,
-    /// On disk, except for the current layer.
+    /// On disk, except the current layer.
     OnDisk,
 }
 
@@ -68,7 +68,8 @@ impl ModelSource {
         Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
-    /// Marks all tensors as unpacked if the recipe multiplies in bf16, because packed products are in f32.
+    /// Marks all tensors as unpacked if the recipe multiplies in bf16. Products with packed weights are in
+    /// f32.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
             self.formats.fill(WeightFormat::F32);
@@ -103,7 +104,7 @@ impl ModelSource {
                     companions,
                     weights: None,
                     folder_without_weights: None,
-                    foreign_template: None,
+                    unknown_template: None,
                     formats,
                     folder: None,
                     adapter: None,
@@ -113,7 +114,7 @@ impl ModelSource {
         }
     }
 
-    /// Opens the model in `folder`, either a base, or an adapter that names its base.
+    /// Opens the model in `folder`: a base, or an adapter that names its base.
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
         match is_adapter_folder(folder) {
             true => Self::from_adapter(folder, None),
@@ -121,11 +122,11 @@ impl ModelSource {
         }
     }
 
-    /// Opens the adapter in `folder` on its base. `base_path` is another path where the base may be.
+    /// Opens the adapter in `folder` on its base. `base_path` is another path at which the base may be.
     pub(super) fn from_adapter(folder: &Path, base_path: Option<&Path>) -> Result<Self> {
         let Some(base) = read_base(folder)? else {
             return Err(bad_input!(
-                "{}: this adapter does not say which base it was trained on; name both: --set model.path=BASE --set model.adapter={}",
+                "{}: this adapter does not name the base that it was trained on; name both: --set model.path=BASE --set model.adapter={}",
                 folder.display(),
                 shell_quote(&folder.display().to_string())
             ));
@@ -136,7 +137,8 @@ impl ModelSource {
         Ok(source)
     }
 
-    /// Adds the adapter in `folder`. Its shapes must match, and the digest of its base if it has one.
+    /// Adds the adapter in `folder`. Its shapes must match the base, and so must the digest of its base, if
+    /// it has one.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
         checkpoint::verify_folder(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
@@ -155,7 +157,7 @@ impl ModelSource {
         Ok(self)
     }
 
-    /// Returns the base as a checkpoint refers to it; `None` if no folder has it.
+    /// Returns the base as a checkpoint refers to it. `None` if no folder has the base.
     pub(super) fn base(&self) -> Result<Option<BaseModel>> {
         match (&self.adapter, &self.folder, &self.weights) {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
@@ -169,7 +171,7 @@ impl ModelSource {
     fn from_base(folder: &Path) -> Result<Self> {
         if is_adapter_folder(folder) {
             return Err(bad_input!(
-                "{}: is an adapter, which cannot be the base of another; name its base, or remove model.adapter",
+                "{}: is an adapter, so it cannot be the base of another one; name its base, or remove model.adapter",
                 folder.display()
             ));
         }
@@ -183,7 +185,7 @@ impl ModelSource {
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(
-                "{}: the tokenizer has {tokens} tokens but config.json says vocab_size = {}; use the tokenizer that belongs to this model",
+                "{}: the tokenizer has {tokens} tokens, but vocab_size is {} in config.json; use the tokenizer that belongs to this model",
                 file.display(),
                 config.vocab_size
             ));
@@ -204,26 +206,27 @@ impl ModelSource {
             companions,
             weights,
             folder_without_weights,
-            foreign_template: None,
+            unknown_template: None,
             formats,
             folder,
             adapter: None,
         })
     }
 
-    /// Opens a GGUF file. Its chat template is stored for checkpoints, and compared with the family's.
+    /// Opens a GGUF file. Its chat template is stored for checkpoints, and compared with the family's
+    /// template.
     fn from_gguf(path: &Path) -> Result<Self> {
         let GgufModel { weights, config, tokenizer, template } = GgufModel::open(path)?;
         let chat = config.family.chat.from_bytes(tokenizer, &path.display().to_string())?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(
-                "{}: the tokenizer has {tokens} tokens but the embedding has {} rows; fetch or convert the file again",
+                "{}: the tokenizer has {tokens} tokens, but the embedding has {} rows; fetch or convert the file again",
                 path.display(),
                 config.vocab_size
             ));
         }
-        let foreign_template = template.as_deref().is_some_and(|template| !chat.renders_as(template));
+        let unknown_template = template.as_deref().is_some_and(|template| !chat.is_known_template(template));
         let weights = ModelFolder::from_gguf(path, weights);
         let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
@@ -232,7 +235,7 @@ impl ModelSource {
             chat,
             weights: Some(Arc::new(weights)),
             folder_without_weights: None,
-            foreign_template: foreign_template.then(|| path.to_owned()),
+            unknown_template: unknown_template.then(|| path.to_owned()),
             formats,
             folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
             adapter: None,
@@ -243,12 +246,12 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
-    /// Returns the bytes of all weights in memory if none is trainable.
+    /// Returns the bytes of all weights in memory, if none is trainable.
     pub(super) fn resident_bytes(&self) -> u64 {
         self.specs().iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).sum()
     }
 
-    /// Reads the weights, or initializes them randomly. Also reads the adapter.
+    /// Reads the weights, or initializes them at random. Also reads the adapter.
     pub(super) fn parameters(
         &self,
         recipe: &Recipe,
@@ -267,7 +270,7 @@ impl ModelSource {
         Ok(parameters)
     }
 
-    /// Reads or initializes the base weights. Frozen tensors stay packed if they are packed on disk.
+    /// Reads or initializes the base weights. Frozen tensors that are packed on disk stay packed.
     fn base_parameters(
         &self,
         recipe: &Recipe,
@@ -339,8 +342,8 @@ impl ModelSource {
     }
 }
 
-/// Returns a line that names the model to read and its size; `None` if it is small. A model that cannot be
-/// opened is reported later.
+/// Returns a line with the model to read and its size. `None` if the model is small. If it cannot be opened,
+/// a later step reports the error.
 pub(super) fn reading_note(recipe: &Recipe) -> Option<String> {
     let folder = model_folder(recipe.model.path.as_deref()?).ok()?;
     let base = match is_adapter_folder(&folder) {
@@ -361,7 +364,7 @@ pub(super) fn reading_note(recipe: &Recipe) -> Option<String> {
         .then(|| format!("reading the model {} ({}){adapter}", base.display(), gigabytes(bytes)))
 }
 
-/// Returns the precision of matrix products on a CPU.
+/// Returns the precision of matrix products on the CPU.
 pub(super) fn precision(recipe: &Recipe) -> Precision {
     match recipe.model.dtype {
         Dtype::F32 | Dtype::Bf16 => Precision::F32,
@@ -378,10 +381,10 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
     Ok(ModelSource::open(recipe)?.config)
 }
 
-/// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or a
-/// checkpoint itself. `--set model.path=…` overrides it. For a run with an adapter, `--set model.path=…`
-/// names the adapter's base instead. Returns the training step after which the model was saved; 0 if it is
-/// not a checkpoint.
+/// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or the
+/// checkpoint itself. `--set model.path=…` overrides this. For a run with an adapter, `--set model.path=…`
+/// names the adapter's base instead. Returns the training step after which the model was saved, or 0 if the
+/// model is not a checkpoint.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.
@@ -392,12 +395,12 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
     {
         return Err(bad_input!(
-            "{}: a recipe can name only paths in UTF-8; rename the folder",
+            "{}: the path of the model must be UTF-8 in a recipe; rename the folder",
             run.display()
         ));
     }
     if is_path_set && let Some(adapter) = adapter_checkpoint(source, model)? {
-        // The user's path is the base of the run's adapter.
+        // The path that the user set is the base of the run's adapter.
         let step = checkpoint::read_state(&adapter)?;
         model.adapter = Some(adapter);
         return Ok(if step.phase == Phase::Rl { step.step } else { 0 });
@@ -406,7 +409,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
         _ if is_path_set => None,
         RecipeSource::Run(run) => Some(checkpoint::newest_checkpoint(run)?.ok_or_else(|| {
             bad_input!(
-                "{}: the run has no checkpoint yet; continue it with --resume, or name its recipe.toml for the model that it started from",
+                "{}: the run has no checkpoint yet; continue the run with --resume, or give its recipe.toml to use the model that it started from",
                 run.display()
             )
         })?),
@@ -415,7 +418,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     };
     if folder.is_some() {
         (model.path, model.architecture, model.tokenizer) = (folder, None, None);
-        // A checkpoint of an adapter already contains it.
+        // The checkpoint of an adapter already has the adapter.
         model.adapter = None;
     }
     let Some(path) = &mut model.path else { return Ok(0) };
@@ -432,7 +435,7 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     Ok(if state.phase == Phase::Rl { state.step } else { 0 })
 }
 
-/// Returns the checkpoint of `source` if it holds an adapter and `model.path` is a model without one.
+/// Returns the checkpoint of `source` if it has an adapter and `model.path` is a model without one.
 fn adapter_checkpoint(source: &RecipeSource, model: &ModelSettings) -> Result<Option<PathBuf>> {
     let folder = match source {
         _ if model.adapter.is_some() => None,
@@ -451,8 +454,8 @@ fn holds_model(path: &Path) -> bool {
     path.join("config.json").is_file() || is_gguf(path)
 }
 
-/// Returns the folder or GGUF file of the model: `path` itself, or the last checkpoint if `path` is a run
-/// folder.
+/// Returns the folder or GGUF file of the model: `path` itself or, if `path` is a run folder, its last
+/// checkpoint.
 pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     if holds_model(path) {
         return Ok(path.to_owned());
@@ -460,26 +463,26 @@ pub(super) fn model_folder(path: &Path) -> Result<PathBuf> {
     match checkpoint::newest_checkpoint(path)? {
         Some(folder) => Ok(folder),
         None => Err(bad_input!(
-            "{}: holds neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a GGUF file, a checkpoint or a run folder",
+            "{}: has neither config.json nor a run's checkpoints; set model.path to a Hugging Face folder, a GGUF file, a checkpoint or a run folder",
             path.display()
         )),
     }
 }
 
-/// Returns the folder of the adapter: `path` itself, or the last checkpoint if `path` is a run folder.
+/// Returns the folder of the adapter: `path` itself or, if `path` is a run folder, its last checkpoint.
 fn adapter_folder(path: &Path) -> Result<PathBuf> {
     let newest =
         if is_adapter_folder(path) { Some(path.to_owned()) } else { checkpoint::newest_checkpoint(path)? };
     newest.filter(|folder| is_adapter_folder(folder)).ok_or_else(|| {
         bad_input!(
-            "{}: holds no adapter_config.json and no run with an adapter; set model.adapter to a folder in PEFT's format, a \
+            "{}: has neither adapter_config.json nor a run with an adapter; set model.adapter to a folder in PEFT's format, a \
              checkpoint or a run folder",
             path.display()
         )
     })
 }
 
-/// Returns the config of the recipe's architecture, without keys of other families.
+/// Returns the config of the recipe's architecture, without the keys of other families.
 fn architecture_config(a: &Architecture, chat: &Chat) -> Config {
     let (family, experts) = (a.model_type, a.model_type.has_experts);
     Config {

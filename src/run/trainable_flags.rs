@@ -1,4 +1,4 @@
-//! Trainable parameters: all except those frozen by patterns of the recipe or by an ablation.
+//! Trainable parameters: all except those that patterns in the recipe or an ablation freeze.
 
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, value_model_specs};
@@ -6,16 +6,16 @@ use crate::recipe::Plan;
 use anyhow::Result;
 use wildmatch::WildMatchPattern;
 
-/// The parameters that `arms.freeze_attention` freezes.
+/// The pattern of the parameters that `arms.freeze_attention` freezes.
 const ATTENTION: &str = "model.layers.*.self_attn.*";
 
-/// Returns the policy's trainable flags, one per spec. `train.freeze` and the ablation freeze parameters.
+/// Returns the policy's trainable flags, one per spec. `train.freeze` and an ablation can freeze parameters.
 /// `specs` may include adapter factors.
 pub(super) fn policy_trainable_flags(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
     trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), specs, &[])
 }
 
-/// Returns the trainable flags of an adapter's factors. A pattern may also match one of `others`.
+/// Returns the trainable flags of an adapter's factors. Patterns may also match parameters in `others`.
 pub(super) fn adapter_trainable_flags(
     plan: &Plan,
     factors: &[ParameterSpec],
@@ -24,8 +24,8 @@ pub(super) fn adapter_trainable_flags(
     trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), factors, others)
 }
 
-/// Returns the critic's trainable flags, from `critic.freeze`; `None` without a critic. The parameters are
-/// the critic's own, followed by the `factors` of its adapter. With an adapter, only the head and the factors
+/// Returns the critic's trainable flags, from `critic.freeze`. `None` without a critic. The critic's own
+/// parameters come first, then the `factors` of its adapter. With an adapter, only the head and the factors
 /// are trainable.
 pub(super) fn critic_trainable_flags(
     plan: &Plan,
@@ -46,13 +46,13 @@ pub(super) fn critic_trainable_flags(
     Ok(Some(trainable))
 }
 
-/// Returns the pattern of parameters that an ablation freezes.
+/// Returns the pattern of the parameters that an ablation freezes, if any.
 fn ablation_pattern(plan: &Plan) -> Option<&'static str> {
     plan.recipe.arms.freeze_attention.then_some(ATTENTION)
 }
 
-/// Returns a flag for each parameter of `specs`: false if its name matches one of the `patterns` of `key` or
-/// `ablation_pattern`. Each of the `patterns` must match a parameter of `specs` or `others`.
+/// Returns a flag for each parameter of `specs`. The flag is false if the name matches one of the `patterns`
+/// of `key`, or `ablation_pattern`. Each of the `patterns` must match a parameter of `specs` or `others`.
 fn trainable_flags(
     plan: &Plan,
     key: &str,
@@ -75,15 +75,15 @@ fn trainable_flags(
     let trainable: Vec<bool> =
         specs.iter().map(|spec| !patterns.iter().any(|pattern| matches(pattern, &spec.name))).collect();
     if is_used && !trainable.contains(&true) {
-        let reason = "every parameter is frozen; leave one trainable".to_owned();
+        let reason = "every parameter is frozen; leave at least one trainable".to_owned();
         return Err(plan.mistake(key, reason).into());
     }
     Ok(trainable)
 }
 
-/// Returns whether `pattern` matches the whole `name`. `*` matches any characters, also dots. All other
-/// characters match themselves. The crate also requires a wildcard for one character; it is U+0000, which no
-/// name contains.
+/// Returns whether `pattern` matches the whole `name`. `*` matches any characters, including dots. All other
+/// characters match themselves. The crate `wildmatch` also requires a wildcard for a single character. U+0000
+/// is used for it, because no name contains this character.
 pub(super) fn matches(pattern: &str, name: &str) -> bool {
     WildMatchPattern::<'*', '\0'>::new(pattern).matches(name)
 }
@@ -101,10 +101,10 @@ mod tests {
         assert!(!matches("lm_head", "lm_head.weight"));
         assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
         assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
-        // A star must backtrack, and an early match must not count as the end.
+        // A star must backtrack: an early match is not necessarily the last one.
         assert!(!matches("*weight*weight", "lm_head.weight"));
         assert!(matches("*.s*s", "model.layers.3.self_attn.sinks"));
-        // No other character is special, and a suffix alone does not match.
+        // No other character is special, and a suffix does not match a whole name.
         assert!(!matches("lm?head.weight", "lm_head.weight"));
         assert!(!matches("lm[_]head.{weight,bias}", "lm_head.weight"));
         assert!(!matches("head.weight", "lm_head.weight"));

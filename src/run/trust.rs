@@ -1,6 +1,7 @@
-//! Consent to the programs of a run folder, which may come from somebody else.
+//! Trust in the programs that a run folder names. Another user may have made the folder.
 //!
-//! A run folder of this user holds `programs.b3`: one digest for each program, keyed with the user's key.
+//! A run folder that this user made has a file `programs.b3`. It has one digest per program, keyed with the
+//! user's key.
 
 use crate::atomic_file::write_file;
 use crate::bad_input;
@@ -17,7 +18,7 @@ use std::path::Path;
 
 pub(super) const PROGRAMS_FILE: &str = "programs.b3";
 
-/// Name of the file with the key of the digests.
+/// Name of the file that has the key of the digests.
 const KEY_FILE: &str = "runs.key";
 
 /// A recipe key that starts a program or disables the sandbox.
@@ -28,7 +29,7 @@ struct Program {
 }
 
 impl Program {
-    /// Returns the keyed digest of the program; `None` if this user has no key.
+    /// Returns the keyed digest of the program. `None` if this user has no key.
     fn digest(&self) -> Option<String> {
         let key = user_key(&key_folder()?, KEY_FILE).ok()?;
         Some(blake3::keyed_hash(&key, self.text.as_bytes()).to_hex().to_string())
@@ -57,7 +58,7 @@ fn programs(recipe: &Recipe) -> Vec<Program> {
     used_keys.filter_map(|(key, _)| Some(Program { key, text: format!("{key} = {}", value(key)?) })).collect()
 }
 
-/// Returns the lines that say which programs `recipe` starts.
+/// Returns lines that show which programs `recipe` starts.
 pub fn program_lines(recipe: &Recipe) -> Vec<String> {
     programs(recipe)
         .iter()
@@ -65,12 +66,12 @@ pub fn program_lines(recipe: &Recipe) -> Vec<String> {
         .collect()
 }
 
-/// Prints the programs of `recipe` before they start. If a run folder from somebody else names them, they
-/// need the user's consent: `trust`, or an answer at the terminal. Programs that the user set by `sets` need
-/// none.
+/// Prints the programs of `recipe` before they start. If another user's run folder names them, the user must
+/// trust them: with `trust`, or with an answer at the terminal. Programs that the user set with `sets` are
+/// trusted.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] without consent.
+/// [`crate::error::BadInput`] if the user does not trust them.
 pub fn ask_consent(
     source: &RecipeSource,
     recipe: &Recipe,
@@ -80,27 +81,26 @@ pub fn ask_consent(
 ) -> Result<()> {
     program_lines(recipe).iter().for_each(|line| console.print(line));
     let (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) = source else { return Ok(()) };
-    let approved = bounded_file::read_text(&run.join(PROGRAMS_FILE), JSON_BYTES_MAX).unwrap_or_default();
-    let is_foreign = |program: &Program| {
+    let trusted = bounded_file::read_text(&run.join(PROGRAMS_FILE), JSON_BYTES_MAX).unwrap_or_default();
+    let needs_trust = |program: &Program| {
         let is_set = sets.iter().any(|set| override_key(set) == Some(program.key));
-        let is_approved =
-            || program.digest().is_some_and(|digest| approved.lines().any(|line| line == digest));
-        !is_set && !is_approved()
+        let is_trusted = || program.digest().is_some_and(|digest| trusted.lines().any(|line| line == digest));
+        !is_set && !is_trusted()
     };
-    if trust || !programs(recipe).iter().any(is_foreign) {
+    if trust || !programs(recipe).iter().any(needs_trust) {
         return Ok(());
     }
     if std::io::stdin().is_terminal() && std::io::stderr().is_terminal() && ask_user(run)? {
         // If the folder cannot be written, the user is asked again next time.
-        let _ = approve(run, recipe);
+        let _ = mark_trusted(run, recipe);
         return Ok(());
     }
-    let shown = run.display();
+    let path_text = run.display();
     Err(bad_input!(
-        "{shown}: this user did not make this run, and it starts {}; rloss check --no-run {} shows the recipe and starts \
+        "{path_text}: this user did not make this run, and it starts {}; rloss check --no-run {} shows the recipe and starts \
          nothing; to start it, add --trust",
         programs(recipe).iter().map(|program| program.text.as_str()).collect::<Vec<_>>().join(" and "),
-        shell_quote(&shown.to_string())
+        shell_quote(&path_text.to_string())
     ))
 }
 
@@ -115,12 +115,12 @@ fn ask_user(run: &Path) -> Result<bool> {
     Ok(["y", "yes"].contains(&answer.trim().to_lowercase().as_str()))
 }
 
-/// Marks the programs of `recipe` as approved in the run folder `folder`. Does nothing if this user has no
+/// Marks the programs of `recipe` as trusted in the run folder `folder`. Does nothing if this user has no
 /// key.
 ///
 /// # Errors
 /// When the disk cannot be written.
-pub(super) fn approve(folder: &Path, recipe: &Recipe) -> Result<()> {
+pub(super) fn mark_trusted(folder: &Path, recipe: &Recipe) -> Result<()> {
     let digests: String =
         programs(recipe).iter().filter_map(|program| Some(program.digest()? + "\n")).collect();
     if digests.is_empty() { Ok(()) } else { write_file(&folder.join(PROGRAMS_FILE), &digests) }

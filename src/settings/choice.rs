@@ -1,23 +1,23 @@
-//! Values selected by a word in a recipe, declared once in the module that uses them.
+//! Recipe values that are selected by a word. Each set of words is declared once, in the module that uses it.
 
-/// A recipe value chosen by name from a fixed list.
+/// A recipe value that is chosen by name from a fixed list.
 pub trait Choice: Copy + 'static {
     /// Returns every value, in the order of the documentation.
     fn all() -> Vec<Self>;
 
-    /// Returns the word used in recipes.
+    /// Returns the word for the value in recipes.
     fn name(self) -> &'static str;
 
-    /// Returns the word's meaning for the documentation; empty if the word is self-explanatory.
+    /// Returns the word's meaning for the documentation. Empty if the word is self-explanatory.
     fn meaning(self) -> &'static str;
 
-    /// Returns the value of this word, if there is one.
+    /// Returns the value of the word `name`, if there is one.
     fn from_name(name: &str) -> Option<Self> {
         Self::all().into_iter().find(|value| value.name() == name)
     }
 }
 
-/// Declares an enum whose values are selected by a word. The values' doc comments give the meanings.
+/// Declares an enum whose values are selected by a word. The doc comment of a value gives the word's meaning.
 macro_rules! choice {
     ($(#[doc = $doc:literal])* pub enum $name:ident $(default $default:ident)? {
         $($(#[doc = $word_doc:literal])* $variant:ident = $word:literal,)*
@@ -60,11 +60,11 @@ macro_rules! choice {
     };
 }
 
-/// Declares a value selected by the name of an entry, and the modules of the entries. Each module has an
-/// `ENTRY` with `name` and `meaning`. A new entry is one file and one line here; an enum would need a
-/// change at every match. `cargo fmt` does not find modules declared by a macro: `just format` names their
-/// files.
-macro_rules! registered {
+/// Declares a value that is selected by the name of an entry, and the modules of the entries. Each module has
+/// an `ENTRY` with `name` and `meaning`. A new entry needs one new file and one new line; an enum would need
+/// a change at every match. `cargo fmt` does not find modules that a macro declares, so `just format` names
+/// their files.
+macro_rules! registry {
     (
         $(#[doc = $doc:literal])*
         pub struct $name:ident($entry:ty) default $default:ident;
@@ -126,9 +126,9 @@ macro_rules! registered {
     };
 }
 
-pub(crate) use {choice, registered};
+pub(crate) use {choice, registry};
 
-/// Returns the most similar word of `known`, if it is similar enough to be the intended one.
+/// Returns the word in `known` that is most similar to `written`, if it is similar enough to be intended.
 pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
     similar_words(written, known).first().copied()
 }
@@ -136,9 +136,9 @@ pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> 
 /// Maximum number of names that [`did_you_mean`] proposes.
 const PROPOSALS_MAX: usize = 3;
 
-/// Returns ` did you mean a or b?` for the names of `known` that are similar to `written`, or that have all
-/// its parts, as `gsm8k_qwen_lora` has those of `gsm8k-lora`. A name with the same parts stands alone.
-/// Returns an empty text if there are none.
+/// Returns ` did you mean a or b?` with names from `known`, or an empty string if none fits. A name fits if
+/// it is similar to `written`, or if it contains all parts of `written` (`gsm8k_qwen_lora` for `gsm8k-lora`).
+/// If a name has exactly the same parts, it is the only proposal.
 pub fn did_you_mean<'k>(written: &str, known: impl Iterator<Item = &'k str> + Clone) -> String {
     fn parts(name: &str) -> impl Iterator<Item = &str> {
         name.split(['_', '-', '.']).filter(|part| !part.is_empty())
@@ -160,12 +160,12 @@ pub fn did_you_mean<'k>(written: &str, known: impl Iterator<Item = &'k str> + Cl
     if names.is_empty() { String::new() } else { format!(" did you mean {}?", names.join(" or ")) }
 }
 
-/// Returns the words of `known` that are similar enough to `written`, the most similar first.
+/// Returns the words in `known` that are similar enough to `written`, the most similar word first.
 fn similar_words<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Vec<&'k str> {
-    let slips_max = (written.chars().count() / 3).max(1);
+    let edits_max = (written.chars().count() / 3).max(1);
     let mut words: Vec<(usize, &str)> = known
         .map(|known| (strsim::damerau_levenshtein(written, known), known))
-        .filter(|(slips, _)| *slips <= slips_max)
+        .filter(|(edits, _)| *edits <= edits_max)
         .collect();
     words.sort_unstable();
     words.into_iter().map(|(_, known)| known).collect()

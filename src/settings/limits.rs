@@ -3,35 +3,35 @@
 use std::fmt;
 use std::ops::Bound;
 
-/// An interval of allowed numbers: `from(0.0).to(1.0)`, `above(0.0)`, `from(0.0).below(1.0)`.
+/// The allowed range of a number, written as `from(0.0).to(1.0)`, `above(0.0)` or `from(0.0).below(1.0)`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Limits {
     low: Bound<f64>,
     high: Bound<f64>,
 }
 
-/// Numbers of at least `low`.
+/// Allows numbers of at least `low`.
 pub(crate) const fn from(low: f64) -> Limits {
     Limits { low: Bound::Included(low), high: Bound::Unbounded }
 }
 
-/// Numbers greater than `low`.
+/// Allows numbers greater than `low`.
 pub(crate) const fn above(low: f64) -> Limits {
     Limits { low: Bound::Excluded(low), high: Bound::Unbounded }
 }
 
 impl Limits {
-    /// Adds the upper bound `high`, inclusive.
+    /// Adds the upper bound `high`, which is allowed.
     pub const fn to(self, high: f64) -> Limits {
         Limits { high: Bound::Included(high), ..self }
     }
 
-    /// Adds the upper bound `high`, exclusive.
+    /// Adds the upper bound `high`, which is not allowed.
     pub const fn below(self, high: f64) -> Limits {
         Limits { high: Bound::Excluded(high), ..self }
     }
 
-    /// Returns the limits as keywords of JSON Schema.
+    /// Returns the range as keywords of JSON Schema.
     pub fn to_schema(self) -> serde_json::Map<String, serde_json::Value> {
         let bound = |inclusive: &str, exclusive: &str, bound: Bound<f64>| match bound {
             Bound::Included(number) => Some((inclusive.to_owned(), number.into())),
@@ -42,7 +42,7 @@ impl Limits {
         low.into_iter().chain(bound("maximum", "exclusiveMaximum", self.high)).collect()
     }
 
-    /// Returns true when `number` is allowed; NaN never is.
+    /// Returns whether `number` is allowed. NaN is never allowed.
     pub fn contains(&self, number: f64) -> bool {
         use std::ops::RangeBounds;
         (self.low, self.high).contains(&number)
@@ -51,7 +51,7 @@ impl Limits {
 
 impl fmt::Display for Limits {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match (self.low.map(shown), self.high.map(shown)) {
+        match (self.low.map(format_number), self.high.map(format_number)) {
             (Bound::Included(low), Bound::Included(high)) => write!(f, "{low} to {high}"),
             (Bound::Included(low), Bound::Unbounded) => write!(f, "{low} or more"),
             (Bound::Included(low), Bound::Excluded(high)) => write!(f, "{low} or more and below {high}"),
@@ -63,7 +63,7 @@ impl fmt::Display for Limits {
     }
 }
 
-/// Formats whole numbers without a point, small ones with an exponent.
-fn shown(number: f64) -> String {
+/// Formats whole numbers without a decimal point, and small numbers with an exponent.
+fn format_number(number: f64) -> String {
     if number.fract() == 0.0 { number.to_string() } else { format!("{number:?}") }
 }

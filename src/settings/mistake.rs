@@ -1,13 +1,13 @@
-//! Mistakes of a recipe, reported all at once, each with its place and its remedy.
+//! Mistakes in a recipe. They are reported together, each with its location and its remedy.
 
 use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Where a value was written. The order is that of the report.
+/// Where a value was written. Mistakes are reported in this order.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SourceLocation {
-    /// In the text of the recipe or its base; no line for a key that is absent.
+    /// In the text of the recipe or its base. `line` is `None` for a key that is absent.
     File { path: PathBuf, line: Option<usize> },
     /// In the `--set` with this index.
     Set(usize),
@@ -23,14 +23,14 @@ impl fmt::Display for SourceLocation {
     }
 }
 
-/// A mistake.
+/// A mistake in a recipe.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mistake {
     pub location: SourceLocation,
-    /// The key's dotted path; empty for a mistake of syntax.
+    /// The key's dotted path. Empty for a syntax mistake.
     pub key: String,
     /// The mistake and its remedy.
-    pub what: String,
+    pub message: String,
 }
 
 impl fmt::Display for Mistake {
@@ -39,28 +39,33 @@ impl fmt::Display for Mistake {
         if !self.key.is_empty() {
             write!(f, "{}: ", self.key)?;
         }
-        f.write_str(&self.what)
+        f.write_str(&self.message)
     }
 }
 
-/// All mistakes of a recipe; as an error it is never empty. Beyond a maximum they are only counted.
+/// All mistakes in a recipe. At least one, if returned as an error.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Mistakes(pub Vec<Mistake>, pub usize);
+pub struct Mistakes {
+    /// The mistakes that are reported individually.
+    pub listed: Vec<Mistake>,
+    /// Number of further mistakes, which are only counted.
+    pub omitted_count: usize,
+}
 
 impl fmt::Display for Mistakes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0.as_slice() {
+        match self.listed.as_slice() {
             [only] => write!(f, "{only}"),
             all => {
-                write!(f, "{} mistakes in the recipe:", all.len() + self.1)?;
+                write!(f, "{} mistakes in the recipe:", all.len() + self.omitted_count)?;
                 all.iter().try_for_each(|mistake| write!(f, "\n  {mistake}"))?;
-                if self.1 > 0 { write!(f, "\n  and {} more", self.1) } else { Ok(()) }
+                if self.omitted_count > 0 { write!(f, "\n  and {} more", self.omitted_count) } else { Ok(()) }
             }
         }
     }
 }
 
-/// The place of each written key.
+/// The location of each written key.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct KeyLocations {
     file: PathBuf,
@@ -72,13 +77,13 @@ impl KeyLocations {
         KeyLocations { file: file.to_owned(), written: BTreeMap::new() }
     }
 
-    /// Records where `key` was written last.
+    /// Records where `key` was written. A later location replaces an earlier one.
     pub fn record(&mut self, key: &str, location: SourceLocation) {
         self.written.insert(key.to_owned(), location);
     }
 
-    /// Returns where `key` was written, or else the nearest table around it, or else the file.
-    pub fn of(&self, key: &str) -> SourceLocation {
+    /// Returns where `key` was written. If it was not written: the nearest table around it, or else the file.
+    pub fn location_of(&self, key: &str) -> SourceLocation {
         let around = std::iter::successors(Some(key), |key| key.rsplit_once('.').map(|(table, _)| table));
         let mut written = around.filter_map(|key| self.written.get(key));
         written.next().cloned().unwrap_or(SourceLocation::File { path: self.file.clone(), line: None })

@@ -1,9 +1,9 @@
 //! Declarations of recipe tables. The module that uses a table declares its keys, defaults, limits and
 //! documentation once.
 //!
-//! [`table!`] declares a table, [`choice!`] an enum whose values have names, [`registered!`] a list of
-//! entries selected by name. A [`Reader`] reads TOML into such tables and collects every [`Mistake`] with
-//! its key, file and line.
+//! [`table!`] declares a table, [`choice!`] an enum whose values have names, and [`registry!`] a list of
+//! entries that are selected by name. A [`Reader`] reads TOML into such tables. It collects every [`Mistake`]
+//! with its key, file and line.
 
 mod choice;
 mod limits;
@@ -13,7 +13,7 @@ mod scalar;
 mod table;
 
 pub use choice::{Choice, closest_word, did_you_mean};
-pub(crate) use choice::{choice, registered};
+pub(crate) use choice::{choice, registry};
 pub(crate) use limits::{Limits, above, from};
 pub(crate) use mistake::KeyLocations;
 pub use mistake::{Mistake, Mistakes, SourceLocation};

@@ -1,4 +1,4 @@
-//! Reads parsed text into the tables in one pass; records places and collects mistakes.
+//! Reads parsed TOML into the tables in one pass. Records the locations of keys and collects mistakes.
 
 use super::{KeyLocations, Mistake, Mistakes, SourceLocation, Table, closest_word, join};
 use std::ops::Range;
@@ -13,50 +13,51 @@ pub(crate) struct ParsedKey<'a> {
     pub value: &'a Spanned<DeValue<'a>>,
 }
 
-/// The origin of a text: a recipe file, its base, or a `--set`.
+/// The origin of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin<'a> {
     File(&'a Path),
     Set(usize),
 }
 
-/// A name of another trainer, and the keys that have its meaning here.
+/// A key or value of another trainer, and the recipe keys with the same meaning.
 #[derive(Debug)]
-pub(crate) struct ForeignName {
+pub(crate) struct OtherTrainerName {
     pub name: &'static str,
     pub keys: &'static [&'static str],
-    /// Text after the keys in a message: their value or a difference.
+    /// Text after the keys in a message: their value, or a difference in meaning.
     pub note: &'static str,
 }
 
-impl std::fmt::Display for ForeignName {
+impl std::fmt::Display for OtherTrainerName {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let keys = match self.keys {
             [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
             keys => keys.concat(),
         };
-        write!(f, "here it is {keys}{}", self.note)
+        write!(f, "use {keys}{}", self.note)
     }
 }
 
-/// Maximum number of mistakes that are examined. A text that is not a recipe would have very many.
+/// Maximum number of mistakes that are listed. A text that is not a recipe would have very many.
 const MISTAKES_MAX: usize = 100;
 
-/// Reads several texts into a recipe, in order.
+/// Reads several texts into one recipe, in order.
 pub(crate) struct Reader<'a> {
     pub locations: &'a mut KeyLocations,
     pub mistakes: &'a mut Mistakes,
-    /// Keys with an unreliable value: one with a mistake, or the likely meaning of an unknown key.
+    /// Keys whose value is unreliable: a key with a mistake, or the likely meaning of an unknown key.
     pub unreliable_keys: &'a mut Vec<String>,
-    /// Every known path.
+    /// The path of every key.
     pub known: &'a [String],
     pub origin: Origin<'a>,
     pub text: &'a str,
-    /// Returns the mistake and the remedy for a removed key or value.
-    pub removed: fn(&str, &DeValue) -> Option<String>,
-    /// Returns what a key of another trainer is here, or a word of its values.
-    pub foreign: fn(&str, Option<&str>) -> Option<&'static ForeignName>,
-    /// The end of each line of the text, in bytes.
+    /// Returns the message for a removed key or value, with its remedy.
+    pub removed_key: fn(&str, &DeValue) -> Option<String>,
+    /// Returns the recipe keys that correspond to a key of another trainer or, if a word is given, to its
+    /// value.
+    pub other_trainer_key: fn(&str, Option<&str>) -> Option<&'static OtherTrainerName>,
+    /// The end of each line of the text, as a byte offset.
     pub line_ends: &'a [usize],
 }
 
@@ -69,21 +70,20 @@ impl Reader<'_> {
                 self.read_keys(table, &written.path, keys);
             }
             _ => {
-                let what = format!(
-                    "found a value where a table belongs; write [{}] and its keys below",
-                    written.path
-                );
-                self.refuse(written, what);
+                let message =
+                    format!("found a value instead of a table; write [{}] and its keys below", written.path);
+                self.refuse(written, message);
             }
         }
     }
 
-    /// Reads the keys of the table at `path`; the recipe itself is at the empty path.
+    /// Reads the keys of the table at `path`. The recipe itself has the empty path.
     pub fn read_keys(&mut self, table: &mut impl Table, path: &str, keys: &DeTable) {
         for (name, value) in keys {
-            let written = ParsedKey { path: join(path, &shown(name.get_ref())), name: name.span(), value };
-            if let Some(what) = (self.removed)(&written.path, value.get_ref()) {
-                self.refuse(&written, what);
+            let written =
+                ParsedKey { path: join(path, &quote_key(name.get_ref())), name: name.span(), value };
+            if let Some(message) = (self.removed_key)(&written.path, value.get_ref()) {
+                self.refuse(&written, message);
             } else if !table.read_key(name.get_ref(), &written, self) {
                 self.refuse_unknown(path, name.get_ref(), &written);
             }
@@ -97,38 +97,40 @@ impl Reader<'_> {
     }
 
     /// Records a mistake at a key.
-    pub fn refuse(&mut self, written: &ParsedKey, what: String) {
-        if self.mistakes.0.len() >= MISTAKES_MAX {
-            self.mistakes.1 += 1;
+    pub fn refuse(&mut self, written: &ParsedKey, message: String) {
+        if self.mistakes.listed.len() >= MISTAKES_MAX {
+            self.mistakes.omitted_count += 1;
             return;
         }
         let location = self.location(written.name.start);
         self.locations.record(&written.path, location.clone());
         self.unreliable_keys.push(written.path.clone());
-        self.mistakes.0.push(Mistake { location, key: written.path.clone(), what });
+        self.mistakes.listed.push(Mistake { location, key: written.path.clone(), message });
     }
 
-    /// Records a mistake of syntax at a byte of the text; only the first one of a line.
-    pub fn refuse_syntax(&mut self, at: usize, what: String) {
+    /// Records a syntax mistake at a byte of the text. Only the first mistake of each line is kept.
+    pub fn refuse_syntax(&mut self, at: usize, message: String) {
         let (location, key) = (self.location(at), String::new());
-        if !self.mistakes.0.iter().any(|mistake| mistake.location == location && mistake.key.is_empty()) {
-            self.mistakes.0.push(Mistake { location, key, what });
+        if !self.mistakes.listed.iter().any(|mistake| mistake.location == location && mistake.key.is_empty())
+        {
+            self.mistakes.listed.push(Mistake { location, key, message });
         }
     }
 
     fn refuse_unknown(&mut self, table: &str, name: &str, written: &ParsedKey) {
-        if self.mistakes.0.len() >= MISTAKES_MAX {
+        if self.mistakes.listed.len() >= MISTAKES_MAX {
             return self.refuse(written, String::new());
         }
-        let (foreign, suggested) = ((self.foreign)(name, None), self.suggest(table, name));
-        let foreign_keys = written.value.get_ref().as_table().filter(|keys| self.holds_foreign(keys));
-        if let (None, None, Some(keys)) = (foreign, &suggested, foreign_keys) {
-            return self.refuse_foreign(&written.path, keys);
+        let (other_trainer_name, suggested) =
+            ((self.other_trainer_key)(name, None), self.suggest(table, name));
+        let inner_keys = written.value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys));
+        if let (None, None, Some(keys)) = (other_trainer_name, &suggested, inner_keys) {
+            return self.refuse_other_trainer_keys(&written.path, keys);
         }
-        let what = match (foreign, suggested) {
-            (Some(foreign), _) => {
-                self.unreliable_keys.extend(foreign.keys.iter().map(|key| (*key).to_owned()));
-                format!("unknown key; {foreign}")
+        let message = match (other_trainer_name, suggested) {
+            (Some(other_trainer_name), _) => {
+                self.unreliable_keys.extend(other_trainer_name.keys.iter().map(|key| (*key).to_owned()));
+                format!("unknown key; {other_trainer_name}")
             }
             (None, Some(known)) => {
                 self.unreliable_keys.push(known.clone());
@@ -144,34 +146,34 @@ impl Reader<'_> {
                 format!("unknown key; {holder} has {}", keys.join(", "))
             }
         };
-        self.refuse(written, what);
+        self.refuse(written, message);
     }
 
-    /// Refuses each of the `keys` of another trainer's `table`, and those of its tables.
-    fn refuse_foreign(&mut self, table: &str, keys: &DeTable) {
+    /// Rejects each of the `keys` of another trainer's `table`, and the keys of its sub-tables.
+    fn refuse_other_trainer_keys(&mut self, table: &str, keys: &DeTable) {
         for (name, value) in keys {
-            let inner = ParsedKey { path: join(table, &shown(name.get_ref())), name: name.span(), value };
-            match value.get_ref().as_table().filter(|keys| self.holds_foreign(keys)) {
-                Some(keys) => self.refuse_foreign(&inner.path, keys),
+            let inner = ParsedKey { path: join(table, &quote_key(name.get_ref())), name: name.span(), value };
+            match value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys)) {
+                Some(keys) => self.refuse_other_trainer_keys(&inner.path, keys),
                 None => self.refuse_unknown(table, name.get_ref(), &inner),
             }
         }
     }
 
-    /// Returns whether a key of another trainer is in `keys` or in a table below.
-    fn holds_foreign(&self, keys: &DeTable) -> bool {
+    /// Returns whether `keys`, or a table below them, has a key of another trainer.
+    fn has_other_trainer_key(&self, keys: &DeTable) -> bool {
         keys.iter().any(|(name, value)| match value.get_ref() {
-            DeValue::Table(keys) => self.holds_foreign(keys),
-            _ => (self.foreign)(name.get_ref(), None).is_some(),
+            DeValue::Table(keys) => self.has_other_trainer_key(keys),
+            _ => (self.other_trainer_key)(name.get_ref(), None).is_some(),
         })
     }
 
-    /// Returns the known path that an unknown one most likely means. Candidates in order: a misspelling in
-    /// the same table; the same name in another table, preferably a subtable; a misspelling anywhere.
+    /// Returns the known path that an unknown one most likely means. The candidates, in order: a misspelling
+    /// in the same table; the same name in another table, with sub-tables first; a misspelling in any table.
     fn suggest(&self, table: &str, name: &str) -> Option<String> {
         let path = join(table, name);
         if self.known.contains(&path) {
-            // A dotted path inside quotes.
+            // The name is a dotted path in quotes.
             return Some(path);
         }
         let siblings = self.known.iter().map(|path| split(path)).filter(|(around, _)| *around == table);
@@ -183,13 +185,13 @@ impl Reader<'_> {
         if let Some(namesake) = below.or_else(|| namesakes().next()) {
             return Some(namesake.clone());
         }
-        // Paths in the same table were compared by their names; comparing whole paths would hide the
-        // difference.
+        // Paths in the same table were compared by their names. A comparison of whole paths would make
+        // different names look similar.
         let others = self.known.iter().filter(|path| path.as_str() != table && split(path).0 != table);
         closest_word(&path, others.map(String::as_str)).map(str::to_owned)
     }
 
-    /// For `--set`: returns the text of a value, which may be a string without quotes.
+    /// Returns the text of a value from `--set`. Such a value may be a string without quotes.
     pub fn unquoted_text(&self, span: Range<usize>) -> Option<&str> {
         match self.origin {
             Origin::File(_) => None,
@@ -208,13 +210,13 @@ impl Reader<'_> {
     }
 }
 
-/// Formats a name as in TOML: in quotes unless it is bare. Control characters are escaped.
-fn shown(name: &str) -> String {
+/// Formats a name as in TOML: in quotes unless it is a bare key. Control characters are escaped.
+fn quote_key(name: &str) -> String {
     let bare = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     if !name.is_empty() && name.chars().all(bare) { name.to_owned() } else { format!("{name:?}") }
 }
 
-/// Splits a path into table and name.
+/// Splits a path into its table and its name.
 fn split(path: &str) -> (&str, &str) {
     path.rsplit_once('.').unwrap_or(("", path))
 }

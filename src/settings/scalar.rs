@@ -1,4 +1,4 @@
-//! Scalar values of a key: reading, validation, writing and description of each type.
+//! Scalar values of a key: how each type is parsed, validated, written and described.
 
 use super::{Choice, Entry, Field, KeyDoc, Limits, ParsedKey, Reader, closest_word, from};
 use serde_json::{Value as Json, json};
@@ -6,16 +6,16 @@ use std::path::PathBuf;
 use toml::Value;
 use toml::de::DeValue;
 
-/// A parsed value. For `--set` also its text, which may be a string without quotes.
+/// A parsed value. For `--set` it also has the text, which may be a string without quotes.
 pub(crate) struct ParsedValue<'a> {
     pub value: &'a DeValue<'a>,
     pub unquoted: Option<&'a str>,
-    /// Whether the value is another trainer's word, whose meaning is known. Then no similar word is proposed.
-    pub is_foreign: bool,
+    /// Whether the value is a known word of another trainer. Then no similar word is proposed.
+    pub is_other_trainers_word: bool,
 }
 
 impl ParsedValue<'_> {
-    /// Returns the value as a word, in quotes or not.
+    /// Returns the value as a word. The word may be in quotes or not.
     fn word(&self) -> Option<&str> {
         self.value.as_str().or(self.unquoted)
     }
@@ -23,8 +23,8 @@ impl ParsedValue<'_> {
 
 /// A type of a key's value.
 pub(crate) trait Scalar: Sized {
-    /// Returns the type and range in words, to follow "give ".
-    fn kind(limits: Option<Limits>) -> String;
+    /// Returns the type and range in words that can follow "give ".
+    fn describe_type(limits: Option<Limits>) -> String;
 
     /// Reads a value.
     ///
@@ -32,7 +32,7 @@ pub(crate) trait Scalar: Sized {
     /// Describes the mistake and the remedy.
     fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String>;
 
-    /// Returns the value as TOML; reading it gives the same value.
+    /// Returns the value as TOML. The text parses to the same value.
     fn to_toml(&self) -> String;
 
     /// Returns the type and range as JSON Schema.
@@ -49,42 +49,42 @@ impl<T: Scalar> Field for T {
         let mut found = ParsedValue {
             value: written.value.get_ref(),
             unquoted: reader.unquoted_text(written.value.span()),
-            is_foreign: false,
+            is_other_trainers_word: false,
         };
         let name = written.path.rsplit('.').next().unwrap_or_default();
-        let ours = found.word().and_then(|word| (reader.foreign)(name, Some(word)));
-        found.is_foreign = ours.is_some();
+        let our_name = found.word().and_then(|word| (reader.other_trainer_key)(name, Some(word)));
+        found.is_other_trainers_word = our_name.is_some();
         match T::parse(&found, limits) {
             Ok(value) => {
                 *self = value;
                 reader.accept(written);
             }
-            Err(what) => {
-                let ours = ours.map(|ours| format!("; {ours}")).unwrap_or_default();
-                reader.refuse(written, what + &ours);
+            Err(message) => {
+                let our_name = our_name.map(|our_name| format!("; {our_name}")).unwrap_or_default();
+                reader.refuse(written, message + &our_name);
             }
         }
     }
 
-    fn list(&self, path: String, note: KeyDoc, entries: &mut Vec<Entry>) {
+    fn append_entries(&self, path: String, key_doc: KeyDoc, entries: &mut Vec<Entry>) {
         entries.push(Entry::Key {
             path,
-            doc: note.doc.trim(),
-            kind: T::kind(note.limits),
-            schema: T::schema(note.limits),
-            value: note.present.then(|| self.to_toml()),
+            doc: key_doc.doc.trim(),
+            kind: T::describe_type(key_doc.limits),
+            schema: T::schema(key_doc.limits),
+            value: key_doc.present.then(|| self.to_toml()),
             meanings: T::meanings(),
         });
     }
 }
 
 impl<T: Choice> Scalar for T {
-    fn kind(_limits: Option<Limits>) -> String {
+    fn describe_type(_limits: Option<Limits>) -> String {
         alternatives(&words::<T>())
     }
 
-    fn parse(found: &ParsedValue, _limits: Option<Limits>) -> Result<Self, String> {
-        let index = word_index(found, &words::<T>())?;
+    fn parse(value: &ParsedValue, _limits: Option<Limits>) -> Result<Self, String> {
+        let index = word_index(value, &words::<T>())?;
         Ok(T::all()[index])
     }
 
@@ -101,8 +101,8 @@ impl<T: Choice> Scalar for T {
     }
 }
 
-/// Returns a number's type with its limits as JSON Schema.
-fn with_limits(kind: &str, limits: Limits) -> Json {
+/// Returns the JSON Schema of a number: its type and its limits.
+fn with_limits(type_name: &str, limits: Limits) -> Json {
     let mut schema = json!({ "type": kind });
     schema.as_object_mut().into_iter().for_each(|schema| schema.extend(limits.to_schema()));
     schema
@@ -113,12 +113,12 @@ fn words<T: Choice>() -> Vec<&'static str> {
 }
 
 impl Scalar for bool {
-    fn kind(_limits: Option<Limits>) -> String {
+    fn describe_type(_limits: Option<Limits>) -> String {
         "true or false".to_owned()
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        found.value.as_bool().ok_or_else(|| wrong_type::<Self>(found, limits))
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        value.value.as_bool().ok_or_else(|| wrong_type::<Self>(value, limits))
     }
 
     fn schema(_limits: Option<Limits>) -> Json {
@@ -131,15 +131,15 @@ impl Scalar for bool {
 }
 
 impl Scalar for u64 {
-    fn kind(limits: Option<Limits>) -> String {
+    fn describe_type(limits: Option<Limits>) -> String {
         format!("an integer, {}", limits.unwrap_or(from(0.0)))
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        let integer = found.value.as_integer().ok_or_else(|| wrong_type::<Self>(found, limits))?;
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        let integer = value.value.as_integer().ok_or_else(|| wrong_type::<Self>(value, limits))?;
         // TOML integers are signed, and the resolved recipe must be readable again.
         let signed = i64::from_str_radix(integer.as_str(), integer.radix()).map_err(|_| {
-            format!("{integer} does not fit 64 bits with a sign; give {}", Self::kind(limits))
+            format!("{integer} does not fit in a signed 64-bit integer; give {}", Self::describe_type(limits))
         })?;
         u64::try_from(signed)
             .ok()
@@ -157,12 +157,12 @@ impl Scalar for u64 {
 }
 
 impl Scalar for usize {
-    fn kind(limits: Option<Limits>) -> String {
-        u64::kind(limits)
+    fn describe_type(limits: Option<Limits>) -> String {
+        u64::describe_type(limits)
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        let integer = u64::parse(found, limits)?;
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        let integer = u64::parse(value, limits)?;
         usize::try_from(integer).map_err(|_| out_of_range::<Self>(&integer, limits))
     }
 
@@ -176,22 +176,22 @@ impl Scalar for usize {
 }
 
 impl Scalar for f64 {
-    fn kind(limits: Option<Limits>) -> String {
+    fn describe_type(limits: Option<Limits>) -> String {
         match limits {
             Some(limits) => format!("a number, {limits}"),
             None => "a number".to_owned(),
         }
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        let number: f64 = match found.value {
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        let number: f64 = match value.value {
             DeValue::Float(number) => number.as_str().parse().ok(),
             DeValue::Integer(integer) => {
                 i64::from_str_radix(integer.as_str(), integer.radix()).ok().map(|integer| integer as f64)
             }
             _ => None,
         }
-        .ok_or_else(|| wrong_type::<Self>(found, limits))?;
+        .ok_or_else(|| wrong_type::<Self>(value, limits))?;
         let allowed = number.is_finite() && limits.is_none_or(|limits| limits.contains(number));
         if allowed { Ok(number) } else { Err(out_of_range::<Self>(&number, limits)) }
     }
@@ -201,24 +201,24 @@ impl Scalar for f64 {
     }
 
     fn to_toml(&self) -> String {
-        // `Debug` always has a point or an exponent, as TOML requires; limits exclude values that are not
-        // finite.
+        // `Debug` always writes a decimal point or an exponent, as TOML requires. Limits exclude infinity and
+        // NaN.
         format!("{self:?}")
     }
 }
 
 impl Scalar for String {
-    fn kind(_limits: Option<Limits>) -> String {
+    fn describe_type(_limits: Option<Limits>) -> String {
         "a string".to_owned()
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        match (found.value, found.unquoted) {
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        match (value.value, value.unquoted) {
             (DeValue::String(text), _) => Ok(text.to_string()),
             (_, Some(text)) => Ok(text.to_owned()),
             (value, None) => Err(match show(value) {
                 ValueExcerpt::Plain(text) => format!("found {text} without quotes; write \"{text}\""),
-                ValueExcerpt::Other(_) => wrong_type::<Self>(found, limits),
+                ValueExcerpt::Other(_) => wrong_type::<Self>(value, limits),
             }),
         }
     }
@@ -233,14 +233,14 @@ impl Scalar for String {
 }
 
 impl Scalar for PathBuf {
-    fn kind(_limits: Option<Limits>) -> String {
+    fn describe_type(_limits: Option<Limits>) -> String {
         "a path".to_owned()
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        let text = String::parse(found, limits)?;
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        let text = String::parse(value, limits)?;
         if text.is_empty() {
-            return Err("the path is empty; name a file or folder, or leave the key out".to_owned());
+            return Err("the path is empty; name a file or folder, or remove the key".to_owned());
         }
         absolute(&text)
     }
@@ -250,37 +250,39 @@ impl Scalar for PathBuf {
     }
 
     fn to_toml(&self) -> String {
-        // A path in a recipe is UTF-8: `absolute` refuses others.
+        // A path in a recipe is UTF-8, because `absolute` rejects other paths.
         Value::String(self.to_string_lossy().into_owned()).to_string()
     }
 }
 
-/// Resolves the path against the working directory.
+/// Makes the path absolute, relative to the working directory.
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = std::path::absolute(text)
         .map_err(|e| format!("cannot make the path {text:?} absolute: {e}; give an absolute path"))?;
     match path.to_str() {
         Some(_) => Ok(path),
         None => {
-            Err("the working directory's name is not valid UTF-8; run from a folder whose name is".to_owned())
+            Err("the working directory's path is not valid UTF-8; run from a folder whose path is".to_owned())
         }
     }
 }
 
 impl<T: Scalar> Scalar for Vec<T> {
-    fn kind(limits: Option<Limits>) -> String {
-        format!("an array, each element {}", T::kind(limits))
+    fn describe_type(limits: Option<Limits>) -> String {
+        format!("an array, each element {}", T::describe_type(limits))
     }
 
-    fn parse(found: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        let elements = found.value.as_array().ok_or_else(|| wrong_type::<Self>(found, limits))?;
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        let elements = value.value.as_array().ok_or_else(|| wrong_type::<Self>(value, limits))?;
         let read = |element: &DeValue| {
-            T::parse(&ParsedValue { value: element, unquoted: None, is_foreign: false }, limits)
+            T::parse(&ParsedValue { value: element, unquoted: None, is_other_trainers_word: false }, limits)
         };
         elements
             .iter()
             .enumerate()
-            .map(|(i, element)| read(element.get_ref()).map_err(|what| format!("element {}: {what}", i + 1)))
+            .map(|(i, element)| {
+                read(element.get_ref()).map_err(|message| format!("element {}: {message}", i + 1))
+            })
             .collect()
     }
 
@@ -294,23 +296,23 @@ impl<T: Scalar> Scalar for Vec<T> {
     }
 }
 
-/// Returns the index of the written word in `words`.
-pub(crate) fn word_index(found: &ParsedValue, words: &[&str]) -> Result<usize, String> {
+/// Returns the index of the parsed word in `words`.
+pub(crate) fn word_index(value: &ParsedValue, words: &[&str]) -> Result<usize, String> {
     let give = alternatives(words);
-    let text = match (found.value, found.unquoted) {
+    let text = match (value.value, value.unquoted) {
         (DeValue::String(text), _) => text.as_ref(),
         (_, Some(text)) => text,
         (value, None) => return Err(format!("found {}; give {give}", show(value))),
     };
     words.iter().position(|word| *word == text).ok_or_else(|| {
-        match closest_word(text, words.iter().copied()).filter(|_| !found.is_foreign) {
+        match closest_word(text, words.iter().copied()).filter(|_| !value.is_other_trainers_word) {
             Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
             None => format!("no such value {text:?}; give {give}"),
         }
     })
 }
 
-/// `"a", "b" or "c"`.
+/// Returns `"a", "b" or "c"`.
 pub(crate) fn alternatives(words: &[&str]) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("\"{word}\"")).collect();
     match quoted.split_last() {
@@ -319,15 +321,15 @@ pub(crate) fn alternatives(words: &[&str]) -> String {
     }
 }
 
-fn wrong_type<T: Scalar>(found: &ParsedValue, limits: Option<Limits>) -> String {
-    format!("found {}; give {}", show(found.value), T::kind(limits))
+fn wrong_type<T: Scalar>(value: &ParsedValue, limits: Option<Limits>) -> String {
+    format!("found {}; give {}", show(value.value), T::describe_type(limits))
 }
 
 fn out_of_range<T: Scalar>(number: &dyn std::fmt::Display, limits: Option<Limits>) -> String {
-    format!("{number} is out of range; give {}", T::kind(limits))
+    format!("{number} is out of range; give {}", T::describe_type(limits))
 }
 
-/// A value in a message: a simple one as written, another one by its type.
+/// A value as it appears in a message: a scalar as written, anything else by its type.
 enum ValueExcerpt {
     Plain(String),
     Other(String),

@@ -4,9 +4,9 @@ use super::{Limits, ParsedKey, Reader};
 
 /// Declares a recipe table once.
 ///
-/// `key: Type = default => limits,` declares a public field with its default and range. Without `= default`
-/// it has its type's default; without `=> limits` any value is allowed. A sub-table may have its
-/// documentation in its own declaration only. Sub-tables follow the other keys, as TOML requires.
+/// `key: Type = default => limits,` declares a public field with its default and range. Without `= default`,
+/// the type's default is used. Without `=> limits`, any value is allowed. A nested table is documented only
+/// where its type is declared. Nested tables follow the other keys, as TOML requires.
 macro_rules! table {
     ($(#[doc = $doc:literal])* pub struct $name:ident {
         $($(#[doc = $key_doc:literal])* pub $key:ident: $type:ty $(= $default:expr)? $(=> $limits:expr)?,)*
@@ -50,7 +50,7 @@ macro_rules! table {
 
             fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<$crate::settings::Entry>) {
                 use $crate::settings::{Field, KeyDoc, join, limits};
-                $(self.$key.list(
+                $(self.$key.append_entries(
                     join(path, stringify!($key)),
                     KeyDoc { doc: concat!($($key_doc),*), limits: limits!($($limits)?), present },
                     entries,
@@ -68,19 +68,19 @@ macro_rules! table {
                 reader.read_table(self, written);
             }
 
-            fn list(
+            fn append_entries(
                 &self,
                 path: String,
-                note: $crate::settings::KeyDoc,
+                key_doc: $crate::settings::KeyDoc,
                 entries: &mut Vec<$crate::settings::Entry>,
             ) {
-                $crate::settings::list_table(self, path, note, entries);
+                $crate::settings::list_table(self, path, key_doc, entries);
             }
         }
     };
 }
 
-/// Returns the limits of a key, if it has any.
+/// Returns the limits of a key, if there are any.
 macro_rules! limits {
     () => {
         None
@@ -90,7 +90,7 @@ macro_rules! limits {
     };
 }
 
-/// Returns the default of a key, or of its type.
+/// Returns the default of a key, or the default of its type.
 macro_rules! default {
     () => {
         Default::default()
@@ -102,13 +102,13 @@ macro_rules! default {
 
 pub(crate) use {default, limits, table};
 
-/// A value of a key: a scalar, a list, a table, or an optional one of these.
+/// A value of a key: a scalar, a list, a table, or an `Option` of these.
 pub(crate) trait Field {
-    /// Takes the written value. A mistake goes to the reader and keeps the previous value.
+    /// Stores the written value. After a mistake, which goes to the reader, the previous value is kept.
     fn read(&mut self, limits: Option<Limits>, written: &ParsedKey, reader: &mut Reader);
 
     /// Appends this key and the keys below it, in the order of their declaration.
-    fn list(&self, path: String, note: KeyDoc, entries: &mut Vec<Entry>);
+    fn append_entries(&self, path: String, key_doc: KeyDoc, entries: &mut Vec<Entry>);
 }
 
 /// A struct declared by [`table!`].
@@ -116,13 +116,13 @@ pub(crate) trait Table: Field {
     /// The table's documentation.
     const DOC: &'static str;
 
-    /// Reads the key of this name; returns false if there is none.
+    /// Reads the key of this name. Returns false if there is no such key.
     fn read_key(&mut self, key: &str, written: &ParsedKey, reader: &mut Reader) -> bool;
 
     /// Returns the limits of the key of this name, if it has any.
     fn limits_of(key: &str) -> Option<Limits>;
 
-    /// Lists the keys of this table at `path`; `present` tells whether the recipe has it.
+    /// Lists the keys of this table at `path`. `present`: whether the recipe has the table.
     fn list_keys(&self, path: &str, present: bool, entries: &mut Vec<Entry>);
 }
 
@@ -131,17 +131,17 @@ pub(crate) trait Table: Field {
 pub(crate) struct KeyDoc {
     pub doc: &'static str,
     pub limits: Option<Limits>,
-    /// False inside an absent table.
+    /// Whether the table that holds the key is in the recipe.
     pub present: bool,
 }
 
-/// One entry of the declaration, with the recipe's value.
+/// One entry of the declaration (a table or a key), with the recipe's value.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Entry {
-    /// A table; its keys follow.
+    /// A table. Its keys follow.
     Table { path: String, doc: &'static str, present: bool },
-    /// A key: its type and range in words and as JSON Schema, its value as TOML if it has one, its allowed
-    /// words with their meanings.
+    /// A key: its type and range in words and as JSON Schema, its value as TOML if it has one, and its
+    /// allowed words with their meanings.
     Key {
         path: String,
         doc: &'static str,
@@ -167,7 +167,7 @@ impl Entry {
     }
 }
 
-/// Returns the keys of `table`; paths are relative to it.
+/// Returns the keys of `table`. Paths are relative to the table.
 pub(crate) fn entries(table: &impl Table) -> Vec<Entry> {
     let mut entries = Vec::new();
     table.list_keys("", true, &mut entries);
@@ -186,10 +186,10 @@ pub(crate) fn changed_entries<T: Table + Default>(table: &T) -> Vec<Entry> {
 }
 
 /// Lists a table and its keys.
-pub(crate) fn list_table<T: Table>(table: &T, path: String, note: KeyDoc, entries: &mut Vec<Entry>) {
-    let doc = if note.doc.is_empty() { T::DOC } else { note.doc }.trim();
-    entries.push(Entry::Table { path: path.clone(), doc, present: note.present });
-    table.list_keys(&path, note.present, entries);
+pub(crate) fn list_table<T: Table>(table: &T, path: String, key_doc: KeyDoc, entries: &mut Vec<Entry>) {
+    let doc = if key_doc.doc.is_empty() { T::DOC } else { key_doc.doc }.trim();
+    entries.push(Entry::Table { path: path.clone(), doc, present: key_doc.present });
+    table.list_keys(&path, key_doc.present, entries);
 }
 
 impl<T: Field + Default> Field for Option<T> {
@@ -197,15 +197,15 @@ impl<T: Field + Default> Field for Option<T> {
         self.get_or_insert_default().read(limits, written, reader);
     }
 
-    fn list(&self, path: String, note: KeyDoc, entries: &mut Vec<Entry>) {
+    fn append_entries(&self, path: String, key_doc: KeyDoc, entries: &mut Vec<Entry>) {
         match self {
-            Some(value) => value.list(path, note, entries),
-            None => T::default().list(path, KeyDoc { present: false, ..note }, entries),
+            Some(value) => value.append_entries(path, key_doc, entries),
+            None => T::default().append_entries(path, KeyDoc { present: false, ..key_doc }, entries),
         }
     }
 }
 
-/// Returns the path of `key` in the table at `path`; the recipe's own path is empty.
+/// Returns the path of `key` in the table at `path`. The recipe itself has the empty path.
 pub(crate) fn join(path: &str, key: &str) -> String {
     if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") }
 }

@@ -1,8 +1,9 @@
-//! The built-in tool task: two-step sums in words, computed with the Python tool.
+//! The built-in task with a tool: word problems with two operations, computed with the Python tool.
 //!
-//! Problems are generated, so nothing is downloaded. About one in ten is held out by a hash of its numbers
-//! and never used in training. The demonstrations are noisy on purpose: most skip the tool and guess. RL
-//! then selects the good behaviour among those demonstrated; it does not discover it.
+//! Problems are generated, so nothing is downloaded. A hash of a problem's numbers decides whether it is held
+//! out (about one in ten) and never used in training. The demonstrations are noisy on purpose: most skip the
+//! tool and guess. RL then selects the good behaviour among the demonstrated ones; it does not discover new
+//! behaviour.
 
 use super::generated_task::{GeneratedProblem, GeneratedTask};
 use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
@@ -25,10 +26,10 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 /// Default number of held-out problems in the validation set.
 pub const VALIDATION_PROBLEMS: usize = 512;
 
-/// The interpreter's reply to an expression that ends in an operator.
+/// Reply of the interpreter to an expression that ends in an operator.
 pub const SYNTAX_ERROR: &str = "SyntaxError: Expected an expression";
 
-// Percentages of the demonstrations, the first for those that skip the tool.
+/// Percentage of demonstrations that skip the tool.
 const SKIPS_TOOL: u32 = 55;
 /// Percentage of demonstrations with a tool call whose first call is a syntax error.
 const MALFORMED: u32 = 20;
@@ -36,19 +37,20 @@ const MALFORMED: u32 = 20;
 const WRONG_CODE: u32 = 25;
 /// Percentage of demonstrations with a syntax error whose second call is right. The others guess.
 const RETRIES: u32 = 50;
-/// Percentage of outputs copied into the answer with one wrong digit.
+/// Percentage of demonstrations that copy the tool's output into the answer with one wrong digit.
 const MISCOPIED: u32 = 15;
 
-/// A sum: `first` applies to a and b, `second` to the result and c; `grouped` puts a and b in parentheses.
+/// A problem of three numbers. `operators[0]` joins the first two, `operators[1]` joins the result and the
+/// third. `grouped`: whether the first two are in parentheses.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sum {
+pub struct ArithmeticProblem {
     template: u8,
     numbers: [i64; 3],
     operators: [char; 2],
     grouped: bool,
 }
 
-impl Sum {
+impl ArithmeticProblem {
     fn question(&self) -> String {
         let [a, b, c] = self.numbers;
         match self.template {
@@ -64,7 +66,7 @@ impl Sum {
         if self.grouped { format!("({a}{first}{b}){second}{c}") } else { format!("{a}{first}{b}{second}{c}") }
     }
 
-    /// Returns the value of [`Sum::code`] in Python.
+    /// Returns the value of [`ArithmeticProblem::code`] in Python.
     fn value(&self) -> i64 {
         let ([a, b, c], [first, second]) = (self.numbers, self.operators);
         if self.grouped || first == '*' || second != '*' {
@@ -74,8 +76,9 @@ impl Sum {
         }
     }
 
-    /// Returns the sum with one wrong operator or, if it has parentheses, possibly without them.
-    fn spoil(&self, rng: &mut impl Rng) -> Self {
+    /// Returns the problem with a mistake: a wrong operator or, if there are parentheses, possibly no
+    /// parentheses.
+    fn with_mistake(&self, rng: &mut impl Rng) -> Self {
         let mut wrong = *self;
         if self.grouped && rng.random_bool(0.5) {
             wrong.grouped = false;
@@ -88,17 +91,17 @@ impl Sum {
         wrong
     }
 
-    /// Returns [`Sum::code`] without its last number: a syntax error.
+    /// Returns [`ArithmeticProblem::code`] without its last number, which is a syntax error.
     fn malformed_code(&self) -> String {
         self.code().trim_end_matches(|c: char| c.is_ascii_digit()).to_owned()
     }
 }
 
-impl GeneratedProblem for Sum {
+impl GeneratedProblem for ArithmeticProblem {
     const NAME: &'static str = "arithmetic";
     const USES_PYTHON: bool = true;
 
-    /// Draws a sum of one of the four templates with numbers in 11..=99 and a positive value.
+    /// Draws a problem from one of the four templates, with numbers in 11..=99 and a positive value.
     fn draw(rng: &mut impl Rng) -> Self {
         let template = rng.random_range(0..4u8);
         let [mut a, mut b, c] = [(); 3].map(|()| rng.random_range(11..=99i64));
@@ -112,7 +115,7 @@ impl GeneratedProblem for Sum {
         Self { template, numbers: [a, b, c], operators, grouped: template >= 2 }
     }
 
-    /// Returns true when the problem is in the held-out tenth, by the CRC-32 of (template, a, b, c).
+    /// Returns whether the problem is in the held-out tenth, by the CRC-32 of (template, a, b, c).
     fn is_held_out(&self) -> bool {
         let [a, b, c] = self.numbers.map(|n| n as u8);
         crc32fast::hash(&[self.template, a, b, c]).is_multiple_of(10)
@@ -127,7 +130,7 @@ impl GeneratedProblem for Sum {
         }
     }
 
-    /// Returns a noisy demonstration, by the percentages above.
+    /// Returns a noisy demonstration. The constants above give the percentages.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
         let mut messages = vec![Message::user(self.question())];
         let mut call = |code: String, reply: String| {
@@ -142,7 +145,7 @@ impl GeneratedProblem for Sum {
                 call(self.malformed_code(), SYNTAX_ERROR.into());
                 draw_percent(rng, RETRIES).then_some(*self)
             } else if kind < MALFORMED + WRONG_CODE {
-                Some(self.spoil(rng))
+                Some(self.with_mistake(rng))
             } else {
                 Some(*self)
             };
@@ -175,13 +178,13 @@ pub(super) fn draw_percent(rng: &mut impl Rng, share: u32) -> bool {
     rng.random_range(0..100u32) < share
 }
 
-/// Returns a random number with as many digits as `value`, which is not negative.
+/// Returns a random number with as many digits as `value`, which must not be negative.
 fn guess(value: i64, rng: &mut impl Rng) -> String {
     let low = 10i64.pow(value.to_string().len() as u32 - 1);
     rng.random_range(low..low * 10).to_string()
 }
 
-/// Copies `value` with mistakes: in [`MISCOPIED`] of 100 cases one digit is wrong.
+/// Copies `value`. In [`MISCOPIED`] of 100 cases, one digit of the copy is wrong.
 pub(super) fn copy_with_errors(value: i64, rng: &mut impl Rng) -> String {
     let text = value.to_string();
     if !draw_percent(rng, MISCOPIED) {
@@ -189,23 +192,23 @@ pub(super) fn copy_with_errors(value: i64, rng: &mut impl Rng) -> String {
     }
     let first = usize::from(text.starts_with('-'));
     let place = rng.random_range(first..text.len());
-    // The leading digit stays above 0, so that the text is a normal number.
+    // The leading digit must stay above 0, so that the text is a normal number.
     let lowest = if place == first && text.len() > 1 { '1' } else { '0' };
     let digits: Vec<char> = (lowest..='9').filter(|&d| !text[place..].starts_with(d)).collect();
     let digit = digits.choose(rng).copied().unwrap_or('0');
     text.char_indices().map(|(i, c)| if i == place { digit } else { c }).collect()
 }
 
-/// Returns +1 if `answer` is exactly the number and the conversation finished, else −1.
+/// Returns +1 if `answer` is exactly the number and the conversation finished, otherwise −1.
 pub(super) fn exact_reward(problem: &Problem, transcript: &Transcript, answer: Option<&str>) -> Reward {
     let right = answer.is_some_and(|text| problem.answer.as_str() == Some(text));
     let success = right && transcript.outcome == Outcome::Finished;
     Reward::new(if success { 1.0 } else { -1.0 }, success)
 }
 
-/// The task `arithmetic`. At most three turns fit its 72 sampled tokens and a context of 160. Its held-out
-/// tenth has about 250,000 problems.
-pub type Arithmetic = GeneratedTask<Sum>;
+/// The task `arithmetic`. At most three turns fit in its 72 sampled tokens and a context of 160. About
+/// 250,000 problems are held out.
+pub type Arithmetic = GeneratedTask<ArithmeticProblem>;
 
 #[cfg(test)]
 mod tests {
@@ -216,7 +219,9 @@ mod tests {
 
     #[test]
     fn values_follow_pythons_precedence() {
-        let sum = |operators, grouped| Sum { template: 0, numbers: [7, 12, 5], operators, grouped }.value();
+        let sum = |operators, grouped| {
+            ArithmeticProblem { template: 0, numbers: [7, 12, 5], operators, grouped }.value()
+        };
         assert_eq!(sum(['*', '-'], false), 79);
         assert_eq!(sum(['-', '*'], false), 7 - 12 * 5);
         assert_eq!(sum(['-', '*'], true), (7 - 12) * 5);
@@ -226,7 +231,7 @@ mod tests {
     #[test]
     fn the_split_holds_out_a_tenth_and_training_never_sees_it() {
         let mut rng = stream(1, Purpose::Problem, &[]);
-        let held = (0..100_000).filter(|_| Sum::draw(&mut rng).is_held_out()).count();
+        let held = (0..100_000).filter(|_| ArithmeticProblem::draw(&mut rng).is_held_out()).count();
         assert!((9_500..10_500).contains(&held), "{held}");
         let task = Arithmetic::new(VALIDATION_PROBLEMS);
         let problems = &task.validation_sets()[0].problems;
@@ -239,7 +244,8 @@ mod tests {
         assert!((0..20_000).all(|i| !questions.contains(&shown(i))));
     }
 
-    /// Reads a demonstration: (calls, last code, answer, value of the question).
+    /// Returns for a demonstration: the number of calls, whether the last code is right, whether the answer
+    /// is right.
     fn read(demonstration: &Demonstration) -> (usize, bool, bool) {
         let calls = demonstration.messages.iter().filter(|m| m.recipient.as_deref() == Some("python"));
         let replies: Vec<_> = demonstration.messages.iter().filter(|m| m.role == Role::Tool).collect();
@@ -266,12 +272,12 @@ mod tests {
     }
 
     #[test]
-    fn spoiled_code_is_another_expression() {
+    fn code_with_a_mistake_is_another_expression() {
         let mut rng = stream(2, Purpose::Demonstration, &[]);
         let (mut lost, n) = (0, 10_000);
         for _ in 0..n {
-            let sum = Sum::draw(&mut rng);
-            let wrong = sum.spoil(&mut rng);
+            let sum = ArithmeticProblem::draw(&mut rng);
+            let wrong = sum.with_mistake(&mut rng);
             assert_ne!(sum.code(), wrong.code());
             lost += usize::from(sum.grouped && !wrong.grouped);
         }
@@ -295,7 +301,8 @@ mod tests {
     fn the_reward_wants_the_exact_number_in_a_finished_final_message() {
         let task = Arithmetic::new(1);
         let problem =
-            Sum { template: 0, numbers: [7, 12, 5], operators: ['*', '-'], grouped: false }.problem();
+            ArithmeticProblem { template: 0, numbers: [7, 12, 5], operators: ['*', '-'], grouped: false }
+                .problem();
         let reward = |channel: &str, text: &str, outcome| {
             let messages = [Message::assistant(channel, text)];
             let transcript = Transcript { messages: &messages, outcome, calls_answered: 0 };

@@ -1,4 +1,4 @@
-//! The built-in task without a tool: two small steps, worked in `analysis` as `5+1=6;6-5=1`.
+//! The built-in task without a tool: two small steps, written in `analysis` as `5+1=6;6-5=1`.
 
 use super::arithmetic::{copy_with_errors, draw_percent, exact_reward};
 use super::generated_task::{GeneratedProblem, GeneratedTask};
@@ -9,7 +9,7 @@ use rand::Rng;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "arithmetic_single",
-    meaning: "Small additions and subtractions, worked without a tool.",
+    meaning: "Small additions and subtractions, solved step by step without a tool.",
     reads_files: false,
     data: "",
     has_negative_rewards: true,
@@ -17,10 +17,10 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.generated_problem_count()))),
 };
 
-/// Percentage of demonstrations that answer immediately, at random.
+/// Percentage of demonstrations that skip the steps and give a random answer.
 const SKIPS_WORKING: u32 = 55;
 
-/// `a ± b ± c` with numbers in 1..=6: 864 problems, of which about a tenth is held out.
+/// `a ± b ± c` with numbers in 1..=6: 864 problems. About a tenth of them is held out.
 #[derive(Debug, Clone, Copy)]
 pub struct Steps {
     numbers: [i64; 3],
@@ -88,7 +88,7 @@ impl GeneratedProblem for Steps {
         Demonstration { messages }
     }
 
-    /// The last line counts: in ChatML the steps are above it.
+    /// Grades the last line of the final message, because in ChatML the steps are in the lines above.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let answer = transcript.final_text().map(|text| text.rsplit('\n').next().unwrap_or(text));
         Ok(exact_reward(problem, transcript, answer))

@@ -1,12 +1,12 @@
 //! `\boxed{…}` in a model's answer.
 
-/// Maximum length of the content in bytes; longer content is no answer.
+/// Maximum length of the content in bytes. Longer content is not accepted as an answer.
 const CONTENT_BYTES_MAX: usize = 4_000;
 
-/// Returns the content of the last complete `\boxed{…}` of `text`, nested braces included, and the byte at
-/// which its command starts.
+/// Returns the content of the last complete `\boxed{…}` in `text`, with nested braces, and the byte index of
+/// the command's start.
 ///
-/// `\fbox{…}` and `\boxed 7` (one token without braces) count too. Escaped braces do not nest.
+/// `\fbox{…}` and `\boxed 7` (one token without braces) are accepted too. Escaped braces do not nest.
 pub fn find_last_boxed(text: &str) -> Option<(usize, &str)> {
     let mut before = text;
     loop {
@@ -19,12 +19,12 @@ pub fn find_last_boxed(text: &str) -> Option<(usize, &str)> {
     }
 }
 
-/// Returns the argument of a command; `rest` follows the command.
+/// Returns the argument of a command. `rest` is the text after the command.
 fn content(rest: &str) -> Option<&str> {
     let inner = match rest.strip_prefix('{') {
         Some(inner) => inner,
         None => {
-            // `\boxed 7`: the content ends with the math or the line.
+            // `\boxed 7`: the content ends where the formula or the line ends.
             let bare = rest.strip_prefix(' ')?;
             let end = bare.find(['$', '\n', ' ']).unwrap_or(bare.len());
             return (end > 0).then_some(&bare[..end]);

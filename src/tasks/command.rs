@@ -1,8 +1,9 @@
-//! A user's own task: a program that provides problems, continues conversations and grades them over JSON
-//! lines.
+//! A user's own task: a program that gives problems, continues conversations and grades them. It communicates
+//! in JSON lines.
 //!
-//! docs/TASKS.md defines the protocol, and `command/protocol.rs` alone reads it. The reply to a request must
-//! not depend on earlier requests: several processes run in any order and are restarted after a failure.
+//! docs/TASKS.md defines the protocol. Only `command/protocol.rs` reads it. The reply to a request must not
+//! depend on earlier requests: several processes run in any order, and a process is restarted after a
+//! failure.
 
 mod protocol;
 
@@ -20,28 +21,28 @@ use std::time::Duration;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "command",
-    meaning: "Your own task: a program that gives problems and rewards over JSON lines, see TASKS.md.",
+    meaning: "Your own task: a program that gives problems and rewards as JSON lines, see TASKS.md.",
     reads_files: false,
     data: "",
     has_negative_rewards: false,
     keys: &["command", "command_timeout_s", "command_processes"],
-    make: |settings, host| Ok(Box::new(CommandTask::start(settings, host)?)),
+    make: |settings, context| Ok(Box::new(CommandTask::start(settings, context)?)),
 };
 
-/// Attempts to get a problem during a run before it counts as failed. The first problems, before any work,
-/// get one attempt.
+/// Attempts to get a problem during a run. After them, the problem counts as failed. The problems that are
+/// requested at the start get one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
-/// Failures reported on the console; the metrics count all.
+/// Maximum number of failures that the console shows. The metrics count all failures.
 const WARNINGS_MAX: usize = 10;
 /// Defaults of `task.command_timeout_s` and `task.command_processes`.
 pub(super) const TIMEOUT_S: f64 = 60.0;
 pub(super) const PROCESSES: usize = 4;
-/// Key of the answer of a problem that the program did not provide.
-const FAILED: &str = "task_failed";
+/// Key in the answer of a problem that the program did not give.
+const FAILURE_KEY: &str = "task_failed";
 
 /// The task `command`.
 pub struct CommandTask {
-    described: TaskDescription,
+    description: TaskDescription,
     validation: Vec<ValidationSet>,
     program: Program,
     warnings: AtomicUsize,
@@ -49,12 +50,12 @@ pub struct CommandTask {
 }
 
 impl CommandTask {
-    /// Starts the command and asks for its features and held-out problems.
+    /// Starts the program and asks it for its description and its held-out problems.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the program does not start or does not speak the protocol.
-    pub fn start(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
-        let (command, console) = (&settings.command, host.console.clone());
+    /// [`crate::error::BadInput`] when the program does not start or violates the protocol.
+    pub fn start(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
+        let (command, console) = (&settings.command, context.console.clone());
         let processes = settings.command_processes.unwrap_or(PROCESSES);
         let timeout = Duration::try_from_secs_f64(settings.command_timeout_s.unwrap_or(TIMEOUT_S))
             .map_err(|e| bad_input!("task.command_timeout_s: {e}; give seconds above 0"))?;
@@ -68,30 +69,30 @@ impl CommandTask {
         let pool = ProcessPool::new(command.clone(), processes, timeout);
         let program = Program { pool, ids: AtomicU64::new(0) };
         let request = json!({ "request": "describe", "version": VERSION });
-        let described = program.ask(request, true, TaskDescription::read).map_err(wrong)?;
-        let count = described.validation_problems;
+        let description = program.ask(request, true, TaskDescription::read).map_err(wrong)?;
+        let count = description.validation_problems;
         let mut task =
-            Self { described, validation: vec![], program, warnings: AtomicUsize::new(0), console };
-        if !task.described.identified {
+            Self { description, validation: vec![], program, warnings: AtomicUsize::new(0), console };
+        if !task.description.identified {
             task.console.print(
                 "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot \
                  be verified; docs/TASKS.md shows version 2",
             );
         }
-        let count = count.min(host.validation_problems_max as u64);
+        let count = count.min(context.validation_problems_max as u64);
         let problems = (0..count).map(|index| task.problem(("validation", 0, index), 1));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
         if !problems.is_empty() {
-            task.validation = vec![ValidationSet { name: task.described.name.clone(), problems }];
+            task.validation = vec![ValidationSet { name: task.description.name.clone(), problems }];
         }
         task.problem(("train", 0, 0), 1).map_err(wrong)?;
         Ok(task)
     }
 
-    /// Asks for a problem, up to `attempts` times.
+    /// Requests a problem, up to `attempts` times.
     fn problem(&self, (split, seed, index): (&str, u64, u64), attempts: usize) -> Result<Problem> {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
-        let default_id = format!("{}/{split}/{index}", self.described.name);
+        let default_id = format!("{}/{split}/{index}", self.description.name);
         let read = |reply: ProgramReply| reply.problem(&default_id);
         let mut problem = self.ask(request.clone(), read);
         for _ in 1..attempts {
@@ -103,8 +104,8 @@ impl CommandTask {
         problem
     }
 
-    /// Sends a request about a conversation and parses the answer with `read`. The first failures are shown
-    /// to the user.
+    /// Sends a request about a conversation and parses the answer with `read`. The console shows the first
+    /// failures.
     fn ask_about<T>(
         &self,
         request: &str,
@@ -112,8 +113,8 @@ impl CommandTask {
         transcript: &Transcript,
         read: impl Fn(ProgramReply) -> Result<T>,
     ) -> Result<T> {
-        if let Some(why) = problem.answer.get(FAILED) {
-            bail!("the problem could not be had: {why}");
+        if let Some(why) = problem.answer.get(FAILURE_KEY) {
+            bail!("the program did not give the problem: {why}");
         }
         let mut request = json!({
             "request": request,
@@ -134,7 +135,7 @@ impl CommandTask {
     }
 
     fn ask<T>(&self, request: Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
-        self.program.ask(request, self.described.identified, read)
+        self.program.ask(request, self.description.identified, read)
     }
 
     fn warn(&self, id: &str, error: &anyhow::Error) {
@@ -143,21 +144,21 @@ impl CommandTask {
             self.console.print(&sanitize_line(&format!("warning: task.command: problem {id}: {error:#}")));
         }
         if told + 1 == WARNINGS_MAX {
-            self.program.pool.drop_failures();
+            self.program.pool.discard_failures();
             self.console.print(
-                "warning: task.command: further failures are only counted, as outcome/task_failed, and what the program \
-                 prints while it fails is dropped",
+                "warning: task.command: further failures are only counted, as outcome/task_failed, and the standard error \
+                 of failed requests is no longer shown",
             );
         }
     }
 
-    /// Returns the text or null under `content` in the answer to `request`.
+    /// Returns the string or null under `content` in the answer to `request`.
     fn content(&self, request: &str, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
         self.ask_about(request, problem, transcript, |reply| reply.content())
     }
 }
 
-/// Returns a note on words of `command` that look like relative paths to files, and are none.
+/// Returns a note on words of `command` that look like relative paths to files, but do not exist.
 fn missing_files(command: &[String]) -> String {
     let is_missing = |(index, word): &(usize, &String)| {
         let path = Path::new(word);
@@ -178,22 +179,22 @@ fn missing_files(command: &[String]) -> String {
     match missing.is_empty() {
         true => String::new(),
         false => format!(
-            "; no file {} in {}, the working directory, from which relative paths count",
+            "; no file {} in {}, the working directory, to which paths are relative",
             missing.join(", "),
             folder.display()
         ),
     }
 }
 
-/// The program's processes and the source of the requests' ids.
+/// The program's processes and the counter for the requests' ids.
 struct Program {
     pool: ProcessPool,
     ids: AtomicU64,
 }
 
 impl Program {
-    /// Sends a request and parses the program's answer with `read`. An error includes the request. A wrong
-    /// answer ends its process, since later answers may belong to other requests too.
+    /// Sends a request and parses the program's answer with `read`. An error includes the request. After a
+    /// wrong answer the process is ended, because later answers may belong to other requests too.
     fn ask<T>(
         &self,
         mut request: Value,
@@ -201,7 +202,8 @@ impl Program {
         read: impl Fn(ProgramReply) -> Result<T>,
     ) -> Result<T> {
         if identified {
-            // Unique, and a program that counts instead of repeating does not meet them. The factor is odd.
+            // The ids are unique, because the factor is odd. They are not consecutive, so a program that
+            // counts instead of repeating the id is detected.
             let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             request[REQUEST_ID] = format!("{id:016x}").into();
         }
@@ -215,15 +217,19 @@ impl Program {
 
 impl Task for CommandTask {
     fn name(&self) -> &str {
-        &self.described.name
+        &self.description.name
     }
 
-    /// Returns a problem. If the program fails to provide it, its trajectories count as failed.
+    /// Returns a problem. If the program does not give the problem, its trajectories count as failed.
     fn training_problem(&self, seed: u64, index: u64) -> Problem {
         self.problem(("train", seed, index), PROBLEM_ATTEMPTS).unwrap_or_else(|error| {
-            let id = format!("{}/train/{index}", self.described.name);
+            let id = format!("{}/train/{index}", self.description.name);
             self.warn(&id, &error);
-            Problem { id, messages: vec![Message::user("")], answer: json!({ FAILED: format!("{error:#}") }) }
+            Problem {
+                id,
+                messages: vec![Message::user("")],
+                answer: json!({ FAILURE_KEY: format!("{error:#}") }),
+            }
         })
     }
 
@@ -232,7 +238,7 @@ impl Task for CommandTask {
     }
 
     fn uses_python(&self) -> bool {
-        self.described.python
+        self.description.uses_python
     }
 
     fn may_take_long(&self) -> bool {
@@ -240,11 +246,11 @@ impl Task for CommandTask {
     }
 
     fn tools(&self) -> &[Value] {
-        &self.described.tools
+        &self.description.tools
     }
 
     fn answers_calls(&self) -> bool {
-        self.described.functions
+        self.description.has_function_tools
     }
 
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
@@ -252,13 +258,13 @@ impl Task for CommandTask {
     }
 
     fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
-        if !self.described.turns {
+        if !self.description.has_user_turns {
             return Ok(None);
         }
         Ok(self.content("turn", problem, transcript)?.map(Message::user))
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        self.ask_about("reward", problem, transcript, |reply| reply.reward(&self.described.rewards))
+        self.ask_about("reward", problem, transcript, |reply| reply.reward(&self.description.rewards))
     }
 }

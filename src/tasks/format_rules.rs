@@ -1,9 +1,9 @@
-//! The built-in formatting task: a line in capitals, with a given number of words, with a given prefix,
-//! checked by rules.
+//! The built-in formatting task: a line in capitals, with a given number of words, with a given prefix. Rules
+//! check the line.
 //!
-//! Problems are generated, so nothing is downloaded. About one in ten is held out by a hash of its text.
-//! Only the form of the line is graded, not its content. The demonstrations are noisy on purpose: half of
-//! them ignore each rule. RL then selects among the demonstrated behaviours.
+//! Problems are generated, so nothing is downloaded. A hash of a problem's text decides whether it is held
+//! out (about one in ten). Only the form of the line is graded, not its content. The demonstrations are noisy
+//! on purpose: each rule is ignored in half of them. RL then selects among the demonstrated behaviours.
 
 use super::arithmetic::draw_percent;
 use super::generated_task::{GeneratedProblem, GeneratedTask};
@@ -18,7 +18,7 @@ use std::ops::RangeInclusive;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "format_rules",
-    meaning: "A line in capitals, of so many words, with a given prefix: made up and checked by rule, without a tool.",
+    meaning: "Generated requests for one line: in capitals, with a given number of words, with a given prefix. Checked by rules, without a tool.",
     reads_files: false,
     data: "",
     has_negative_rewards: true,
@@ -43,7 +43,7 @@ const NOUNS: [&str; 24] = [
 /// Prefixes. Only `so` can also occur by chance, as the start of `soft`.
 const PREFIXES: [&str; 8] = ["ah", "but", "look", "now", "oh", "so", "well", "yes"];
 
-/// The required form of a line; an absent rule is not requested. At least one is.
+/// The required form of a line. An absent rule is not requested. At least one rule is requested.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 struct Rules {
     /// All letters are capitals.
@@ -55,24 +55,24 @@ struct Rules {
 }
 
 impl Rules {
-    /// Draws one of the seven sets of rules with equal probability, and its parameters.
+    /// Draws one of the seven sets of rules with equal probability, and the rules' parameters.
     fn draw(rng: &mut impl Rng) -> Self {
         let kinds = rng.random_range(1..8u8);
         let capitals = kinds & 1 != 0;
         let words = (kinds & 2 != 0).then(|| rng.random_range(WORDS));
-        let prefix = (kinds & 4 != 0).then(|| in_case(pick(&PREFIXES, rng).to_owned(), capitals));
+        let prefix = (kinds & 4 != 0).then(|| with_capitals(pick(&PREFIXES, rng).to_owned(), capitals));
         Self { capitals, words, prefix }
     }
 
-    /// Returns true when `line` follows every rule.
-    fn hold(&self, line: &str) -> bool {
+    /// Returns whether `line` follows every rule.
+    fn are_followed_by(&self, line: &str) -> bool {
         (!self.capitals || (line.contains(char::is_uppercase) && !line.contains(char::is_lowercase)))
             && self.words.is_none_or(|n| line.split_whitespace().count() == n)
             && self.prefix.as_ref().is_none_or(|prefix| line.starts_with(prefix))
     }
 
     /// Drops each rule with probability [`IGNORED`] / 100.
-    fn forget_some(&self, rng: &mut impl Rng) -> Self {
+    fn drop_some(&self, rng: &mut impl Rng) -> Self {
         let mut keep = || !draw_percent(rng, IGNORED);
         Self {
             capitals: self.capitals && keep(),
@@ -81,23 +81,24 @@ impl Rules {
         }
     }
 
-    /// Returns a line that follows these rules. The rest is drawn, in small letters.
+    /// Returns a line that follows these rules. Its words are drawn, in lower case.
     fn line(&self, rng: &mut impl Rng) -> String {
         let count = self.words.unwrap_or_else(|| rng.random_range(WORDS));
-        let words: Vec<&str> = (0..count).map(|place| self.word(place, rng)).collect();
-        in_case(words.join(" "), self.capitals)
+        let words: Vec<&str> = (0..count).map(|index| self.word(index, rng)).collect();
+        with_capitals(words.join(" "), self.capitals)
     }
 
-    /// Returns the prefix for the first word, and drawn words after it.
-    fn word(&self, place: usize, rng: &mut impl Rng) -> &str {
+    /// Returns word number `index` of a line: the prefix at index 0, if there is one, and a drawn word
+    /// otherwise.
+    fn word(&self, index: usize, rng: &mut impl Rng) -> &str {
         match &self.prefix {
-            Some(prefix) if place == 0 => prefix,
+            Some(prefix) if index == 0 => prefix,
             _ => pick(if rng.random() { &ADJECTIVES } else { &NOUNS }, rng),
         }
     }
 }
 
-/// A request: a topic, which is not graded, and the form of the answer.
+/// A request: a topic, which is not graded, and the rules for the answer.
 #[derive(Debug, Clone)]
 pub struct Request {
     topic: [&'static str; 2],
@@ -117,7 +118,7 @@ impl Request {
         format!("Describe the {adjective} {noun}: {}.", requested.join(", "))
     }
 
-    /// Returns the id, such as `format_rules/old-ship/capitals/3/YES`; `-` stands for an absent rule.
+    /// Returns the id, such as `format_rules/old-ship/capitals/3/YES`. `-` means that a rule is absent.
     fn id(&self) -> String {
         let Self { topic: [adjective, noun], rules } = self;
         let capitals = if rules.capitals { "capitals" } else { "-" };
@@ -135,7 +136,7 @@ impl GeneratedProblem for Request {
         Self { topic: [pick(&ADJECTIVES, rng), pick(&NOUNS, rng)], rules: Rules::draw(rng) }
     }
 
-    /// Returns true when the request is in the held-out tenth, by the CRC-32 of its text.
+    /// Returns whether the request is in the held-out tenth, by the CRC-32 of its text.
     fn is_held_out(&self) -> bool {
         crc32fast::hash(self.text().as_bytes()).is_multiple_of(10)
     }
@@ -145,18 +146,18 @@ impl GeneratedProblem for Request {
         Problem { id: self.id(), messages: vec![Message::user(self.text())], answer }
     }
 
-    /// Returns a noisy demonstration: each rule is followed or ignored.
+    /// Returns a noisy demonstration: some rules are followed, others ignored.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration {
-        let line = self.rules.forget_some(rng).line(rng);
+        let line = self.rules.drop_some(rng).line(rng);
         Demonstration { messages: vec![Message::user(self.text()), Message::assistant("final", line)] }
     }
 
-    /// Returns +1 for a finished `final` message that follows every rule, else −1.
+    /// Returns +1 for a finished `final` message that follows every rule, otherwise −1.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let rules =
             Rules::deserialize(&problem.answer).with_context(|| format!("{}: no rules", problem.id))?;
         let success = transcript.outcome == Outcome::Finished
-            && transcript.final_text().is_some_and(|line| rules.hold(line));
+            && transcript.final_text().is_some_and(|line| rules.are_followed_by(line));
         Ok(Reward::new(if success { 1.0 } else { -1.0 }, success))
     }
 }
@@ -165,11 +166,12 @@ fn pick(words: &[&'static str], rng: &mut impl Rng) -> &'static str {
     words.choose(rng).copied().unwrap_or_default()
 }
 
-fn in_case(text: String, capitals: bool) -> String {
+fn with_capitals(text: String, capitals: bool) -> String {
     if capitals { text.to_uppercase() } else { text }
 }
 
-/// The task `format_rules`: a single turn; requests have at most 61 bytes, demonstrated answers at most 29.
+/// The task `format_rules`. It has a single turn. Requests have at most 61 bytes, demonstrated answers at
+/// most 29.
 pub type FormatRules = GeneratedTask<Request>;
 
 #[cfg(test)]
@@ -252,8 +254,8 @@ mod tests {
         assert_ne!(task.training_problem(3, 5), task.training_problem(4, 5));
     }
 
-    /// Returns the rules of a request and the answer of its demonstration.
-    fn shown(index: u64) -> (Rules, String) {
+    /// Returns the rules of a request, and the answer of its demonstration.
+    fn demonstration(index: u64) -> (Rules, String) {
         let mut rng = stream(5, Purpose::Demonstration, &[index]);
         let request = Request::draw(&mut rng);
         let messages = request.demonstration(&mut rng).messages;
@@ -262,23 +264,26 @@ mod tests {
 
     #[test]
     fn demonstrations_keep_each_rule_half_the_time() {
-        let shown: Vec<_> = (0..40_000).map(shown).collect();
+        let shown: Vec<_> = (0..40_000).map(demonstration).collect();
         let share = |requested: fn(&Rules) -> Option<Rules>| {
-            let kept: Vec<_> =
-                shown.iter().filter_map(|(rules, line)| requested(rules).map(|r| r.hold(line))).collect();
+            let kept: Vec<_> = shown
+                .iter()
+                .filter_map(|(rules, line)| requested(rules).map(|r| r.are_followed_by(line)))
+                .collect();
             assert!(kept.len() > 20_000, "asked for in four of seven requests: {}", kept.len());
             kept.iter().filter(|&&kept| kept).count() as f64 / kept.len() as f64
         };
         let near = |got: f64, want: f64| assert!((got - want).abs() < 0.015, "{got} against {want}");
         near(share(|r| r.capitals.then(|| Rules { capitals: true, ..Rules::default() })), 0.5);
-        // Of the lines that ignore the number of words, one in five has it by chance.
+        // One in five of the lines that ignore the number of words has this number by chance.
         near(share(|r| r.words.is_some().then(|| Rules { words: r.words, ..Rules::default() })), 0.6);
         near(
             share(|r| r.prefix.is_some().then(|| Rules { prefix: r.prefix.clone(), ..Rules::default() })),
             0.5,
         );
-        // Singly 1/2, 3/5, 1/2; in pairs 3/10, 1/4, 3/10; all three 3/20: the mean over the seven sets.
-        let all = shown.iter().filter(|(rules, line)| rules.hold(line)).count();
+        // One rule: 1/2, 3/5, 1/2. Two rules: 3/10, 1/4, 3/10. All three: 3/20. The mean is over the seven
+        // sets.
+        let all = shown.iter().filter(|(rules, line)| rules.are_followed_by(line)).count();
         near(all as f64 / shown.len() as f64, 2.6 / 7.0);
     }
 }

@@ -1,4 +1,4 @@
-//! Tasks with generated problems: the trait and the split, which holds out about one problem in ten.
+//! Tasks with generated problems: the trait and the split. The split holds out about one problem in ten.
 
 use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
 use crate::random::{Purpose, stream};
@@ -7,7 +7,7 @@ use rand::Rng;
 use std::collections::HashSet;
 use std::marker::PhantomData;
 
-/// A kind of problem that is drawn at random.
+/// A type of problem that is drawn at random.
 pub trait GeneratedProblem: Sized + 'static {
     /// The task's name.
     const NAME: &'static str;
@@ -15,12 +15,12 @@ pub trait GeneratedProblem: Sized + 'static {
 
     fn draw(rng: &mut impl Rng) -> Self;
 
-    /// Returns true when it is in the held-out tenth; depends on its content alone.
+    /// Returns whether the problem is in the held-out tenth. Depends only on the problem's content.
     fn is_held_out(&self) -> bool;
 
     fn problem(&self) -> Problem;
 
-    /// Returns a whole conversation, noisy on purpose.
+    /// Returns a whole conversation as an example, noisy on purpose.
     fn demonstration(&self, rng: &mut impl Rng) -> Demonstration;
 
     /// Grades a finished conversation.
@@ -29,7 +29,7 @@ pub trait GeneratedProblem: Sized + 'static {
     /// When `problem` belongs to another task.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward>;
 
-    /// Returns the first draw of `rng` on the requested side of the split.
+    /// Returns the first problem drawn from `rng` that is held out, or that is not, as `held_out` says.
     fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
         loop {
             let drawn = Self::draw(rng);
@@ -39,8 +39,8 @@ pub trait GeneratedProblem: Sized + 'static {
         }
     }
 
-    /// Returns at most `count` distinct held-out problems, equal in every run: those found in a hundred
-    /// times as many draws.
+    /// Returns at most `count` distinct held-out problems, the same in every run. Draws at most a hundred
+    /// times as many.
     fn validation(count: usize) -> Vec<Problem> {
         let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
         let mut problems: Vec<Problem> = Vec::with_capacity(count);

@@ -1,8 +1,8 @@
-//! GSM8K (Cobbe et al. 2021): word problems whose gold answer ends in `#### n`.
+//! GSM8K (Cobbe et al. 2021): word problems whose reference answer ends in `#### n`.
 
 use super::boxed_answer::find_last_boxed;
 use super::number::Number;
-use super::rows::{self, Order};
+use super::rows::{self, EpochOrder};
 use super::{
     Demonstration, Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet,
 };
@@ -13,7 +13,7 @@ use crate::trajectory::Outcome;
 use anyhow::Result;
 use serde_json::Value;
 
-/// Instruction after each question, in the wording of verl's GSM8K preparation, so that runs are
+/// Instruction after each question. It has the wording of verl's GSM8K preparation, so that runs are
 /// comparable.
 const INSTRUCTION: &str = "Let's think step by step and output the final answer after \"####\".";
 
@@ -26,15 +26,15 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     data: "gsm8k",
     has_negative_rewards: false,
     keys: &["extraction"],
-    make: |settings, host| Ok(Box::new(Gsm8k::load(settings, host)?)),
+    make: |settings, context| Ok(Box::new(Gsm8k::load(settings, context)?)),
 };
 
 choice! {
-    /// Where a number is looked for.
+    /// Where the answer's number is read.
     pub enum Extraction default Flexible {
         /// Only after the last `####`.
         Strict = "strict",
-        /// After `####` or in `\boxed{}`, whichever comes last; without either the last number.
+        /// After `####` or in `\boxed{}`, whichever comes last. If there is neither, the last number.
         Flexible = "flexible",
     }
 }
@@ -45,19 +45,20 @@ struct Row {
     question: String,
     /// The worked solution without calculator annotations and without the `####` line.
     solution: String,
-    gold: String,
+    reference: String,
 }
 
 impl Row {
     fn read(row: &Value) -> Result<Self, String> {
         let (question, answer) = (rows::text(row, "question")?, rows::text(row, "answer")?);
-        let (solution, gold) = answer.rsplit_once("####").ok_or("`answer` has no `#### <number>` line")?;
-        let gold = Number::parse(gold)
-            .ok_or_else(|| format!("`answer` ends in `####{}`, which is not a number", clip(gold)))?;
+        let (solution, reference) =
+            answer.rsplit_once("####").ok_or("`answer` has no `#### <number>` line")?;
+        let reference = Number::parse(reference)
+            .ok_or_else(|| format!("`answer` ends in `####{}`, which is not a number", clip(reference)))?;
         Ok(Self {
             question: question.trim().to_owned(),
             solution: without_annotations(solution).trim().to_owned(),
-            gold: gold.to_string(),
+            reference: reference.to_string(),
         })
     }
 
@@ -66,18 +67,18 @@ impl Row {
     }
 
     fn problem(&self, id: String) -> Problem {
-        Problem { id, messages: vec![self.prompt()], answer: self.gold.clone().into() }
+        Problem { id, messages: vec![self.prompt()], answer: self.reference.clone().into() }
     }
 
     fn demonstration(&self) -> Demonstration {
-        let answer = Message::assistant("final", format!("#### {}", self.gold));
+        let answer = Message::assistant("final", format!("#### {}", self.reference));
         Demonstration {
             messages: vec![self.prompt(), Message::assistant("analysis", &*self.solution), answer],
         }
     }
 }
 
-/// Returns the first characters of a wrong value, for an error message.
+/// Returns the first characters of an invalid value, for an error message.
 fn clip(text: &str) -> String {
     text.chars().take(40).collect()
 }
@@ -105,20 +106,20 @@ pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
-        // Only the rest of the line: text after the answer is not part of it.
+        // Read only the rest of the line. Later text is not part of the answer.
         (Some(at), _) => text[at + 4..].trim_start().lines().next().and_then(Number::first_in),
         (None, _) if extraction == Extraction::Flexible => Number::last_in(text),
         (None, _) => None,
     }
 }
 
-/// The task `gsm8k`: single-turn, reward 1 for the right number and 0 otherwise.
+/// The task `gsm8k`: one turn, reward 1 for the right number and 0 otherwise.
 pub struct Gsm8k {
     train: Vec<Row>,
     held_out: Vec<Row>,
     validation: [ValidationSet; 1],
-    problems: Order,
-    demonstrations: Order,
+    problems: EpochOrder,
+    demonstrations: EpochOrder,
     extraction: Extraction,
 }
 
@@ -126,15 +127,15 @@ impl Gsm8k {
     /// Reads both files.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the file and every broken row.
-    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
-        let (_, train) = settings.training_rows(host, FORM, Row::read)?;
-        let (_, held_out) = settings.held_out_rows(host, FORM, Row::read)?;
+    /// [`crate::error::BadInput`] with the file and every broken row.
+    pub fn load(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
+        let (_, train) = settings.training_rows(context, FORM, Row::read)?;
+        let (_, held_out) = settings.held_out_rows(context, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();
         let problems = numbered.map(|(i, row)| row.problem(format!("gsm8k/test/{i}"))).collect();
         Ok(Self {
-            problems: Order::new(train.len(), Purpose::Shuffle),
-            demonstrations: Order::new(train.len(), Purpose::Demonstration),
+            problems: EpochOrder::new(train.len(), Purpose::Shuffle),
+            demonstrations: EpochOrder::new(train.len(), Purpose::Demonstration),
             train,
             held_out,
             validation: [ValidationSet { name: "gsm8k".into(), problems }],

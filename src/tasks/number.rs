@@ -1,11 +1,11 @@
-//! Decimal numbers written in running text.
+//! Decimal numbers in running text.
 
-/// A decimal number in lowest written form (`-1234.5`): equal values have equal text.
+/// A decimal number in canonical form (`-1234.5`): equal values have equal text.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Number(String);
 
 impl Number {
-    /// Parses `text` as one number. White space around it, a currency sign and a full stop are ignored.
+    /// Parses `text` as one number. Surrounding white space, a currency sign and a full stop are ignored.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim().trim_end_matches('.').trim_start_matches('$').trim_end();
         let (number, end) = scan(text, 0)?;
@@ -29,7 +29,7 @@ impl std::fmt::Display for Number {
     }
 }
 
-/// Iterates over all numbers of `text` in document order.
+/// Iterates over all numbers in `text`, in their order.
 fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
@@ -46,8 +46,9 @@ fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     })
 }
 
-/// Returns the number that starts at byte `start`, and its end: sign, currency sign, digits with thousands
-/// commas, decimals. A minus after a digit, a letter or a parenthesis is a subtraction.
+/// Returns the number that starts at byte `start`, and the index of its end. A number has a sign, a currency
+/// sign, digits with thousands commas, and decimals. A minus after a digit, a letter or a parenthesis is a
+/// subtraction.
 fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
     let (before, mut rest) = (&text[..start], &text[start..]);
     let mut negative = false;
@@ -61,7 +62,7 @@ fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
         let digits = digits_of(rest);
         whole.push_str(digits);
         rest = &rest[digits.len()..];
-        // A comma belongs to the number when one to three digits precede and exactly three follow.
+        // A comma belongs to the number if one to three digits precede it and exactly three follow it.
         match rest.strip_prefix(',').or_else(|| rest.strip_prefix("{,}")) {
             Some(group) if !whole.is_empty() && digits.len() <= 3 && digits_of(group).len() == 3 => {
                 rest = group

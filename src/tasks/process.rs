@@ -1,4 +1,4 @@
-//! Processes of a user's program that answer JSON lines: a bounded pool with deadlines, restarts and kills.
+//! Processes of a user's program that answer JSON lines: a bounded pool with time limits, restarts and kills.
 
 use crate::pool::Pool;
 use crate::process_group::ProcessGroup;
@@ -12,47 +12,47 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::Duration;
 
-/// Maximum length of an answer's line, in bytes.
+/// Maximum length of an answer, which is one line, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 20;
 
-/// Maximum number of bytes of standard error held back for one request.
+/// Maximum number of bytes of standard error that are held back per request.
 const HELD_BYTES_MAX: usize = 1 << 16;
 
-/// The shell that watches a program.
+/// The shell that kills a program's process group when this process ends.
 const SHELL: &str = "/bin/sh";
 
-/// How long to wait for the exit of a process that has closed its output.
+/// Time limit for the exit of a process that has closed its output.
 const END_WAIT: Duration = Duration::from_secs(1);
 
-/// Processes of one program; each handles one request at a time.
+/// Processes of one program. Each handles one request at a time.
 pub struct ProcessPool {
     command: Vec<String>,
     timeout: Duration,
     processes: Pool<Process>,
-    /// Whether standard error of failed requests is dropped.
+    /// Whether the standard error of failed requests is discarded.
     quiet: Arc<AtomicBool>,
 }
 
 impl ProcessPool {
-    /// Returns a pool of up to `processes` processes of `command`, a program and its arguments. `timeout`
-    /// limits each answer.
+    /// Returns a pool of up to `processes` processes. `command` is a program and its arguments. `timeout`
+    /// limits the time of each answer.
     pub fn new(command: Vec<String>, processes: usize, timeout: Duration) -> Self {
         let quiet = Arc::new(AtomicBool::new(false));
         Self { command, timeout, processes: Pool::new(vec![], processes), quiet }
     }
 
-    /// Drops the standard error of later requests that fail, such as tracebacks. That of answered requests is
-    /// still shown, after the answer.
-    pub fn drop_failures(&self) {
+    /// Discards the standard error of later requests that fail, such as tracebacks. The standard error of
+    /// answered requests is still shown, after the answer.
+    pub fn discard_failures(&self) {
         self.quiet.store(true, Ordering::Relaxed);
     }
 
     /// Returns the answer to `request`, parsed by `read`. After a failure the process is killed, and the next
-    /// request starts another.
+    /// request starts a new one.
     ///
     /// # Errors
-    /// When the program does not start, ends, takes too long, prints without a request or answers with
-    /// something other than a JSON object; those of `read`.
+    /// When the program does not start, ends, takes too long, prints without a request, or answers with
+    /// something other than a JSON object. Also the errors of `read`.
     pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
         let mut process = self.processes.acquire(|| Process::start(&self.command, &self.quiet))?;
         let answer = process.ask(request, self.timeout).and_then(read);
@@ -71,14 +71,14 @@ impl ProcessPool {
     }
 }
 
-/// A process, and the thread that writes to it and reads from it.
+/// A process, and the thread that writes to the process and reads from it.
 struct Process {
     group: ProcessGroup,
-    /// Kills the group when this process ends. Must be dropped after the process.
+    /// Kills the process group when this process ends. Must be dropped after the process.
     _watcher: ProcessGroup,
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
-    /// Standard error since the last answer, if it is not shown at once.
+    /// Standard error since the last answer, if it is not shown immediately.
     lines: Arc<Mutex<Vec<u8>>>,
 }
 
@@ -90,7 +90,8 @@ impl Process {
         let (sender, receiver) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
-        // The process dies with the thread that started it, so a long-lived thread starts it.
+        // The process dies with the thread that started it, so a thread that lives as long as the process
+        // starts it.
         std::thread::Builder::new()
             .name("task-process".into())
             .spawn(move || match spawn(&command) {
@@ -122,14 +123,14 @@ impl Process {
         };
         let start = || line.chars().take(80).collect::<String>();
         let answer: Value = serde_json::from_str(&line)
-            .map_err(|e| anyhow!("the answer {:?} is not JSON: {}", start(), why_no_json(&line, &e)))?;
+            .map_err(|e| anyhow!("the answer {:?} is not JSON: {}", start(), json_error(&line, &e)))?;
         if !answer.is_object() {
             bail!("the answer {:?} is not a JSON object", start());
         }
         Ok(answer)
     }
 
-    /// Adds to `error` how the process ended, if it did.
+    /// Adds to `error` how the process ended, if it ended.
     fn with_end(&self, error: anyhow::Error) -> anyhow::Error {
         match self.group.exit_status(END_WAIT) {
             Some(status) => anyhow!("{error:#} ({status})"),
@@ -138,19 +139,19 @@ impl Process {
     }
 }
 
-/// Explains why `line` is not JSON, and the remedy.
-fn why_no_json(line: &str, error: &serde_json::Error) -> String {
-    // The parser stopped at the number's first letter, or after its sign.
+/// Returns why `line` is not JSON, and the remedy.
+fn json_error(line: &str, error: &serde_json::Error) -> String {
+    // The parser stopped at the first letter of the number, or after its sign.
     let rest = line.get(error.column().saturating_sub(1)..).unwrap_or_default();
     match ["NaN", "Infinity"].iter().find(|word| rest.starts_with(**word)) {
         Some(word) => {
-            format!("{word} is no number there; give a number, or say by \"error\" what went wrong")
+            format!("{word} is not a number in JSON; reply with a number, or with \"error\" and the reason")
         }
-        None => format!("{error}; print nothing but answers"),
+        None => format!("{error}; print only answers to standard output"),
     }
 }
 
-/// Starts a program that ends with the calling thread, however that thread ends.
+/// Starts a program that ends when the calling thread ends, for any reason.
 fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStderr)> {
     let (program, arguments) = command.split_first().context("no program to run")?;
     let mut command = Command::new(program);
@@ -159,17 +160,17 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStd
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // Its own group, so that it is killed whole and does not receive the terminal's Ctrl-C, after which
-        // a step finishes.
+        // A separate process group: it is killed as a whole, and it does not receive the terminal's Ctrl-C,
+        // after which a step still finishes.
         .process_group(0);
     let die_with_the_thread = || {
-        // SAFETY: a plain system call.
+        // SAFETY: `prctl` with these arguments accesses no memory.
         match unsafe { libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL, 0, 0, 0) } {
             0 => Ok(()),
             _ => Err(std::io::Error::last_os_error()),
         }
     };
-    // SAFETY: between fork and exec it only makes that call and allocates nothing.
+    // SAFETY: between fork and exec, the closure only makes this system call. It does not allocate.
     unsafe { command.pre_exec(die_with_the_thread) };
     let mut child = command.spawn().with_context(|| format!("cannot start {program:?}"))?;
     let (stdin, stdout, stderr) = (child.stdin.take(), child.stdout.take(), child.stderr.take());
@@ -177,7 +178,7 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStd
     Ok((child, stdin, stdout, stderr.context("no pipe from the process")?))
 }
 
-/// Shows a program's standard error as it comes, or holds it until its request is answered.
+/// Shows a program's standard error immediately, or holds it back until the request is answered.
 fn forward(mut stderr: ChildStderr, lines: &Mutex<Vec<u8>>, quiet: &AtomicBool) {
     let mut bytes = [0; 8192];
     while let Ok(read) = stderr.read(&mut bytes)
@@ -193,16 +194,16 @@ fn forward(mut stderr: ChildStderr, lines: &Mutex<Vec<u8>>, quiet: &AtomicBool) 
     }
 }
 
-/// Writes to standard error; one that is gone must not end the run.
+/// Writes to standard error. Errors are ignored, so that a closed standard error does not end the run.
 fn show(bytes: &[u8]) {
     let _ = std::io::stderr().write_all(bytes);
 }
 
-/// Starts a shell that waits for the end of this process, whatever its cause, and then kills the group
-/// `id`. The program itself dies with its starting thread; its own child processes would survive.
+/// Starts a shell that waits for the end of this process and then kills the process group `id`. The program
+/// itself dies with the thread that started it, but its child processes would survive.
 fn watch(id: u32) -> Result<ProcessGroup> {
     let child = Command::new(SHELL)
-        // Nothing is ever written, so its input ends with this process.
+        // Nothing is ever written to the shell, so its input ends only when this process does.
         .args(["-c", "read -r _; kill -s KILL -- \"-$1\"", "rloss-watch", &id.to_string()])
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -210,12 +211,12 @@ fn watch(id: u32) -> Result<ProcessGroup> {
         .process_group(0)
         .spawn()
         .with_context(|| {
-            format!("cannot start {SHELL}, which is to end the program if this process is killed")
+            format!("cannot start {SHELL}, which kills the program if this process is killed")
         })?;
     Ok(ProcessGroup { child })
 }
 
-/// Forwards each request and each answer, until either side ends.
+/// Forwards each request and each answer until either side ends.
 fn serve_requests(
     mut stdin: ChildStdin,
     stdout: ChildStdout,
@@ -237,21 +238,21 @@ fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request:
     if has_bytes(lines) {
         let bytes = lines.fill_buf().context(ended)?;
         let start: String = String::from_utf8_lossy(bytes).trim_end().chars().take(80).collect();
-        bail!("the program printed {start:?} without a request; print one answer a request and nothing else");
+        bail!("the program printed {start:?} without a request; print exactly one answer per request");
     }
     stdin.write_all(request.as_bytes()).and_then(|()| stdin.flush()).context(ended)?;
     let mut line = Vec::new();
     lines.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ended)?;
     if line.last() != Some(&b'\n') {
-        bail!("{}", if line.is_empty() { ended } else { "the answer's line does not end" });
+        bail!("{}", if line.is_empty() { ended } else { "the answer's line has no end" });
     }
     String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
 }
 
-/// Returns true when the program has printed something that was not read yet.
+/// Returns whether the program has printed something that was not read yet.
 fn has_bytes(lines: &BufReader<ChildStdout>) -> bool {
     let mut poll = libc::pollfd { fd: lines.get_ref().as_raw_fd(), events: libc::POLLIN, revents: 0 };
-    // SAFETY: one valid structure, which outlives the call; a timeout of 0 does not wait.
+    // SAFETY: `poll` is one valid structure that outlives the call. A timeout of 0 does not wait.
     let ready = unsafe { libc::poll(&mut poll, 1, 0) };
     !lines.buffer().is_empty() || (ready > 0 && poll.revents & libc::POLLIN != 0)
 }

@@ -1,10 +1,10 @@
 //! ReTool (Feng et al. 2025): competition mathematics with the Python tool.
 //!
-//! Trains on problems with integer answers (DAPO-Math-17k's format); validates on AIME or MATH files.
+//! The training problems have integer answers (format of DAPO-Math-17k). Validation is on AIME or MATH files.
 
 use super::answer::AnswerEquality;
 use super::boxed_answer::find_last_boxed;
-use super::rows::{self, Order};
+use super::rows::{self, EpochOrder};
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::Message;
@@ -16,29 +16,30 @@ use std::path::Path;
 
 const FORM: &str = r#"{"problem": "...", "answer": 42}"#;
 
-/// Number of bytes read from the end of the final message.
+/// Number of bytes that are read from the end of the final message.
 const END_BYTES: usize = 8_000;
-/// Maximum number of characters after the answer: it must be near the end.
+/// Maximum number of characters after the answer, which must be near the end of the message.
 const AFTER_CHARS_MAX: usize = 100;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "retool",
-    meaning: "Competition mathematics with the Python tool, after ReTool.",
+    meaning: "Competition mathematics with the Python tool, as in ReTool.",
     reads_files: true,
     data: "dapo-math aime",
     has_negative_rewards: true,
     keys: &["validation_files", "answer", "prompt"],
-    make: |settings, host| Ok(Box::new(Retool::load(settings, host)?)),
+    make: |settings, context| Ok(Box::new(Retool::load(settings, context)?)),
 };
 
 choice! {
-    /// How a problem asks for its answer.
+    /// How the prompt asks for the answer.
     pub enum PromptFormat default Boxed {
-        /// ReTool's suffix: the answer is the last `\boxed{}`, near the end.
+        /// ReTool's suffix. The answer is the last `\boxed{}`, near the end.
         Boxed = "boxed",
-        /// A suffix without a placeholder, which small models copy; the answer is as in `boxed`.
+        /// A suffix without a placeholder, because small models copy the placeholder. The answer is read as
+        /// in `boxed`.
         BoxedPlain = "boxed_plain",
-        /// DAPO's wrapper: the answer is on the last line, after `Answer:`.
+        /// DAPO's text around the problem. The answer is on the last line, after `Answer:`.
         AnswerLine = "answer_line",
     }
 }
@@ -58,7 +59,7 @@ impl PromptFormat {
         })
     }
 
-    /// Returns the answer near the end of a final message.
+    /// Returns the answer from the end of a final message.
     pub fn extract(self, text: &str) -> Option<&str> {
         let text = text.trim_end();
         let end = &text[text.ceil_char_boundary(text.len().saturating_sub(END_BYTES))..];
@@ -70,7 +71,7 @@ impl PromptFormat {
                 near(after).then_some(content)
             }
             PromptFormat::AnswerLine => {
-                // ASCII case folding keeps byte positions.
+                // ASCII lower case keeps byte positions.
                 let start = end.to_ascii_lowercase().rfind("answer:")? + "answer:".len();
                 let line = end[start..].lines().next().unwrap_or("");
                 let answer = find_last_boxed(line).map_or(line, |(_, content)| content);
@@ -117,7 +118,7 @@ impl Row {
     }
 }
 
-/// Returns the set's name: `aime_2025` for `data/aime/aime-2025.jsonl`.
+/// Returns the set's name, such as `aime_2025` for `data/aime/aime-2025.jsonl`.
 fn set_name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let stem = name.split('.').next().unwrap_or_default();
@@ -126,12 +127,12 @@ fn set_name(path: &Path) -> String {
 
 /// The task `retool`.
 ///
-/// Reward: +1 for the right answer, else min(−0.6, −1 + 0.1 · answered tool calls), as published. Tool use
-/// gives a small bonus, always below the reward of a right answer.
+/// The reward is +1 for the right answer, otherwise min(−0.6, −1 + 0.1 · answered tool calls), as published.
+/// Tool calls thus give a small bonus, but a wrong answer never gets more than −0.6.
 pub struct Retool {
     train: Vec<Row>,
     train_name: String,
-    order: Order,
+    order: EpochOrder,
     validation: Vec<ValidationSet>,
     equality: AnswerEquality,
     form: PromptFormat,
@@ -141,19 +142,19 @@ impl Retool {
     /// Reads the training file and the validation files.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the file and every broken row; also for two validation files
-    /// of one name, and for a problem in both the training file and a validation file.
-    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
+    /// [`crate::error::BadInput`] with the file and every broken row. Also for two validation files of the
+    /// same name, and for a problem in both the training file and a validation file.
+    pub fn load(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
         let form = settings.prompt.unwrap_or_default();
-        let (train, training) = settings.training_rows(host, FORM, Row::read)?;
+        let (train, training) = settings.training_rows(context, FORM, Row::read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();
         let files = settings.validation_file.iter().chain(&settings.validation_files);
-        for path in files.filter(|_| host.reads_held_out) {
+        for path in files.filter(|_| context.reads_held_out) {
             let name = set_name(path);
             if sets.iter().any(|set| set.name == name) {
-                let place = path.display();
+                let path_text = path.display();
                 return Err(bad_input!(
-                    "task.validation_files: {place} is a second set named `{name}`; rename one of the files"
+                    "task.validation_files: {path_text} is a second file with the set name `{name}`; rename one of the files"
                 ));
             }
             let rows = rows::read(path, settings.validation_rows_max, FORM, Row::read)?;
@@ -163,7 +164,7 @@ impl Retool {
             sets.push(ValidationSet { name, problems });
         }
         Ok(Self {
-            order: Order::new(training.len(), Purpose::Shuffle),
+            order: EpochOrder::new(training.len(), Purpose::Shuffle),
             train: training,
             train_name: set_name(train),
             validation: sets,
@@ -201,8 +202,8 @@ impl Task for Retool {
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
         let answer = transcript.final_text().and_then(|text| self.form.extract(text));
-        let gold = problem.answer.as_str().unwrap_or_default();
-        let success = answer.is_some_and(|answer| self.equality.matches(gold, answer));
+        let reference = problem.answer.as_str().unwrap_or_default();
+        let success = answer.is_some_and(|answer| self.equality.matches(reference, answer));
         let tried = -1.0 + 0.1 * transcript.calls_answered as f32;
         Ok(Reward::new(if success { 1.0 } else { tried.min(-0.6) }, success))
     }

@@ -1,4 +1,4 @@
-//! Reading of rows from a user's JSON-lines file, and their order in training.
+//! Reads rows from a user's JSON-lines file, and gives their order in training.
 
 use crate::bad_input;
 use crate::bounded_file::{self, DATA_BYTES_MAX};
@@ -12,26 +12,28 @@ use std::io::{self, BufRead, BufReader};
 use std::path::Path;
 use std::sync::Mutex;
 
-/// Maximum number of broken rows that one error lists.
+/// Maximum number of broken rows that an error lists.
 const BROKEN_ROWS_SHOWN: usize = 10;
 
-/// Parses the first `rows_max` rows of `path` with `parse`. The file has JSON lines, gzipped if it ends in
-/// `.gz`; blank lines are skipped.
+/// Parses the first `rows_max` rows of `path` with `parse`. The file has JSON lines, and is gzipped if its
+/// name ends in `.gz`. Blank lines are skipped.
 ///
-/// `form` is an example row for the user; `parse` describes a row's mistake in a few words.
+/// `example` is an example row for messages. `parse` returns a row's mistake in a few words.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the file cannot be read or holds no row, and one that lists the
-/// broken rows by line number.
+/// [`crate::error::BadInput`] when the file cannot be read or has no row, and when rows are broken. The
+/// message lists the broken rows by line number.
 pub fn read<T>(
     path: &Path,
     rows_max: Option<usize>,
-    form: &str,
+    example: &str,
     parse: impl Fn(&Value) -> Result<T, String>,
 ) -> Result<Vec<T>> {
-    let place = path.display();
+    let path_text = path.display();
     let unreadable = |e: io::Error| {
-        bad_input!("{place}: cannot read the rows: {e}; name an existing JSON-lines file, one {form} a line")
+        bad_input!(
+            "{path_text}: cannot read the rows: {e}; name an existing JSON-lines file; each line looks like {example}"
+        )
     };
     let (mut rows, mut broken, mut more) = (Vec::new(), Vec::new(), 0);
     let mut left = rows_max.unwrap_or(usize::MAX);
@@ -56,10 +58,12 @@ pub fn read<T>(
     if !broken.is_empty() {
         let tail = if more > 0 { format!("; and {more} more") } else { String::new() };
         let list = broken.join("; ");
-        return Err(bad_input!("{place}: {list}{tail}. Correct or delete these lines; a row is {form}"));
+        return Err(bad_input!(
+            "{path_text}: {list}{tail}. Correct or delete these lines; a row looks like {example}"
+        ));
     }
     if rows.is_empty() {
-        return Err(bad_input!("{place}: no rows; give at least one line of the form {form}"));
+        return Err(bad_input!("{path_text}: no rows; give at least one line like {example}"));
     }
     Ok(rows)
 }
@@ -74,11 +78,11 @@ fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
     })
 }
 
-/// Refuses validation prompts that are also in the training file, ignoring white space. Validation prompts
-/// come with their row number, from 1; a row may have several.
+/// Checks that no validation prompt is in the training file too. White space is ignored. Each validation
+/// prompt has its row number, from 1. A row may have several prompts.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] that names the first pair.
+/// [`crate::error::BadInput`] with the first prompt that is in both files.
 pub fn refuse_overlap<'a>(
     (train, prompts): (&Path, impl Iterator<Item = &'a str>),
     (validation, held_out): (&Path, impl Iterator<Item = (usize, &'a str)>),
@@ -96,13 +100,13 @@ pub fn refuse_overlap<'a>(
             let (train, validation) = (train.display(), validation.display());
             Err(bad_input!(
                 "{train}: row {row} has the prompt of {validation}: row {held_out_row} (\"{start}\"); training on \
-                 what validation measures makes its figures worthless: remove the row from one of the files"
+                 validation prompts makes the validation metrics meaningless; remove the row from one of the files"
             ))
         }
     }
 }
 
-/// Returns the text under `key`, which must not be missing or blank.
+/// Returns the string under `key`. It must be present and not blank.
 pub fn text<'a>(row: &'a Value, key: &str) -> Result<&'a str, String> {
     match row.get(key) {
         Some(Value::String(text)) if !text.trim().is_empty() => Ok(text),
@@ -112,36 +116,36 @@ pub fn text<'a>(row: &'a Value, key: &str) -> Result<&'a str, String> {
     }
 }
 
-/// An endless order over `len` rows: every epoch is a new permutation.
+/// An endless order of `len` rows. Every epoch is a new permutation.
 ///
-/// A pure function of (seed, index); the last permutation is cached.
+/// The order is a pure function of (seed, index). The last permutation is cached.
 #[derive(Debug)]
-pub struct Order {
+pub struct EpochOrder {
     len: usize,
     purpose: Purpose,
     last: Mutex<Option<(u64, u64, Vec<u32>)>>,
 }
 
-impl Order {
-    /// Returns an order over `len` rows from the random streams of `purpose`.
+impl EpochOrder {
+    /// Returns an order of `len` rows that uses the random streams of `purpose`.
     pub fn new(len: usize, purpose: Purpose) -> Self {
         Self { len, purpose, last: Mutex::new(None) }
     }
 
-    /// Returns the row, below `len`, at position `index`; 0 when there are no rows.
+    /// Returns the row (below `len`) at position `index`. Returns 0 if there are no rows.
     pub fn row(&self, seed: u64, index: u64) -> usize {
         if self.len == 0 {
             return 0;
         }
-        let (epoch, place) = (index / self.len as u64, (index % self.len as u64) as usize);
-        // A poisoned lock holds a whole permutation or none: both are usable.
+        let (epoch, path_text) = (index / self.len as u64, (index % self.len as u64) as usize);
+        // A poisoned lock holds a whole permutation or none. Both are usable.
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         match &*last {
-            Some((s, e, rows)) if (*s, *e) == (seed, epoch) => rows[place] as usize,
+            Some((s, e, rows)) if (*s, *e) == (seed, epoch) => rows[path_text] as usize,
             _ => {
                 let mut rows: Vec<u32> = (0..self.len as u32).collect();
                 rows.shuffle(&mut stream(seed, self.purpose, &[epoch]));
-                let row = rows[place] as usize;
+                let row = rows[path_text] as usize;
                 *last = Some((seed, epoch, rows));
                 row
             }
@@ -155,7 +159,7 @@ mod tests {
 
     #[test]
     fn an_order_visits_every_row_once_an_epoch_and_does_not_depend_on_calls_before() {
-        let order = Order::new(50, Purpose::Shuffle);
+        let order = EpochOrder::new(50, Purpose::Shuffle);
         let epoch = |k: u64| (50 * k..50 * (k + 1)).map(|i| order.row(3, i)).collect::<Vec<_>>();
         let (first, second) = (epoch(0), epoch(1));
         assert_ne!(first, second);
@@ -164,7 +168,7 @@ mod tests {
             sorted.sort();
             assert_eq!(sorted, (0..50).collect::<Vec<_>>());
         }
-        assert_eq!(Order::new(50, Purpose::Shuffle).row(3, 60), second[10]);
+        assert_eq!(EpochOrder::new(50, Purpose::Shuffle).row(3, 60), second[10]);
         assert_eq!(epoch(0), first);
     }
 }

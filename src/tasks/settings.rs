@@ -11,42 +11,43 @@ use std::path::{Path, PathBuf};
 table! {
     /// The task: problems, environment and reward.
     pub struct TaskSettings {
-        /// Which task.
+        /// The task's name.
         pub name: TaskName = TaskName::default(),
         /// Training problems, for tasks that read files.
         pub train_file: Option<PathBuf> = None,
         /// Held-out problems, for tasks that read files.
         pub validation_file: Option<PathBuf> = None,
-        /// More held-out problems of `retool`: each file is a set of its own, named after it in the metrics.
+        /// More held-out problems of `retool`. Each file is a separate set; its name in the metrics is the
+        /// file's name.
         pub validation_files: Vec<PathBuf> = Vec::new(),
-        /// Keep the first so many training rows; absent means all.
+        /// Maximum number of training rows. The first rows are used. Absent means all rows.
         pub train_rows_max: Option<usize> = None => from(1.0),
-        /// Keep the first so many held-out rows of each file; absent means all.
+        /// Maximum number of held-out rows per file. The first rows are used. Absent means all rows.
         pub validation_rows_max: Option<usize> = None => from(1.0),
-        /// How `retool` compares an answer with the right one.
+        /// How `retool` compares an answer with the reference answer.
         pub answer: Option<answer::AnswerEquality> = None,
-        /// How `retool` asks for the answer, and so where it looks for it.
+        /// How `retool` asks for the answer. This also determines where the answer is read.
         pub prompt: Option<retool::PromptFormat> = None,
-        /// Where `gsm8k` looks for the answer.
+        /// Where `gsm8k` reads the answer.
         pub extraction: Option<gsm8k::Extraction> = None,
-        /// How `verify_if` makes a reward of the instructions that were followed.
+        /// How `verify_if` computes a reward from the instructions that were followed.
         pub grading: Option<verify_if::Grading> = None,
-        /// The program of the task `command` and its arguments. It runs with your own rights, outside any
-        /// sandbox. A word that names a file is a path, relative to the working directory: a run keeps it
-        /// absolute.
+        /// The program of the task `command` and its arguments. The program runs with your own rights,
+        /// outside any sandbox. A word that names a file is a path relative to the working directory. A run
+        /// stores the absolute path.
         pub command: Vec<String> = Vec::new(),
-        /// Seconds after which a program of the task `command` that has not answered is killed and started
-        /// again.
+        /// Time limit of an answer from the program of the task `command`, in seconds. After it, the program
+        /// is killed and restarted.
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
-        /// Processes of the task `command`: as many requests are answered at a time.
+        /// Number of processes of the task `command`. Each answers one request at a time.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
     }
 }
 
 impl TaskSettings {
     /// Makes the words of `command` that name a file absolute, so that the program starts from any folder.
-    /// The program itself is a path if it has a slash; otherwise the system finds it.
-    pub fn pin_command(&mut self) {
+    /// The first word, the program, is a path only if it has a slash; otherwise the system searches for it.
+    pub fn make_command_absolute(&mut self) {
         for (index, word) in self.command.iter_mut().enumerate() {
             if (index > 0 || word.contains('/'))
                 && Path::new(word).is_file()
@@ -58,7 +59,7 @@ impl TaskSettings {
         }
     }
 
-    /// Fills in the defaults of the keys that the task reads; other tasks' keys stay absent.
+    /// Fills in the defaults of the keys that the task reads. The keys of other tasks stay absent.
     pub fn fill_defaults(&mut self) {
         let keys = self.name.keys;
         let reads = |key| keys.contains(&key);
@@ -80,63 +81,63 @@ impl TaskSettings {
         }
     }
 
-    /// Returns the training file and its rows, parsed by `parse`; no rows if the command reads none.
+    /// Returns the training file and its rows, parsed by `parse`. No rows if the command does not need them.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the file is missing in the recipe, and those of [`rows::read`].
+    /// [`crate::error::BadInput`] when the recipe has no such file, and the errors of [`rows::read`].
     pub(super) fn training_rows<T>(
         &self,
-        host: &TaskContext,
-        form: &str,
+        context: &TaskContext,
+        example: &str,
         parse: impl Fn(&Value) -> Result<T, String>,
     ) -> Result<(&Path, Vec<T>)> {
-        if !host.reads_training {
+        if !context.reads_training {
             return Ok((self.train_file.as_deref().unwrap_or(Path::new("train")), vec![]));
         }
-        let file = self.needed(&self.train_file, "task.train_file")?;
-        Ok((file, rows::read(file, self.train_rows_max, form, parse)?))
+        let file = self.required_file(&self.train_file, "task.train_file")?;
+        Ok((file, rows::read(file, self.train_rows_max, example, parse)?))
     }
 
-    /// Returns the validation file and its rows, as [`Self::training_rows`] does.
+    /// Returns the validation file and its rows, parsed by `parse`. No rows if the command does not need
+    /// them.
     ///
     /// # Errors
-    /// As [`Self::training_rows`].
+    /// The errors of [`Self::training_rows`].
     pub(super) fn held_out_rows<T>(
         &self,
-        host: &TaskContext,
-        form: &str,
+        context: &TaskContext,
+        example: &str,
         parse: impl Fn(&Value) -> Result<T, String>,
     ) -> Result<(&Path, Vec<T>)> {
-        if !host.reads_held_out {
+        if !context.reads_held_out {
             return Ok((Path::new("validation"), vec![]));
         }
-        let file = self.needed(&self.validation_file, "task.validation_file")?;
-        Ok((file, rows::read(file, self.validation_rows_max, form, parse)?))
+        let file = self.required_file(&self.validation_file, "task.validation_file")?;
+        Ok((file, rows::read(file, self.validation_rows_max, example, parse)?))
     }
 
-    /// Returns the number of held-out problems of a task that generates its own.
+    /// Returns the number of held-out problems of a task that generates its problems.
     pub(super) fn generated_problem_count(&self) -> usize {
         self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
     }
 
-    /// Returns the required file under `key`.
-    fn needed<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
+    /// Returns the file of `key`, which must be present.
+    fn required_file<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
         let name = self.name;
-        file.as_deref()
-            .ok_or_else(|| bad_input!("{key}: missing; task `{name}` needs a JSON-lines file there"))
+        file.as_deref().ok_or_else(|| bad_input!("{key}: missing; the task `{name}` needs a JSON-lines file"))
     }
 }
 
-/// The parts of a task that a command needs.
+/// What a command needs from a task.
 #[derive(Debug, Clone)]
 pub struct TaskContext {
-    /// Whether training problems are needed.
+    /// Whether training problems are required_file.
     pub reads_training: bool,
-    /// Whether held-out problems are needed.
+    /// Whether held-out problems are required_file.
     pub reads_held_out: bool,
     /// Maximum number of held-out problems to request from the task `command`.
     pub validation_problems_max: usize,
-    /// Where the task `command` reports failures.
+    /// The console for failures of the task `command`.
     pub console: Console,
 }
 

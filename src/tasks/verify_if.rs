@@ -1,9 +1,9 @@
-//! Instruction following with checkable instructions. Validation: IFEval and Multi-IF. Training: rows of
-//! that format, or prompts composed from maths questions.
+//! Instruction following with instructions that a program can check. Validation: IFEval and Multi-IF.
+//! Training: rows in their format, or prompts that are composed from maths questions.
 
 use super::instructions::compose::compose;
 use super::instructions::{Instruction, check_strictly};
-use super::rows::{self, Order};
+use super::rows::{self, EpochOrder};
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::harmony::{Message, Role};
@@ -19,20 +19,20 @@ const VALIDATION_FORM: &str = r#"{"prompt": "...", "instruction_id_list": ["punc
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "verify_if",
-    meaning: "Checkable instructions of IFEval's form, without a tool.",
+    meaning: "Checkable instructions in IFEval's format, without a tool.",
     reads_files: true,
     data: "gsm8k ifeval",
     has_negative_rewards: false,
     keys: &["grading"],
-    make: |settings, host| Ok(Box::new(VerifyIf::load(settings, host)?)),
+    make: |settings, context| Ok(Box::new(VerifyIf::load(settings, context)?)),
 };
 
 choice! {
-    /// How verdicts become a reward.
+    /// How the checked instructions become a reward.
     pub enum Grading default Share {
         /// The share of the instructions that were followed.
         Share = "share",
-        /// 1 when all were followed, otherwise 0.
+        /// 1 if all instructions were followed, otherwise 0.
         All = "all",
     }
 }
@@ -50,13 +50,13 @@ impl Grading {
 
 /// A user's message and the instructions for its answer, in IFEval's format.
 #[derive(Debug, Clone)]
-struct Turn {
+struct RowTurn {
     prompt: String,
     ids: Value,
     kwargs: Value,
 }
 
-impl Turn {
+impl RowTurn {
     fn read(row: &Value) -> Result<Self, String> {
         let prompt = rows::text(row, "prompt")?.to_owned();
         let turn = Self { prompt, ids: row["instruction_id_list"].clone(), kwargs: row["kwargs"].clone() };
@@ -64,7 +64,7 @@ impl Turn {
         Ok(turn)
     }
 
-    /// Reads a conversation's turns; a row without `turns` is a single turn.
+    /// Reads the turns of a conversation. A row without `turns` is a single turn.
     fn read_all(row: &Value) -> Result<Vec<Self>, String> {
         match row.get("turns") {
             None => Ok(vec![Self::read(row)?]),
@@ -82,24 +82,24 @@ impl Turn {
 /// Parses the instructions of one turn.
 ///
 /// # Errors
-/// When the two lists differ in length, are empty or hold an invalid instruction.
+/// When the two lists differ in length, are empty or have an invalid instruction.
 fn instructions(ids: &Value, kwargs: &Value) -> Result<Vec<Instruction>> {
     let ids = ids.as_array().ok_or_else(|| bad_input!("`instruction_id_list` is not a list"))?;
     let kwargs = kwargs.as_array().ok_or_else(|| bad_input!("`kwargs` is not a list"))?;
     if ids.is_empty() || ids.len() != kwargs.len() {
         let (n, m) = (ids.len(), kwargs.len());
         return Err(bad_input!(
-            "`instruction_id_list` has {n} entries and `kwargs` {m}; give one kwargs an id"
+            "`instruction_id_list` has {n} entries and `kwargs` {m}; give one `kwargs` entry per id"
         ));
     }
     let id = |value: &Value| {
-        value.as_str().map(str::to_owned).ok_or_else(|| bad_input!("id {value} is not a text"))
+        value.as_str().map(str::to_owned).ok_or_else(|| bad_input!("id {value} is not a string"))
     };
     ids.iter().zip(kwargs).map(|(i, k)| Instruction::parse(&id(i)?, k)).collect()
 }
 
-/// Builds the problem of a conversation; its answer holds every turn.
-fn problem(id: String, turns: &[Turn]) -> Problem {
+/// Builds the problem of a conversation. Its answer stores every turn.
+fn problem(id: String, turns: &[RowTurn]) -> Problem {
     let answer = turns
         .iter()
         .map(|turn| json!({ "prompt": turn.prompt, "instruction_id_list": turn.ids, "kwargs": turn.kwargs }));
@@ -107,20 +107,20 @@ fn problem(id: String, turns: &[Turn]) -> Problem {
     Problem { id, messages, answer: answer.collect() }
 }
 
-/// Where a training prompt comes from.
+/// The source of a training prompt.
 #[derive(Debug)]
-enum Source {
+enum PromptSource {
     /// A prompt with its instructions.
-    Ready(Turn),
-    /// A question that gets new instructions each time it is used.
+    Ready(RowTurn),
+    /// A question, which gets new instructions each time it is used.
     Question(String),
 }
 
-impl Source {
+impl PromptSource {
     fn read(row: &Value) -> Result<Self, String> {
         match ["question", "problem"].into_iter().find(|key| row.get(*key).is_some()) {
             Some(key) if row.get("prompt").is_none() => Ok(Self::Question(rows::text(row, key)?.to_owned())),
-            _ => Turn::read(row).map(Self::Ready),
+            _ => RowTurn::read(row).map(Self::Ready),
         }
     }
 
@@ -132,13 +132,14 @@ impl Source {
     }
 }
 
-/// The task `verify_if`: its reward comes from the checkers of [`super::instructions`], applied strictly.
+/// The task `verify_if`. Its reward comes from the checkers in [`super::instructions`], applied strictly.
 ///
-/// In a conversation of several turns, each answer is graded on its own turn's list. The reward is the mean
-/// over turns. Success is that of the last turn, whose list includes the earlier ones in Multi-IF.
+/// In a conversation of several turns, each answer is graded on its own turn's instructions. The reward is
+/// the mean over the turns. The success is that of the last turn, because in Multi-IF the last turn includes
+/// the instructions of earlier turns.
 pub struct VerifyIf {
-    train: Vec<Source>,
-    order: Order,
+    train: Vec<PromptSource>,
+    order: EpochOrder,
     validation: Vec<ValidationSet>,
     grading: Grading,
 }
@@ -147,16 +148,16 @@ impl VerifyIf {
     /// Reads both files. Validation rows with `turns` form the set `multi_if`, the others `ifeval`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the file and every broken row, or the first prompt that is in
+    /// [`crate::error::BadInput`] with the file and every broken row, or with the first prompt that is in
     /// both files.
-    pub fn load(settings: &TaskSettings, host: &TaskContext) -> Result<Self> {
-        let (train, sources) = settings.training_rows(host, TRAIN_FORM, Source::read)?;
-        let (validation, held_out) = settings.held_out_rows(host, VALIDATION_FORM, |row| {
-            Ok((row.get("turns").is_some(), Turn::read_all(row)?))
+    pub fn load(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
+        let (train, sources) = settings.training_rows(context, TRAIN_FORM, PromptSource::read)?;
+        let (validation, held_out) = settings.held_out_rows(context, VALIDATION_FORM, |row| {
+            Ok((row.get("turns").is_some(), RowTurn::read_all(row)?))
         })?;
         let texts = held_out.iter().zip(1..);
         let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
-        rows::refuse_overlap((train, sources.iter().map(Source::text)), (validation, texts))?;
+        rows::refuse_overlap((train, sources.iter().map(PromptSource::text)), (validation, texts))?;
         let set = |name: &str, several: bool| {
             let rows = held_out.iter().enumerate().filter(|(_, (turns, _))| *turns == several);
             let problems: Vec<_> =
@@ -165,25 +166,25 @@ impl VerifyIf {
         };
         Ok(Self {
             validation: [set("ifeval", false), set("multi_if", true)].into_iter().flatten().collect(),
-            order: Order::new(sources.len(), Purpose::Shuffle),
+            order: EpochOrder::new(sources.len(), Purpose::Shuffle),
             train: sources,
             grading: settings.grading.unwrap_or_default(),
         })
     }
 
-    /// Returns the verdicts of each turn's answer on that turn's instructions; all false for a turn without
-    /// an answer.
+    /// Returns for each turn whether its answer follows the turn's instructions. All are false for a turn
+    /// without an answer.
     ///
     /// # Errors
-    /// When the problem is not one of this task's.
+    /// When the problem belongs to another task.
     pub fn verdicts(&self, problem: &Problem, transcript: &Transcript) -> Result<Vec<Vec<bool>>> {
         let turns = problem.answer.as_array().with_context(|| format!("{}: no turns", problem.id))?;
-        let mut stretches = transcript.messages.split(|message| message.role == Role::User);
+        let mut replies = transcript.messages.split(|message| message.role == Role::User);
         turns
             .iter()
             .map(|turn| {
                 let instructions = instructions(&turn["instruction_id_list"], &turn["kwargs"])?;
-                let answer = stretches.next().and_then(|messages| {
+                let answer = replies.next().and_then(|messages| {
                     messages
                         .iter()
                         .rfind(|m| m.channel.as_deref() == Some("final"))
@@ -204,11 +205,11 @@ impl Task for VerifyIf {
         let row = self.order.row(seed, index);
         let id = format!("verify_if/train/{row}");
         match &self.train[row] {
-            Source::Ready(turn) => problem(id, std::slice::from_ref(turn)),
-            Source::Question(question) => {
+            PromptSource::Ready(turn) => problem(id, std::slice::from_ref(turn)),
+            PromptSource::Question(question) => {
                 let composed = compose(question, &mut stream(seed, Purpose::Problem, &[index]));
                 let (ids, kwargs) = (json!(composed.instruction_id_list), Value::Array(composed.kwargs));
-                problem(id, &[Turn { prompt: composed.prompt, ids, kwargs }])
+                problem(id, &[RowTurn { prompt: composed.prompt, ids, kwargs }])
             }
         }
     }

@@ -25,7 +25,7 @@ use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, reset_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
-use crate::run::causes::{SampleCauses, SampleFacts, sample_causes};
+use crate::run::causes::{SampleCounts, SampleFacts, sample_causes};
 use crate::run::context::RunContext;
 use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::run_folder::RunFolder;
@@ -348,7 +348,7 @@ impl Trainer {
                 .map(|(trajectory, messages)| (trajectory, messages.as_slice()))
         });
         let facts = SampleFacts::new(&self.context);
-        let causes = SampleCauses::count(self.context.task.as_ref(), facts.response_tokens_max, samples);
+        let causes = SampleCounts::count(self.context.task.as_ref(), facts.response_tokens_max, samples);
         let causes = causes.messages(&facts);
         let mut warnings = self.monitor.record_causes(causes);
         warnings.extend(self.monitor.record(step, metrics));

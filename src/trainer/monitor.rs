@@ -5,7 +5,7 @@ use crate::metrics::{Metrics, format_number};
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
-use crate::run::causes::CAUSES;
+use crate::run::causes::CAUSE_COUNT;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
@@ -27,7 +27,7 @@ pub(super) struct Monitor {
     /// Number of consecutive steps, including the last one, in which no group had a signal.
     no_signal_steps: u64,
     /// Number of consecutive steps, including the last one, with each cause.
-    cause_steps: [u64; CAUSES],
+    cause_steps: [u64; CAUSE_COUNT],
     /// Number of successes and of trajectories of each recent step.
     window: VecDeque<(f64, f64)>,
     /// The window with the highest success rate: success rate, number of trajectories, last step.
@@ -51,7 +51,7 @@ impl Monitor {
             failed_trajectories: 0.0,
             failing_steps: 0,
             no_signal_steps: 0,
-            cause_steps: [0; CAUSES],
+            cause_steps: [0; CAUSE_COUNT],
             window: VecDeque::new(),
             best_window: None,
             actor_norms: GradientNorms::new("actor"),
@@ -92,7 +92,7 @@ impl Monitor {
 
     /// Records the `causes` that make a step's samples useless for learning. Returns the warnings that are
     /// due.
-    pub fn record_causes(&mut self, causes: [Option<String>; CAUSES]) -> Vec<String> {
+    pub fn record_causes(&mut self, causes: [Option<String>; CAUSE_COUNT]) -> Vec<String> {
         let mut due = vec![];
         for (steps, cause) in self.cause_steps.iter_mut().zip(causes) {
             *steps = if cause.is_some() { *steps + 1 } else { 0 };

@@ -142,7 +142,7 @@ def goes_on_elsewhere(world):
     shutil.copytree(world.place / "sampled", world.place / "moved")
     more = sets(model__path=world.model, device="cpu", cold_start__steps=2, checkpoint__every_steps=4, train__steps=STEPS + 1)
     said = world.train(world.cpu, "moved", "--resume", *more)
-    assert "its bits will differ" in said, said
+    assert "will not be bitwise equal" in said, said
     assert len(world.rows("moved", "rl")) == STEPS + 1
 
 
@@ -226,7 +226,7 @@ def memory_runs_out(world):
     """Another process takes the GPU's memory after this one has planned."""
     env = {"CUDA_EMULATOR_TAKEN_MIB": str(80 * 1024 - 3)}
     said = world.train(world.gpu, "ran_out", *sets(model__path=world.model, device="cuda"), code=1, env=env)
-    for words in ("memory ran out; the plan was", "optimizer", "what would help: "):
+    for words in ("memory ran out; the plan was", "optimizer", "remedies: "):
         assert words in said, said
 
 
@@ -239,7 +239,7 @@ def refusals(world):
         (["arms.router_noise", "no GPU kernel"], [*asked, *on_gpu, *sets(arms__router_noise=0.1)], {}),
         (["compute capability 8.0", "9.0 (H100, H200)"], [*asked, *on_gpu], {"CUDA_EMULATOR_OLD": "1"}),
         (["GPU 7 cannot be used"], [*asked, *on_gpu, *sets(parallel__device_index=7)], {}),
-        (["are free on GPU 0", "what would help", "tokens"], [*asked, *on_gpu], {"CUDA_EMULATOR_MEMORY_MIB": "1"}),
+        (["are free on GPU 0", "remedies", "tokens"], [*asked, *on_gpu], {"CUDA_EMULATOR_MEMORY_MIB": "1"}),
     ]
     for words, arguments, env in cases:
         said = world.run(world.gpu, "train", RECIPE, "--out", "refused", *arguments, code=2, env=env)

@@ -3,7 +3,7 @@
 
 use crate::tiny::load;
 use rloss::chat::Chat;
-use rloss::chat::Format;
+use rloss::chat::ChatFormat;
 use rloss::harmony::HarmonyTokenizer;
 use rloss::metrics::Console;
 use rloss::mismatch::causes::causes;
@@ -59,7 +59,7 @@ impl Fixture {
             threads: Threads::new(2).unwrap(),
             model: Model::new(config, 256),
             parameters,
-            chat: Format::Harmony.from_embedded().unwrap(),
+            chat: ChatFormat::Harmony.from_embedded().unwrap(),
         }
     }
 

@@ -4,7 +4,7 @@ use crate::harmony::encode_with_special;
 use crate::model_files::refused;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Value as Jinja};
-use rloss::chat::Format;
+use rloss::chat::ChatFormat;
 use rloss::chat::chatml::{
     ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
 };
@@ -150,7 +150,7 @@ fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
 fn sampled(text: &str) -> (TurnStep, Vec<Call>, Vec<Message>) {
     let chat = chatml();
     let mut parser = chat.turn_parser();
-    let mut step = TurnStep::Within;
+    let mut step = TurnStep::Continues;
     for token in encode_with_special(chat.vocabulary(), text) {
         step = parser.push(token);
     }
@@ -166,7 +166,7 @@ fn turns_are_read_whatever_the_model_wrote() {
             "<tool_call>\n{{\"name\": \"python\", \"arguments\": {{\"code\": \"{code}\"}}}}\n</tool_call>"
         )
     };
-    let over = TurnStep::Over;
+    let over = TurnStep::Ended;
 
     let answer = sampled("84\n<|im_end|>");
     assert_eq!(answer, (over(TurnEnd::Returned), vec![], vec![Message::assistant("final", "84\n")]));
@@ -212,7 +212,7 @@ fn what_was_rendered_is_read_back() {
     let mut parser = chat.turn_parser();
     let sampled = written.tokens.iter().zip(&written.mask).filter(|(_, sampled)| **sampled);
     let steps: Vec<TurnStep> = sampled.map(|(&token, _)| parser.push(token)).collect();
-    assert_eq!(steps.last(), Some(&TurnStep::Over(TurnEnd::Called)));
+    assert_eq!(steps.last(), Some(&TurnStep::Ended(TurnEnd::Called)));
     assert_eq!(parser.finish(), turn);
 }
 
@@ -328,7 +328,7 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
     // What was rendered is read back.
     let mut parser = chat.turn_parser();
     let steps: Vec<TurnStep> = tokens.iter().map(|&token| parser.push(token)).collect();
-    assert_eq!(steps.last(), Some(&TurnStep::Over(TurnEnd::Returned)));
+    assert_eq!(steps.last(), Some(&TurnStep::Ended(TurnEnd::Returned)));
     assert_eq!(parser.finish(), turn(Some(&thought))[1..]);
     assert_eq!(sampled(&chat, &turn(None)).0, "<think>\n\n</think>\n\n12<|im_end|>");
     assert_eq!(sampled(&off, &turn(None)).0, "12<|im_end|>");
@@ -424,5 +424,5 @@ fn functions_are_listed_after_the_system_text() {
         text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
         "{text}"
     );
-    assert_eq!(Format::ChatMl.from_embedded().unwrap().stop_tokens(), [2, 0]);
+    assert_eq!(ChatFormat::ChatMl.from_embedded().unwrap().stop_tokens(), [2, 0]);
 }

@@ -155,7 +155,7 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
         &["train", "run/checkpoints/step-000002"],
         &["is a checkpoint", "--resume", "--set model.path="],
     );
-    place.refused(&["eval", "run", "--out", "run"], &["already holds a run", "--out"]);
+    place.refused(&["eval", "run", "--out", "run"], &["already contains a run", "--out"]);
     place.refused(&["rollout", "run", "--out", "run/eval/step-000002"], &["rloss eval", "--out"]);
     // A checkpoint is a model like any other, in whatever recipe; so is the run that it belongs to.
     for (recipe, model, out) in [("small.toml", "run", "a"), ("run", "run/checkpoints/step-000002", "b")] {
@@ -302,7 +302,7 @@ fn a_start_that_fails_leaves_no_folder() {
 fn the_head_says_what_is_sampled() {
     let place = Place::new();
     for (command, sampled) in
-        [("eval", "5 held-out problems × 4"), ("rollout", "2 prompts × 3, as in one step of training")]
+        [("eval", "5 held-out problems × 4"), ("rollout", "2 prompts × 3, as in one training step")]
     {
         let output = place.run(&[command, "small.toml"]);
         let text = String::from_utf8_lossy(&output.stderr).into_owned();

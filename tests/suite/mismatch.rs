@@ -1,7 +1,7 @@
 //! Arms break what their names say, causes are found, and another engine's rows are read.
 
 use crate::tiny;
-use rloss::chat::Format;
+use rloss::chat::ChatFormat;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
@@ -57,7 +57,7 @@ impl World {
         let rollout = Rollout {
             threads: &self.threads,
             policy: &PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
-            chat: &Format::Harmony.from_embedded().unwrap(),
+            chat: &ChatFormat::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             system_prompt: &[],

@@ -2,7 +2,7 @@
 
 use crate::data;
 use candle_core::{Device, Tensor};
-use rloss::chat::Format;
+use rloss::chat::ChatFormat;
 use rloss::checkpoint::load::has_weights;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
@@ -296,7 +296,7 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
 
 #[test]
 fn companions_travel_unchanged_and_missing_ones_are_derived() {
-    let chat = Format::Harmony.from_embedded().unwrap();
+    let chat = ChatFormat::Harmony.from_embedded().unwrap();
     let config = config();
     let parameters: BTreeMap<String, Tensor> =
         init(&config, &INIT, 1).unwrap().into_iter().map(|(s, t)| (s.name, t)).collect();

@@ -5,7 +5,7 @@ use crate::data;
 use crate::model_files::refused;
 use crate::small_runs::{self, done, rl_rows, rloss};
 use crate::tiny::{self, Gradients, load, values};
-use rloss::chat::Format;
+use rloss::chat::ChatFormat;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::batch_runner::BatchRunner;
@@ -299,7 +299,7 @@ fn the_dense_quickstart_trains_saves_and_goes_on() {
     let config: Value = serde_json::from_str(&read("config.json")).unwrap();
     assert_eq!((&config["model_type"], &config["tie_word_embeddings"]), (&json!("qwen2"), &json!(true)));
     assert_eq!(config["eos_token_id"], json!([2, 0]));
-    assert_eq!(read("chat_template.jinja"), Format::ChatMl.from_embedded().unwrap().jinja());
+    assert_eq!(read("chat_template.jinja"), ChatFormat::ChatMl.from_embedded().unwrap().jinja());
     let text = std::fs::read_to_string(second.join("trajectories/step-000001.jsonl")).unwrap();
     assert!(text.contains("\"tokens\":[1,6,26,"), "the prompt is ChatML: {}", &text[..200]);
 
@@ -391,7 +391,7 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
 #[test]
 fn a_folder_without_chatml_tokens_is_refused() {
     let folder = saved(&config(false), &tiny::model(config(false), 1).1);
-    let harmony = Format::Harmony.from_embedded().unwrap();
+    let harmony = ChatFormat::Harmony.from_embedded().unwrap();
     std::fs::write(folder.path().join("tokenizer.json"), harmony.vocabulary().json_bytes()).unwrap();
     let out = TempDir::new().unwrap();
     let path = format!("model.path={}", folder.path().display());

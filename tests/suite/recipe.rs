@@ -223,11 +223,11 @@ fn a_later_mistake_is_placed_where_the_key_was_written() {
 fn what_is_likely_not_meant_is_a_warning() {
     let warnings = |text: &str| read(text, &[]).warnings;
     assert_eq!(warnings(""), Vec::<String>::new());
-    assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("does not end within the 80"));
+    assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("more than the 80"));
     let gae = "policy.advantage = \"gae\"\n";
     assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
-    assert!(warnings(&format!("{gae}critic.warmup_steps = 80"))[0].contains("the policy never learns"));
-    assert!(warnings("arms.no_train_sinks = true")[0].contains("a failure is switched on"));
+    assert!(warnings(&format!("{gae}critic.warmup_steps = 80"))[0].contains("the policy is never trained"));
+    assert!(warnings("arms.no_train_sinks = true")[0].contains("this ablation is enabled"));
 }
 
 #[test]
@@ -279,10 +279,10 @@ fn the_shipped_recipes_resolve() {
         let text = std::fs::read_to_string(&file).expect("read");
         let Err(mistakes) = resolve(&file, &text, &[]) else { continue };
         // What the user brings: the model and the fetched data.
-        for mistake in mistakes.0 {
+        for mistake in mistakes.listed {
             let brought = ["model.path", "task.train_file", "task.validation_file", "task.validation_files"]
                 .contains(&mistake.key.as_str());
-            assert!(brought && mistake.what.starts_with("no f"), "{mistake}");
+            assert!(brought && mistake.message.starts_with("no f"), "{mistake}");
         }
     }
 }
@@ -334,7 +334,7 @@ fn a_recipe_argument_is_a_file_or_a_run_folder() {
     let run = folder.path().join("my-run");
     std::fs::create_dir(&run).expect("create");
     let message = locate(&run).expect_err("no recipe.toml yet").to_string();
-    assert!(message.contains("holds no recipe.toml"), "{message}");
+    assert!(message.contains("has no recipe.toml"), "{message}");
     std::fs::write(run.join("recipe.toml"), "train.seed = 5").expect("write");
     let source = locate(&run).expect("a run");
     assert_eq!(source, RecipeSource::Run(run.clone()));
@@ -382,7 +382,7 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
     let shown = folder.path().join("arms").display().to_string();
     let refused = |text: &str, sets: &[&str]| {
         let mistakes = of(text, sets).expect_err("the recipe is broken");
-        mistakes.0.iter().map(|mistake| mistake.to_string().replace(&shown, "…")).collect::<Vec<_>>()
+        mistakes.listed.iter().map(|mistake| mistake.to_string().replace(&shown, "…")).collect::<Vec<_>>()
     };
     // A mistake of the base is placed in the base, one of the recipe in the recipe.
     write("broken.toml", "[train]\nsteps = \"7\"\n");
@@ -413,14 +413,13 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
     assert_eq!(
         refused("base = 3\npolicy.dual_clip = 0.5", &[]),
         [
-            "…/one.toml:1: base: found no string; give the path of a recipe, counted from this one's folder, or a recipe of \
-          the program"
+            "…/one.toml:1: base: found no string; give the path of a recipe, relative to this recipe's folder, or the name of a built-in recipe"
         ]
     );
     let missing = refused("\nbase = \"none.toml\"", &[]).concat();
     assert!(missing.starts_with("…/one.toml:2: base: cannot read …/none.toml: "), "{missing}");
     assert_eq!(
         refused("", &["base=ground.toml"]),
-        ["--set: base: a recipe's base stands in its file; name the recipe itself"]
+        ["--set: base: cannot be set here; write the base into the recipe file, or give that recipe as the argument"]
     );
 }

@@ -95,7 +95,7 @@ fn samples_are_no_steps_of_a_run_and_several_runs_are_listed() {
     assert_eq!(list.matches("<li>").count(), 2, "{list}");
     assert!(list.contains("<b>seed-2</b>") && list.contains("seed 2, 40 of 100"), "{list}");
     // How curves are smoothed is a tooltip.
-    assert!(both.contains("title=\"Faint: as measured.") && !both.contains("Arrows go from"));
+    assert!(both.contains("title=\"Faint: the values.") && !both.contains("Arrows go from"));
 }
 
 fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -> TrajectoryRow {
@@ -342,7 +342,7 @@ fn a_run_most_of_which_failed_says_so() {
     let folder = tempfile::tempdir().unwrap();
     let with = |share: f64| row(1, Phase::Rl, &[("trajectory/failed_fraction", share)]);
     let failed = page(&[run(folder.path(), "failed", &[with(1.0)])]);
-    assert!(failed.contains("failed: 100% of the trajectories failed, whatever the policy did"));
+    assert!(failed.contains("failed: 100% of the trajectories failed for reasons outside the policy"));
     assert!(!page(&[run(folder.path(), "fine", &[with(0.25)])]).contains("of the trajectories failed"));
 }
 
@@ -421,7 +421,7 @@ fn bad_input_names_the_place() {
 
     for (path, place) in [
         (at("nowhere"), "nowhere: there is no such run folder"),
-        (no_metrics, "no-metrics: holds no metrics.jsonl"),
+        (no_metrics, "no-metrics: has no metrics.jsonl"),
         (line, "metrics.jsonl: line 2: "),
         (recipe, "recipe.toml: line 3: "),
         (mismatch, "mismatch.json: `rows` is not a list of objects"),

@@ -166,7 +166,7 @@ fn retool_files_are_checked_when_read() {
         (None, vec![], "task.train_file: missing"),
         (Some(cut), vec![], "cut.jsonl.gz: cannot read"),
         (Some(bad), vec![], "bad.jsonl: row 1: `answer` is neither"),
-        (Some(good.clone()), vec![held_out.clone(), twin], "a second set named `held`"),
+        (Some(good.clone()), vec![held_out.clone(), twin], "a second file with the set name `held`"),
         (Some(good), vec![held_out, shared], "good.jsonl: row 1 has the prompt of "),
     ] {
         let error = load(train, validation).unwrap_err();

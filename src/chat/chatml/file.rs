@@ -9,7 +9,7 @@ use anyhow::Result;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// A message of a file. `name`, `id` and `tool_call_id` are allowed, though the template does not write them.
+/// A message in a file. The keys `name`, `id` and `tool_call_id` are accepted, but the template ignores them.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct FileMessage {
@@ -26,7 +26,7 @@ struct FileMessage {
     _tool_call_id: Option<String>,
 }
 
-/// A call: `{"type": "function", "function": {...}}`, or the function alone.
+/// A tool call: `{"type": "function", "function": {...}}`, or the inner function object alone.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum FileCall {
@@ -43,28 +43,30 @@ struct Function {
 
 /// Reads the messages of `row`: `{"messages": [...], "tools": [...]}`.
 ///
-/// The tools become part of the system message. A missing system message begins with `identity`. If the
-/// template has thoughts (`thinks`), a thought is `reasoning_content`, or a `<think>` block in the content.
+/// The tools become part of the system message. If there is no system message, one is made from `identity`
+/// and the tools. If the template has thoughts (`has_thoughts`), a thought is `reasoning_content`, or a
+/// `<think>` block in the content.
 ///
 /// # Errors
-/// [`BadInput`](crate::error::BadInput) with `place`, the message's number (from 1) and the reason.
+/// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.
 pub fn messages_from_json(
     row: &Value,
     identity: Option<&str>,
-    thinks: bool,
-    place: &str,
+    has_thoughts: bool,
+    source_name: &str,
 ) -> Result<Vec<Message>> {
     let list = row["messages"]
         .as_array()
-        .ok_or_else(|| bad_input!("{place}: \"messages\" must be a list of messages"))?;
+        .ok_or_else(|| bad_input!("{source_name}: \"messages\" must be a list of messages"))?;
     let tools = match &row["tools"] {
         Value::Null => &[],
         Value::Array(tools) => tools.as_slice(),
-        other => return Err(bad_input!("{place}: \"tools\" must be a list of functions, not {other}")),
+        other => return Err(bad_input!("{source_name}: \"tools\" must be a list of functions, not {other}")),
     };
     let mut messages = vec![];
     for (i, value) in list.iter().enumerate() {
-        let read = read_message(value, thinks).map_err(|e| bad_input!("{place}: message {}: {e}", i + 1))?;
+        let read = read_message(value, has_thoughts)
+            .map_err(|e| bad_input!("{source_name}: message {}: {e}", i + 1))?;
         messages.extend(read);
     }
     let text = match messages.first() {
@@ -75,16 +77,16 @@ pub fn messages_from_json(
     Ok(system.into_iter().chain(messages).collect())
 }
 
-fn read_message(value: &Value, thinks: bool) -> Result<Vec<Message>, String> {
+fn read_message(value: &Value, has_thoughts: bool) -> Result<Vec<Message>, String> {
     let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
     let mut content = message.content.unwrap_or_default();
     let mut thought = message.reasoning_content.unwrap_or_default();
-    if !thinks && !thought.is_empty() {
+    if !has_thoughts && !thought.is_empty() {
         return Err(
             "\"reasoning_content\", but this family's template has no thoughts; remove the key".into()
         );
     }
-    if thinks
+    if has_thoughts
         && thought.is_empty()
         && let Some((found, Some(answer))) = split_thought(&content)
     {
@@ -122,7 +124,7 @@ fn read_call(call: FileCall) -> Result<Message, String> {
     let content = match code.filter(|_| name == PYTHON) {
         Some(code) => code.to_owned(),
         None if name == PYTHON => {
-            return Err("a call to \"python\" takes one argument, the text \"code\"".into());
+            return Err("a call to \"python\" takes one argument, the string \"code\"".into());
         }
         None => json::to_text(&arguments),
     };

@@ -1,4 +1,4 @@
-//! JSON as Python's `json.dumps(value, ensure_ascii=False)` and chat templates write it.
+//! JSON in the format that Python's `json.dumps(value, ensure_ascii=False)` and chat templates write.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -13,7 +13,7 @@ pub fn to_text(value: &Value) -> String {
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Returns `text` as the inside of a JSON string, without the quotes.
+/// Returns `text` with the escapes of a JSON string, without the quotes around it.
 pub(super) fn escape(text: &str) -> String {
     let quoted = to_text(&Value::from(text));
     quoted[1..quoted.len() - 1].to_owned()
@@ -34,7 +34,8 @@ impl Formatter for SpacedFormatter {
         writer.write_all(b": ")
     }
 
-    /// Writes the shortest digits that read back as the number, with an exponent below 1e-4 and from 1e16 on.
+    /// Writes the shortest digits that parse to the same number. The exponent is used below 1e-4 and from
+    /// 1e16.
     fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
         let text = format!("{value:e}");
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
@@ -52,9 +53,9 @@ mod tests {
     use super::*;
     use serde_json::json;
 
-    /// The expected texts are Python's own.
+    /// Python wrote the expected strings.
     #[test]
-    fn it_is_written_as_python_writes_it() {
+    fn json_is_formatted_as_python_formats_it() {
         let value = json!({"a": [1, 2.0, -0.5, 1e16, 1e-5, 1.5e300, 0.0001, 123456.75], "é\u{1f}": {"\"\\\n\t": null}, "": [[], {}]});
         assert_eq!(
             to_text(&value),

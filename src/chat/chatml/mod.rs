@@ -1,13 +1,14 @@
-//! ChatML as Qwen2.5 and Qwen3 use it: `<|im_start|>role`, the text, `<|im_end|>`. Calls are JSON between
-//! `<tool_call>` and `</tool_call>`. Replies are in a user turn between `<tool_response>` and
+//! ChatML in the format of Qwen2.5 and Qwen3: `<|im_start|>role`, the text, `<|im_end|>`. A tool call is JSON
+//! between `<tool_call>` and `</tool_call>`. A tool's reply is in a user turn, between `<tool_response>` and
 //! `</tool_response>`.
 //!
 //! The rendering agrees with the template of Qwen2.5-Instruct on conversations of one system message, user
-//! messages, calls and replies. It adds no message. Qwen's template adds a missing system message; here the
-//! recipe gives it.
+//! messages, tool calls and replies. Qwen's template adds a missing system message. The rendering here adds
+//! no message; the recipe gives the system message.
 //!
-//! Qwen3's ChatML has thoughts: messages on the channel `analysis`, between `<think>` and `</think>` before
-//! the turn's text. Its template omits the thoughts before the last user message, as does the rendering here.
+//! Qwen3's ChatML also has thoughts. A thought is a message on the channel `analysis`; it is rendered between
+//! `<think>` and `</think>` before the turn's text. Both Qwen3's template and the rendering here omit
+//! thoughts before the last user message.
 
 mod file;
 mod json;
@@ -25,33 +26,35 @@ use crate::vocabulary::{Vocabulary, embedded_json};
 use anyhow::{Result, ensure};
 use std::path::Path;
 
-/// The text before and after the code in a call to the Python tool; entries of the embedded vocabulary.
+/// The text before and after the code in a call to the Python tool. Each is a token of the embedded
+/// vocabulary.
 const PYTHON_CALL: &str = "{\"name\": \"python\", \"arguments\": {\"code\": \"";
 const CALL_END: &str = "\"}}";
 
-/// The text around a call, which is one token each in Qwen's vocabulary, and around a reply.
+/// The tags around a tool call. Each is one token in Qwen's vocabulary.
 const TOOL_CALL: [&str; 2] = ["<tool_call>", "</tool_call>"];
-/// The text around a thought, one token each in Qwen3's vocabulary.
+/// The tags around a thought. Each is one token in Qwen3's vocabulary.
 const THINK: [&str; 2] = ["<think>", "</think>"];
 /// The channel of thoughts.
 const ANALYSIS: &str = "analysis";
+/// The tags around a tool's reply.
 const TOOL_RESPONSE: [&str; 2] = ["<tool_response>", "</tool_response>"];
 
-/// Control tokens of the embedded vocabulary, ids from 0; [`TOOL_CALL`] has ids 3 and 4.
+/// Control tokens of the embedded vocabulary, with ids from 0. [`TOOL_CALL`] has ids 3 and 4.
 const SPECIAL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
-/// Template words of the embedded vocabulary, ids from 5. In content every byte is one token.
+/// Template words of the embedded vocabulary, with ids from 5. In content, every byte is one token.
 const WORDS: [&str; 7] =
     ["system", "user", "assistant", PYTHON_CALL, CALL_END, TOOL_RESPONSE[0], TOOL_RESPONSE[1]];
 
-/// A vocabulary with ChatML's control tokens. A clone shares the tables.
+/// A tokenizer with ChatML's control tokens. Clones share the tables.
 #[derive(Debug, Clone)]
 pub struct ChatMl {
     vocabulary: Vocabulary,
     im_start: u32,
     im_end: u32,
-    /// `<|endoftext|>`, which also ends a turn.
+    /// `<|endoftext|>`, which ends a turn as `<|im_end|>` does.
     end_of_text: Option<u32>,
-    /// Whether the model thinks before it answers; `None` in a template without thoughts.
+    /// Whether thinking is on. `None` if the template has no thoughts.
     thinking: Option<bool>,
 }
 
@@ -59,52 +62,52 @@ impl ChatMl {
     /// Reads a `tokenizer.json`.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput), naming the file: those of [`Vocabulary::from_file`], and when
-    /// it lacks control tokens.
+    /// [`BadInput`](crate::error::BadInput) with the file: the errors of [`Vocabulary::from_file`], and an
+    /// error if control tokens are missing.
     pub fn from_file(path: &Path) -> Result<Self> {
         Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
     }
 
-    /// Reads the bytes of a `tokenizer.json`; error messages name it `place`.
+    /// Reads a `tokenizer.json` from its bytes. Error messages call the source `source_name`.
     ///
     /// # Errors
-    /// As [`Self::from_file`].
-    pub fn from_bytes(json: Vec<u8>, place: &str) -> Result<Self> {
-        Self::new(Vocabulary::from_bytes(json, place)?, place)
+    /// The errors of [`Self::from_file`].
+    pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
+        Self::new(Vocabulary::from_bytes(json, source_name)?, source_name)
     }
 
-    /// Makes the embedded vocabulary of 272 tokens: control tokens, template words, bytes.
+    /// Returns the embedded tokenizer of 272 tokens: control tokens, template words, bytes.
     ///
     /// # Errors
-    /// None in practice: a test reads it.
+    /// None in practice: a test reads the embedded file.
     pub fn from_embedded() -> Result<Self> {
         Self::from_bytes(embedded_json(&SPECIAL, &TOOL_CALL, &WORDS), "the embedded ChatML tokenizer")
     }
 
-    /// Makes the embedded vocabulary with [`THINK`] at ids 5 and 6, of 272 tokens too.
+    /// Returns the embedded tokenizer of 272 tokens with [`THINK`] at ids 5 and 6.
     ///
     /// # Errors
-    /// None in practice: a test reads it.
+    /// None in practice: a test reads the embedded file.
     pub fn from_embedded_with_thoughts() -> Result<Self> {
         let added = [TOOL_CALL, THINK].concat();
         let json = embedded_json(&SPECIAL, &added, &WORDS);
         Ok(Self::from_bytes(json, "the embedded ChatML tokenizer")?.with_thinking(true))
     }
 
-    /// Returns Qwen3's template of the vocabulary. With `enabled` the model may think; without, each of its
-    /// turns begins with an empty thought, which it does not sample.
+    /// Returns the tokenizer with Qwen3's template. If `enabled`, the model may think. Otherwise each turn
+    /// begins with an empty thought that is inserted, not sampled.
     pub fn with_thinking(self, enabled: bool) -> Self {
         Self { thinking: Some(enabled), ..self }
     }
 
-    /// Whether the template has thoughts.
+    /// Returns whether the template has thoughts.
     pub fn has_thoughts(&self) -> bool {
         self.thinking.is_some()
     }
 
-    fn new(vocabulary: Vocabulary, place: &str) -> Result<Self> {
-        let remedy = "ChatML dialogues need them: take the tokenizer.json of a Qwen2.5 or Qwen3 checkpoint";
-        let [im_start, im_end] = vocabulary.added_ids(["<|im_start|>", "<|im_end|>"], place, remedy)?;
+    fn new(vocabulary: Vocabulary, source_name: &str) -> Result<Self> {
+        let remedy = "ChatML conversations need them; use the tokenizer.json of a Qwen2.5 or Qwen3 model";
+        let [im_start, im_end] = vocabulary.added_ids(["<|im_start|>", "<|im_end|>"], source_name, remedy)?;
         let end_of_text = vocabulary.added_id("<|endoftext|>");
         Ok(Self { vocabulary, im_start, im_end, end_of_text, thinking: None })
     }
@@ -119,19 +122,19 @@ impl ChatMl {
         std::iter::once(self.im_end).chain(self.end_of_text).collect()
     }
 
-    fn stops(&self, token: u32) -> bool {
+    fn is_stop_token(&self, token: u32) -> bool {
         token == self.im_end || Some(token) == self.end_of_text
     }
 
-    /// Makes a parser of the tokens sampled after `<|im_start|>assistant` and its line break.
+    /// Returns a parser for the tokens that are sampled after `<|im_start|>assistant` and its line break.
     pub fn turn_parser(&self) -> ChatMlTurnParser {
         ChatMlTurnParser::new(self)
     }
 
-    /// Checks that `tokens` are turns of known roles; the last turn may be unfinished.
+    /// Checks that `tokens` are turns of known roles. The last turn may be unfinished.
     ///
     /// # Errors
-    /// If they are not.
+    /// If a turn is malformed, or has an unknown role.
     pub fn check(&self, tokens: &[u32]) -> Result<()> {
         let mut rest = tokens;
         while let [first, after @ ..] = rest {
@@ -140,7 +143,7 @@ impl ChatMl {
                 "unexpected token {first}; expected the start token {}",
                 self.im_start
             );
-            let end = after.iter().position(|&token| self.stops(token));
+            let end = after.iter().position(|&token| self.is_stop_token(token));
             let turn = &after[..end.unwrap_or(after.len())];
             ensure!(!turn.contains(&self.im_start), "a turn begins within another");
             let text = self.vocabulary.decode(turn);

@@ -1,6 +1,6 @@
 //! Rendering of messages as tokens.
 
-use super::system::CALLS_GUIDE;
+use super::system::TOOL_CALL_INSTRUCTIONS;
 use super::{ANALYSIS, CALL_END, ChatMl, PYTHON_CALL, THINK, TOOL_CALL, TOOL_RESPONSE, json};
 use crate::chat::PYTHON;
 use crate::harmony::{MaskedTokens, Message, Role};
@@ -14,8 +14,8 @@ impl ChatMl {
         out.finish().tokens
     }
 
-    /// Renders the text after a sampled turn: the line break that ends the turn, `messages`, and the start of
-    /// the assistant's next turn.
+    /// Renders the text after a sampled turn: the line break after the turn, `messages`, and the start of the
+    /// assistant's next turn.
     pub fn render_continuation(&self, messages: &[Message]) -> Vec<u32> {
         let mut out = Writer::new(self);
         out.text("\n");
@@ -26,19 +26,19 @@ impl ChatMl {
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
     /// after it. With thinking off, each turn after the last query begins with an empty thought, as sampled
-    /// turns do; Qwen3's template writes it before the last turn alone.
+    /// turns do. Qwen3's template writes an empty thought only in the last turn.
     pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
-        out.opens_turns = self.thinking == Some(false);
+        out.empty_thought_in_every_turn = self.thinking == Some(false);
         out.conversation(messages);
-        // The line break after the last turn is not part of it.
+        // No line break follows the last turn.
         out.pending.clear();
         out.finish()
     }
 }
 
-/// Splits messages into turns. Consecutive replies form one turn, and so do an assistant's calls with the
-/// text before them.
+/// Splits messages into turns. Consecutive tool replies form one turn. A text of the assistant and the calls
+/// after it form one turn too.
 fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     messages.chunk_by(|a, b| match (a.role, b.role) {
         (Role::Tool, Role::Tool) => true,
@@ -48,18 +48,19 @@ fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     })
 }
 
-/// Whether a message is a user's, and not a reply of a tool that its text spells.
+/// Returns whether a message is a user's own. A user message that consists of a `<tool_response>` block is a
+/// tool's reply.
 fn is_query(message: &Message) -> bool {
     let [open, close] = TOOL_RESPONSE;
     message.role == Role::User && !(message.content.starts_with(open) && message.content.ends_with(close))
 }
 
-/// The place of a turn in its conversation.
+/// The position of a turn in its conversation.
 #[derive(Clone, Copy)]
-enum Place {
+enum TurnPosition {
     BeforeQuery,
     AfterQuery,
-    /// After the last query, at the end.
+    /// After the last query, at the end of the conversation.
     Last,
 }
 
@@ -68,9 +69,9 @@ struct Writer<'a> {
     tokens: Vec<u32>,
     mask: Vec<bool>,
     sampled: bool,
-    /// Whether every turn after the last query begins with a thought.
-    opens_turns: bool,
-    /// Text not tokenised yet: adjacent texts are tokenised as one.
+    /// Whether every turn after the last query begins with a thought, even if the thought is empty.
+    empty_thought_in_every_turn: bool,
+    /// Text that is not tokenised yet: adjacent texts are joined and tokenised as one.
     pending: String,
 }
 
@@ -81,7 +82,7 @@ impl<'a> Writer<'a> {
             tokens: vec![],
             mask: vec![],
             sampled: false,
-            opens_turns: false,
+            empty_thought_in_every_turn: false,
             pending: String::new(),
         }
     }
@@ -107,7 +108,8 @@ impl<'a> Writer<'a> {
         self.mask.push(self.sampled);
     }
 
-    /// Writes a template word: as one token if the vocabulary has it, unless merges make that token anyway.
+    /// Writes a template word. The word becomes one token if the vocabulary has it as an entry that merges do
+    /// not produce.
     fn template_word(&mut self, word: &str) {
         let vocabulary = &self.chat.vocabulary;
         let whole = vocabulary.added_id(word).or_else(|| {
@@ -131,17 +133,17 @@ impl<'a> Writer<'a> {
         let query = messages.iter().rposition(is_query).unwrap_or(messages.len());
         let mut start = 0;
         for turn in turns(messages) {
-            let place = match (start > query, start + turn.len() == messages.len()) {
-                (false, _) => Place::BeforeQuery,
-                (true, false) => Place::AfterQuery,
-                (true, true) => Place::Last,
+            let position = match (start > query, start + turn.len() == messages.len()) {
+                (false, _) => TurnPosition::BeforeQuery,
+                (true, false) => TurnPosition::AfterQuery,
+                (true, true) => TurnPosition::Last,
             };
-            self.turn(turn, place);
+            self.turn(turn, position);
             start += turn.len();
         }
     }
 
-    /// Writes the start of a turn to sample.
+    /// Writes the start of a turn that the model will sample.
     fn start_answer(&mut self) {
         self.start_turn(Role::Assistant);
         if self.chat.thinking == Some(false) {
@@ -156,21 +158,22 @@ impl<'a> Writer<'a> {
         self.text("\n\n");
     }
 
-    /// Writes an assistant's turn after its start. Qwen3's thoughts are written after the last query, and an
-    /// empty one at the end of the conversation. The model samples no empty thought when thinking is off.
-    fn answer(&mut self, turn: &[Message], place: Place) {
+    /// Writes an assistant's turn after its start. Thoughts are written only after the last query. The last
+    /// turn of the conversation gets an empty thought if it has none. With thinking off, the mask excludes an
+    /// empty thought, because it is inserted.
+    fn answer(&mut self, turn: &[Message], position: TurnPosition) {
         let thinks = self.chat.has_thoughts();
-        // A call may be on the channel `analysis` too.
+        // A message on the channel `analysis` may also be a tool call.
         let is_thought = |message: &&Message| {
             thinks && message.recipient.is_none() && message.channel.as_deref() == Some(ANALYSIS)
         };
         let thoughts: Vec<&str> =
             turn.iter().filter(is_thought).map(|message| message.content.as_str()).collect();
         let thought = thoughts.join("\n");
-        let is_shown = match place {
-            Place::BeforeQuery => false,
-            Place::AfterQuery => self.opens_turns || !thought.is_empty(),
-            Place::Last => thinks,
+        let is_shown = match position {
+            TurnPosition::BeforeQuery => false,
+            TurnPosition::AfterQuery => self.empty_thought_in_every_turn || !thought.is_empty(),
+            TurnPosition::Last => thinks,
         };
         self.flush();
         self.sampled = self.chat.thinking != Some(false) || !thought.is_empty() || !is_shown;
@@ -190,12 +193,12 @@ impl<'a> Writer<'a> {
     }
 
     /// Writes one turn and the line break after it.
-    fn turn(&mut self, turn: &[Message], place: Place) {
+    fn turn(&mut self, turn: &[Message], position: TurnPosition) {
         let Some(first) = turn.first() else { return };
         match first.role {
             Role::Assistant => {
                 self.start_turn(Role::Assistant);
-                self.answer(turn, place);
+                self.answer(turn, position);
             }
             Role::Tool => {
                 self.token(self.chat.im_start);
@@ -210,10 +213,10 @@ impl<'a> Writer<'a> {
             role => {
                 // ChatML has no developer role: its messages become system messages.
                 self.start_turn(if role == Role::Developer { Role::System } else { role });
-                match first.content.strip_suffix(CALLS_GUIDE) {
+                match first.content.strip_suffix(TOOL_CALL_INSTRUCTIONS) {
                     Some(before) if role == Role::System => {
                         self.text(before);
-                        self.calls_guide();
+                        self.tool_call_instructions();
                     }
                     _ => self.text(&first.content),
                 }
@@ -224,9 +227,9 @@ impl<'a> Writer<'a> {
         self.text("\n");
     }
 
-    /// Writes [`CALLS_GUIDE`] with its tags as template words.
-    fn calls_guide(&mut self) {
-        let mut rest = CALLS_GUIDE;
+    /// Writes [`TOOL_CALL_INSTRUCTIONS`] with its tags as template words.
+    fn tool_call_instructions(&mut self) {
+        let mut rest = TOOL_CALL_INSTRUCTIONS;
         while let Some((at, tag)) = TOOL_CALL.iter().filter_map(|&tag| Some((rest.find(tag)?, tag))).min() {
             self.text(&rest[..at]);
             self.template_word(tag);
@@ -235,7 +238,8 @@ impl<'a> Writer<'a> {
         self.text(rest);
     }
 
-    /// Writes a call: the code of a call to the Python tool, otherwise a function's arguments as JSON.
+    /// Writes a tool call. `content` is the code for the Python tool, and JSON arguments for any other
+    /// function.
     fn call(&mut self, name: &str, content: &str) {
         self.template_word(TOOL_CALL[0]);
         self.text("\n");

@@ -4,16 +4,16 @@ use super::json;
 use crate::chat::PYTHON;
 use serde_json::{Value, json};
 
-/// The identity that Qwen2.5's own template adds to a conversation without a system message.
+/// The identity in the system message that Qwen2.5's template adds to a conversation without one.
 pub const QWEN_IDENTITY: &str = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.";
 
 /// Description of the Python tool.
 const PYTHON_DESCRIPTION: &str = "Runs Python code and answers with its output. Use it to compute and to check \
     your reasoning. The user sees neither code nor output.";
 
-/// The end of a system message with functions. Its `<tool_call>` are single tokens, as in the published
+/// The end of a system message with functions. Each `<tool_call>` tag in it is one token, as in Qwen's
 /// rendering.
-pub(super) const CALLS_GUIDE: &str = "\n\nFor each function call, return a json object with function name and \
+pub(super) const TOOL_CALL_INSTRUCTIONS: &str = "\n\nFor each function call, return a json object with function name and \
     arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": \
     <args-json-object>}\n</tool_call>";
 
@@ -33,7 +33,7 @@ pub fn python_function() -> Value {
     })
 }
 
-/// Returns the text of a system message that lists `functions`; `None` if it would be empty.
+/// Returns the text of a system message that lists `functions`. `None` if the message would be empty.
 pub fn system_text(text: Option<&str>, functions: &[Value]) -> Option<String> {
     if functions.is_empty() {
         return text.map(str::to_owned);
@@ -41,7 +41,7 @@ pub fn system_text(text: Option<&str>, functions: &[Value]) -> Option<String> {
     let listed: String = functions.iter().map(|function| format!("{}\n", json::to_text(function))).collect();
     let tools = format!(
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function \
-         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>{CALLS_GUIDE}"
+         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>{TOOL_CALL_INSTRUCTIONS}"
     );
     Some(match text {
         Some(text) => format!("{text}\n\n{tools}"),

@@ -1,37 +1,37 @@
-//! A tolerant parser of one sampled turn of the assistant. It never fails.
+//! A tolerant parser of one sampled assistant turn. It never fails.
 //!
-//! It searches the text for calls, so a `<tool_call>` spelled in ordinary tokens counts too. A call without
-//! an end extends to the next call or to the end of the turn.
+//! The parser searches the text for calls, so a `<tool_call>` that is spelled in ordinary tokens counts too.
+//! A call without an end tag extends to the next call or to the end of the turn.
 
 use super::{ANALYSIS, ChatMl, THINK, TOOL_CALL, json};
 use crate::chat::{Call, PYTHON};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use serde_json::Value;
 
-/// The channel of calls, and of a text before calls.
+/// The channel of tool calls, and of text before tool calls.
 const COMMENTARY: &str = "commentary";
 
-/// Parses the tokens sampled after `<|im_start|>assistant` and its line break.
+/// Parses the tokens that are sampled after `<|im_start|>assistant` and its line break.
 pub struct ChatMlTurnParser {
     chat: ChatMl,
     bytes: Vec<u8>,
-    /// The error that makes all of the turn's calls malformed.
+    /// An error that makes all calls of the turn malformed.
     error: Option<&'static str>,
     messages: Vec<Message>,
     calls: Vec<Call>,
-    over: Option<TurnEnd>,
+    end_of_turn: Option<TurnEnd>,
 }
 
 impl ChatMlTurnParser {
     pub(super) fn new(chat: &ChatMl) -> Self {
         let (bytes, messages, calls) = (vec![], vec![], vec![]);
-        Self { chat: chat.clone(), bytes, error: None, messages, calls, over: None }
+        Self { chat: chat.clone(), bytes, error: None, messages, calls, end_of_turn: None }
     }
 
     /// Reads the next token. Tokens after the end of the turn are ignored.
     pub fn push(&mut self, token: u32) -> TurnStep {
-        if let Some(end) = self.over {
-            return TurnStep::Over(end);
+        if let Some(end) = self.end_of_turn {
+            return TurnStep::Ended(end);
         }
         let vocabulary = self.chat.vocabulary();
         if self.chat.stops(token) {
@@ -39,13 +39,13 @@ impl ChatMlTurnParser {
                 self.error = Some("Error: the call is not valid UTF-8.");
             }
             self.read();
-            return TurnStep::Over(self.end());
+            return TurnStep::Ended(self.end());
         }
         if vocabulary.is_special(token) {
             self.error = Some("Error: the call contains special tokens.");
         }
         self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
-        TurnStep::Within
+        TurnStep::Continues
     }
 
     /// Returns the calls of a finished turn, in order.
@@ -53,9 +53,9 @@ impl ChatMlTurnParser {
         &self.calls
     }
 
-    /// Returns the turn's messages so far: its text, then its readable calls.
+    /// Returns the turn's messages so far: its text, then its valid calls.
     pub fn finish(mut self) -> Vec<Message> {
-        if self.over.is_none() && !self.bytes.is_empty() {
+        if self.end_of_turn.is_none() && !self.bytes.is_empty() {
             self.read();
         }
         self.messages
@@ -67,7 +67,7 @@ impl ChatMlTurnParser {
             false if self.calls.is_empty() => TurnEnd::Returned,
             false => TurnEnd::Malformed,
         };
-        *self.over.insert(end)
+        *self.end_of_turn.insert(end)
     }
 
     /// Parses the text into messages and calls.
@@ -109,7 +109,8 @@ impl ChatMlTurnParser {
     }
 }
 
-/// Returns the thought that a turn begins with, and the text after it; none if the thought has no end.
+/// Returns the thought at the beginning of a turn, and the text after the thought. The text is `None` if the
+/// thought has no end tag.
 pub(super) fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
     let [open, close] = THINK;
     let (thought, answer) = match text.split_once(close) {
@@ -119,7 +120,7 @@ pub(super) fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
     Some((thought.rsplit(open).next().unwrap_or_default().trim_matches('\n'), answer))
 }
 
-/// Returns the text outside of calls, and the text of each call.
+/// Returns the text outside calls, and the text of each call.
 fn split(text: &str) -> (String, Vec<&str>) {
     let [open, close] = TOOL_CALL;
     let mut parts = text.split(open);
@@ -134,8 +135,8 @@ fn split(text: &str) -> (String, Vec<&str>) {
     (outside.join("\n"), calls)
 }
 
-/// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a string that holds the object as
-/// JSON.
+/// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a JSON string that contains the
+/// object.
 fn read_call(text: &str) -> Call {
     let malformed = |recipient: Option<&str>, what: String| Call::Malformed {
         recipient: recipient.map(str::to_owned),
@@ -170,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_turn_is_taken_apart() {
+    fn a_turn_is_split_into_text_and_calls() {
         assert_eq!(split("just text\n"), ("just text".into(), vec![]));
         assert_eq!(split("a\n<tool_call>\n1\n</tool_call>\n<tool_call>2"), ("a".into(), vec!["1", "2"]));
         assert_eq!(split("<tool_call>1<tool_call>2</tool_call>\nb"), ("b".into(), vec!["1", "2"]));
@@ -185,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_are_read_or_told_what_is_wrong() {
+    fn invalid_calls_get_an_error_as_reply() {
         let ready = |name: &str, content: &str| Call::Ready(Message::call(name, COMMENTARY, content));
         let code = r#"{"name": "python", "arguments": {"code": "print(\"1\")\n"}}"#;
         assert_eq!(read_call(code), ready("python", "print(\"1\")\n"));

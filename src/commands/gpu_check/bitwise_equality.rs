@@ -1,5 +1,5 @@
 //! Pairs of computations that must be bitwise equal: rollout and training, split and serial decode, two runs
-//! of a backward.
+//! of the same backward pass.
 
 use super::cpu_reference::round_to_bf16;
 use super::problem::{AttentionProblem, AttentionShape};
@@ -14,11 +14,11 @@ use half::bf16;
 use rand::Rng;
 use std::sync::Arc;
 
-/// The number of new tokens per sequence and call.
+/// Number of new tokens per sequence in each call.
 #[derive(Clone, Copy)]
 enum ChunkSize {
     Fixed(usize),
-    /// A random number from 0 to this one, as in a batch that changes between calls.
+    /// A random number from 0 to this value, so that the batch changes from call to call.
     RandomUpTo(usize),
 }
 
@@ -68,7 +68,7 @@ fn shapes(small: bool) -> Vec<AttentionShape> {
     ]
 }
 
-/// Shapes with several chunks of keys per sequence, and a window that begins inside a chunk.
+/// Returns shapes with several chunks of keys per sequence, and with a window that begins inside a chunk.
 fn long_shapes(small: bool) -> Vec<AttentionShape> {
     let shape = AttentionShape::new;
     if small {
@@ -98,7 +98,7 @@ fn f32_bits(values: Vec<f32>) -> Vec<u32> {
     values.into_iter().map(f32::to_bits).collect()
 }
 
-/// Runs forward and backward as training does.
+/// Runs the forward and the backward pass as in training.
 pub(super) fn training_bits(
     problem: &AttentionProblem,
     device: &Device,
@@ -124,7 +124,8 @@ pub(super) fn training_bits(
     })
 }
 
-/// Creates a cache whose free pages hold NaN from an earlier sequence. A read of such a page is noticed.
+/// Creates a cache whose free pages contain NaN, as if from an earlier sequence. A read of such a page then
+/// fails the check.
 fn cache_with_stale_pages(
     problem: &AttentionProblem,
     device: &Device,
@@ -147,7 +148,7 @@ fn cache_with_stale_pages(
     Ok(cache)
 }
 
-/// Runs the sequences through a paged cache, chunk by chunk, and compares each row with training's.
+/// Runs the sequences through a paged cache, chunk by chunk. Compares each row with training's row.
 fn compare_rollout_with_training(
     problem: &AttentionProblem,
     device: &Device,
@@ -175,7 +176,7 @@ fn compare_rollout_with_training(
         if counts.iter().sum::<usize>() == 0 {
             continue;
         }
-        // The rows of these tokens in the whole problem.
+        // The rows of these tokens among the rows of the whole problem.
         let problem_rows: Vec<usize> = (0..counts.len())
             .flat_map(|s| (0..counts[s]).map(move |i| (s, i)))
             .map(|(s, i)| starts[s] + sequences[s].len() + i)
@@ -197,7 +198,7 @@ fn compare_rollout_with_training(
         let mut pages: Vec<&mut KvPages> = sequences.iter_mut().collect();
         let (out, lse) =
             paged_sink_attention(kernels, &q, &kv, &sinks, &mut pages, &counts, &shape.attention())?;
-        // As in a rollout, pages before the window are freed, and other sequences may fill them.
+        // As in a rollout, pages before the window are freed. Other sequences may use them.
         if let Some(window) = shape.attention().window {
             sequences.iter_mut().for_each(|sequence| sequence.forget_before(sequence.len(), window));
         }
@@ -224,8 +225,8 @@ fn compare_rollout_with_training(
 /// Maximum number of new tokens per sequence in [`compare_split_with_serial`].
 const NEW_TOKENS_MAX: usize = 3;
 
-/// Compares two decodes over pages. The split one has a block for each chunk of keys and merges their
-/// results; the serial one has a block for all chunks.
+/// Compares two decodes with paged caches. The split decode has one block per chunk of keys, and merges the
+/// blocks' results. The serial decode has one block for all chunks.
 fn compare_split_with_serial(
     problem: &AttentionProblem,
     device: &Device,
@@ -240,7 +241,7 @@ fn compare_split_with_serial(
     let batch = LaunchSequences::for_cached_sequences(&counts, &before)?;
 
     let pages_max = lengths.iter().map(|length| length.div_ceil(64)).max().unwrap_or(0);
-    // Pages of a sequence are in reverse order, and hold NaN past its end.
+    // The pages of a sequence are in reverse order. After its end they contain NaN.
     let mut pool = vec![bf16::NAN; lengths.len() * pages_max * 64 * kv_row];
     let mut table = vec![];
     let mut q = vec![];
@@ -266,7 +267,9 @@ fn compare_split_with_serial(
     };
     let (blocks, chunks) = (batch.query_tiles(&attention).len(), batch.chunk_tiles(&attention).len());
     Ok(if chunks < 2 * blocks {
-        Err(format!("{chunks} chunks of keys for {blocks} tiles: nothing is split"))
+        Err(format!(
+            "only {chunks} chunks of keys for {blocks} tiles, so no query is split over chunks; use longer sequences"
+        ))
     } else if forward(true)? == forward(false)? {
         Ok(format!("{} rows over {chunks} chunks of keys", batch.tokens() * heads))
     } else {
@@ -292,8 +295,8 @@ fn repeat_backward(
     })
 }
 
-/// Checks that outputs, dQ, dK and dV of a sequence do not depend on the rest of the batch. The sinks'
-/// gradient is a sum over the batch, so it is not compared.
+/// Checks that the outputs, dQ, dK and dV of a sequence do not depend on the other sequences of the batch.
+/// The gradient of the sinks is a sum over the batch, so it is not compared.
 fn compare_alone_with_batch(
     problem: &AttentionProblem,
     device: &Device,

@@ -1,5 +1,5 @@
 //! Compares the GPU's outputs and gradients of attention with the CPU's. The GPU's errors may be at most
-//! twice those of plain bf16: attention that rounds every intermediate value to bf16.
+//! twice those of "plain bf16", which is attention that rounds every intermediate value to bf16.
 
 use super::Verdicts;
 use super::bitwise_equality::{AttentionBits, training_bits};
@@ -12,10 +12,10 @@ use candle_core::{DType, Device, Tensor, Var};
 use half::bf16;
 use std::sync::Arc;
 
-/// Maximum error, as a multiple of plain bf16's.
+/// Maximum error, as a multiple of the error of plain bf16.
 const REFERENCE_ERROR_FACTOR: f64 = 2.0;
-/// Error that is always allowed, as a fraction of the tensor's largest value: the error of f32. It is needed
-/// where plain bf16 happens to be exact.
+/// Error that is always allowed, as a fraction of the tensor's largest value: the rounding error of f32. It
+/// is needed where plain bf16 is exact by chance.
 const FLOOR: f64 = 1e-6;
 /// Maximum error of the CPU's op in f32, as a fraction of the tensor's largest value.
 const CPU_ERROR: f64 = 1e-4;
@@ -42,8 +42,8 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     }
 }
 
-/// Runs the CPU's op and compares it with the formulas' results, `exact`. The op does not return
-/// log-sum-exps, so those of `exact` are used.
+/// Runs the CPU's op and compares it with `exact`, the results of the formulas. The op does not return
+/// log-sum-exps, so the log-sum-exps of `exact` are used.
 fn cpu_reference(
     problem: &AttentionProblem,
     exact: &AttentionOutputs,
@@ -117,15 +117,16 @@ fn compare_with_plain_bf16(
     compare(outputs, reference, bound)
 }
 
-/// Returns the maximum error of a tensor's elements, from plain bf16's distance to `exact`. In a small tensor
-/// plain bf16 may be exact by chance; there at least one rounding step of bf16 is allowed.
+/// Returns the maximum error of a tensor's elements, computed from the distance between plain bf16 and
+/// `exact`. In a small tensor, plain bf16 may be exact by chance, so at least one rounding step of bf16 is
+/// allowed.
 pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     REFERENCE_ERROR_FACTOR * distance(plain, exact).largest.max(floor * largest(exact))
 }
 
-/// Checks that the error of every tensor of `outputs` is at most its bound, both the maximum and the RMS.
-/// `bound` gets the tensor's accessor and the largest value of `reference`.
+/// Checks that the error of every tensor of `outputs`, both maximum and RMS, is at most its bound. `bound`
+/// gets a function that selects the tensor, and the largest value of the tensor in `reference`.
 fn compare(
     outputs: &AttentionOutputs,
     reference: &AttentionOutputs,
@@ -137,7 +138,7 @@ fn compare(
         let error = distance(get(outputs), get(reference));
         for (kind, error, bound) in [("maximum", error.largest, bound.largest), ("RMS", error.rms, bound.rms)]
         {
-            // Written so that NaN fails too.
+            // The comparison is false for NaN, so NaN fails too.
             let within = error <= bound;
             if !within {
                 return Err(format!("{name}: {kind} error {error:.3e}, allowed {bound:.3e}"));
@@ -159,7 +160,7 @@ pub(super) const TENSORS: Tensors = [
     ("ds", |v| &v.dsinks),
 ];
 
-/// Computes output and gradients by the op and candle's backward.
+/// Computes outputs and gradients with the op and candle's backward pass.
 fn run_op(problem: &AttentionProblem, device: &Device) -> Result<AttentionOutputs> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
     let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);

@@ -6,10 +6,10 @@ use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 use rand::Rng;
 
-/// Number of products that are summed for each element.
+/// Number of products in the sum of each element.
 pub(super) const DEPTH: usize = 16;
 
-/// One instruction that computes `d = a b + c`, with `a [rows, 16]` and `b [16, columns]`.
+/// A tensor-core instruction that computes `d = a b + c`, with `a [rows, 16]` and `b [16, columns]`.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Instruction {
     pub name: &'static str,
@@ -17,7 +17,7 @@ pub(super) struct Instruction {
     pub rows: usize,
     pub columns: usize,
     threads: usize,
-    /// Warps or warpgroups per block; each computes one problem.
+    /// Number of warps or warpgroups per block. Each computes one product.
     per_block: usize,
 }
 
@@ -40,7 +40,7 @@ pub(super) const INSTRUCTIONS: [Instruction; 2] = [
     },
 ];
 
-/// Operands of one product. `b` is stored transposed, as `[columns][16]`.
+/// The operands of one product. `b` is stored transposed, as `[columns][16]`.
 #[derive(Debug, Clone)]
 pub(super) struct Operands {
     pub a: Vec<bf16>,
@@ -49,7 +49,7 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// Draws operands of magnitudes between about 2^-8 and 2^8, so that sums are rounded.
+    /// Draws operands with magnitudes from about 2^-8 to 2^8, so that sums are rounded.
     pub fn random(instruction: &Instruction, rng: &mut impl Rng) -> Self {
         let mut draw = || rng.random_range(-1f32..1.0) * f32::powi(2.0, rng.random_range(-8..=8));
         let a = (0..instruction.rows * DEPTH).map(|_| bf16::from_f32(draw())).collect();
@@ -68,7 +68,8 @@ impl Operands {
 }
 
 impl Instruction {
-    /// Computes many products in one launch. Returns the bits of each result, `[rows][columns]`.
+    /// Computes one product for each of `problems` in a single launch. Returns the bits of each result,
+    /// `[rows][columns]`.
     pub fn run(&self, gpu: &CudaDevice, problems: &[Operands]) -> Result<Vec<Vec<u32>>> {
         let mut input = vec![];
         for problem in problems {

@@ -1,4 +1,4 @@
-//! Properties of this GPU's tensor cores on which the equality of rows depends:
+//! Checks properties of this GPU's tensor cores that the equality of rows depends on:
 //!
 //! - A product is deterministic.
 //! - An element depends only on its row of A, its column of B and its accumulator, not on its position.
@@ -31,7 +31,7 @@ pub(super) fn run(gpu: &CudaDevice, verdicts: &mut Verdicts) {
     }
 }
 
-/// Returns the result of `trials` comparisons, of which `differing` failed.
+/// Returns the result of `trials` comparisons, `differing` of which failed.
 fn verdict(trials: usize, differing: usize) -> Result<String, String> {
     match differing {
         0 => Ok(format!("{trials} of {trials}")),
@@ -39,8 +39,8 @@ fn verdict(trials: usize, differing: usize) -> Result<String, String> {
     }
 }
 
-/// Checks that sums are rounded. Exact sums would be equal in any order, so the other checks would prove
-/// nothing.
+/// Checks that sums are rounded. Exact sums would be equal in any order, and then the other checks would
+/// prove nothing.
 fn check_rounding(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(1, Purpose::Evaluation, &[]);
     let problem = Operands::random(instruction, &mut rng);
@@ -56,7 +56,7 @@ fn check_rounding(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
             let largest = terms.iter().fold(0f64, |m, x| m.max(x.abs()));
             let result = f32::from_bits(results[element]) as f64;
             inexact += usize::from(result != exact);
-            // The hardware may truncate each term to the precision of the largest one.
+            // The hardware may truncate each term to the precision of the largest term.
             far += usize::from((result - exact).abs() > largest * f64::powi(2.0, -18));
         }
     }
@@ -68,7 +68,7 @@ fn check_rounding(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     })
 }
 
-/// Checks that a product has the same bits on any warp of any launch.
+/// Checks that a product has the same bits on every warp and in every launch.
 fn check_determinism(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(2, Purpose::Evaluation, &[]);
     let problem = Operands::random(instruction, &mut rng);
@@ -81,7 +81,7 @@ fn check_determinism(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult
     Ok(verdict(TRIALS * LAUNCHES, differing))
 }
 
-/// Runs two lists of products and compares one element of each pair: that at (row, column) `positions[i]`.
+/// Runs two lists of products and compares one element of each pair. `positions[i]` is its row and column.
 fn compare(
     instruction: &Instruction,
     gpu: &CudaDevice,
@@ -95,7 +95,7 @@ fn compare(
     Ok(verdict(positions.len(), differing))
 }
 
-/// Checks that an element does not change if all other rows, columns and accumulators do.
+/// Checks that an element stays the same if all other rows, columns and accumulators change.
 fn check_independence(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(3, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut positions) = (vec![], vec![], vec![]);
@@ -103,7 +103,7 @@ fn check_independence(instruction: &Instruction, gpu: &CudaDevice) -> CheckResul
         let mut first = Operands::random(instruction, &mut rng);
         let mut other = Operands::random(instruction, &mut rng);
         if trial % 4 == 0 {
-            // NaN and infinity must not spread from other rows and columns either.
+            // NaN and infinity in other rows and columns must not change the element either.
             other.a.fill(bf16::NAN);
             other.b.fill(bf16::INFINITY);
             other.c.fill(f32::NAN);
@@ -119,7 +119,7 @@ fn check_independence(instruction: &Instruction, gpu: &CudaDevice) -> CheckResul
     compare(instruction, gpu, &before, &after, &positions)
 }
 
-/// Checks that an element does not change if the factors of its zeros do.
+/// Checks that an element stays the same if the factors that zeros multiply change.
 fn check_zeros(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(4, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut positions) = (vec![], vec![], vec![]);
@@ -127,8 +127,8 @@ fn check_zeros(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     for trial in 0..TRIALS {
         let mut first = Operands::random(instruction, &mut rng);
         let (row, column) = (rng.random_range(0..instruction.rows), rng.random_range(0..instruction.columns));
-        // Like a masked key in attention: its probability is 0, its value any finite number. Every fourth
-        // trial masks all keys.
+        // A masked key in attention has the probability 0, and its value may be any finite number. Every
+        // fourth trial masks all keys.
         let masked: Vec<bool> = (0..DEPTH).map(|_| trial % 4 == 0 || rng.random_bool(0.5)).collect();
         for k in (0..DEPTH).filter(|&k| masked[k]) {
             first.row_of_a(row)[k] = bf16::ZERO;
@@ -157,7 +157,7 @@ fn check_zeros(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     }))
 }
 
-/// Checks that an element has the same bits if rows and columns are permuted.
+/// Checks that an element keeps its bits if rows and columns are permuted.
 fn check_permutations(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(5, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut permutations) = (vec![], vec![], vec![]);

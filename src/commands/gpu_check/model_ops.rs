@@ -1,5 +1,5 @@
-//! Compares the GPU's outputs and gradients with the CPU's, for the ops of models other than attention, and
-//! for the optimizers. Also compares the bits of a row alone with its bits in a batch.
+//! Compares the GPU's outputs and gradients with the CPU's, for the optimizers and for all ops of models
+//! except attention. Also compares the bits of a row that is computed alone with its bits in a batch.
 
 use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
@@ -50,11 +50,11 @@ pub(super) struct Output {
     pub name: String,
     pub values: Vec<f32>,
     pub tolerance: Tolerance,
-    /// Whether each row depends on one input row only.
+    /// Whether each row depends on only one input row.
     is_row_wise: bool,
 }
 
-/// Returns an output in which each row depends on one input row only.
+/// Returns an output in which each row depends on only one input row.
 fn row_wise(name: &str, x: &Tensor, tolerance: Tolerance) -> Result<Output> {
     Ok(Output { name: name.into(), values: to_host_f32(x)?, tolerance, is_row_wise: true })
 }
@@ -88,13 +88,13 @@ impl Rows {
         Ok(x.narrow(0, self.first, self.end - self.first)?.copy()?)
     }
 
-    /// Returns `id(row)` for each of these rows. `row` is the index in the batch.
+    /// Returns `id(row)` for each of these rows. `row` is the row's index in the batch.
     fn ids(self, id: impl Fn(usize) -> usize) -> Arc<Vec<u32>> {
         Arc::new((self.first..self.end).map(|row| id(row) as u32).collect())
     }
 }
 
-/// Moves activations or matrices to the device, in its dtype: f32 on the CPU, bf16 on a GPU.
+/// Moves activations or matrices to the device, in the device's dtype: f32 on the CPU, bf16 on a GPU.
 fn to_model_dtype(x: &Tensor, device: &Device) -> Result<Tensor> {
     if device.is_cuda() { Ok(x.to_device(device)?) } else { Ok(x.to_dtype(DType::F32)?) }
 }
@@ -109,7 +109,7 @@ fn matrix(seed: u64, shape: &[usize], device: &Device) -> Result<Tensor> {
     to_model_dtype(&random_values(seed, rows, width, 0.3)?.reshape(shape)?, device)
 }
 
-/// Draws f32 rows, also on a GPU.
+/// Draws rows that are f32 on every device.
 fn f32_rows(seed: u64, rows: Rows, width: usize, device: &Device) -> Result<Tensor> {
     Ok(rows.select(&random_values(seed, rows.end, width, 1.0)?)?.to_dtype(DType::F32)?.to_device(device)?)
 }
@@ -127,7 +127,7 @@ impl GradientSink for GradientBuffer {
     }
 }
 
-/// Returns a trainable parameter of `values`, and its gradient buffer, filled with 0.5.
+/// Returns a trainable parameter with these `values`, and its gradient buffer, which is filled with 0.5.
 pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)> {
     let buffer = Tensor::full(0.5f32, values.dims(), &Device::Cpu)?.to_device(values.device())?;
     let variable = Var::from_tensor(values)?;
@@ -135,14 +135,14 @@ pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)
     Ok((Parameter::with_gradient_sink(variable.as_tensor(), sink, 0), buffer))
 }
 
-/// Applies `op` to `inputs`. Returns its output, and the gradients of the inputs for the upstream gradient
+/// Applies `op` to `inputs`. Returns its output, and the gradients of the inputs if the output's gradient is
 /// `dy`.
 fn run_with_backward(
     inputs: &[Tensor],
     dy: &Tensor,
     op: impl Fn(&[&Tensor]) -> candle_core::Result<Tensor>,
 ) -> Result<(Tensor, Vec<Tensor>)> {
-    // Kernels need aligned addresses, but a view may begin anywhere in a larger tensor.
+    // Kernels need aligned addresses, but a view may begin at any address in a larger tensor.
     let copies = inputs.iter().map(Tensor::force_contiguous).collect::<candle_core::Result<Vec<_>>>()?;
     let (inputs, mut y) = (copies.iter().collect::<Vec<_>>(), None);
     let gradients = differentiate(&inputs, || {
@@ -177,7 +177,8 @@ fn linear(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     Ok(outputs)
 }
 
-/// Runs the dispatch of tokens to experts, grouped products, and the combine.
+/// Runs the dispatch of tokens to experts, the grouped matrix products, and the weighted sum of their
+/// results.
 fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (experts, top_k, width, out) = (4, 2, 16, 8);
     let routed_experts = Tensor::from_iter(
@@ -204,7 +205,7 @@ fn experts(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// Runs the router, also with equal logits, and the load-balancing loss.
+/// Runs the router, for random and for equal logits, and the load-balancing loss.
 fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (experts, top_k) = (8, 3);
     let logits = (f32_rows(1, rows, experts, &Device::Cpu)? * 2.0)?.round()?.to_device(device)?;
@@ -285,8 +286,8 @@ fn silu_gated(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// Runs SwiGLU of GPT-OSS's experts, and RMSNorm. A large batch has rows as wide as a model's. Upstream
-/// gradients are 1.
+/// Runs the SwiGLU of GPT-OSS's experts, and RMSNorm. In a large batch, rows are as wide as in a real model.
+/// Upstream gradients are 1.
 fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let width = match rows.end {
         ..=5 => 24,
@@ -311,14 +312,14 @@ fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     ])
 }
 
-/// Runs training's log-probabilities, and sampling from the same logits.
+/// Computes the head's log-probabilities as in training, and samples from the same logits.
 fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let (width, vocabulary, temperature) = (16, 37, 0.8);
     let (w, dw) = trainable_parameter(&matrix(2, &[width, vocabulary], device)?)?;
     let targets = rows.ids(|row| row * 31 % vocabulary);
     let h = activations(1, rows, width, device)?;
     let weights = Weight::Dense(w.clone());
-    // Upstream gradients of the log-probabilities, then of the entropies.
+    // The upstream gradients: those of the log-probabilities, then those of the entropies.
     let upstream = f32_rows(3, rows, 2, &Device::Cpu)?.t()?.contiguous()?.to_device(device)?;
     let (y, dh) = run_with_backward(from_ref(&h), &upstream, |h| {
         ops::log_prob_and_entropy(h[0], &weights, &targets, temperature)
@@ -361,7 +362,7 @@ const STEP: AdamW = AdamW {
     eps: 1e-8,
 };
 
-/// Runs the optimizers. All values must have the CPU's bits.
+/// Runs the optimizers. All values must be bitwise equal to the CPU's.
 fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let values = |seed: u64, width: usize| -> Result<Tensor> {
         Ok((f32_rows(seed, rows, width, &Device::Cpu)? / 3.0)?)
@@ -386,7 +387,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         [(); 2].map(|()| Tensor::zeros(weights_8bit.elem_count().div_ceil(BLOCK), DType::F32, device));
     let ([m, v], [m_scales, v_scales]) = (codes, scales);
     let (m, v, m_scales, v_scales) = (m?, v?, m_scales?, v_scales?);
-    // One update from an empty state, and one more.
+    // The first update starts from an empty state, the second one does not.
     for seed in [9, 10] {
         let moments = [Moment { codes: &m, scales: &m_scales }, Moment { codes: &v, scales: &v_scales }];
         adamw_8bit(&weights_8bit, moments, &to_device(values(seed, 53)?)?, &STEP)?;
@@ -424,8 +425,8 @@ const OPS: [(&str, OpRun); 9] = [
 ];
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
-    // Products of few rows use narrow tiles, products of many rows wide tiles. Experts need some hundred rows
-    // for wide tiles.
+    // Matrix products of few rows use narrow tiles, products of many rows use wide tiles. Experts use wide
+    // tiles only from some hundred rows on.
     let counts: &[usize] = if small { &[3, 140] } else { &[1, 3, 67, 140, 1000] };
     for (name, op) in OPS {
         for &count in counts {
@@ -448,8 +449,8 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     }
 }
 
-/// Checks every value within its output's tolerance. Returns the largest error as a fraction of the
-/// tolerance.
+/// Checks that every value is within the tolerance of its output. Returns the largest error as a fraction of
+/// its tolerance.
 fn compare(outputs: &[Output], expected: &[Output]) -> Result<String, String> {
     let mut worst: f32 = 0.0;
     for (output, expected) in outputs.iter().zip(expected) {
@@ -460,7 +461,7 @@ fn compare(outputs: &[Output], expected: &[Output]) -> Result<String, String> {
         let largest = expected.values.iter().fold(0f32, |size, x| size.max(x.abs()));
         for (i, (&value, &exact)) in output.values.iter().zip(&expected.values).enumerate() {
             let (error, error_max) = ((value - exact).abs(), expected.tolerance.max_error(exact, largest));
-            // Written so that NaN fails too.
+            // The comparison is false for NaN, so NaN fails too.
             let is_within = error <= error_max;
             if !is_within {
                 return Err(format!("{name}: value {i} is {value:.6e}, on the CPU {exact:.6e}"));
@@ -473,8 +474,8 @@ fn compare(outputs: &[Output], expected: &[Output]) -> Result<String, String> {
     Ok(format!("largest error / allowed error = {worst:.2}"))
 }
 
-/// Returns the outputs that the file of seeded outputs holds: every op on a few rows, and a product with wide
-/// tiles.
+/// Returns the outputs that the file of seeded outputs contains: those of every op on a few rows, and those
+/// of a matrix product with wide tiles.
 pub(super) fn seeded_outputs(device: &Device) -> Result<Vec<Output>> {
     let mut outputs = vec![];
     for (_, op) in OPS {
@@ -497,7 +498,7 @@ mod tests {
             for (index, output) in exact.iter().enumerate() {
                 let mut other = exact.clone();
                 let largest = output.values.iter().fold(0f32, |size, x| size.max(x.abs()));
-                // Increase the magnitude, for either sign.
+                // Increase the magnitude, whatever the sign is.
                 let value = &mut other[index].values[0];
                 *value += 0.001 + 0.01 * value.abs() + 2.5 * output.tolerance.max_error(*value, largest);
                 assert!(compare(&other, &exact).unwrap_err().contains(&output.name), "{}", output.name);

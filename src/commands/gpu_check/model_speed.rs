@@ -1,8 +1,8 @@
-//! Tokens per second of whole models of gpt-oss-20b's shape, with random weights.
+//! Tokens per second of whole models with gpt-oss-20b's shape and random weights.
 //!
 //! Decode, prefill and adapter training run all layers, with experts packed in MXFP4 as in the released
-//! model. Full training of all layers does not fit. It is measured with one and with two layers; the
-//! difference is the time of a layer, from which the time of all layers is extrapolated.
+//! model. Full training of all layers does not fit in memory, so it is measured with one and with two layers.
+//! The difference is the time of one layer, which gives an estimate for all layers.
 
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::BatchRunner;
@@ -38,21 +38,21 @@ use std::time::Instant;
 /// The cases to measure.
 struct Cases {
     config: Config,
-    /// Numbers of sequences that decode together.
+    /// Numbers of sequences that are decoded together.
     sequences: &'static [usize],
-    /// Numbers of tokens in the cache of each sequence.
+    /// Numbers of tokens in the cache, per sequence.
     context_tokens: &'static [usize],
     prefill_tokens: usize,
     /// Numbers of tokens per training step.
     step_tokens: &'static [usize],
-    /// Tokens of each training sequence.
+    /// Number of tokens per training sequence.
     sequence_tokens: usize,
 }
 
 const WARM_UPS: usize = 2;
 /// Number of measurements. Their median is printed.
 const MEASUREMENTS: usize = 5;
-/// Memory that the cache must leave free, for one forward and the logits.
+/// Memory that the cache must leave free, for one forward pass and its logits.
 const SPARE_BYTES: u64 = 4 << 30;
 
 fn gpt_oss_20b() -> Cases {
@@ -88,7 +88,7 @@ fn gpt_oss_20b() -> Cases {
     }
 }
 
-/// Returns small cases, to test the program.
+/// Returns small cases for tests of this code.
 fn small() -> Cases {
     let large = gpt_oss_20b();
     Cases {
@@ -124,8 +124,8 @@ pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     measure_full_training(device, &cases)
 }
 
-/// Prints a row of the table. Its memory is the peak since the previous row. `processed` is the number of
-/// tokens in `seconds`.
+/// Prints a row of the table. The memory in it is the peak since the previous row. `processed` is the number
+/// of tokens that took `seconds`.
 fn print_row(
     device: &Device,
     work: &str,
@@ -155,7 +155,7 @@ fn median_seconds(mut pass: impl FnMut() -> Result<()>) -> Result<f64> {
     Ok(seconds[MEASUREMENTS / 2])
 }
 
-/// Returns random frozen weights. Tensors of equal shape hold equal values, each in its own memory.
+/// Returns random frozen weights. Tensors of the same shape have the same values, but separate memory.
 fn random_packed_weights(config: &Config, device: &Device) -> Result<Parameters> {
     let mut by_shape: HashMap<Vec<usize>, Weight> = HashMap::new();
     let mut weight = |spec: &ParameterSpec| -> Result<Weight> {
@@ -178,7 +178,7 @@ fn backend(device: &Device) -> Backend {
     Backend { device: device.clone(), ..Backend::default() }
 }
 
-/// Returns a random tensor on the host, with about the magnitude of trained weights; experts are in MXFP4.
+/// Returns a random tensor on the host, of about the same magnitude as trained weights. Experts are in MXFP4.
 fn random_weight(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     let mut rng = stream(7, Purpose::Initialisation, &[]);
     let count = shape.iter().product();
@@ -187,7 +187,7 @@ fn random_weight(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
     {
         let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(matrix_shape)];
         rng.fill_bytes(&mut bytes);
-        // A block begins with its scales. All scales are 2^-8.
+        // The scales come first in a block. All scales are 2^-8.
         let block = PackedFormat::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, PANEL_COLUMNS]);
         bytes.chunks_exact_mut(block).for_each(|block| block[..PANEL_COLUMNS].fill(119));
         let matrix = PackedMatrix::from_bytes(PackedFormat::Mxfp4, matrix_shape, bytes);
@@ -238,10 +238,10 @@ fn measure_sampling(device: &Device, cases: &Cases) -> Result<()> {
     Ok(())
 }
 
-/// Checks that decode by a CUDA graph has the same bits as decode by single launches.
+/// Checks that decode with a CUDA graph is bitwise equal to decode with single launches.
 ///
 /// # Errors
-/// When they differ.
+/// When their bits differ.
 fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
     const STEPS: usize = 4;
     let (stack, config) = (policy.decoder_stack(), &policy.model.config);
@@ -270,8 +270,8 @@ fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
     Ok(())
 }
 
-/// Runs a step of sampling: the forward of `count` new tokens for each sequence, by `decoder` if there is
-/// one, then the draw of the next token.
+/// Runs a step of sampling: the forward pass of `count` new tokens per sequence, then the draw of the next
+/// token. The forward pass uses `decoder`, if given.
 fn run_step(
     policy: &PolicyView,
     sequence_caches: &mut [SequenceCache],
@@ -314,7 +314,7 @@ fn measure_adapter_training(device: &Device, cases: &Cases) -> Result<()> {
     measure_training(device, cases, &model, parameters, "training through an adapter, packed").map(drop)
 }
 
-/// Measures full training of one and of two layers, and extrapolates to all layers.
+/// Measures full training of one and of two layers. Extrapolates to all layers.
 fn measure_full_training(device: &Device, cases: &Cases) -> Result<()> {
     let one_layer = measure_layers(device, cases, 1)?;
     let two_layers = measure_layers(device, cases, 2)?;
@@ -349,8 +349,8 @@ fn measure_layers(device: &Device, cases: &Cases, layers: usize) -> Result<Vec<f
     measure_training(device, cases, &model, parameters, &format!("training, layers: {layers}"))
 }
 
-/// Measures forward and backward with recomputed layers, and an update; prints the rows of `work`. Returns
-/// the seconds of forward and backward, one value for each of the cases' `step_tokens`.
+/// Measures forward and backward passes with recomputed layers, and an update. Prints the rows for `work`.
+/// Returns the seconds of a forward and backward pass for each of the cases' `step_tokens`.
 fn measure_training(
     device: &Device,
     cases: &Cases,

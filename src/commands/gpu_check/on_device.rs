@@ -1,4 +1,4 @@
-//! Runs the checks, on a GPU or on the emulated driver.
+//! Tests that run the checks, on a GPU or on the emulated driver.
 
 use super::{GpuCheckArgs, Part, run};
 use crate::error::EXIT_DONE;

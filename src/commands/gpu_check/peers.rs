@@ -1,4 +1,4 @@
-//! Times of other implementations of attention, measured by `scripts/attention_peers.py` in the same run.
+//! Times of other implementations of attention. `scripts/attention_peers.py` measures them in the same run.
 
 use crate::bad_input;
 use anyhow::Result;
@@ -6,7 +6,7 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The script's output.
+/// The output of the script.
 #[derive(Debug, Deserialize)]
 pub(super) struct AttentionTimings {
     /// The library and its version.
@@ -18,16 +18,16 @@ pub(super) struct AttentionTimings {
 
 #[derive(Debug, Deserialize)]
 struct Row {
-    /// The implementation's name, a column of the table.
+    /// The implementation's name, which is the heading of its column.
     implementation: String,
     heads: usize,
     kv_heads: usize,
     window: Option<usize>,
     length: usize,
     backward: bool,
-    /// `None` if it did not run.
+    /// The time. `None` if the implementation did not run.
     milliseconds: Option<f32>,
-    /// The reason why it did not run.
+    /// The reason why the implementation did not run.
     error: Option<String>,
 }
 
@@ -42,7 +42,7 @@ pub(super) struct TimingCase {
 }
 
 impl AttentionTimings {
-    /// Returns the implementations' names, in order of appearance.
+    /// Returns the names of the implementations, in the order in which they appear.
     pub fn names(&self) -> Vec<&str> {
         let mut names: Vec<&str> = vec![];
         for row in &self.rows {
@@ -63,7 +63,7 @@ impl AttentionTimings {
         row.milliseconds
     }
 
-    /// Returns the implementations that did not run every case, each with its last error.
+    /// Returns the implementations that failed on some case, each with its last error.
     pub fn failures(&self) -> BTreeMap<&str, &str> {
         self.rows
             .iter()
@@ -72,10 +72,10 @@ impl AttentionTimings {
     }
 }
 
-/// Reads the script's file.
+/// Reads the output file of the script.
 pub(super) fn read(path: &Path) -> Result<AttentionTimings> {
     let text = std::fs::read_to_string(path)
-        .map_err(|e| bad_input!("{}: {e}; scripts/attention_peers.py writes it", path.display()))?;
+        .map_err(|e| bad_input!("{}: {e}; create it with scripts/attention_peers.py", path.display()))?;
     serde_json::from_str(&text)
-        .map_err(|e| bad_input!("{}: {e}; write it anew with scripts/attention_peers.py", path.display()))
+        .map_err(|e| bad_input!("{}: {e}; create it again with scripts/attention_peers.py", path.display()))
 }

@@ -1,25 +1,25 @@
-//! Compares every instruction that the kernels use with its host twin: the same function in C++, run on the
-//! CPU.
+//! Compares every instruction that the kernels use with its host emulation: the same function in C++, run on
+//! the CPU.
 
 use super::Verdicts;
 use crate::ops::cuda::run_primitive_check;
 use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
 
-/// The outputs of the host twins. The program in `tests/cuda_host` writes the file, and CI checks it.
+/// The outputs of the host emulation. The program in `tests/cuda_host` writes the file, and CI checks it.
 const EXPECTED: &str = include_str!("../../../kernels/primitive_checks.txt");
 
-/// Maximum relative difference for `ex2.approx` and `lg2.approx`: the errors of both sides together.
+/// Maximum relative difference for `ex2.approx` and `lg2.approx`. It includes the errors of both sides.
 const RELATIVE_ERROR_MAX: f32 = 1.0 / (1 << 21) as f32;
 
 /// A check of one instruction.
 struct Check {
     kernel: &'static str,
-    /// Blocks, and threads per block.
+    /// Number of blocks, and number of threads per block.
     launch: (usize, usize),
-    /// How words are compared: `exact`, `relative` or `absolute`.
+    /// The rule by which words are compared: `exact`, `relative` or `absolute`.
     rule: &'static str,
-    /// The host twin's output.
+    /// The output of the host emulation.
     expected: Vec<u32>,
 }
 
@@ -40,7 +40,7 @@ impl Check {
         match differing.next() {
             None => Ok(format!("{} words, {}", output.len(), self.rule)),
             Some(i) => Err(format!(
-                "{} of {} words differ, the first at {i}: {:#010x}, on the host twin {:#010x}",
+                "{} of {} words differ, the first at {i}: {:#010x}, in the host emulation {:#010x}",
                 1 + differing.count(),
                 output.len(),
                 output[i],
@@ -50,7 +50,7 @@ impl Check {
     }
 }
 
-/// Returns whether a word of the output agrees with the expected one by `rule`.
+/// Returns whether a word of the output agrees with the expected word according to `rule`.
 fn agrees(rule: &str, word: u32, expected: u32) -> bool {
     let (a, b) = (f32::from_bits(word), f32::from_bits(expected));
     match rule {
@@ -60,7 +60,7 @@ fn agrees(rule: &str, word: u32, expected: u32) -> bool {
     }
 }
 
-/// Parses the file. Returns the input words, and the checks.
+/// Parses the file into the input words and the checks.
 fn parse(text: &'static str) -> Result<(Vec<u32>, Vec<Check>)> {
     let mut lines = text.lines().filter(|line| !line.starts_with('#'));
     let (mut input, mut checks) = (vec![], vec![]);

@@ -1,4 +1,4 @@
-//! Random inputs of attention, rounded to bf16; and attention computed directly from its formulas.
+//! Random inputs of attention, rounded to bf16, and attention computed directly from its formulas.
 
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use crate::random::{Purpose, stream};
@@ -17,7 +17,7 @@ pub(super) struct AttentionShape {
     pub lengths: Vec<usize>,
     /// Approximate standard deviation of the scores.
     pub score_size: f32,
-    /// Values of the sinks; head `h` has the value at `h` modulo their number.
+    /// Values of the sinks. Head `h` uses the value at index `h` modulo the number of values.
     pub sinks: Vec<f32>,
 }
 
@@ -60,8 +60,8 @@ impl AttentionShape {
     }
 }
 
-/// The inputs of attention and the gradient of its output. All values are exact in bf16. Rows are as in
-/// [`crate::ops::sink_attention()`].
+/// The inputs of attention, and the gradient of its output. bf16 represents all values exactly. The rows are
+/// laid out as in [`crate::ops::sink_attention()`].
 #[derive(Debug, Clone)]
 pub(super) struct AttentionProblem {
     pub shape: AttentionShape,
@@ -87,7 +87,7 @@ impl AttentionProblem {
             (0..count).map(|_| to_bf16(normal() * size as f64) as f32).collect()
         };
         let tokens = shape.tokens();
-        // The scale is 1/8, since √64 = 8. So a score has the magnitude of q.
+        // The scale is 1/8, because √64 = 8. A score therefore has the magnitude of q.
         let q = normals(tokens * shape.heads * 64, shape.score_size);
         let kv = normals(tokens * 2 * shape.kv_heads * 64, 1.0);
         let dout = normals(q.len(), 1.0);
@@ -95,12 +95,13 @@ impl AttentionProblem {
         Self { shape: shape.clone(), q, kv, sinks, dout }
     }
 
-    /// Returns `q`, `kv`, `sinks` and `dout` on a device: f32 on the CPU; bf16 on a GPU, with sinks in f32.
+    /// Returns `q`, `kv`, `sinks` and `dout` on a device. On the CPU all are f32. On a GPU all but the sinks
+    /// are bf16.
     pub fn tensors(&self, device: &Device) -> Result<[Tensor; 4]> {
         let AttentionShape { heads, kv_heads, .. } = self.shape;
         let tokens = self.shape.tokens();
         let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
-        // The host converts, so that the check does not depend on the device's conversion.
+        // The host converts the values, so that the check does not depend on the device's conversion.
         let tensor = |values: &[f32], shape: &[usize]| -> Result<Tensor> {
             Ok(Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
         };
@@ -128,7 +129,7 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 }
 
 /// Computes attention from its formulas. With `plain_bf16`, it rounds as an implementation without fused
-/// kernels does: scores, probabilities, their gradients and outputs to bf16, sums to f32.
+/// kernels does: scores, probabilities, their gradients and outputs are rounded to bf16, sums to f32.
 pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) -> AttentionOutputs {
     let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
     let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };
@@ -161,7 +162,7 @@ pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) 
             let dp: Vec<f64> = (first..=token)
                 .map(|key| round(sum(dot(dout, &problem.kv[value_at(key)..][..64]))))
                 .collect();
-            // The softmax's backward: the sum over the keys of p dp equals dout · out.
+            // The backward pass of softmax: the sum of p dp over the keys equals dout · out.
             let delta = sum(p.iter().zip(&dp).map(|(p, dp)| p * dp).sum());
             outputs.dsinks[head] -= round(sink_p * delta);
             for (key, (&p, &dp)) in (first..=token).zip(p.iter().zip(&dp)) {

@@ -1,5 +1,5 @@
-//! Compares each op's outputs for seeded inputs with those of the emulated driver. It is the first check on a
-//! new GPU.
+//! Compares each op's outputs for seeded inputs with the outputs of the emulated driver. This is the first
+//! check on a new GPU.
 //!
 //! Values may differ by twice the error of plain bf16. A value that is exactly zero on the emulator, such as
 //! a masked element, must be zero. Counts and positions must be equal.
@@ -18,10 +18,10 @@ use std::collections::HashMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// The expected outputs, written by `gpu-check seeded --write FILE` on the emulated driver.
+/// The expected outputs. `gpu-check seeded --write FILE` writes the file on the emulated driver.
 const EXPECTED: &str = include_str!("../../../kernels/seeded_outputs.txt");
 
-/// Outputs by name. An output's words are bits of f32 numbers, or counts.
+/// Outputs by name. The words of an output are bits of f32 numbers, or counts.
 type Outputs = HashMap<String, Vec<u32>>;
 
 fn shapes() -> [AttentionShape; 2] {
@@ -36,7 +36,7 @@ fn tensor_name(tensor: &str, shape: &AttentionShape, kernels: &str) -> String {
     join_words(&format!("{tensor}, {}, {kernels}", shape.name))
 }
 
-/// Replaces spaces, which separate words in the file.
+/// Replaces the spaces in a name, because spaces separate words in the file.
 fn join_words(name: &str) -> String {
     name.replace(' ', "_")
 }
@@ -63,8 +63,8 @@ fn run_ops(device: &Device) -> Result<Outputs> {
     Ok(outputs)
 }
 
-/// Appends numbered rows to a cache. Returns for each row of the cache's memory the number of the row in it,
-/// from 1.
+/// Appends numbered rows to a cache. For each row of the cache's memory, returns the number (from 1) of the
+/// row that it has.
 fn append_to_cache(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
@@ -106,7 +106,7 @@ pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
         let words = &outputs[name];
         writeln!(text, "{name} {}", words.len())?;
         for line in words.chunks(16) {
-            // A bf16 number as f32 has a lower half of zeros, which is left out.
+            // A bf16 number stored as f32 has zeros in its lower half. They are omitted.
             let word = |w: &u32| if w & 0xffff == 0 { format!("{:x}_", w >> 16) } else { format!("{w:x}") };
             writeln!(text, "{}", line.iter().map(word).collect::<Vec<_>>().join(" "))?;
         }
@@ -177,14 +177,14 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
     Ok(())
 }
 
-/// Checks that differences are at most twice the output's tolerance, since both sides have an error.
+/// Checks that differences are at most twice the output's tolerance, because both sides have an error.
 fn compare_within_tolerance(output: &Output, expected: &[f64]) -> Result<String, String> {
     let largest = expected.iter().fold(0f64, |size, x| size.max(x.abs()));
     let values: Vec<f64> = output.values.iter().map(|&x| x.into()).collect();
     compare(&values, expected, 2.0 * output.tolerance.max_error(largest as f32, largest as f32) as f64)
 }
 
-/// Checks that differences are at most `bound`, and that zeros of the emulator are zeros.
+/// Checks that differences are at most `bound`, and that values which are zero on the emulator are zero.
 fn compare(values: &[f64], expected: &[f64], bound: f64) -> Result<String, String> {
     if values.len() != expected.len() {
         return Err(format!("{} values, {} on the emulator", values.len(), expected.len()));
@@ -221,7 +221,7 @@ mod tests {
             for (kernels, (tensor, get)) in KERNEL_SETS.iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
                 let words = &expected[&tensor_name(tensor, &shape, kernels.name)];
                 let bound = error_bound(get(&reference_attention(&problem, true)), get(&exact));
-                // The emulator's outputs are also within the bound of the formulas.
+                // The emulator's outputs must also be within this bound of the formulas' results.
                 compare(&decode_f32(words), get(&exact), bound)
                     .unwrap_or_else(|e| panic!("{tensor}, {}: {e}", shape.name));
             }

@@ -1,8 +1,9 @@
-//! TFLOP/s of attention, forward and backward, next to other implementations measured in the same run.
+//! TFLOP/s of attention, forward and backward, next to other implementations that were measured in the same
+//! run.
 //!
-//! Operations are counted as in publications, not as a kernel computes them: 4 · D for each head and visible
-//! pair of query and key in the forward, and 2.5 times that in the backward. A batch has 16,384 tokens, in
-//! sequences of equal length.
+//! Operations are counted as in publications, not as a kernel computes them. The forward pass has 4 · D
+//! operations per head and visible pair of query and key, the backward pass 2.5 times as many. A batch has
+//! 16,384 tokens, in sequences of equal length.
 
 use super::cpu_reference::round_to_bf16;
 use super::peers::{AttentionTimings, TimingCase};
@@ -18,11 +19,11 @@ const TOKENS: usize = 16_384;
 const WARM_UPS: usize = 3;
 /// Number of measurements. Their median is printed.
 const MEASUREMENTS: usize = 21;
-/// Number of consecutive passes in a measurement, so that the host's time is hidden.
+/// Number of consecutive passes per measurement. Several passes hide the host's time.
 const PASSES: usize = 5;
 
-/// ((heads, key-value heads), window) of published benchmarks, of GPT-OSS's full layers, and of its
-/// sliding-window layers.
+/// ((heads, key-value heads), window) of published benchmarks, of GPT-OSS's layers with full attention, and
+/// of its layers with a sliding window.
 const LAYERS: [((usize, usize), Option<usize>); 3] =
     [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
 const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
@@ -35,7 +36,7 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&AttentionTimings
         None => println!("Other implementations: not run."),
     }
     println!(
-        "A column of theirs: TFLOP/s, and in brackets this one's speed over theirs. Median of {MEASUREMENTS}.\n"
+        "The columns of others give their TFLOP/s and, in brackets, this program's speed relative to theirs. Median of {MEASUREMENTS}.\n"
     );
     print!("| heads / kv heads, window | tokens | pass | kernels | ms | TFLOP/s |");
     names.iter().for_each(|name| print!(" {name} |"));
@@ -86,24 +87,24 @@ fn print_row(
     println!();
 }
 
-/// Returns the floating-point operations of a pass over [`TOKENS`] tokens.
+/// Returns the number of floating-point operations of a pass over [`TOKENS`] tokens.
 fn operations(case: TimingCase) -> f64 {
     let TimingCase { heads, window, length, backward, .. } = case;
     let keys_max = window.unwrap_or(length).min(length);
-    // The first `keys_max` queries see 1, 2, ... keys; all others see `keys_max` keys.
+    // The first `keys_max` queries see 1, 2, ... keys. All others see `keys_max` keys.
     let pairs = keys_max * (keys_max + 1) / 2 + (length - keys_max) * keys_max;
     let forward = (4 * 64 * heads * pairs * (TOKENS / length)) as f64;
     if backward { 2.5 * forward } else { forward }
 }
 
-/// Returns `count` random values. About a million values are drawn and repeated. Zeros would run faster than
-/// real data.
+/// Returns `count` random values. About a million values are drawn, then repeated. Zeros are not used,
+/// because kernels run faster on zeros than on real data.
 pub(super) fn random_values(count: usize, seed: u64) -> Vec<bf16> {
     let problem = AttentionProblem::new(&AttentionShape::new("values", (128, 128), None, &[128]), seed);
     round_to_bf16(&problem.q).into_iter().cycle().take(count).collect()
 }
 
-/// Returns the milliseconds of forward and of backward.
+/// Returns the milliseconds of the forward pass and of the backward pass.
 fn measure(
     gpu: &CudaDevice,
     kernels: &'static KernelSet,
@@ -152,7 +153,7 @@ mod tests {
     fn operations_are_counted_as_publishers_do() {
         let case =
             |window, length, backward| TimingCase { heads: 32, kv_heads: 32, window, length, backward };
-        // 4 · 64 · 32 · 16384² / 2, apart from half of the diagonal.
+        // 4 · 64 · 32 · 16384² / 2. The other half of the diagonal is not in this product.
         let whole = operations(case(None, 16_384, false));
         assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);
         assert_eq!(operations(case(None, 16_384, true)), 2.5 * whole);

@@ -1,8 +1,8 @@
-//! Milliseconds, TFLOP/s and GB/s of the ops other than attention, at gpt-oss-20b's shapes, compared with the
+//! Milliseconds, TFLOP/s and GB/s of all ops except attention, at gpt-oss-20b's shapes, compared with the
 //! limits of docs/ROOFLINE.md.
 //!
-//! A multiply-add counts as two operations, and the bytes of each tensor count once. A backward is timed on a
-//! graph of one op.
+//! A multiply-add counts as two operations. The bytes of each tensor count once. A backward pass is timed on
+//! a graph of one op.
 
 use super::model_ops::trainable_parameter;
 use super::speed::{median_milliseconds, random_values};
@@ -24,8 +24,9 @@ struct Sizes {
 }
 
 const TOP_K: usize = 4;
-/// Peaks from data sheets: dense bf16 products (H100 SXM and H200), and memory bandwidths.
+/// Peak operations per second of dense bf16 products (H100 SXM and H200), from the data sheet.
 const PEAK_FLOPS: f64 = 989e12;
+/// Memory bandwidths in bytes per second, from the data sheets.
 const H100_BYTES_PER_S: f64 = 3.35e12;
 const H200_BYTES_PER_S: f64 = 4.8e12;
 const GPT_OSS: Sizes = Sizes {
@@ -38,7 +39,7 @@ const GPT_OSS: Sizes = Sizes {
 };
 const SMALL: Sizes =
     Sizes { hidden: 16, queries: 32, experts: 4, intermediate: 16, vocabulary: 40, tokens: &[3] };
-/// Maximum rows of the head in a call, because of the memory of its logits.
+/// Maximum number of rows of the head per call. It bounds the memory of the logits.
 const HEAD_ROWS_MAX: usize = 1024;
 
 fn random_bf16(device: &Device, shape: &[usize]) -> Result<Tensor> {
@@ -75,9 +76,9 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
     })
 }
 
-/// Measures `pass` and prints its row. The last column is the ratio of the shortest possible time to the
-/// measured time. The shortest possible time is that of the operations or that of the bytes, whichever is
-/// longer.
+/// Measures `pass` and prints its row. The last column is the shortest possible time, divided by the measured
+/// time. The shortest possible time is the longer of two times: the time of the operations and the time of
+/// the bytes.
 fn measure_and_print(
     device: &Device,
     op: &str,
@@ -126,8 +127,8 @@ fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
         measure_and_print(device, &forward, tokens, operations, 2.0 * values + row_bytes, || {
             Ok(op(&x).map(drop)?)
         })?;
-        let both = format!("{name} to {n}, with its backward");
-        // The weight's gradient is read and written in f32.
+        let both = format!("{name} to {n}, with its backward pass");
+        // The gradient of the weight is read and written in f32.
         measure_and_print(device, &both, tokens, 3.0 * operations, 12.0 * values + 3.0 * row_bytes, || {
             differentiate(&[&x], || candle_core::Result::Ok(vec![(op(&x)?, dy.clone())]))?;
             Ok(())

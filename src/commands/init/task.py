@@ -1,7 +1,7 @@
-"""The task of {recipe}: a program that gives problems and rewards, one JSON object a line.
+"""The task of {recipe}: a program that gives problems and rewards, one JSON object per line.
 
-rloss starts it, writes a request to its standard input and reads the answer from its standard output. Your own
-prints go to standard error. Each answer must depend on its request alone. docs/TASKS.md says all that can be asked.
+rloss starts this program, writes requests to its standard input and reads answers from its standard output. The
+output of print() goes to standard error. An answer must depend only on its request. docs/TASKS.md lists all requests.
 """
 
 import json
@@ -10,22 +10,22 @@ import random
 import sys
 
 answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)  # Prints go to standard error: only answers go to rloss.
+os.dup2(2, 1)  # print() goes to standard error; only answers go to rloss.
 
 
 def describe():
-    """What the task is: its name in the metrics, and how many held-out problems there are."""
+    """Describes the task: its name in the metrics, and the number of held-out problems."""
     return {"version": 2, "name": "doubling", "validation_problems": 100}
 
 
 def problem(split, seed, index):
-    """Problem number `index` of "train" (endless) or "validation"; `answer` comes back with the request for a reward."""
+    """Returns problem number `index` of "train" (endless) or "validation". The reward request repeats `answer`."""
     n = random.Random(f"{split} {seed} {index}").randrange(100)
     return {"prompt": f"2*{n}?", "answer": 2 * n}
 
 
 def reward(answer, messages):
-    """What the model is trained on. `messages` is what it said; an answer that was finished ends in the channel "final"."""
+    """Returns the reward. `messages` are the model's messages; a finished answer ends on the channel "final"."""
     said = messages[-1] if messages else {}
     right = said.get("channel") == "final" and said.get("content", "").strip() == str(answer)
     return {"reward": 1.0 if right else 0.0, "success": right}

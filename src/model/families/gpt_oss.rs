@@ -1,7 +1,7 @@
 //! GPT-OSS: attention with sinks, sliding windows in every other layer, and experts.
 
 use super::FamilyEntry;
-use crate::chat::Format;
+use crate::chat::ChatFormat;
 use crate::model::config::{Config, LayerType};
 use crate::model::config_json::ConfigReader;
 use crate::model::forward::{ForwardOptions, Model};
@@ -20,7 +20,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     architecture: "GptOssForCausalLM",
     gguf: "gpt-oss",
     gguf_pre_tokenizer: "gpt-4o",
-    chat: Format::Harmony,
+    chat: ChatFormat::Harmony,
     has_experts: true,
     has_sinks: true,
     has_windows: true,

@@ -6,13 +6,13 @@ use super::layer::Layer;
 use super::matrix::LayerTensors;
 use super::names::ParameterSpec;
 use crate::bad_input;
-use crate::chat::Format;
-use crate::settings::{Choice, registered};
+use crate::chat::ChatFormat;
+use crate::settings::{Choice, registry};
 use anyhow::Result;
 use serde_json::Value;
 use std::sync::Arc;
 
-registered! {
+registry! {
     /// Families of models. Their names are the values of `model_type` in `config.json`.
     pub struct Family(FamilyEntry) default gpt_oss;
     mod gpt_oss;
@@ -34,7 +34,7 @@ pub struct FamilyEntry {
     /// The pre-tokenizer of the published tokenizers of the family, by its name in GGUF.
     pub gguf_pre_tokenizer: &'static str,
     /// The format of conversations.
-    pub chat: Format,
+    pub chat: ChatFormat,
     /// Whether layers have experts.
     pub has_experts: bool,
     /// Whether attention has sinks.

@@ -1,7 +1,7 @@
 //! Dense Qwen2 and Qwen2.5: attention and a SwiGLU MLP.
 
 use super::FamilyEntry;
-use crate::chat::Format;
+use crate::chat::ChatFormat;
 use crate::model::config::{Config, LayerType, Rope};
 use crate::model::config_json::ConfigReader;
 use crate::model::layer::{AttentionWeights, Layer, LayerOutput, LayerPass, SwigluMlp};
@@ -19,7 +19,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     architecture: "Qwen2ForCausalLM",
     gguf: "qwen2",
     gguf_pre_tokenizer: "qwen2",
-    chat: Format::ChatMl,
+    chat: ChatFormat::ChatMl,
     has_experts: false,
     has_sinks: false,
     has_windows: false,

@@ -1,7 +1,7 @@
 //! Dense Qwen3: the layer of Qwen2 with a norm of each query head and each key head, and without biases.
 
 use super::FamilyEntry;
-use crate::chat::Format;
+use crate::chat::ChatFormat;
 use crate::model::config::{Config, LayerType, Rope};
 use crate::model::config_json::ConfigReader;
 use crate::model::layer::{AttentionWeights, Layer, LayerOutput, LayerPass, SwigluMlp};
@@ -20,7 +20,7 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     architecture: "Qwen3ForCausalLM",
     gguf: "qwen3",
     gguf_pre_tokenizer: "qwen2",
-    chat: Format::ThinkingChatMl,
+    chat: ChatFormat::ThinkingChatMl,
     has_experts: false,
     has_sinks: false,
     has_windows: false,

@@ -27,9 +27,9 @@ use super::PolicySettings;
 use super::aggregation::Normalizer;
 use super::sequences::Sequences;
 use crate::bad_input;
-use crate::settings::registered;
+use crate::settings::registry;
 
-registered! {
+registry! {
     /// Policy losses, in the order of the recipe reference. To add a loss, add a file to this folder and a
     /// line to this list.
     pub struct Loss(LossEntry) default ppo;

@@ -1,4 +1,4 @@
-//! Rules of `[policy]`: consistency within it, with the updates and with the rollout.
+//! Rules of `[policy]`: consistency within the table, with the updates and with the rollout.
 
 use super::Rules;
 use crate::policy::advantage::Advantage;
@@ -9,29 +9,29 @@ use crate::policy::{KlPlacement, RouterReplay};
 use crate::settings::Choice;
 
 impl Rules<'_> {
-    pub(super) fn policy(&mut self) {
+    pub(super) fn check_policy(&mut self) {
         let dual_clip = self.recipe.policy.dual_clip;
         if dual_clip != 0.0 && dual_clip <= 1.0 {
             self.refuse(
                 &["policy.dual_clip"],
-                format!("{dual_clip} would bound the ratio where it is not yet off policy; give more than 1, or 0 for none"),
+                format!("{dual_clip} would clip the ratio of on-policy samples; give more than 1, or 0 for no clip"),
             );
         }
-        self.clip_range();
-        self.settings_of_other_losses();
-        self.rewards_of_maxrl();
-        self.updates();
-        self.importance();
-        self.sequence_loss();
-        self.rejection();
-        self.router_replay();
-        self.divergence();
-        self.rewards();
-        self.resampling();
-        self.greedy_baseline();
+        self.check_clip_range();
+        self.check_settings_of_other_losses();
+        self.check_rewards_of_maxrl();
+        self.check_updates();
+        self.check_importance();
+        self.check_sequence_loss();
+        self.check_rejection();
+        self.check_router_replay();
+        self.check_divergence();
+        self.check_rewards();
+        self.check_resampling();
+        self.check_greedy_baseline();
     }
 
-    fn clip_range(&mut self) {
+    fn check_clip_range(&mut self) {
         let policy = &self.recipe.policy;
         let weight_losses = Loss::all().into_iter().filter(|loss| loss.clips_weight).map(Loss::name);
         let weight_losses = weight_losses.collect::<Vec<_>>().join(" or ");
@@ -41,7 +41,7 @@ impl Rules<'_> {
                     &[key, "policy.loss"],
                     format!(
                         "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weight_losses}, which \
-                         bounds a weight, takes more)",
+                         clips a weight, accepts larger ones)",
                         policy.loss
                     ),
                 );
@@ -49,8 +49,8 @@ impl Rules<'_> {
         }
     }
 
-    /// Refuses the settings of a loss that is not the recipe's.
-    fn settings_of_other_losses(&mut self) {
+    /// Rejects the settings of losses other than the recipe's.
+    fn check_settings_of_other_losses(&mut self) {
         let policy = &self.recipe.policy;
         let changed = [
             ("policy.sapo", "sapo", policy.sapo != SapoSettings::default()),
@@ -61,7 +61,7 @@ impl Rules<'_> {
                 self.refuse(
                     &[table, "policy.loss"],
                     format!(
-                        "policy.loss = {reader:?} alone reads it, and it is \"{}\"; write {reader:?}, or remove [{table}]",
+                        "only policy.loss = {reader:?} uses this table, and policy.loss is \"{}\"; write {reader:?}, or remove [{table}]",
                         policy.loss
                     ),
                 );
@@ -69,8 +69,8 @@ impl Rules<'_> {
         }
     }
 
-    /// MaxRL divides by a mean reward, which must not be negative.
-    fn rewards_of_maxrl(&mut self) {
+    /// Checks that rewards cannot be negative under MaxRL, which divides by a mean reward.
+    fn check_rewards_of_maxrl(&mut self) {
         let recipe = self.recipe;
         if recipe.policy.advantage != Advantage::Maxrl {
             return;
@@ -79,7 +79,7 @@ impl Rules<'_> {
             (
                 "task.name",
                 recipe.task.name.has_negative_rewards,
-                "this task's rewards of wrong answers are negative",
+                "this task gives negative rewards to wrong answers",
             ),
             (
                 "policy.kl.place",
@@ -97,7 +97,7 @@ impl Rules<'_> {
                 self.refuse(
                     &["policy.advantage", key],
                     format!(
-                        "\"maxrl\" needs rewards of 0 and more, and {why} ({key}); write another advantage"
+                        "\"maxrl\" needs rewards of at least 0, but {why} ({key}); write another advantage"
                     ),
                 );
             }
@@ -109,10 +109,10 @@ impl Rules<'_> {
         rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt)
     }
 
-    fn updates(&mut self) {
+    fn check_updates(&mut self) {
         let train = &self.recipe.train;
         self.check_minibatches("train.minibatches", train.minibatches);
-        // The ablation computes the old log-probs by a forward of its own.
+        // The ablation computes the old log-probs by a separate forward pass.
         let uses_second_forward = self.recipe.arms.second_forward_old_logprobs;
         if self.recipe.policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
@@ -120,8 +120,8 @@ impl Rules<'_> {
                     self.refuse(
                         &[key, "policy.old_logprob"],
                         format!(
-                            "{count} makes several updates a step, and policy.old_logprob = \"detach\" would change the \
-                             old log-probs with each; write old_logprob = \"rollout\" or \"recompute\", or {key} = 1"
+                            "{count} means several updates per step, and policy.old_logprob = \"detach\" would change the \
+                             old log-probs with each update; write old_logprob = \"rollout\" or \"recompute\", or {key} = 1"
                         ),
                     );
                 }
@@ -129,18 +129,18 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks the number of minibatches, into which the step's trajectories are divided.
+    /// Checks the number of minibatches. The step's trajectories are divided among them.
     pub(super) fn check_minibatches(&mut self, key: &str, count: usize) {
         let trajectories = self.trajectories_per_step();
         if count > trajectories {
             self.refuse(
                 &[key, "rollout.prompts_per_step", "rollout.samples_per_prompt"],
-                format!("{count} updates of a step's {trajectories} trajectories; give at most that many"),
+                format!("{count} updates are more than the {trajectories} trajectories of a step; give at most that many"),
             );
         }
     }
 
-    fn importance(&mut self) {
+    fn check_importance(&mut self) {
         let correction = &self.recipe.policy.correction;
         if let Some(error) = WeightBound::bounds_error(&correction.threshold) {
             self.refuse(&["policy.correction.threshold"], error);
@@ -149,24 +149,24 @@ impl Rules<'_> {
             if correction.normalize {
                 self.refuse(
                     &["policy.correction.normalize", "policy.correction.is"],
-                    "there are no weights to normalise; give policy.correction.is, or remove the key",
+                    "there are no weights to normalise; set policy.correction.is, or remove the key",
                 );
             }
             return;
         }
-        // Without a ratio in the loss, importance weights are the only correction.
+        // If the loss has no ratio, importance weights are the only correction.
         if self.recipe.policy.loss.has_ratio && self.recipe.policy.old_logprob == OldLogProbSource::Rollout {
             self.refuse(
                 &["policy.correction.is", "policy.old_logprob", "policy.loss"],
-                "with old_logprob = \"rollout\" the loss's own ratio is already against the rollout, and weights would count \
+                "with old_logprob = \"rollout\" the loss's ratio is already relative to the rollout, so weights would count \
                  the mismatch twice; write old_logprob = \"detach\" or \"recompute\", or is = \"none\"",
             );
         }
     }
 
     /// Checks that the loss can use importance weights of single tokens. Losses with one ratio per sequence
-    /// cannot.
-    fn sequence_loss(&mut self) {
+    /// cannot use them.
+    fn check_sequence_loss(&mut self) {
         let policy = &self.recipe.policy;
         let correction = &policy.correction;
         if correction.is != ImportanceSampling::Token {
@@ -181,7 +181,7 @@ impl Rules<'_> {
         }
     }
 
-    fn rejection(&mut self) {
+    fn check_rejection(&mut self) {
         let correction = &self.recipe.policy.correction;
         let (options, bounds) = (&correction.reject, &correction.reject_bounds);
         if options.len() != bounds.len() {
@@ -197,39 +197,39 @@ impl Rules<'_> {
         }
         for (i, (&option, bounds)) in options.iter().zip(bounds).enumerate() {
             if options[..i].contains(&option) {
-                self.refuse(&["policy.correction.reject"], format!("{option} is there twice; remove one"));
+                self.refuse(&["policy.correction.reject"], format!("{option} is listed twice; remove one"));
             }
             if let Some(error) = option.bounds_error(bounds) {
                 self.refuse(
                     &["policy.correction.reject_bounds", "policy.correction.reject"],
-                    format!("of {option}: {error}"),
+                    format!("bounds of {option}: {error}"),
                 );
             }
         }
     }
 
-    fn router_replay(&mut self) {
+    fn check_router_replay(&mut self) {
         let policy = &self.recipe.policy;
         match policy.router_replay {
             RouterReplay::Rollout if !self.recipe.rollout.keep_routes => self.refuse(
                 &["policy.router_replay", "rollout.keep_routes"],
-                "the experts chosen at sampling are not kept; write rollout.keep_routes = true",
+                "the experts chosen during sampling are not kept; write rollout.keep_routes = true",
             ),
             RouterReplay::Recompute if policy.old_logprob != OldLogProbSource::Recompute => self.refuse(
                 &["policy.router_replay", "policy.old_logprob"],
-                "log-probabilities and experts must come from the same pass; write old_logprob = \"recompute\"",
+                "log-probabilities and experts must come from the same forward pass; write old_logprob = \"recompute\"",
             ),
             _ => {}
         }
     }
 
-    fn divergence(&mut self) {
+    fn check_divergence(&mut self) {
         let policy = &self.recipe.policy;
         if policy.kl.target.is_some() && policy.kl.place != KlPlacement::Reward {
             self.refuse(
                 &["policy.kl.target", "policy.kl.place"],
                 format!(
-                    "steers the divergence in the reward, and policy.kl.place is \"{}\"; write place = \"reward\", or remove the key",
+                    "controls the divergence in the reward, but policy.kl.place is \"{}\"; write place = \"reward\", or remove the key",
                     policy.kl.place
                 ),
             );
@@ -244,8 +244,8 @@ impl Rules<'_> {
                     "rollout.samples_per_prompt",
                 ],
                 format!(
-                    "{} against a step's {trajectories} trajectories would take the coefficient to 0 or below; give more than a \
-                     fifth of them",
+                    "with {} for a step of {trajectories} trajectories the coefficient could become 0 or negative; give more than \
+                     a fifth of the trajectories",
                     policy.kl.horizon
                 ),
             );
@@ -253,12 +253,12 @@ impl Rules<'_> {
         if policy.kl.place == KlPlacement::Reward && policy.kl.estimator.is_straight_through() {
             self.refuse(
                 &["policy.kl.estimator", "policy.kl.place"],
-                "no gradient flows through a reward, so the + changes nothing; remove it",
+                "no gradient flows through a reward, so the + has no effect; remove it",
             );
         }
     }
 
-    fn rewards(&mut self) {
+    fn check_rewards(&mut self) {
         let (policy, rollout) = (&self.recipe.policy, &self.recipe.rollout);
         if policy.overlong.buffer_tokens > rollout.response_tokens_max {
             self.refuse(
@@ -271,8 +271,8 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks the resampling of groups without signal, which have equal rewards.
-    fn resampling(&mut self) {
+    /// Checks the resampling of groups with equal rewards, which have no learning signal.
+    fn check_resampling(&mut self) {
         let (rollout, advantage) = (&self.recipe.rollout, self.recipe.policy.advantage);
         if rollout.resample_rounds_max == 0 {
             return;
@@ -281,24 +281,24 @@ impl Rules<'_> {
             self.refuse(
                 &["rollout.resample_rounds_max", "policy.advantage"],
                 format!(
-                    "under {advantage} a group of equal rewards teaches too, for its baseline is not the group's mean; write 0, or \
-                     another advantage"
+                    "under {advantage} a group with equal rewards has a learning signal too, because its baseline is not the \
+                     group's mean; write 0, or another advantage"
                 ),
             );
         }
         if self.recipe.train.trajectories.is_some() {
             self.refuse(
                 &["rollout.resample_rounds_max", "train.trajectories"],
-                "nothing is sampled where train.trajectories gives the data; remove one of the two",
+                "train.trajectories gives the data, so nothing is sampled; remove one of the two",
             );
         }
     }
 
-    fn greedy_baseline(&mut self) {
+    fn check_greedy_baseline(&mut self) {
         if self.recipe.policy.advantage == Advantage::Remax && self.recipe.train.trajectories.is_some() {
             self.refuse(
                 &["policy.advantage", "train.trajectories"],
-                "remax needs a greedy sample of each prompt, and nothing is sampled where train.trajectories gives the data; \
+                "remax needs a greedy sample for each prompt, but train.trajectories gives the data and nothing is sampled; \
                  remove one of the two",
             );
         }

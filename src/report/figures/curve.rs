@@ -1,4 +1,4 @@
-//! The runs of one curve: several seeds of one recipe.
+//! The runs of one curve: several seeds of the same recipe.
 
 use super::manifest;
 use crate::bad_input;
@@ -9,13 +9,13 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Mantissa bits from which a rollout's rounding exists in practice: bf16 has 7 stored bits.
+/// The fewest mantissa bits with which rollouts are rounded in practice: bf16 stores 7.
 const MANTISSA_BITS_REAL: i64 = 7;
 
 /// The runs of one recipe.
 pub(super) struct Curve {
     pub label: String,
-    /// (seed, run), ordered by seed; empty without runs.
+    /// (seed, run), ordered by seed. Empty if there are no runs.
     pub seeds: Vec<(u64, Run)>,
 }
 
@@ -41,8 +41,8 @@ impl Curve {
         Ok(Curve { label: curve.label.clone(), seeds })
     }
 
-    /// Returns whether an ablation of the runs is stronger than in practice: noise on the router's logits, or
-    /// a rollout with a mantissa shorter than bf16's.
+    /// Returns whether an ablation of the runs is stronger than errors in practice: noise on the router's
+    /// logits, or rollout weights with a shorter mantissa than bf16.
     pub fn has_strong_ablation(&self) -> bool {
         let Some(arms) = self.seeds.first().and_then(|(_, run)| run.recipe.get("arms")) else { return false };
         let noise = ["router_noise", "router_noise_rollout", "router_noise_train"];
@@ -57,8 +57,8 @@ impl Curve {
         self.seeds.iter().map(|(_, run)| run.series(phase, metric)).collect()
     }
 
-    /// Returns the mean over the seeds, with the smallest and the largest value as its band. On a log axis
-    /// the mean is that of the logarithm, and values below `floor` become `floor`.
+    /// Returns the mean over the seeds. The band is from the smallest to the largest value. On a log axis,
+    /// the mean is that of the logarithm, and values below `floor` are replaced by `floor`.
     pub fn series(&self, index: usize, phase: Phase, metric: &str, floor: Option<f64>) -> Series {
         let mut steps: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
         for (step, value) in

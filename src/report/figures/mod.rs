@@ -1,4 +1,4 @@
-//! Figures: curves of several seeds, on one page and as one SVG file a figure.
+//! Figures: curves over several seeds, on one page and as one SVG file per figure.
 //!
 //! ```text
 //! figures.toml ─ manifest.rs ─> Figure ─ curve.rs: its runs ─┬─ panel.rs ─> figure.svg ─┬─> <name>.svg
@@ -19,8 +19,8 @@ use curve::Curve;
 use minijinja::{Environment, Value, context};
 use std::path::{Path, PathBuf};
 
-/// Draws the figures of `folder`: `report.html` with all of them, and `<name>.svg` for each. Returns the path
-/// of `report.html`.
+/// Draws the figures of `folder`: one `report.html` with all figures, and `<name>.svg` for each. Returns the
+/// path of `report.html`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the manifest or a run cannot be read, or when there is no run at all.
@@ -28,7 +28,7 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
     let figures = manifest::read(folder)?;
     environment.add_template("figure.svg", include_str!("figure.svg"))?;
     environment.add_template("figures.html", include_str!("figures.html"))?;
-    let mut shown = Vec::new();
+    let mut drawn_figures = Vec::new();
     for figure in &figures {
         let curves: Vec<Curve> =
             figure.curves.iter().map(|curve| Curve::load(folder, curve)).collect::<Result<_>>()?;
@@ -40,24 +40,25 @@ pub(super) fn write(folder: &Path, environment: &mut Environment<'static>) -> Re
             environment.get_template("figure.svg")?.render(context! { title => &figure.title, drawing })?;
         write_file(&folder.join(format!("{}.svg", figure.name)), &svg)?;
         let missing = curves.iter().filter(|curve| curve.seeds.is_empty()).map(|curve| &curve.label);
-        shown.push(context! {
+        drawn_figures.push(context! {
             name => figure.name,
             title => figure.title,
             about => figure.about,
             svg => Value::from_safe_string(svg),
             table => table::table(&curves),
-            // Labels of curves that have no runs.
+            // The labels of curves without runs.
             missing => missing.collect::<Vec<_>>(),
         });
     }
-    if shown.is_empty() {
+    if drawn_figures.is_empty() {
         return Err(bad_input!(
-            "{}: holds {FILE} but no run of any of its recipes. Run scripts/reproduce_figures.sh first.",
+            "{}: has {FILE} but no run of any of its recipes. Run scripts/reproduce_figures.sh first.",
             folder.display()
         ));
     }
     let style = Value::from_safe_string(include_str!("../page.css").to_owned());
-    let page = environment.get_template("figures.html")?.render(context! { style, figures => shown })?;
+    let page =
+        environment.get_template("figures.html")?.render(context! { style, figures => drawn_figures })?;
     let path = folder.join("report.html");
     write_file(&path, &page)?;
     Ok(path)

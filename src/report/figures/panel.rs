@@ -1,4 +1,4 @@
-//! The layout of a figure: a legend, and the panels below it, two a row. Lengths are in SVG user units.
+//! The layout of a figure: a legend, and the panels below it, two per row. Lengths are in SVG user units.
 
 use super::curve::Curve;
 use crate::metrics::Phase;
@@ -9,14 +9,16 @@ use serde::Serialize;
 
 /// Space around and between the panels.
 const GAP: f64 = 20.0;
-/// Heights of the figure's title, of a panel's title, and of a legend row.
+/// Height of the figure's title.
 const TITLE: f64 = 30.0;
+/// Height of a panel's title.
 const PANEL_TITLE: f64 = 24.0;
+/// Height of a row of the legend.
 const LEGEND_ROW: f64 = 18.0;
-/// Width of a character of the title, for the width of the figure.
+/// Width of a character in the title. It bounds the width of the figure from below.
 const TITLE_CHARACTER: f64 = 8.5;
 /// A log axis begins at its smallest value, but not below the smaller of `AXIS_MIN_CAP` and this share of the
-/// largest value. Otherwise vanishing gradients would take the whole axis.
+/// largest value. Otherwise vanishing gradients would fill the axis.
 const FLOOR_SHARE: f64 = 1e-4;
 const AXIS_MIN_CAP: f64 = 1e-3;
 
@@ -35,13 +37,13 @@ struct Panel {
     y: f64,
     title: String,
     unit: &'static str,
-    /// Whether some values are below the log axis and drawn at its lower edge.
+    /// Whether some values are below the log axis. They are drawn at its lower edge.
     floored: bool,
     plot: Plot,
 }
 
 impl FigureLayout {
-    /// Lays out a panel for each metric that a curve has values of.
+    /// Lays out one panel for each metric that a curve has values of.
     pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> FigureLayout {
         let mut panels: Vec<Panel> = metrics.iter().filter_map(|metric| panel(metric, curves)).collect();
         let columns = panels.len().clamp(1, 2);
@@ -71,7 +73,7 @@ impl FigureLayout {
     }
 }
 
-/// Lays out the panel of one metric; `None` if no run has a value. A curve's colour is its index among all
+/// Lays out the panel of one metric. `None` if no run has a value. A curve's colour is its index among all
 /// curves.
 fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
     let (title, unit, phase, scale) = charts::chart_style(metric);
@@ -88,7 +90,7 @@ fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
     Some(Panel { x: 0.0, y: 0.0, title, unit, floored, plot })
 }
 
-/// Returns the lower end of a log axis, and whether a value is below it.
+/// Returns the lower end of a log axis, and whether a value is below that end.
 fn floor(curves: &[Curve], phase: Phase, metric: &str) -> Option<(f64, bool)> {
     let all =
         || curves.iter().flat_map(|curve| curve.values(phase, metric)).flatten().map(|(_, value)| value);

@@ -1,4 +1,4 @@
-//! A table of the figures' results: values of each seed.
+//! A table of the figures' results, with a value for each seed.
 
 use super::curve::Curve;
 use crate::metrics::{Phase, format_number};
@@ -8,10 +8,10 @@ use minijinja::{Value, context};
 
 /// Reduces a run's values of a metric to one number.
 type Summary = fn(&Points) -> Option<f64>;
-/// Heading, phase, metric, reduction, and number of digits.
+/// Heading, phase, metric, reduction, and number of decimals.
 type Column<'a> = (&'static str, Phase, &'a str, Summary, usize);
 
-/// Returns one row a curve; each cell has one value a seed.
+/// Returns one row per curve. Each cell has one value per seed.
 pub(super) fn table(curves: &[Curve]) -> Value {
     let held_out =
         curves.iter().flat_map(|curve| &curve.seeds).flat_map(|(_, run)| &run.rows).find_map(|row| {
@@ -28,7 +28,7 @@ pub(super) fn table(curves: &[Curve]) -> Value {
         ("Held-out success, last", Phase::Eval, held_out, last, 3),
         ("Gradient norm, largest", Phase::Rl, "actor/grad_norm", largest, 3),
         ("Clip fraction, mean", Phase::Rl, "actor/pg_clipfrac", mean, 2),
-        ("Max log-ppl gap, largest", Phase::Rl, "mismatch/log_ppl_abs_diff_max", largest, 2),
+        ("Max log-ppl mismatch, largest", Phase::Rl, "mismatch/log_ppl_abs_diff_max", largest, 2),
     ];
     let rows = curves.iter().enumerate().filter(|(_, curve)| !curve.seeds.is_empty());
     let cell = |curve: &Curve, &(_, phase, metric, summary, digits): &Column| {

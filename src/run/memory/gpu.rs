@@ -17,7 +17,7 @@ use crate::rollout::FORWARD_TOKENS_MAX;
 /// Maximum number of sequences that `check-mismatch` decodes together.
 const DECODE_SEQUENCES_MAX: usize = 64;
 
-/// Returns the bytes of a tensor in the dtype of the forward pass: bf16 for matrices, f32 for others.
+/// Returns the bytes of a tensor in the dtype of the forward pass: bf16 for matrices, f32 for other tensors.
 fn working_bytes(spec: &ParameterSpec) -> u64 {
     let width = if spec.is_matrix() { size_of::<half::bf16>() } else { size_of::<f32>() };
     (spec.element_count() * width) as u64
@@ -54,7 +54,7 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the number of sequences whose KV cache fits into `available` memory, at least 1.
+    /// Returns the number of sequences whose KV cache fits in `available` memory. At least 1.
     pub fn sequence_capacity(&self, available: &AvailableMemory) -> usize {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
@@ -70,7 +70,7 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes of host memory: the program, and the weights while they are read. With several
-    /// processes, this process's shards are included.
+    /// processes, also this process's shards.
     pub fn host_bytes(&self) -> u64 {
         match self.processes {
             1 => self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes(),
@@ -78,12 +78,12 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Describes the KV cache of one sequence: the smallest cache with which a GPU can sample.
+    /// Describes the KV cache of one sequence, the smallest cache with which a GPU can sample.
     pub fn describe_sequence_cache(&self) -> String {
         let capacity = self.cache_capacity(1);
         let bytes = capacity.device_bytes(self.config);
         format!(
-            "the KV cache of a single sequence takes {}: {} tokens, {} key-value heads of width {}, {} layers",
+            "the KV cache of one sequence takes {}: {} tokens, {} key-value heads of size {}, {} layers",
             gigabytes(bytes),
             capacity.tokens,
             self.config.num_key_value_heads,
@@ -92,7 +92,7 @@ impl MemoryPlanInput<'_> {
         )
     }
 
-    /// Returns the GPU memory that is used for the whole run.
+    /// Returns the GPU memory that is used during the whole run.
     pub(super) fn gpu_resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
         let specs = parameter_specs(self.config);
@@ -104,7 +104,7 @@ impl MemoryPlanInput<'_> {
         add("rotary embedding's table", table as u64);
         let rollout = &recipe.rollout;
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
-            // A CUDA graph has memory of its own, which the driver keeps.
+            // A CUDA graph has its own memory, which the driver does not free.
             let forward = self.pass_shape(rollout.sequences_max, 0).forward_bytes();
             add("CUDA graph", forward + self.partial_attention_bytes());
         }
@@ -121,8 +121,8 @@ impl MemoryPlanInput<'_> {
                 (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
             });
         let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        // Of several processes, each has its shards in host memory, and one whole gradient at a time on the
-        // GPU.
+        // With several processes, each has its shards in host memory, and on the GPU one whole gradient at a
+        // time.
         let is_alone = self.processes == 1;
         let largest_gradient = |tensors: &[TrainableTensor]| {
             let bytes = tensors.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
@@ -147,7 +147,7 @@ impl MemoryPlanInput<'_> {
                 if is_alone { optimizer_bytes(&critic.optimizer, &tensors) } else { 0 },
             );
         }
-        // With an adapter, the reference is the model without it.
+        // With an adapter, the reference policy is the model without the adapter.
         if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
             let copied = specs.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
             add("reference", total_working_bytes(copied.map(|(_, spec)| spec)));
@@ -160,13 +160,13 @@ impl MemoryPlanInput<'_> {
         !self.command.trains() || self.recipe.train.steps > 0
     }
 
-    /// Returns the shape of a pass on the GPU.
+    /// Returns the shape of a forward pass on the GPU.
     fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
         PassShape { config: self.config, tokens, targets, has_adapter: self.adapter.is_some(), on_gpu: true }
     }
 
-    /// Returns the bytes of partial attention results. Decode of few long sequences splits each one over
-    /// several blocks, whose results are merged.
+    /// Returns the bytes of partial attention results. In decode of few long sequences, several blocks share
+    /// a sequence, and their partial results are merged.
     fn partial_attention_bytes(&self) -> u64 {
         let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
         let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);
@@ -187,7 +187,7 @@ impl MemoryPlanInput<'_> {
                 self.pass_shape(capacity.fed_tokens_max, recipe.rollout.sequences_max).forward_bytes();
             let items = [
                 cache_item(capacity),
-                MemoryItem { name: "one forward and its logits", bytes: forward },
+                MemoryItem { name: "one forward pass and its logits", bytes: forward },
                 MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
             ];
             phases.push(("sampling", items.to_vec()));

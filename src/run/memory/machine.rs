@@ -1,4 +1,4 @@
-//! The memory available to this process, limited by the machine, control groups and the address space.
+//! The memory available to this process. The machine, control groups and the address space limit it.
 
 use crate::dist::Mesh;
 use anyhow::Result;
@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 pub struct AvailableMemory {
     /// Available bytes, including those that the process already uses.
     pub bytes: u64,
-    /// The limit of the memory, as the end of a message "… GB are". Example: "free on this machine".
+    /// What limits the memory, as the end of a message "… GB are". Example: "free on this machine".
     pub limit: String,
 }
 
 impl AvailableMemory {
-    /// Returns the share of one of `processes` processes on the same machine.
+    /// Returns the part of one of `processes` processes on the same machine.
     pub fn process_share(self, processes: usize) -> Self {
         match processes {
             1 => self,
@@ -27,18 +27,18 @@ impl AvailableMemory {
     }
 }
 
-/// Returns the smallest available memory of all processes of `mesh`.
+/// Returns the smallest available memory among the processes of `mesh`.
 ///
 /// # Errors
-/// When a process does not answer in time.
+/// When a process does not reply in time.
 pub fn min_over_processes(mesh: &Mesh, local: Option<AvailableMemory>) -> Result<Option<AvailableMemory>> {
     let all = mesh.all_gather_records("available memory", &local.map(|local| (local.bytes, local.limit)))?;
     let smallest = all.into_iter().flatten().min_by_key(|(bytes, _)| *bytes);
     Ok(smallest.map(|(bytes, limit)| AvailableMemory { bytes, limit }))
 }
 
-/// Returns the memory that machine, control groups and `ulimit -v` all allow; `None` if none of them is
-/// known. Memory that this process already uses counts as available, because a memory plan includes it.
+/// Returns the memory that the machine, control groups and `ulimit -v` all allow. `None` if no limit is
+/// known. The memory that this process already uses counts as available, because a memory plan includes it.
 pub fn available_memory() -> Option<AvailableMemory> {
     let status = read_file("/proc/self/status");
     let limits = [
@@ -53,12 +53,12 @@ pub fn available_memory() -> Option<AvailableMemory> {
     Some(AvailableMemory { bytes: bytes.saturating_add(used), limit: limit.to_owned() })
 }
 
-/// Reads a file as text; empty if it cannot be read.
+/// Reads a file as text. Empty if the file cannot be read.
 fn read_file(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default()
 }
 
-/// Returns the bytes of field `key`, from a line `key: number kB`.
+/// Returns the value of field `key` in bytes, from a line `key: number kB`.
 fn field_bytes(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     Some(line.split_whitespace().next()?.parse::<u64>().ok()? << 10)
@@ -69,20 +69,21 @@ fn machine_bytes(meminfo: &str) -> Option<u64> {
     field_bytes(meminfo, "MemAvailable")
 }
 
-/// Returns the address space left under `ulimit -v`.
+/// Returns the remaining address space under `ulimit -v`.
 fn address_space_bytes(limits: &str, status: &str) -> Option<u64> {
     let line = limits.lines().find_map(|line| line.strip_prefix("Max address space"))?;
     let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(limit.saturating_sub(field_bytes(status, "VmSize")?))
 }
 
-/// Returns the memory left in this process's control group and its ancestors, whichever has least. Reads
-/// cgroup v2 and the memory controller of v1. `membership` is the text of `/proc/self/cgroup`.
+/// Returns the least remaining memory of this process's control group and its ancestors. Reads cgroup v2 and
+/// the memory controller of v1. `membership` is the text of `/proc/self/cgroup`.
 fn control_group_bytes(root: &Path, membership: &str) -> Option<u64> {
     membership.lines().filter_map(|line| hierarchy_bytes(root, line)).min()
 }
 
-/// Returns the memory left in one hierarchy, from a line `number:controllers:path` of `/proc/self/cgroup`.
+/// Returns the remaining memory in one hierarchy, from a line `number:controllers:path` of
+/// `/proc/self/cgroup`.
 fn hierarchy_bytes(root: &Path, line: &str) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, path) = (fields.next()?, fields.next()?.trim_start_matches('/'));
@@ -93,14 +94,14 @@ fn hierarchy_bytes(root: &Path, line: &str) -> Option<u64> {
         }
         _ => return None,
     };
-    // In a container, the path may lie outside the mount. Then only the mount's root is read.
+    // In a container, the path may be outside the mount. Then only the mount's root is read.
     let group = base.join(path);
     let groups: Vec<PathBuf> =
         group.ancestors().take_while(|g| g.starts_with(&base)).map(Into::into).collect();
     groups.iter().filter_map(|group| group_bytes(group, files)).min()
 }
 
-/// Returns the memory left in one control group.
+/// Returns the remaining memory of one control group.
 fn group_bytes(group: &Path, [limit, usage, cache]: [&str; 3]) -> Option<u64> {
     let number = |file: &str| fs::read_to_string(group.join(file)).ok()?.trim().parse::<u64>().ok();
     let limit = number(limit)?;
@@ -127,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn the_tightest_group_on_the_way_up_counts() {
+    fn the_ancestor_with_the_least_memory_is_the_limit() {
         let root = tempfile::tempdir().unwrap();
         let group = |path: &str, files: &[(&str, &str)]| {
             let folder = root.path().join(path);
@@ -149,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn this_machine_says_something() {
+    fn the_memory_of_this_machine_is_known() {
         assert!(available_memory().is_none_or(|found| found.bytes > 0));
     }
 }

@@ -1,8 +1,8 @@
-//! Memory plan: the peak memory of a command, computed from recipe and config before any work.
+//! Memory plan: the peak memory of a command, computed from the recipe and the config before any work.
 //!
 //! The peak is the resident memory (program, weights, gradients, optimizer, critic, reference) plus the
-//! largest phase. Phases follow one another: sampling, the policy's update, the critic's update.
-//! [`MemoryPlan::check_available`] compares the peak with the available memory.
+//! largest phase. The phases are sampling, the policy's update and the critic's update; only one runs at a
+//! time. [`MemoryPlan::check_available`] compares the peak with the available memory.
 
 mod gpu;
 mod machine;
@@ -38,14 +38,14 @@ use program::retained_bytes;
 use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
 
 /// A plan above this fraction of the available memory gets a warning.
-const WARNED_SHARE: f64 = 0.9;
-/// Tokens that the chat format adds around a tool's reply.
+const WARNING_FRACTION: f64 = 0.9;
+/// Number of tokens that the chat format adds around a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
-/// Maximum bytes of saved activations of all concurrent passes, if the available memory is unknown.
+/// Maximum bytes of activations that all concurrent passes save, if the available memory is unknown.
 const SAVED_BYTES_MAX: u64 = 1 << 30;
 
-/// Returns the number of passes that run in parallel.
+/// Returns the number of passes that run concurrently.
 fn concurrent_passes(weight_bytes: u64, threads: usize) -> u64 {
     if runs_in_parallel(weight_bytes) { threads as u64 } else { 1 }
 }
@@ -56,7 +56,7 @@ pub enum ModelCommand {
     Train,
     Rollout,
     Eval,
-    /// A chat, or the export of a model: at most one sequence.
+    /// A chat or an export. It samples at most one sequence at a time.
     Chat,
     CheckMismatch(SecondWeights),
 }
@@ -64,9 +64,9 @@ pub enum ModelCommand {
 /// The second set of weights of `check-mismatch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SecondWeights {
-    /// The rounded weights with which ablations sample.
+    /// The rounded weights from which ablations sample.
     Rounded(WeightRounding),
-    /// The weights changed by a cause of mismatch, one layer at a time.
+    /// The weights as a possible cause of mismatch changes them, one layer at a time.
     Changed,
 }
 
@@ -87,8 +87,8 @@ impl ModelCommand {
         self == ModelCommand::Train
     }
 
-    /// Returns whether the command may read layers from disk on demand. This is fast enough only for few
-    /// forwards over many tokens.
+    /// Returns whether the command may read layers from disk on demand. That is fast enough only for few
+    /// forward passes over many tokens.
     pub fn can_read_layers_on_demand(self) -> bool {
         matches!(self, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
     }
@@ -100,32 +100,32 @@ pub struct MemoryPlanInput<'a> {
     pub command: ModelCommand,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
-    /// Storage format of each of the policy's tensors while frozen.
+    /// Storage format of each of the policy's tensors, while it is frozen.
     pub formats: &'a [WeightFormat],
     /// Trainable flags of the policy's tensors.
     pub trainable: Vec<bool>,
-    /// Trainable flags of the critic's tensors; `None` without a critic.
+    /// Trainable flags of the critic's tensors. `None` without a critic.
     pub critic_trainable: Option<Vec<bool>>,
-    /// The adapter that is trained, or that came with the model.
+    /// The adapter that is trained, or that is part of the model.
     pub adapter: Option<AdapterInput>,
-    /// Memory of the tokenizer; see [`tokenizer_bytes`].
+    /// Memory of the tokenizer, from [`tokenizer_bytes`].
     pub tokenizer_bytes: u64,
-    /// Number of worker processes of the Python tool; 0 without the tool.
+    /// Number of worker processes of the Python tool. 0 without the tool.
     pub python_workers: usize,
     pub threads: usize,
     /// Whether layers stay on disk and are read on demand.
     pub layers_on_demand: bool,
-    /// Number of processes of the run. The plan is for one of them.
+    /// Number of processes of the run. The plan is for one process.
     pub processes: usize,
     /// How each process holds the trainable weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
     /// How each process holds the packed weights.
     pub packed_weights: PackedWeightPlacement,
-    /// Number of sequences in the GPU's KV cache; `None` on the CPU. The plan is for the GPU's memory if it
-    /// is set, else for the host's.
+    /// Number of sequences in the GPU's KV cache. If set, the plan is for the GPU's memory. `None` on the
+    /// CPU: the plan is for the host's memory.
     pub gpu_sequences: Option<usize>,
-    /// Whether the backward recomputes layers, chosen by the available memory; `None` if that is unknown. The
-    /// recipe's key overrides it.
+    /// Whether the backward pass recomputes layers, chosen by the available memory. `None` if that memory is
+    /// unknown. The recipe's key overrides this value.
     pub recompute_layers: Option<bool>,
 }
 
@@ -149,7 +149,7 @@ impl AdapterInput {
 /// A trainable tensor and its index in the parameter store.
 type TrainableTensor = (usize, ParameterSpec);
 
-/// Selects the trainable tensors. The tensor of the first spec has the index `first`.
+/// Returns the trainable tensors of `specs`. The tensor of the first spec has the index `first`.
 fn select_trainable(
     specs: impl IntoIterator<Item = ParameterSpec>,
     trainable: &[bool],
@@ -175,9 +175,9 @@ fn f32_bytes(specs: &[ParameterSpec]) -> u64 {
 
 /// A stage of training.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stage {
+enum TrainingStage {
     ColdStart,
-    Reinforcement,
+    ReinforcementLearning,
 }
 
 /// One line of a memory plan.
@@ -224,8 +224,8 @@ impl MemoryPlan {
         self.resident_bytes() + self.phases.iter().map(|(_, items)| total_bytes(items)).max().unwrap_or(0)
     }
 
-    /// Refuses a plan that needs more than `available`, and names the remedies with their savings. Returns a
-    /// warning for a plan that nearly fills the memory.
+    /// Returns an error if the plan needs more than `available`; it lists remedies with their savings.
+    /// Returns a warning if the plan nearly fills the memory.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when there is not enough memory.
@@ -237,12 +237,13 @@ impl MemoryPlan {
         let Some(AvailableMemory { bytes, limit }) = available else { return Ok(None) };
         let peak = self.peak_bytes();
         let comparison =
-            format!("{} of memory are needed, {} are {limit}", gigabytes(peak), gigabytes(*bytes));
+            format!("needs {} of memory, but {} are {limit}", gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
             let remedies = join_remedies(remedies);
-            return Err(bad_input!("{comparison}; what would help: {remedies}"));
+            return Err(bad_input!("{comparison}; remedies: {remedies}"));
         }
-        Ok((peak as f64 > WARNED_SHARE * *bytes as f64).then(|| format!("{comparison}; it may not suffice")))
+        Ok((peak as f64 > WARNING_FRACTION * *bytes as f64)
+            .then(|| format!("{comparison}; this may not be enough")))
     }
 }
 
@@ -268,7 +269,7 @@ impl std::fmt::Display for MemoryPlan {
     }
 }
 
-/// Adds `memory`, the text of the memory plan, to `error` if a GPU ran out of memory.
+/// Adds `memory`, the text of the memory plan, to `error` if the GPU ran out of memory.
 pub fn explain_out_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Error {
     match format!("{error:#}").contains("CUDA_ERROR_OUT_OF_MEMORY") {
         true => error.context(format!("the GPU's memory ran out; the plan was:\n\n{memory}\n")),
@@ -276,30 +277,30 @@ pub fn explain_out_of_memory(error: anyhow::Error, memory: &str) -> anyhow::Erro
     }
 }
 
-/// Formats as `1.50 GB`.
+/// Formats bytes as `1.50 GB`.
 pub fn gigabytes(bytes: u64) -> String {
     format!("{} GB", plain_gigabytes(bytes))
 }
 
 fn plain_gigabytes(bytes: u64) -> String {
-    // A GPU's plan can be small, because it does not include the program.
-    let places = if bytes < 50_000_000 { 4 } else { 2 };
-    format!("{:.places$}", bytes as f64 / 1e9)
+    // The plan of a GPU can be small, because it does not include the program.
+    let decimals = if bytes < 50_000_000 { 4 } else { 2 };
+    format!("{:.decimals$}", bytes as f64 / 1e9)
 }
 
 impl MemoryPlanInput<'_> {
     /// Formats the plan and the remedies.
     pub fn to_text(&self) -> String {
-        format!("{}\nwhat would help: {}", MemoryPlan::new(self), join_remedies(&self.remedies()))
+        format!("{}\nremedies: {}", MemoryPlan::new(self), join_remedies(&self.remedies()))
     }
 
-    /// Returns whether the backward recomputes activations. Results are bitwise equal either way.
+    /// Returns whether the backward pass recomputes activations. Results are bitwise equal in both cases.
     pub fn recomputes_layers(&self) -> bool {
         let choice = self.recipe.train.recompute_layers.or(self.recompute_layers);
         choice.unwrap_or_else(|| self.saved_bytes() > SAVED_BYTES_MAX)
     }
 
-    /// Returns the bytes that the concurrent passes save without recomputation.
+    /// Returns the bytes that the concurrent passes save if nothing is recomputed.
     fn saved_bytes(&self) -> u64 {
         let (tokens, has_adapter) = (self.recipe.train.micro_batch_tokens, self.adapter.is_some());
         let pass = PassShape { config: self.config, tokens, targets: tokens, has_adapter, on_gpu: false };
@@ -307,23 +308,24 @@ impl MemoryPlanInput<'_> {
         match self.processes {
             _ if self.gpu_sequences.is_some() => saved,
             1 => concurrent_passes(self.weight_bytes(), self.threads).saturating_mul(saved),
-            // Sharded weights are gathered for the graph of all layers. The base of an adapter may not be
-            // sharded.
+            // Without recomputation, sharded weights are gathered for the graph of all layers. This excludes
+            // the base of an adapter, unless the base is sharded.
             _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
             _ => saved,
         }
     }
 
-    /// Returns whether recomputation is needed: a plan without it would nearly fill the `available` memory.
+    /// Returns whether recomputation is needed, because a plan without it would nearly fill the `available`
+    /// memory.
     pub fn needs_recomputation(&self, available: &AvailableMemory) -> bool {
         let plan = MemoryPlan::new(&MemoryPlanInput { recompute_layers: Some(false), ..self.clone() });
-        plan.peak_bytes() as f64 > WARNED_SHARE * available.bytes as f64
+        plan.peak_bytes() as f64 > WARNING_FRACTION * available.bytes as f64
     }
 
     /// Returns the policy's trainable tensors in `stage`.
-    fn trainable_tensors(&self, stage: Stage) -> Vec<TrainableTensor> {
+    fn trainable_tensors(&self, stage: TrainingStage) -> Vec<TrainableTensor> {
         match &self.adapter {
-            Some(adapter) if stage == Stage::Reinforcement || !adapter.after_cold_start => {
+            Some(adapter) if stage == TrainingStage::ReinforcementLearning || !adapter.after_cold_start => {
                 select_trainable(adapter.specs.clone(), &adapter.trainable, self.formats.len())
             }
             _ => select_trainable(parameter_specs(self.config), &self.trainable, 0),
@@ -332,15 +334,15 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the policy's tensors that are trainable in any stage.
     fn ever_trainable_tensors(&self) -> Vec<TrainableTensor> {
-        let mut tensors = self.trainable_tensors(Stage::Reinforcement);
+        let mut tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
         if self.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
-            tensors.extend(self.trainable_tensors(Stage::ColdStart));
+            tensors.extend(self.trainable_tensors(TrainingStage::ColdStart));
         }
         tensors
     }
 
-    /// Returns the largest total of any process. A process's total is the sum of `bytes(spec, n)` over
-    /// `tensors`, where `n` is the number of elements in its shard.
+    /// Returns the largest total of any process. The total of a process is the sum of `bytes(spec, n)` over
+    /// `tensors`, where `n` is the number of elements in the process's shard.
     fn max_process_bytes(
         &self,
         tensors: &[TrainableTensor],
@@ -355,12 +357,12 @@ impl MemoryPlanInput<'_> {
         (0..self.processes).map(rank_bytes).max().unwrap_or(0)
     }
 
-    /// Returns the bytes of the largest shard of `tensors` in f32.
+    /// Returns the f32 bytes of the largest shard of `tensors`.
     fn f32_shard_bytes(&self, tensors: &[TrainableTensor]) -> u64 {
         self.max_process_bytes(tensors, |_, shard_elements| shard_elements as u64 * size_of::<f32>() as u64)
     }
 
-    /// Returns the bytes of optimizer state and master weights in the largest shard.
+    /// Returns the bytes of optimizer state and master weights for the largest shard.
     fn optimizer_shard_bytes(&self, settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.max_process_bytes(tensors, |spec, shard_elements| {
@@ -371,9 +373,9 @@ impl MemoryPlanInput<'_> {
         })
     }
 
-    /// Returns the bytes that a process gathers in a pass: weights, and gradients in exchange. With
-    /// recomputation, sharded weights are gathered layer by layer. Without, the graph holds the weights of
-    /// all layers.
+    /// Returns the bytes that a process gathers in a pass: weights, and gradients during their exchange. With
+    /// recomputation, sharded weights are gathered layer by layer. Without recomputation, the graph has the
+    /// weights of all layers.
     fn gathered_pass_bytes(&self, tensors: &[TrainableTensor], recomputes: bool) -> u64 {
         let largest =
             tensors.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
@@ -391,21 +393,21 @@ impl MemoryPlanInput<'_> {
         weights + largest + exchange_bytes_max(gathered_bytes(tensors)).max(2 * largest)
     }
 
-    /// Returns the host memory that is used for the whole run.
+    /// Returns the host memory that is used during the whole run.
     fn resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
         let weights = match self.layers_on_demand {
-            true => MemoryItem { name: "weights, a layer at a time", bytes: self.on_demand_weight_bytes() },
+            true => MemoryItem { name: "weights, one layer at a time", bytes: self.on_demand_weight_bytes() },
             false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
         };
         let mut items = self.program();
         items.push(weights);
         let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         if self.command.trains() {
-            // Gradients and optimizer of the stage that needs more memory.
+            // The gradients and the optimizer of the stage that needs more memory for them.
             let stages = [
-                (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
-                (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
+                (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
+                (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
             ];
             let trained = stages.into_iter().filter(|(_, steps, _)| *steps > 0);
             let stage_bytes = trained.map(|(stage, _, optimizer)| {
@@ -422,10 +424,10 @@ impl MemoryPlanInput<'_> {
                 add("critic's gradients", self.f32_shard_bytes(&tensors));
                 add("critic's optimizer", self.optimizer_shard_bytes(&critic.optimizer, &tensors));
             }
-            // With an adapter, the reference is the model without it.
+            // With an adapter, the reference policy is the model without the adapter.
             if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
-                // The reference is sharded like the trainable weights.
-                let tensors = self.trainable_tensors(Stage::Reinforcement);
+                // The reference policy is sharded as the trainable weights are.
+                let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
                 let frozen = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
                 add("reference", frozen + self.f32_shard_bytes(&tensors));
             }
@@ -437,7 +439,7 @@ impl MemoryPlanInput<'_> {
             ModelCommand::CheckMismatch(SecondWeights::Changed) => {
                 add("weights, changed", self.changed_weight_bytes())
             }
-            // In training and rollouts, weights rounded by ablations belong to the sampling phase.
+            // For the other commands, rounded weights are part of the sampling phase.
             ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | ModelCommand::Chat => {}
         }
         items
@@ -449,11 +451,12 @@ impl MemoryPlanInput<'_> {
         select_trainable(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
     }
 
-    /// Returns the tokens of the longest sequence: prompt, samples and tool replies, limited by the context.
+    /// Returns the length of the longest sequence in tokens: prompt, samples and tool replies, limited by the
+    /// context.
     fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
         let replies = if self.python_workers > 0 { rollout.turns_max.saturating_sub(1) } else { 0 };
-        // A character is at most one token.
+        // A character takes at most one token.
         let reply_tokens = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
         let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply_tokens;
         tokens.min(self.config.max_position_embeddings)
@@ -484,7 +487,7 @@ impl MemoryPlanInput<'_> {
             has_adapter: self.adapter.is_some(),
             on_gpu: false,
         };
-        // Passes of several processes exchange data, so each process runs one pass at a time.
+        // Passes of several processes exchange data, so each process runs only one pass at a time.
         let exchanges = self.processes > 1;
         let passes = if exchanges { 1 } else { concurrent_passes(self.weight_bytes(), self.threads) };
         if matches!(self.command, ModelCommand::CheckMismatch(_)) {
@@ -505,7 +508,7 @@ impl MemoryPlanInput<'_> {
         phases
     }
 
-    /// Returns the number of prompts of a rollout, and of samples per prompt.
+    /// Returns the number of prompts of a rollout, and the number of samples per prompt.
     pub fn rollout_size(&self) -> (usize, usize) {
         let recipe = self.recipe;
         match self.command {
@@ -523,7 +526,7 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the maximum number of sequences that this process samples at a time, in a rollout or an
+    /// Returns the maximum number of sequences that this process samples at the same time, in a rollout or an
     /// evaluation.
     fn concurrent_sequences(&self) -> usize {
         let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
@@ -535,14 +538,14 @@ impl MemoryPlanInput<'_> {
         (rollout.sequences_max * self.engines()).min(sequences)
     }
 
-    /// Returns the memory of sampling: KV caches at full length, one forward, and the logits.
+    /// Returns the memory of sampling: KV caches at full length, one forward pass, and its logits.
     fn sampling_items(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
         let is_sharded = self.processes > 1 && self.command.trains();
         let gathered = is_sharded.then(|| self.sampling_gather_item());
         let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.command {
-            // Weights that are gathered by expert are rounded as they arrive, so there is no second set.
+            // Weights that are gathered by expert are rounded when they arrive, so no second set is needed.
             ModelCommand::Train if is_distributed => 0,
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
@@ -551,7 +554,7 @@ impl MemoryPlanInput<'_> {
         };
         let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
-        // A thread that samples has a copy of one row of logits.
+        // Each sampling thread has a copy of one row of logits.
         let row_copies = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
         let has_adapter = self.adapter.is_some();
@@ -561,7 +564,10 @@ impl MemoryPlanInput<'_> {
                 name: "keys and values",
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
             },
-            MemoryItem { name: "one forward and its logits", bytes: engines as u64 * forward + row_copies },
+            MemoryItem {
+                name: "one forward pass and its logits",
+                bytes: engines as u64 * forward + row_copies,
+            },
             MemoryItem { name: "weights, rounded", bytes: rounded },
         ];
         items.into_iter().chain(gathered).collect()

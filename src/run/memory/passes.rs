@@ -1,5 +1,5 @@
-//! The memory of a forward, and of a forward with its backward, without weights and their gradients. Shapes
-//! are named as in [`crate::ops`].
+//! The memory of a forward pass and of a forward and backward pass, without weights and their gradients.
+//! Shapes have the names of [`crate::ops`].
 
 use crate::model::config::Config;
 use crate::ops::logits::{device_logits_rows, logits_rows_max};
@@ -13,16 +13,16 @@ pub struct PassShape<'a> {
     pub config: &'a Config,
     /// Number of input tokens.
     pub tokens: usize,
-    /// Number of rows that the head reads.
+    /// Number of rows that the head computes logits for.
     pub targets: usize,
     /// Whether matrices have adapters. Each adapter computes a second product of the same shape.
     pub has_adapter: bool,
-    /// Whether the pass runs on a GPU. There rows are bf16; logits are f32 everywhere.
+    /// Whether the pass runs on a GPU, where rows are bf16. Logits are f32 on every device.
     pub on_gpu: bool,
 }
 
 impl PassShape<'_> {
-    /// Returns the bytes of `rows × width` values.
+    /// Returns the bytes of a matrix of `rows × width` values.
     fn value_bytes(&self, rows: usize, width: usize) -> u64 {
         rows as u64 * width as u64 * if self.on_gpu { BF16 } else { F32 }
     }
@@ -37,7 +37,7 @@ impl PassShape<'_> {
         self.value_bytes(self.tokens, self.config.num_attention_heads * self.config.head_dim)
     }
 
-    /// Returns the bytes of the keys of all heads. The values have as many.
+    /// Returns the bytes of the keys of all heads. The values have the same size.
     fn key_bytes(&self) -> u64 {
         self.value_bytes(self.tokens, self.config.num_key_value_heads * self.config.head_dim)
     }
@@ -55,7 +55,7 @@ impl PassShape<'_> {
         (self.tokens * width) as u64 * F32
     }
 
-    /// Returns the bytes that one layer's graph saves for the backward.
+    /// Returns the bytes that one layer's graph saves for the backward pass.
     fn saved_layer_bytes(&self) -> u64 {
         self.saved_base_layer_bytes() + self.adapter_product_bytes()
     }
@@ -82,8 +82,8 @@ impl PassShape<'_> {
 
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        // Both norms, o, both residual sums, experts' output; q twice and attention's output; k, v and their
-        // pair.
+        // 6: both norms, o, both residual sums, the experts' output. Queries twice, attention's output; keys,
+        // values and their pair.
         6 * self.hidden_bytes()
             + 3 * self.query_bytes()
             + 4 * self.key_bytes()
@@ -92,23 +92,25 @@ impl PassShape<'_> {
             + self.expert_rows_bytes(2 * h + 3 * i)
     }
 
-    /// Returns the peak bytes of one layer's forward if nothing is saved. The layer's input is not included.
+    /// Returns the peak bytes of one layer's forward pass if nothing is saved. The layer's input is not
+    /// included.
     fn layer_forward_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         let attention =
             2 * self.hidden_bytes() + 2 * self.query_bytes() + 6 * self.key_bytes() + self.head_norm_bytes();
         let experts = 4 * self.hidden_bytes() + self.expert_rows_bytes(3 * i + h);
-        // An adapter's product is held beside the base's.
+        // An adapter's product is held together with the base's product.
         let adapter =
             if self.has_adapter { self.expert_rows_bytes(2 * i).max(self.query_bytes()) } else { 0 };
         attention.max(experts) + self.small_tensor_bytes() + adapter
     }
 
-    /// Returns the peak bytes of one layer's backward, without the graph.
+    /// Returns the peak bytes of one layer's backward pass, without the graph.
     ///
     /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they
-    /// take `2I + 3H`: the input has a second gradient, and a sum of both. The plan uses a larger number,
-    /// `7I`. It was measured with candle's backward; a smaller one would need a measurement of this backward.
+    /// take `2I + 3H`: the input has a second gradient, and the sum of both. The plan uses `7I`, which is
+    /// larger. It was measured with candle's backward pass; a smaller number would need a measurement of this
+    /// backward pass.
     fn layer_backward_bytes(&self) -> u64 {
         2 * self.hidden_bytes() + self.expert_rows_bytes(7 * self.config.intermediate_size)
     }
@@ -130,16 +132,16 @@ impl PassShape<'_> {
         2 * self.value_bytes(self.targets, self.config.hidden_size)
     }
 
-    /// Returns the peak bytes of a forward that computes log-probabilities only.
+    /// Returns the peak bytes of a forward pass that computes only log-probabilities.
     pub fn forward_bytes(&self) -> u64 {
         self.hidden_bytes() + self.layer_forward_bytes().max(self.head_row_bytes() + self.logit_bytes())
     }
 
-    /// Returns the peak bytes of forward and backward. With `recompute_layers`, the inputs of all layers and
-    /// the graph of one layer are saved. Without, the graphs of all layers are saved.
+    /// Returns the peak bytes of a forward and backward pass. With `recompute_layers`, the inputs of all
+    /// layers and the graph of one layer are saved. Otherwise the graphs of all layers are saved.
     pub fn forward_backward_bytes(&self, recompute_layers: bool) -> u64 {
         let layers = self.config.num_hidden_layers as u64;
-        // Hidden states that are used twice have two gradients and their sum.
+        // A hidden state that is used twice has two gradients and their sum.
         let head =
             self.head_row_bytes() + (self.logit_bytes() + self.head_row_bytes()).max(3 * self.hidden_bytes());
         if recompute_layers {

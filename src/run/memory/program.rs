@@ -1,51 +1,52 @@
 //! Memory of the program without the model: code, tokenizer, threads, the Python tool's workers, and memory
-//! that the allocator keeps. The constants are measured; docs/RELIABILITY.md names the runs.
+//! that the allocator keeps. The constants are measured. docs/RELIABILITY.md names the runs.
 
 use super::{MemoryItem, MemoryPlanInput, total_bytes};
 use crate::interpreter::InterpreterKind;
 use crate::vocabulary::Vocabulary;
 
 const MIB: u64 = 1 << 20;
-/// Code, libraries, task data and trajectories.
+/// Memory of code, libraries, task data and trajectories.
 const PROGRAM_BYTES: u64 = 48 * MIB;
-/// The used stack of a thread, and the blocks that the allocator keeps for it.
+/// Memory of a thread: the used part of its stack, and the blocks that the allocator keeps for it.
 const THREAD_BYTES: u64 = MIB * 3 / 4;
-/// Threads that every command starts: main, signals, console, and the spawner of the tool's workers.
+/// Number of threads that every command starts: main, signals, console, and the spawner of the tool's
+/// workers.
 const COMMON_THREADS: usize = 5;
-/// An idle worker of the embedded interpreter. It shares the program's code.
+/// Memory of an idle worker of the embedded interpreter. The worker shares the program's code.
 const EMBEDDED_WORKER_BYTES: u64 = 2 * MIB;
-/// An idle worker of CPython, without preloaded modules.
+/// Memory of an idle worker of CPython, without preloaded modules.
 const CPYTHON_WORKER_BYTES: u64 = 16 * MIB;
 /// Memory for each entry of the vocabulary and its merges, while the tokenizer is read. Most of it is freed
-/// later, but in pieces that are too small for other uses.
+/// later, but in blocks that are too small for other uses.
 const TOKENIZER_ENTRY_BYTES: u64 = 730;
-/// Memory of a tokenizer for each byte of its file, while it is read.
+/// Peak memory of reading a tokenizer, as a multiple of the file's size.
 const TOKENIZER_FILE_FACTOR: u64 = 10;
-/// Maximum memory that the allocator keeps for one phase and the others cannot use. It keeps blocks below 512
-/// KiB by size and thread. Larger blocks return to its arena, where all phases can use them.
+/// Maximum memory that the allocator keeps for one phase and that other phases cannot use. The allocator
+/// keeps blocks below 512 KiB by size and thread. Larger blocks return to its arena, which all phases use.
 const RETAINED_BYTES_MAX: u64 = 256 * MIB;
 
-/// Returns the memory that `vocabulary` takes while it is read.
+/// Returns the memory that is needed while `vocabulary` is read.
 pub fn tokenizer_bytes(vocabulary: &Vocabulary) -> u64 {
     TOKENIZER_ENTRY_BYTES * vocabulary.vocab_size() as u64
         + TOKENIZER_FILE_FACTOR * vocabulary.json_bytes().len() as u64
 }
 
-/// Returns the memory that the allocator keeps from the smaller phases while the largest one runs.
+/// Returns the memory that the allocator still keeps from smaller phases while the largest one runs.
 pub(super) fn retained_bytes(phases: &[(&str, Vec<MemoryItem>)]) -> u64 {
     let phase_bytes = || phases.iter().map(|(_, items)| total_bytes(items));
     (phase_bytes().sum::<u64>() - phase_bytes().max().unwrap_or(0)).min(RETAINED_BYTES_MAX)
 }
 
 impl MemoryPlanInput<'_> {
-    /// Returns the memory of the program and of the tool's idle workers. Code in a worker may use up to
-    /// `interpreter.memory_mib` more.
+    /// Returns the memory of the program and of the tool's idle workers. Code that runs in a worker may use
+    /// up to `interpreter.memory_mib` more.
     pub(super) fn program(&self) -> Vec<MemoryItem> {
         let calls = match self.python_workers {
             0 => 0,
             _ => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
-        // One pool has all threads, and there are as many pools of one thread.
+        // There is one pool with all threads, and as many pools of one thread.
         let threads = (COMMON_THREADS + 2 * self.threads + calls) as u64;
         let worker = match self.recipe.interpreter.kind {
             InterpreterKind::Embedded => EMBEDDED_WORKER_BYTES,

@@ -1,5 +1,5 @@
-//! Remedies: changes of the recipe that would lower the peak, each with its saving. The plan is computed
-//! again for each change.
+//! Remedies: changes to the recipe that lower the peak memory, each with its saving. For each change, the
+//! plan is computed again.
 
 use super::{AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, gigabytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
@@ -9,7 +9,7 @@ use crate::model::names::{parameter_specs, value_model_specs};
 use crate::model::settings::AdapterSettings;
 use crate::recipe::Recipe;
 
-/// A change of a key and its saving.
+/// A change of a recipe key, with its saving.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Remedy {
     /// The change, such as `train.micro_batch_tokens = 512`.
@@ -23,11 +23,11 @@ impl std::fmt::Display for Remedy {
     }
 }
 
-/// Matches the expert weights, most of an MoE model's parameters.
+/// Matches the expert weights. They are most parameters of an MoE model.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
 impl MemoryPlanInput<'_> {
-    /// Returns each single change that would lower the peak, the largest saving first.
+    /// Returns each single change that lowers the peak, the largest saving first.
     pub fn remedies(&self) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
         let mut remedies: Vec<Remedy> = self
@@ -43,7 +43,7 @@ impl MemoryPlanInput<'_> {
         remedies
     }
 
-    /// Returns each change with the resulting peak.
+    /// Returns each change with the peak that it gives.
     fn changes(&self) -> Vec<(String, u64)> {
         let mut changes = vec![];
         let mut add_recipe_change = |text: String, change: &dyn Fn(&mut Recipe)| {
@@ -115,7 +115,7 @@ impl MemoryPlanInput<'_> {
         changes
     }
 
-    /// Returns the peak with an adapter of the default rank instead of full training.
+    /// Returns the peak if an adapter of the default rank is trained instead of the full model.
     fn peak_with_adapter(&self) -> u64 {
         let base = parameter_specs(self.config);
         let AdapterSettings { rank, alpha, rslora, .. } = AdapterSettings::default();
@@ -136,7 +136,7 @@ impl MemoryPlanInput<'_> {
         MemoryPlan::new(&changed_input).peak_bytes()
     }
 
-    /// Returns the peak with all experts frozen, in the policy and a critic; `None` if nothing else is
+    /// Returns the peak if all experts of the policy and of a critic are frozen. `None` if nothing else is
     /// trainable.
     fn peak_with_frozen_experts(&self) -> Option<u64> {
         let specs = parameter_specs(self.config);

@@ -1,4 +1,4 @@
-//! Compares the memory plan with what processes hold.
+//! Compares the memory plan with the memory that processes hold.
 
 use super::*;
 use crate::dist::Mesh;
@@ -80,13 +80,13 @@ fn each_process_uses_the_planned_bytes_exactly() {
             assert_eq!(planned, weight, "{kind:?} on {processes}");
             let all: u64 = weight.iter().sum();
             alone = alone.max(all);
-            // Blocks and small tensors are not split, so shards are not exactly equal.
+            // Blocks and small tensors are not divided, so shards are not exactly equal.
             assert!(all as f64 <= 1.05 * alone as f64 / processes as f64, "{all} of {alone} on {processes}");
         }
     }
 }
 
-/// Returns a tensor of zeros, held as a tensor of format `format` on disk is held.
+/// Returns a tensor of zeros in the format that a weight has in memory if it is stored as `format` on disk.
 fn zeros(spec: &ParameterSpec, format: WeightFormat) -> Weight {
     match (spec.packed_format(format), spec.matrix_shape()) {
         (Some(format), Some(shape)) => {
@@ -114,7 +114,7 @@ fn a_second_set_of_weights_is_planned_if_an_ablation_makes_one() {
                     (Weight::Packed(a), Weight::Packed(b)) if Arc::ptr_eq(a, &b) => 0,
                     (_, rounded) => rounded.bytes(),
                 };
-                // MXFP4 made from bf16 is smaller than the plan, which counts the bf16 size.
+                // MXFP4 converted from bf16 is smaller than planned, because the plan counts the bf16 size.
                 let exact = !(mxfp4 && format == WeightFormat::Bf16 && spec.is_expert_matrix());
                 assert!(
                     if exact { planned == rounded } else { planned >= rounded },
@@ -150,13 +150,13 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
     assert_eq!(planned(4, Some(whole)), (RolloutWeightPlacement::Whole, whole));
     let (how, by_expert) = planned(4, Some(whole - 1));
     assert_eq!(how, RolloutWeightPlacement::ByExpert);
-    // Three quarters of the experts' 3.6 GB are on other processes.
+    // Other processes have three quarters of the experts' 3.6 GB.
     assert!(whole > by_expert + 2_700_000_000, "{whole}, {by_expert}");
-    // If no option fits, the smallest one is planned and refused later.
+    // If no option fits, the smallest one is planned, and rejected later.
     assert_eq!(planned(4, Some(by_expert - 1)), (RolloutWeightPlacement::ByExpert, by_expert));
-    // One process gathers nothing, even with little memory.
+    // A single process gathers nothing, even with little memory.
     assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
-    // Unsharded packed experts are complete on every process, for any rollout_weights.
+    // Unsharded packed experts are complete on every process, whatever `rollout_weights` is.
     preflight.choose_sharding(4, None);
     let input = preflight.memory_plan_input();
     let formats = vec![WeightFormat::Bf16; input.formats.len()];
@@ -232,10 +232,10 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
             base.sum::<u64>() + factors
         };
         let most = (0..processes).map(weight).max().unwrap();
-        // Other commands hold packed weights unsharded, and get no such remedy.
+        // Other commands hold packed weights unsharded, so this remedy does not apply to them.
         assert!(!MemoryPlanInput { command: ModelCommand::Rollout, ..input.clone() }.can_shard_packed());
         let planned = weights(&input);
-        // The largest shard of factors and the largest of the base may be on different processes.
+        // The largest shard of the factors and the largest shard of the base may be on different processes.
         assert!(
             planned >= most && planned as f64 <= 1.01 * most as f64,
             "{planned} for {most} on {processes}"

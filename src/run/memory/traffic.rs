@@ -1,4 +1,4 @@
-//! Communication of one training step: the bytes that each process receives, computed from recipe and config.
+//! Communication in one training step: the bytes that each process receives, computed from recipe and config.
 
 use super::weights::{ShardedTensor, unsharded_bytes};
 use super::{MemoryPlanInput, Stage, gathered_bytes};
@@ -6,15 +6,15 @@ use crate::dist::RolloutWeightPlacement;
 use crate::metrics::TextTable;
 
 const F32: u64 = 4;
-/// Bandwidth of NVLink 4 in one direction; 900 GB/s in both.
+/// Bandwidth of NVLink 4 in one direction, in bytes per second. Both directions together have 900 GB/s.
 const NODE_BYTES_PER_S: f64 = 450e9;
-/// Bandwidth of a 400 Gb/s network card.
+/// Bandwidth of a 400 Gb/s network card, in bytes per second.
 const NETWORK_BYTES_PER_S: f64 = 50e9;
 
 /// Bytes that one process receives in a step of reinforcement learning with one update.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Traffic {
-    /// Number of passes over micro-batches per process, with all sequences at full length.
+    /// Number of micro-batch passes per process, if all sequences have full length.
     pub passes: u64,
     /// Name and bytes of each exchange.
     pub parts: Vec<(&'static str, u64)>,
@@ -38,8 +38,8 @@ impl Traffic {
         let passes = batches.div_ceil(ranks / sequence_parallel_size);
         // A process already has its own shard.
         let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
-        // Forward, recomputation and backward each move queries, keys, values and attention's output of every
-        // layer.
+        // The forward pass, recomputation and the backward pass each move queries, keys, values and
+        // attention's output of every layer.
         let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
         let values = rows.div_ceil(sequence_parallel_size)
             * (width * config.head_dim * config.num_hidden_layers) as u64;
@@ -57,14 +57,14 @@ impl Traffic {
         }
     }
 
-    /// Returns the sum in bytes.
+    /// Returns the total in bytes.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
-/// Returns the bytes of weights and of expert rows that a process receives while it samples. `weight_bytes`
-/// is the size of all sharded weights.
+/// Returns the bytes of weights and of expert rows that a process receives during sampling. `weight_bytes` is
+/// the size of all sharded weights.
 fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
     let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
@@ -80,7 +80,7 @@ fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
                 .filter(|tensor| tensor.spec.has_expert_axis())
                 .map(ShardedTensor::bytes)
                 .sum();
-            // A row is sent to its expert, and the product is sent back.
+            // A row is sent to its expert, and the result is sent back.
             let rows =
                 local_sequences * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
             [

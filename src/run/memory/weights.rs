@@ -1,4 +1,4 @@
-//! The weights in a memory plan: resident, read on demand, gathered, and second sets.
+//! The weights in a memory plan: resident weights, weights read on demand, gathered weights, and second sets.
 
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::shard_range;
@@ -8,7 +8,7 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use std::collections::BTreeMap;
 
-/// A tensor sharded over the processes, and its format in memory.
+/// A tensor that is sharded over the processes, and its format in memory.
 pub(super) struct ShardedTensor {
     pub index: usize,
     pub spec: ParameterSpec,
@@ -16,7 +16,7 @@ pub(super) struct ShardedTensor {
 }
 
 impl ShardedTensor {
-    /// Creates the entry of a trainable tensor, which is in f32.
+    /// Creates the entry of a trainable tensor, which is stored in f32.
     pub fn from_trainable((index, spec): TrainableTensor) -> Self {
         Self { index, spec, format: WeightFormat::F32 }
     }
@@ -26,8 +26,8 @@ impl ShardedTensor {
         self.spec.resident_bytes(self.format)
     }
 
-    /// Returns the layer with which the tensor is gathered. It is `None` for adapter factors and tensors
-    /// outside layers: these are gathered before the forward.
+    /// Returns the layer with which the tensor is gathered. `None` for adapter factors and tensors outside
+    /// layers, which are gathered before the forward pass.
     pub fn layer(&self) -> Option<usize> {
         self.spec.layer.filter(|_| self.spec.role != TensorRole::AdapterFactor)
     }
@@ -38,8 +38,8 @@ pub(super) fn unsharded_bytes(sharded: &[ShardedTensor]) -> u64 {
     sharded.iter().map(ShardedTensor::bytes).sum()
 }
 
-/// Returns the peak bytes of gathering `sharded` layer by layer: tensors outside layers, a layer twice (its
-/// shards and the whole, while it arrives), and the next layer, which is prefetched.
+/// Returns the peak bytes of gathering `sharded` layer by layer: tensors outside layers, one layer twice (its
+/// shards and the whole, while shards arrive), and the next layer, which is prefetched.
 pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
     let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
     for tensor in sharded {
@@ -93,8 +93,8 @@ impl MemoryPlanInput<'_> {
         packed.map(|(index, spec)| ShardedTensor { index, spec, format: self.formats[index] }).collect()
     }
 
-    /// Returns the policy's sharded tensors: those that are trainable in any stage, and packed ones if they
-    /// are sharded.
+    /// Returns the policy's sharded tensors: the tensors that are trainable in any stage, and the packed ones
+    /// if they are sharded.
     pub(super) fn sharded_tensors(&self) -> Vec<ShardedTensor> {
         self.ever_trainable_tensors()
             .into_iter()
@@ -103,8 +103,8 @@ impl MemoryPlanInput<'_> {
             .collect()
     }
 
-    /// Returns how a process holds the weights while it samples. It is `Whole` without sharding, or if
-    /// experts cannot be on other processes.
+    /// Returns how a process holds the weights while it samples. `Whole` without sharding, or if other
+    /// processes cannot compute experts.
     pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
             _ if self.processes == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
@@ -114,7 +114,7 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the memory of weights that a process gathers from the others for sampling.
+    /// Returns the memory of the weights that a process gathers from the others for sampling.
     pub(super) fn sampling_gather_item(&self) -> MemoryItem {
         let sharded = self.sharded_tensors();
         match self.effective_rollout_weights() {
@@ -136,8 +136,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns whether experts can be on other processes, with rows sent to them. They cannot if each process
-    /// has all experts, packed.
+    /// Returns whether other processes can compute experts, so that rows are sent to them. They cannot if
+    /// each process has all experts, packed.
     pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed = |(index, spec): (usize, ParameterSpec)| {
@@ -147,14 +147,15 @@ impl MemoryPlanInput<'_> {
         self.config.family.has_experts && (is_sharded || !specs.any(is_packed))
     }
 
-    /// Returns whether the command can shard packed weights: it trains, and the model has packed weights.
+    /// Returns whether the command can shard packed weights: whether it trains and the model has packed
+    /// weights.
     pub fn can_shard_packed(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         self.command.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
     }
 
-    /// Returns the bytes of weights whose layers are read on demand: all tensors outside layers, and the
-    /// largest layer.
+    /// Returns the bytes of weights if layers are read on demand: all tensors outside layers, and the largest
+    /// layer.
     pub(super) fn on_demand_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config);
         let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
@@ -171,15 +172,15 @@ impl MemoryPlanInput<'_> {
         !is_trainable && spec.packed_format(self.formats[index]).is_some()
     }
 
-    /// Returns the bytes of the policy's unpacked weights, which a reference copies.
+    /// Returns the bytes of the policy's unpacked weights, which a reference policy copies.
     pub(super) fn unpacked_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let unpacked = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
         unpacked.map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
-    /// Returns the bytes of the critic's own weights. The critic shares packed tensors and an adapter's base
-    /// with the policy.
+    /// Returns the bytes of the critic's own weights. The critic shares packed tensors, and the base of an
+    /// adapter, with the policy.
     pub(super) fn critic_weight_bytes(&self, trainable: &[bool]) -> u64 {
         let specs = value_model_specs(self.config);
         if let Some(adapter) = &self.adapter {
@@ -199,8 +200,8 @@ impl MemoryPlanInput<'_> {
         copied.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
-    /// Returns the bytes of the second set of weights, with which ablations sample. A layer that is read on
-    /// demand is rounded as it is read, without a copy.
+    /// Returns the bytes of the second set of weights, from which ablations sample. A layer that is read on
+    /// demand is rounded as it is read, so it has no copy.
     pub(super) fn rounded_weight_bytes(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let copied = specs.filter(|(_, spec)| !self.layers_on_demand || spec.layer.is_none());
@@ -211,8 +212,8 @@ impl MemoryPlanInput<'_> {
         copied.map(copy_bytes).sum()
     }
 
-    /// Returns the peak bytes of weights that a cause of mismatch changes: a decoded layer and a copy of its
-    /// largest tensor, or the head and its transpose.
+    /// Returns the peak bytes of weights that a possible cause of mismatch changes: a decoded layer and a
+    /// copy of its largest tensor, or the head and its transpose.
     pub(super) fn changed_weight_bytes(&self) -> u64 {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
         let mut head = 0;

@@ -1,4 +1,4 @@
-//! Fits a command into memory: chooses how weights are sharded, and whether layers are read from disk on
+//! Fits a command into memory. Chooses how weights are sharded, and whether layers are read from disk on
 //! demand.
 
 use super::Preflight;
@@ -17,14 +17,15 @@ use std::time::Instant;
 const PLAN_HINT: &str = "`rloss check` prints the plan";
 
 impl Preflight {
-    /// Returns the memory to plan for: the GPU's if a GPU computes, else the `host`'s.
+    /// Returns the memory to plan for: the GPU's memory on a GPU, otherwise the `host`'s memory.
     pub fn available_memory(&self, host: Option<AvailableMemory>) -> Option<AvailableMemory> {
         self.compute_device.available.clone().or(host)
     }
 
-    /// Plans for `processes` processes. For keys that are `"auto"`, selects the first option that fits into
-    /// `available` memory: unsharded packed weights before sharded ones, sampling with less communication
-    /// before sampling with more. On the CPU, all activations are saved for the backward if they fit too.
+    /// Plans for `processes` processes. For keys with the value `"auto"`, selects the first option that fits
+    /// in the `available` memory. Unsharded packed weights come before sharded ones, and sampling with less
+    /// communication comes before sampling with more. On the CPU, all activations are saved for the backward
+    /// pass if they fit too.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {
@@ -50,20 +51,20 @@ impl Preflight {
             && rollout != RolloutWeightPlacement::Whole
         {
             self.plan.warnings.push(format!(
-                "memory is too small for all weights in each process while it samples; using parallel.rollout_weights = \"{rollout}\""
+                "the memory is too small for all weights in each process during sampling; using parallel.rollout_weights = \"{rollout}\""
             ));
         }
         if requested.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded
         {
             self.plan.warnings.push(format!(
-                "memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
+                "the memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
         }
         (self.rollout_weights, self.packed_weights) = (rollout, packed);
         self.recompute_layers = available.map(|memory| self.memory_plan_input().needs_recomputation(memory));
     }
 
-    /// Returns the options that the recipe allows for holding weights on several processes, in order of
+    /// Returns the options that the recipe allows for the weights on several processes, in order of
     /// preference.
     fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
         let requested = &self.plan.recipe.parallel;
@@ -90,11 +91,11 @@ impl Preflight {
         packed_options.into_iter().flat_map(pairs).collect()
     }
 
-    /// Refuses a plan that exceeds the available memory, and warns if it nearly does. If the command can read
-    /// layers on demand, a model that is too large stays on disk, with a warning that names the cost.
+    /// Checks the plan against the available memory. Warns if the plan nearly fills it. If the command can
+    /// read layers on demand, a model that is too large stays on disk, with a warning about the cost.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] that names the keys to change.
+    /// [`crate::error::BadInput`] if the memory is too small. The message names the keys to change.
     pub fn check_memory(&mut self, host: Option<AvailableMemory>) -> Result<()> {
         if self.gpu_sequences.is_some()
             && let Some(host) = host.as_ref()
@@ -102,7 +103,7 @@ impl Preflight {
         {
             let (needed, present) = (gigabytes(self.memory_plan_input().host_bytes()), gigabytes(host.bytes));
             return Err(bad_input!(
-                "{needed} of host memory are needed beside the GPU's, {present} are {}; use a larger machine",
+                "needs {needed} of host memory in addition to the GPU's, but {present} are {}; use a larger machine",
                 host.limit
             ));
         }
@@ -129,16 +130,16 @@ impl Preflight {
     }
 }
 
-/// Returns a warning with the cost of reading layers on demand. It is estimated from the time of the first
-/// layer.
+/// Returns a warning about the cost of reading layers on demand. The cost is estimated from the time to read
+/// the first layer.
 fn on_demand_warning(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> Result<String> {
     let layers = LayersOnDemand::new(files.clone(), config);
     let start = Instant::now();
     layers.layer(0, None)?;
     let seconds = start.elapsed().as_secs_f64() * config.num_hidden_layers as f64;
     Ok(format!(
-        "{} of memory are needed for all weights; each layer is read from disk when it is needed, about \
-         {seconds:.1} s per forward",
+        "all weights need {} of memory; each layer is read from disk when it is needed, about {seconds:.1} s per forward \
+         pass",
         gigabytes(needed)
     ))
 }

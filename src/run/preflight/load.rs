@@ -1,4 +1,4 @@
-//! Turns a preflight into a run context by loading or initializing the weights.
+//! Turns a preflight into a run context: reads or initializes the weights.
 
 use super::Preflight;
 use crate::dist::PackedWeightPlacement;

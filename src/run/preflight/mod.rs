@@ -1,5 +1,4 @@
-//! Preflight: opens and checks everything that a command needs, before any work. It does not read the
-//! weights.
+//! Preflight: opens and checks everything that a command needs, before any work. Does not read the weights.
 
 mod fit;
 mod load;
@@ -27,13 +26,13 @@ use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Everything that a recipe names, opened and checked. Of the weights, only the headers are read.
+/// Everything that a recipe names, opened and checked. Only the headers of weight files are read.
 pub struct Preflight {
     pub plan: Plan,
     command: ModelCommand,
     /// The processes of the run.
     mesh: Arc<Mesh>,
-    /// Number of processes that memory is planned for.
+    /// Number of processes of the memory plan.
     processes: usize,
     /// How each process holds the trainable weights while it samples.
     rollout_weights: RolloutWeightPlacement,
@@ -41,12 +40,12 @@ pub struct Preflight {
     packed_weights: PackedWeightPlacement,
     threads: Threads,
     compute_device: ComputeDevice,
-    /// Number of sequences in the GPU's KV cache; `None` on the CPU.
+    /// Number of sequences in the GPU's KV cache. `None` on the CPU.
     gpu_sequences: Option<usize>,
-    /// Whether the backward recomputes layers, chosen by the available memory.
+    /// Whether the backward pass recomputes layers, chosen by the available memory.
     recompute_layers: Option<bool>,
     pub(super) source: ModelSource,
-    /// Trainable flags of the model's own tensors, in the first stage of training.
+    /// Trainable flags of the model's own tensors in the first stage of training.
     trainable: Vec<bool>,
     critic_trainable: Option<Vec<bool>>,
     adapter: Option<RunAdapter>,
@@ -61,16 +60,16 @@ impl Preflight {
     /// Opens everything that the plan names. Writes nothing and reads no weights.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] with all mistakes, each with place and remedy.
+    /// [`crate::error::BadInput`] with all mistakes, each with its location and remedy.
     pub fn open(plan: Plan, command: ModelCommand, console: &Console) -> Result<Self> {
         Self::open_on_mesh(plan, command, &Mesh::single(), None, console)
     }
 
-    /// Like [`Self::open`], for a run on the processes of `mesh`, resumed from `checkpoint` if there is one.
-    /// The checkpoint says where an adapter's base is.
+    /// Opens everything as [`Self::open`] does, for a run on the processes of `mesh`. `checkpoint` is the
+    /// checkpoint to resume from, if any. It has the path of an adapter's base.
     ///
     /// # Errors
-    /// As [`Self::open`].
+    /// The errors of [`Self::open`].
     pub fn open_on_mesh(
         mut plan: Plan,
         command: ModelCommand,
@@ -88,37 +87,36 @@ impl Preflight {
             validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
             console: console.clone(),
         };
-        let source = errors.take(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
+        let source = errors.collect(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.unpack_for_precision(&plan.recipe)),
             None => ModelSource::open(&plan.recipe),
         });
-        let task = errors.take(tasks::build(&plan.recipe.task, &task_context));
+        let task = errors.collect(tasks::build(&plan.recipe.task, &task_context));
         let adapter = source.as_ref().and_then(|s| {
             let existing = s.adapter.as_ref().map(|adapter| &adapter.lora);
-            errors.take(RunAdapter::resolve(&plan, &s.config, existing, command.trains()))
+            errors.collect(RunAdapter::resolve(&plan, &s.config, existing, command.trains()))
         });
         let trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| match adapter {
             Some(adapter) if !adapter.after_cold_start => Some(vec![false; s.specs().len()]),
             Some(adapter) => {
                 let all = [&s.specs()[..], &adapter.specs].concat();
-                errors.take(policy_trainable_flags(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
+                errors.collect(policy_trainable_flags(&plan, &all)).map(|all| all[..s.specs().len()].to_vec())
             }
-            None => errors.take(policy_trainable_flags(&plan, &s.specs())),
+            None => errors.collect(policy_trainable_flags(&plan, &s.specs())),
         });
         let critic_trainable = source.as_ref().zip(adapter.as_ref()).and_then(|(s, adapter)| {
             let factors = adapter.as_ref().map(|adapter| &adapter.specs[..]);
-            errors.take(critic_trainable_flags(&plan, &s.config, factors))
+            errors.collect(critic_trainable_flags(&plan, &s.config, factors))
         });
         let interpreter = match &task {
-            Some(task) if task.uses_python() => {
-                errors.take(open_interpreter(&plan.recipe, threads.count(), mesh.ranks_on_host()).map(Some))
-            }
+            Some(task) if task.uses_python() => errors
+                .collect(open_interpreter(&plan.recipe, threads.count(), mesh.ranks_on_host()).map(Some)),
             _ => Some(None),
         };
         if let Some(source) = &source {
-            errors.take(check_budgets(&plan, &source.config));
-            errors.take(check_heads(&plan, &source.config));
+            errors.collect(check_budgets(&plan, &source.config));
+            errors.collect(check_heads(&plan, &source.config));
             errors.0.extend(unsupported_keys(&plan, source.config.family));
         }
         let compares_changed = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
@@ -142,11 +140,11 @@ impl Preflight {
         }
         if let Some(folder) = &source.folder_without_weights {
             plan.warnings
-                .push(format!("{} holds no weights; they are initialized at random", folder.display()));
+                .push(format!("{} has no weights; the weights are initialized at random", folder.display()));
         }
-        if let Some(file) = &source.foreign_template {
+        if let Some(file) = &source.unknown_template {
             plan.warnings.push(format!(
-                "{}: its chat template is not the published one of this family; conversations are rendered in {}",
+                "{}: its chat template is not the one published for this family; conversations are rendered in {}",
                 file.display(),
                 source.chat.name()
             ));
@@ -155,7 +153,7 @@ impl Preflight {
             && confinement.contains("NOT SANDBOXED")
         {
             plan.warnings
-                .push(format!("THE PYTHON TOOL IS {confinement}: code from the model runs with your rights"));
+                .push(format!("THE PYTHON TOOL IS {confinement}: the model's code runs with your rights"));
         }
         let thinking = plan.recipe.harmony.enable_thinking.unwrap_or(true);
         let source = ModelSource { chat: source.chat.clone().with_thinking(thinking), ..source };
@@ -188,10 +186,10 @@ impl Preflight {
         self.task.training_problem(self.plan.recipe.train.seed, 0)
     }
 
-    /// Returns the prompt of `problem` as the model reads it, and its length in tokens.
+    /// Returns the prompt of `problem` as the model reads it, and the prompt's length in tokens.
     ///
     /// # Errors
-    /// When the tokenizer fails; [`crate::error::BadInput`] for a prompt that is too long.
+    /// When the tokenizer fails. [`crate::error::BadInput`] for a prompt that is too long.
     pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
         let limits = PromptLimits {
             chat: &self.source.chat,
@@ -240,11 +238,11 @@ pub(super) struct ErrorList(pub(super) Vec<String>);
 
 impl ErrorList {
     /// Returns the value of `result`, or adds its error to the list.
-    fn take<T>(&mut self, result: Result<T>) -> Option<T> {
+    fn collect<T>(&mut self, result: Result<T>) -> Option<T> {
         result.map_err(|error| self.0.push(format!("{error:#}"))).ok()
     }
 
-    /// Combines all messages into one error, in the format of a recipe's mistakes.
+    /// Combines all messages into one error, in the format of the mistakes in a recipe.
     pub(super) fn into_error(self) -> anyhow::Error {
         match self.0.as_slice() {
             [only] => bad_input!("{only}"),
@@ -257,17 +255,17 @@ impl ErrorList {
 fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     let context = config.max_position_embeddings;
     let response = plan.recipe.rollout.response_tokens_max;
-    // In a chat, an answer ends at the end of the context.
+    // In a chat, the end of the context ends an answer.
     if response >= context && plan.scope != KeyScope::Chat && plan.reads("rollout.response_tokens_max") {
-        let place = match &plan.recipe.model.path {
+        let source = match &plan.recipe.model.path {
             Some(path) => {
-                format!(", which {} says (max_position_embeddings)", path.join("config.json").display())
+                format!(", the max_position_embeddings of {}", path.join("config.json").display())
             }
             None => String::new(),
         };
         let reason = format!(
-            "{response} sampled tokens and a prompt do not fit the model's context of {context} tokens{place}; lower this key, \
-             or take a model with a longer context"
+            "{response} sampled tokens and a prompt do not fit in the model's context of {context} tokens{source}; lower this \
+             key, or use a model with a longer context"
         );
         return Err(plan.mistake("rollout.response_tokens_max", reason).into());
     }
@@ -276,7 +274,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !is_divisible
     {
         let reason = format!(
-            "MXFP4 holds blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
+            "MXFP4 has blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
             mxfp4::BLOCK
         );
         return Err(plan.mistake("checkpoint.dtype", reason).into());
@@ -284,7 +282,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Checks that attention heads can be split over the processes of a sequence-parallel group.
+/// Checks that attention heads can be divided among the processes of a sequence-parallel group.
 fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     let sequence = plan.recipe.parallel.sequence;
     match head_split_error(config.num_attention_heads, config.num_key_value_heads, sequence) {
@@ -304,7 +302,7 @@ fn worker_count(recipe: &Recipe, threads: usize, processes: usize) -> usize {
     }
 }
 
-/// Opens the Python tool. The `processes` processes of a machine divide the workers among themselves.
+/// Opens the Python tool. The `processes` processes on a machine share its workers.
 fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result<Box<dyn Interpreter>> {
     let mut settings = recipe.interpreter.clone();
     settings.workers = worker_count(recipe, threads, processes);

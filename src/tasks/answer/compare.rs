@@ -1,28 +1,28 @@
-//! Comparison of two expressions as answers.
+//! Compares two expressions as answers.
 
-use super::Options;
+use super::ComparisonOptions;
 use super::evaluate::{Value, evaluate, rational_value};
 use super::expr::{Expr, Relation};
 use num_complex::Complex64;
 use num_traits::{Signed, ToPrimitive};
 use std::cell::Cell;
 
-/// Number of points at which expressions with variables are compared. [`POINTS_NEEDED`] of them must have a
-/// value.
+/// Number of points at which expressions with variables are compared. At least [`POINTS_NEEDED`] of the
+/// points must give a value.
 const POINTS: u64 = 8;
 const POINTS_NEEDED: usize = 3;
-/// Relative difference of values that are equal except for rounding.
+/// Maximum relative difference of two values that differ only by rounding.
 const ROUNDING: f64 = 1e-10;
-/// Maximum number of value comparisons per answer; a hostile answer then counts as unequal.
+/// Maximum number of value comparisons per answer. An answer that needs more counts as unequal.
 const COMPARISONS_MAX: usize = 20_000;
 
-/// Returns true when `answer` is the same answer as `gold`.
-pub fn is_same_answer(gold: &Expr, answer: &Expr, options: &Options) -> bool {
+/// Returns whether `answer` is the same answer as `reference`.
+pub fn is_same_answer(reference: &Expr, answer: &Expr, options: &ComparisonOptions) -> bool {
     let comparison = Comparison { options, left: Cell::new(COMPARISONS_MAX) };
-    comparison.same(&expand_plus_minus(gold), &expand_plus_minus(answer), false)
+    comparison.same(&expand_plus_minus(reference), &expand_plus_minus(answer), false)
 }
 
-/// Converts `1 ± √2` to the list of its two values.
+/// Returns the list of the two values of an expression with ±, such as `1 ± √2`.
 fn expand_plus_minus(expr: &Expr) -> Expr {
     let spread = |items: &[Expr]| items.iter().flat_map(Expr::expand_signs).collect();
     match expr {
@@ -36,38 +36,38 @@ fn expand_plus_minus(expr: &Expr) -> Expr {
 }
 
 struct Comparison<'a> {
-    options: &'a Options,
+    options: &'a ComparisonOptions,
     left: Cell<usize>,
 }
 
 impl Comparison<'_> {
-    /// Compares two answers. `listed`: they are items of a list, where `x = 1` and `y = 1` differ.
-    fn same(&self, gold: &Expr, answer: &Expr, listed: bool) -> bool {
+    /// Compares two answers. `listed`: whether they are items of a list, where `x = 1` and `y = 1` differ.
+    fn same(&self, reference: &Expr, answer: &Expr, listed: bool) -> bool {
         use Expr::*;
         match self.left.get().checked_sub(1) {
             Some(left) => self.left.set(left),
             None => return false,
         }
-        match (gold, answer) {
+        match (reference, answer) {
             (List(g) | Set(g), List(a) | Set(a)) => self.same_in_any_order(g, a),
             (Tuple(open, g, close), Tuple(o, a, c)) => (open, close) == (o, c) && self.same_in_order(g, a),
             // `(1, 3)` and `1, 3`
             (Tuple('(', g, ')'), List(a)) | (List(g), Tuple('(', a, ')')) => self.same_in_order(g, a),
-            (Relation(..), Relation(..)) => self.same_relations(gold, answer, listed),
+            (Relation(..), Relation(..)) => self.same_relations(reference, answer, listed),
             (Relation(..), _) => {
-                let readings = [value_of(gold), interval_of(gold)];
+                let readings = [value_of(reference), interval_of(reference)];
                 readings.into_iter().flatten().any(|g| self.same(&g, answer, listed))
             }
             (_, Relation(..)) => {
                 let interval = if self.options.relation_for_set { interval_of(answer) } else { None };
-                [value_of(answer), interval].into_iter().flatten().any(|a| self.same(gold, &a, listed))
+                [value_of(answer), interval].into_iter().flatten().any(|a| self.same(reference, &a, listed))
             }
             (Percent(g), Percent(a)) => self.same(g, a, listed),
-            // `28\%` is written 28 or 0.28.
-            (Percent(g), a) => self.same(g, a, listed) || self.same_values(gold, a),
+            // `28\%` may be written as 28 or as 0.28.
+            (Percent(g), a) => self.same(g, a, listed) || self.same_values(reference, a),
             (g, Percent(a)) => self.same(g, a, listed) || self.same_values(g, answer),
             (SetOperation('∪', ..), SetOperation('∪', ..)) => {
-                self.same_in_any_order(&union_members(gold), &union_members(answer))
+                self.same_in_any_order(&union_members(reference), &union_members(answer))
             }
             (SetOperation(g, g1, g2), SetOperation(a, a1, a2)) => {
                 g == a && self.same(g1, a1, listed) && self.same(g2, a2, listed)
@@ -81,16 +81,16 @@ impl Comparison<'_> {
             (List(_) | Set(_) | Tuple(..) | SetOperation(..) | Ratio(_), _) => false,
             (_, List(_) | Set(_) | Tuple(..) | SetOperation(..) | Ratio(_)) => false,
             (Text(g), Text(a)) => g == a,
-            _ => self.same_values(gold, answer),
+            _ => self.same_values(reference, answer),
         }
     }
 
-    fn same_in_order(&self, gold: &[Expr], answer: &[Expr]) -> bool {
-        gold.len() == answer.len() && gold.iter().zip(answer).all(|(g, a)| self.same(g, a, true))
+    fn same_in_order(&self, reference: &[Expr], answer: &[Expr]) -> bool {
+        reference.len() == answer.len() && reference.iter().zip(answer).all(|(g, a)| self.same(g, a, true))
     }
 
-    /// Compares sets of answers; an answer that is written twice counts once.
-    fn same_in_any_order(&self, gold: &[Expr], answer: &[Expr]) -> bool {
+    /// Compares sets of answers. An answer that is written twice counts once.
+    fn same_in_any_order(&self, reference: &[Expr], answer: &[Expr]) -> bool {
         let distinct = |items: &'_ [Expr]| {
             let mut kept: Vec<Expr> = Vec::new();
             items.iter().for_each(|e| {
@@ -100,9 +100,9 @@ impl Comparison<'_> {
             });
             kept
         };
-        let (gold, mut open) = (distinct(gold), distinct(answer));
-        gold.len() == open.len()
-            && gold.iter().all(|g| match open.iter().position(|a| self.same(g, a, true)) {
+        let (reference, mut open) = (distinct(reference), distinct(answer));
+        reference.len() == open.len()
+            && reference.iter().all(|g| match open.iter().position(|a| self.same(g, a, true)) {
                 Some(found) => {
                     open.swap_remove(found);
                     true
@@ -111,21 +111,21 @@ impl Comparison<'_> {
             })
     }
 
-    fn same_ratios(&self, gold: &[Expr], answer: &[Expr]) -> bool {
-        let ([g1, gs @ ..], [a1, others @ ..]) = (gold, answer) else { return false };
+    fn same_ratios(&self, reference: &[Expr], answer: &[Expr]) -> bool {
+        let ([g1, gs @ ..], [a1, others @ ..]) = (reference, answer) else { return false };
         let cross = |x: &Expr, y: &Expr| Expr::Product(vec![x.clone(), y.clone()]);
         let zero = |e: &Expr| {
             rational_value(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()))
         };
-        if gold.iter().chain(answer).any(zero) {
-            return self.same_in_order(gold, answer);
+        if reference.iter().chain(answer).any(zero) {
+            return self.same_in_order(reference, answer);
         }
         gs.len() == others.len()
             && gs.iter().zip(others).all(|(g, a)| self.same_values(&cross(g, a1), &cross(a, g1)))
     }
 
-    fn same_relations(&self, gold: &Expr, answer: &Expr, listed: bool) -> bool {
-        let (Expr::Relation(g, gold_signs), Expr::Relation(a, answer_signs)) = (gold, answer) else {
+    fn same_relations(&self, reference: &Expr, answer: &Expr, listed: bool) -> bool {
+        let (Expr::Relation(g, gold_signs), Expr::Relation(a, answer_signs)) = (reference, answer) else {
             return false;
         };
         let flipped: Vec<Expr> = a.iter().rev().cloned().collect();
@@ -135,10 +135,10 @@ impl Comparison<'_> {
         {
             return true;
         }
-        match (value_of(gold), value_of(answer)) {
+        match (value_of(reference), value_of(answer)) {
             (Some(x), Some(y)) => (!listed || g.first() == a.first()) && self.same(&x, &y, listed),
             // `2 < x < 5` and `x \in (2, 5)`
-            (None, Some(y)) => interval_of(gold).is_some_and(|x| self.same(&x, &y, listed)),
+            (None, Some(y)) => interval_of(reference).is_some_and(|x| self.same(&x, &y, listed)),
             (Some(x), None) if self.options.relation_for_set => {
                 interval_of(answer).is_some_and(|y| self.same(&x, &y, listed))
             }
@@ -146,17 +146,18 @@ impl Comparison<'_> {
         }
     }
 
-    /// Compares chains link by link: `a < b` as `k·(a − b) < 0` with k > 0, equations with any k.
+    /// Compares two chains relation by relation. `a < b` is compared as `k·(a − b) < 0` with k > 0; for
+    /// equations, k may have either sign.
     fn same_chains(
         &self,
-        gold: &[Expr],
+        reference: &[Expr],
         gold_signs: &[Relation],
         answer: &[Expr],
         signs: &[Relation],
     ) -> bool {
-        gold.len() == answer.len()
+        reference.len() == answer.len()
             && (0..gold_signs.len()).all(|i| {
-                let (Some([g1, g2]), Some([a1, a2])) = (gold.get(i..i + 2), answer.get(i..i + 2)) else {
+                let (Some([g1, g2]), Some([a1, a2])) = (reference.get(i..i + 2), answer.get(i..i + 2)) else {
                     return false;
                 };
                 let (Some(&g), Some(&a)) = (gold_signs.get(i), signs.get(i)) else { return false };
@@ -171,19 +172,24 @@ impl Comparison<'_> {
             })
     }
 
-    /// Returns true when `g1 − g2` is a constant multiple of `a1 − a2`, with the given sign if there is
-    /// one.
-    fn proportional(&self, gold: (&Expr, &Expr), answer: (&Expr, &Expr), positive: Option<bool>) -> bool {
+    /// Returns whether `g1 − g2` is a constant multiple of `a1 − a2`. `positive` gives the required sign of
+    /// the constant, if any.
+    fn proportional(
+        &self,
+        reference: (&Expr, &Expr),
+        answer: (&Expr, &Expr),
+        positive: Option<bool>,
+    ) -> bool {
         let difference = |(x, y): (&Expr, &Expr)| Expr::Sum(vec![x.clone(), y.clone().negate()]);
-        let (gold, answer) = (difference(gold), difference(answer));
-        if !gold.has_variables() || !answer.has_variables() {
+        let (reference, answer) = (difference(reference), difference(answer));
+        if !reference.has_variables() || !answer.has_variables() {
             return false;
         }
         let mut factor: Option<Complex64> = None;
         let mut points = 0;
         for point in 0..POINTS {
             let (Some(Value::Scalar(g)), Some(Value::Scalar(a))) =
-                (evaluate(&gold, point), evaluate(&answer, point))
+                (evaluate(&reference, point), evaluate(&answer, point))
             else {
                 continue;
             };
@@ -201,32 +207,32 @@ impl Comparison<'_> {
         points >= POINTS_NEEDED
     }
 
-    /// Returns true when two expressions (no lists, no relations) have the same value.
-    fn same_values(&self, gold: &Expr, answer: &Expr) -> bool {
-        if let (Expr::Matrix(g), Expr::Matrix(a)) = (gold, answer) {
+    /// Returns whether two expressions (not lists, not relations) have the same value.
+    fn same_values(&self, reference: &Expr, answer: &Expr) -> bool {
+        if let (Expr::Matrix(g), Expr::Matrix(a)) = (reference, answer) {
             return g.len() == a.len() && g.iter().zip(a).all(|(g, a)| self.same_in_order(g, a));
         }
         let decimal =
-            [gold, answer].iter().any(|e| e.any(&|e| matches!(e, Expr::Number { decimal: true, .. })));
+            [reference, answer].iter().any(|e| e.any(&|e| matches!(e, Expr::Number { decimal: true, .. })));
         let close = |g: Complex64, a: Complex64| {
             let (difference, size) = ((g - a).norm(), g.norm().max(a.norm()));
             if !size.is_finite() {
                 return false;
             }
-            // A decimal may be rounded; but a small number never equals 0.
+            // A decimal number may be rounded, but a small number never equals 0.
             let rounded = 0.5 * 10f64.powi(-(self.options.decimals as i32)) * (1.0 + 1e-9);
             difference <= ROUNDING * size
                 || difference <= 1e-13
                 || (decimal && difference <= rounded.min(0.05 * size))
         };
-        if let (Some(g), Some(a)) = (rational_value(gold), rational_value(answer)) {
+        if let (Some(g), Some(a)) = (rational_value(reference), rational_value(answer)) {
             let floats = g.to_f64().zip(a.to_f64());
             return g == a || (decimal && floats.is_some_and(|(g, a)| close(g.into(), a.into())));
         }
-        let symbolic = gold.has_variables() || answer.has_variables();
+        let symbolic = reference.has_variables() || answer.has_variables();
         let mut points = 0;
         for point in 0..if symbolic { POINTS } else { 1 } {
-            let equal = match (evaluate(gold, point), evaluate(answer, point)) {
+            let equal = match (evaluate(reference, point), evaluate(answer, point)) {
                 (None, None) => continue,
                 (Some(Value::Scalar(g)), Some(Value::Scalar(a))) => close(g, a),
                 (Some(Value::Matrix(g)), Some(Value::Matrix(a))) => {
@@ -260,8 +266,8 @@ fn union_members(expr: &Expr) -> Vec<Expr> {
     }
 }
 
-/// Returns the value that a relation gives its left side: `x = 3`, `f(1) = 2 + 1 = 3`, `x \approx 3` or `x
-/// \in S`.
+/// Returns the value that a relation gives to its left side: `x = 3`, `f(1) = 2 + 1 = 3`, `x \approx 3` or
+/// `x \in S`.
 fn value_of(relation: &Expr) -> Option<Expr> {
     let Expr::Relation(terms, relations) = relation else { return None };
     match (terms.as_slice(), relations.as_slice()) {
@@ -269,7 +275,7 @@ fn value_of(relation: &Expr) -> Option<Expr> {
         ([name, number], [Relation::Approximately]) if name.is_name() => return Some(number.clone()),
         _ => {}
     }
-    // Terms after `\approx` are only near the value.
+    // Terms after `\approx` are only close to the value.
     let exact_terms =
         relations.iter().position(|&r| r == Relation::Approximately).map_or(terms.len(), |i| i + 1);
     if !relations.iter().take(exact_terms - 1).all(|&r| r == Relation::Equal) {
@@ -284,7 +290,7 @@ fn value_of(relation: &Expr) -> Option<Expr> {
     }
 }
 
-/// Returns the set of `x` that satisfies `2 < x \le 5` or `x > 5`.
+/// Returns the set of all `x` that satisfy a relation such as `2 < x \le 5` or `x > 5`.
 fn interval_of(relation: &Expr) -> Option<Expr> {
     use Relation::{Greater, GreaterOrEqual, Less, LessOrEqual};
     let Expr::Relation(terms, relations) = relation else { return None };

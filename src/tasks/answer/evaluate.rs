@@ -1,8 +1,8 @@
-//! Evaluation of expressions: exact if rational, else complex at given points.
+//! Evaluation of expressions: exact if rational, otherwise as complex numbers at given points.
 //!
-//! Two expressions in variables are compared by their values at pseudo-random points (the Schwartz–Zippel
-//! idea). An expression without a value, such as an unknown function or a sum over an index, gets a hash of
-//! its parts as its value. Equal parts thus give equal values.
+//! Two expressions with variables are compared by their values at pseudo-random points (as in the
+//! Schwartz–Zippel lemma). An expression that cannot be evaluated, such as an unknown function or a sum over
+//! an index, gets a hash of its parts as its value. Equal parts therefore give equal values.
 
 use super::expr::Expr;
 use crate::random::{Purpose, stream};
@@ -12,12 +12,12 @@ use num_rational::BigRational;
 use num_traits::{One, Signed, ToPrimitive, Zero};
 use rand::Rng;
 
-/// Maximum size of exact numbers, in bits, to bound the cost.
+/// Maximum size of exact numbers, in bits. It bounds the cost.
 const BITS_MAX: u64 = 16_384;
-/// Largest argument of an exact factorial or binomial.
+/// Maximum argument of an exact factorial or binomial coefficient.
 const FACTORIAL_MAX: u32 = 1_000;
 
-/// Returns true for functions that can be evaluated; other names are unknown functions.
+/// Returns whether the function `name` can be evaluated. Other names are unknown functions.
 pub fn is_known_function(name: &str) -> bool {
     const KNOWN: [&str; 22] = [
         "abs",
@@ -50,7 +50,7 @@ fn small(value: BigRational) -> Option<BigRational> {
     (value.numer().bits() <= BITS_MAX && value.denom().bits() <= BITS_MAX).then_some(value)
 }
 
-/// Returns the rational value of `expr`, if it has one and the computation is cheap.
+/// Returns the rational value of `expr`, if there is one and its computation is cheap.
 pub fn rational_value(expr: &Expr) -> Option<BigRational> {
     match expr {
         Expr::Number { value, .. } => small(value.clone()),
@@ -109,15 +109,15 @@ fn exact_call(name: &str, values: &[BigRational]) -> Option<BigRational> {
     }
 }
 
-/// Returns a number in (−2, −0.5) or (0.5, 2) that depends on `name` and `place` only.
-fn hashed(name: &str, place: &[u64]) -> f64 {
-    let coordinates: Vec<u64> = place.iter().copied().chain(name.bytes().map(u64::from)).collect();
-    let mut rng = stream(place.len() as u64, Purpose::Evaluation, &coordinates);
+/// Returns a pseudo-random number in (−2, −0.5) or (0.5, 2) that depends only on `name` and `indices`.
+fn random_value(name: &str, indices: &[u64]) -> f64 {
+    let coordinates: Vec<u64> = indices.iter().copied().chain(name.bytes().map(u64::from)).collect();
+    let mut rng = stream(indices.len() as u64, Purpose::Evaluation, &coordinates);
     let size = rng.random_range(0.5..2.0);
     if rng.random() { size } else { -size }
 }
 
-/// A scalar or a matrix, at one point.
+/// The value of an expression at one point: a scalar or a matrix.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Value {
     Scalar(Complex64),
@@ -164,8 +164,8 @@ impl Value {
     }
 }
 
-/// Returns the value of `expr` at point number `point`; `None` if there is none (division by zero,
-/// mismatched shapes).
+/// Returns the value of `expr` at point number `point`. `None` if there is no value (division by zero,
+/// matrices of different shapes).
 pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
     let scalar = |e: &Expr| evaluate(e, point)?.scalar();
     let number = match expr {
@@ -174,9 +174,9 @@ pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
             "\\pi" => std::f64::consts::PI.into(),
             "e" => std::f64::consts::E.into(),
             "i" => Complex64::I,
-            name => hashed(name, &[point]).into(),
+            name => random_value(name, &[point]).into(),
         },
-        Expr::Text(words) => hashed(words, &[u64::MAX]).into(),
+        Expr::Text(words) => random_value(words, &[u64::MAX]).into(),
         Expr::Sum(items) => {
             let mut values = items.iter().map(|e| evaluate(e, point));
             let first = values.next()??;
@@ -199,7 +199,7 @@ pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
             let row = |row: &Vec<Expr>| row.iter().map(scalar).collect::<Option<Vec<_>>>();
             return rows.iter().map(row).collect::<Option<Vec<_>>>().map(Value::Matrix);
         }
-        // Structures inside an expression, such as the bounds of a sum: a hash of their parts.
+        // A structure inside an expression, such as the bounds of a sum, gets a hash of its parts.
         other => {
             let values = other.children().into_iter().map(scalar).collect::<Option<Vec<_>>>()?;
             opaque(&shape(other), &values)
@@ -208,7 +208,7 @@ pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
     number.is_finite().then_some(Value::Scalar(number))
 }
 
-/// Describes the kind of a structure, without its parts.
+/// Describes the kind of a structure without its parts.
 fn shape(expr: &Expr) -> String {
     match expr {
         Expr::Tuple(open, _, close) => format!("tuple {open}{close}"),
@@ -221,15 +221,15 @@ fn shape(expr: &Expr) -> String {
     }
 }
 
-/// Returns a value for an unknown function: equal arguments give equal values.
+/// Returns the value of an unknown function. Equal arguments give equal values.
 fn opaque(name: &str, values: &[Complex64]) -> Complex64 {
-    // Ten digits: rounding errors in the arguments must not change the value.
+    // Ten digits are used, because rounding errors in the arguments must not change the value.
     let digits = |x: f64| format!("{:.9e}", if x.abs() < 1e-9 { 0.0 } else { x });
     let key: String = values.iter().map(|v| format!("{},{};", digits(v.re), digits(v.im))).collect();
-    hashed(&format!("{name}({key})"), &[0, 0]).into()
+    random_value(&format!("{name}({key})"), &[0, 0]).into()
 }
 
-/// Returns `base^exponent`; odd roots of negative numbers are real, as in school.
+/// Returns `base^exponent`. Odd roots of negative numbers are real, as in school mathematics.
 fn power(base: Complex64, exponent: Complex64, exact: Option<BigRational>) -> Complex64 {
     if let Some(exponent) = exact {
         let odd = |n: &BigInt| n.bit(0);

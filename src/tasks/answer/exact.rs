@@ -5,7 +5,7 @@ use super::normalise::replace_command;
 /// Returns the string that `task.answer = "exact"` compares.
 ///
 /// As in Hendrycks et al. 2021 (MATH), spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`, `10\%`,
-/// `10\text{ units}`, `x = 10`), values are not: `4, 2` differs from `2, 4`, and `2/4` from `1/2`.
+/// `10\text{ units}`, `x = 10`). Values are not unified: `4, 2` differs from `2, 4`, and `2/4` from `1/2`.
 pub fn canonical_text(text: &str) -> String {
     if text.len() > super::ANSWER_BYTES_MAX {
         return text.trim().to_owned();
@@ -17,7 +17,7 @@ pub fn canonical_text(text: &str) -> String {
     for gone in ["^{\\circ}", "^\\circ", "\\$", "$", "\\%", "%"] {
         out = out.replace(gone, "");
     }
-    // Units are at the end, after a space: `10\text{ cm}`.
+    // A unit is at the end, after a space: `10\text{ cm}`.
     if let Some((number, unit)) = out.rsplit_once("\\text{ ")
         && !number.trim().is_empty()
         && unit.trim_end_matches(['^', '2', '3']).ends_with('}')
@@ -26,15 +26,15 @@ pub fn canonical_text(text: &str) -> String {
     {
         out = number.to_owned();
     }
-    // `k = 3` asks for k: the answer is 3.
+    // In `k = 3` the answer is 3.
     if let Some((name, value)) = out.split_once('=')
         && name.trim().chars().count() <= 2
         && !value.contains('=')
     {
         out = value.to_owned();
     }
-    let out = leading_zeros(&out);
-    let out: String = braced_arguments(&out).chars().filter(|c| !c.is_whitespace()).collect();
+    let out = add_leading_zeros(&out);
+    let out: String = add_braces(&out).chars().filter(|c| !c.is_whitespace()).collect();
     match out.split_once('/') {
         _ if out == "0.5" => "\\frac{1}{2}".into(),
         Some((a, b)) if integer(a) && integer(b) => format!("\\frac{{{a}}}{{{b}}}"),
@@ -48,7 +48,7 @@ fn integer(text: &str) -> bool {
 }
 
 /// Writes `.5` as `0.5`.
-fn leading_zeros(text: &str) -> String {
+fn add_leading_zeros(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 4);
     let mut before = None;
     for c in text.chars() {
@@ -61,8 +61,8 @@ fn leading_zeros(text: &str) -> String {
     out
 }
 
-/// Puts the arguments of `\frac12` and `\sqrt3` in braces.
-fn braced_arguments(text: &str) -> String {
+/// Adds the braces around the arguments of `\frac12` and `\sqrt3`.
+fn add_braces(text: &str) -> String {
     let mut out = String::with_capacity(text.len() + 8);
     let mut rest = text;
     while let Some(at) = rest.find('\\') {
@@ -86,7 +86,7 @@ fn braced_arguments(text: &str) -> String {
                 rest = &rest[c.len_utf8()..];
             } else if let Some(end) = closing_brace(rest) {
                 // An argument may contain fractions.
-                out.push_str(&format!("{{{}}}", braced_arguments(&rest[1..end - 1])));
+                out.push_str(&format!("{{{}}}", add_braces(&rest[1..end - 1])));
                 rest = &rest[end..];
             }
         }
@@ -94,7 +94,7 @@ fn braced_arguments(text: &str) -> String {
     out + rest
 }
 
-/// Returns the index after the brace that closes the one at the start of `text`.
+/// Returns the index after the brace that closes the brace at the start of `text`.
 fn closing_brace(text: &str) -> Option<usize> {
     text.strip_prefix('{')?;
     let mut depth = 0usize;

@@ -2,37 +2,37 @@
 
 use num_rational::BigRational;
 
-/// A mathematical expression, or a structure of several.
+/// A mathematical expression, or a structure of several expressions.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Expr {
-    /// An exact number. `decimal` is true if it was written with a decimal point, and so may be rounded.
+    /// An exact number. `decimal`: whether it was written with a decimal point, so that it may be rounded.
     Number {
         value: BigRational,
         decimal: bool,
     },
     /// A variable or a constant, such as `x`, `\alpha`, `\pi`.
     Symbol(String),
-    /// Words: `\text{even}`; beside a number they are units and are dropped.
+    /// Words, such as `\text{even}`. After a number, words are units and are dropped.
     Text(String),
     Sum(Vec<Expr>),
     Product(Vec<Expr>),
     Negative(Box<Expr>),
     Reciprocal(Box<Expr>),
     Power(Box<Expr>, Box<Expr>),
-    /// `±x` (`true`) or `∓x` (`false`); all signs of an answer change together.
+    /// `±x` (`true`) or `∓x` (`false`). All signs of an answer change together.
     PlusMinus(bool, Box<Expr>),
-    /// A function of its arguments, known or not; subscripted names are functions of their subscript.
+    /// A known or unknown function of its arguments. A name with a subscript is a function of its subscript.
     Call(String, Vec<Expr>),
     Percent(Box<Expr>),
-    /// `(a, b]`: a tuple, a point or an interval, depending on its brackets.
+    /// `(a, b]`: a tuple, a point or an interval. The brackets decide which.
     Tuple(char, Vec<Expr>, char),
-    /// `\{a, b\}`: the order does not matter.
+    /// `\{a, b\}`: a set. The order does not matter.
     Set(Vec<Expr>),
-    /// `a, b`: several answers without brackets around them.
+    /// `a, b`: several answers without brackets.
     List(Vec<Expr>),
     /// Union, intersection, difference.
     SetOperation(char, Box<Expr>, Box<Expr>),
-    /// `a < b = c`: one expression more than there are operators.
+    /// `a < b = c`. There is one more expression than there are operators.
     Relation(Vec<Expr>, Vec<Relation>),
     /// `a : b : c`
     Ratio(Vec<Expr>),
@@ -50,7 +50,7 @@ pub enum Relation {
     Greater,
     GreaterOrEqual,
     In,
-    /// Congruence, divisibility, arrows: only compared, never evaluated.
+    /// Congruence, divisibility or an arrow. Such relations are only compared, never evaluated.
     Other(char),
 }
 
@@ -100,7 +100,7 @@ impl Expr {
         }
     }
 
-    /// Returns the expression with `change` applied to its direct parts.
+    /// Returns the expression with `change` applied to each of its direct parts.
     pub fn map(&self, change: &mut impl FnMut(&Expr) -> Expr) -> Expr {
         let mut all = |items: &[Expr]| items.iter().map(&mut *change).collect::<Vec<_>>();
         match self {
@@ -123,12 +123,12 @@ impl Expr {
         }
     }
 
-    /// Returns true when the expression or a part of it satisfies `test`.
+    /// Returns whether the expression, or a part of it, satisfies `test`.
     pub fn any(&self, test: &impl Fn(&Expr) -> bool) -> bool {
         test(self) || self.children().into_iter().any(|part| part.any(test))
     }
 
-    /// Returns true when a variable or an unknown function occurs (π, e and i are constants).
+    /// Returns whether a variable or an unknown function occurs. π, e and i are constants.
     pub fn has_variables(&self) -> bool {
         self.any(&|e| match e {
             Expr::Symbol(name) => !matches!(name.as_str(), "\\pi" | "e" | "i"),
@@ -138,7 +138,7 @@ impl Expr {
         })
     }
 
-    /// Returns true when the expression names something, so that `name = value` gives a value: `x`, `f(x)`,
+    /// Returns whether the expression is a name, so that `name = value` gives a value. Names are `x`, `f(x)`,
     /// `x_1`, `|AB|`, `AB`, `\frac{NO}{BO}`, `A:B`, `(p, q)`.
     pub fn is_name(&self) -> bool {
         match self {
@@ -153,7 +153,8 @@ impl Expr {
         }
     }
 
-    /// Returns true for a product or quotient of capital letters: lengths, areas and their ratios.
+    /// Returns whether the expression is a product or quotient of capital letters: lengths, areas and their
+    /// ratios.
     fn is_capitals(&self) -> bool {
         match self {
             Expr::Symbol(name) => name.starts_with(|c: char| c.is_uppercase()),
@@ -163,18 +164,18 @@ impl Expr {
         }
     }
 
-    /// Returns every reading of the answer's `±` signs: two if there are any, else one.
+    /// Returns all answers that the `±` signs stand for: two if there are signs, otherwise one.
     pub fn expand_signs(&self) -> Vec<Expr> {
         if !self.any(&|e| matches!(e, Expr::PlusMinus(..))) {
             return vec![self.clone()];
         }
-        fn turned(e: &Expr, up: bool) -> Expr {
+        fn with_sign(e: &Expr, up: bool) -> Expr {
             match e {
-                Expr::PlusMinus(sign, a) if *sign == up => turned(a, up),
-                Expr::PlusMinus(_, a) => turned(a, up).negate(),
-                e => e.map(&mut |part| turned(part, up)),
+                Expr::PlusMinus(sign, a) if *sign == up => with_sign(a, up),
+                Expr::PlusMinus(_, a) => with_sign(a, up).negate(),
+                e => e.map(&mut |part| with_sign(part, up)),
             }
         }
-        vec![turned(self, true), turned(self, false)]
+        vec![with_sign(self, true), with_sign(self, false)]
     }
 }

@@ -1,10 +1,10 @@
 //! Comparison of answers: as strings, or as mathematics.
 //!
-//! An answer is cleaned, parsed into a tree and compared by structure (lists, tuples, intervals, sets,
-//! relations, matrices) and by value: exactly if rational, else at pseudo-random points. Text is only
-//! parsed, never executed. Length, depth and the size of numbers are bounded, so no answer can block the
-//! grader. Existing LaTeX parsers reject common model output (units, words, `\frac12`, lists), so this
-//! project has its own.
+//! An answer is cleaned, parsed into a tree, and compared by structure (lists, tuples, intervals, sets,
+//! relations, matrices) and by value. Rational values are compared exactly, other values at pseudo-random
+//! points. Text is only parsed, never executed. Length, depth and the size of numbers are bounded, so no
+//! answer can block the grader. Existing LaTeX parsers reject common model output (units, words, `\frac12`,
+//! lists), so this project has its own.
 
 mod compare;
 mod evaluate;
@@ -17,58 +17,59 @@ pub use exact::canonical_text;
 
 use crate::settings::choice;
 
-/// Maximum size of a parsed answer, in bytes; longer answers are only compared as strings.
+/// Maximum size of a parsed answer, in bytes. Longer answers are only compared as strings.
 pub const ANSWER_BYTES_MAX: usize = 4_000;
 
 choice! {
     /// How answers are compared.
     pub enum AnswerEquality default Exact {
-        /// As strings, after the usual cleaning of LaTeX: the published grading.
+        /// As strings, after the usual clean-up of LaTeX. This is the published grading.
         Exact = "exact",
-        /// As mathematics: 1/2 is 0.5 is \frac{1}{2}.
+        /// As mathematics: 1/2, 0.5 and \frac{1}{2} are equal.
         Equivalent = "equivalent",
     }
 }
 
 impl AnswerEquality {
-    /// Returns true when `answer` equals `gold`; both are bare answers, such as the content of `\boxed{}`.
-    pub fn matches(self, gold: &str, answer: &str) -> bool {
+    /// Returns whether `answer` equals `reference`. Both are bare answers, such as the content of `\boxed{}`.
+    pub fn matches(self, reference: &str, answer: &str) -> bool {
         match self {
-            AnswerEquality::Exact => canonical_text(gold) == canonical_text(answer),
-            AnswerEquality::Equivalent => is_equivalent(gold, answer, &Options::default()),
+            AnswerEquality::Exact => canonical_text(reference) == canonical_text(answer),
+            AnswerEquality::Equivalent => is_equivalent(reference, answer, &ComparisonOptions::default()),
         }
     }
 }
 
-/// Options of [`is_equivalent`].
+/// ComparisonOptions of [`is_equivalent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Options {
-    /// Number of decimals to which a number with a decimal point must agree.
+pub struct ComparisonOptions {
+    /// Number of decimals that are compared if a number has a decimal point.
     pub decimals: u32,
-    /// Whether `2 < x < 5` is accepted for the reference answer `(2, 5)`. The reverse is always accepted.
+    /// Whether `2 < x < 5` is accepted for the reference answer `(2, 5)`. `(2, 5)` is always accepted for
+    /// `2 < x < 5`.
     pub relation_for_set: bool,
 }
 
-impl Default for Options {
+impl Default for ComparisonOptions {
     fn default() -> Self {
         Self { decimals: 6, relation_for_set: false }
     }
 }
 
-/// Returns true when two bare answers are mathematically equal.
-pub fn is_equivalent(gold: &str, answer: &str, options: &Options) -> bool {
-    if gold.len().max(answer.len()) > ANSWER_BYTES_MAX {
-        return gold.trim() == answer.trim();
+/// Returns whether two bare answers are mathematically equal.
+pub fn is_equivalent(reference: &str, answer: &str, options: &ComparisonOptions) -> bool {
+    if reference.len().max(answer.len()) > ANSWER_BYTES_MAX {
+        return reference.trim() == answer.trim();
     }
-    let plain = normalise::strip_markup(gold);
+    let plain = normalise::strip_markup(reference);
     if !plain.is_empty() && plain == normalise::strip_markup(answer) {
         return true;
     }
-    let (gold, answer) = (normalise::normalise(gold), normalise::normalise(answer));
-    // `1,234` is one number or two: either reading may hold, but the same on both sides.
+    let (reference, answer) = (normalise::normalise(reference), normalise::normalise(answer));
+    // `1,234` is one number or a list of two. Both readings are tried, each for both answers.
     [true, false].into_iter().any(|thousands| {
-        match (parse::parse(&gold, thousands), parse::parse(&answer, thousands)) {
-            (Some(gold), Some(answer)) => compare::is_same_answer(&gold, &answer, options),
+        match (parse::parse(&reference, thousands), parse::parse(&answer, thousands)) {
+            (Some(reference), Some(answer)) => compare::is_same_answer(&reference, &answer, options),
             _ => false,
         }
     })
@@ -81,13 +82,13 @@ mod tests {
     use rand::Rng;
     use rand::seq::IndexedRandom;
 
-    fn equal(gold: &str, answer: &str) -> bool {
-        is_equivalent(gold, answer, &Options::default())
+    fn equal(reference: &str, answer: &str) -> bool {
+        is_equivalent(reference, answer, &ComparisonOptions::default())
     }
 
     #[test]
-    fn different_writings_of_one_answer_are_equal() {
-        for (gold, answer) in [
+    fn different_spellings_of_one_answer_are_equal() {
+        for (reference, answer) in [
             ("1/2", "\\frac12"),
             ("0.5", "\\dfrac{1}{2}"),
             ("1\\frac{1}{2}", "\\frac{3}{2}"),
@@ -131,15 +132,15 @@ mod tests {
             ("2**10", "1024"),
             ("π/2", "\\frac{\\pi}{2}"),
         ] {
-            assert!(equal(gold, answer), "{gold} = {answer}");
-            // An inequality is not accepted when the question asks for the set.
-            assert!(equal(answer, gold) || gold.contains(['<', '|']), "{answer} = {gold}");
+            assert!(equal(reference, answer), "{reference} = {answer}");
+            // An inequality is not accepted if the question asks for the set.
+            assert!(equal(answer, reference) || reference.contains(['<', '|']), "{answer} = {reference}");
         }
     }
 
     #[test]
     fn different_answers_are_not_equal() {
-        for (gold, answer) in [
+        for (reference, answer) in [
             ("1/2", "1/3"),
             ("1/3", "0.33"),
             ("0", "0.0000001"),
@@ -183,13 +184,13 @@ mod tests {
             ("x^2 = 4", "4"),
             ("1 = 1", "2 = 2x"),
         ] {
-            assert!(!equal(gold, answer), "{gold} ≠ {answer}");
+            assert!(!equal(reference, answer), "{reference} ≠ {answer}");
         }
     }
 
     #[test]
     fn exact_unifies_spelling_but_not_value() {
-        let exact = |gold, answer| AnswerEquality::Exact.matches(gold, answer);
+        let exact = |reference, answer| AnswerEquality::Exact.matches(reference, answer);
         assert!(exact("\\frac{1}{2}", "\\dfrac12"));
         assert!(exact("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2"));
         assert!(exact("34", " 34 "));
@@ -198,7 +199,7 @@ mod tests {
         assert!(!exact("5\\text{ or }6", "5"));
     }
 
-    /// Answers whose computation would never end or would overflow the stack.
+    /// Answers whose computation would never end, or would overflow the stack.
     #[test]
     fn hostile_answers_end_as_unequal() {
         let towers =
@@ -234,7 +235,7 @@ mod tests {
         }
     }
 
-    /// Fragments of answers, whole and broken.
+    /// Fragments of answers, complete and incomplete.
     const PIECES: [&str; 64] = [
         "1",
         "23",
@@ -302,7 +303,7 @@ mod tests {
         "final answer is",
     ];
 
-    /// No text makes the parser panic, and every text that has a meaning equals itself.
+    /// No text makes the parser panic, and every text that can be parsed equals itself.
     #[test]
     fn any_text_can_be_compared() {
         let mut rng = stream(11, Purpose::Evaluation, &[]);

@@ -1,6 +1,6 @@
-//! Normalisation of an answer before it is parsed: one spelling for each meaning.
+//! Normalisation of an answer before it is parsed: each meaning gets one spelling.
 
-/// Returns true for operators and closing delimiters: commands that cannot start a factor.
+/// Returns whether `command` is an operator or a closing delimiter: a command that cannot start a factor.
 pub fn is_operator(command: &str) -> bool {
     const OPERATORS: [&str; 42] = [
         "\\cdot",
@@ -67,7 +67,7 @@ pub fn word_function(word: &str) -> Option<&str> {
     WORDS.contains(&word).then_some(word)
 }
 
-/// Commands that only change the appearance, with their replacements. Order matters.
+/// Commands that only change the appearance, with their replacements. They are replaced in this order.
 const MARKUP: [(&str, &str); 48] = [
     ("\\dfrac", "\\frac"),
     ("\\tfrac", "\\frac"),
@@ -119,7 +119,7 @@ const MARKUP: [(&str, &str); 48] = [
     ("\u{202f}", " "),
 ];
 
-/// Commands for words or upright letters; they become `\text`.
+/// Commands for words or upright letters. They are replaced by `\text`.
 const WORDS: [&str; 9] = [
     "\\textnormal",
     "\\textbf",
@@ -166,14 +166,14 @@ const UNITS: [&str; 30] = [
     "ways",
 ];
 
-/// Replaces the command `from`, except at the start of a longer one.
+/// Replaces the command `from`, but not at the start of a longer command.
 pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
     while let Some(at) = rest.find(from) {
         let after = &rest[at + from.len()..];
         out.push_str(&rest[..at]);
-        // `\quadx` is a misspelling of `\quad x`; otherwise a longer name is another command.
+        // `\quadx` is a misspelling of `\quad x`. Any other longer name is another command.
         let whole = !after.starts_with(|c: char| c.is_ascii_alphabetic())
             || !from.ends_with(|c: char| c.is_ascii_alphabetic())
             || from.ends_with("quad");
@@ -186,7 +186,7 @@ pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
 /// Replaces the doubled backslash between the rows of a matrix in cleaned text.
 pub const ROW_END: &str = "¶";
 
-/// Converts doubled backslashes: in a matrix they end a row; elsewhere they are escaped backslashes, as in
+/// Converts doubled backslashes. In a matrix they end a row. Elsewhere they are escaped backslashes, as in
 /// text that was encoded as JSON twice.
 fn unescape(text: &str) -> String {
     if text.contains("matrix}") || text.contains("array}") || text.contains("cases}") {
@@ -207,7 +207,8 @@ fn unescape(text: &str) -> String {
     out + rest
 }
 
-/// Joins digit groups separated by a thin space or a braced comma: `14{,}916`, `12,\! 000`, `1\,000`.
+/// Joins groups of digits that a thin space or a comma in braces separates: `14{,}916`, `12,\! 000`,
+/// `1\,000`.
 fn join_groups(text: &str) -> String {
     let mut out = text.replace("{, }", "{,}").replace(" {,}", "{,}").replace("{,}", ",\\!");
     for separator in [",\\! ", ",\\!", "\\,", "\\;"] {
@@ -259,7 +260,7 @@ pub fn normalise(text: &str) -> String {
     without_unit(out).to_owned()
 }
 
-/// Replaces `word` where no letters adjoin it.
+/// Replaces `word` where no letter is next to it.
 fn replace_word(text: &str, word: &str, to: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -274,7 +275,7 @@ fn replace_word(text: &str, word: &str, to: &str) -> String {
     out + rest
 }
 
-/// Removes a unit after a number: `35 cm` becomes 35.
+/// Removes a unit after a number: `35 cm` becomes `35`.
 fn without_unit(text: &str) -> &str {
     for unit in UNITS {
         if let Some(before) = text.strip_suffix(unit)
@@ -288,8 +289,8 @@ fn without_unit(text: &str) -> &str {
     text
 }
 
-/// Returns the letters and signs of a text, without word markup, white space, or brackets around a single
-/// choice.
+/// Returns the letters and signs of a text, without word markup, white space, and the brackets around a
+/// single choice.
 pub fn strip_markup(text: &str) -> String {
     let cleaned = normalise(text);
     let mut plain = String::with_capacity(cleaned.len());

@@ -1,7 +1,7 @@
 //! Parses an answer in LaTeX, or as typed mathematics, into an [`Expr`].
 //!
-//! It accepts variants of markup (`\frac12`, `\dfrac{1}{2}`, `1/2`). For other text it returns `None`; the
-//! caller can then only compare strings. Nothing is ever executed.
+//! The parser accepts variants of markup (`\frac12`, `\dfrac{1}{2}`, `1/2`). For text that it does not
+//! understand it returns `None`, and the caller can only compare strings. Nothing is ever executed.
 
 mod atom;
 
@@ -9,12 +9,12 @@ use super::expr::{Expr, Relation};
 use super::normalise;
 use atom::command;
 
-/// Maximum nesting of brackets, arguments and exponents; deeper text is not parsed.
+/// Maximum nesting of brackets, arguments and exponents. Deeper text is not parsed.
 const DEPTH_MAX: usize = 48;
 
-/// Parses `text`, which is normalised.
+/// Parses `text`, which must be normalised.
 ///
-/// `thousands`: whether `1,234` is one number, or else a list of two.
+/// `thousands`: whether `1,234` is one number. Otherwise it is a list of two.
 pub fn parse(text: &str, thousands: bool) -> Option<Expr> {
     let mut parser = Parser { text, at: 0, depth: 0, bars: 0, thousands };
     let expr = parser.groups()?;
@@ -31,7 +31,7 @@ struct Parser<'a> {
     thousands: bool,
 }
 
-/// Longer spellings precede their prefixes.
+/// Longer spellings come before their prefixes.
 const RELATIONS: [(&str, Relation); 30] = [
     ("\\leqslant", Relation::LessOrEqual),
     ("\\geqslant", Relation::GreaterOrEqual),
@@ -65,7 +65,7 @@ const RELATIONS: [(&str, Relation); 30] = [
     ("\\subseteq", Relation::Other('s')),
 ];
 
-/// Builds a list; a list of one item is that item.
+/// Builds a list. A list of one item becomes that item.
 fn list(mut items: Vec<Expr>) -> Option<Expr> {
     match items.len() {
         0 => None,
@@ -89,7 +89,7 @@ impl<'a> Parser<'a> {
         self.rest().chars().next()
     }
 
-    /// Consumes `token` if it is next; a command is not split from a longer one.
+    /// Consumes `token` if it is next. A token that is only the start of a longer command is not consumed.
     fn take(&mut self, token: &str) -> bool {
         self.skip_space();
         let Some(after) = self.rest().strip_prefix(token) else { return false };
@@ -105,7 +105,7 @@ impl<'a> Parser<'a> {
         tokens.iter().find(|(token, _)| self.take(token)).map(|&(_, meaning)| meaning)
     }
 
-    fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
+    fn with_depth<T>(&mut self, inner: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
         if self.depth == DEPTH_MAX {
             return None;
         }
@@ -129,7 +129,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Parses statements between commas; an empty item, as in `1, 2, , 3`, is skipped.
+    /// Parses statements between commas. An empty item, as in `1, 2, , 3`, is skipped.
     fn items(&mut self) -> Option<Vec<Expr>> {
         let mut items = Vec::new();
         loop {
@@ -224,7 +224,7 @@ impl<'a> Parser<'a> {
             } else if ["/", "\\div", "\\slash"].iter().any(|token| self.take(token)) {
                 factors.push(Expr::Reciprocal(Box::new(self.signed_power()?)));
             } else if self.starts_factor() {
-                // `2 \frac{1}{3}` and `2 1/3` are two and a third; `2 3` has no meaning.
+                // `2 \frac{1}{3}` and `2 1/3` are mixed numbers; `2 3` has no meaning.
                 let typed = self.rest().starts_with(|c: char| c.is_ascii_digit() || c == '.');
                 let set = self.rest().starts_with("\\frac");
                 let mut next = self.power()?;
@@ -243,7 +243,7 @@ impl<'a> Parser<'a> {
                 break;
             }
         }
-        // Units after a number: `5 \text{ cm}`.
+        // Units follow a number: `5 \text{ cm}`.
         let text = |f: &Expr| match f {
             Expr::Text(_) => true,
             Expr::Reciprocal(f) => matches!(&**f, Expr::Text(_)),
@@ -265,7 +265,7 @@ impl<'a> Parser<'a> {
         Some(if minus { factor.negate() } else { factor })
     }
 
-    /// Returns true when a factor follows without an operator.
+    /// Returns whether a factor follows without an operator.
     fn starts_factor(&mut self) -> bool {
         match self.peek() {
             Some('\\') => {
@@ -286,7 +286,7 @@ impl<'a> Parser<'a> {
                 break;
             }
             expr = if self.take("^") {
-                // `90^\circ`: an angle in degrees has its number as its value.
+                // `90^\circ`: the value of an angle in degrees is its number.
                 if self.take("{\\circ}") || self.take("\\circ") || self.take("\\degree") {
                     expr
                 } else if self.peek() == Some('\'') || self.take("\\prime") {
@@ -294,7 +294,7 @@ impl<'a> Parser<'a> {
                     Expr::Call("prime".into(), vec![expr])
                 } else {
                     let exponent = self.argument()?;
-                    // `cm^2` is a unit like `cm`.
+                    // `cm^2` is a unit, as `cm` is.
                     if matches!(expr, Expr::Text(_)) {
                         expr
                     } else {
@@ -302,7 +302,7 @@ impl<'a> Parser<'a> {
                     }
                 }
             } else if self.take("**") {
-                Expr::Power(Box::new(expr), Box::new(self.nested(Self::signed_power)?))
+                Expr::Power(Box::new(expr), Box::new(self.with_depth(Self::signed_power)?))
             } else if self.take("_") {
                 let index = self.argument()?;
                 match expr {
@@ -329,7 +329,7 @@ fn is_whole(expr: &Expr) -> bool {
     matches!(expr, Expr::Number { value, decimal: false } if value.is_integer())
 }
 
-/// Returns true for a whole number over a whole number.
+/// Returns whether `expr` is a whole number divided by a whole number.
 fn is_fraction(expr: &Expr) -> bool {
     let Expr::Product(parts) = expr else { return false };
     match parts.as_slice() {

@@ -1,5 +1,4 @@
-//! Replies of a task program: each request's keys and their types, checked as strictly as a recipe, and the
-//! request's id.
+//! Replies of a task program. Their keys, types and request ids are checked as strictly as a recipe.
 
 use crate::chat::functions::check_functions;
 use crate::harmony::Message;
@@ -9,13 +8,13 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The newest version of the protocol; the oldest is 1.
+/// The newest version of the protocol. The oldest is 1.
 pub(super) const VERSION: u64 = 2;
 
-/// Maximum number of characters of a request shown in an error.
+/// Maximum number of characters of a request that an error shows.
 const REQUEST_CHARS_MAX: usize = 400;
 
-/// The keys of the answer to each request; `error` is allowed in all.
+/// The keys of the answer to each request. `error` is allowed in every answer.
 const KEYS: [(&str, &[&str]); 5] = [
     (
         "describe",
@@ -28,29 +27,29 @@ const KEYS: [(&str, &[&str]); 5] = [
 ];
 
 const ERROR: &str = "error";
-/// Key of a request's id, which the answer repeats since version 2.
+/// Key of a request's id. Since version 2, the answer repeats the id.
 pub(super) const REQUEST_ID: &str = "request_id";
 
 /// A program's answer without unknown keys. A key with the value null counts as absent.
 pub(super) struct ProgramReply(Map<String, Value>);
 
 impl ProgramReply {
-    /// Returns the answer to `request`; the inner error is a failure that the program itself reports.
+    /// Returns the answer to `request`. The inner error is a failure that the program itself reports.
     ///
     /// # Errors
-    /// For an answer to another request, and for an unknown key, with the most similar known key.
+    /// For an answer to another request, and for an unknown key (the message names the most similar key).
     pub(super) fn new(request: &Value, answer: Value) -> Result<Result<Self>> {
         let Value::Object(mut answer) = answer else { bail!("the answer is not a JSON object") };
         answer.retain(|_, value| !value.is_null());
         let name = request["request"].as_str().unwrap_or_default();
-        // Version 1 describes itself by an answer without id and version.
+        // The first answer of a version 1 program has neither id nor version.
         let first = name == "describe" && !answer.contains_key("version");
         match (&request[REQUEST_ID], answer.remove(REQUEST_ID)) {
             (Value::Null, None) => {}
             (_, None) if first => {}
-            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat {asked}, the request's"),
+            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat the request's, {asked}"),
             (_, Some(_)) if first => {
-                bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to it")
+                bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to the answer")
             }
             (asked, Some(answered)) if *asked != answered => {
                 bail!("the answer is to request {answered}, not to {asked}")
@@ -59,35 +58,36 @@ impl ProgramReply {
         }
         if let Some(error) = answer.get(ERROR) {
             let text = error.as_str().map_or_else(|| error.to_string(), str::to_owned);
-            return Ok(Err(anyhow!("the program says: {text}")));
+            return Ok(Err(anyhow!("the program reports an error: {text}")));
         }
         let known = KEYS.iter().find(|(known, _)| *known == name).map_or(&[][..], |(_, keys)| keys);
         if let Some(key) = answer.keys().find(|key| !known.contains(&key.as_str())) {
             match closest_word(key, known.iter().copied()) {
                 Some(near) => bail!("unknown key `{key}` in the answer; did you mean `{near}`?"),
-                None => bail!("unknown key `{key}` in the answer; it may hold {}", known.join(", ")),
+                None => bail!("unknown key `{key}` in the answer; it may have {}", known.join(", ")),
             }
         }
         Ok(Ok(Self(answer)))
     }
 
-    /// Reads a problem, with `default_id` if it names no other.
+    /// Reads a problem. Its id is `default_id` if the answer has no id.
     pub(super) fn problem(mut self, default_id: &str) -> Result<Problem> {
         let messages = match (self.take("messages"), self.text("prompt")?) {
             (None, Some(prompt)) => vec![Message::user(prompt)],
-            (None, None) => bail!("a problem has neither `prompt`, a text, nor `messages`"),
+            (None, None) => bail!("a problem has neither `prompt`, a string, nor `messages`"),
             (Some(messages), _) => serde_json::from_value(messages).context("`messages` of the answer")?,
         };
         let id = self.text("id")?.unwrap_or_else(|| default_id.to_owned());
         Ok(Problem { id, messages, answer: self.take("answer").unwrap_or(Value::Null) })
     }
 
-    /// Returns a text, or `None` for null.
+    /// Returns the string under `content`, or `None` for null.
     pub(super) fn content(&self) -> Result<Option<String>> {
         self.text("content")
     }
 
-    /// Reads a reward: one number, or a number for each name of `weights`, summed with them.
+    /// Reads a reward: one number, or one number for each name in `weights`. The reward is then their
+    /// weighted sum.
     pub(super) fn reward(&self, weights: &BTreeMap<String, f32>) -> Result<Reward> {
         let one = self.number("reward")?;
         let named = self.numbers("rewards")?;
@@ -95,10 +95,12 @@ impl ProgramReply {
             let others = named.keys().filter(|other| !weights.contains_key(*other)).map(String::as_str);
             if let Some(near) = closest_word(name, others) {
                 bail!(
-                    "`rewards` of the answer has `{near}`, which `describe` does not weigh; did you mean `{name}`, which it does?"
+                    "`rewards` of the answer has `{near}`, which has no weight in `describe`; did you mean `{name}`?"
                 );
             }
-            bail!("`rewards` of the answer has no `{name}`, which the answer to `describe` weighs");
+            bail!(
+                "`rewards` of the answer has no `{name}`, but the answer to `describe` gives a weight for it"
+            );
         }
         if let Some(name) = named.keys().find(|name| !weights.contains_key(*name)) {
             bail!("`rewards` of the answer has `{name}`; give its weight in `rewards` of `describe`");
@@ -122,7 +124,7 @@ impl ProgramReply {
     }
 
     fn text(&self, key: &str) -> Result<Option<String>> {
-        self.read(key, "a text", |value| value.as_str().map(str::to_owned))
+        self.read(key, "a string", |value| value.as_str().map(str::to_owned))
     }
 
     fn flag(&self, key: &str) -> Result<Option<bool>> {
@@ -137,7 +139,7 @@ impl ProgramReply {
         self.read(key, "a number", finite)
     }
 
-    /// Returns numbers by name; none if the key is absent.
+    /// Returns the numbers under `key` by name. Empty if the key is absent.
     fn numbers(&self, key: &str) -> Result<BTreeMap<String, f32>> {
         let all = |value: &Value| {
             let numbers = value.as_object()?.iter();
@@ -162,14 +164,14 @@ fn finite(value: &Value) -> Option<f32> {
 pub(super) struct TaskDescription {
     pub name: String,
     pub validation_problems: u64,
-    pub python: bool,
+    pub uses_python: bool,
     pub tools: Vec<Value>,
-    pub functions: bool,
-    pub turns: bool,
-    /// Weights of the named rewards; empty if there is one reward.
+    pub has_function_tools: bool,
+    pub has_user_turns: bool,
+    /// Weights of the named rewards. Empty if there is only one reward.
     pub rewards: BTreeMap<String, f32>,
-    /// Whether the program repeats each request's id: since version 2.
-    pub identified: bool,
+    /// Whether the program repeats each request's id; true since version 2 of the protocol.
+    pub has_request_ids: bool,
 }
 
 impl TaskDescription {
@@ -198,17 +200,17 @@ impl TaskDescription {
         Ok(Self {
             name,
             validation_problems: reply.count("validation_problems")?.unwrap_or(0),
-            python: flag("python")?,
-            functions: flag("functions")? || !tools.is_empty(),
+            uses_python: flag("python")?,
+            has_function_tools: flag("functions")? || !tools.is_empty(),
             tools,
-            turns: flag("turns")?,
+            has_user_turns: flag("turns")?,
             rewards,
-            identified: version > 1,
+            has_request_ids: version > 1,
         })
     }
 }
 
-/// Adds the request to `error`.
+/// Adds the request to `error`, shortened if it is long.
 pub(super) fn with_request(error: anyhow::Error, request: &Value) -> anyhow::Error {
     let text = request.to_string();
     let shown: String = text.chars().take(REQUEST_CHARS_MAX).collect();

@@ -1,11 +1,11 @@
-//! Words in capitals, counted over Penn Treebank tokens as the reference does.
+//! Words in capitals, counted over Penn Treebank tokens as in the reference implementation.
 
 use super::{pattern::compile_pattern, python::is_upper, sentences::split_sentences};
 use regex::Regex;
 use std::sync::LazyLock;
 
-/// The Treebank rules that separate capital words, in order: a pattern and its replacement for one sentence
-/// between spaces. Rules that only rename punctuation are omitted.
+/// The Treebank rules that separate capital words, in order. Each is a pattern and its replacement, applied
+/// to one sentence with a space at each end. Rules that only rename punctuation are omitted.
 static STEPS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     [
         // A quote before a lone letter is not part of the letter.
@@ -32,7 +32,7 @@ static STEPS: LazyLock<Vec<(Regex, &str)>> = LazyLock::new(|| {
     .into()
 });
 
-/// Counts the words of `text` whose letters are all capitals; a hyphenated word is one word.
+/// Counts the words of `text` in which all letters are capitals. A hyphenated word is one word.
 pub(super) fn count_capital_words(text: &str) -> u64 {
     split_sentences(text)
         .into_iter()
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn capital_words_are_treebank_tokens() {
-        // Counts of NLTK 3.8.1.
+        // The expected counts are those of NLTK 3.8.1.
         for (text, count) in [
             ("HELLO world. THE END.", 3),
             ("I CAN'T. It's NASA'S U.S. plan", 6),

@@ -8,7 +8,7 @@ use super::{Instruction, language};
 use regex::Regex;
 use std::sync::LazyLock;
 
-/// Checks each of `instructions` against `response`; a blank response follows none.
+/// Checks each of `instructions` against `response`. A blank response follows no instruction.
 pub fn check_strictly(instructions: &[Instruction], response: &str) -> Vec<bool> {
     let follows =
         |instruction: &Instruction| !strip(response).is_empty() && instruction.is_followed_by(response);
@@ -16,7 +16,8 @@ pub fn check_strictly(instructions: &[Instruction], response: &str) -> Vec<bool>
 }
 
 impl Instruction {
-    /// Returns true when `response` follows the instruction. [`check_strictly`] also refuses blank responses.
+    /// Returns whether `response` follows the instruction. Unlike [`check_strictly`], accepts blank
+    /// responses.
     pub fn is_followed_by(&self, response: &str) -> bool {
         match self {
             Self::CapitalWords(bound) => bound.contains(count_capital_words(response)),
@@ -77,7 +78,7 @@ fn matches(pattern: &Regex, text: &str) -> u64 {
     pattern.find_iter(text).count() as u64
 }
 
-/// Counts text between single and between double asterisks; strong text may count as both.
+/// Counts the texts between single and between double asterisks. Strong text may count as both.
 fn highlights(response: &str) -> u64 {
     let filled = |pattern: &Regex| {
         pattern.find_iter(response).filter(|m| !strip(m.as_str().trim_matches('*')).is_empty()).count() as u64
@@ -85,7 +86,7 @@ fn highlights(response: &str) -> u64 {
     filled(&EMPHASIS) + filled(&STRONG)
 }
 
-/// Counts the paragraphs between `***` dividers; `None` when an inner one is blank.
+/// Counts the paragraphs between `***` dividers. `None` if an inner paragraph is blank.
 fn paragraphs(response: &str) -> Option<u64> {
     filled_parts(&DIVIDER.split(response).collect::<Vec<_>>()).map(|parts| parts.len() as u64)
 }
@@ -95,14 +96,15 @@ fn two_responses(response: &str) -> bool {
     filled_parts(&parts).is_some_and(|parts| matches!(parts[..], [a, b] if strip(a) != strip(b)))
 }
 
-/// Returns the parts that are not blank; `None` when an inner part is blank.
+/// Returns the parts that are not blank. `None` if an inner part is blank.
 fn filled_parts<'t>(parts: &[&'t str]) -> Option<Vec<&'t str>> {
     let blank = |part: &&str| strip(part).is_empty();
     let inner = parts.get(1..parts.len().saturating_sub(1)).unwrap_or_default();
     (!inner.iter().any(blank)).then(|| parts.iter().copied().filter(|part| !blank(part)).collect())
 }
 
-/// Counts only paragraphs that are not blank, but takes paragraph `nth` among all, as the reference does.
+/// Returns whether there are `paragraphs` paragraphs that are not blank, and whether paragraph `nth` starts
+/// with `first_word`. As in the reference, `nth` also counts blank paragraphs.
 fn nth_paragraph_first_word(response: &str, paragraphs: u64, nth: u64, first_word: &str) -> bool {
     let parts: Vec<&str> = response.split("\n\n").collect();
     let filled = parts.iter().filter(|part| !strip(part).is_empty()).count() as u64;
@@ -114,12 +116,11 @@ fn nth_paragraph_first_word(response: &str, paragraphs: u64, nth: u64, first_wor
     filled == paragraphs && bare.to_lowercase() == first_word
 }
 
-/// Returns true when the response, without a Markdown fence, is one JSON value.
+/// Returns whether the response is one JSON value, without a Markdown fence around it.
 fn is_json(response: &str) -> bool {
     let fences = ["```json", "```Json", "```JSON", "```"];
     let text = fences.iter().fold(strip(response), |text, fence| text.strip_prefix(fence).unwrap_or(text));
     let text = strip(text.strip_suffix("```").unwrap_or(text));
-    // Parsed without building a value: any depth, numbers of any size and lone surrogates, as Python
-    // allows.
+    // No value is built, so any depth, numbers of any size and lone surrogates are accepted, as in Python.
     serde_json::from_str::<serde::de::IgnoredAny>(text).is_ok()
 }

@@ -1,22 +1,22 @@
-//! The arguments of an instruction, parsed strictly: every error names the instruction and the key.
+//! The arguments of an instruction. They are parsed strictly: every error names the instruction and the key.
 
 use super::CountRelation;
 use crate::bad_input;
 use anyhow::Result;
 use serde_json::Value;
 
-/// The `kwargs` object of one instruction. `null` means a missing value, as in published files where every
-/// row has every key.
+/// The `kwargs` object of one instruction. `null` means that a value is missing: in published files every row
+/// has every key.
 pub(super) struct Kwargs<'a> {
     id: &'a str,
     object: Option<&'a serde_json::Map<String, Value>>,
 }
 
 impl<'a> Kwargs<'a> {
-    /// Returns the arguments of instruction `id`; keys outside `keys` are refused.
+    /// Returns the arguments of instruction `id`. Keys outside `keys` are rejected.
     ///
     /// # Errors
-    /// When `value` is not an object or null, or holds another key with a value.
+    /// When `value` is neither an object nor null, or has another key with a value.
     pub(super) fn new(id: &'a str, value: &'a Value, keys: &[&str]) -> Result<Self> {
         let object = match value {
             Value::Null => None,
@@ -34,8 +34,8 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// Returns the value of `key`. The reference replaces a missing value at random, which could not be
-    /// graded later.
+    /// Returns the value of `key`. A missing value is an error: the reference would replace it by a random
+    /// value, with which a response cannot be graded later.
     fn get(&self, key: &str) -> Result<&'a Value> {
         self.object
             .and_then(|object| object.get(key))
@@ -47,7 +47,7 @@ impl<'a> Kwargs<'a> {
         Err(bad_input!("{}: kwarg `{key}` is {value}; give {wanted}", self.id))
     }
 
-    /// Returns a whole number of at least `min`; `3.0` counts as 3.
+    /// Returns a whole number of at least `min`. `3.0` is accepted as 3.
     pub(super) fn count(&self, key: &str, min: u64) -> Result<u64> {
         let value = self.get(key)?;
         let whole = value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..=1e9).contains(x)).map(|x| x as u64);
@@ -65,27 +65,27 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// Returns a text that is not blank.
+    /// Returns a string that is not blank.
     pub(super) fn text(&self, key: &str) -> Result<&'a str> {
         match self.get(key)? {
             Value::String(text) if !text.trim().is_empty() => Ok(text),
-            value => self.refuse(key, value, "a text that is not empty"),
+            value => self.refuse(key, value, "a string that is not empty"),
         }
     }
 
-    /// Returns one or more texts that are not blank.
+    /// Returns one or more strings that are not blank.
     pub(super) fn texts(&self, key: &str) -> Result<Vec<&'a str>> {
         let value = self.get(key)?;
         let list = value.as_array().filter(|list| !list.is_empty());
         match list.and_then(|list| list.iter().map(|v| v.as_str().filter(|s| !s.trim().is_empty())).collect())
         {
             Some(texts) => Ok(texts),
-            None => self.refuse(key, value, "a list of one or more texts"),
+            None => self.refuse(key, value, "a list of one or more strings"),
         }
     }
 
-    /// Returns one character. The reference replaces a character outside a-z by a random letter; here it is
-    /// kept.
+    /// Returns one character. The reference replaces a character outside a-z by a random letter; this
+    /// function returns the character itself.
     pub(super) fn character(&self, key: &str) -> Result<char> {
         let text = self.text(key)?;
         let mut characters = text.chars().flat_map(char::to_lowercase);

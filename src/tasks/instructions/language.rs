@@ -1,13 +1,13 @@
-//! Language identification like the reference's.
+//! Language identification with the verdicts of the reference.
 //!
-//! The `langdetect` crate reproduces the Python library of that name to the last bit. It agrees with all
-//! 374 stored verdicts that depend on a language. `whatlang` agrees with 354: it lacks Swahili, and fails
-//! on short or all-capital English.
+//! The `langdetect` crate reproduces the Python library `langdetect` bit by bit. It agrees with all 374
+//! stored verdicts that depend on a language. The crate `whatlang` agrees with 354: it lacks Swahili, and
+//! fails on short English texts and English in capitals.
 
 use langdetect::{DetectorFactory, Seed};
 use std::sync::LazyLock;
 
-/// The 55 detectable codes.
+/// The 55 language codes that can be detected.
 pub const LANGUAGES: [&str; 55] = [
     "af", "ar", "bg", "bn", "ca", "cs", "cy", "da", "de", "el", "en", "es", "et", "fa", "fi", "fr", "gu",
     "he", "hi", "hr", "hu", "id", "it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no",
@@ -15,10 +15,10 @@ pub const LANGUAGES: [&str; 55] = [
     "ur", "vi", "zh-cn", "zh-tw",
 ];
 
-/// Returns true when `text` is in `language`, a member of [`LANGUAGES`]. A text without letters cannot be
-/// classified, and passes.
+/// Returns whether `text` is in `language`, a member of [`LANGUAGES`]. True for a text without letters, which
+/// cannot be classified.
 ///
-/// The detector samples with a fixed seed, so the result depends on the text alone.
+/// The detector samples with a fixed seed, so the result depends only on the text.
 pub(super) fn is_in(text: &str, language: &str) -> bool {
     static DETECTOR: LazyLock<DetectorFactory> = LazyLock::new(|| {
         let mut detector = DetectorFactory::builtin().clone();

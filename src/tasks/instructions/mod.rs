@@ -1,15 +1,15 @@
 //! The 25 instructions of IFEval (Zhou et al. 2023, arXiv:2311.07911) as pure functions of a response.
 //!
-//! A row of an IFEval file names instructions by id and gives each its `kwargs`. [`Instruction::parse`]
-//! parses one. [`Instruction::is_followed_by`] and [`check_strictly`] grade a response by the rules of the
-//! reference implementation, including its quirks. [`compose`] draws instructions for training prompts.
+//! A row of an IFEval file names instructions by id, and has `kwargs` for each. [`Instruction::parse`] parses
+//! one instruction. [`Instruction::is_followed_by`] and [`check_strictly`] grade a response by the rules of
+//! the reference implementation, including its quirks. [`compose`] draws instructions for training prompts.
 //!
 //! Known differences from the reference:
-//! - A kwarg that the reference would replace by a random value is refused; a letter outside a-z is counted
+//! - A kwarg that the reference would replace by a random value is rejected. A letter outside a-z is counted
 //!   as given.
 //! - A keyword that is not a valid pattern is matched literally.
 //! - `NaN` and `Infinity` are not JSON.
-//! - Sentences are split by [a compact Punkt](sentences).
+//! - Sentences are split by [a compact implementation of Punkt](sentences).
 
 mod capitals;
 mod checker;
@@ -29,7 +29,7 @@ use kwargs::Kwargs;
 use regex::Regex;
 use serde_json::Value;
 
-/// The comparison of a count with its bound.
+/// How a count is compared with its bound.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CountRelation {
     AtLeast,
@@ -44,7 +44,7 @@ pub struct Bound {
 }
 
 impl Bound {
-    /// Returns true when `count` is within the bound.
+    /// Returns whether `count` is within the bound.
     pub fn contains(self, count: u64) -> bool {
         match self.relation {
             CountRelation::AtLeast => count >= self.count,
@@ -85,53 +85,54 @@ pub const IDS: [&str; 25] = [
 /// A checkable instruction with its arguments.
 #[derive(Debug, Clone)]
 pub enum Instruction {
-    /// Words in capitals within a bound.
+    /// The number of words in capitals is within a bound.
     CapitalWords(Bound),
-    /// English, all capitals.
+    /// The response is English, in capitals only.
     EnglishCapital,
-    /// English, all lower case.
+    /// The response is English, in lower case only.
     EnglishLowercase,
     /// The response starts with this text.
     RepeatPrompt(String),
-    /// Two different responses, separated by `******`.
+    /// The response has two different answers, separated by `******`.
     TwoResponses,
-    /// At least this many `[placeholders]`.
+    /// The response has at least this many `[placeholders]`.
     Placeholders(u64),
-    /// A postscript with this marker, in lower case.
+    /// The response has a postscript with this marker, in lower case.
     Postscript(Regex),
-    /// One of three fixed answers.
+    /// The response is one of three fixed answers.
     ConstrainedResponse,
-    /// The whole response is JSON, in a Markdown fence or not.
+    /// The whole response is JSON. A Markdown fence around it is allowed.
     JsonFormat,
-    /// At least `count` matches of `heading`, such as `Section 1`.
+    /// The response has at least `count` matches of `heading`, such as `Section 1`.
     Sections { heading: Regex, count: u64 },
-    /// Exactly this many Markdown bullets.
+    /// The response has exactly this many Markdown bullets.
     Bullets(u64),
-    /// At least this many `*highlighted*` parts.
+    /// The response has at least this many `*highlighted*` parts.
     Highlights(u64),
-    /// A title in `<<double angular brackets>>`.
+    /// The response has a title in `<<double angular brackets>>`.
     Title,
-    /// All of these appear.
+    /// All of these keywords occur.
     Keywords(Vec<Regex>),
-    /// None of these appears as a word.
+    /// None of these keywords occurs as a word.
     ForbiddenWords(Vec<Regex>),
-    /// Occurrences of a keyword within a bound.
+    /// The number of occurrences of a keyword is within a bound.
     KeywordFrequency { keyword: Regex, bound: Bound },
-    /// Occurrences of a lower-cased letter, in either case, within a bound.
+    /// The number of occurrences of a lower-cased letter, in either case, is within a bound.
     LetterFrequency { letter: char, bound: Bound },
-    /// The language of the whole response.
+    /// The whole response is in this language.
     Language(&'static str),
-    /// `paragraphs` paragraphs separated by blank lines. Paragraph `nth` (from 1) starts with `first_word`.
+    /// The response has `paragraphs` paragraphs, separated by blank lines. Paragraph `nth` (from 1) starts
+    /// with `first_word`.
     NthParagraphFirstWord { paragraphs: u64, nth: u64, first_word: String },
-    /// This many paragraphs separated by `***`.
+    /// The response has this many paragraphs, separated by `***`.
     Paragraphs(u64),
-    /// Sentences within a bound.
+    /// The number of sentences is within a bound.
     Sentences(Bound),
-    /// Words within a bound.
+    /// The number of words is within a bound.
     Words(Bound),
-    /// No comma.
+    /// The response has no comma.
     NoComma,
-    /// The response ends with this lower-cased phrase, in any case.
+    /// The response ends with this lower-cased phrase. Its case in the response does not matter.
     EndPhrase(String),
     /// The whole response is between double quotation marks.
     Quotation,
@@ -141,7 +142,7 @@ impl Instruction {
     /// Parses instruction `id` with its `kwargs`, an object or null.
     ///
     /// # Errors
-    /// `BadInput` that names the id, the kwarg and the remedy.
+    /// `BadInput` with the id, the kwarg and the remedy.
     pub fn parse(id: &str, kwargs: &Value) -> Result<Self> {
         let read = |keys: &[&str]| Kwargs::new(id, kwargs, keys);
         let bare = |instruction| read(&[]).map(|_| instruction);
@@ -220,12 +221,13 @@ impl Instruction {
                 Self::EndPhrase(python::strip(phrase).to_lowercase())
             }
             "startend:quotation" => bare(Self::Quotation)?,
-            _ => return Err(unknown(id)),
+            _ => return Err(unknown_id_error(id)),
         })
     }
 }
 
-/// The reference spells out two markers and uses any other as a pattern.
+/// Returns the pattern of a postscript. Two markers have a pattern of their own; any other marker is itself
+/// the pattern, as in the reference.
 fn postscript(marker: &str) -> Regex {
     match python::strip(marker) {
         "P.P.S" => pattern::compile_pattern(r"p\.\s?p\.\s?s"),
@@ -249,7 +251,10 @@ fn nth_paragraph(id: &str, kwargs: &Value) -> Result<Instruction> {
     })
 }
 
-fn unknown(id: &str) -> anyhow::Error {
+fn unknown_id_error(id: &str) -> anyhow::Error {
     let nearest = IDS.iter().min_by_key(|known| strsim::levenshtein(known, id)).unwrap_or(&IDS[0]);
-    bad_input!("unknown instruction id `{id}`; the nearest of the {} known ones is `{nearest}`", IDS.len())
+    bad_input!(
+        "unknown_id_error instruction id `{id}`; the most similar of the {} known ids is `{nearest}`",
+        IDS.len()
+    )
 }

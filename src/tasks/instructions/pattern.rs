@@ -2,24 +2,24 @@
 
 use regex::{Regex, RegexBuilder};
 
-/// Compiles a pattern of this crate.
+/// Compiles a pattern that is a constant of this crate.
 ///
 /// # Panics
-/// When it does not compile, which its user's tests detect.
+/// If the pattern is invalid, which the tests of its caller detect.
 #[expect(clippy::expect_used, reason = "the source is a constant of this crate")]
 pub(super) fn compile_pattern(source: &str) -> Regex {
     Regex::new(source).expect("a constant pattern")
 }
 
-/// Compiles a row's keyword between two fixed parts, case-insensitive if `fold_case`.
+/// Compiles a row's keyword between two fixed parts. `fold_case`: whether to ignore case.
 ///
-/// As in the reference, a keyword **is** a regular expression (`P.S.` also matches `P-S,`). A keyword that
-/// does not compile, such as `f(x`, is matched literally; the reference would fail on the row.
+/// As in the reference, a keyword **is** a regular expression (`P.S.` also matches `P-S,`). A keyword that is
+/// not a valid expression, such as `f(x`, is matched literally; the reference would fail on the row.
 pub(super) fn compile_keyword(before: &str, keyword: &str, after: &str, fold_case: bool) -> Regex {
     let build = |middle: &str| {
         RegexBuilder::new(&format!("{before}{middle}{after}")).case_insensitive(fold_case).build()
     };
-    build(keyword).or_else(|_| build(&regex::escape(keyword))).unwrap_or_else(|_| compile_pattern(r"[^\s\S]")) // Longer than the engine's size limit: found nowhere.
+    build(keyword).or_else(|_| build(&regex::escape(keyword))).unwrap_or_else(|_| compile_pattern(r"[^\s\S]")) // Over the engine's size limit: matches nothing.
 }
 
 #[cfg(test)]

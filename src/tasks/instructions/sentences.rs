@@ -1,9 +1,9 @@
-//! Sentence splitting by Punkt (Kiss and Strunk 2006) with a compact rule set.
+//! Sentence splitting by Punkt (Kiss and Strunk 2006) with a compact set of rules.
 //!
-//! The reference counts sentences with NLTK's Punkt. Of 176 verdicts, `sentencex` agrees on 160 and
-//! `unicode-segmentation` on 147, which is too few. `punkt` does not build on a stable compiler. This file
-//! therefore implements Punkt's decision procedure, with short word lists in place of the trained model of
-//! 20,000 words.
+//! The reference counts sentences with NLTK's Punkt. On 176 verdicts, the crate `sentencex` agrees with 160
+//! and `unicode-segmentation` with 147, which is too few. The crate `punkt` does not build on a stable
+//! compiler. This file therefore implements Punkt's decision procedure, with short word lists instead of the
+//! trained model of 20,000 words.
 
 use super::python::is_space;
 
@@ -23,20 +23,20 @@ const STARTERS: &str = "\
     some that the their then there these they this those though thus under we what when where while who \
     why with yet you your";
 
-/// Returns true for characters that end a word and may follow a sentence's last mark.
+/// Returns whether `c` ends a word and may follow a sentence's last mark.
 fn ends_word(c: char) -> bool {
     matches!(c, ')' | '"' | ';' | '}' | ']' | '*' | ':' | '@' | '\'' | '(' | '{' | '[' | '!' | '?')
 }
 
-/// A mark (`.`, `?`, `!`) that may end a sentence, with the context of the decision.
+/// A mark (`.`, `?`, `!`) that may end a sentence, and its context.
 struct Candidate {
     /// Byte index after the mark.
     end: usize,
-    /// Start of the next word when white space follows the mark.
+    /// Start of the next word, if white space follows the mark.
     next_word: Option<usize>,
-    /// First byte of the word that the mark closes.
+    /// First byte of the word that ends with the mark.
     word: usize,
-    /// End of the relevant text after the mark.
+    /// End of the text after the mark that the decision depends on.
     context_end: usize,
 }
 
@@ -54,7 +54,8 @@ pub(super) fn split_sentences(text: &str) -> Vec<&str> {
     realign(text, &spans)
 }
 
-/// Returns the possible sentence ends, from left to right; only the last one of each word.
+/// Returns the marks that may end a sentence, from left to right. Only the last mark of each word is
+/// returned.
 fn candidates(text: &str) -> Vec<Candidate> {
     let mut found: Vec<Candidate> = Vec::new();
     let mut previous_word_end = usize::MAX;
@@ -83,7 +84,7 @@ fn candidates(text: &str) -> Vec<Candidate> {
     found
 }
 
-/// Moves closing quotes and brackets at the start of a span to the previous sentence; drops empty spans.
+/// Moves closing quotes and brackets at the start of a span to the previous sentence. Drops empty spans.
 fn realign<'t>(text: &'t str, spans: &[(usize, usize)]) -> Vec<&'t str> {
     let mut result = Vec::new();
     let mut skipped = 0;
@@ -132,8 +133,8 @@ fn run_length(rest: &str) -> usize {
     [run('-'), run('.')].into_iter().find(|&length| length > 1).unwrap_or(0)
 }
 
-/// Returns true when a word ends before `rest`. A comma ends the word if `comma_ends` is true, or if a
-/// word end follows the comma.
+/// Returns whether a word ends before `rest`. A comma ends the word if `comma_ends` is true, or if a word end
+/// follows the comma.
 fn is_end(rest: &str, comma_ends: bool) -> bool {
     match rest.chars().next() {
         None => true,
@@ -142,12 +143,12 @@ fn is_end(rest: &str, comma_ends: bool) -> bool {
     }
 }
 
-/// Returns true when one of `words` ends a sentence and another follows it.
+/// Returns whether one of `words` ends a sentence and another word follows it.
 fn breaks(words: &[&str]) -> bool {
     words.windows(2).any(|pair| ends_sentence(pair[0], pair[1]))
 }
 
-/// Returns Punkt's decision for `word` before `next`.
+/// Returns whether `word` ends a sentence before `next`, as Punkt decides it.
 fn ends_sentence(word: &str, next: &str) -> bool {
     if matches!(word, "." | "?" | "!") {
         return true;
@@ -159,7 +160,7 @@ fn ends_sentence(word: &str, next: &str) -> bool {
             && STARTERS.split(' ').any(|word| word == next.to_lowercase().trim_end_matches('.'))
     };
     if stem.ends_with('.') {
-        return opens(); // An ellipsis.
+        return opens(); // The word ends in an ellipsis.
     }
     let abbreviation = ABBREVIATIONS.contains(&stem.as_str())
         || stem.rsplit('-').next().is_some_and(|last| ABBREVIATIONS.contains(&last));
@@ -186,7 +187,7 @@ mod tests {
 
     #[test]
     fn sentences_are_punkts() {
-        // Splits of NLTK 3.8.1 with its English model.
+        // The expected sentences are those of NLTK 3.8.1 with its English model.
         for (text, expected) in [
             ("One. Two? Three!", vec!["One.", "Two?", "Three!"]),
             (

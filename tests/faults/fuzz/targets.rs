@@ -1,6 +1,6 @@
 //! The parsers, each with sound examples of what it reads.
 
-use rloss::chat::{Chat, Format};
+use rloss::chat::{Chat, ChatFormat};
 use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
@@ -62,7 +62,11 @@ pub fn targets(scratch: &Path) -> Vec<Target> {
     all.extend(model_files(scratch));
     all.extend(run_files(scratch));
     all.extend(data(scratch));
-    all.extend([Format::Harmony, Format::ChatMl, Format::ThinkingChatMl].into_iter().flat_map(conversations));
+    all.extend(
+        [ChatFormat::Harmony, ChatFormat::ChatMl, ChatFormat::ThinkingChatMl]
+            .into_iter()
+            .flat_map(conversations),
+    );
     all.extend(answers());
     all
 }
@@ -102,7 +106,7 @@ fn recipes(scratch: &Path) -> Vec<Target> {
 
 fn model_files(scratch: &Path) -> Vec<Target> {
     let parent = |path: &Path| path.parent().expect("a folder").to_owned();
-    let vocabularies = [Format::Harmony, Format::ChatMl]
+    let vocabularies = [ChatFormat::Harmony, ChatFormat::ChatMl]
         .map(|format| format.from_embedded().expect("embedded").vocabulary().json_bytes().to_vec());
     let configs = ["gpt_oss_yarn", "gpt_oss_plain", "qwen2", "qwen2_tied", "qwen3", "qwen3_moe"]
         .map(|name| example(&format!("tests/fixtures/{name}/config.json")));
@@ -228,7 +232,7 @@ fn data(scratch: &Path) -> Vec<Target> {
         .collect();
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines/model");
     let config = Config::read(&folder).expect("a config");
-    let chat = Format::Harmony.from_embedded().expect("embedded");
+    let chat = ChatFormat::Harmony.from_embedded().expect("embedded");
     vec![
         target("rows", 6, [problems], file(scratch, "rows.jsonl", read)),
         target("packed rows", 4, [packed(problems)], file(scratch, "rows.jsonl.gz", read)),
@@ -245,25 +249,25 @@ fn data(scratch: &Path) -> Vec<Target> {
 }
 
 /// Conversations in `format`: of files, as text that was sampled, as ids that were.
-fn conversations(format: Format) -> [Target; 3] {
+fn conversations(format: ChatFormat) -> [Target; 3] {
     let chat = format.from_embedded().expect("embedded");
     let (rendering, sampling) = (chat.clone(), chat.clone());
     let (names, turns) = match format {
-        Format::Harmony => (
+        ChatFormat::Harmony => (
             ["messages", "turn", "token ids"],
             [
                 "<|channel|>analysis to=python<|message|>print(1)<|call|>",
                 "<|channel|>final<|message|>7<|return|>",
             ],
         ),
-        Format::ChatMl => (
+        ChatFormat::ChatMl => (
             ["ChatML messages", "ChatML turn", "ChatML ids"],
             [
                 "7 or so\n<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"print(1)\\n\"}}\n</tool_call><|im_end|>",
                 "It is 7.<|im_end|>",
             ],
         ),
-        Format::ThinkingChatMl => (
+        ChatFormat::ThinkingChatMl => (
             ["ChatML messages with thoughts", "ChatML turn with thoughts", "ChatML ids with thoughts"],
             [
                 "<think>\n3*4\n</think>\n\n<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"1\"}}\n</tool_call><|im_end|>",

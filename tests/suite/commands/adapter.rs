@@ -273,14 +273,14 @@ fn what_does_not_fit_is_refused_before_any_work() {
     for (sets, words) in [
         (&["adapter.targets=[\"*.conv\"]"][..], &["adapter.targets", "matches no parameter"][..]),
         (&["adapter.targets=[\"q_proj\"]"], &["did you mean \"*.q_proj.*\"?"]),
-        (&["adapter.targets=[\"all-linear\"]"], &["leave adapter.targets out for PEFT's \"all-linear\""]),
+        (&["adapter.targets=[\"all-linear\"]"], &["instead of PEFT's \"all-linear\", remove adapter.targets"]),
         (&["adapter.targets=[\"*.router.weight\"]"], &["matches nothing that can have an adapter"]),
         (&["adapter.dropout=0.1"], &["adapter.dropout", "importance ratio"]),
         (&["adapter.rank=0"], &["adapter.rank"]),
         (&["train.freeze=[\"*.nothing\"]"], &["train.freeze", "lora_"]),
         (&["train.freeze=[\"*\"]"], &["every parameter is frozen"]),
-        (&[run.as_str(), "adapter.rank=5"], &["comes with an adapter of rank 3", "asks for rank 5"]),
-        (&[nothing.as_str()], &["holds no adapter_config.json"]),
+        (&[run.as_str(), "adapter.rank=5"], &["has an adapter of rank 3", "requests rank 5"]),
+        (&[nothing.as_str()], &["has neither adapter_config.json"]),
     ] {
         refused(&mut small(&out, &with(sets)), words);
         assert!(!out.exists(), "{sets:?}");
@@ -292,7 +292,7 @@ fn check_mismatch_and_rollout_take_the_adapter_of_a_run() {
     let folder = TempDir::new().unwrap();
     let told =
         stdout(rloss().arg("check-mismatch").arg(straight()).arg("--out").arg(folder.path().join("m")));
-    assert!(told.contains("agree to the last bit"), "{told}");
+    assert!(told.contains("are bitwise equal"), "{told}");
     done(rloss().arg("rollout").arg(straight()).arg("--out").arg(folder.path().join("r")));
     let told = stdout(rloss().arg("check").arg(straight()));
     assert!(told.contains("adapter.rank = 3\n"), "{told}");

@@ -96,7 +96,7 @@ fn a_run_folder_of_somebody_else_starts_nothing_without_consent() {
     let shown = done(&mut made.command(&["check", "--no-run", "run"], true));
     let text = String::from_utf8_lossy(&shown.stdout).into_owned();
     assert!(
-        text.contains("starts   task.command = ") && text.contains("What differs from the defaults"),
+        text.contains("starts   task.command = ") && text.contains("Keys that differ from the defaults"),
         "{text}"
     );
     assert!(!made.has_started());

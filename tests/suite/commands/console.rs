@@ -45,13 +45,13 @@ fn the_warnings_of_the_console_are_kept_for_the_page() {
     let kept = || rloss::metrics::read_warnings(&out).iter().map(Warning::line).collect::<Vec<_>>();
     assert_eq!(kept(), of(&told));
     assert!(
-        told.contains("warning: step 1: 8 of 8 trajectories were cut at response_tokens_max = 2"),
+        told.contains("warning: step 1: 8 of 8 trajectories reached response_tokens_max = 2"),
         "{told}"
     );
-    assert!(told.contains("warning: evaluation after step 0: 16 of 16 trajectories were cut"), "{told}");
+    assert!(told.contains("warning: evaluation after step 0: 16 of 16 trajectories reached"), "{told}");
     let page = done(rloss().arg("report").arg(&out)).stdout;
     let page = std::fs::read_to_string(String::from_utf8(page).unwrap().trim()).unwrap();
-    assert!(page.contains("<dt>step 1<dd>8 of 8 trajectories were cut at response_tokens_max = 2"));
+    assert!(page.contains("<dt>step 1<dd>8 of 8 trajectories reached response_tokens_max = 2"));
     // A run that goes on keeps those before its checkpoint, once.
     let before = kept();
     let told = stderr(&done(&mut super::resumed(&out, &[&sets[..], &["train.steps=3"]].concat())));
@@ -61,7 +61,7 @@ fn the_warnings_of_the_console_are_kept_for_the_page() {
     assert!(told.contains("warning: step 3: "), "{told}");
     // Samplings keep theirs, too.
     let told = stderr(&done(rloss().args(["rollout", "--set", "rollout.response_tokens_max=2"]).arg(&out)));
-    assert!(told.contains("warning: 8 of 8 trajectories were cut"), "{told}");
+    assert!(told.contains("warning: 8 of 8 trajectories reached"), "{told}");
     let sampled = std::fs::read_dir(out.join("rollout")).unwrap().next().unwrap().unwrap().path();
     assert_eq!(rloss::metrics::read_warnings(&sampled).len(), of(&told).len(), "{told}");
 }
@@ -141,5 +141,5 @@ fn a_model_without_weights_is_warned_of() {
     std::fs::remove_file(model.join("model.safetensors")).unwrap();
     let sets = [&format!("model.path={}", model.display()), "cold_start.steps=1", "train.steps=0"];
     let text = stderr(&done(&mut small(&out, &sets)));
-    assert!(text.contains("warning: ") && text.contains("model␇ holds no weights"), "{text:?}");
+    assert!(text.contains("warning: ") && text.contains("model␇ has no weights"), "{text:?}");
 }

@@ -44,7 +44,7 @@ fn what_init_writes_runs_as_it_is_and_stays() {
     // From another folder the files are not found, and the cure is told.
     let from_elsewhere =
         output(rloss().current_dir(&elsewhere).arg("train").arg(folder.path().join("first.toml")));
-    let told = format!("and {} has it: run there", folder.path().display());
+    let told = format!("but the file is in {}; run from that folder", folder.path().display());
     assert!(stderr(&from_elsewhere).contains(&told), "{}", stderr(&from_elsewhere));
     // A file that is there stays, and then none is written.
     std::fs::remove_file(folder.path().join("first.py")).unwrap();
@@ -380,8 +380,8 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     let (told, recipe) = (text(&said.stdout), std::fs::read_to_string(folder.path().join("mine.toml")));
     assert!(told.contains("no data at ") && told.contains(" fetch gsm8k\n"), "{told} {}", stderr(&said));
     let recipe = recipe.unwrap();
-    assert!(recipe.contains("# Its data comes by: rloss fetch gsm8k\n"), "{recipe}");
-    assert!(recipe.contains(" # 16000000 in the base: longer answers are cut\n"), "{recipe}");
+    assert!(recipe.contains("# Fetch its data with: rloss fetch gsm8k\n"), "{recipe}");
+    assert!(recipe.contains(" # 16000000 in the base: longer answers are truncated\n"), "{recipe}");
     assert!(
         told.contains(" tokens, 16000000 in ") && told.contains("rollout.response_tokens_max\n"),
         "{told}"
@@ -419,7 +419,7 @@ fn chat_shows_no_control_sequence_and_refuses_what_it_cannot_open() {
     let run = super::warm_model().display().to_string();
     let said = chat(&[&run, "--set", "eval.temperature=2"], "\u{1b}[2J\u{7}\n/help\n/quit\nnot read\n");
     assert_eq!(said.status.code(), Some(0));
-    let told = "/help is sent as a message: other commands than /new and /quit are for terminals";
+    let told = "/help is not a command when input is not a terminal; it is sent as a message";
     assert!(stderr(&said).contains(told), "{}", stderr(&said));
     assert!(!said.stdout.contains(&0x1b) && !said.stderr.contains(&0x1b));
     let refused = chat(&["nowhere"], "hello\n");

@@ -87,7 +87,7 @@ fn a_flipped_bit_in_any_file_of_a_checkpoint_is_found_and_led_away_from() {
     let (out, sound) = (run.path(), "checkpoints/step-000001");
     for name in &names {
         flip(&checkpoint.join(name));
-        refused(&mut verify(&[&out]), &["DAMAGED", name, "step-000001: the newest sound checkpoint"]);
+        refused(&mut verify(&[&out]), &["DAMAGED", name, "step-000001: the newest intact checkpoint"]);
         if ["model.safetensors", "manifest.b3"].contains(&name.as_str()) {
             refused(&mut run.resume(), &[name, "newest intact checkpoint is step-000001", "mv "]);
             refused(rloss().arg("eval").arg(&out), &[name, "newest intact checkpoint is step-000001"]);
@@ -95,7 +95,7 @@ fn a_flipped_bit_in_any_file_of_a_checkpoint_is_found_and_led_away_from() {
         flip(&checkpoint.join(name));
     }
     done(&mut verify(&[&out]));
-    assert!(stdout(&done(&mut verify(&[&out.join(sound)]))).contains("sound"));
+    assert!(stdout(&done(&mut verify(&[&out.join(sound)]))).contains("intact"));
     // The command that the error gives is the way on.
     flip(&checkpoint.join("trainer.safetensors"));
     let text = refused(&mut run.resume(), &["step-000002/trainer.safetensors"]);
@@ -133,16 +133,16 @@ fn a_cut_or_edited_recipe_is_found_and_an_edit_can_be_accepted() {
     assert_eq!(fs::read_to_string(copy).unwrap(), whole);
     for cut in [0, 10, whole.len() / 2, whole.len() - 1] {
         fs::write(&recipe, &whole[..cut]).unwrap();
-        refused(&mut run.resume(), &["recipe.toml", "cut or changed", "rloss verify --accept"]);
-        refused(rloss().arg("eval").arg(run.path()), &["recipe.toml", "cut or changed"]);
+        refused(&mut run.resume(), &["recipe.toml", "truncated or changed", "rloss verify --accept"]);
+        refused(rloss().arg("eval").arg(run.path()), &["recipe.toml", "truncated or changed"]);
         assert_eq!(fs::read_to_string(&recipe).unwrap(), &whole[..cut], "left as it was");
     }
     // Its head and its seal taken off, as if it came from elsewhere.
     let bare: String = whole.lines().filter(|l| !l.starts_with('#')).map(|l| format!("{l}\n")).collect();
     fs::write(&recipe, bare).unwrap();
-    refused(&mut run.resume(), &["recipe.toml", "cut or changed"]);
+    refused(&mut run.resume(), &["recipe.toml", "truncated or changed"]);
     fs::write(&recipe, whole.replace("\nkeep = 9", "\nkeep = 8")).unwrap();
-    refused(&mut verify(&[&run.path()]), &["recipe.toml: it was cut or changed"]);
+    refused(&mut verify(&[&run.path()]), &["recipe.toml: it was truncated or changed"]);
     done(&mut verify(&[Path::new("--accept"), &run.path()]));
     done(&mut verify(&[&run.path()]));
     done(&mut run.resume());
@@ -192,7 +192,7 @@ fn a_model_from_elsewhere_is_unverified_for_verify_alone_and_can_be_given_a_mani
     let said = stderr(&done(&mut small(&folder.path().join("a"), &sets)));
     assert!(!said.contains("manifest"), "{said}");
     let found = done(&mut verify(&[&model]));
-    assert!(String::from_utf8_lossy(&found.stdout).contains("unverified: it has no manifest"));
+    assert!(String::from_utf8_lossy(&found.stdout).contains("cannot be verified, because it has no manifest"));
     done(&mut verify(&[Path::new("--accept"), &model]));
     done(&mut small(&folder.path().join("b"), &sets));
     flip(&model.join("config.json"));

@@ -139,7 +139,7 @@ fn a_control_group_that_is_too_small_is_refused_by_name() {
     let refused = output(&mut group.run(&train));
     let said = stderr(&refused);
     assert_eq!(refused.status.code(), Some(2), "{said}");
-    assert!(said.contains("left in the control group") && said.contains("what would help"), "{said}");
+    assert!(said.contains("left in the control group") && said.contains("remedies"), "{said}");
     assert!(!out.exists());
     // A smaller run fits.
     let smaller =

@@ -207,7 +207,7 @@ fn a_run_that_exists_is_not_overwritten() {
     for name in ["recipe.toml", "metrics.jsonl"] {
         std::fs::copy(baseline().join(name), out.join(name)).unwrap();
     }
-    refused(&mut small(&out, &[]), &["already holds a run", "--resume", "--out"]);
+    refused(&mut small(&out, &[]), &["already contains a run", "--resume", "--out"]);
     refused(&mut resumed(&out, &["train.seed=7"]), &["train.seed", "recipe.toml"]);
     refused(
         &mut resumed(&out, &["rollout.temperature=0.5", "policy.clip_low=0.1"]),

@@ -22,7 +22,7 @@ fn calls_are_read_in_every_order() {
         (" to=python<|message|>1<|call|>", None, None),
     ] {
         let parsed = turn(text);
-        assert_eq!((parsed.end, &parsed.problem), (TurnEnd::Called, &None), "{text}");
+        assert_eq!((parsed.end, &parsed.error), (TurnEnd::Called, &None), "{text}");
         let [call] = &parsed.messages[..] else { panic!("{text}: {parsed:?}") };
         assert_eq!(call.recipient.as_deref(), Some("python"));
         assert_eq!(call.channel.as_deref(), channel, "{text}");
@@ -77,10 +77,10 @@ fn problems_are_named_and_keep_the_text() {
         let parsed = turn(text);
         assert_eq!((parsed.end, parsed.messages.len()), (end, messages), "{text}: {parsed:?}");
         if problem.is_some() || end == TurnEnd::Returned {
-            assert_eq!(parsed.problem, problem, "{text}");
+            assert_eq!(parsed.error, problem, "{text}");
         }
         assert!(parsed.messages.iter().all(|m| m.role == Role::Assistant), "{text}");
-        if let Some(problem) = parsed.problem {
+        if let Some(problem) = parsed.error {
             assert!(problem.reply().starts_with("Error: ") && problem.reply().len() < 100);
         }
     }
@@ -90,11 +90,11 @@ fn problems_are_named_and_keep_the_text() {
 #[test]
 fn a_repeated_opening_is_the_turns_own_header() {
     let plain = turn("<|channel|>final<|message|>x<|return|>");
-    assert_eq!((plain.end, &plain.problem), (TurnEnd::Returned, &None));
+    assert_eq!((plain.end, &plain.error), (TurnEnd::Returned, &None));
     assert_eq!(turn("<|start|>assistant<|channel|>final<|message|>x<|return|>"), plain);
 
     let call = turn("<|start|>assistant to=python<|channel|>analysis<|message|>1<|call|>");
-    assert_eq!((call.end, &call.problem), (TurnEnd::Called, &None));
+    assert_eq!((call.end, &call.error), (TurnEnd::Called, &None));
     assert_eq!(call.messages, [Message::call("python", "analysis", "1")]);
 
     let named = |author: &str| Some(TurnError::WrongAuthor { author: author.into() });
@@ -114,7 +114,7 @@ fn a_repeated_opening_is_the_turns_own_header() {
         ),
     ] {
         let parsed = turn(text);
-        assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, problem), "{text}");
+        assert_eq!((parsed.end, parsed.error), (TurnEnd::Malformed, problem), "{text}");
     }
 }
 
@@ -123,7 +123,7 @@ fn a_malformed_turn_stays_what_it_was() {
     let tokenizer = embedded();
     let tokens = encode_with_special(&tokenizer, "<|channel|>final<|message|>7<|call|>more");
     let parsed = parse_completion(&tokenizer, &tokens);
-    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnError::CallWithoutRecipient)));
+    assert_eq!((parsed.end, parsed.error), (TurnEnd::Malformed, Some(TurnError::CallWithoutRecipient)));
 }
 
 #[test]
@@ -134,14 +134,14 @@ fn characters_may_span_tokens_and_bad_bytes_stay_visible() {
     // Without its last byte the emoji is one replacement character, in all parsers.
     tokens.remove(tokens.len() - 2);
     let parsed = parse_completion(&tokenizer, &tokens);
-    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Returned, Some(TurnError::InvalidUtf8)));
+    assert_eq!((parsed.end, parsed.error), (TurnEnd::Returned, Some(TurnError::InvalidUtf8)));
     assert_eq!(parsed.messages[0].content, "é\u{fffd}");
     let strict = parse(&tokenizer, Role::Assistant, ParseMode::Strict, &tokens).unwrap();
     assert_eq!(strict, parsed.messages);
     let mut call = encode_with_special(&tokenizer, " to=python<|message|>1<|call|>");
     call.insert(call.len() - 1, 16 + 0xff);
     let parsed = parse_completion(&tokenizer, &call);
-    assert_eq!((parsed.end, parsed.problem), (TurnEnd::Malformed, Some(TurnError::InvalidUtf8)));
+    assert_eq!((parsed.end, parsed.error), (TurnEnd::Malformed, Some(TurnError::InvalidUtf8)));
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn random_turns_end_in_a_defined_state() {
         let mut parser = TurnParser::new(&tokenizer);
         let mut over = None;
         for &token in &tokens {
-            if let TurnStep::Over(end) = parser.push(token) {
+            if let TurnStep::Ended(end) = parser.push(token) {
                 over = Some(end);
                 break;
             }
@@ -198,7 +198,7 @@ fn random_turns_end_in_a_defined_state() {
         let parsed = parser.finish();
         assert_eq!(parsed.end, over.unwrap_or(TurnEnd::Truncated));
         match parsed.end {
-            TurnEnd::Malformed | TurnEnd::Truncated => assert!(parsed.problem.is_some()),
+            TurnEnd::Malformed | TurnEnd::Truncated => assert!(parsed.error.is_some()),
             TurnEnd::Called => {
                 let call = parsed.messages.last().unwrap();
                 assert!(call.recipient.as_deref().is_some_and(|name| !name.is_empty()));
@@ -243,7 +243,7 @@ fn a_rendered_turn_is_read_back() {
         let sampled = rendered.tokens.strip_prefix(&opening[..]).unwrap();
         let parsed = parse_completion(&tokenizer, sampled);
         assert_eq!(parsed.messages, messages);
-        assert_eq!(parsed.problem, None);
+        assert_eq!(parsed.error, None);
         assert_eq!(parsed.end, if round % 2 == 0 { TurnEnd::Called } else { TurnEnd::Returned });
     }
 }

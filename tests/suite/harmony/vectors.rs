@@ -117,7 +117,7 @@ fn parse_vectors_read_tolerantly() {
     for (tokenizer, row) in sets.iter().flat_map(|(_, t, rows)| rows.iter().map(move |r| (t, r))) {
         let parsed = parse_completion(tokenizer, &ids(&row["tokens"]));
         let Some(expected) = row["strict"].get("messages") else {
-            assert!(parsed.problem.is_some(), "{}", row["text"]);
+            assert!(parsed.error.is_some(), "{}", row["text"]);
             malformed += 1;
             continue;
         };
@@ -165,7 +165,7 @@ fn tool_reply_vectors_parse() {
     assert_eq!(messages[1..], [call.clone(), reply.clone()]);
     // The turn itself ends at the call; the reply behind it is not the assistant's.
     let mut parser = TurnParser::new(tokenizer);
-    let over = tokens.iter().position(|&token| matches!(parser.push(token), TurnStep::Over(_))).unwrap();
+    let over = tokens.iter().position(|&token| matches!(parser.push(token), TurnStep::Ended(_))).unwrap();
     assert_eq!(parser.call(), Some(&call));
     assert_eq!(tokens[over], tokenizer.control_tokens().call);
 

@@ -42,7 +42,7 @@ fn embedded_ids_are_the_documented_ones() {
     let tokenizer = embedded();
     assert_eq!(tokenizer.vocab_size(), 272);
     let control = tokenizer.control_tokens();
-    let ids = [control.start, control.message, control.channel, control.end, control.call, control.ret];
+    let ids = [control.start, control.message, control.channel, control.end, control.call, control.return_];
     assert_eq!(ids, [1, 2, 3, 4, 5, 6]);
     assert_eq!((tokenizer.pad_id(), control.constrain), (Some(0), None));
     let words =

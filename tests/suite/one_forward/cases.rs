@@ -1,7 +1,7 @@
 //! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
 
 use anyhow::{Context, Result, ensure};
-use rloss::chat::Format;
+use rloss::chat::ChatFormat;
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
@@ -373,13 +373,13 @@ impl Talk {
     /// What a turn begins with and what it ends in.
     fn frame(&self, last: bool) -> (&[u32], &[u32]) {
         match (self.family.chat, last) {
-            (Format::Harmony, true) => (&FINAL, &[RETURN]),
-            (Format::Harmony, false) => (&TO_PYTHON_CALL, &[CALL]),
-            (Format::ChatMl, true) => (&[], &[IM_END]),
-            (Format::ChatMl, false) => (&[TOOL_CALL, PYTHON_CODE], &[CODE_END, IM_END]),
-            (Format::ThinkingChatMl, true) => (&[], &[IM_END]),
+            (ChatFormat::Harmony, true) => (&FINAL, &[RETURN]),
+            (ChatFormat::Harmony, false) => (&TO_PYTHON_CALL, &[CALL]),
+            (ChatFormat::ChatMl, true) => (&[], &[IM_END]),
+            (ChatFormat::ChatMl, false) => (&[TOOL_CALL, PYTHON_CODE], &[CODE_END, IM_END]),
+            (ChatFormat::ThinkingChatMl, true) => (&[], &[IM_END]),
             // Two tokens more come before: those of thoughts.
-            (Format::ThinkingChatMl, false) => (&[TOOL_CALL, PYTHON_CODE + 2], &[CODE_END + 2, IM_END]),
+            (ChatFormat::ThinkingChatMl, false) => (&[TOOL_CALL, PYTHON_CODE + 2], &[CODE_END + 2, IM_END]),
         }
     }
 }
@@ -398,7 +398,7 @@ impl TokenSource for Talk {
             Some(&token) => token,
             None if place.token >= length => closing[(place.token - length).min(closing.len() - 1)],
             // Digits: nothing that would end the text of a call or have to be escaped in it.
-            None if self.family.chat != Format::Harmony => BYTES + 48 + drawn % 10,
+            None if self.family.chat != ChatFormat::Harmony => BYTES + 48 + drawn % 10,
             None if drawn < BYTES => BYTES + 32 + drawn,
             None => drawn,
         })

@@ -8,7 +8,7 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
         (
             "[policy.sapo]\ntemperature_positive = 2",
             "policy.sapo",
-            "policy.loss = \"sapo\" alone reads it, and it is \"ppo\"",
+            "only policy.loss = \"sapo\" uses this table, and policy.loss is \"ppo\"",
         ),
         (
             "policy.loss = \"sapo\"\npolicy.vespo.power_positive = 1",
@@ -23,7 +23,7 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
         (
             "policy.advantage = \"maxrl\"",
             "policy.advantage",
-            "this task's rewards of wrong answers are negative (task.name)",
+            "this task gives negative rewards to wrong answers (task.name)",
         ),
         (
             "task.name = \"command\"\ntask.command = [\"true\"]\npolicy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"",

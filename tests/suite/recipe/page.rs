@@ -8,31 +8,31 @@ use rloss::settings::Entry;
 const HEAD: &str = "\
 # Recipes
 
-A recipe is a TOML file. Every key has a default: a recipe holds only the keys that differ from it. The
+A recipe is a TOML file. Every key has a default, so a recipe has only the keys that differ from it. The
 `recipe.toml` of a run folder is the resolved recipe, with every key. Training it again gives the same run,
-unless a resume changed `[eval]` or `[checkpoint]` on the way.
+unless a resume changed `[eval]` or `[checkpoint]`.
 
-- `base = \"FILE\"`, before any table, names a recipe to start from: the keys here override its keys. The path
-  is relative to this recipe's folder; a name without a file, such as `base = \"gsm8k_qwen\"`, is a recipe of
-  the program. A base may have a base. The resolved recipe holds the keys of all.
+- `base = \"FILE\"`, before any table, names a recipe to start from. The keys of this recipe override the base's keys.
+  The path is relative to this recipe's folder. A name without a file, such as `base = \"gsm8k_qwen\"`, is a
+  built-in recipe. A base may have a base. The resolved recipe has the keys of all.
 - `rloss init NAME --from RECIPE --model FOLDER` writes such a recipe with sizes for this machine.
 - `rloss schema > recipe.schema.json` writes the keys as JSON Schema. An editor with taplo completes and
   checks a recipe whose first line is `#:schema ./recipe.schema.json`.
-- A key that a command does not read is no mistake for it: `rloss chat` needs no training data, and
+- A command ignores mistakes in keys that it does not read: `rloss chat` needs no training data, and
   `rloss rollout` ignores `train.minibatches`.
-- Names of TRL, PEFT and verl are answered with the keys here: [POLICY.md](POLICY.md).
+- For keys of TRL, PEFT and verl, the error message names the recipe's keys: [POLICY.md](POLICY.md).
 - `--set key=value` overrides a key, and the last one wins: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
-- `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`: the folder has its own.
-- Relative paths count from the working directory. The resolved recipe holds absolute paths.
+- `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`, because the folder has its own.
+- Relative paths are relative to the working directory. The resolved recipe has absolute paths.
 - All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
 - A run resumed with `--resume` may differ in `device`, `train.steps`, `train.on_bad_step`,
-  `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. Another
-  `train.steps` does not change the learning-rate schedule: it ends at the same step, which the run's recipe
-  then names in `schedule_steps`.
+  `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. A new
+  `train.steps` does not change the learning-rate schedule: the schedule ends at the same step as before, which
+  the run's recipe then has in `schedule_steps`.
 
-This page is generated from the settings types of `src/`, and a test compares the two. To write it again after
-a change there, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
+This page is generated from the settings types in `src/`, and a test compares the two. To generate it again after
+a change, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
 ";
 
 /// The text of `docs/recipes.md`.

@@ -9,7 +9,7 @@ use std::path::Path;
 pub(super) fn mistakes(text: &str, sets: &[&str]) -> Vec<String> {
     let sets: Vec<String> = sets.iter().map(|set| set.to_string()).collect();
     let mistakes = resolve(Path::new("r.toml"), text, &sets).expect_err("the recipe is broken");
-    mistakes.0.iter().map(ToString::to_string).collect()
+    mistakes.listed.iter().map(ToString::to_string).collect()
 }
 
 pub(super) fn mistake(text: &str, sets: &[&str]) -> String {
@@ -33,7 +33,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "train.seed = 9223372036854775808",
-            "r.toml:1: train.seed: 9223372036854775808 does not fit 64 bits with a sign; give an integer, 0 or more",
+            "r.toml:1: train.seed: 9223372036854775808 does not fit in a signed 64-bit integer; give an integer, 0 or more",
         ),
         ("[train]\nstep = 80", "r.toml:2: train.step: unknown key; did you mean train.steps?"),
         (
@@ -62,7 +62,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "train = 3",
-            "r.toml:1: train: found a value where a table belongs; write [train] and its keys below",
+            "r.toml:1: train: found a value instead of a table; write [train] and its keys below",
         ),
         ("[train.steps]\nx = 1", "r.toml:1: train.steps: found a table; give an integer, 0 to 1000000000"),
         (
@@ -101,22 +101,22 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[eval]\npass_at = [\n 4]",
-            "r.toml:2: eval.pass_at: pass@4 needs at least 4 samples, and eval.samples is 1; raise it",
+            "r.toml:2: eval.pass_at: pass@4 needs at least 4 samples, but eval.samples is 1; raise it",
         ),
         (
             "[eval]\nsamples = 8\ntemperature = 0",
-            "r.toml:2: eval.samples: at temperature 0 all 8 samples of a problem are the same; write 1, or raise \
+            "r.toml:2: eval.samples: at temperature 0 all 8 samples of a problem are equal; write 1, or raise \
              eval.temperature",
         ),
         (
             "[policy]\nclip_low = 1.0",
             "r.toml:2: policy.clip_low: 1 is out of range for the ratio of ppo; give a number above 0 and below 1 (only cispo, \
-             which bounds a weight, takes more)",
+             which clips a weight, accepts larger ones)",
         ),
         (
             "[policy]\nloss = \"gspo\"\nclip_high = 3",
             "r.toml:3: policy.clip_high: 3 is out of range for the ratio of gspo; give a number above 0 and below 1 (only \
-             cispo, which bounds a weight, takes more)",
+             cispo, which clips a weight, accepts larger ones)",
         ),
         (
             "[policy]\nclip_low = 0",
@@ -128,8 +128,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[policy]\ndual_clip = 0.5",
-            "r.toml:2: policy.dual_clip: 0.5 would bound the ratio where it is not yet off policy; give more than 1, or 0 for \
-             none",
+            "r.toml:2: policy.dual_clip: 0.5 would clip the ratio of on-policy samples; give more than 1, or 0 for no clip",
         ),
         (
             "[train.optimizer]\nbeta2 = 1",
@@ -137,13 +136,11 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[train.optimizer]\nmomentum = 0.9",
-            "r.toml:2: train.optimizer.momentum: only kind = \"sgd\" has a momentum, and train.optimizer.kind is \"adamw\", \
-             whose first moment decays by beta1; remove one of the two",
+            "r.toml:2: train.optimizer.momentum: only kind = \"sgd\" has a momentum, but train.optimizer.kind is \"adamw\", which uses beta1 instead; remove one of the two",
         ),
         (
             "[cold_start]\noptimizer = { kind = \"adamw_8bit\", momentum = 0.9 }",
-            "r.toml:2: cold_start.optimizer.momentum: only kind = \"sgd\" has a momentum, and cold_start.optimizer.kind is \
-             \"adamw_8bit\", whose first moment decays by beta1; remove one of the two",
+            "r.toml:2: cold_start.optimizer.momentum: only kind = \"sgd\" has a momentum, but cold_start.optimizer.kind is \"adamw_8bit\", which uses beta1 instead; remove one of the two",
         ),
         (
             "[train.optimizer]\nkind = \"sgd\"\nmomentum = 1",
@@ -164,13 +161,11 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[rollout]\ntop_p = 0.9",
-            "r.toml:2: rollout.top_p: sampling for training may not leave tokens out: after one update the kept set moves, and \
-             importance ratios become 0 or infinite; write 1, and use the same key of [eval] for evaluation",
+            "r.toml:2: rollout.top_p: sampling for training must not exclude tokens: after one update other tokens are excluded, and importance ratios become 0 or infinite; write 1, and use the same key of [eval] for evaluation",
         ),
         (
             "[rollout]\nresponse_tokens_max = 160",
-            "r.toml:2: rollout.response_tokens_max: 160 leaves no room for a prompt: the recipe names no model, and the model \
-             of its [model.architecture] has a context of 160 tokens; name yours with model.path, lower this key, or raise \
+            "r.toml:2: rollout.response_tokens_max: 160 leaves no space for a prompt: the recipe names no model, and its [model.architecture] has a context of 160 tokens; set model.path to your model, lower this key, or raise \
              model.architecture.max_position_embeddings",
         ),
         (
@@ -191,7 +186,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[model]\npath = \"src\"\narchitecture.hidden_size = 8",
-            "r.toml:3: model.architecture: the folder of model.path says the architecture in its config.json; remove one of the \
+            "r.toml:3: model.architecture: config.json in the folder of model.path already defines the architecture; remove one of the \
              two",
         ),
         (
@@ -200,49 +195,48 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[model]\npath = \"\"",
-            "r.toml:2: model.path: the path is empty; name a file or folder, or leave the key out",
+            "r.toml:2: model.path: the path is empty; name a file or folder, or remove the key",
         ),
         (
             "[task]\nvalidation_rows_max = 5",
-            "r.toml:2: task.validation_rows_max: the task arithmetic reads no rows; remove the key",
+            "r.toml:2: task.validation_rows_max: the task arithmetic reads no file; remove the key",
         ),
         (
             "[task]\ntrain_file = \"Cargo.toml\"",
-            "r.toml:2: task.train_file: the task arithmetic makes its own problems; remove the key",
+            "r.toml:2: task.train_file: the task arithmetic generates its problems; remove the key",
         ),
         (
             "[task]\ngrading = \"all\"",
-            "r.toml:2: task.grading: only the task verify_if reads this, and task.name is arithmetic; remove one of the two",
+            "r.toml:2: task.grading: only the task verify_if uses this key, and task.name is arithmetic; remove one of the two",
         ),
         (
             "[task]\nname = \"verify_if\"\ntrain_file = \"Cargo.toml\"\nvalidation_file = \"Cargo.toml\"\nanswer = \"exact\"",
-            "r.toml:5: task.answer: only the task retool reads this, and task.name is verify_if; remove one of the two",
+            "r.toml:5: task.answer: only the task retool uses this key, and task.name is verify_if; remove one of the two",
         ),
         (
             "[task]\nname = \"retool\"\ntrain_file = \"Cargo.toml\"\nextraction = \"strict\"\nvalidation_file = \"Cargo.toml\"",
-            "r.toml:4: task.extraction: only the task gsm8k reads this, and task.name is retool; remove one of the two",
+            "r.toml:4: task.extraction: only the task gsm8k uses this key, and task.name is retool; remove one of the two",
         ),
         (
             "[task]\nname = \"retool\"\ntrain_file = \"Cargo.toml\"",
-            "r.toml:1: task.validation_file: missing, and the task retool reads its problems from it; name the file",
+            "r.toml:1: task.validation_file: missing, and the task retool reads its problems from this file; set the key",
         ),
         (
             "[task]\ncommand = [\"python3\"]",
-            "r.toml:2: task.command: only the task command reads this, and task.name is arithmetic; remove one of the two",
+            "r.toml:2: task.command: only the task command uses this key, and task.name is arithmetic; remove one of the two",
         ),
         (
             "[task]\nname = \"command\"",
-            "r.toml:1: task.command: missing, and the task command runs it; write a program and its arguments, such as \
+            "r.toml:1: task.command: missing, and the task \"command\" runs this program; write a program and its arguments, such as \
              [\"python3\", \"my_task.py\"]",
         ),
         (
             "[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"",
-            "r.toml:1: task.train_file: missing, and the task gsm8k reads its problems from it; name the file",
+            "r.toml:1: task.train_file: missing, and the task gsm8k reads its problems from this file; set the key",
         ),
         (
             "[interpreter]\ntime_limit_s = 5",
-            "r.toml:1: interpreter.wall_clock_s: 3 must be above interpreter.time_limit_s, 5: the kill is the backstop of the \
-             interpreter's own limit; raise it",
+            "r.toml:1: interpreter.wall_clock_s: 3 must be above interpreter.time_limit_s, 5: the program is killed only if its own time limit fails; raise it",
         ),
         (
             "[train]\nfreeze = [\"\"]",
@@ -260,7 +254,7 @@ fn a_group_of_one_is_refused_where_the_advantage_compares_within_groups() {
         |advantage: &str| format!("rollout.samples_per_prompt = 1\npolicy.advantage = \"{advantage}\"");
     assert_eq!(
         mistake(&text("grpo"), &[]),
-        "r.toml:1: rollout.samples_per_prompt: a group of one keeps its raw reward as advantage under grpo; give 2 or more, or \
+        "r.toml:1: rollout.samples_per_prompt: a group of one has its raw reward as advantage under grpo; give 2 or more, or \
          an advantage without groups such as \"reinforce_plus_plus\""
     );
     for advantage in ["dr_grpo", "grpo_batch_std", "rloo"] {
@@ -421,7 +415,7 @@ fn no_damage_to_a_recipe_is_a_panic() {
     let text = include_str!("everything.toml");
     let read = |text: &str| match resolve(Path::new("r.toml"), text, &[text.to_owned()]) {
         Ok(plan) => assert!(plan.to_toml().contains("[train]")),
-        Err(mistakes) => assert!(!mistakes.0.is_empty()),
+        Err(mistakes) => assert!(!mistakes.listed.is_empty()),
     };
     for (end, _) in text.char_indices() {
         read(&text[..end]);
@@ -448,7 +442,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             "policy.old_logprob = \"rollout\"\ntrain.minibatches = 65".to_owned(),
             "train.minibatches",
-            "65 updates of a step's 64 trajectories",
+            "65 updates are more than the 64 trajectories of a step",
         ),
         (
             "policy.old_logprob = \"rollout\"\npolicy.correction.is = \"token\"".to_owned(),
@@ -480,14 +474,14 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             correction("reject = [\"token_k2\", \"token_k2\"]\nreject_bounds = [[1.0], [1.0]]"),
             "policy.correction.reject",
-            "token_k2 is there twice",
+            "token_k2 is listed twice",
         ),
         (
             "policy.router_replay = \"rollout\"".to_owned(),
             "policy.router_replay",
             "rollout.keep_routes = true",
         ),
-        ("policy.router_replay = \"recompute\"".to_owned(), "policy.router_replay", "the same pass"),
+        ("policy.router_replay = \"recompute\"".to_owned(), "policy.router_replay", "the same forward pass"),
         (
             "[policy.kl]\nplace = \"reward\"\nestimator = \"k3+\"".to_owned(),
             "policy.kl.estimator",
@@ -498,14 +492,14 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             "[policy.kl]\nplace = \"loss\"\ntarget = 0.1".to_owned(),
             "policy.kl.target",
-            "steers the divergence in the reward",
+            "controls the divergence in the reward",
         ),
         ("[policy.kl]\nplace = \"reward\"\ntarget = 0".to_owned(), "policy.kl.target", "above 0"),
         ("policy.kl.horizon = 0".to_owned(), "policy.kl.horizon", "above 0"),
         (
             "[policy.kl]\nplace = \"reward\"\ntarget = 0.1\nhorizon = 12".to_owned(),
             "policy.kl.horizon",
-            "to 0 or below",
+            "could become 0 or negative",
         ),
         (
             "policy.loss = \"gspo\"\npolicy.correction.is = \"token\"".to_owned(),
@@ -521,7 +515,7 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             "policy.advantage = \"remax\"\ntrain.trajectories = \"Cargo.toml\"".to_owned(),
             "policy.advantage",
-            "needs a greedy sample of each prompt",
+            "needs a greedy sample for each prompt",
         ),
         (
             "policy.advantage = \"remax\"\nrollout.resample_rounds_max = 1".to_owned(),
@@ -549,11 +543,11 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
             "more than the 72",
         ),
         ("[critic]".to_owned(), "critic", "write \"gae\", or remove [critic]"),
-        ("critic.optimizer.lr = 1e-4".to_owned(), "critic", "it is \"grpo\""),
+        ("critic.optimizer.lr = 1e-4".to_owned(), "critic", "policy.advantage is \"grpo\""),
         (
             "policy.advantage = \"gae\"\ncritic.minibatches = 65".to_owned(),
             "critic.minibatches",
-            "65 updates of a step's 64",
+            "65 updates are more than the 64",
         ),
         ("policy.advantage = \"gae\"\ncritic.lambda = 1.5".to_owned(), "critic.lambda", "0 to 1"),
         ("policy.advantage = \"gae\"\ncritic.freeze = [\"\"]".to_owned(), "critic.freeze", "empty pattern"),
@@ -584,7 +578,7 @@ fn what_only_looks_like_a_contradiction_is_allowed() {
         "policy.advantage = \"remax\"\nrollout.samples_per_prompt = 1",
     ] {
         let found = resolve(Path::new("r.toml"), text, &[]);
-        let plan = found.unwrap_or_else(|mistakes| panic!("{text}: {:?}", mistakes.0));
+        let plan = found.unwrap_or_else(|mistakes| panic!("{text}: {:?}", mistakes.listed));
         assert!(plan.warnings.is_empty(), "{text}: {:?}", plan.warnings);
     }
 }

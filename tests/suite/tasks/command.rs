@@ -203,7 +203,7 @@ fn a_problem_is_asked_for_again_and_one_that_never_comes_fails_its_trajectories(
     assert_eq!(problem.id, "mine/train/9");
     assert!(script.started() > before);
     let error = task.reward(&problem, &transcript(&[])).unwrap_err();
-    assert!(error.to_string().contains("the problem could not be had"), "{error}");
+    assert!(error.to_string().contains("the program did not give the problem"), "{error}");
     assert_eq!(task.training_problem(0, 10).messages, [Message::user("train 0 10")]);
 }
 
@@ -230,7 +230,7 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         ),
         (
             "print('{\"rows\": 1}')",
-            "unknown key `rows` in the answer; it may hold version, name, validation_problems",
+            "unknown key `rows` in the answer; it may have version, name, validation_problems",
         ),
         ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat \""),
         ("print('{\"request_id\": \"x\"}')", "no `version`; add \"version\": 2"),
@@ -263,7 +263,7 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         let missing = open(&settings(&command)).err().expect("refused").to_string();
         let file = &command[command.len() - 1];
         let told = format!(
-            "; no file {file} in {}, the working directory, from which relative paths count",
+            "; no file {file} in {}, the working directory, to which paths are relative",
             here.display()
         );
         assert!(missing.ends_with(&told), "{missing}");
@@ -442,7 +442,7 @@ fn named_rewards_are_those_that_describe_weighs() {
     for (reward, reason) in [
         ("{\"rewards\": {\"a\": 3}}", "`rewards` of the answer has no `b`"),
         ("{\"reward\": 1}", "`rewards` of the answer has no `a`"),
-        ("{\"rewards\": {\"c\": 3, \"b\": 4}}", "has `c`, which `describe` does not weigh; did you mean `a`"),
+        ("{\"rewards\": {\"c\": 3, \"b\": 4}}", "has `c`, which has no weight in `describe`; did you mean `a`"),
         ("{\"rewards\": {\"a\": 3, \"b\": 4, \"c\": 5}}", "`rewards` of the answer has `c`; give its weight"),
         ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not numbers by name"),
         ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has both `reward` and `rewards`"),

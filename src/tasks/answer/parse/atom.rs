@@ -9,8 +9,8 @@ impl<'a> Parser<'a> {
     pub(super) fn atom(&mut self) -> Option<Expr> {
         match self.peek()? {
             '0'..='9' | '.' => self.number(),
-            '(' | '[' => self.nested(Self::bracketed),
-            '{' => self.nested(Self::braced),
+            '(' | '[' => self.nested(Self::parse_bracketed),
+            '{' => self.nested(Self::parse_braced),
             '|' => self.between("|", "|", "abs"),
             '∞' => {
                 self.at += '∞'.len_utf8();
@@ -69,7 +69,7 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses `(a)` and `(a, b]`.
-    fn bracketed(&mut self) -> Option<Expr> {
+    fn parse_bracketed(&mut self) -> Option<Expr> {
         let open = if self.take("(") { '(' } else { '[' };
         self.at += usize::from(self.rest().starts_with('['));
         let mut items = self.items()?;
@@ -84,13 +84,13 @@ impl<'a> Parser<'a> {
         }
     }
 
-    fn braced(&mut self) -> Option<Expr> {
+    fn parse_braced(&mut self) -> Option<Expr> {
         self.take("{");
         let inner = self.groups();
         if self.take("}") { inner } else { None }
     }
 
-    /// Parses `open … close` as a call of `function`.
+    /// Parses `open … close` as a call of `function`, such as `|x|`.
     fn between(&mut self, open: &str, close: &str, function: &str) -> Option<Expr> {
         self.nested(|p| {
             p.take(open);
@@ -100,10 +100,10 @@ impl<'a> Parser<'a> {
         })
     }
 
-    /// Parses a command's argument: a group in braces, or one token.
+    /// Parses the argument of a command: a group in braces, or one token.
     pub(super) fn argument(&mut self) -> Option<Expr> {
         match self.peek()? {
-            '{' => self.nested(Self::braced),
+            '{' => self.nested(Self::parse_braced),
             '-' => {
                 self.take("-");
                 self.argument_token().map(Expr::negate)
@@ -118,7 +118,7 @@ impl<'a> Parser<'a> {
                 self.at += 1;
                 digit.to_digit(10).map(|d| Expr::integer(d.into()))
             }
-            '(' => self.nested(Self::bracketed),
+            '(' => self.nested(Self::parse_bracketed),
             '\\' => self.nested(Self::command),
             c if c.is_alphabetic() => {
                 self.at += c.len_utf8();
@@ -128,7 +128,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Parses a letter as a variable, and a run of letters as a function's name or a product.
+    /// Parses a letter as a variable, and several letters as a function's name or a product.
     fn letter(&mut self, first: char) -> Option<Expr> {
         let rest = self.rest();
         let run = &rest[..rest.len() - rest.trim_start_matches(|c: char| c.is_alphabetic()).len()];
@@ -148,9 +148,9 @@ impl<'a> Parser<'a> {
             _ => {}
         }
         self.at += first.len_utf8();
-        // `f(x)`: these letters are functions.
+        // In `f(x)`, these letters are functions.
         if matches!(first, 'f' | 'g' | 'h' | 'F' | 'G' | 'H') && self.rest().starts_with('(') {
-            let argument = self.nested(Self::bracketed)?;
+            let argument = self.nested(Self::parse_bracketed)?;
             return Some(Expr::Call(first.to_string(), vec![argument]));
         }
         Some(Expr::Symbol(first.to_string()))
@@ -224,7 +224,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Parses `\sin^2 x`, `\log_2 8`, `\sin(x)`, `\cos 2x` after the name.
+    /// Parses the rest of `\sin^2 x`, `\log_2 8`, `\sin(x)` or `\cos 2x` after the function's name.
     fn function(&mut self, name: &str) -> Option<Expr> {
         let base = if name == "log" && self.take("_") { Some(self.argument()?) } else { None };
         let exponent = if self.take("^") { Some(self.argument()?) } else { None };
@@ -246,7 +246,8 @@ impl<'a> Parser<'a> {
         })
     }
 
-    /// Parses a bracket, or the factors up to an operator, a bracket or the next function.
+    /// Parses a function's argument: a bracket, or the factors up to an operator, a bracket or the next
+    /// function.
     fn function_argument(&mut self) -> Option<Expr> {
         if matches!(self.peek()?, '(' | '{' | '[') {
             return self.atom();
@@ -298,7 +299,8 @@ fn digits_of(rest: &str) -> &str {
     &rest[..rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len()]
 }
 
-/// Returns the command at the start of `rest`: a backslash with letters, or with one other character.
+/// Returns the command at the start of `rest`: a backslash and letters, or a backslash and one other
+/// character.
 pub(super) fn command(rest: &str) -> &str {
     let Some(after) = rest.strip_prefix('\\') else { return "" };
     let letters = after.len() - after.trim_start_matches(|c: char| c.is_ascii_alphabetic()).len();

@@ -15,21 +15,21 @@ pub(super) enum Aspect {
     Paragraphs,
     Bullets,
     Commas,
-    /// The form of the whole response.
+    /// The format of the whole response.
     Shape,
 }
 
-/// Language requirement of a kind.
+/// The language that a kind requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum LanguageRule {
     Any,
-    /// Refers to English words or to a script with upper and lower case.
+    /// English, because the kind refers to English words or to a script with upper and lower case.
     English,
-    /// Requires another language.
+    /// A language other than English.
     Other,
 }
 
-/// The form of the wording and the arguments.
+/// The template that gives an instruction its wording and its arguments.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum InstructionTemplate {
     CapitalWords,
@@ -67,7 +67,7 @@ pub(super) struct Kind {
 }
 
 impl Kind {
-    /// Returns true when one response can follow both kinds, whatever their arguments. A kind does not fit
+    /// Returns whether one response can follow both kinds with any arguments. A kind is not compatible with
     /// itself.
     pub(super) fn is_compatible(&self, other: &Kind) -> bool {
         let tongues = [self.language, other.language];
@@ -96,7 +96,7 @@ pub(super) const KINDS: [Kind; 24] = [
     kind("change_case:capital_word_frequency", InstructionTemplate::CapitalWords, English, &[Case]),
     kind("change_case:english_capital", InstructionTemplate::EnglishCapital, English, &[Case]),
     kind("change_case:english_lowercase", InstructionTemplate::EnglishLowercase, English, &[Case]),
-    // The question's own words, commas and layout are part of the response.
+    // The response repeats the question's words, commas and layout.
     kind(
         "combination:repeat_prompt",
         InstructionTemplate::RepeatPrompt,
@@ -112,7 +112,7 @@ pub(super) const KINDS: [Kind; 24] = [
         Any,
         &[Shape, Start, End, Paragraphs, Bullets, Commas],
     ),
-    // The heading is an English word whose case matters.
+    // The heading is an English word with a fixed case.
     kind("detectable_format:multiple_sections", InstructionTemplate::Sections, English, &[Shape, Case]),
     kind("detectable_format:number_bullet_lists", InstructionTemplate::Bullets, Any, &[Bullets]),
     kind("detectable_format:number_highlighted_sections", InstructionTemplate::Highlights, Any, &[]),

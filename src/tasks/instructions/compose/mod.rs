@@ -1,7 +1,8 @@
-//! Training prompts: a question with one to three instructions appended, drawn from the checkers.
+//! Training prompts: a question and one to three instructions, which are drawn from the checkable ones.
 //!
-//! One response can always follow all drawn instructions. Kinds that determine the same aspect of a
-//! response are never drawn together. Neither is another language with a kind that refers to English words.
+//! One response can always follow all drawn instructions. Kinds that determine the same aspect of a response
+//! are never drawn together. A kind that requires another language is never drawn with a kind that refers to
+//! English words.
 
 mod kinds;
 mod phrase;
@@ -24,11 +25,11 @@ pub struct ComposedPrompt {
     pub kwargs: Vec<Value>,
 }
 
-/// Appends one to [`INSTRUCTIONS_MAX`] instructions to `question`. Depends on the question and the random
-/// stream alone.
+/// Appends one to [`INSTRUCTIONS_MAX`] instructions to `question`. Depends only on the question and the
+/// random stream.
 ///
-/// Of the 25 kinds, `detectable_format:constrained_response` is never drawn: its three answers fit no maths
-/// question.
+/// Among the 25 kinds, `detectable_format:constrained_response` is never drawn: its three answers do not fit
+/// a maths question.
 pub fn compose(question: &str, rng: &mut impl Rng) -> ComposedPrompt {
     let wanted = rng.random_range(1..=INSTRUCTIONS_MAX);
     let mut order: Vec<&Kind> = KINDS.iter().collect();

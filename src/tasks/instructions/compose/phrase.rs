@@ -5,7 +5,7 @@ use rand::Rng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use serde_json::{Value, json};
 
-/// Words that an answer to a maths question can use or omit. None is part of another.
+/// Words that an answer to a maths question can use or omit. No word is part of another one.
 const WORDS: [&str; 20] = [
     "answer",
     "balance",
@@ -29,7 +29,7 @@ const WORDS: [&str; 20] = [
     "verify",
 ];
 
-/// Closing phrases without commas, without [`WORDS`] and without rare letters.
+/// Closing phrases. They have no comma, no word of [`WORDS`] and no rare letter.
 const END_PHRASES: [&str; 4] =
     ["That is all.", "I hope this helps.", "And so we are done.", "Is there more I can do for you?"];
 
@@ -53,7 +53,7 @@ const LANGUAGES: [(&str, &str); 16] = [
     ("vi", "Vietnamese"),
 ];
 
-/// Returns the kwargs of a drawn instruction of `form`, and a sentence that states it.
+/// Draws an instruction of `form`. Returns its kwargs and a sentence that states the instruction.
 pub(super) fn draw_instruction(
     form: InstructionTemplate,
     question: &str,
@@ -84,12 +84,12 @@ fn either(rng: &mut impl Rng, first: String, second: String) -> String {
     if rng.random() { first } else { second }
 }
 
-/// Returns a `relation` kwarg and its wording.
+/// Draws a relation. Returns its value as a kwarg, and its wording.
 fn relation(rng: &mut impl Rng) -> (&'static str, &'static str) {
     if rng.random() { ("at least", "at least") } else { ("less than", "fewer than") }
 }
 
-/// Draws a bound on a count.
+/// Draws an instruction that bounds a count.
 fn draw_count(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let (relation, says) = relation(rng);
     let low = relation == "at least";
@@ -117,7 +117,7 @@ fn draw_count(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) 
             (kwargs, format!("The word \"{word}\" should occur {says} {n} times."))
         }
         _ => {
-            // Rare letters get an upper bound, as other instructions could need them.
+            // Rare letters get an upper bound, because other instructions may require words with them.
             let letter =
                 *pick(if low { &['a', 'e', 'n', 'o', 's', 't'] } else { &['j', 'q', 'x', 'z'] }, rng);
             let n: u32 = if low { rng.random_range(5..=15) } else { rng.random_range(3..=6) };
@@ -128,7 +128,7 @@ fn draw_count(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) 
     }
 }
 
-/// Draws words, phrases or a language.
+/// Draws an instruction on words, phrases or the language.
 fn draw_words(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let mut words = WORDS;
     words.shuffle(rng);
@@ -165,7 +165,7 @@ fn draw_words(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) 
     }
 }
 
-/// Draws layout, punctuation or case.
+/// Draws an instruction on layout, punctuation or case.
 fn draw_layout(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
     let n: u32 = rng.random_range(2..=4);
     let bare = |ask: &str| (json!({}), ask.to_owned());

@@ -1,21 +1,25 @@
 //! Keys and values of other trainers, with the recipe keys that correspond to them. docs/POLICY.md explains
 //! the differences.
 
-use crate::settings::ForeignName;
+use crate::settings::OtherTrainerName;
 
-const fn same_meaning(name: &'static str, keys: &'static [&'static str]) -> ForeignName {
+const fn same_meaning(name: &'static str, keys: &'static [&'static str]) -> OtherTrainerName {
     with_note(name, keys, "")
 }
 
-const fn with_note(name: &'static str, keys: &'static [&'static str], note: &'static str) -> ForeignName {
-    ForeignName { name, keys, note }
+const fn with_note(
+    name: &'static str,
+    keys: &'static [&'static str],
+    note: &'static str,
+) -> OtherTrainerName {
+    OtherTrainerName { name, keys, note }
 }
 
 const CLIP: &[&str] = &["policy.clip_low", "policy.clip_high"];
 const KL: &[&str] = &["policy.kl.place", "policy.kl.coefficient"];
 
 /// Keys of TRL, PEFT and verl.
-const KEYS: &[ForeignName] = &[
+const KEYS: &[OtherTrainerName] = &[
     // TRL
     same_meaning("num_generations", &["rollout.samples_per_prompt"]),
     same_meaning("max_completion_length", &["rollout.response_tokens_max"]),
@@ -24,17 +28,17 @@ const KEYS: &[ForeignName] = &[
     with_note(
         "gradient_accumulation_steps",
         &["train.micro_batch_tokens"],
-        "; a step's gradients are always summed",
+        "; the gradients of a step are always summed",
     ),
     same_meaning("steps_per_generation", &["train.minibatches"]),
     same_meaning("num_iterations", &["train.epochs"]),
-    with_note("beta", KL, "; TRL's is place = \"loss\""),
+    with_note("beta", KL, "; TRL adds it to the loss (place = \"loss\")"),
     same_meaning("epsilon", CLIP),
     same_meaning("epsilon_high", &["policy.clip_high"]),
     same_meaning("delta", &["policy.dual_clip"]),
     with_note("scale_rewards", &["policy.advantage"], ": \"grpo\", \"dr_grpo\" or \"grpo_batch_std\""),
     same_meaning("loss_type", &["policy.loss", "policy.aggregation"]),
-    with_note("importance_sampling_level", &["policy.loss"], "; \"gspo\" has one ratio a sequence"),
+    with_note("importance_sampling_level", &["policy.loss"], "; \"gspo\" has one ratio per sequence"),
     same_meaning("sapo_temperature_pos", &["policy.sapo.temperature_positive"]),
     same_meaning("sapo_temperature_neg", &["policy.sapo.temperature_negative"]),
     same_meaning("vespo_k_pos", &["policy.vespo.power_positive"]),
@@ -55,7 +59,7 @@ const KEYS: &[ForeignName] = &[
     with_note(
         "batch_size",
         &["rollout.prompts_per_step"],
-        ", with rollout.samples_per_prompt samples each; in [cold_start] it is batch_size",
+        ", with rollout.samples_per_prompt samples per prompt; in [cold_start] use batch_size",
     ),
     // PEFT
     same_meaning("use_peft", &["adapter"]),
@@ -63,11 +67,11 @@ const KEYS: &[ForeignName] = &[
     same_meaning("use_rslora", &["adapter.rslora"]),
     same_meaning("lora_target_parameters", &["adapter.targets"]),
     same_meaning("target_parameters", &["adapter.targets"]),
-    with_note("exclude_modules", &["adapter.targets"], ": name those that are adapted"),
+    with_note("exclude_modules", &["adapter.targets"], ", which names the matrices to adapt"),
     with_note("layers_to_transform", &["adapter.targets"], ", such as \"model.layers.3.*\""),
-    with_note("modules_to_save", &["adapter"], ": it adapts matrices and trains no whole module beside them"),
-    with_note("init_lora_weights", &["adapter"], ", whose A is drawn as PEFT draws it, and whose B is 0"),
-    with_note("use_dora", &["adapter"], ", which is plain LoRA, or rsLoRA by adapter.rslora"),
+    with_note("modules_to_save", &["adapter"], ", which trains low-rank factors of matrices only"),
+    with_note("init_lora_weights", &["adapter"], ", which always starts as PEFT does: A at random, B at 0"),
+    with_note("use_dora", &["adapter"], ", which is LoRA, or rsLoRA with adapter.rslora"),
     same_meaning("lora_r", &["adapter.rank"]),
     same_meaning("lora_alpha", &["adapter.alpha"]),
     same_meaning("lora_dropout", &["adapter.dropout"]),
@@ -87,7 +91,7 @@ const KEYS: &[ForeignName] = &[
     same_meaning("tau_neg", &["policy.sapo.temperature_negative"]),
     same_meaning("train_batch_size", &["rollout.prompts_per_step"]),
     same_meaning("n", &["rollout.samples_per_prompt"]),
-    with_note("ppo_mini_batch_size", &["train.minibatches"], ": how many, not how large"),
+    with_note("ppo_mini_batch_size", &["train.minibatches"], ", the number of minibatches (not their size)"),
     same_meaning("ppo_epochs", &["train.epochs"]),
     same_meaning("ppo_micro_batch_size_per_gpu", &["train.micro_batch_tokens"]),
     same_meaning("ppo_max_token_len_per_gpu", &["train.micro_batch_tokens"]),
@@ -103,7 +107,7 @@ const KEYS: &[ForeignName] = &[
     same_meaning("rollout_is_threshold", &["policy.correction.threshold"]),
     same_meaning("rollout_rs", &["policy.correction.reject"]),
     same_meaning("rollout_rs_threshold", &["policy.correction.reject_bounds"]),
-    with_note("filter_groups", &["rollout.resample_rounds_max"], "; 0 means none"),
+    with_note("filter_groups", &["rollout.resample_rounds_max"], "; 0 means off"),
     same_meaning("overlong_buffer", &["policy.overlong.buffer_tokens"]),
     same_meaning("penalty_factor", &["policy.overlong.penalty"]),
     same_meaning("total_training_steps", &["train.steps"]),
@@ -113,8 +117,8 @@ const KEYS: &[ForeignName] = &[
     same_meaning("train_files", &["task.train_file"]),
 ];
 
-/// Words of other trainers that are no value here.
-const WORDS: &[ForeignName] = &[
+/// Values of other trainers that the recipe does not have.
+const WORDS: &[OtherTrainerName] = &[
     with_note(
         "dapo",
         &[
@@ -126,10 +130,10 @@ const WORDS: &[ForeignName] = &[
         "; DAPO has clip_high = 0.28 and aggregation = \"token_mean\"",
     ),
     with_note("gpu", &["device"], " = \"cuda\""),
-    with_note("all-linear", &["adapter.targets"], " = []: every matrix that can have an adapter"),
+    with_note("all-linear", &["adapter.targets"], " = []: it adapts every matrix that can have an adapter"),
     with_note("bnpo", &["policy.aggregation"], " = \"token_mean\""),
     with_note("vanilla", &["policy.loss"], " = \"ppo\""),
-    with_note("grpo", &["policy.advantage"], " = \"grpo\", whose loss is \"ppo\""),
+    with_note("grpo", &["policy.advantage"], " = \"grpo\" with policy.loss = \"ppo\""),
     with_note("dr_grpo", &["policy.advantage"], " = \"dr_grpo\" with aggregation = \"constant\""),
     with_note("ppo", &["policy.advantage"], " = \"gae\", with a critic"),
     with_note("low_var_kl", &["policy.kl.estimator"], " = \"k3\""),
@@ -137,9 +141,9 @@ const WORDS: &[ForeignName] = &[
     with_note("mse", &["policy.kl.estimator"], " = \"k2\""),
 ];
 
-/// Returns the recipe's names for the value `word` of another trainer; without `word`, for the key `name`.
-pub(super) fn foreign_name(name: &str, word: Option<&str>) -> Option<&'static ForeignName> {
-    let find = |list: &'static [ForeignName], name: &str| list.iter().find(|foreign| foreign.name == name);
+/// Returns the entry for the value `word` of another trainer or, without a `word`, for its key `name`.
+pub(super) fn find_name(name: &str, word: Option<&str>) -> Option<&'static OtherTrainerName> {
+    let find = |list: &'static [OtherTrainerName], name: &str| list.iter().find(|entry| entry.name == name);
     match word {
         Some(word) => find(WORDS, word),
         None => find(KEYS, name),
@@ -169,51 +173,48 @@ mod tests {
         for (text, answer) in [
             (
                 "[rollout]\nnum_generations = 8",
-                "r.toml:2: rollout.num_generations: unknown key; here it is rollout.samples_per_prompt",
+                "r.toml:2: rollout.num_generations: unknown key; use rollout.samples_per_prompt",
             ),
-            ("steps = 3", "r.toml:1: steps: unknown key; here it is train.steps"),
+            ("steps = 3", "r.toml:1: steps: unknown key; use train.steps"),
             (
                 "[train]\nloss_type = \"dapo\"",
-                "r.toml:2: train.loss_type: unknown key; here it is policy.loss and policy.aggregation",
+                "r.toml:2: train.loss_type: unknown key; use policy.loss and policy.aggregation",
             ),
             (
                 "[algorithm]\nadv_estimator = \"grpo\"",
-                "r.toml:2: algorithm.adv_estimator: unknown key; here it is policy.advantage",
+                "r.toml:2: algorithm.adv_estimator: unknown key; use policy.advantage",
             ),
             (
                 "[actor_rollout_ref.rollout]\nn = 8",
-                "r.toml:2: actor_rollout_ref.rollout.n: unknown key; here it is rollout.samples_per_prompt",
+                "r.toml:2: actor_rollout_ref.rollout.n: unknown key; use rollout.samples_per_prompt",
             ),
-            ("[adapter]\nr = 8", "r.toml:2: adapter.r: unknown key; here it is adapter.rank"),
-            ("[lora]\nr = 8", "r.toml:2: lora.r: unknown key; here it is adapter.rank"),
-            (
-                "[adapter]\nlora_alpha = 8",
-                "r.toml:2: adapter.lora_alpha: unknown key; here it is adapter.alpha",
-            ),
+            ("[adapter]\nr = 8", "r.toml:2: adapter.r: unknown key; use adapter.rank"),
+            ("[lora]\nr = 8", "r.toml:2: lora.r: unknown key; use adapter.rank"),
+            ("[adapter]\nlora_alpha = 8", "r.toml:2: adapter.lora_alpha: unknown key; use adapter.alpha"),
             (
                 "[adapter]\ntarget_modules = \"all-linear\"",
-                "r.toml:2: adapter.target_modules: unknown key; here it is adapter.targets",
+                "r.toml:2: adapter.target_modules: unknown key; use adapter.targets",
             ),
             (
                 "device = \"gpu\"",
-                "r.toml:1: device: no such value \"gpu\"; give \"auto\", \"cpu\" or \"cuda\"; here it is device = \"cuda\"",
+                "r.toml:1: device: no such value \"gpu\"; give \"auto\", \"cpu\" or \"cuda\"; use device = \"cuda\"",
             ),
             (
                 "[train]\nbatch_size = 8",
-                "r.toml:2: train.batch_size: unknown key; here it is rollout.prompts_per_step, with \
+                "r.toml:2: train.batch_size: unknown key; use rollout.prompts_per_step, with \
                  rollout.samples_per_prompt samples each; in [cold_start] it is batch_size",
             ),
         ] {
             assert_eq!(refused(text), answer);
         }
         let all = refused("[adapter]\ntargets = \"all-linear\"");
-        assert!(all.contains("; here it is adapter.targets = []: every matrix"), "{all}");
+        assert!(all.contains("; use adapter.targets = []: every matrix"), "{all}");
         let set = resolve(Path::new("r.toml"), "", &["device=gpu".to_owned()]).unwrap_err().to_string();
-        assert!(set.ends_with("here it is device = \"cuda\""), "{set}");
+        assert!(set.ends_with("use device = \"cuda\""), "{set}");
         let dapo = refused("[policy]\nloss = \"dapo\"");
         assert!(dapo.starts_with("r.toml:2: policy.loss: no such value \"dapo\"; give \"ppo\""), "{dapo}");
         assert!(
-            dapo.contains("; here it is policy.clip_high, policy.aggregation,") && dapo.contains("0.28"),
+            dapo.contains("; use policy.clip_high, policy.aggregation,") && dapo.contains("0.28"),
             "{dapo}"
         );
         assert_eq!(dapo.lines().count(), 1);
