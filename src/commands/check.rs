@@ -183,7 +183,9 @@ fn print_memory_plan(
     if let Some(found) = available {
         print_text(&format!("Available memory: {} ({}).\n", gigabytes(found.bytes), found.limit))?;
     }
-    if let Some(warning) = plan.check_available(available, &subject.remedies())? {
+    if let Some(warning) =
+        plan.check_available(available, &subject.remedies(available.map_or(u64::MAX, |free| free.bytes)))?
+    {
         print_text(&format!("warning: {warning}\n"))?;
     }
     Ok(EXIT_DONE)

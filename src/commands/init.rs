@@ -87,7 +87,8 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         source => absolute_path_text(&source.recipe_file())?,
     };
     let model = toml::Value::String(absolute_path_text(model)?).to_string();
-    let sizing = propose_sizes(&source, &[format!("model.path={model}")])?;
+    let base_text = toml::Value::String(base.clone());
+    let sizing = propose_sizes(Path::new(&file), &format!("base = {base_text}\n[model]\npath = {model}\n"))?;
     let (missing, fetched) = &sizing.missing_data;
     let missing: Vec<String> = missing.iter().map(|file| file.display().to_string()).collect();
     let data = match (missing.is_empty(), fetched.is_empty()) {
@@ -96,15 +97,13 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         (false, false) => format!("# Fetch its data with: rloss fetch {fetched}\n"),
     };
     let mut text = format!(
-        "# {base} with sizes for {}: training takes {}, and more if more memory is free.\n\
+        "# {base} with sizes for {}: training takes {}.\n\
          #   rloss check {file}         the prompt, the memory and the keys that differ; --all shows every key\n\
          #   rloss train {file}\n\
          # A step should take minutes. More prompts and samples per step make training steadier, and a step longer.\n\
-         {data}base = {}\n\n\
+         {data}base = {base_text}\n\n\
          [model]\npath = {model}\n",
-        sizing.machine,
-        sizing.memory,
-        toml::Value::String(base.clone())
+        sizing.machine, sizing.memory,
     );
     let mut table = "model";
     let mut changes = sizing.changes;

@@ -1,7 +1,7 @@
 //! `rloss train RECIPE`: SFT warm-up, reinforcement learning, evaluations, checkpoints.
 
 use crate::bad_input;
-use crate::checkpoint::ResumePoint;
+use crate::checkpoint::{ResumePoint, newest_checkpoint};
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
 use crate::error::{EXIT_DONE, EXIT_STOPPED};
@@ -17,7 +17,7 @@ use crate::run::trust::ask_consent;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `rloss train`.
 #[derive(Args, Debug, Clone)]
@@ -73,6 +73,13 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
         ));
     }
     let memory = context.memory.clone();
+    if mesh.is_rank_zero() {
+        let (console, run) = (console.clone(), out.clone());
+        stop.before_exit(move || {
+            console.remove_status_file();
+            console.print(&stopped_at_once(&run));
+        });
+    }
     let run = || {
         folder.write_model(&header::model_facts(&context))?;
         if let Some(confinement) = context.sandbox_description() {
@@ -96,6 +103,16 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     console.print(&format!("done: {path_text}"));
     console.print(&format!("to see the results: {}", command_line(&["report", &path_text])));
     Ok(EXIT_DONE)
+}
+
+/// Returns the last message of a run that a second signal ends within a step.
+fn stopped_at_once(run: &Path) -> String {
+    let Ok(Some(checkpoint)) = newest_checkpoint(run) else {
+        return "stopped at once: there is no checkpoint yet, so nothing can be resumed".to_owned();
+    };
+    let name = checkpoint.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let resume = command_line(&["train", &run.display().to_string(), "--resume"]);
+    format!("stopped at once: the work after {name} is lost\nto resume: {resume}")
 }
 
 /// The checked inputs of training.

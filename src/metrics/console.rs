@@ -1,11 +1,12 @@
 //! Progress on stderr: bars on a terminal, plain lines elsewhere. The current stage shows progress even while
 //! no step ends: a bar is updated every second, and a log gets a line at least every 30 seconds.
 
-use super::eta::{Eta, format_duration};
+use super::eta::{Eta, StageSpeed, format_duration};
 use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
+use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -38,6 +39,8 @@ struct Stages {
     /// Time of the last printed line of progress.
     printed: Option<Instant>,
     status: Option<StatusFile>,
+    /// The last finished stage of each name that counts tokens.
+    earlier: HashMap<String, StageSpeed>,
 }
 
 enum ConsoleOutput {
@@ -176,12 +179,14 @@ impl Console {
         // Show the bar at once, before the first unit of work.
         bar.tick();
         let state = StageState { start: Instant::now(), done_at_start: done, done, ..StageState::default() };
+        let earlier = lock(&self.0.stages).earlier.get(&name).copied();
         let stage = Arc::new(ProgressStage {
             console: self.clone(),
             bar,
             name,
             total,
             kind,
+            earlier,
             state: Mutex::new(state),
         });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
@@ -311,6 +316,8 @@ struct ProgressStage {
     name: String,
     total: u64,
     kind: StageKind,
+    /// The last stage of the same name.
+    earlier: Option<StageSpeed>,
     state: Mutex<StageState>,
 }
 
@@ -323,6 +330,8 @@ struct StageState {
     /// tokens.
     tokens: f64,
     tokens_left: Option<f64>,
+    /// The time of the last call that added tokens.
+    advanced: Option<Instant>,
     values: Vec<(String, f64)>,
     printed: Option<Instant>,
 }
@@ -330,7 +339,16 @@ struct StageState {
 impl Default for StageState {
     fn default() -> Self {
         let (start, values) = (Instant::now(), vec![]);
-        Self { start, done_at_start: 0, done: 0, tokens: 0.0, tokens_left: None, values, printed: None }
+        Self {
+            start,
+            done_at_start: 0,
+            done: 0,
+            tokens: 0.0,
+            tokens_left: None,
+            advanced: None,
+            values,
+            printed: None,
+        }
     }
 }
 
@@ -354,6 +372,9 @@ impl Progress {
         state.done += steps;
         state.tokens += tokens as f64;
         state.tokens_left = tokens_left;
+        if tokens > 0 {
+            state.advanced = Some(now);
+        }
         state.values =
             values.iter().map(|(name, value)| (sanitize_line(name).into_owned(), *value)).collect();
         if let (Unit::Steps, Some(eta)) = (stage.kind.unit, &mut *lock(&stage.console.0.eta)) {
@@ -387,7 +408,13 @@ impl Progress {
     pub fn finish(&self) {
         let stage = &*self.0;
         let this = Arc::downgrade(&self.0);
-        lock(&stage.console.0.stages).open.retain(|open| !open.ptr_eq(&this));
+        let speed = stage.speed(&lock(&stage.state), Instant::now());
+        let mut stages = lock(&stage.console.0.stages);
+        stages.open.retain(|open| !open.ptr_eq(&this));
+        if stage.kind.unit != Unit::Steps && speed.tokens > 0.0 {
+            stages.earlier.insert(stage.name.clone(), speed);
+        }
+        drop(stages);
         stage.bar.finish_and_clear();
         if !stage.kind.inner && matches!(stage.console.0.output, ConsoleOutput::Bars(_)) {
             let done = stage.bar.position();
@@ -429,14 +456,28 @@ impl ProgressStage {
             Unit::Tokens => Some(self.total as f64 - state.tokens),
             _ => state.tokens_left,
         };
-        if let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && state.tokens > 0.0) {
-            return Some(elapsed * tokens_left / state.tokens);
+        if self.kind.unit != Unit::Steps
+            && let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && state.tokens > 0.0)
+        {
+            return StageSpeed::seconds_left(
+                self.speed(state, now),
+                self.total as f64,
+                tokens_left,
+                self.earlier,
+            );
         }
         let done_here = state.done.saturating_sub(state.done_at_start);
         // Finished trajectories do not tell the length of the other trajectories.
         let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
         let is_known = counts && done_here > 0 && state.done < self.total;
         is_known.then(|| elapsed / done_here as f64 * (self.total - state.done) as f64)
+    }
+
+    /// Returns the amounts and the time so far.
+    fn speed(&self, state: &StageState, now: Instant) -> StageSpeed {
+        let seconds = now.saturating_duration_since(state.start).as_secs_f64();
+        let items = state.done.saturating_sub(state.done_at_start) as f64;
+        StageSpeed { items, tokens: state.tokens, seconds }
     }
 
     /// Formats name and count, such as `rl 3/100`.
@@ -457,11 +498,14 @@ impl ProgressStage {
         let mut parts: Vec<String> = state.values.iter().map(value).collect();
         let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
         let tokens = state.tokens.round();
-        if tokens > 0.0 && elapsed > 0.0 {
+        // A step adds its tokens at its end.
+        let measured_until = state.advanced.filter(|_| self.kind.unit == Unit::Steps).unwrap_or(now);
+        let token_seconds = measured_until.saturating_duration_since(state.start).as_secs_f64();
+        if tokens > 0.0 && token_seconds > 0.0 {
             if self.kind.unit == Unit::Items && tokens != (state.done - state.done_at_start) as f64 {
                 parts.push(format!("{} tokens", format_number(tokens)));
             }
-            let rate = tokens / elapsed;
+            let rate = tokens / token_seconds;
             let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
             parts.push(format!("{} tokens/s", format_number(rate)));
         }

@@ -103,6 +103,37 @@ impl StageEstimate {
     }
 }
 
+/// The amounts and the time of a stage. The next stage of the same name is estimated from them.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct StageSpeed {
+    /// Items that are done, or in all.
+    pub items: f64,
+    pub tokens: f64,
+    pub seconds: f64,
+}
+
+/// Fraction of a stage that must be done before its own speed is used, if there is no earlier stage.
+const FRACTION_MIN: f64 = 0.25;
+
+impl StageSpeed {
+    /// Returns the seconds left of a stage with `tokens_left` tokens, of which `done` is done, in all
+    /// `items`. `earlier` is the last stage of the same name. Its speed counts as much as half of a stage:
+    /// passes and trajectories that run side by side finish late, so a stage seems slow at first.
+    pub fn seconds_left(done: Self, items: f64, tokens_left: f64, earlier: Option<Self>) -> Option<f64> {
+        let fraction = done.items / items.max(1.0);
+        let Some(earlier) = earlier.filter(|earlier| earlier.tokens > 0.0 && earlier.items > 0.0) else {
+            return (fraction >= FRACTION_MIN).then(|| done.seconds * tokens_left / done.tokens);
+        };
+        let expected = earlier.tokens / earlier.items * items;
+        let expected_left = (expected - done.tokens).max((1.0 - fraction) * expected / 4.0);
+        let left = fraction * tokens_left + (1.0 - fraction) * expected_left;
+        let weight = expected / 2.0;
+        let seconds_per_token =
+            (done.seconds + weight * earlier.seconds / earlier.tokens) / (done.tokens + weight);
+        Some(left * seconds_per_token)
+    }
+}
+
 /// Formats seconds as `m:ss` or `h:mm:ss`.
 pub(super) fn format_duration(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
@@ -155,6 +186,19 @@ mod tests {
         (0..19).for_each(|step| eta.stages[0].advance(1, if step % 2 == 0 { 19.0 } else { 21.0 }));
         let left = eta.seconds_left("rl", eta.last_step_end).unwrap();
         assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
+    }
+
+    /// Regression test: the time left of a phase was wrong by up to nine times in its first seconds.
+    #[test]
+    fn a_stage_is_estimated_from_the_one_before_it_until_its_own_speed_is_known() {
+        let of = |items, tokens, seconds| StageSpeed { items, tokens, seconds };
+        let left = |done, tokens_left, earlier| StageSpeed::seconds_left(done, 8.0, tokens_left, earlier);
+        assert_eq!(left(of(1.0, 100.0, 50.0), 700.0, None), None, "an eighth is too little");
+        assert_eq!(left(of(2.0, 200.0, 50.0), 600.0, None), Some(150.0));
+        let earlier = Some(of(8.0, 800.0, 100.0));
+        assert_eq!(left(of(0.0, 0.0, 10.0), 0.0, earlier), Some(800.0 * (10.0 + 50.0) / 400.0));
+        let late = left(of(7.0, 700.0, 88.0), 100.0, earlier).unwrap();
+        assert!((late - 12.5).abs() < 0.1, "{late}");
     }
 
     #[test]

@@ -98,6 +98,16 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         if !is_set("model.adapter") {
             recipe.model.adapter = None;
         }
+    } else if !locations.is_from_base("model.path") {
+        // A recipe's folder replaces the model of its base.
+        for table in ["model.architecture", "model.tokenizer"] {
+            if recipe.model.path.is_some() && locations.is_from_base(table) {
+                match table {
+                    "model.architecture" => recipe.model.architecture = None,
+                    _ => recipe.model.tokenizer = None,
+                }
+            }
+        }
     }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);
@@ -279,6 +289,11 @@ impl Plan {
     /// Returns the recipe as TOML with every default. The text resolves to the same recipe.
     pub fn to_toml(&self) -> String {
         self.recipe.to_toml()
+    }
+
+    /// Returns whether a base of the recipe sets `key`, and neither the recipe nor an override does.
+    pub fn is_from_base(&self, key: &str) -> bool {
+        self.locations.is_from_base(key)
     }
 
     /// Returns whether the command reads `key`.

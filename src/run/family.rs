@@ -11,7 +11,7 @@ use crate::recipe::Plan;
 use crate::rollout::SystemPromptSettings;
 use crate::settings::Choice;
 
-/// Returns an error message for each key that the family does not support, with location and remedy.
+/// Returns an error message for each key of the recipe that the family does not support, with location and remedy.
 pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut keys = vec![];
@@ -53,7 +53,9 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
     };
-    keys.into_iter().filter(|(key, _)| plan.reads(key)).map(message).collect()
+    // A base may be for another family, and its file may be built in: its keys are ignored.
+    let is_own = |key: &str| plan.reads(key) && !plan.is_from_base(key);
+    keys.into_iter().filter(|(key, _)| is_own(key)).map(message).collect()
 }
 
 /// A key, and the reason why the family does not support it.

@@ -25,6 +25,8 @@ struct StopRequest {
     requested: AtomicBool,
     /// Callback for the first stop request.
     notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    /// Is called before the second signal ends the program.
+    at_exit: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
 impl StopFlag {
@@ -52,6 +54,10 @@ impl StopFlag {
                     && !repeated
                     && [SIGINT, SIGTERM].contains(&kind)
                 {
+                    let at_exit = request.at_exit.lock().unwrap_or_else(PoisonError::into_inner).take();
+                    if let Some(at_exit) = at_exit {
+                        at_exit();
+                    }
                     signal_hook::low_level::exit(EXIT_STOPPED.into());
                 }
             }
@@ -75,6 +81,11 @@ impl StopFlag {
         };
         // The thread ends with the process.
         std::thread::Builder::new().name("stop".into()).spawn(wait).map(drop).context("starting a thread")
+    }
+
+    /// Calls `at_exit` before a second signal ends the program at once.
+    pub fn before_exit(&self, at_exit: impl FnOnce() + Send + 'static) {
+        *self.0.at_exit.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(at_exit));
     }
 
     /// Returns whether a stop was requested. After the first request, returns only after the notice.

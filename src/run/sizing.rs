@@ -4,7 +4,7 @@
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
 use super::preflight::Preflight;
 use crate::metrics::{Console, format_count};
-use crate::recipe::{KeyScope, Plan, RecipeSource, resolve_for};
+use crate::recipe::{KeyScope, Plan, resolve_for};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -40,15 +40,15 @@ pub struct Sizing {
     pub missing_data: (Vec<PathBuf>, &'static str),
 }
 
-/// Proposes sizes for training the recipe of `source` with `sets`, which name the model. Reads neither data
-/// nor weights.
+/// Proposes sizes for training the recipe `text`, which names a base and the model, and will be written to
+/// `file`. Reads neither data nor weights.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for mistakes in the recipe or the model.
-pub fn propose_sizes(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
-    let plan = source.resolve_for(KeyScope::Export, sets)?;
+pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
+    let plan = resolve_for(KeyScope::Export, file, text, &[])?;
     let (threads, parameters, context) = {
-        let preflight = preflight(&plan, &[])?;
+        let preflight = preflight(file, text, &[])?;
         let input = preflight.memory_plan_input();
         let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
         (input.threads, parameters as f64, preflight.source.config.max_position_embeddings)
@@ -59,13 +59,14 @@ pub fn propose_sizes(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
         Some(free) => format!("{cores} and {} {}", gigabytes(free.bytes), free.limit),
         None => cores,
     };
-    let bytes = free.map_or(f64::INFINITY, |free| free.bytes as f64 * MEMORY_SHARE);
+    let bytes = free.as_ref().map_or(f64::INFINITY, |free| free.bytes as f64 * MEMORY_SHARE);
     let rollout = &plan.recipe.rollout;
     // The number of sampled tokens per step is divided into trajectories of a useful length.
     let tokens = STEP_SECONDS * threads as f64 * CORE_FLOPS / (FLOPS_PER_PARAMETER * parameters);
     let longest = (tokens / (MEAN_LENGTH * (PROMPTS_MIN * SAMPLES_MIN) as f64)) as usize;
     let room = context.saturating_sub(rollout.prompt_tokens_max).max(context / 2);
-    let response = rollout.response_tokens_max.min(RESPONSE_TOKENS_MIN.max(longest)).min(room);
+    let longest = RESPONSE_TOKENS_MIN.max(longest / RESPONSE_TOKENS_MIN * RESPONSE_TOKENS_MIN);
+    let response = rollout.response_tokens_max.min(longest).min(room);
     let trajectories = ((tokens / (MEAN_LENGTH * response as f64)) as usize).max(PROMPTS_MIN * SAMPLES_MIN);
     let samples = rollout.samples_per_prompt.min(SAMPLES_MIN.max(trajectories / 8));
     let prompts = rollout.prompts_per_step.min((trajectories / samples).max(PROMPTS_MIN));
@@ -84,7 +85,11 @@ pub fn propose_sizes(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
         ("rollout.sequences_max", rollout.sequences_max.min(prompts * samples).to_string(), String::new()),
         (
             "train.micro_batch_tokens",
-            plan.recipe.train.micro_batch_tokens.min(2 * (rollout.prompt_tokens_max + response)).to_string(),
+            plan.recipe
+                .train
+                .micro_batch_tokens
+                .min((2 * (rollout.prompt_tokens_max + response)).next_multiple_of(RESPONSE_TOKENS_MIN))
+                .to_string(),
             String::new(),
         ),
         (
@@ -93,35 +98,70 @@ pub fn propose_sizes(source: &RecipeSource, sets: &[String]) -> Result<Sizing> {
             String::new(),
         ),
     ];
-    let mut peak = peak_bytes(&plan, &changes)?;
+    let every_steps = plan.recipe.checkpoint.every_steps;
+    if every_steps > CHECKPOINT_STEPS {
+        let remark = format!("{every_steps} in the base, whose steps may be shorter");
+        changes.push(("checkpoint.every_steps", CHECKPOINT_STEPS.to_string(), remark));
+    }
+    let peak_bytes = |changes: &[_]| -> Result<f64> {
+        Ok(MemoryPlan::new(&preflight(file, text, changes)?.memory_plan_input()).peak_bytes() as f64)
+    };
+    let rate = &plan.recipe.train.optimizer.lr;
+    let lora_rate = format!("{:.2e}", 10.0 * rate).parse::<f64>().unwrap_or(*rate);
+    if is_toy(&plan, parameters) {
+        let (rate, kind) = match plan.recipe.adapter {
+            Some(_) => (LORA_RATE, "LoRA"),
+            None => (FULL_RATE, "full training"),
+        };
+        let remark =
+            format!("usual for {kind}; the base trains a model of {TOY_PARAMETERS:.0} parameters at most");
+        changes.push(("train.optimizer.lr", format!("{rate:e}"), remark));
+    }
+    let mut peak = peak_bytes(&changes)?;
     if peak > bytes && plan.recipe.adapter.is_none() {
         let whole = format!("full training would take {}", gigabytes(peak as u64));
         changes.push(("adapter.rank", "8".to_owned(), whole));
         changes.push(("adapter.alpha", "16.0".to_owned(), String::new()));
-        let rate = "about ten times that of full training".to_owned();
-        changes.push(("train.optimizer.lr", format!("{:e}", 10.0 * plan.recipe.train.optimizer.lr), rate));
-        peak = peak_bytes(&plan, &changes)?;
+        let lora_rate = if is_toy(&plan, parameters) { LORA_RATE } else { lora_rate };
+        changes.retain(|(key, ..)| *key != "train.optimizer.lr");
+        let remark = "about ten times that of full training".to_owned();
+        changes.push(("train.optimizer.lr", format!("{lora_rate:e}"), remark));
+        peak = peak_bytes(&changes)?;
     }
     if peak > bytes {
         changes.push(("policy.kl.place", "\"none\"".to_owned(), "keeps no reference".to_owned()));
         changes.push(("train.recompute_layers", "true".to_owned(), String::new()));
-        peak = peak_bytes(&plan, &changes)?;
+        peak = peak_bytes(&changes)?;
     }
+    // `check` and `train` keep all activations if the memory is free.
+    let fastest = {
+        let mut preflight = preflight(file, text, &changes)?;
+        preflight.choose_sharding(1, free.as_ref());
+        MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes()
+    };
+    let memory = match fastest > peak as u64 {
+        true => format!("{}, or {} with less memory", gigabytes(fastest), gigabytes(peak as u64)),
+        false => gigabytes(peak as u64),
+    };
     let task = &plan.recipe.task;
     let files = task.train_file.iter().chain(&task.validation_file).chain(&task.validation_files);
     let missing_data = (files.filter(|file| !file.exists()).cloned().collect(), task.name.data);
     let before = plan.recipe.rollout.response_tokens_max;
     let shorter_response = (response < before).then_some((response, before));
-    Ok(Sizing { changes, memory: gigabytes(peak as u64), machine, shorter_response, missing_data })
+    Ok(Sizing { changes, memory, machine, shorter_response, missing_data })
 }
 
-/// Opens the model of `plan` with `changes`, as training does.
-fn preflight(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<Preflight> {
+/// Returns whether the base trains a toy model, and the recipe a larger one.
+fn is_toy(plan: &Plan, parameters: f64) -> bool {
+    plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS
+}
+
+/// Opens the model of the recipe `text` with `changes`, as training does.
+fn preflight(file: &Path, text: &str, changes: &[(&'static str, String, String)]) -> Result<Preflight> {
     let sets: Vec<String> = changes.iter().map(|(key, value, _)| format!("{key}={value}")).collect();
-    let plan = resolve_for(KeyScope::Export, Path::new("recipe.toml"), &plan.to_toml(), &sets)?;
-    Preflight::open(plan, ModelCommand::Train, &Console::silent())
-}
-
-fn peak_bytes(plan: &Plan, changes: &[(&'static str, String, String)]) -> Result<f64> {
-    Ok(MemoryPlan::new(&preflight(plan, changes)?.memory_plan_input()).peak_bytes() as f64)
+    Preflight::open(
+        resolve_for(KeyScope::Export, file, text, &sets)?,
+        ModelCommand::Train,
+        &Console::silent(),
+    )
 }

@@ -82,6 +82,11 @@ impl KeyLocations {
         self.written.insert(key.to_owned(), location);
     }
 
+    /// Returns whether `key` or the table around it was written in a base of the file, and nowhere else.
+    pub fn is_from_base(&self, key: &str) -> bool {
+        matches!(self.location_of(key), SourceLocation::File { path, .. } if path != self.file)
+    }
+
     /// Returns where `key` was written. If it was not written: the nearest table around it, or else the file.
     pub fn location_of(&self, key: &str) -> SourceLocation {
         let around = std::iter::successors(Some(key), |key| key.rsplit_once('.').map(|(table, _)| table));

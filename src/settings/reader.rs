@@ -124,9 +124,14 @@ impl Reader<'_> {
         let (other_trainer_name, suggested) =
             ((self.other_trainer_key)(name, None), self.suggest(table, name));
         let inner_keys = written.value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys));
-        if let (None, None, Some(keys)) = (other_trainer_name, &suggested, inner_keys) {
+        // A table of another trainer, such as [trainer], may be similar to one of the recipe.
+        let is_other_table = suggested.is_none() || table.is_empty();
+        if let (None, true, Some(keys)) = (other_trainer_name, is_other_table, inner_keys) {
             return self.refuse_other_trainer_keys(&written.path, keys);
         }
+        // A key of the same table is nearer.
+        let is_sibling = |known: &String| !table.is_empty() && known.starts_with(&join(table, ""));
+        let other_trainer_name = other_trainer_name.filter(|_| !suggested.as_ref().is_some_and(is_sibling));
         let message = match (other_trainer_name, suggested) {
             (Some(other_trainer_name), _) => {
                 self.unreliable_keys.extend(other_trainer_name.keys.iter().map(|key| (*key).to_owned()));
@@ -162,9 +167,10 @@ impl Reader<'_> {
 
     /// Returns whether `keys`, or a table below them, has a key of another trainer.
     fn has_other_trainer_key(&self, keys: &DeTable) -> bool {
-        keys.iter().any(|(name, value)| match value.get_ref() {
-            DeValue::Table(keys) => self.has_other_trainer_key(keys),
-            _ => (self.other_trainer_key)(name.get_ref(), None).is_some(),
+        keys.iter().any(|(name, value)| {
+            let keys = value.get_ref().as_table();
+            (self.other_trainer_key)(name.get_ref(), None).is_some()
+                || keys.is_some_and(|keys| self.has_other_trainer_key(keys))
         })
     }
 

@@ -339,7 +339,8 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         assert_eq!(planned("critic's optimizer"), kept_bytes(&critic.parameters), "{settings:?}, {dtype:?}");
         assert_eq!(kept_bytes(&parameters) == 0, settings == kinds()[2] && !rounds);
 
-        let remedies: Vec<String> = subject.remedies().into_iter().map(|remedy| remedy.change).collect();
+        let remedies: Vec<String> =
+            subject.remedies(u64::MAX).into_iter().map(|remedy| remedy.change).collect();
         let offered = |change: &str| remedies.iter().any(|remedy| remedy == change);
         let is_sgd = settings.kind == OptimizerKind::Sgd;
         assert_eq!(offered("train.optimizer.kind = \"adamw_8bit\""), settings.kind == OptimizerKind::AdamW);

@@ -195,7 +195,10 @@ fn micro_batches_without_a_gradient_are_skipped_and_the_sum_is_the_same() {
         load_balance_coefficient: 0.0,
         forward: ForwardOptions::default(),
     };
-    let run = |threads: usize, recompute_layers: bool, chosen: &[usize], factor: &(dyn Fn(usize) -> f32 + Sync)| {
+    let run = |threads: usize,
+               recompute_layers: bool,
+               chosen: &[usize],
+               factor: &(dyn Fn(usize) -> f32 + Sync)| {
         let threads = Threads::new(threads).unwrap();
         let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
         let objective = |index: usize, [log_probs, entropies]: [&[f32]; 2]| {

@@ -291,7 +291,7 @@ fn plain_gigabytes(bytes: u64) -> String {
 impl MemoryPlanInput<'_> {
     /// Formats the plan and the remedies.
     pub fn to_text(&self) -> String {
-        format!("{}\nremedies: {}", MemoryPlan::new(self), join_remedies(&self.remedies()))
+        format!("{}\nremedies: {}", MemoryPlan::new(self), join_remedies(&self.remedies(u64::MAX)))
     }
 
     /// Returns whether the backward pass recomputes activations. Results are bitwise equal in both cases.

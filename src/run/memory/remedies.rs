@@ -26,12 +26,19 @@ impl std::fmt::Display for Remedy {
 /// Matches the expert weights. They are most parameters of an MoE model.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
+/// Minimum of a proposed number of tokens.
+const TOKENS_MIN: usize = 64;
+
+/// A size of the recipe: its key, minimum and value, and a function that replaces the value.
+type Size = (&'static str, usize, usize, fn(&mut Recipe, usize));
+
 impl MemoryPlanInput<'_> {
-    /// Returns each single change that lowers the peak, the largest saving first.
-    pub fn remedies(&self) -> Vec<Remedy> {
+    /// Returns each single change that lowers the peak, the largest saving first. A size is halved until the
+    /// plan fits into `bytes`, or until a smaller value saves nothing more.
+    pub fn remedies(&self, bytes: u64) -> Vec<Remedy> {
         let peak = MemoryPlan::new(self).peak_bytes();
         let mut remedies: Vec<Remedy> = self
-            .changes()
+            .changes(bytes)
             .into_iter()
             .map(|(change, peak_after)| {
                 let saved_bytes = peak.saturating_sub(peak_after);
@@ -44,34 +51,49 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns each change with the peak that it gives.
-    fn changes(&self) -> Vec<(String, u64)> {
+    fn changes(&self, bytes: u64) -> Vec<(String, u64)> {
         let mut changes = vec![];
-        let mut add_recipe_change = |text: String, change: &dyn Fn(&mut Recipe)| {
+        let peak_of = |change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            let plan = MemoryPlan::new(&MemoryPlanInput { recipe: &recipe, ..self.clone() });
-            changes.push((text, plan.peak_bytes()));
+            MemoryPlan::new(&MemoryPlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()
         };
         let recipe = self.recipe;
-        let half = |value: usize| (value / 2).max(1);
-        let sequences = half(recipe.rollout.sequences_max);
-        add_recipe_change(format!("rollout.sequences_max = {sequences}"), &|r| {
-            r.rollout.sequences_max = sequences
-        });
-        let response = half(recipe.rollout.response_tokens_max);
-        add_recipe_change(format!("rollout.response_tokens_max = {response}"), &|r| {
-            r.rollout.response_tokens_max = response
-        });
-        let prompt = half(recipe.rollout.prompt_tokens_max);
-        add_recipe_change(format!("rollout.prompt_tokens_max = {prompt}"), &|r| {
-            r.rollout.prompt_tokens_max = prompt
-        });
+        let mut sizes: Vec<Size> = vec![
+            ("rollout.sequences_max", 1, recipe.rollout.sequences_max, |r, value| {
+                r.rollout.sequences_max = value
+            }),
+            ("rollout.response_tokens_max", TOKENS_MIN, recipe.rollout.response_tokens_max, |r, value| {
+                r.rollout.response_tokens_max = value;
+            }),
+            ("rollout.prompt_tokens_max", TOKENS_MIN, recipe.rollout.prompt_tokens_max, |r, value| {
+                r.rollout.prompt_tokens_max = value;
+            }),
+        ];
         if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat) {
-            let tokens = half(recipe.train.micro_batch_tokens);
-            add_recipe_change(format!("train.micro_batch_tokens = {tokens}"), &|r| {
-                r.train.micro_batch_tokens = tokens
-            });
+            sizes.push((
+                "train.micro_batch_tokens",
+                TOKENS_MIN,
+                recipe.train.micro_batch_tokens,
+                |r, value| {
+                    r.train.micro_batch_tokens = value;
+                },
+            ));
         }
+        for (key, min, mut value, set) in sizes {
+            let mut best: Option<(usize, u64)> = None;
+            while value / 2 >= min && best.is_none_or(|(_, peak)| peak > bytes) {
+                value /= 2;
+                let peak = peak_of(&|recipe| set(recipe, value));
+                if best.is_some_and(|(_, before)| peak >= before) {
+                    break;
+                }
+                best = Some((value, peak));
+            }
+            changes.extend(best.map(|(value, peak)| (format!("{key} = {value}"), peak)));
+        }
+        let mut add_recipe_change =
+            |text: String, change: &dyn Fn(&mut Recipe)| changes.push((text, peak_of(change)));
         if self.command.trains() {
             add_recipe_change("train.recompute_layers = true".into(), &|r| {
                 r.train.recompute_layers = Some(true)

@@ -120,7 +120,10 @@ impl Preflight {
             self.plan.warnings.push(on_demand_warning(peak, files, &self.source.config)?);
         }
         let input = self.memory_plan_input();
-        let result = MemoryPlan::new(&input).check_available(available, &input.remedies());
+        let result = MemoryPlan::new(&input).check_available(
+            available,
+            &input.remedies(available.map_or(u64::MAX, |available| available.bytes)),
+        );
         let warning = result.map_err(|error| match self.gpu_sequences {
             Some(_) => bad_input!("{error}; {}. {PLAN_HINT}", input.describe_sequence_cache()),
             None => bad_input!("{error}. {PLAN_HINT}"),
