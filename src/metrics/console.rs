@@ -600,7 +600,7 @@ mod tests {
         first.advance(1, 0, &[]);
         second.advance(1, 0, &[]);
         let lines = out.lines();
-        assert!(lines[0].ends_with(" left"), "reinforcement learning is yet to come: {}", lines[0]);
+        assert!(lines[0].ends_with(" left"), "reinforcement learning has not started: {}", lines[0]);
         assert_eq!(lines[1].trim_end(), "rl 1/1");
     }
 }
