@@ -5,7 +5,7 @@
 mod cases;
 
 use anyhow::{Context, Result, ensure};
-use rloss::metrics::Table;
+use rloss::metrics::TextTable;
 use rloss::ops::threads::Threads;
 
 fn main() -> Result<()> {
@@ -15,7 +15,7 @@ fn main() -> Result<()> {
     };
     let threads = Threads::new(2)?;
     let header = ["case", "link", "tokens", "logprob_abs_diff_max", "bit_equal_fraction", "seconds"];
-    let mut table = Table::new(header);
+    let mut table = TextTable::new(header);
     let (mut sampled, mut broken) = (0, 0);
     for case in cases::cases() {
         if !case.is_here() {

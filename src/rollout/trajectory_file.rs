@@ -16,7 +16,7 @@ use std::path::Path;
 pub fn read(path: &Path, may_be_partial: bool) -> Result<(Vec<TrajectoryRow>, u64)> {
     let shown = path.display();
     let text = bounded_file::read(path, ROWS_BYTES_MAX).map_err(|e| {
-        bad_input!("{shown}: cannot be read: {e}; name a file of `rloss rollout` or of a run")
+        bad_input!("{shown}: cannot be read: {e}; give a file that `rloss rollout` or a run wrote")
     })?;
     let (mut rows, mut bytes) = (vec![], 0);
     for (line, number) in text.split_inclusive(|&byte| byte == b'\n').zip(1..) {
