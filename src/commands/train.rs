@@ -4,7 +4,7 @@ use crate::bad_input;
 use crate::checkpoint::ResumePoint;
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
-use crate::error::{EXIT_DONE, EXIT_STOPPED};
+use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::context::RunContext;
@@ -95,7 +95,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     }
     console.print(&format!("done: {shown}"));
     console.print(&format!("to see it: {}", command_line(&["report", &shown])));
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }
 
 /// The checked inputs of a run.
