@@ -8,7 +8,7 @@ use std::path::Path;
 /// Maximum bytes of a TOML file: a recipe, its base, a list of figures.
 pub const TOML_BYTES_MAX: u64 = 1 << 20;
 /// Maximum bytes of a small file of a model or a run: `config.json`, `trainer.json`, `manifest.b3`.
-pub const JSON_BYTES_MAX: u64 = 4 << 20;
+pub const SMALL_FILE_BYTES_MAX: u64 = 4 << 20;
 /// Maximum bytes of `tokenizer.json`, a chat template or an index of shards. The tokenizer of GPT-OSS has 28
 /// MB.
 pub const TOKENIZER_BYTES_MAX: u64 = 64 << 20;

@@ -3,7 +3,7 @@
 use crate::commands;
 use crate::commands::arguments::RunArgs;
 use crate::dist::launch::require_single_process;
-use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_DONE, EXIT_FAILED, ErrorOnOtherRank};
+use crate::error::{BadInput, EXIT_BAD_INPUT, EXIT_FAILED, EXIT_SUCCESS, ErrorOnOtherRank};
 use crate::metrics::sanitize_terminal;
 use crate::ops::cuda::unload_kernels;
 use clap::{CommandFactory, Parser, Subcommand};
@@ -85,7 +85,7 @@ pub fn run() -> u8 {
                 // A closed pipe is ignored, because no output is left for the report.
                 Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
                 _ if error.use_stderr() => EXIT_BAD_INPUT,
-                _ => EXIT_DONE,
+                _ => EXIT_SUCCESS,
             };
         }
     };

@@ -2,7 +2,7 @@
 //! remedy.
 
 /// Success.
-pub const EXIT_DONE: u8 = 0;
+pub const EXIT_SUCCESS: u8 = 0;
 /// Failure during the work.
 pub const EXIT_FAILED: u8 = 1;
 /// Bad input: a mistake in a recipe, in data, in a checkpoint or on the command line.

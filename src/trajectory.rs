@@ -149,11 +149,12 @@ pub struct Trajectory {
     /// True where the policy sampled the token.
     pub mask: Vec<bool>,
     /// Log-probability of the sampled token under the sampling distribution; 0 where `mask` is false.
-    pub logprobs: Vec<f32>,
+    #[serde(rename = "logprobs")]
+    pub log_probs: Vec<f32>,
     /// Routed experts of each token at each layer, `[tokens][layers × top_k]`; empty if they were not kept.
     /// The last token never passes through the model, so its list is empty.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub routes: Vec<Vec<u16>>,
+    #[serde(rename = "routes", default, skip_serializing_if = "Vec::is_empty")]
+    pub routed_experts: Vec<Vec<u16>>,
     pub turns: Vec<Turn>,
     pub outcome: Outcome,
     pub reward: f32,
@@ -202,8 +203,8 @@ pub struct TrajectoryRow {
     #[serde(default, skip_serializing_if = "Value::is_null")]
     pub answer: Value,
     /// Per-token values of the training step; absent for a trajectory that no step trained on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub learned: Option<TokenStats>,
+    #[serde(rename = "learned", default, skip_serializing_if = "Option::is_none")]
+    pub token_stats: Option<TokenStats>,
 }
 
 /// Per-token values of the training step for one trajectory. Each list has one value per token, which is 0

@@ -15,7 +15,7 @@
 use super::BaseModel;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
-use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::dist::serialization::f32_values;
 use crate::integrity::Manifest;
 use crate::model::adapter::{Lora, is_adaptable};
@@ -62,7 +62,7 @@ pub fn read_base(folder: &Path) -> Result<Option<BaseModel>> {
     if !path.is_file() {
         return Ok(None);
     }
-    let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
+    let text = bounded_file::read_text(&path, SMALL_FILE_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
     let base: BaseModel = serde_json::from_str(&text).map_err(|e| {
         bad_input!(
@@ -81,7 +81,7 @@ impl AdapterFolder {
     /// are missing, have another shape or belong to no matrix of the model.
     pub fn open(path: &Path, specs: &[ParameterSpec]) -> Result<Self> {
         let config = path.join(CONFIG_FILE);
-        let text = bounded_file::read_text(&config, JSON_BYTES_MAX).map_err(|e| {
+        let text = bounded_file::read_text(&config, SMALL_FILE_BYTES_MAX).map_err(|e| {
             bad_input!("{}: cannot be read: {e}; name a folder in PEFT format", config.display())
         })?;
         let json: Value = serde_json::from_str(&text)

@@ -3,7 +3,7 @@
 use super::{BASE_FOLDER, STATE_FILE, TrainerState, peft, reference};
 use crate::atomic_file::is_partial;
 use crate::bad_input;
-use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::error::{BadInput, shell_quote};
 use crate::integrity::{MANIFEST_FILE, Manifest, file_digest};
 use crate::metrics::Phase;
@@ -42,7 +42,7 @@ fn checkpoint_order(name: &str) -> Option<(bool, u64)> {
 /// [`BadInput`] when the file is missing or damaged.
 pub fn read_state(folder: &Path) -> Result<TrainerState> {
     let path = folder.join(STATE_FILE);
-    let text = bounded_file::read_text(&path, JSON_BYTES_MAX)
+    let text = bounded_file::read_text(&path, SMALL_FILE_BYTES_MAX)
         .map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?;
     serde_json::from_str(&text).map_err(|e| bad_input!("{}: damaged: {e}; {DAMAGE_REMEDY}", path.display()))
 }

@@ -3,7 +3,7 @@
 use crate::bounded_file;
 use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
 use crate::model::policy_view::PolicyView;
@@ -84,7 +84,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     for line in bounded_file::lines(std::io::stdin().lock()) {
         match String::from_utf8_lossy(&line.context("reading standard input")?).trim() {
             "" => {}
-            "/quit" => return Ok(EXIT_DONE),
+            "/quit" => return Ok(EXIT_SUCCESS),
             "/new" => talk.messages.clear(),
             text if at_terminal && is_command(text) => console.print(HELP.trim_end()),
             text => {
@@ -102,7 +102,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     if at_terminal {
         print_text("\n")?
     }
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }
 
 /// Returns whether a line looks like a command, such as /help.

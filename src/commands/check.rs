@@ -3,7 +3,7 @@
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
 use crate::dist::RolloutWeightPlacement;
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::harmony::Message;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
@@ -61,7 +61,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
         print_text(&sanitize_terminal(&format_recipe(&plan, *all)?))?;
         let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
         print_text(&format!("{lines}\n"))?;
-        return Ok(EXIT_DONE);
+        return Ok(EXIT_SUCCESS);
     }
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
     // The first failure of the task becomes the error of this command.
@@ -188,5 +188,5 @@ fn print_memory_plan(
     {
         print_text(&format!("warning: {warning}\n"))?;
     }
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }

@@ -4,7 +4,7 @@
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
-use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_DONE};
+use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_SUCCESS};
 use crate::learner::batch_runner::BatchRunner;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityChecks;
@@ -253,7 +253,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     let code = match (token_rows.bad_rows.is_empty(), differs) {
         (false, _) => EXIT_BAD_INPUT,
         (true, true) => EXIT_DIFFERS,
-        (true, false) => EXIT_DONE,
+        (true, false) => EXIT_SUCCESS,
     };
     let diagnosis = match has_several {
         true => Some(serde_json::Value::Object(diagnoses)),
@@ -319,7 +319,7 @@ fn check_ablations(
     };
     lines.extend(mismatches);
     print(&format!("{}\n", sanitize_terminal(&verdict)))?;
-    Ok(CheckResult { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_DONE })
+    Ok(CheckResult { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_SUCCESS })
 }
 
 /// Samples the rollout of one training step.

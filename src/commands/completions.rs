@@ -1,6 +1,6 @@
 //! `rloss completions SHELL`: prints the shell completions of this program.
 
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
@@ -22,5 +22,5 @@ pub fn run(args: &CompletionsArgs, mut command: clap::Command) -> Result<u8> {
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut command, "rloss", &mut text);
     print_text(&String::from_utf8_lossy(&text))?;
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }

@@ -3,7 +3,7 @@
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
-use crate::error::{EXIT_DONE, EXIT_STOPPED};
+use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::{Console, Phase, Row, TextTable, format_count, format_number};
 use crate::recipe::{KeyScope, locate};
 use crate::rollout::accuracy;
@@ -85,7 +85,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     console.print(&format!("done: {}", out.display()));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
     collection.warn(sample_causes(&context, rows), Phase::Eval, step, &console)?;
-    check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_DONE)
+    check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
 }
 
 /// Counts trajectories and successes for each value of `key`.

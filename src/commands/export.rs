@@ -3,7 +3,7 @@
 
 use crate::bad_input;
 use crate::checkpoint::gguf::GgufFormat;
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::recipe::{KeyScope, RecipeSource, locate};
 use crate::run::context::RunContext;
@@ -67,12 +67,12 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         export::write_gguf_file(&context, args.format, args.merged, out, &console)?;
         let adapter = if args.merged { " with its adapter merged" } else { "" };
         print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
-        return Ok(EXIT_DONE);
+        return Ok(EXIT_SUCCESS);
     }
     if !args.merged {
         export::export_adapter(&plan.recipe, out)?;
         print_text(&format!("{path_text}: the adapter, in PEFT's format\n"))?;
-        return Ok(EXIT_DONE);
+        return Ok(EXIT_SUCCESS);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
@@ -93,5 +93,5 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
              no trajectories\n"
         ),
     })?;
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }

@@ -5,7 +5,7 @@
 //! user without the token, can read a run.
 
 use crate::bad_input;
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::metrics::Console;
 use crate::report::server::{RequestHead, Response, serve};
 use crate::report::{page, stages_under_way, state_digest};
@@ -30,7 +30,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C ends");
     serve(&listener, &|request| follower.answer(request), &|| stop.is_requested())?;
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }
 
 /// Returns the error for a port in use, which names a free port.

@@ -19,7 +19,7 @@ mod seeded_outputs;
 mod speed;
 mod speed_ops;
 
-use crate::error::{EXIT_DONE, EXIT_FAILED};
+use crate::error::{EXIT_FAILED, EXIT_SUCCESS};
 use crate::ops::cuda::Gpu;
 use crate::{bad_input, ops};
 use anyhow::Result;
@@ -113,7 +113,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let Gpu { device, .. } =
         ops::cuda::open_gpu(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
     if let Some(path) = &args.write_seeded {
-        return seeded_outputs::write(&device, path).map(|()| EXIT_DONE);
+        return seeded_outputs::write(&device, path).map(|()| EXIT_SUCCESS);
     }
     let gpu = device.as_cuda_device()?;
     let parts = if args.parts.is_empty() { Part::value_variants().to_vec() } else { args.parts.clone() };
@@ -143,7 +143,7 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
         }
     }
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);
-    Ok(if verdicts.failed == 0 { EXIT_DONE } else { EXIT_FAILED })
+    Ok(if verdicts.failed == 0 { EXIT_SUCCESS } else { EXIT_FAILED })
 }
 
 fn print_device(gpu: &CudaDevice) -> Result<()> {

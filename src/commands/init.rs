@@ -2,7 +2,7 @@
 //! for a given model.
 
 use crate::bad_input;
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::recipe::{RecipeSource, locate};
 use crate::run::header::command_line;
 use crate::run::sampling_folder::print_text;
@@ -67,7 +67,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
     }
     output += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
     print_text(&output)?;
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }
 
 fn refuse_existing(file: &str) -> Result<()> {
@@ -135,7 +135,7 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     }
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));
     print_text(&output)?;
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }
 
 /// Returns the absolute path of `path` as text.

@@ -1,7 +1,7 @@
 //! `rloss report RUN...`: writes or serves one page about runs.
 
 use crate::commands::follow;
-use crate::error::EXIT_DONE;
+use crate::error::EXIT_SUCCESS;
 use crate::metrics::sanitize_terminal;
 use crate::report::write_report;
 use crate::run::sampling_folder::print_text;
@@ -37,5 +37,5 @@ pub fn run(args: &ReportArgs) -> Result<u8> {
     }
     let page = write_report(&args.runs, args.out.as_deref())?;
     print_text(&sanitize_terminal(&format!("{}\n", page.display())))?;
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }

@@ -2,7 +2,7 @@
 
 use crate::atomic_file::write_file;
 use crate::commands::arguments::RunArgs;
-use crate::error::{EXIT_DONE, EXIT_STOPPED};
+use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::{Console, Phase, Row, TextTable, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
@@ -97,5 +97,5 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     write_file(&out.join("metrics.jsonl"), &(Row { step, phase: Phase::Rl, metrics }.to_json() + "\n"))?;
     print_text(&table.to_string())?;
     console.print(&format!("done: {}", folder.trajectories_file(&name).display()));
-    failures.map(|()| EXIT_DONE)
+    failures.map(|()| EXIT_SUCCESS)
 }

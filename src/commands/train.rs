@@ -4,7 +4,7 @@ use crate::bad_input;
 use crate::checkpoint::{ResumePoint, newest_checkpoint};
 use crate::commands::arguments::RunArgs;
 use crate::dist::Mesh;
-use crate::error::{EXIT_DONE, EXIT_STOPPED};
+use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::context::RunContext;
@@ -102,7 +102,7 @@ pub fn run(args: &TrainArgs) -> Result<u8> {
     }
     console.print(&format!("done: {path_text}"));
     console.print(&format!("to see the results: {}", command_line(&["report", &path_text])));
-    Ok(EXIT_DONE)
+    Ok(EXIT_SUCCESS)
 }
 
 /// Returns the last message of a run that a second signal ends within a step.

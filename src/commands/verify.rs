@@ -4,7 +4,7 @@ use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint;
-use crate::error::{EXIT_BAD_INPUT, EXIT_DONE};
+use crate::error::{EXIT_BAD_INPUT, EXIT_SUCCESS};
 use crate::integrity::{ChecksumStatus, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
 use crate::metrics::{format_count, read_rows, sanitize_terminal};
 use crate::recipe::{KeyScope, resolve_run_recipe};
@@ -50,7 +50,7 @@ pub fn run(args: &VerifyArgs) -> Result<u8> {
         Err(text) => format!("DAMAGED: {text}\n"),
     });
     print_text(&sanitize_terminal(&lines.collect::<String>()))?;
-    Ok(if findings.iter().any(Result::is_err) { EXIT_BAD_INPUT } else { EXIT_DONE })
+    Ok(if findings.iter().any(Result::is_err) { EXIT_BAD_INPUT } else { EXIT_SUCCESS })
 }
 
 /// Result of a check. `Ok`: the file is intact, or cannot be verified. `Err`: the file is damaged.

@@ -6,7 +6,7 @@
 use super::file_digest;
 use crate::atomic_file;
 use crate::bad_input;
-use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use anyhow::{Context, Result};
 use blake3::{Hash, Hasher};
 use std::collections::BTreeMap;
@@ -93,7 +93,7 @@ impl Manifest {
     pub fn read(folder: &Path) -> Result<Option<Self>> {
         let path = folder.join(MANIFEST_FILE);
         let damaged = |problem: &str| bad_input!("{}: damaged: {problem}", path.display());
-        let text = match bounded_file::read_text(&path, JSON_BYTES_MAX) {
+        let text = match bounded_file::read_text(&path, SMALL_FILE_BYTES_MAX) {
             Ok(text) => text,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(damaged(&e.to_string())),

@@ -58,8 +58,8 @@ impl Batch {
     /// Packs the trained tokens of `groups` into a batch. The other columns are empty.
     pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
-        for Trajectory { tokens, mask, logprobs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
-            let trained = mask.iter().zip(logprobs).skip(1).filter(|(mask, _)| **mask);
+        for Trajectory { tokens, mask, log_probs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
+            let trained = mask.iter().zip(log_probs).skip(1).filter(|(mask, _)| **mask);
             rollout_log_probs.extend(trained.map(|(_, &log_prob)| log_prob));
             cu_seqlens.push(rollout_log_probs.len());
             sequences.push(Arc::new(Sequence { tokens: tokens.clone(), mask: mask.clone() }));

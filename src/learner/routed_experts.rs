@@ -20,8 +20,8 @@ pub type RoutedExperts = Vec<Vec<u16>>;
 pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> Result<Vec<RoutedExperts>> {
     let sequence_experts = |trajectory: &Trajectory| {
         let inputs = trajectory.tokens.len().saturating_sub(1);
-        let is_complete = trajectory.routes.len() >= inputs
-            && trajectory.routes[..inputs].iter().all(|token| token.len() == layers * top_k);
+        let is_complete = trajectory.routed_experts.len() >= inputs
+            && trajectory.routed_experts[..inputs].iter().all(|token| token.len() == layers * top_k);
         if !is_complete {
             return Err(bad_input!(
                 "policy.router_replay: sample {} of prompt {} has no routed experts of sampling; sample it again with \
@@ -31,7 +31,7 @@ pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> 
             ));
         }
         let layer = |l: usize| {
-            let tokens = trajectory.routes[..inputs].iter();
+            let tokens = trajectory.routed_experts[..inputs].iter();
             tokens.flat_map(move |token| token[l * top_k..(l + 1) * top_k].iter().copied())
         };
         Ok((0..layers).map(|l| layer(l).collect()).collect())

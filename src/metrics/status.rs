@@ -1,6 +1,6 @@
 //! The current stage as a file in the run's folder. `report --follow` reads the file.
 
-use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use std::fs::{self, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -49,5 +49,5 @@ impl Drop for StatusFile {
 pub fn current_stage(folder: &Path) -> Option<String> {
     let path = folder.join(NAME);
     let age = fs::metadata(&path).ok()?.modified().ok()?.elapsed().unwrap_or_default();
-    (age < AGE_MAX).then(|| bounded_file::read_text(&path, JSON_BYTES_MAX).ok()).flatten()
+    (age < AGE_MAX).then(|| bounded_file::read_text(&path, SMALL_FILE_BYTES_MAX).ok()).flatten()
 }

@@ -125,7 +125,7 @@ impl EqualityChecks<'_> {
         let mut rollout = EqualityCheck::new("rollout_equals_training");
         for (t, training) in trajectories.iter().zip(&training) {
             let sampled: Vec<usize> = (1..t.tokens.len()).filter(|&i| t.mask[i]).collect();
-            let stored: Vec<f32> = sampled.iter().map(|&i| t.logprobs[i]).collect();
+            let stored: Vec<f32> = sampled.iter().map(|&i| t.log_probs[i]).collect();
             let computed: Vec<f32> = sampled.iter().map(|&i| training[i - 1]).collect();
             rollout.add(&stored, &computed);
         }

@@ -51,7 +51,7 @@ impl<'a> AblationMeasurement<'a> {
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
         let (mut log_probs, mut cu_seqlens) = (vec![], vec![0]);
         for t in trajectories {
-            let sampled = t.logprobs.iter().zip(&t.mask).skip(1).filter(|(_, sampled)| **sampled);
+            let sampled = t.log_probs.iter().zip(&t.mask).skip(1).filter(|(_, sampled)| **sampled);
             log_probs.extend(sampled.map(|(log_prob, _)| *log_prob));
             cu_seqlens.push(log_probs.len());
         }

@@ -4,7 +4,7 @@ use super::families::Family;
 use super::names::parameter_count;
 use super::settings::{Contradiction, Sizes, Yarn, architecture_limits};
 use crate::bad_input;
-use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::settings::choice;
 use anyhow::Result;
 use serde_json::Value;
@@ -101,7 +101,7 @@ impl Config {
     /// Reads `config.json` in `folder`. A `BadInput` error lists every mistake in the file with its key.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("config.json");
-        let text = bounded_file::read_text(&path, JSON_BYTES_MAX).map_err(|e| {
+        let text = bounded_file::read_text(&path, SMALL_FILE_BYTES_MAX).map_err(|e| {
             bad_input!("{}: cannot be read ({e}); model.path must name a Hugging Face folder", path.display())
         })?;
         let value: Value = serde_json::from_str(&text).map_err(|e| {

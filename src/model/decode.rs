@@ -62,7 +62,7 @@ impl Decoder {
     /// until the next step.
     ///
     /// # Errors
-    /// As [`DecoderStack::forward_cached`].
+    /// Errors of [`DecoderStack::forward_cached`].
     pub fn decode_step(
         &mut self,
         stack: &DecoderStack,

@@ -43,7 +43,7 @@ impl DecoderStack<'_> {
     /// Runs all layers on the input `x [T, H]` of the first layer. Returns hidden states `[T, H]`.
     ///
     /// # Errors
-    /// As [`Self::forward`].
+    /// Errors of [`Self::forward`].
     pub fn run_layers(&self, mut x: Tensor, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
         let layers = self.model.config.num_hidden_layers;
         for index in 0..layers {

@@ -69,7 +69,7 @@ impl ExpertParallel {
     /// Computes the rows of the other ranks when this rank has no rows.
     ///
     /// # Errors
-    /// As [`Self::forward`].
+    /// Errors of [`Self::forward`].
     pub fn serve(&self, products: ExpertForward) -> Result<()> {
         self.exchange_rows(&vec![0; self.experts], &[], products).map(drop)
     }

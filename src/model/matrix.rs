@@ -173,7 +173,7 @@ impl LayerTensors<'_> {
     /// Returns the small dense tensor `name` of the layer: a bias, a norm or sinks.
     ///
     /// # Errors
-    /// As [`ModelTensors::vector`].
+    /// Errors of [`ModelTensors::vector`].
     pub fn vector(&self, name: &str) -> Result<Parameter> {
         self.tensors.vector(&format!("{}{name}", self.prefix))
     }

@@ -119,7 +119,7 @@ impl Parameters {
     /// Builds the store of a critic, a model with a value head, as [`Self::load`] does.
     ///
     /// # Errors
-    /// As [`Self::load`].
+    /// Errors of [`Self::load`].
     pub fn with_value_head(
         config: &Config,
         backend: &Backend,

@@ -38,7 +38,7 @@ impl Threads {
     /// machine; 0 means an equal share of the cores.
     ///
     /// # Errors
-    /// As [`Self::new`].
+    /// Errors of [`Self::new`].
     pub fn for_process(threads: usize, processes: usize) -> Result<Self> {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { (available / processes).max(1) } else { threads };

@@ -3,7 +3,7 @@
 use super::conversation::{self, SelectedTrajectory};
 use super::plot::Points;
 use crate::bad_input;
-use crate::bounded_file::{self, JSON_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
 use crate::metrics::{Phase, Row, Warning, read_rows, read_warnings};
 use anyhow::Result;
 use std::collections::BTreeSet;
@@ -74,7 +74,7 @@ impl Run {
             ));
         }
         Ok(Run {
-            model: bounded_file::read(&folder.join("model.json"), JSON_BYTES_MAX)
+            model: bounded_file::read(&folder.join("model.json"), SMALL_FILE_BYTES_MAX)
                 .ok()
                 .and_then(|text| serde_json::from_slice(&text).ok()),
             sample_trajectories: conversation::pick(&folder.join("trajectories"))?,
@@ -103,7 +103,7 @@ impl Run {
 
 /// Returns the kind of samples that the marker file at `path` names, if the file exists.
 fn sampling_kind(path: &Path) -> Option<String> {
-    let text = bounded_file::read(path, JSON_BYTES_MAX).ok()?;
+    let text = bounded_file::read(path, SMALL_FILE_BYTES_MAX).ok()?;
     let marker: serde_json::Value = serde_json::from_slice(&text).ok()?;
     Some(marker.get("kind")?.as_str()?.to_owned())
 }

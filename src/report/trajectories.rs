@@ -210,9 +210,9 @@ impl Packer {
         let sampled = |values: &[f32]| -> Vec<f32> {
             t.mask.iter().zip(values).filter(|(mask, _)| **mask).map(|(_, value)| *value).collect()
         };
-        let learned = row.learned.as_ref();
-        let (a, b) = pack_advantages(learned.map(|learned| sampled(&learned.advantages)));
-        let diffs = learned.and_then(|learned| learned.log_prob_diffs.as_ref()).map(|diffs| sampled(diffs));
+        let stats = row.token_stats.as_ref();
+        let (a, b) = pack_advantages(stats.map(|stats| sampled(&stats.advantages)));
+        let diffs = stats.and_then(|stats| stats.log_prob_diffs.as_ref()).map(|diffs| sampled(diffs));
         let messages = || {
             let name = |role: Role| format!("{role:?}").to_lowercase();
             row.messages
@@ -233,7 +233,7 @@ impl Packer {
             q: self.problem_index(row),
             n: t.sampled_tokens(),
             turns: t.turns.iter().map(|turn| (turn.start, turn.end)).collect(),
-            l: STANDARD.encode(sampled(&t.logprobs).iter().map(|l| log_prob_byte(*l)).collect::<Vec<_>>()),
+            l: STANDARD.encode(sampled(&t.log_probs).iter().map(|l| log_prob_byte(*l)).collect::<Vec<_>>()),
             a,
             b,
             g: diffs.map(|diffs| pack_mismatches(&diffs)),

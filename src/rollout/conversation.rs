@@ -57,7 +57,7 @@ pub(super) struct Conversation<'a> {
     mask: Vec<bool>,
     log_probs: Vec<f32>,
     /// Routed experts of the tokens that were fed to the model, if they are kept.
-    routes: Vec<Vec<u16>>,
+    routed_experts: Vec<Vec<u16>>,
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
@@ -71,14 +71,14 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Starts sample `sample` of a prompt. `routes` holds the routed experts of the prompt's tokens, if they
+    /// Starts sample `sample` of a prompt. `routed_experts` holds those of the prompt's tokens, if they
     /// are kept.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
         prompt: &RenderedPrompt<'a>,
         sample: u64,
         session: SessionId,
-        routes: Vec<Vec<u16>>,
+        routed_experts: Vec<Vec<u16>>,
     ) -> Self {
         let prompt_tokens = prompt.tokens.len();
         let mut conversation = Self {
@@ -91,7 +91,7 @@ impl<'a> Conversation<'a> {
             prompt_tokens,
             mask: vec![false; prompt_tokens],
             log_probs: vec![0.0; prompt_tokens],
-            routes,
+            routed_experts,
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
@@ -114,8 +114,8 @@ impl<'a> Conversation<'a> {
     }
 
     /// Records the routed experts of the next token that was fed to the model.
-    pub(super) fn record_experts(&mut self, routes: Vec<u16>) {
-        self.routes.push(routes);
+    pub(super) fn record_experts(&mut self, experts: Vec<u16>) {
+        self.routed_experts.push(experts);
     }
 
     /// Returns the position of the next token.
@@ -341,7 +341,7 @@ impl<'a> Conversation<'a> {
         };
         if self.rollout.plan.settings.keep_routes {
             // The last token was not fed to the model.
-            self.routes.resize(self.tokens.len(), Vec::new());
+            self.routed_experts.resize(self.tokens.len(), Vec::new());
         }
         let mut messages = self.rollout.system_prompt.to_vec();
         messages.extend_from_slice(&self.problem.messages);
@@ -354,8 +354,8 @@ impl<'a> Conversation<'a> {
             tokens: self.tokens,
             prompt_tokens: self.prompt_tokens,
             mask: self.mask,
-            logprobs: self.log_probs,
-            routes: self.routes,
+            log_probs: self.log_probs,
+            routed_experts: self.routed_experts,
             turns: self.turns,
             outcome,
             reward: reward.value,

@@ -87,8 +87,8 @@ mod tests {
             tokens: vec![0; n],
             prompt_tokens: 3,
             mask: (0..n).map(|i| i >= 3).collect(),
-            logprobs: vec![0.0; n],
-            routes: vec![],
+            log_probs: vec![0.0; n],
+            routed_experts: vec![],
             turns: calls
                 .iter()
                 .map(|call| Turn { start: 3, end: n, calls: call.iter().copied().collect() })

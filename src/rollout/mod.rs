@@ -165,7 +165,7 @@ impl Rollouts {
             trajectory: trajectory.clone(),
             messages: messages.clone(),
             answer: answer.clone(),
-            learned: None,
+            token_stats: None,
         })
     }
 

@@ -35,7 +35,7 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     let row: TrajectoryRow = serde_json::from_slice(line).map_err(|e| format!("not a trajectory: {e}"))?;
     let t = &row.trajectory;
     let n = t.tokens.len();
-    for (name, length) in [("mask", t.mask.len()), ("logprobs", t.logprobs.len())] {
+    for (name, length) in [("mask", t.mask.len()), ("logprobs", t.log_probs.len())] {
         if length != n {
             return Err(format!("`{name}` has {length} entries for {n} tokens"));
         }
@@ -52,8 +52,8 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     if t.turns.iter().any(|turn| turn.start > turn.end || turn.end > n) {
         return Err(format!("`turns` has a range outside the {n} tokens"));
     }
-    match (0..n).find(|&i| t.mask[i] && !(t.logprobs[i].is_finite() && t.logprobs[i] <= 0.0)) {
-        Some(i) => Err(format!("`logprobs`[{i}] = {} is not a log-probability", t.logprobs[i])),
+    match (0..n).find(|&i| t.mask[i] && !(t.log_probs[i].is_finite() && t.log_probs[i] <= 0.0)) {
+        Some(i) => Err(format!("`logprobs`[{i}] = {} is not a log-probability", t.log_probs[i])),
         None => Ok(row),
     }
 }
@@ -73,7 +73,7 @@ impl RoutedExpertsShape {
         let is_valid = |token: &Vec<u16>| {
             token.len() == self.per_token && token.iter().all(|&expert| usize::from(expert) < self.experts)
         };
-        t.routes.get(..fed).is_some_and(|routes| routes.iter().all(is_valid))
+        t.routed_experts.get(..fed).is_some_and(|routes| routes.iter().all(is_valid))
     }
 }
 

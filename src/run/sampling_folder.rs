@@ -14,7 +14,7 @@ use super::symlinks::refuse_symlink;
 use super::trust::approve;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
-use crate::bounded_file::{self, JSON_BYTES_MAX};
+use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::checkpoint::gguf::{self, is_gguf};
 use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase, WARNINGS_FILE, Warning, warnings_text};
@@ -216,7 +216,7 @@ impl<'a> SamplingFolder<'a> {
                 trajectory: trajectory.clone(),
                 messages: messages.to_vec(),
                 answer: problem.map(|prompt| prompt.problem.answer.clone()).unwrap_or_default(),
-                learned: None,
+                token_stats: None,
             };
             let mut failure = failure.lock().unwrap_or_else(PoisonError::into_inner);
             if failure.is_none() {
@@ -373,7 +373,7 @@ fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
 fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     let file = path.join(MARKER_FILE);
     let path_text = file.display();
-    let text = match bounded_file::read_text(&file, JSON_BYTES_MAX) {
+    let text = match bounded_file::read_text(&file, SMALL_FILE_BYTES_MAX) {
         Ok(text) => text,
         Err(e) if e.kind() != std::io::ErrorKind::NotFound => {
             return Err(bad_input!("{path_text}: cannot be read: {e}; name another folder with --out"));

@@ -35,7 +35,7 @@ impl SampleOutput {
             self.training_indices.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
         for (row_index, stats) in row_indices.zip(token_stats) {
             if let Some(row) = rows.get_mut(row_index) {
-                row.learned = Some(stats.clone());
+                row.token_stats = Some(stats.clone());
             }
         }
         rows

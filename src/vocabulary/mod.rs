@@ -60,7 +60,7 @@ impl Vocabulary {
     /// Reads the bytes of a `tokenizer.json`. Error messages name the file `source_name`.
     ///
     /// # Errors
-    /// As [`Self::from_file`].
+    /// Errors of [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
         let refusal = |why: &str| {
             bad_input!(

@@ -86,7 +86,7 @@ fn rows(path: &Path) -> Vec<TrajectoryRow> {
 /// Rows as they were sampled: without the time that tool calls took, and what a step learned from them.
 fn timeless(mut rows: Vec<TrajectoryRow>) -> Vec<TrajectoryRow> {
     for row in &mut rows {
-        (row.trajectory.tool_s, row.learned) = (0.0, None);
+        (row.trajectory.tool_s, row.token_stats) = (0.0, None);
     }
     rows
 }
@@ -172,7 +172,7 @@ fn a_rollout_is_what_training_samples_and_trains_the_same() {
     let file = place.path("runs/small-rollout/trajectories/step-000001.jsonl");
     let written = rows(&file);
     assert_eq!(written.len(), 2 * 3);
-    assert!(written.iter().all(|row| row.trajectory.logprobs.len() == row.trajectory.tokens.len()));
+    assert!(written.iter().all(|row| row.trajectory.log_probs.len() == row.trajectory.tokens.len()));
     place.done(&["report", "runs/small-rollout"]);
 
     let train = |out: &str, sets: &[&str]| {

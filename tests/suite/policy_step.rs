@@ -115,12 +115,12 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
     let batches = MicroBatch::split(std::slice::from_ref(sequence), 1000);
     let output = runner.forward::<2>(&batches, pass()).unwrap().remove(0);
     let mut found = output.log_probs().iter().copied();
-    let logprobs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
+    let log_probs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
     let layers: Vec<Vec<Vec<u32>>> =
         output.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
     let of_token = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
-    let mut routes: Vec<Vec<u16>> = (0..sequence.tokens.len() - 1).map(of_token).collect();
-    routes.push(vec![]);
+    let mut routed_experts: Vec<Vec<u16>> = (0..sequence.tokens.len() - 1).map(of_token).collect();
+    routed_experts.push(vec![]);
     Trajectory {
         step: 1,
         prompt: index as u64 / 3,
@@ -129,8 +129,8 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         tokens: sequence.tokens.clone(),
         prompt_tokens: 1,
         mask: sequence.mask.clone(),
-        logprobs,
-        routes,
+        log_probs,
+        routed_experts,
         turns: vec![],
         outcome: Outcome::Finished,
         reward: [1.0, 0.0, 0.5][index % 3] * (1.0 + index as f32),
@@ -203,7 +203,7 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let mut fixture = Fixture::new();
     // The first trajectory was three times likelier under training than at sampling, token by token.
     let first = fixture.trajectories().next().unwrap();
-    first.logprobs.iter_mut().for_each(|l| *l -= 3f32.ln());
+    first.log_probs.iter_mut().for_each(|l| *l -= 3f32.ln());
     let base = PolicySettings { loss: loss("reinforce"), ..PolicySettings::default() };
     let weighed = CorrectionSettings { is: ImportanceSampling::Token, ..CorrectionSettings::default() };
     let weighed = PolicySettings { correction: weighed, ..base.clone() };
@@ -230,7 +230,7 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
         (learned(&step, &batch).unwrap().unwrap(), learned(&step, &rest).unwrap().unwrap());
     assert!(distance(&values(&thinned), &values(&alone)) < 1e-5);
 
-    fixture.trajectories().for_each(|t| t.logprobs.iter_mut().for_each(|l| *l -= 9.0));
+    fixture.trajectories().for_each(|t| t.log_probs.iter_mut().for_each(|l| *l -= 9.0));
     let step = fixture.step(&rejecting, None);
     assert!(learned(&step, &prepared(&step, &fixture.groups())).unwrap().is_none());
 }
@@ -361,7 +361,7 @@ fn replayed_experts_are_used_instead_of_the_routers_choice() {
     let mut fixture = Fixture::new();
     let policy = PolicySettings { router_replay: RouterReplay::Rollout, ..PolicySettings::default() };
     let own = fixture.update(&policy);
-    fixture.trajectories().flat_map(|t| &mut t.routes).for_each(|r| {
+    fixture.trajectories().flat_map(|t| &mut t.routed_experts).for_each(|r| {
         r.chunks_exact_mut(2).for_each(|pair| {
             // The two experts that were not chosen.
             let others: Vec<u16> = (0..4).filter(|e| !pair.contains(e)).collect();
@@ -370,7 +370,7 @@ fn replayed_experts_are_used_instead_of_the_routers_choice() {
     });
     let other = fixture.update(&policy);
     assert_ne!(own.forward.log_probs, other.forward.log_probs);
-    fixture.trajectories().for_each(|t| t.routes.clear());
+    fixture.trajectories().for_each(|t| t.routed_experts.clear());
     let step = fixture.step(&policy, None);
     assert!(step.prepare(&fixture.groups(), None).is_err());
 }

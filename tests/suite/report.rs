@@ -107,8 +107,8 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         tokens: vec![1, 2, 3],
         prompt_tokens: 1,
         mask: vec![false, true, true],
-        logprobs: vec![0.0, -0.1, -1.0 / 3.0],
-        routes: Vec::new(),
+        log_probs: vec![0.0, -0.1, -1.0 / 3.0],
+        routed_experts: Vec::new(),
         turns: vec![Turn { start: 1, end: 3, calls: vec![CallOutcome::MalformedCall] }],
         outcome: Outcome::Finished,
         reward,
@@ -123,7 +123,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         Message::tool("python", Some("commentary"), "79"),
         Message::assistant("final", answer),
     ];
-    TrajectoryRow { phase, trajectory, messages, answer: "79".into(), learned: None }
+    TrajectoryRow { phase, trajectory, messages, answer: "79".into(), token_stats: None }
 }
 
 fn write_trajectories(run: &Path, file: &str, rows: &[TrajectoryRow]) {

@@ -85,7 +85,7 @@ impl ExportLine {
         let mut values = trainer.iter().copied();
         let mut next_log_prob = |&sampled: &bool| if sampled { values.next().unwrap_or(0.0) } else { 0.0 };
         let trainer: Vec<f32> = trajectory.mask.iter().map(&mut next_log_prob).collect();
-        let pairs = || trainer.iter().zip(&trajectory.logprobs).map(|(t, i)| (f64::from(*t), f64::from(*i)));
+        let pairs = || trainer.iter().zip(&trajectory.log_probs).map(|(t, i)| (f64::from(*t), f64::from(*i)));
         let ratio: Vec<f64> = pairs().map(|(trainer, inference)| trainer - inference).collect();
         Self {
             schema_version: SCHEMA_VERSION,
@@ -102,7 +102,7 @@ impl ExportLine {
             loss_mask: trajectory.mask.clone(),
             advantages: vec![None; count],
             rewards: vec![trajectory.reward; count],
-            inference_logprobs: trajectory.logprobs.clone(),
+            inference_logprobs: trajectory.log_probs.clone(),
             entropy: vec![None; count],
             mismatch_kl: ratio.iter().map(|r| r.exp() - r - 1.0).collect(),
             importance_ratio: ratio.iter().map(|r| r.exp()).collect(),

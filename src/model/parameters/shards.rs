@@ -193,7 +193,7 @@ impl Parameters {
     /// Serves a request of rank 0 for a tensor of this store or of `critic`.
     ///
     /// # Errors
-    /// As [`Self::gather`].
+    /// Errors of [`Self::gather`].
     pub fn serve(&self, critic: Option<&Parameters>, request: &ShardRequest) -> Result<()> {
         let ShardRequest::Tensor { of_critic, index, kind } = request else {
             bail!("a request for a file reached a store of tensors")

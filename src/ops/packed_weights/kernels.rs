@@ -358,8 +358,9 @@ impl VectorInstructions {
         VectorInstructions::Plain
     }
 
-    /// Multiplies the rows of `x [m, in]` by `panel`, into `out`. Returns false without doing anything if the
-    /// processor has no vector instructions.
+    /// Multiplies the rows of `x [m, in]` by `panel`. `x` is the values and their row width, and `out` is the
+    /// output and its first column. Returns false without doing anything if the processor has no vector
+    /// instructions.
     pub fn skinny_gemm(
         self,
         panel: Panel,

@@ -168,7 +168,7 @@ impl<const G: usize> Queries<'_, G> {
                 for x in p.iter_mut() {
                     *x = exp(*x - highest);
                 }
-                // Before the first block, `o` has no valid values, so the factor is 0.
+                // Before the first block `o` is all zeros, so the factor 0 changes nothing.
                 shrink[g] = if b == first { 0.0 } else { exp(*maximum - highest) };
                 *maximum = highest;
                 *total = *total * shrink[g] + sum_lanes([&p[..]], |[p]| p);

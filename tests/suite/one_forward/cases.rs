@@ -342,7 +342,7 @@ impl Case {
             let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
             computed.extend(logits.log_probs(&self.sampling, &targets)?);
         }
-        let stored = trajectories.iter().flat_map(|t| t.logprobs.iter().zip(&t.mask).skip(1));
+        let stored = trajectories.iter().flat_map(|t| t.log_probs.iter().zip(&t.mask).skip(1));
         let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
         Ok(between("rollout_equals_training", &stored, &computed))
     }

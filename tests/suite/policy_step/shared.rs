@@ -56,7 +56,7 @@ fn a_groups_prompt_computed_once_gives_the_updates_log_probs_and_gradients() {
 fn rows_that_are_replayed_with_other_experts_are_not_shared() {
     let mut fixture = Fixture::of(&sequences());
     let trajectory = fixture.trajectories().nth(1).unwrap();
-    let experts = &mut trajectory.routes[5][..2];
+    let experts = &mut trajectory.routed_experts[5][..2];
     let other = (0..4).find(|e| !experts.contains(e)).unwrap();
     experts[0] = other;
     let (separate, gradients, _) = update(&fixture, RouterReplay::Rollout, 1);

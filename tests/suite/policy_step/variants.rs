@@ -60,7 +60,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
 fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
     let mut fixture = Fixture::new();
     // With the model itself as reference, only log-probabilities of the rollout can differ from it.
-    fixture.trajectories().for_each(|t| t.logprobs.iter_mut().for_each(|l| *l -= 0.5));
+    fixture.trajectories().for_each(|t| t.log_probs.iter_mut().for_each(|l| *l -= 0.5));
     let policy = |old_logprob| PolicySettings {
         advantage: Advantage::DrGrpo,
         old_logprob,
@@ -99,7 +99,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
     for (index, trajectory) in fixture.trajectories().enumerate() {
         let shift = [0.0, 0.125, -0.25, 0.5, -0.03125, 0.0625][index];
         let bend = |(t, l): (usize, &mut f32)| *l += shift * [1.0, -0.5, 0.25][t % 3];
-        trajectory.logprobs.iter_mut().enumerate().for_each(bend);
+        trajectory.log_probs.iter_mut().enumerate().for_each(bend);
     }
     let rejecting = CorrectionSettings {
         reject: vec![RejectOption::SeqMeanK2, RejectOption::TokenK1],
@@ -148,7 +148,7 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
 #[test]
 fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let mut fixture = Fixture::new();
-    fixture.trajectories().last().unwrap().logprobs.iter_mut().for_each(|l| *l -= 2.0);
+    fixture.trajectories().last().unwrap().log_probs.iter_mut().for_each(|l| *l -= 2.0);
     let policy = PolicySettings { old_logprob: OldLogProbSource::Rollout, ..PolicySettings::default() };
     let train = TrainSettings { minibatches: 6, ..fixture.train.clone() };
     let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
@@ -205,7 +205,7 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     let without = update(&fixture);
     let mut masked = fixture.groups[0].trajectories[0].clone();
     masked.mask.fill(false);
-    masked.logprobs.fill(0.0);
+    masked.log_probs.fill(0.0);
     fixture.groups[1].trajectories.push(masked);
     let with = update(&fixture);
     assert_eq!(with.metrics, without.metrics);
@@ -233,7 +233,7 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     assert_eq!(agreement(&fixture, &recompute), Some(1.0));
     let fed: usize = fixture.groups.iter().flat_map(|g| &g.trajectories).map(|t| t.tokens.len() - 1).sum();
     // Another order is the same set; another expert is not. The route of a token holds two experts a layer.
-    let routes = &mut fixture.groups[0].trajectories[1].routes;
+    let routes = &mut fixture.groups[0].trajectories[1].routed_experts;
     let layers = routes[3].len() / 2;
     routes[2].swap(0, 1);
     let other = (0..4).find(|expert| !routes[3][..2].contains(expert)).unwrap();
@@ -245,6 +245,6 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     }
     let replay = PolicySettings { router_replay: RouterReplay::Rollout, ..PolicySettings::default() };
     assert_eq!(agreement(&fixture, &replay), None);
-    fixture.trajectories().for_each(|t| t.routes.clear());
+    fixture.trajectories().for_each(|t| t.routed_experts.clear());
     assert_eq!(agreement(&fixture, &PolicySettings::default()), None);
 }

@@ -43,13 +43,13 @@ fn check_against_training(world: &World, rollouts: &Rollouts, temperature: f64) 
     let training = training_forward(world, &trajectories, temperature);
     for (t, (log_probs, routes)) in trajectories.iter().zip(&training) {
         let n = t.tokens.len();
-        assert_eq!((t.mask.len(), t.logprobs.len(), t.routes.len()), (n, n, n));
-        let stored = |i: &usize| if t.mask[*i] { Some(t.logprobs[*i].to_bits()) } else { None };
+        assert_eq!((t.mask.len(), t.log_probs.len(), t.routed_experts.len()), (n, n, n));
+        let stored = |i: &usize| if t.mask[*i] { Some(t.log_probs[*i].to_bits()) } else { None };
         let stored: Vec<u32> = (0..n).filter_map(|i| stored(&i)).collect();
         assert_eq!(stored, log_probs.iter().map(|l| l.to_bits()).collect::<Vec<_>>());
-        assert_eq!(t.routes[..n - 1], routes[..]);
-        assert!(t.routes[n - 1].is_empty(), "the last token is never fed");
-        assert!((0..n).all(|i| t.mask[i] || t.logprobs[i] == 0.0));
+        assert_eq!(t.routed_experts[..n - 1], routes[..]);
+        assert!(t.routed_experts[n - 1].is_empty(), "the last token is never fed");
+        assert!((0..n).all(|i| t.mask[i] || t.log_probs[i] == 0.0));
         let sampled: Vec<usize> = t.turns.iter().flat_map(|turn| turn.start..turn.end).collect();
         assert!(sampled.iter().all(|&i| t.mask[i]) && sampled.len() == t.sampled_tokens());
     }
@@ -174,7 +174,7 @@ fn greedy_rollouts_are_the_argmax_whatever_the_seed() {
     for group in &a.groups {
         assert_eq!(group.trajectories[0].tokens, group.trajectories[1].tokens);
     }
-    assert!(a.trajectories().all(|t| t.logprobs.iter().all(|&l| l == 0.0)));
+    assert!(a.trajectories().all(|t| t.log_probs.iter().all(|&l| l == 0.0)));
 }
 
 /// The weights of a large vocabulary are past the bound for one engine a thread, and a batch's logits past
