@@ -420,6 +420,8 @@ fn a_recipe_with_a_base_holds_only_what_differs() {
     assert!(missing.starts_with("…/one.toml:2: base: cannot read …/none.toml: "), "{missing}");
     assert_eq!(
         refused("", &["base=ground.toml"]),
-        ["--set: base: cannot be set here; write the base into the recipe file, or give that recipe as the argument"]
+        [
+            "--set: base: cannot be set here; write the base into the recipe file, or give that recipe as the argument"
+        ]
     );
 }

@@ -273,7 +273,10 @@ fn what_does_not_fit_is_refused_before_any_work() {
     for (sets, words) in [
         (&["adapter.targets=[\"*.conv\"]"][..], &["adapter.targets", "matches no parameter"][..]),
         (&["adapter.targets=[\"q_proj\"]"], &["did you mean \"*.q_proj.*\"?"]),
-        (&["adapter.targets=[\"all-linear\"]"], &["instead of PEFT's \"all-linear\", remove adapter.targets"]),
+        (
+            &["adapter.targets=[\"all-linear\"]"],
+            &["instead of PEFT's \"all-linear\", remove adapter.targets"],
+        ),
         (&["adapter.targets=[\"*.router.weight\"]"], &["matches nothing that can have an adapter"]),
         (&["adapter.dropout=0.1"], &["adapter.dropout", "importance ratio"]),
         (&["adapter.rank=0"], &["adapter.rank"]),

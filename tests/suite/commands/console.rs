@@ -44,10 +44,7 @@ fn the_warnings_of_the_console_are_kept_for_the_page() {
     };
     let kept = || rloss::metrics::read_warnings(&out).iter().map(Warning::line).collect::<Vec<_>>();
     assert_eq!(kept(), of(&told));
-    assert!(
-        told.contains("warning: step 1: 8 of 8 trajectories reached response_tokens_max = 2"),
-        "{told}"
-    );
+    assert!(told.contains("warning: step 1: 8 of 8 trajectories reached response_tokens_max = 2"), "{told}");
     assert!(told.contains("warning: evaluation after step 0: 16 of 16 trajectories reached"), "{told}");
     let page = done(rloss().arg("report").arg(&out)).stdout;
     let page = std::fs::read_to_string(String::from_utf8(page).unwrap().trim()).unwrap();

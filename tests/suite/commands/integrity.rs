@@ -192,7 +192,9 @@ fn a_model_from_elsewhere_is_unverified_for_verify_alone_and_can_be_given_a_mani
     let said = stderr(&done(&mut small(&folder.path().join("a"), &sets)));
     assert!(!said.contains("manifest"), "{said}");
     let found = done(&mut verify(&[&model]));
-    assert!(String::from_utf8_lossy(&found.stdout).contains("cannot be verified, because it has no manifest"));
+    assert!(
+        String::from_utf8_lossy(&found.stdout).contains("cannot be verified, because it has no manifest")
+    );
     done(&mut verify(&[Path::new("--accept"), &model]));
     done(&mut small(&folder.path().join("b"), &sets));
     flip(&model.join("config.json"));

@@ -60,10 +60,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "r.toml:1: whatever: unknown key; a recipe has device, model, adapter, harmony, task, interpreter, rollout, cold_start, train, \
              policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
-        (
-            "train = 3",
-            "r.toml:1: train: found a value instead of a table; write [train] and its keys below",
-        ),
+        ("train = 3", "r.toml:1: train: found a value instead of a table; write [train] and its keys below"),
         ("[train.steps]\nx = 1", "r.toml:1: train.steps: found a table; give an integer, 0 to 1000000000"),
         (
             "[task]\nname = \"gsm8\"",

@@ -442,7 +442,10 @@ fn named_rewards_are_those_that_describe_weighs() {
     for (reward, reason) in [
         ("{\"rewards\": {\"a\": 3}}", "`rewards` of the answer has no `b`"),
         ("{\"reward\": 1}", "`rewards` of the answer has no `a`"),
-        ("{\"rewards\": {\"c\": 3, \"b\": 4}}", "has `c`, which has no weight in `describe`; did you mean `a`"),
+        (
+            "{\"rewards\": {\"c\": 3, \"b\": 4}}",
+            "has `c`, which has no weight in `describe`; did you mean `a`",
+        ),
         ("{\"rewards\": {\"a\": 3, \"b\": 4, \"c\": 5}}", "`rewards` of the answer has `c`; give its weight"),
         ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not numbers by name"),
         ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has both `reward` and `rewards`"),
