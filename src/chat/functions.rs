@@ -1,7 +1,7 @@
 //! Functions of a task in the format of GPT-OSS's published template: a namespace of TypeScript types.
 //!
-//! The output equals that of the template, white space included. openai-harmony renders functions
-//! differently; [`crate::harmony::DeveloperContent`] follows openai-harmony.
+//! The output equals the template's output, including white space. openai-harmony renders functions
+//! differently. [`crate::harmony::DeveloperContent`] follows openai-harmony.
 
 use super::chatml::json_text;
 use serde_json::Value;

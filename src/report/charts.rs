@@ -105,7 +105,7 @@ const SPECS: [ChartSpec; 21] = {
         spec(SPEED, "Throughput", &["perf/throughput"], "tokens/s"),
         spec(SPEED, "Rollout time", &["timing_s/gen"], "seconds per step"),
         spec(
-            T,
+            SPEED,
             "GPU memory",
             &["perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"],
             "GB, maximum in a step",

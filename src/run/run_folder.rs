@@ -2,7 +2,7 @@
 
 use super::sampling_folder::MARKER_FILE;
 use super::symlinks::refuse_symlinks;
-use super::trust::{PROGRAMS_FILE, approve};
+use super::trust::{PROGRAMS_FILE, mark_trusted};
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
@@ -411,7 +411,7 @@ fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Resu
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {
-    approve(path, &plan.recipe)?;
+    mark_trusted(path, &plan.recipe)?;
     write_file(&path.join("recipe.toml"), &add_checksum(&plan.to_toml()))
 }
 
@@ -424,7 +424,7 @@ mod tests {
     fn a_disk_without_space_for_two_checkpoints_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
-        let run = RunFolder::create(&place.path().join("run"), &plan).unwrap();
+        let run = RunFolder::create(&folder.path().join("run"), &plan).unwrap();
         assert_eq!(run.disk_space_warning(0), None);
         let lack = run.disk_space_warning(u64::MAX / 2).expect("no disk has as much");
         assert!(lack.contains("MiB are free") && lack.contains("free some disk space"), "{lack}");

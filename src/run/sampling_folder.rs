@@ -11,7 +11,7 @@ use super::context::RunContext;
 use super::memory::explain_out_of_memory;
 use super::run_folder::{RunFolder, contains_run, lock};
 use super::symlinks::refuse_symlink;
-use super::trust::approve;
+use super::trust::mark_trusted;
 use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
@@ -118,7 +118,7 @@ impl<'a> SamplingFolder<'a> {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
-            approve(path, &context.plan.recipe)?;
+            mark_trusted(path, &context.plan.recipe)?;
             write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
         }
         if let Some(confinement) = context.sandbox_description() {

@@ -101,7 +101,7 @@ mod tests {
         assert!(!matches("lm_head", "lm_head.weight"));
         assert!(!matches("*.sink", "model.layers.3.self_attn.sinks"));
         assert!(!matches("model.layers.*.mlp.*", "model.layers.3.self_attn.sinks"));
-        // A star must backtrack: an early match is not necessarily the last one.
+        // A match for `*weight` may be extended, so the search must backtrack.
         assert!(!matches("*weight*weight", "lm_head.weight"));
         assert!(matches("*.s*s", "model.layers.3.self_attn.sinks"));
         // No other character is special, and a suffix does not match a whole name.

@@ -17,7 +17,7 @@ pub(crate) use choice::{choice, registry};
 pub(crate) use limits::{Limits, above, from};
 pub(crate) use mistake::KeyLocations;
 pub use mistake::{Mistake, Mistakes, SourceLocation};
-pub(crate) use reader::{ForeignName, Origin, ParsedKey, Reader};
+pub(crate) use reader::{Origin, OtherTrainerName, ParsedKey, Reader};
 pub(crate) use scalar::{ParsedValue, Scalar};
 pub use table::Entry;
 pub(crate) use table::{

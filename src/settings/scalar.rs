@@ -103,7 +103,7 @@ impl<T: Choice> Scalar for T {
 
 /// Returns the JSON Schema of a number: its type and its limits.
 fn with_limits(type_name: &str, limits: Limits) -> Json {
-    let mut schema = json!({ "type": kind });
+    let mut schema = json!({ "type": type_name });
     schema.as_object_mut().into_iter().for_each(|schema| schema.extend(limits.to_schema()));
     schema
 }
@@ -216,7 +216,7 @@ impl Scalar for String {
         match (value.value, value.unquoted) {
             (DeValue::String(text), _) => Ok(text.to_string()),
             (_, Some(text)) => Ok(text.to_owned()),
-            (value, None) => Err(match show(value) {
+            (other, None) => Err(match show(other) {
                 ValueExcerpt::Plain(text) => format!("found {text} without quotes; write \"{text}\""),
                 ValueExcerpt::Other(_) => wrong_type::<Self>(value, limits),
             }),

@@ -31,11 +31,11 @@ pub const SYNTAX_ERROR: &str = "SyntaxError: Expected an expression";
 
 /// Percentage of demonstrations that skip the tool.
 const SKIPS_TOOL: u32 = 55;
-/// Percentage of demonstrations with a tool call whose first call is a syntax error.
+/// Percentage of demonstrations with tool calls in which the first call has a syntax error.
 const MALFORMED: u32 = 20;
 /// Percentage of demonstrations with a tool call that have a wrong operator or lost parentheses.
 const WRONG_CODE: u32 = 25;
-/// Percentage of demonstrations with a syntax error whose second call is right. The others guess.
+/// Percentage of demonstrations with a syntax error in which the second call is right. The others guess.
 const RETRIES: u32 = 50;
 /// Percentage of demonstrations that copy the tool's output into the answer with one wrong digit.
 const MISCOPIED: u32 = 15;

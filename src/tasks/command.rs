@@ -73,7 +73,7 @@ impl CommandTask {
         let count = description.validation_problems;
         let mut task =
             Self { description, validation: vec![], program, warnings: AtomicUsize::new(0), console };
-        if !task.description.identified {
+        if !task.description.has_request_ids {
             task.console.print(
                 "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot \
                  be verified; docs/TASKS.md shows version 2",
@@ -135,7 +135,7 @@ impl CommandTask {
     }
 
     fn ask<T>(&self, request: Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
-        self.program.ask(request, self.description.identified, read)
+        self.program.ask(request, self.description.has_request_ids, read)
     }
 
     fn warn(&self, id: &str, error: &anyhow::Error) {
@@ -198,10 +198,10 @@ impl Program {
     fn ask<T>(
         &self,
         mut request: Value,
-        identified: bool,
+        has_request_ids: bool,
         read: impl Fn(ProgramReply) -> Result<T>,
     ) -> Result<T> {
-        if identified {
+        if has_request_ids {
             // The ids are unique, because the factor is odd. They are not consecutive, so a program that
             // counts instead of repeating the id is detected.
             let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);

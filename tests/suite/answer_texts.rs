@@ -1,13 +1,13 @@
 //! Finds the answer in running text, as the published vectors of answers need it: they hold whole texts.
 
-use rloss::tasks::answer::{ANSWER_BYTES_MAX, Options, is_equivalent};
+use rloss::tasks::answer::{ANSWER_BYTES_MAX, ComparisonOptions, is_equivalent};
 use rloss::tasks::boxed_answer::find_last_boxed;
 
 /// Longer texts are searched for an answer only at their end, in bytes.
 const TEXT_BYTES_MAX: usize = 20_000;
 
 /// Whether the answers that two running texts give are mathematically equal; false when either gives none.
-pub fn equivalent_texts(gold: &str, text: &str, sources: Sources, options: &Options) -> bool {
+pub fn equivalent_texts(gold: &str, text: &str, sources: Sources, options: &ComparisonOptions) -> bool {
     match (answer(end_of(gold), sources), answer(end_of(text), sources)) {
         (Some(gold), Some(answer)) => is_equivalent(&gold, &answer, options),
         _ => false,
@@ -21,7 +21,7 @@ fn end_of(text: &str) -> &str {
 
 /// Whether `text` as a whole reads as an answer: then it is the same in brackets, which no string is.
 fn is_answer(text: &str) -> bool {
-    is_equivalent(text, &format!("({text})"), &Options::default())
+    is_equivalent(text, &format!("({text})"), &ComparisonOptions::default())
 }
 
 /// What may hold the answer.

@@ -284,7 +284,7 @@ fn gguf_files_give_back_config_and_values() {
                     .chat
                     .from_bytes(read.tokenizer, "a.gguf")
                     .unwrap()
-                    .renders_as(chat.jinja())
+                    .is_known_template(chat.jinja())
             );
             let files = ModelFolder::from_gguf(&path, read.weights);
             for spec in parameter_specs(&config) {

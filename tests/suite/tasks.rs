@@ -177,7 +177,7 @@ fn retool_files_are_checked_when_read() {
 #[test]
 fn math_equiv_vectors_meet_the_targets() {
     use crate::answer_texts::{Sources, equivalent_texts};
-    use rloss::tasks::answer::{AnswerEquality, Options};
+    use rloss::tasks::answer::{AnswerEquality, ComparisonOptions};
     let rows = data::jsonl_rows("math-equiv");
     let mut counts = [(0, 0); 2];
     let mut misses = Vec::new();
@@ -190,7 +190,7 @@ fn math_equiv_vectors_meet_the_targets() {
         }
         let kind = |name: &str| row["match_types"].as_array().unwrap().iter().any(|t| t == name);
         let sources = Sources { formulas: kind("latex"), numbers: kind("expr") };
-        let options = Options {
+        let options = ComparisonOptions {
             decimals: row["precision"].as_u64().unwrap_or(6) as u32,
             relation_for_set: row["allow_set_relation_comp"].as_bool().unwrap_or(false),
         };

@@ -34,7 +34,7 @@ impl ChatMlTurnParser {
             return TurnStep::Ended(end);
         }
         let vocabulary = self.chat.vocabulary();
-        if self.chat.stops(token) {
+        if self.chat.is_stop_token(token) {
             if std::str::from_utf8(&self.bytes).is_err() {
                 self.error = Some("Error: the call is not valid UTF-8.");
             }

@@ -474,8 +474,8 @@ fn compare(outputs: &[Output], expected: &[Output]) -> Result<String, String> {
     Ok(format!("largest error / allowed error = {worst:.2}"))
 }
 
-/// Returns the outputs that the file of seeded outputs contains: those of every op on a few rows, and those
-/// of a matrix product with wide tiles.
+/// Returns the outputs for the file of seeded outputs: the outputs of every op on a few rows, and of a matrix
+/// product with wide tiles.
 pub(super) fn seeded_outputs(device: &Device) -> Result<Vec<Output>> {
     let mut outputs = vec![];
     for (_, op) in OPS {

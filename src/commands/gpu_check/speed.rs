@@ -153,7 +153,7 @@ mod tests {
     fn operations_are_counted_as_publishers_do() {
         let case =
             |window, length, backward| TimingCase { heads: 32, kv_heads: 32, window, length, backward };
-        // 4 · 64 · 32 · 16384² / 2. The other half of the diagonal is not in this product.
+        // About 4 · 64 · 32 · 16384² / 2. The exact number also includes half of the diagonal.
         let whole = operations(case(None, 16_384, false));
         assert!((whole / (4.0 * 64.0 * 32.0 * 16_384f64.powi(2) / 2.0) - 1.0).abs() < 1e-4);
         assert_eq!(operations(case(None, 16_384, true)), 2.5 * whole);

@@ -56,7 +56,7 @@ pub(super) fn read(folder: &Path) -> Result<Vec<Figure>> {
         )
     })?;
     for (index, figure) in manifest.figure.iter().enumerate() {
-        if manifest.figure[..place].iter().any(|earlier| earlier.name == figure.name) {
+        if manifest.figure[..index].iter().any(|earlier| earlier.name == figure.name) {
             return Err(bad_input!("{path_text}: two figures are named {}; rename one.", figure.name));
         }
         let names = std::iter::once(&figure.name).chain(figure.curves.iter().map(|curve| &curve.recipe));

@@ -1,8 +1,8 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, Stage,
-    TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes,
+    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, TrainableTensor,
+    TrainingStage, WARNING_FRACTION, gathered_bytes, gigabytes,
 };
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
@@ -59,7 +59,7 @@ impl MemoryPlanInput<'_> {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
             let input = MemoryPlanInput { gpu_sequences: Some(sequences), ..self.clone() };
-            MemoryPlan::new(&input).peak_bytes() as f64 <= WARNED_SHARE * available.bytes as f64
+            MemoryPlan::new(&input).peak_bytes() as f64 <= WARNING_FRACTION * available.bytes as f64
         };
         let (mut fitting, mut too_many) = (1, prompts.saturating_mul(samples).max(1) + 1);
         while fitting + 1 < too_many {
@@ -112,8 +112,8 @@ impl MemoryPlanInput<'_> {
             return items;
         }
         let stages = [
-            (Stage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
-            (Stage::Reinforcement, recipe.train.steps, &recipe.train.optimizer),
+            (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
+            (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
         ];
         let stage_bytes =
             stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {

@@ -1,7 +1,7 @@
 //! Communication in one training step: the bytes that each process receives, computed from recipe and config.
 
 use super::weights::{ShardedTensor, unsharded_bytes};
-use super::{MemoryPlanInput, Stage, gathered_bytes};
+use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
 use crate::metrics::TextTable;
 
@@ -25,7 +25,7 @@ impl Traffic {
     pub fn new(input: &MemoryPlanInput) -> Self {
         let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
         let sequence_parallel_size = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
-        let tensors = input.trainable_tensors(Stage::Reinforcement);
+        let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
         let gradients = gathered_bytes(&tensors);
         let sharded = input.sharded_tensors();
         let weight_bytes = unsharded_bytes(&sharded);

@@ -9,14 +9,14 @@ impl<'a> Parser<'a> {
     pub(super) fn atom(&mut self) -> Option<Expr> {
         match self.peek()? {
             '0'..='9' | '.' => self.number(),
-            '(' | '[' => self.nested(Self::parse_bracketed),
-            '{' => self.nested(Self::parse_braced),
+            '(' | '[' => self.with_depth(Self::parse_bracketed),
+            '{' => self.with_depth(Self::parse_braced),
             '|' => self.between("|", "|", "abs"),
             '∞' => {
                 self.at += '∞'.len_utf8();
                 Some(Expr::symbol("\\infty"))
             }
-            '\\' => self.nested(Self::command),
+            '\\' => self.with_depth(Self::command),
             c if c.is_alphabetic() => self.letter(c),
             _ => None,
         }
@@ -92,7 +92,7 @@ impl<'a> Parser<'a> {
 
     /// Parses `open … close` as a call of `function`, such as `|x|`.
     fn between(&mut self, open: &str, close: &str, function: &str) -> Option<Expr> {
-        self.nested(|p| {
+        self.with_depth(|p| {
             p.take(open);
             p.bars = 1;
             let inner = p.statement()?;
@@ -103,7 +103,7 @@ impl<'a> Parser<'a> {
     /// Parses the argument of a command: a group in braces, or one token.
     pub(super) fn argument(&mut self) -> Option<Expr> {
         match self.peek()? {
-            '{' => self.nested(Self::parse_braced),
+            '{' => self.with_depth(Self::parse_braced),
             '-' => {
                 self.take("-");
                 self.argument_token().map(Expr::negate)
@@ -118,8 +118,8 @@ impl<'a> Parser<'a> {
                 self.at += 1;
                 digit.to_digit(10).map(|d| Expr::integer(d.into()))
             }
-            '(' => self.nested(Self::parse_bracketed),
-            '\\' => self.nested(Self::command),
+            '(' => self.with_depth(Self::parse_bracketed),
+            '\\' => self.with_depth(Self::command),
             c if c.is_alphabetic() => {
                 self.at += c.len_utf8();
                 Some(Expr::Symbol(c.to_string()))
@@ -150,7 +150,7 @@ impl<'a> Parser<'a> {
         self.at += first.len_utf8();
         // In `f(x)`, these letters are functions.
         if matches!(first, 'f' | 'g' | 'h' | 'F' | 'G' | 'H') && self.rest().starts_with('(') {
-            let argument = self.nested(Self::parse_bracketed)?;
+            let argument = self.with_depth(Self::parse_bracketed)?;
             return Some(Expr::Call(first.to_string(), vec![argument]));
         }
         Some(Expr::Symbol(first.to_string()))
@@ -228,7 +228,7 @@ impl<'a> Parser<'a> {
     fn function(&mut self, name: &str) -> Option<Expr> {
         let base = if name == "log" && self.take("_") { Some(self.argument()?) } else { None };
         let exponent = if self.take("^") { Some(self.argument()?) } else { None };
-        let argument = self.nested(Self::function_argument)?;
+        let argument = self.with_depth(Self::function_argument)?;
         let inverse = matches!(&exponent, Some(Expr::Negative(one)) if **one == Expr::integer(1));
         let trigonometric = matches!(name, "sin" | "cos" | "tan");
         if inverse && trigonometric {
