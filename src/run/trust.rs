@@ -81,8 +81,7 @@ pub fn ask_consent(
 ) -> Result<()> {
     program_lines(recipe).iter().for_each(|line| console.print(line));
     let (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) = source else { return Ok(()) };
-    let trusted =
-        bounded_file::read_text(&run.join(PROGRAMS_FILE), SMALL_FILE_BYTES_MAX).unwrap_or_default();
+    let trusted = bounded_file::read_text(&run.join(PROGRAMS_FILE), SMALL_FILE_BYTES_MAX).unwrap_or_default();
     let needs_trust = |program: &Program| {
         let is_set = sets.iter().any(|set| override_key(set) == Some(program.key));
         let is_trusted = || program.digest().is_some_and(|digest| trusted.lines().any(|line| line == digest));

@@ -115,6 +115,6 @@ fn one_time_left_stands_for_all_stages() {
     first.advance(1, 0, &[]);
     second.advance(1, 0, &[]);
     let lines = out.lines();
-    assert!(lines[0].ends_with(" left"), "reinforcement learning is yet to come: {}", lines[0]);
+    assert!(lines[0].ends_with(" left"), "reinforcement learning has not started: {}", lines[0]);
     assert_eq!(lines[1].trim_end(), "rl 1/1");
 }
