@@ -120,11 +120,11 @@ fn tables(set: &ValidationResult) -> String {
     let by_outcome: BTreeMap<Outcome, _> = totals(set, |row| row.trajectory.outcome);
     for outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
-        outcomes.add_row([outcome.name().to_owned(), format_count(all), format_count(right)]);
+        outcomes.add_row([outcome.name().to_owned(), format_integer(all), format_integer(right)]);
     }
     let mut turns = TextTable::new(["turns", "trajectories", "right"]);
     for (n, (all, right)) in totals(set, |row| row.trajectory.turns.len()) {
-        turns.add_row([format_count(n), format_count(all), format_count(right)]);
+        turns.add_row([format_integer(n), format_integer(all), format_integer(right)]);
     }
     let mut text = format!(
         "{}: {}, {}; intervals over problems\n\n{table}\n{outcomes}\n{turns}\n",
@@ -133,19 +133,19 @@ fn tables(set: &ValidationResult) -> String {
         if trajectories == 1 {
             "1 trajectory".to_owned()
         } else {
-            format!("{} trajectories", format_count(trajectories))
+            format!("{} trajectories", format_integer(trajectories))
         }
     );
     let calls = calls(set);
     if !calls.is_empty() {
         let mut table = TextTable::new(["tool call", "calls"]);
-        calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), format_count(*n)]));
+        calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), format_integer(*n)]));
         text.push_str(&format!("{table}\n"));
     }
     text
 }
 
-fn format_count(n: usize) -> String {
+fn format_integer(n: usize) -> String {
     format_number(n as f64)
 }
 

@@ -24,7 +24,7 @@ impl<const N: usize> PassOutput<N> {
     /// # Errors
     /// When the experts cannot be read.
     pub(super) fn into_record(self) -> Result<PassRecord> {
-        let Self { head, mut routed_experts, load_balance_loss } = self;
+        let Self { head, mut routed_experts, load_balance_loss, .. } = self;
         if N == 1 {
             // The experts of a critic are not used.
             routed_experts.clear();
@@ -59,6 +59,7 @@ impl<const N: usize> PassOutput<N> {
                 Some(batch_shards) => batch_shards.join_columns(&columns.collect::<Vec<_>>()),
             };
         }
-        Ok(Self { head, routed_experts, load_balance_loss })
+        // Several ranks skip no backward pass.
+        Ok(Self { head, routed_experts, load_balance_loss, has_gradients: true })
     }
 }

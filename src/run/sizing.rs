@@ -25,6 +25,14 @@ const SAMPLES_MIN: usize = 4;
 /// Smallest `prompts_per_step` that is proposed.
 const PROMPTS_MIN: usize = 2;
 
+/// Proposed steps between two checkpoints, because a step takes minutes.
+const CHECKPOINT_STEPS: u64 = 5;
+/// A model with more parameters does not train at a toy's learning rate.
+const TOY_PARAMETERS: f64 = 1e7;
+/// Usual learning rates for a model of more than [`TOY_PARAMETERS`].
+const LORA_RATE: f64 = 1e-4;
+const FULL_RATE: f64 = 1e-6;
+
 /// Proposed changes to a recipe.
 pub struct Sizing {
     /// Key, value and remark of each change. The remark may be empty.
@@ -99,7 +107,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         ),
     ];
     let every_steps = plan.recipe.checkpoint.every_steps;
-    if every_steps > CHECKPOINT_STEPS {
+    if every_steps > CHECKPOINT_STEPS && parameters > TOY_PARAMETERS {
         let remark = format!("{every_steps} in the base, whose steps may be shorter");
         changes.push(("checkpoint.every_steps", CHECKPOINT_STEPS.to_string(), remark));
     }
@@ -113,8 +121,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
             Some(_) => (LORA_RATE, "LoRA"),
             None => (FULL_RATE, "full training"),
         };
-        let remark =
-            format!("usual for {kind}; the base trains a model of {TOY_PARAMETERS:.0} parameters at most");
+        let remark = format!("usual for {kind}; the base is for a much smaller model");
         changes.push(("train.optimizer.lr", format!("{rate:e}"), remark));
     }
     let mut peak = peak_bytes(&changes)?;
