@@ -7,11 +7,10 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
+use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::recipe::Plan;
 use candle_core::Device;
 
-/// The head width of the GPU's attention kernels.
-const HEAD_DIM: usize = 64;
 /// The number of values that a GPU kernel moves at a time; a row's width must be a multiple.
 const VECTOR_WIDTH: usize = 8;
 
@@ -113,16 +112,12 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
         ],
         None => ["model.path"; 3],
     };
-    if config.head_dim != HEAD_DIM {
+    if !HEAD_DIMS.contains(&config.head_dim) {
+        let [one, other] = HEAD_DIMS;
         let reason = format!(
-            "the head size is {}, but the GPU's attention needs {HEAD_DIM}; use such a model",
+            "the head size is {}, but the GPU's attention needs {one} or {other}; use such a model",
             config.head_dim
         );
-        obstacles.push((model_key[0], reason));
-    }
-    if config.family.has_head_norms {
-        let reason =
-            format!("the family {:?} is not checked on GPUs yet; use another model", config.family.name);
         obstacles.push((model_key[0], reason));
     }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
