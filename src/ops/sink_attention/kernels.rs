@@ -71,8 +71,8 @@ pub const TILE_ROWS: usize = 128;
 pub const BLOCK_KEYS: usize = 64;
 /// Keys per chunk; the softmax starts anew at multiples of it.
 pub const CHUNK_KEYS: usize = 512;
-/// Number of floats of a part's softmax state: maximum and sum of four lanes. A part is a row's state over one
-/// chunk; the rest is its output, a float per element of the head.
+/// Number of floats of a part's softmax state: maximum and sum of four lanes. A part is a row's state over
+/// one chunk; the rest is its output, a float per element of the head.
 pub const PART_SUMS: usize = 8;
 
 /// A kernel: its location and launch configuration.
@@ -191,8 +191,8 @@ const fn tile_bytes(head_dim: usize) -> usize {
     TILE_ROWS * head_dim * 2
 }
 
-/// Returns the bytes of shared memory for the saved state of a tile's rows. One warp owns 16 rows; each of its
-/// 32 lanes saves its outputs and 3 × 16 bytes more.
+/// Returns the bytes of shared memory for the saved state of a tile's rows. One warp owns 16 rows; each of
+/// its 32 lanes saves its outputs and 3 × 16 bytes more.
 const fn row_state_bytes(head_dim: usize) -> usize {
     TILE_ROWS / 16 * 32 * (head_dim / 8 + 3) * 16
 }
