@@ -2,7 +2,7 @@
 // docs/KERNELS.md explains it.
 //
 // T tokens, N query heads, M key-value heads, `group` = N / M query heads per key-value head, head
-// dimension 64. The queries of a sequence and one key-value head are packed into rows: row = token * group
+// dimension D = 64 or 128. The queries of a sequence and one key-value head are packed into rows: row = token * group
 // + head of the group. Keys are processed in blocks of 64 and chunks of 512 at absolute positions, in
 // ascending order. A row's bits depend on nothing else.
 #pragma once
@@ -10,8 +10,8 @@
 #include "primitives.cuh"
 #include "ring.cuh"
 
-// The work of a block: 128 packed rows of a sequence from `first`, or 64 keys (128 in dkv_hopper) from
-// `first`. `first` is a multiple of these.
+// The work of a block: 128 packed rows of a sequence from `first`, or 64 keys (128 in dkv_hopper, not in
+// dkv_hopper_128) from `first`. `first` is a multiple of these.
 struct Tile {
   int32_t sequence;
   int32_t first;
@@ -26,7 +26,7 @@ struct ChunkTile {
 // The parameter of every kernel here. All pointers are 16-byte aligned, except those of the small arrays. A
 // kernel reads only the fields that its comment names.
 struct SinkAttention {
-  const bf16* q;                // [T, N, 64]
+  const bf16* q;                // [T, N, D]
   const bf16* k;                // key head m of key row r: k + r * kv_token_stride + m * kv_head_stride
   const bf16* v;                // strides of k
   const float* sinks;           // [N]; -1e9 for none
@@ -36,13 +36,13 @@ struct SinkAttention {
   const Tile* tiles;            // [blocks / M], largest first
   const ChunkTile* chunk_tiles; // [blocks / M], each tile with each chunk that its rows see
   const int32_t* part_starts;   // [sequences] running sum of tokens * chunks, one part for each
-  float* part_out;              // [parts, N, 64] output of a chunk, until sink_attention_merge
+  float* part_out;              // [parts, N, D] output of a chunk, until sink_attention_merge
   float2* part_sums;            // [parts, N, 4] its maximum, and its sum in four lanes
-  bf16* out;                    // [T, N, 64]
+  bf16* out;                    // [T, N, D]
   float* lse;                   // [T, N] natural logarithm of the softmax's sum, sink included
-  const bf16* dout;             // [T, N, 64]
+  const bf16* dout;             // [T, N, D]
   float* delta;                 // [T, N] rowsum(dout * out)
-  bf16* dq;                     // [T, N, 64]
+  bf16* dq;                     // [T, N, D]
   bf16* dk;                     // strides of k
   bf16* dv;                     // strides of v
   float* dsinks;                // [N]
@@ -59,47 +59,95 @@ struct SinkAttention {
 
 namespace sink_attention {
 
-constexpr int head_dim = 64;
+// A head is one panel or two of 64 elements. In shared memory the rows of a panel lie one below the other, 128
+// bytes each; the next panel follows.
+constexpr int panel_columns = 64;
+constexpr int panel_row_bytes = panel_columns * sizeof(bf16);
+template <int panels>
+constexpr int head_dim = panels * panel_columns;
+
 constexpr int tile_rows = 128;   // packed rows per block of the forward and of dq
 constexpr int block_keys = 64;   // keys per step, per page, and per block of dkv
 constexpr int chunk_keys = 512;  // keys per chunk; each starts a new softmax
 constexpr int chunk_blocks = chunk_keys / block_keys;
-constexpr int block_bytes = block_keys * head_dim * sizeof(bf16);
-constexpr int tile_bytes = tile_rows * head_dim * sizeof(bf16);
-
-// Threads per block and bytes of dynamic shared memory of each kernel. Blocks: tiles * kv_heads; chunk:
-// chunk_tiles * kv_heads; delta: tokens * heads / delta_rows, rounded up; dsinks: heads.
-constexpr int forward_threads = 128;
-constexpr int rows_bytes = 32 * 11 * 16;  // state of a fragment's 16 rows in shared memory
-constexpr int forward_shared_bytes = tile_bytes + 4 * block_bytes + tile_rows / 16 * rows_bytes;
-constexpr int chunk_threads = forward_threads;
-constexpr int chunk_shared_bytes = forward_shared_bytes;
-constexpr int merge_threads = 128;
-constexpr int delta_threads = 256;
-constexpr int delta_rows = 32;
-constexpr int dkv_threads = 128;
-constexpr int dkv_shared_bytes = 6 * block_bytes + 2 * 3 * 64 * sizeof(float);
-constexpr int dq_threads = 256;
-constexpr int dq_shared_bytes = 2 * tile_bytes + 4 * block_bytes;
-constexpr int dsinks_threads = 256;
-constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
+constexpr int panel_bytes = block_keys * panel_row_bytes;      // of a block of keys
+constexpr int tile_panel_bytes = tile_rows * panel_row_bytes;  // of a tile of rows
+template <int panels>
+constexpr int block_bytes = panels * panel_bytes;
+template <int panels>
+constexpr int tile_bytes = panels * tile_panel_bytes;
+template <int panels>
+constexpr int rows_bytes = 32 * (8 * panels + 3) * 16;  // state of a fragment's 16 rows in shared memory
 
 // Kernels for Hopper's tensor cores (wgmma): two warpgroups per block.
 constexpr int hopper_threads = 256;
-template <int stages, int copies_ahead>
-using HopperRing = Ring<stages, copies_ahead, hopper_threads / 32, block_bytes>;
+template <int panels, int stages, int copies_ahead>
+using HopperRing = Ring<stages, copies_ahead, hopper_threads / 32, block_bytes<panels>>;
+template <int panels>
+using ForwardRing = HopperRing<panels, 4, 2>;  // heads of 64: two blocks share a multiprocessor's memory
+template <int panels>
+using DkvRing = HopperRing<panels, 4, 2>;  // a row's numbers are in registers: only one step ahead
+template <int panels>
+using DqRing = HopperRing<panels, 8 / panels, 4 - panels>;  // one block uses a multiprocessor's whole memory
+template <int panels>
+constexpr int dkv_hopper_tile_keys = 128 / panels;  // keys per block of dkv_hopper
+
+// Bytes of dynamic shared memory.
+template <int panels>
+constexpr int forward_bytes = tile_bytes<panels> + 4 * block_bytes<panels> + tile_rows / 16 * rows_bytes<panels>;
+template <int panels>
+constexpr int dkv_bytes = 6 * block_bytes<panels> + 2 * 3 * 64 * sizeof(float);
+template <int panels>
+constexpr int dq_bytes = 2 * tile_bytes<panels> + 4 * block_bytes<panels>;
+template <int panels>
+constexpr int forward_hopper_bytes = tile_rows / 16 * rows_bytes<panels> + ForwardRing<panels>::bytes;
+template <int panels>
+constexpr int dkv_hopper_bytes = dkv_hopper_tile_keys<panels> / block_keys * 2 * block_bytes<panels> +
+                                 DkvRing<panels>::bytes + DkvRing<panels>::stages * 3 * 64 * sizeof(float);
+template <int panels>
+constexpr int dq_hopper_bytes = 2 * tile_bytes<panels> + DqRing<panels>::bytes;
+
+// Threads per block and bytes of dynamic shared memory of each kernel; `_128` are those of heads of 128. Blocks:
+// tiles * kv_heads; chunk: chunk_tiles * kv_heads; delta: tokens * heads / delta_rows, rounded up; dsinks: heads.
+constexpr int forward_threads = 128;
+constexpr int forward_shared_bytes = forward_bytes<1>;
+constexpr int forward_128_threads = 256;
+constexpr int forward_128_shared_bytes = forward_bytes<2>;
+constexpr int chunk_threads = forward_threads;
+constexpr int chunk_shared_bytes = forward_shared_bytes;
+constexpr int chunk_128_threads = forward_128_threads;
+constexpr int chunk_128_shared_bytes = forward_128_shared_bytes;
+constexpr int merge_threads = 128;
+constexpr int merge_128_threads = merge_threads;
+constexpr int delta_rows = 32;
+constexpr int delta_threads = 256;
+constexpr int delta_128_threads = 512;
+constexpr int dkv_threads = 128;
+constexpr int dkv_shared_bytes = dkv_bytes<1>;
+constexpr int dkv_128_threads = 256;
+constexpr int dkv_128_shared_bytes = dkv_bytes<2>;
+constexpr int dq_threads = 256;
+constexpr int dq_shared_bytes = dq_bytes<1>;
+constexpr int dq_128_threads = dq_threads;
+constexpr int dq_128_shared_bytes = dq_bytes<2>;
+constexpr int dsinks_threads = 256;
+constexpr int dsinks_shared_bytes = dsinks_threads * sizeof(float);
 constexpr int forward_hopper_threads = hopper_threads;
-using ForwardRing = HopperRing<4, 2>;  // two blocks share a multiprocessor's memory
-constexpr int forward_hopper_shared_bytes = tile_rows / 16 * rows_bytes + ForwardRing::bytes;
+constexpr int forward_hopper_shared_bytes = forward_hopper_bytes<1>;
+constexpr int forward_hopper_128_threads = hopper_threads;
+constexpr int forward_hopper_128_shared_bytes = forward_hopper_bytes<2>;
 constexpr int chunk_hopper_threads = hopper_threads;
 constexpr int chunk_hopper_shared_bytes = forward_hopper_shared_bytes;
+constexpr int chunk_hopper_128_threads = hopper_threads;
+constexpr int chunk_hopper_128_shared_bytes = forward_hopper_128_shared_bytes;
 constexpr int dkv_hopper_threads = hopper_threads;
-constexpr int dkv_hopper_keys = 128;  // keys per block, so it has its own tiles
-using DkvRing = HopperRing<4, 2>;  // a row's numbers are in registers: only one step ahead
-constexpr int dkv_hopper_shared_bytes = 4 * block_bytes + DkvRing::bytes + DkvRing::stages * 3 * 64 * sizeof(float);
+constexpr int dkv_hopper_shared_bytes = dkv_hopper_bytes<1>;
+constexpr int dkv_hopper_128_threads = hopper_threads;
+constexpr int dkv_hopper_128_shared_bytes = dkv_hopper_bytes<2>;
 constexpr int dq_hopper_threads = hopper_threads;
-using DqRing = HopperRing<8, 3>;  // one block uses a multiprocessor's whole memory
-constexpr int dq_hopper_shared_bytes = 2 * tile_bytes + DqRing::bytes;
+constexpr int dq_hopper_shared_bytes = dq_hopper_bytes<1>;
+constexpr int dq_hopper_128_threads = hopper_threads;
+constexpr int dq_hopper_128_shared_bytes = dq_hopper_bytes<2>;
 
 constexpr float log2_e = 1.44269504f;
 constexpr float ln_2 = 0.69314718f;
@@ -211,14 +259,14 @@ PRIMITIVE bool any_sees(const Sequence& s, int first, int last, int key_first, i
   return key_first <= last && key_last > first - s.window;
 }
 
-// Address of chunk `chunk` (16 bytes) of `row` in a tile: rows of 128 bytes, swizzled for wgmma.
+// Address of chunk `chunk` (16 bytes) of `row` in a panel: rows of 128 bytes, swizzled for wgmma.
 PRIMITIVE unsigned char* chunk_at(unsigned char* tile, int row, int chunk) {
-  return tile + swizzle_128(row * 128 + chunk * 16);
+  return tile + swizzle_128(row * panel_row_bytes + chunk * 16);
 }
 
 // Starts the copy of a 64-key block of k, followed by v, by `threads` threads. Keys past the sequence's end
 // are zeros, so that memory behind them has no effect (0 * Inf).
-template <int threads>
+template <int panels, int threads>
 PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned char* k_tile, int block, int thread) {
   static_assert(threads / 8 % 8 == 0, "rows eight apart are swizzled alike");
   const int first = thread / 8, chunk = thread % 8;
@@ -229,37 +277,47 @@ PRIMITIVE void copy_keys(const SinkAttention& p, const Sequence& s, unsigned cha
   for (int row = 0; row < block_keys; row += threads / 8) {
     const bool valid = row < keys;
     const int64_t place = start + key_place(p, row, 0);
-    copy_async_16(to + row * 128, p.k + place, valid);
-    copy_async_16(to + row * 128 + block_bytes, p.v + place, valid);
+#pragma unroll
+    for (int panel = 0; panel < panels; panel++) {
+      unsigned char* row_to = to + row * panel_row_bytes + panel * panel_bytes;
+      copy_async_16(row_to, p.k + place + panel * panel_columns, valid);
+      copy_async_16(row_to + block_bytes<panels>, p.v + place + panel * panel_columns, valid);
+    }
   }
 }
 
 // Starts the copy of packed rows `first` to `first + count - 1` of q, and with `dout` of dout right behind.
 // Rows past `end` are zeros.
-template <int count, int threads, bool dout>
+template <int panels, int count, int threads, bool dout>
 PRIMITIVE void copy_rows(const SinkAttention& p, const Sequence& s, unsigned char* q_tile, int first, int end,
                          int thread) {
 #pragma unroll
   for (int i = 0; i < count * 8 / threads; i++) {
     const int row = thread / 8 + i * (threads / 8), chunk = thread % 8;
     const bool valid = first + row < end;
-    const int64_t place = valid ? s.place(p, first + row) * head_dim + chunk * 8 : 0;
-    unsigned char* to = chunk_at(q_tile, row, chunk);
-    copy_async_16(to, p.q + place, valid);
-    if (dout) copy_async_16(to + count * 128, p.dout + place, valid);
+    const int64_t place = valid ? s.place(p, first + row) * head_dim<panels> + chunk * 8 : 0;
+#pragma unroll
+    for (int panel = 0; panel < panels; panel++) {
+      unsigned char* to = chunk_at(q_tile, row, chunk) + panel * count * panel_row_bytes;
+      copy_async_16(to, p.q + place + panel * panel_columns, valid);
+      if (dout) copy_async_16(to + panels * count * panel_row_bytes, p.dout + place + panel * panel_columns, valid);
+    }
   }
 }
 
-// Stores `count` rows of a tile as packed rows from `first` of a [T, N, 64] tensor, except rows past `end`.
-template <int count, int threads>
+// Stores `count` rows of a tile as packed rows from `first` of a [T, N, D] tensor, except rows past `end`.
+// Panels lie `panel_stride` bytes apart.
+template <int panels, int count, int threads, int panel_stride>
 PRIMITIVE void store_rows(const SinkAttention& p, const Sequence& s, unsigned char* tile, bf16* to, int first, int end,
                           int thread) {
 #pragma unroll
   for (int i = 0; i < count * 8 / threads; i++) {
     const int row = thread / 8 + i * (threads / 8), chunk = thread % 8;
-    if (first + row < end)
-      *reinterpret_cast<uint4*>(to + s.place(p, first + row) * head_dim + chunk * 8) =
-          *reinterpret_cast<const uint4*>(chunk_at(tile, row, chunk));
+#pragma unroll
+    for (int panel = 0; panel < panels; panel++)
+      if (first + row < end)
+        *reinterpret_cast<uint4*>(to + s.place(p, first + row) * head_dim<panels> + panel * panel_columns + chunk * 8) =
+            *reinterpret_cast<const uint4*>(chunk_at(tile, row, chunk) + panel * panel_stride);
   }
 }
 
@@ -267,16 +325,19 @@ PRIMITIVE float low_to_float(uint32_t packed) { return to_float(bf16{static_cast
 PRIMITIVE float high_to_float(uint32_t packed) { return to_float(bf16{static_cast<uint16_t>(packed >> 16)}); }
 
 // A 16x64 f32 result of a warp in the tensor cores' layout (mma.sync and wgmma). With g = lane / 4 and t =
-// lane % 4, element 4j + e is in row g (e = 0, 1) or g + 8 (e = 2, 3), column 8j + 2t + e % 2.
+// lane % 4, element 4j + e is in row g (e = 0, 1) or g + 8 (e = 2, 3), column 8j + 2t + e % 2. 16 rows of heads
+// are an array, a fragment for each panel.
 using Fragment = float[32];
 
 PRIMITIVE constexpr int fragment_row(int element) { return element % 4 / 2; }  // 0: row g, 1: row g + 8
 PRIMITIVE int fragment_column(int element, int lane) { return element / 4 * 8 + lane % 4 * 2 + element % 2; }
 
-// A left operand: 16 rows from `row` of a tile, 16 columns per step.
-PRIMITIVE void load_operand(uint32_t (&a)[4][4], unsigned char* tile, int row, int lane) {
+// A left operand: 16 rows from `row` of a tile, 16 columns per step. Panels lie `panel_stride` bytes apart.
+template <int panel_stride, int steps>
+PRIMITIVE void load_operand(uint32_t (&a)[steps][4], unsigned char* tile, int row, int lane) {
 #pragma unroll
-  for (int k = 0; k < 4; k++) ldmatrix_x4(a[k], chunk_at(tile, row + lane % 16, 2 * k + lane / 16));
+  for (int k = 0; k < steps; k++)
+    ldmatrix_x4(a[k], chunk_at(tile + k / 4 * panel_stride, row + lane % 16, k % 4 * 2 + lane / 16));
 }
 
 // A fragment of probabilities or of their gradients, rounded to bf16, is already the left operand of the
@@ -300,19 +361,34 @@ PRIMITIVE void hide_keys(Fragment& scores, const Seen (&seen)[2], int key_first,
 }
 
 // Multiplies rows g and g + 8 by one factor each.
-PRIMITIVE void multiply_rows(Fragment& x, const float (&factors)[2]) {
+template <int panels>
+PRIMITIVE void multiply_rows(Fragment (&x)[panels], const float (&factors)[2]) {
 #pragma unroll
-  for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factors[fragment_row(i)]);
+  for (int panel = 0; panel < panels; panel++)
+#pragma unroll
+    for (int i = 0; i < 32; i++) x[panel][i] = multiply(x[panel][i], factors[fragment_row(i)]);
 }
 
-// Rounds a fragment to bf16 and writes it to rows `row` to `row + 15` of a tile. The warp then stores whole
-// lines.
-PRIMITIVE void put_fragment(const Fragment& x, unsigned char* tile, int row, int lane) {
+template <int panels>
+PRIMITIVE void clear(Fragment (&x)[panels]) {
 #pragma unroll
-  for (int i = 0; i < 16; i++) {
-    const int at = row + lane / 4 + i % 2 * 8;
-    *reinterpret_cast<uint32_t*>(chunk_at(tile, at, i / 2) + lane % 4 * 4) = pack_bf16(x[2 * i], x[2 * i + 1]);
-  }
+  for (int panel = 0; panel < panels; panel++)
+#pragma unroll
+    for (int i = 0; i < 32; i++) x[panel][i] = 0.0f;
+}
+
+// Rounds 16 rows to bf16 and writes them to rows `row` to `row + 15` of a tile, whose panels lie `panel_stride`
+// bytes apart. The warp then stores whole lines.
+template <int panel_stride, int panels>
+PRIMITIVE void put_rows(const Fragment (&x)[panels], unsigned char* tile, int row, int lane) {
+#pragma unroll
+  for (int panel = 0; panel < panels; panel++)
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+      const int at = row + lane / 4 + i % 2 * 8;
+      *reinterpret_cast<uint32_t*>(chunk_at(tile + panel * panel_stride, at, i / 2) + lane % 4 * 4) =
+          pack_bf16(x[panel][2 * i], x[panel][2 * i + 1]);
+    }
 }
 
 // Stores the LSE of a fragment's 16 rows from `first`; `lse` holds those of rows g and g + 8.

@@ -3,6 +3,9 @@
 // Two warpgroups per block. While a warpgroup computes the probabilities of a step, the tensor cores finish
 // the sums of the previous step and the other scores of this one. The other warpgroup uses the remaining
 // time.
+//
+// With heads of 64 each warpgroup sums dK and dV of its own 64 keys. With heads of 128 registers are too few for
+// both: the first warpgroup sums dV, the second dK, of the same 64 keys, and both compute the scores.
 
 #include "sink_attention_gradients.cuh"
 #include "warpgroup_products.cuh"
@@ -12,16 +15,17 @@ using namespace sink_attention;
 namespace {
 
 // A warp's 16 keys of its warpgroup's 64: S^T = K Q^T and dP^T = V dO^T, dV += P^T dO, dK += dS^T Q.
+template <int panels, bool sums_dv, bool sums_dk>
 struct WarpKeys {
   int first;                     // key of the sequence
-  uint32_t k[4][4];
-  uint32_t v[4][4];
+  uint32_t k[4 * panels][4];
+  uint32_t v[4 * panels][4];
   uint32_t probabilities[4][4];  // P^T and dS^T of the previous step
   uint32_t gradients[4][4];
   Fragment scores;
   Fragment dprobs;
-  Fragment dk;
-  Fragment dv;
+  Fragment dk[panels];
+  Fragment dv[panels];
 
   PRIMITIVE void start_scores(unsigned char* q_tile) {
     wgmma_fence();
@@ -30,6 +34,7 @@ struct WarpKeys {
   }
 
   PRIMITIVE void start_dprobs(unsigned char* dout_tile) {
+    if (!sums_dk) return;
     wgmma_fence();
     start_product_transposed(dprobs, v, dout_tile);
     wgmma_commit();
@@ -37,8 +42,8 @@ struct WarpKeys {
 
   PRIMITIVE void start_sums(unsigned char* q_tile, unsigned char* dout_tile) {
     wgmma_fence();
-    start_sum_of_product(dv, probabilities, dout_tile);
-    start_sum_of_product(dk, gradients, q_tile);
+    if (sums_dv) start_sum_of_product(dv, probabilities, dout_tile);
+    if (sums_dk) start_sum_of_product(dk, gradients, q_tile);
     wgmma_commit();
   }
 
@@ -50,26 +55,29 @@ struct WarpKeys {
   }
 
   PRIMITIVE void differentiate(const RowNumbers& numbers, int lane) {
-    wgmma_hold(dprobs);
-    wgmma_hold(dk);
-    wgmma_hold(dv);
-    to_score_gradients(scores, dprobs, numbers, lane);
-    to_operand(probabilities, scores);
-    to_operand(gradients, dprobs);
+    if (sums_dv) hold(dv);
+    if (sums_dk) {
+      wgmma_hold(dprobs);
+      hold(dk);
+      to_score_gradients(scores, dprobs, numbers, lane);
+    }
+    if (sums_dv) to_operand(probabilities, scores);
+    if (sums_dk) to_operand(gradients, dprobs);
   }
 };
 
 // A warp's 16 packed rows of its warpgroup's 64: S = Q K^T and dP = dO V^T, dQ += dS K.
+template <int panels>
 struct WarpQueries {
   int position_first;
   int position_last;
-  uint32_t q[4][4];
-  uint32_t dout[4][4];
+  uint32_t q[4 * panels][4];
+  uint32_t dout[4 * panels][4];
   uint32_t gradients[4][4];  // dS of the previous block
   RowPair rows;
   Fragment scores;
   Fragment dprobs;
-  Fragment dq;
+  Fragment dq[panels];
 
   PRIMITIVE void start_scores(unsigned char* k_tile) {
     wgmma_fence();
@@ -98,16 +106,16 @@ struct WarpQueries {
 
   PRIMITIVE void differentiate() {
     wgmma_hold(dprobs);
-    wgmma_hold(dq);
+    hold(dq);
     rows.to_score_gradients(scores, dprobs);
     to_operand(gradients, dprobs);
   }
 };
 
 // Processes all key blocks of a warpgroup's rows from `block` on; `start` starts a copy.
-template <class Start>
-PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const Sequence& s, const DqRing& ring, int block,
-                      int thread, const Start& start) {
+template <int panels, class Start>
+PRIMITIVE void sum_dq(WarpQueries<panels>& w, const SinkAttention& p, const Sequence& s, const DqRing<panels>& ring,
+                      int block, int thread, const Start& start) {
   const int lane = thread % 32, last = ring.count - 1;
   ring.pass(0, thread, start);
   ring.wait(0);
@@ -131,55 +139,29 @@ PRIMITIVE void sum_dq(WarpQueries& w, const SinkAttention& p, const Sequence& s,
   w.differentiate();
   w.start_sum(ring.first(last));
   wgmma_wait<0>();
-  wgmma_hold(w.dq);
+  hold(w.dq);
 }
 
-PRIMITIVE void clear(Fragment& x) {
-#pragma unroll
-  for (int i = 0; i < 32; i++) x[i] = 0.0f;
-}
-
-}  // namespace
-
-extern "C" __global__ void __launch_bounds__(dkv_hopper_threads, 1)
-sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
-  unsigned char* key_tiles = dynamic_shared_memory();  // k, v of each warpgroup
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, warpgroup = warp / 4;
-  const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
-  const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
-  const Range rows = rows_seeing(s, tile.first, min(tile.first + dkv_hopper_keys, s.keys) - 1);
-  const DkvRing ring = {key_tiles + 4 * block_bytes, (rows.end - rows.first + step_rows - 1) / step_rows};
-  RowNumbers* numbers = reinterpret_cast<RowNumbers*>(ring.tiles + DkvRing::bytes);
-  RowInFlight next;  // of the next step
-  const auto start = [&](int i) {
-    const int row = rows.first + i * step_rows;
-    copy_rows<step_rows, hopper_threads, true>(p, s, ring.first(i), row, rows.end, thread);
-    if (thread < step_rows) next.load(p, s, row + thread, rows.end);
-  };
-  const auto pass = [&](int i) {
-    if (thread < step_rows) next.put(numbers[DkvRing::stage(i)], thread);
-    ring.pass(i, thread, start);
-    ring.wait(i);
-  };
-
-  if (thread == 0) ring.init(hopper_threads / 32);
-  for (int i = 0; i < 2; i++)
-    copy_keys<hopper_threads>(p, s, key_tiles + i * 2 * block_bytes, tile.first / block_keys + i, thread);
-  copy_async_commit();
-  ring.begin(start);
-  copy_async_wait<DkvRing::copies_ahead - 1>();
-  block_barrier();
-
-  // Only the steps whose rows see this warpgroup's keys; it skips the others.
-  const int key_first = tile.first + warpgroup * block_keys, key_last = min(key_first + block_keys, s.keys) - 1;
+// Sums dV, dK or both of the 64 keys of block `own_block` of the tile, for one warpgroup; `rows` see the tile's
+// keys. `pass` hands over a step of the ring. Skips the steps whose rows do not see these keys.
+template <int panels, bool sums_dv, bool sums_dk, class Pass>
+PRIMITIVE void sum_keys(const SinkAttention& p, const Sequence& s, const DkvRing<panels>& ring, Tile tile, Range rows,
+                        unsigned char* key_tiles, int own_block, const RowNumbers* numbers, int thread,
+                        const Pass& pass) {
+  const int warp = thread / 32, lane = thread % 32;
+  const int key_first = tile.first + own_block * block_keys, key_last = min(key_first + block_keys, s.keys) - 1;
   const Range own = rows_seeing(s, key_first, key_last);
   const int step_first = (own.first - rows.first) / step_rows;
   const int step_end = key_first > key_last ? step_first : (own.end - rows.first + step_rows - 1) / step_rows;
-  WarpKeys w;
+  WarpKeys<panels, sums_dv, sums_dk> w;
   w.first = key_first + warp % 4 * 16;
-  unsigned char* k_tile = key_tiles + warpgroup * 2 * block_bytes + warp % 4 * 16 * 128;
-  load_operand(w.k, k_tile, 0, lane);
-  load_operand(w.v, k_tile + block_bytes, 0, lane);
+  unsigned char* k_tile = key_tiles + own_block * 2 * block_bytes<panels> + warp % 4 * 16 * panel_row_bytes;
+  unsigned char* v_tile = k_tile + block_bytes<panels>;
+  // Without a step the other warpgroup of the same keys may be storing already.
+  if (panels == 1 || ring.count > 0) {
+    load_operand<panel_bytes>(w.k, k_tile, 0, lane);
+    if (sums_dk) load_operand<panel_bytes>(w.v, v_tile, 0, lane);
+  }
   clear(w.dk);
   clear(w.dv);
   const auto some_hidden = [&](int i) {
@@ -196,25 +178,25 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
     w.start_scores(ring.first(step_first));
     w.start_dprobs(ring.second(step_first));
     wgmma_wait<0>();
-    w.normalise(p, s, numbers[DkvRing::stage(step_first)], some_hidden(step_first), lane);
+    w.normalise(p, s, numbers[DkvRing<panels>::stage(step_first)], some_hidden(step_first), lane);
     for (int i = step_first + 1; i < step_end; i++) {
       wgmma_wait<0>();
-      w.differentiate(numbers[DkvRing::stage(i - 1)], lane);
+      w.differentiate(numbers[DkvRing<panels>::stage(i - 1)], lane);
       if (i > step_first + 1) ring.release(i - 2, thread);
       pass(i);
       w.start_scores(ring.first(i));
       w.start_sums(ring.first(i - 1), ring.second(i - 1));
       w.start_dprobs(ring.second(i));
-      wgmma_wait<2>();
-      w.normalise(p, s, numbers[DkvRing::stage(i)], some_hidden(i), lane);
+      wgmma_wait<sums_dk ? 2 : 1>();
+      w.normalise(p, s, numbers[DkvRing<panels>::stage(i)], some_hidden(i), lane);
     }
     wgmma_wait<0>();
-    w.differentiate(numbers[DkvRing::stage(step_end - 1)], lane);
+    w.differentiate(numbers[DkvRing<panels>::stage(step_end - 1)], lane);
     if (step_end - step_first > 1) ring.release(step_end - 2, thread);
     w.start_sums(ring.first(step_end - 1), ring.second(step_end - 1));
     wgmma_wait<0>();
-    wgmma_hold(w.dk);
-    wgmma_hold(w.dv);
+    if (sums_dv) hold(w.dv);
+    if (sums_dk) hold(w.dk);
     ring.release(step_end - 1, thread);
   }
   for (int i = max(step_first, step_end); i < ring.count; i++) {
@@ -223,44 +205,107 @@ sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
   }
   copy_async_wait<0>();
 
-  multiply_all(w.dk, p.scale);
-  store_keys(p, s, w.dk, k_tile, p.dk, w.first, lane);
-  store_keys(p, s, w.dv, k_tile + block_bytes, p.dv, w.first, lane);
+  if (sums_dk) {
+    multiply_all(w.dk, p.scale);
+    store_keys(p, s, w.dk, k_tile, p.dk, w.first, lane);
+  }
+  if (sums_dv) store_keys(p, s, w.dv, v_tile, p.dv, w.first, lane);
 }
 
-extern "C" __global__ void __launch_bounds__(dq_hopper_threads, 1)
-sink_attention_dq_hopper(const __grid_constant__ SinkAttention p) {
+template <int panels>
+PRIMITIVE void sum_dkv(const SinkAttention& p) {
+  constexpr int tile_blocks = dkv_hopper_tile_keys<panels> / block_keys;
+  unsigned char* key_tiles = dynamic_shared_memory();  // k, v of each block of keys
+  const int thread = threadIdx.x, warpgroup = thread / 128;
+  const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
+  const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
+  const Range rows = rows_seeing(s, tile.first, min(tile.first + dkv_hopper_tile_keys<panels>, s.keys) - 1);
+  const DkvRing<panels> ring = {key_tiles + tile_blocks * 2 * block_bytes<panels>,
+                                (rows.end - rows.first + step_rows - 1) / step_rows};
+  RowNumbers* numbers = reinterpret_cast<RowNumbers*>(ring.tiles + DkvRing<panels>::bytes);
+  RowInFlight next;  // of the next step
+  const auto start = [&](int i) {
+    const int row = rows.first + i * step_rows;
+    copy_rows<panels, step_rows, hopper_threads, true>(p, s, ring.first(i), row, rows.end, thread);
+    if (thread < step_rows) next.load(p, s, row + thread, rows.end);
+  };
+  const auto pass = [&](int i) {
+    if (thread < step_rows) next.put(numbers[DkvRing<panels>::stage(i)], thread);
+    ring.pass(i, thread, start);
+    ring.wait(i);
+  };
+
+  if (thread == 0) ring.init(hopper_threads / 32);
+  for (int i = 0; i < tile_blocks; i++)
+    copy_keys<panels, hopper_threads>(p, s, key_tiles + i * 2 * block_bytes<panels>, tile.first / block_keys + i,
+                                      thread);
+  copy_async_commit();
+  ring.begin(start);
+  copy_async_wait<DkvRing<panels>::copies_ahead - 1>();
+  block_barrier();
+  if constexpr (panels == 1)
+    sum_keys<panels, true, true>(p, s, ring, tile, rows, key_tiles, warpgroup, numbers, thread, pass);
+  else if (warpgroup == 0)
+    sum_keys<panels, true, false>(p, s, ring, tile, rows, key_tiles, 0, numbers, thread, pass);
+  else
+    sum_keys<panels, false, true>(p, s, ring, tile, rows, key_tiles, 0, numbers, thread, pass);
+}
+
+template <int panels>
+PRIMITIVE void sum_dq(const SinkAttention& p) {
   unsigned char* q_tile = dynamic_shared_memory();
-  unsigned char* dout_tile = q_tile + tile_bytes;
+  unsigned char* dout_tile = q_tile + tile_bytes<panels>;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const Tile tile = p.tiles[blockIdx.x / p.kv_heads];
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
   const Range blocks = blocks_seen(s, s.position(tile.first), s.position(row_last));
-  const DqRing ring = {dout_tile + tile_bytes, blocks.end - blocks.first};
-  const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
+  const DqRing<panels> ring = {dout_tile + tile_bytes<panels>, blocks.end - blocks.first};
+  const auto start = [&](int i) { copy_keys<panels, hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(hopper_threads / 32);
-  copy_rows<tile_rows, hopper_threads, true>(p, s, q_tile, tile.first, s.rows, thread);
+  copy_rows<panels, tile_rows, hopper_threads, true>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   ring.begin(start);
-  copy_async_wait<DqRing::copies_ahead - 1>();
+  copy_async_wait<DqRing<panels>::copies_ahead - 1>();
   block_barrier();
 
   const int first = tile.first + 16 * warp;
-  unsigned char* own_tile = q_tile + warp * 16 * 128;
-  WarpQueries w;
+  unsigned char* own_tile = q_tile + warp * 16 * panel_row_bytes;
+  WarpQueries<panels> w;
   w.position_first = s.position(first);
   w.position_last = s.position(first + 15);
   w.rows.load(p, s, first, lane);
-  load_operand(w.q, own_tile, 0, lane);
-  load_operand(w.dout, own_tile + tile_bytes, 0, lane);
+  load_operand<tile_panel_bytes>(w.q, own_tile, 0, lane);
+  load_operand<tile_panel_bytes>(w.dout, own_tile + tile_bytes<panels>, 0, lane);
   clear(w.dq);
   if (ring.count > 0) sum_dq(w, p, s, ring, blocks.first, thread, start);
   copy_async_wait<0>();
 
   multiply_all(w.dq, p.scale);
-  put_fragment(w.dq, own_tile, 0, lane);
+  put_rows<tile_panel_bytes>(w.dq, own_tile, 0, lane);
   warp_barrier();
-  store_rows<16, 32>(p, s, own_tile, p.dq, first, s.rows, lane);
+  store_rows<panels, 16, 32, tile_panel_bytes>(p, s, own_tile, p.dq, first, s.rows, lane);
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(dkv_hopper_threads, 1)
+sink_attention_dkv_hopper(const __grid_constant__ SinkAttention p) {
+  sum_dkv<1>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(dkv_hopper_128_threads, 1)
+sink_attention_dkv_hopper_128(const __grid_constant__ SinkAttention p) {
+  sum_dkv<2>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(dq_hopper_threads, 1)
+sink_attention_dq_hopper(const __grid_constant__ SinkAttention p) {
+  sum_dq<1>(p);
+}
+
+extern "C" __global__ void __launch_bounds__(dq_hopper_128_threads, 1)
+sink_attention_dq_hopper_128(const __grid_constant__ SinkAttention p) {
+  sum_dq<2>(p);
 }

@@ -1,8 +1,9 @@
 // O and LSE of attention with sinks, by wgmma: the operations of sink_attention_forward.cu in the same
 // order. These tensor cores round differently, so a run uses only one of the two.
 //
-// A block has 128 packed rows, a warpgroup 64 of them. Two blocks share a multiprocessor, so four
-// warpgroups alternate between the tensor cores and the exponentials, which take equal time. Within a
+// A block has 128 packed rows, a warpgroup 64 of them. With heads of 64 two blocks share a multiprocessor, so
+// four warpgroups alternate between the tensor cores and the exponentials, which take equal time. With heads of
+// 128 products take twice as long, and one block's two warpgroups alternate. Within a
 // warpgroup the next block's scores are computed while this block's probabilities are multiplied by V. Key
 // blocks use a ring of stages that all warps fill together and read at their own pace, with mbarriers only.
 // No warp is reserved for copies: registers would then be too few for four warpgroups.
@@ -18,18 +19,16 @@ namespace {
 constexpr int warpgroup_rows = 64;
 
 // A warp's 16 rows of its warpgroup's 64. All four warps perform the same steps.
+template <int panels>
 struct WarpRows {
-  KeptRows kept;
-  uint32_t q[4][4];
+  KeptRows<panels> kept;
+  uint32_t q[4 * panels][4];
   uint32_t probabilities[4][4];     // of the previous block
   Fragment scores;
-  Fragment out;
+  Fragment out[panels];
   Softmax softmax;
 
-  PRIMITIVE WarpRows(const KeptRows& kept) : kept(kept) {
-#pragma unroll
-    for (int i = 0; i < 32; i++) out[i] = 0.0f;
-  }
+  PRIMITIVE WarpRows(const KeptRows<panels>& kept) : kept(kept) { clear(out); }
 
   PRIMITIVE void start_scores(unsigned char* k_tile) {
     wgmma_fence();
@@ -52,25 +51,25 @@ struct WarpRows {
 
   PRIMITIVE void store(const SinkAttention& p, const Sequence& s, int first, int lane) {
     unsigned char* tile = reinterpret_cast<unsigned char*>(kept.own - lane);
-    Fragment out;
+    Fragment out[panels];
     finish(out, kept, p, s, first, lane);
     warp_barrier();  // the tile overlaps the rows' state
-    put_fragment(out, tile, 0, lane);
+    put_rows<16 * panel_row_bytes>(out, tile, 0, lane);
     warp_barrier();
-    store_rows<16, 32>(p, s, tile, p.out, first, s.rows, lane);
+    store_rows<panels, 16, 32, 16 * panel_row_bytes>(p, s, tile, p.out, first, s.rows, lane);
   }
 };
 
 // Processes `blocks` of the ring, all in one chunk, for a warpgroup's rows. The ring starts with key block
 // `ring_first`; `start` starts a copy.
-template <class Start>
-PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const ForwardRing& ring, Range blocks, int ring_first,
+template <int panels, class Start>
+PRIMITIVE void attend(WarpRows<panels>& w, const SinkAttention& p, const ForwardRing<panels>& ring, Range blocks, int ring_first,
                       int thread, const Start& start) {
   const int lane = thread % 32, last = blocks.end - 1;
   float shrink[2];
   const auto finish_step = [&] {
     wgmma_wait<0>();
-    wgmma_hold(w.out);
+    hold(w.out);
     shrink_rows(w.out, shrink);
     to_operand(w.probabilities, w.scores);
   };
@@ -93,17 +92,17 @@ PRIMITIVE void attend(WarpRows& w, const SinkAttention& p, const ForwardRing& ri
   finish_step();
   w.start_output(ring.second(last), last > blocks.first);
   wgmma_wait<0>();
-  wgmma_hold(w.out);
+  hold(w.out);
   if (last > blocks.first) ring.release(last - 1, thread);
   ring.release(last, thread);
 }
 
 // The work of a block: rows `tile` over all their key blocks, or over those of `chunk`. Shared memory: the
 // queries' tile, later replaced by the rows' state; then the ring.
-template <bool all_chunks>
+template <int panels, bool all_chunks>
 PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   unsigned char* q_tile = dynamic_shared_memory();
-  unsigned char* ring_tiles = q_tile + tile_rows / 16 * rows_bytes;
+  unsigned char* ring_tiles = q_tile + tile_rows / 16 * rows_bytes<panels>;
   const int thread = threadIdx.x % hopper_threads, warp = thread / 32, lane = thread % 32;  // known to be nonnegative
   const Sequence s(p, tile.sequence, blockIdx.x % p.kv_heads);
   const int row_last = min(tile.first + tile_rows, s.rows) - 1;
@@ -111,17 +110,17 @@ PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
   const int position_first = s.position(tile.first), position_last = s.position(row_last);
   const Range seen = blocks_seen(s, position_first, position_last);
   const Range blocks = all_chunks ? seen : blocks_of(seen, chunk);
-  const ForwardRing ring = {ring_tiles, blocks.end - blocks.first};
-  const auto start = [&](int i) { copy_keys<hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
+  const ForwardRing<panels> ring = {ring_tiles, blocks.end - blocks.first};
+  const auto start = [&](int i) { copy_keys<panels, hopper_threads>(p, s, ring.first(i), blocks.first + i, thread); };
 
   if (thread == 0) ring.init(4 * warpgroups);
-  copy_rows<tile_rows, hopper_threads, false>(p, s, q_tile, tile.first, s.rows, thread);
+  copy_rows<panels, tile_rows, hopper_threads, false>(p, s, q_tile, tile.first, s.rows, thread);
   copy_async_commit();
   ring.begin(start);
-  copy_async_wait<ForwardRing::copies_ahead - 1>();
+  copy_async_wait<ForwardRing<panels>::copies_ahead - 1>();
   block_barrier();
-  WarpRows w(KeptRows(q_tile + warp * rows_bytes, lane));
-  load_operand(w.q, q_tile + warp * 16 * 128, 0, lane);
+  WarpRows<panels> w(KeptRows<panels>(q_tile + warp * rows_bytes<panels>, lane));
+  load_operand<tile_panel_bytes>(w.q, q_tile + warp * 16 * panel_row_bytes, 0, lane);
   block_barrier();  // the queries are read
   w.kept.start(p, s, blocks_seen_whole(s, position_first, position_last), tile.first + 16 * warp, lane);
   w.softmax.start_chunk(w.kept);
@@ -152,11 +151,22 @@ PRIMITIVE void forward(const SinkAttention& p, Tile tile, int chunk) {
 
 extern "C" __global__ void __launch_bounds__(forward_hopper_threads, 2)
 sink_attention_forward_hopper(const __grid_constant__ SinkAttention p) {
-  forward<true>(p, p.tiles[blockIdx.x / p.kv_heads], 0);
+  forward<1, true>(p, p.tiles[blockIdx.x / p.kv_heads], 0);
+}
+
+extern "C" __global__ void __launch_bounds__(forward_hopper_128_threads, 1)
+sink_attention_forward_hopper_128(const __grid_constant__ SinkAttention p) {
+  forward<2, true>(p, p.tiles[blockIdx.x / p.kv_heads], 0);
 }
 
 extern "C" __global__ void __launch_bounds__(chunk_hopper_threads, 2)
 sink_attention_chunk_hopper(const __grid_constant__ SinkAttention p) {
   const ChunkTile chunk_tile = p.chunk_tiles[blockIdx.x / p.kv_heads];
-  forward<false>(p, chunk_tile.tile, chunk_tile.chunk);
+  forward<1, false>(p, chunk_tile.tile, chunk_tile.chunk);
+}
+
+extern "C" __global__ void __launch_bounds__(chunk_hopper_128_threads, 1)
+sink_attention_chunk_hopper_128(const __grid_constant__ SinkAttention p) {
+  const ChunkTile chunk_tile = p.chunk_tiles[blockIdx.x / p.kv_heads];
+  forward<2, false>(p, chunk_tile.tile, chunk_tile.chunk);
 }

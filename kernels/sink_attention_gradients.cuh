@@ -15,9 +15,12 @@ PRIMITIVE float score_gradient(float probability, float dprob, float delta) {
   return multiply(probability, add(dprob, -delta));
 }
 
-PRIMITIVE void multiply_all(Fragment& x, float factor) {
+template <int panels>
+PRIMITIVE void multiply_all(Fragment (&x)[panels], float factor) {
 #pragma unroll
-  for (int i = 0; i < 32; i++) x[i] = multiply(x[i], factor);
+  for (int panel = 0; panel < panels; panel++)
+#pragma unroll
+    for (int i = 0; i < 32; i++) x[panel][i] = multiply(x[panel][i], factor);
 }
 
 // ---- By key: loop over packed rows, in steps of 64 -------------------------------------------------------------------
@@ -57,8 +60,11 @@ struct RowInFlight {
   }
 };
 
-// The row of [T, N] of a thread of sink_attention_delta, eight threads per row.
-PRIMITIVE int64_t delta_row(int block, int thread) { return static_cast<int64_t>(block) * delta_rows + thread / 8; }
+// The row of [T, N] of a thread of sink_attention_delta, eight threads per row and panel.
+template <int panels>
+PRIMITIVE int64_t delta_row(int block, int thread) {
+  return static_cast<int64_t>(block) * delta_rows + thread / (8 * panels);
+}
 
 // Packed rows that see at least one key from `key_first` to `key_last`.
 PRIMITIVE Range rows_seeing(const Sequence& s, int key_first, int key_last) {
@@ -93,16 +99,20 @@ PRIMITIVE void to_score_gradients(const Fragment& probabilities, Fragment& dprob
 }
 
 // Stores a warp's 16 rows of dK or dV, through its own rows of the tile.
-PRIMITIVE void store_keys(const SinkAttention& p, const Sequence& s, const Fragment& x, unsigned char* tile, bf16* to,
-                          int key, int lane) {
-  put_fragment(x, tile, 0, lane);
+template <int panels>
+PRIMITIVE void store_keys(const SinkAttention& p, const Sequence& s, const Fragment (&x)[panels], unsigned char* tile,
+                          bf16* to, int key, int lane) {
+  put_rows<panel_bytes>(x, tile, 0, lane);
   warp_barrier();
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int row = lane / 8 + 4 * i, chunk = lane % 8;
-    if (key + row < s.keys)
-      *reinterpret_cast<uint4*>(to + key_place(p, s.key_start + key + row, s.kv_head) + chunk * 8) =
-          *reinterpret_cast<const uint4*>(chunk_at(tile, row, chunk));
+#pragma unroll
+    for (int panel = 0; panel < panels; panel++)
+      if (key + row < s.keys)
+        *reinterpret_cast<uint4*>(to + key_place(p, s.key_start + key + row, s.kv_head) + panel * panel_columns +
+                                  chunk * 8) =
+            *reinterpret_cast<const uint4*>(chunk_at(tile + panel * panel_bytes, row, chunk));
   }
 }
 

@@ -53,17 +53,19 @@ struct Total {
 
 // State of a fragment's rows g and g + 8 in shared memory, because registers are too few. Each lane has its
 // own.
+template <int panels>
 struct KeptRows {
   float4* own;  // this lane's first element
 
+  PRIMITIVE KeptRows() {}
   PRIMITIVE KeptRows(unsigned char* shared, int lane) : own(reinterpret_cast<float4*>(shared) + lane) {}
 
   PRIMITIVE int lane() const { return shared_address(own) / 16 % 32; }
   PRIMITIVE float4& output(int i) const { return own[32 * i]; }  // earlier chunks, elements 4i to 4i + 3
-  PRIMITIVE float4& sums() const { return own[32 * 8]; }         // earlier chunks, two maxima and two sums
-  PRIMITIVE float2& sinks() const { return *reinterpret_cast<float2*>(own + 32 * 9); }  // scaled
-  PRIMITIVE Range& whole() const { return reinterpret_cast<Range*>(own + 32 * 9)[1]; }  // see blocks_seen_whole
-  PRIMITIVE int4& seen() const { return *reinterpret_cast<int4*>(own + 32 * 10); }       // the first and the last key
+  PRIMITIVE float4& sums() const { return own[32 * 8 * panels]; }  // earlier chunks, two maxima and two sums
+  PRIMITIVE float2& sinks() const { return *reinterpret_cast<float2*>(own + 32 * (8 * panels + 1)); }  // scaled
+  PRIMITIVE Range& whole() const { return reinterpret_cast<Range*>(own + 32 * (8 * panels + 1))[1]; }  // see blocks_seen_whole
+  PRIMITIVE int4& seen() const { return *reinterpret_cast<int4*>(own + 32 * (8 * panels + 2)); }  // the first and the last key
 
   PRIMITIVE void start(const SinkAttention& p, const Sequence& s, Range whole_blocks, int first_row, int lane) const {
     const int row = first_row + lane / 4;
@@ -86,7 +88,8 @@ struct Softmax {
   float maximum[2];  // of the scaled scores and the sink
   float sum[2];      // of this lane's own columns
 
-  PRIMITIVE void start_chunk(const KeptRows& kept) {
+  template <int panels>
+  PRIMITIVE void start_chunk(const KeptRows<panels>& kept) {
     const float2 sinks = kept.sinks();
     maximum[0] = sinks.x;
     maximum[1] = sinks.y;
@@ -119,12 +122,15 @@ struct Softmax {
 
   // Merges a finished chunk into the earlier ones, in shared memory. The first chunk is stored as it is,
   // which equals merging it into the initial state.
-  PRIMITIVE void end_chunk(const Fragment& out, const KeptRows& kept, bool is_first) const {
+  template <int panels>
+  PRIMITIVE void end_chunk(const Fragment (&out)[panels], const KeptRows<panels>& kept, bool is_first) const {
     if (is_first) {
       kept.sums() = make_float4(maximum[0], maximum[1], sum[0], sum[1]);
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        kept.output(i) = make_float4(out[4 * i], out[4 * i + 1], out[4 * i + 2], out[4 * i + 3]);
+      for (int i = 0; i < 8 * panels; i++) {
+        const float* x = out[i / 8] + i % 8 * 4;
+        kept.output(i) = make_float4(x[0], x[1], x[2], x[3]);
+      }
       return;
     }
     float4& sums = kept.sums();
@@ -132,15 +138,16 @@ struct Softmax {
     const Merge merge[2] = {Merge::of(sums.x, both[0]), Merge::of(sums.y, both[1])};
     sums = make_float4(both[0], both[1], merge[0](sums.z, sum[0]), merge[1](sums.w, sum[1]));
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 8 * panels; i++) {
+      const float* x = out[i / 8] + i % 8 * 4;
       float4& o = kept.output(i);
-      o = make_float4(merge[0](o.x, out[4 * i]), merge[0](o.y, out[4 * i + 1]), merge[1](o.z, out[4 * i + 2]),
-                      merge[1](o.w, out[4 * i + 3]));
+      o = make_float4(merge[0](o.x, x[0]), merge[0](o.y, x[1]), merge[1](o.z, x[2]), merge[1](o.w, x[3]));
     }
   }
 
   // Stores a chunk's state for sink_attention_merge.
-  PRIMITIVE void store_part(const Fragment& out, const SinkAttention& p, const Sequence& s, int chunk,
+  template <int panels>
+  PRIMITIVE void store_part(const Fragment (&out)[panels], const SinkAttention& p, const Sequence& s, int chunk,
                             int first_row, int lane) const {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -149,32 +156,37 @@ struct Softmax {
       const int64_t place = s.part_place(p, row, chunk);
       p.part_sums[place * 4 + lane % 4] = make_float2(maximum[half], sum[half]);
 #pragma unroll
-      for (int i = 0; i < 8; i++)
-        *reinterpret_cast<float2*>(p.part_out + place * head_dim + 8 * i + lane % 4 * 2) =
-            make_float2(out[4 * i + 2 * half], out[4 * i + 2 * half + 1]);
+      for (int i = 0; i < 8 * panels; i++) {
+        const float* x = out[i / 8] + i % 8 * 4;
+        *reinterpret_cast<float2*>(p.part_out + place * head_dim<panels> + 8 * i + lane % 4 * 2) =
+            make_float2(x[2 * half], x[2 * half + 1]);
+      }
     }
   }
 };
 
 // Multiplies the output of earlier blocks by `shrink`. If no maximum of the warp's rows has changed, all
 // factors are exactly 1 and it is skipped: the same bits.
-PRIMITIVE void shrink_rows(Fragment& out, const float (&shrink)[2]) {
+template <int panels>
+PRIMITIVE void shrink_rows(Fragment (&out)[panels], const float (&shrink)[2]) {
   if (any_lane(shrink[0] != 1.0f || shrink[1] != 1.0f)) multiply_rows(out, shrink);
 }
 
-// Finishes all chunks: O of a fragment's rows to `out`, and LSE to memory.
-PRIMITIVE void finish(Fragment& out, const KeptRows& kept, const SinkAttention& p, const Sequence& s, int first_row,
+// Finishes all chunks: O of 16 rows to `out`, and LSE to memory.
+template <int panels>
+PRIMITIVE void finish(Fragment (&out)[panels], const KeptRows<panels>& kept, const SinkAttention& p, const Sequence& s, int first_row,
                       int lane) {
   const float2 sinks = kept.sinks();
   const float4 sums = kept.sums();
   const Total total[2] = {{sums.x, sum_of_lanes(sums.z), sinks.x}, {sums.y, sum_of_lanes(sums.w), sinks.y}};
 #pragma unroll
-  for (int i = 0; i < 8; i++) {
+  for (int i = 0; i < 8 * panels; i++) {
     const float4 o = kept.output(i);
-    out[4 * i] = total[0](o.x);
-    out[4 * i + 1] = total[0](o.y);
-    out[4 * i + 2] = total[1](o.z);
-    out[4 * i + 3] = total[1](o.w);
+    float* x = out[i / 8] + i % 8 * 4;
+    x[0] = total[0](o.x);
+    x[1] = total[0](o.y);
+    x[2] = total[1](o.z);
+    x[3] = total[1](o.w);
   }
   store_lse(p, s, {total[0].lse, total[1].lse}, first_row, lane);
 }

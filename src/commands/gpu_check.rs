@@ -21,6 +21,7 @@ mod speed_ops;
 
 use crate::error::{EXIT_FAILED, EXIT_SUCCESS};
 use crate::ops::cuda::Gpu;
+use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::{bad_input, ops};
 use anyhow::Result;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -152,6 +153,6 @@ fn print_device(gpu: &CudaDevice) -> Result<()> {
     let (major, minor) = context.compute_capability().w()?;
     println!("| device | {} | compute capability {major}.{minor} |", context.name().w()?);
     println!("| memory | {} MiB | |", context.total_mem().w()? >> 20);
-    println!("| attention kernels | {} | |", ops::cuda::kernel_set(gpu)?.name);
+    println!("| attention kernels | {} | |", ops::cuda::kernel_set(gpu, HEAD_DIMS[0])?.name);
     Ok(())
 }

@@ -25,7 +25,7 @@ impl CacheFactory {
         let Device::Cuda(device) = device else { return Ok(Self { empty: SequenceCache::new(config) }) };
         let layer = |layer: &LayerType| {
             let pages = capacity.pages(config, layer);
-            Ok(KvSequence::Device(kv_pages(device, config.num_key_value_heads, pages)?))
+            Ok(KvSequence::Device(kv_pages(device, config.num_key_value_heads, config.head_dim, pages)?))
         };
         let layers = config.layer_types.iter().map(layer).collect::<Result<_>>()?;
         Ok(Self { empty: SequenceCache { layers } })

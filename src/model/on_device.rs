@@ -5,7 +5,7 @@ mod adapted;
 
 use super::attention::PackedAttention;
 use super::cache::{CacheCapacity, CacheFactory, SequenceCache};
-use super::config::{Config, LayerType, Rope};
+use super::config::{Config, Rope};
 use super::decode::Decoder;
 use super::decoder_stack::{DecoderStack, keep_nothing};
 use super::families::Family;
@@ -23,8 +23,8 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashMap;
 use std::sync::Arc;
 
-fn qwen2() -> Family {
-    Family::from_name("qwen2").unwrap()
+fn family(name: &str) -> Family {
+    Family::from_name(name).unwrap()
 }
 
 fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Config {
@@ -36,12 +36,12 @@ fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Confi
         num_hidden_layers: 2,
         num_attention_heads: heads,
         num_key_value_heads: kv_heads,
-        head_dim: 64,
+        head_dim: if family.has_head_norms { 128 } else { 64 },
         intermediate_size: 24,
         num_local_experts: if experts { 6 } else { 0 },
         num_experts_per_tok: if experts { 2 } else { 0 },
         sliding_window: window,
-        layer_types: if experts { LayerType::alternate(2) } else { vec![LayerType::Full; 2] },
+        layer_types: (family.layer_types)(2),
         rope: Rope { theta: 10000.0, yarn: None },
         rms_norm_eps: 1e-5,
         swiglu_limit: 7.0,
@@ -184,7 +184,9 @@ fn decode_and_chunks_have_the_bits_of_training() {
         config(Family::default(), 4, 2, 20),
         config(Family::default(), 3, 1, 5),
         config(Family::default(), 16, 1, 64),
-        config(qwen2(), 2, 2, 20),
+        config(family("qwen2"), 2, 2, 20),
+        config(family("qwen3"), 4, 2, 20),
+        config(family("qwen3_moe"), 3, 1, 20),
     ];
     for config in shapes {
         check_sampling(&config, &learner(&config, &gpu), &gpu);
@@ -256,7 +258,12 @@ fn captured_decode_of_long_sequences_has_the_bits_of_separate_launches() {
 #[test]
 fn log_probabilities_and_gradients_are_the_cpus_up_to_bf16() {
     let gpu = open(0).unwrap();
-    for config in [config(Family::default(), 4, 2, 20), config(qwen2(), 2, 1, 20)] {
+    for config in [
+        config(Family::default(), 4, 2, 20),
+        config(family("qwen2"), 2, 1, 20),
+        config(family("qwen3"), 4, 2, 20),
+        config(family("qwen3_moe"), 3, 1, 20),
+    ] {
         check_gradients([learner(&config, &Device::Cpu), learner(&config, &gpu)], &gpu);
     }
 }

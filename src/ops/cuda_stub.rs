@@ -115,7 +115,7 @@ fn refuse<T>() -> Result<T> {
 refused! { pub,
     overwrite(&Tensor, &Tensor) -> ();
     upload(&Tensor, &[u32]) -> ();
-    kv_pages(&CudaDevice, usize, usize) -> KvPages;
+    kv_pages(&CudaDevice, usize, usize, usize) -> KvPages;
     device_memory(&CudaDevice) -> DeviceMemory;
     reset_memory_peaks(&CudaDevice) -> ();
 }

@@ -63,7 +63,8 @@ pub struct Attention {
 }
 
 impl Attention {
-    pub(super) fn scale(&self) -> f32 {
+    /// Returns the factor of the scores.
+    pub fn scale(&self) -> f32 {
         1.0 / (self.head_dim as f32).sqrt()
     }
 

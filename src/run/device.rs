@@ -7,12 +7,11 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
+use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::recipe::Plan;
 use candle_core::Device;
 
-/// Head size of the GPU's attention kernels.
-const HEAD_DIM: usize = 64;
-/// Number of values that a GPU kernel loads at a time. A row's width must be a multiple of it.
+/// The number of values that a GPU kernel loads at a time. A row's width must be a multiple of it.
 const VECTOR_WIDTH: usize = 8;
 
 /// The device of a command.
@@ -113,16 +112,12 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
         ],
         None => ["model.path"; 3],
     };
-    if config.head_dim != HEAD_DIM {
+    if !HEAD_DIMS.contains(&config.head_dim) {
+        let [one, other] = HEAD_DIMS;
         let reason = format!(
-            "the head size is {}, but the GPU's attention kernels need {HEAD_DIM}; use a model with that head size",
+            "the head size is {}, but the GPU's attention kernels need {one} or {other}; use a model with that head size",
             config.head_dim
         );
-        obstacles.push((model_key[0], reason));
-    }
-    if config.family.has_head_norms {
-        let reason =
-            format!("the family {:?} is not tested on GPUs yet; use another model", config.family.name);
         obstacles.push((model_key[0], reason));
     }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {

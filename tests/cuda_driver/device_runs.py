@@ -13,6 +13,8 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - two processes with a GPU each, and an adapter beside packed experts: gap 0;
+- heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
+  between rollout, prefill, decode and training;
 - what a GPU cannot do is refused before any work, and more than its memory holds.
 """
 
@@ -171,6 +173,36 @@ def adapted(world):
     assert any(row["actor/grad_norm"] > 0 for row in rows), rows
 
 
+def wide_heads(world):
+    """Heads of 128, from random weights: samples, updates, and the links between rollout and training. Returns the tokens compared."""
+    shape = sets(
+        model__dtype="bf16", device="cuda", model__architecture__head_dim=128, model__architecture__hidden_size=32,
+        model__architecture__intermediate_size=32, model__architecture__num_hidden_layers=2,
+        model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2,
+    )  # fmt: skip
+    # Random weights are never rewarded; the entropy has a gradient.
+    short = sets(
+        cold_start__steps=1, cold_start__batch_size=2, train__steps=2, rollout__prompts_per_step=1, rollout__samples_per_prompt=2,
+        rollout__response_tokens_max=6, policy__entropy_coefficient=0.01,
+    )  # fmt: skip
+    compared = 0
+    for family, recipe in [("qwen3", "quickstart_dense"), ("qwen3_moe", "quickstart_qwen3_moe"), ("qwen2", "quickstart_dense")]:
+        out = f"wide_{family}"
+        world.run(world.gpu, "train", recipe, "--out", out, *SHORT, *short, *shape, *sets(model__architecture__model_type=family))
+        rows = world.rows(out, "rl")
+        assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+        assert all(row["actor/grad_norm"] > 0 for row in rows), rows
+        if family == "qwen2":
+            continue
+        said = world.run(world.gpu, "check-mismatch", out, "--out", f"mismatch_{family}")
+        assert "agree to the last bit" in said, said
+        links = dict(re.findall(r"^(\w+) +(\d+) +0 +1$", said, re.M))
+        wanted = {"batch_invariance", "prefill_equals_training", "decode_equals_prefill", "rollout_equals_training"}
+        assert links.keys() == wanted and all(map(int, links.values())), said
+        compared += sum(map(int, links.values()))
+    return compared
+
+
 def recorded(world):
     """Launches of decode are recorded and replayed, or not: the same bits. A driver that records nothing is no end."""
     words = sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=2)
@@ -273,6 +305,7 @@ def main():
         goes_on_elsewhere(world)
         several(world)
         adapted(world)
+        print(f"heads of 128: {wide_heads(world)} tokens, 0 differing bits")
         print(f"decode recorded: {recorded(world)} launches, the same bits as kernel by kernel")
         print("checked on the GPU, gone on on the CPU, gap 0 in two processes and beside an adapter over packed experts")
 

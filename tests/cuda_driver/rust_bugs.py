@@ -41,7 +41,7 @@ RULES = [
     ("argument order", r"\((\w[\w.]*), (\w[\w.]*)\b(?=[,)])", r"(\2, \1"),
     ("argument order", r"\(([\w&.]+), ([\w&.]+), ([\w&.]+)\b(?=[,)])", r"(\1, \3, \2"),
     ("argument order", r"\b(q|kv|out|dout|dq|dkv|delta|lse)(?=[,)]| }|: at)", lambda m: {"q": "out", "kv": "q", "out": "dout", "dout": "out", "dq": "dkv", "dkv": "dq", "delta": "dq", "lse": "delta"}[m[1]]),
-    ("size", r"\b(\w+) \* HEAD_DIM\b", r"(\1 * HEAD_DIM - 8)"),
+    ("size", r"\b(\w+) \* head_dim\b", r"(\1 * head_dim - 8)"),
     ("size", r"\b(self\.tokens|self\.\w+_tiles|heads|kv_heads|width|input\.len\(\)|output_words) as i32", r"(\1 + 1) as i32"),
     ("size", r"alloc\((rows|\w+)\)", r"alloc(\1 - 1)"),
     ("size", r"(self\.)?\btokens \* ", r"(\1tokens - 1) * "),

@@ -19,6 +19,16 @@ void sink_attention_forward_hopper(SinkAttention);
 void sink_attention_chunk_hopper(SinkAttention);
 void sink_attention_dkv_hopper(SinkAttention);
 void sink_attention_dq_hopper(SinkAttention);
+void sink_attention_forward_128(SinkAttention);
+void sink_attention_chunk_128(SinkAttention);
+void sink_attention_merge_128(SinkAttention);
+void sink_attention_delta_128(SinkAttention);
+void sink_attention_dkv_128(SinkAttention);
+void sink_attention_dq_128(SinkAttention);
+void sink_attention_forward_hopper_128(SinkAttention);
+void sink_attention_chunk_hopper_128(SinkAttention);
+void sink_attention_dkv_hopper_128(SinkAttention);
+void sink_attention_dq_hopper_128(SinkAttention);
 }
 
 namespace suite {
@@ -29,9 +39,12 @@ namespace op = sink_attention;
 const std::vector<Family>& families() {
   static const Kernel delta = {"delta", sink_attention_delta, op::delta_threads, 0};
   static const Kernel merge = {"merge", sink_attention_merge, op::merge_threads, 0};
+  static const Kernel delta_128 = {"delta_128", sink_attention_delta_128, op::delta_128_threads, 0};
+  static const Kernel merge_128 = {"merge_128", sink_attention_merge_128, op::merge_128_threads, 0};
   static const Kernel dsinks = {"dsinks", sink_attention_dsinks, op::dsinks_threads, op::dsinks_shared_bytes};
   static const std::vector<Family> all = {
       {"mma",
+       64,
        {"forward", sink_attention_forward, op::forward_threads, op::forward_shared_bytes},
        {"chunk", sink_attention_chunk, op::chunk_threads, op::chunk_shared_bytes},
        merge,
@@ -41,13 +54,36 @@ const std::vector<Family>& families() {
        {"dq", sink_attention_dq, op::dq_threads, op::dq_shared_bytes},
        dsinks},
       {"hopper",
+       64,
        {"forward_hopper", sink_attention_forward_hopper, op::forward_hopper_threads, op::forward_hopper_shared_bytes},
        {"chunk_hopper", sink_attention_chunk_hopper, op::chunk_hopper_threads, op::chunk_hopper_shared_bytes},
        merge,
        delta,
        {"dkv_hopper", sink_attention_dkv_hopper, op::dkv_hopper_threads, op::dkv_hopper_shared_bytes},
-       op::dkv_hopper_keys,
+       op::dkv_hopper_tile_keys<1>,
        {"dq_hopper", sink_attention_dq_hopper, op::dq_hopper_threads, op::dq_hopper_shared_bytes},
+       dsinks},
+      {"mma_128",
+       128,
+       {"forward_128", sink_attention_forward_128, op::forward_128_threads, op::forward_128_shared_bytes},
+       {"chunk_128", sink_attention_chunk_128, op::chunk_128_threads, op::chunk_128_shared_bytes},
+       merge_128,
+       delta_128,
+       {"dkv_128", sink_attention_dkv_128, op::dkv_128_threads, op::dkv_128_shared_bytes},
+       op::block_keys,
+       {"dq_128", sink_attention_dq_128, op::dq_128_threads, op::dq_128_shared_bytes},
+       dsinks},
+      {"hopper_128",
+       128,
+       {"forward_hopper_128", sink_attention_forward_hopper_128, op::forward_hopper_128_threads,
+        op::forward_hopper_128_shared_bytes},
+       {"chunk_hopper_128", sink_attention_chunk_hopper_128, op::chunk_hopper_128_threads,
+        op::chunk_hopper_128_shared_bytes},
+       merge_128,
+       delta_128,
+       {"dkv_hopper_128", sink_attention_dkv_hopper_128, op::dkv_hopper_128_threads, op::dkv_hopper_128_shared_bytes},
+       op::dkv_hopper_tile_keys<2>,
+       {"dq_hopper_128", sink_attention_dq_hopper_128, op::dq_hopper_128_threads, op::dq_hopper_128_shared_bytes},
        dsinks},
   };
   return all;
@@ -101,8 +137,8 @@ struct FarKeys {
   }
   void copy_back(const Problem& problem, Results& results) const {
     for (size_t row = 0; row < rows; row++) {
-      std::copy_n(dk.data + row * stride, problem.kv_heads * 64, &results.dk[row * width]);
-      std::copy_n(dv.data + row * stride, problem.kv_heads * 64, &results.dv[row * width]);
+      std::copy_n(dk.data + row * stride, problem.kv_heads * problem.head_dim, &results.dk[row * width]);
+      std::copy_n(dv.data + row * stride, problem.kv_heads * problem.head_dim, &results.dv[row * width]);
     }
   }
 };
@@ -130,18 +166,18 @@ struct Call {
     for (int& length : rows) length *= problem.group;
     row_tiles = tiles_of(rows, op::tile_rows);
     key_tiles = tiles_of(problem.k_lengths, family.dkv_keys);
-    p.q = problem.q.data() - q_rows * 64;
+    p.q = problem.q.data() - q_rows * problem.head_dim;
     p.k = problem.k.data() - kv_start;
     p.v = problem.v.data() - kv_start;
     p.sinks = problem.sinks.data();
     p.cu_seqlens_q = cu_q.data();
     p.cu_seqlens_k = cu_k.data();
     p.page_table = pages.empty() ? nullptr : pages.data();
-    p.out = results.out.data() - q_rows * 64;
+    p.out = results.out.data() - q_rows * problem.head_dim;
     p.lse = results.lse.data() - q_rows;
-    p.dout = problem.dout.data() - q_rows * 64;
+    p.dout = problem.dout.data() - q_rows * problem.head_dim;
     p.delta = results.delta.data() - q_rows;
-    p.dq = results.dq.data() - q_rows * 64;
+    p.dq = results.dq.data() - q_rows * problem.head_dim;
     p.dk = results.dk.data() - kv_start;
     p.dv = results.dv.data() - kv_start;
     p.dsinks = results.dsinks.data();
@@ -156,7 +192,7 @@ struct Call {
       p.dv = this->far->dv.data - kv_start;
     }
     p.kv_token_stride = int32_t(kv_stride);
-    p.kv_head_stride = 64;
+    p.kv_head_stride = problem.head_dim;
     p.pages_max = problem.pages_max;
     p.window = problem.window;
     p.scale = problem.scale;
@@ -214,7 +250,8 @@ std::string wrong_place() {
     expect(op::key_place(p, 1 << 26, 3), (int64_t(1) << 46) + (int64_t(3) << 30), "the place of key", 1 << 26);
   }
   const int block = 1 << 27;
-  expect(op::delta_row(block, 255), int64_t(block) * op::delta_rows + 31, "the first row of delta's block", block);
+  expect(op::delta_row<1>(block, 255), int64_t(block) * op::delta_rows + 31, "the last row of delta's block", block);
+  expect(op::delta_row<2>(block, 511), int64_t(block) * op::delta_rows + 31, "the last row of delta_128's block", block);
   return wrong;
 }
 
@@ -244,7 +281,7 @@ void forward_spread(const Options& options, const Family& family, const Problem&
     part_starts.push_back(part_starts.back() + problem.q_lengths[i] * chunks);
   }
   const size_t parts = size_t(part_starts.back()) * problem.heads();
-  std::vector<float4> part_out(parts * 16, float4{NAN, NAN, NAN, NAN});
+  std::vector<float4> part_out(parts * problem.head_dim / 4, float4{NAN, NAN, NAN, NAN});
   std::vector<float2> part_sums(parts * 4, float2{NAN, NAN});
   call.p.part_starts = part_starts.data();
   call.p.part_out = reinterpret_cast<float*>(part_out.data());

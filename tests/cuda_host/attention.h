@@ -13,12 +13,13 @@ namespace suite {
 // Every buffer is exactly as long as the kernel may touch, so that AddressSanitizer sees one byte more.
 struct Problem {
   std::vector<int> q_lengths, k_lengths;  // tokens a sequence; keys include the queries' own, at their end
+  int head_dim = 64;
   int kv_heads = 1, group = 1;            // query heads a key-value head
   int window = 0;
   float scale = 0.125f;
   int kv_padding = 0;                     // unused elements after each key row, NaN; a multiple of 8
   std::vector<float> sinks;               // a query head
-  std::vector<bf16> q, dout;              // [tokens, heads, 64]
+  std::vector<bf16> q, dout;              // [tokens, heads, head_dim]
   std::vector<bf16> k, v;                 // key rows of kv_stride() elements
   std::vector<int32_t> page_table;        // [sequences, pages_max]; empty: packed
   int pages_max = 0;
@@ -27,12 +28,12 @@ struct Problem {
   int sequences() const { return int(q_lengths.size()); }
   int tokens() const { return sum(q_lengths); }
   int keys() const { return sum(k_lengths); }
-  int kv_stride() const { return kv_heads * 64 + kv_padding; }
+  int kv_stride() const { return kv_heads * head_dim + kv_padding; }
   // The first element of key `key` of a sequence and head in k and v.
   size_t key_row(int sequence, int key, int head) const {
     size_t row = page_table.empty() ? first(k_lengths, sequence) + key
                                     : size_t(page_table[sequence * pages_max + key / 64]) * 64 + key % 64;
-    return row * kv_stride() + head * 64;
+    return row * kv_stride() + head * head_dim;
   }
   static int sum(const std::vector<int>& lengths) { return first(lengths, int(lengths.size())); }
   static int first(const std::vector<int>& lengths, int sequence) {
@@ -58,6 +59,7 @@ struct Kernel {
 };
 struct Family {
   const char* name;
+  int head_dim;
   Kernel forward;
   Kernel chunk, merge;  // the forward, spread
   Kernel delta, dkv;

@@ -5,8 +5,9 @@
 set -u
 cd "$(dirname "$0")" || exit 1
 number=$1 bugs=${2:-bugs.txt}
+heads=${HEADS:-64} # of attention
 out=../../target/cuda_host
-work=$out/bugs/$(basename "$bugs" .txt).$number
+work=$out/bugs/$(basename "$bugs" .txt).$number.$heads
 rm -rf "$work" && mkdir -p "$work"
 if ! seeded=$($out/seed "$bugs" "$number" ../../kernels "$work/kernels" 2>&1); then
   echo "  $seeded"
@@ -14,6 +15,12 @@ if ! seeded=$($out/seed "$bugs" "$number" ../../kernels "$work/kernels" 2>&1); t
 fi
 IFS=$'\t' read -r file kind name first <<<"$seeded"
 read -r first_mode first_check first_sources <<<"${first:-plain}"
+# Heads of 128 have kernels of their own, from the same files. HEADS=128 tries a bug of attention on them.
+case "$heads $name" in
+  "64 "*"heads of 128"*) width=_128 ;;
+  "64 "*) width="" ;;
+  *) width=_128 name="$name, heads of $heads" ;;
+esac
 # The family whose kernels the file is part of, by its own name where it has one; shared files are tried in the first.
 case $file in
   swiglu.cu | rms_norm.cu) family=row_ops sources=$file ;;
@@ -22,8 +29,8 @@ case $file in
   optimizer.cuh) family=optimizer sources="optimizer.cu adamw_8bit.cu" ;;
   row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
   elements.cuh) family=ops sources="dispatch.cu embedding.cu load_balance.cu log_prob.cu rms_norm.cu rope.cu router.cu sampling.cu silu_gated.cu swiglu.cu" ;;
-  *hopper* | ring.cuh | warpgroup_*) family=hopper sources=$(cd ../../kernels && echo *_hopper.cu) ;;
-  sink_attention* | warp_products.cuh) family=mma sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
+  *hopper* | ring.cuh | warpgroup_*) family=hopper$width sources=$(cd ../../kernels && echo *_hopper.cu) ;;
+  sink_attention* | warp_products.cuh) family=mma$width sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
   *) family=${file%.*} sources=$family.cu ;;
 esac
 # What is compiled anew. The host's part takes as long as the kernels and seldom tells more.
@@ -33,7 +40,7 @@ case $file in
   *_gradients.cuh) sources=sink_attention_backward.cu also=attention ;;
   *)
     also=$family
-    if [[ $family == mma || $family == hopper ]]; then also=attention; fi
+    if [[ $family == mma* || $family == hopper* ]]; then also=attention; fi
     if [[ $family == ops ]]; then also=""; fi
     ;;
 esac

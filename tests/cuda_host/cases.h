@@ -17,7 +17,7 @@ struct Shape {
 };
 
 // Random tensors of this shape. Paged: pages in scrambled order, the rest of the last ones NaN, a NaN page between.
-Problem make(const Shape& shape, uint64_t seed);
+Problem make(const Shape& shape, int head_dim, uint64_t seed);
 
 // The same tokens as a rollout sees them: the queries of every sequence of `training` (packed) cut into pieces of `piece`
 // tokens, each piece a sequence of its own that finds all keys up to its end in a paged cache.

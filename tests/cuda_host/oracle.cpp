@@ -11,9 +11,9 @@ double as_is(double x) { return x; }
 double to_f32(double x) { return float(x); }
 double to_bf16_and_back(double x) { return to_float(to_bf16(float(x))); }
 
-double dot(const double* a, const double* b) {
+double dot(const double* a, const double* b, int count) {
   double sum = 0;
-  for (int i = 0; i < 64; i++) sum += a[i] * b[i];
+  for (int i = 0; i < count; i++) sum += a[i] * b[i];
   return sum;
 }
 
@@ -35,18 +35,18 @@ struct Head {
     const int queries = problem.q_lengths[sequence], keys = problem.k_lengths[sequence];
     const int first_token = Problem::first(problem.q_lengths, sequence);
     const int first_key = Problem::first(problem.k_lengths, sequence);
-    const int kv_head = head / problem.group;
+    const int kv_head = head / problem.group, d = problem.head_dim;
     for (int query = 0; query < queries; query++) {
       const size_t row = size_t(first_token + query) * problem.heads() + head;
       const int position = keys - queries + query;
       const int begin = problem.window ? std::max(0, position - problem.window + 1) : 0, end = position + 1;
       const auto key_at = [&](int key) { return problem.key_row(sequence, key, kv_head); };
-      const auto key_out = [&](int key) { return (size_t(first_key + key) * problem.kv_heads + kv_head) * 64; };
+      const auto key_out = [&](int key) { return (size_t(first_key + key) * problem.kv_heads + kv_head) * d; };
 
       std::vector<double> p(std::max(0, end - begin));
       double largest = round(problem.sinks[head]);
       for (int key = begin; key < end; key++) {
-        p[key - begin] = round(sum(dot(&q[row * 64], &k[key_at(key)])) * problem.scale);
+        p[key - begin] = round(sum(dot(&q[row * d], &k[key_at(key)], d)) * problem.scale);
         largest = std::max(largest, p[key - begin]);
       }
       double total = std::exp(round(problem.sinks[head]) - largest);
@@ -55,26 +55,26 @@ struct Head {
       for (double& x : p) x = round(std::exp(x - largest) / total);
       to.lse[row] = sum(largest + std::log(total));
 
-      double out[64] = {};
+      std::vector<double> out(d);
       for (int key = begin; key < end; key++)
-        for (int i = 0; i < 64; i++) out[i] += p[key - begin] * v[key_at(key) + i];
-      for (int i = 0; i < 64; i++) to.out[row * 64 + i] = round(sum(out[i]));
+        for (int i = 0; i < d; i++) out[i] += p[key - begin] * v[key_at(key) + i];
+      for (int i = 0; i < d; i++) to.out[row * d + i] = round(sum(out[i]));
 
       // The softmax's own backward: sum over keys of p dp is dout . out.
       std::vector<double> dp(p.size());
       double delta = 0;
       for (int key = begin; key < end; key++) {
-        dp[key - begin] = round(sum(dot(&dout[row * 64], &v[key_at(key)])));
+        dp[key - begin] = round(sum(dot(&dout[row * d], &v[key_at(key)], d)));
         delta += p[key - begin] * dp[key - begin];
       }
       delta = sum(delta);
       to.dsinks[head] -= round(sink_p * delta);
       for (int key = begin; key < end; key++) {
         const double ds = round(round(p[key - begin] * (dp[key - begin] - delta)) * problem.scale);
-        for (int i = 0; i < 64; i++) {
-          to.dq[row * 64 + i] += ds * k[key_at(key) + i];
-          to.dk[key_out(key) + i] += ds * q[row * 64 + i];
-          to.dv[key_out(key) + i] += p[key - begin] * dout[row * 64 + i];
+        for (int i = 0; i < d; i++) {
+          to.dq[row * d + i] += ds * k[key_at(key) + i];
+          to.dk[key_out(key) + i] += ds * q[row * d + i];
+          to.dv[key_out(key) + i] += p[key - begin] * dout[row * d + i];
         }
       }
     }
@@ -85,8 +85,8 @@ Reference attention(const Problem& problem, double (*round)(double), double (*su
   Reference to;
   to.out.resize(problem.q.size());
   to.dq.resize(problem.q.size());
-  to.lse.resize(problem.q.size() / 64);
-  to.dk.resize(size_t(problem.keys()) * problem.kv_heads * 64);
+  to.lse.resize(problem.q.size() / problem.head_dim);
+  to.dk.resize(size_t(problem.keys()) * problem.kv_heads * problem.head_dim);
   to.dv.resize(to.dk.size());
   to.dsinks.resize(problem.heads());
   const std::vector<double> q = widen(problem.q), k = widen(problem.k), v = widen(problem.v),

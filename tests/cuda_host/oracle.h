@@ -5,7 +5,7 @@
 
 namespace suite {
 
-// Laid out as Results; dk and dv as [keys, kv_heads, 64].
+// Laid out as Results; dk and dv as [keys, kv_heads, head_dim].
 struct Reference {
   std::vector<double> out, lse, dq, dk, dv, dsinks;
 };

@@ -3,7 +3,7 @@
 # those that drawn_bugs.py draws.
 #
 #   run.sh         as said, what CI runs
-#   run.sh bugs    every seeded bug, and nothing else
+#   run.sh bugs    every seeded bug, and nothing else. The whole suite of heads of 128: suite hopper_128, suite mma_128
 #
 # Needs bash, g++, make and python3. JOBS (default: all cores) programs at a time. Prints a table; exits 1 on any miss.
 set -u
@@ -27,8 +27,8 @@ g++ -std=c++17 -O1 -Wall -Wextra seed.cpp -o $out/seed || exit 1
 run_check() { timeout 600 $out/$1 >"$out/logs/${1//[\/ ]/_}" 2>&1; }
 export -f run_check
 checks() {
-  local mode check checks=("plain/suite hopper" "plain/suite mma" "plain/suite ops" "asan/suite small" "tsan/suite small"
-    "plain/engine_tests" "asan/engine_tests" "tsan/engine_tests")
+  local mode check checks=("plain/suite hopper" "plain/suite mma" "plain/suite ops" "plain/suite small hopper_128"
+    "plain/suite small mma_128" "asan/suite small" "tsan/suite small" "plain/engine_tests" "asan/engine_tests" "tsan/engine_tests")
   # The file in which the host twins and a GPU's instructions must agree.
   for mode in plain asan tsan; do checks+=("$mode/primitive_checks ../../kernels/primitive_checks.txt"); done
   # One of these at a time would leave cores idle.
@@ -40,7 +40,10 @@ checks() {
   if $out/tsan/engine_tests race >/dev/null 2>&1; then fail "the engine does not see a race"; fi
 }
 
-count=$($out/seed bugs.txt)
+# Heads and number of each bug: attention's are seeded for heads of 64 and of 128, unless they say which.
+mapfile -t pairs < <(awk '/^= / { number++; name = $0; print 64, number }
+  /^@ (sink_attention|ring|warp)/ && name !~ /heads of/ { print 128, number }' bugs.txt)
+count=${#pairs[@]}
 step=1
 case ${1:-} in
   "") checks && step=$((count / sample)) ;;
@@ -51,7 +54,8 @@ case ${1:-} in
     ;;
 esac
 echo "$sample of $count seeded bugs, and what catches each"
-seq $step $step "$count" | head -n "$sample" | xargs -P "$jobs" -I{} ./bug.sh {} ||
+for ((i = step; i <= count && i <= step * sample; i += step)); do echo "${pairs[i - 1]}"; done |
+  xargs -P "$jobs" -L 1 bash -c 'HEADS=$1 ./bug.sh "$2"' - ||
   fail "a seeded bug was not caught or does not fit the sources"
 if [ "${1:-}" = "" ]; then
   echo "5 of the drawn bugs, and what catches each"

@@ -1,5 +1,5 @@
 // The kernels' tests on the CPU: errors against f64, row bits, bits from run to run. README.md lists them.
-//   suite [small] [forward] [mma | hopper | ops | an op family] [errors | limits | rows | chunks | repeats]
+//   suite [small] [forward] [mma | hopper | mma_128 | hopper_128 | ops | an op family] [errors | limits | rows | chunks | repeats]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -73,7 +73,7 @@ std::vector<double> key_gradient(const Problem& problem, const std::vector<bf16>
   for (int row = 0; row < problem.keys(); row++)
     for (int i = 0; i < problem.kv_stride(); i++) {
       const bf16 value = x[size_t(row) * problem.kv_stride() + i];
-      if (i < problem.kv_heads * 64)
+      if (i < problem.kv_heads * problem.head_dim)
         all.push_back(to_float(value));
       else if (value.bits != 0xffff)
         miss(check, "a gap between rows was written");
@@ -120,7 +120,7 @@ void compare_lse(const std::string& check, const std::vector<float>& got, const 
 
 void test_errors(const Family& family, const std::vector<Shape>& shapes, bool with_backward) {
   for (const Shape& shape : shapes) {
-    const Problem problem = make(shape, 1);
+    const Problem problem = make(shape, family.head_dim, 1);
     const Reference reference = exact(problem), plain = plain_bf16(problem);
     for (const Way& way : WAYS) {
       const std::string check = std::string("errors, ") + shape.name + ", " + way.name;
@@ -151,7 +151,7 @@ void test_errors(const Family& family, const std::vector<Shape>& shapes, bool wi
 void test_rows(const Family& family, const std::vector<Shape>& shapes, const std::vector<Way>& ways,
                const std::vector<int>& pieces, const std::vector<int>& launches) {
   for (const Shape& shape : shapes) {
-    const Problem training = make(shape, 2);
+    const Problem training = make(shape, family.head_dim, 2);
     for (const Way& way : ways) {
       const Options options = options_of(way);
       const std::string where = std::string(", ") + shape.name + ", " + way.name;
@@ -177,7 +177,7 @@ void test_rows(const Family& family, const std::vector<Shape>& shapes, const std
 
 void test_repeats(const Family& family, const std::vector<Shape>& shapes) {
   for (const Shape& shape : shapes) {
-    const Problem problem = make(shape, 3);
+    const Problem problem = make(shape, family.head_dim, 3);
     Results first;
     for (const Way& way : SCHEDULES) {
       const std::string check = std::string("repeats, ") + shape.name + ", " + way.name;
@@ -203,7 +203,7 @@ void test_repeats(const Family& family, const std::vector<Shape>& shapes) {
         if (!part.empty() && memcmp(&all[at], part.data(), part.size() * sizeof(bf16)))
           miss(check, std::string(tensor) + " differs in bits");
       };
-      const size_t row = size_t(Problem::first(problem.q_lengths, sequence)) * problem.heads() * 64;
+      const size_t row = size_t(Problem::first(problem.q_lengths, sequence)) * problem.heads() * problem.head_dim;
       expect_part(first.out, got.out, row, "O");
       expect_part(first.dq, got.dq, row, "dQ");
       const size_t key = size_t(Problem::first(problem.k_lengths, sequence)) * problem.kv_stride();
@@ -232,7 +232,7 @@ void test_limits(const Family& family) {
     backward(Options(), family, problem, results, far);
     return results;
   };
-  Problem problem = make({"", {66, 3}, {66, 2}, 2, 3, 0, 1, {0.5f, -1, 2, 0, 1}}, 4);
+  Problem problem = make({"", {66, 3}, {66, 2}, 2, 3, 0, 1, {0.5f, -1, 2, 0, 1}}, family.head_dim, 4);
   const Results near = run(problem, {}, nullptr);
   for (const Far far : {Far{1 << 25, 1 << 22, 1024}, Far{0, 64, 1 << 26}})
     expect_all(near, run(problem, far, &near),
@@ -253,7 +253,7 @@ void timed(const char* what, const std::string& asked, const char* family, Run r
     miss(what, error.what());
   }
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  printf("  %-8s %-12s good  %5.1f s\n", family, what, seconds);
+  printf("  %-10s %-12s good  %5.1f s\n", family, what, seconds);
   fflush(stdout);
 }
 
@@ -304,6 +304,10 @@ void run(bool small, bool with_backward, const std::string& only, const std::str
   printf("  largest error of LSE: %.3g (%s)\n", worst_lse.ratio, worst_lse.where.c_str());
 }
 
+bool is_family(const std::string& name) {
+  return std::any_of(families().begin(), families().end(), [&](const Family& family) { return name == family.name; });
+}
+
 bool is_op_family(const std::string& name) {
   return std::any_of(OP_FAMILIES.begin(), OP_FAMILIES.end(), [&](const OpFamily& family) { return name == family.name; });
 }
@@ -319,13 +323,13 @@ int main(int count, char** arguments) {
       small = true;
     } else if (argument == "forward") {
       with_backward = false;
-    } else if (argument == "mma" || argument == "hopper" || argument == "ops" || suite::is_op_family(argument)) {
+    } else if (argument == "ops" || suite::is_family(argument) || suite::is_op_family(argument)) {
       only = argument;
     } else if (argument == "errors" || argument == "limits" || argument == "rows" || argument == "chunks" ||
                argument == "repeats") {
       asked = argument;
     } else {
-      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper | ops | an op family] [errors | limits | rows | chunks | repeats]\n");
+      fprintf(stderr, "usage: suite [small] [forward] [mma | hopper | mma_128 | hopper_128 | ops | an op family] [errors | limits | rows | chunks | repeats]\n");
       return 2;
     }
   }

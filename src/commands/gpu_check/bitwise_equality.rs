@@ -5,7 +5,7 @@ use super::cpu_reference::round_to_bf16;
 use super::problem::{AttentionProblem, AttentionShape};
 use super::{CheckResult, Verdicts};
 use crate::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, paged_sink_attention};
-use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
+use crate::ops::sink_attention::kernels::KernelSet;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::random::{Purpose, stream};
 use anyhow::Result;
@@ -24,14 +24,14 @@ enum ChunkSize {
 
 pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     for (shape, kernels) in
-        long_shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
+        long_shapes(small).iter().flat_map(|shape| shape.kernel_sets().iter().map(move |set| (shape, set)))
     {
         let problem = AttentionProblem::new(shape, 19);
         let name = format!("links: decode split over blocks = serial, {}, {}", shape.name, kernels.name);
         verdicts.check(&name, || compare_split_with_serial(&problem, device, kernels));
     }
     for (shape, kernels) in
-        shapes(small).iter().flat_map(|shape| KERNEL_SETS.iter().map(move |set| (shape, set)))
+        shapes(small).iter().flat_map(|shape| shape.kernel_sets().iter().map(move |set| (shape, set)))
     {
         let problem = AttentionProblem::new(shape, 11);
         let case = format!("{}, {}", shape.name, kernels.name);
@@ -59,12 +59,16 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
 fn shapes(small: bool) -> Vec<AttentionShape> {
     let shape = AttentionShape::new;
     if small {
-        return vec![shape("small", (16, 2), Some(20), &[70, 1, 9])];
+        return vec![
+            shape("small", (16, 2), Some(20), &[70, 1, 9]),
+            shape("small, heads of 128", (4, 2), Some(20), &[33, 1, 9]).with_head_dim(128),
+        ];
     }
     vec![
         shape("64 heads of 8", (64, 8), None, &[257, 1, 130, 64, 400]),
         shape("64 heads of 8, window 128", (64, 8), Some(128), &[257, 1, 130, 64, 400]),
         shape("3 heads of 1, window 20", (3, 1), Some(20), &[65, 200, 2]),
+        shape("32 heads of 8, heads of 128", (32, 8), None, &[257, 1, 130, 64, 400]).with_head_dim(128),
     ]
 }
 
@@ -72,11 +76,15 @@ fn shapes(small: bool) -> Vec<AttentionShape> {
 fn long_shapes(small: bool) -> Vec<AttentionShape> {
     let shape = AttentionShape::new;
     if small {
-        return vec![shape("small", (6, 2), Some(600), &[1030, 515, 4])];
+        return vec![
+            shape("small", (6, 2), Some(600), &[1030, 515, 4]),
+            shape("small, heads of 128", (4, 2), Some(600), &[1030, 4]).with_head_dim(128),
+        ];
     }
     vec![
         shape("64 heads of 8", (64, 8), None, &[9000, 513, 1, 1500]),
         shape("3 heads of 1, window 600", (3, 1), Some(600), &[1030, 600]),
+        shape("32 heads of 8, heads of 128", (32, 8), None, &[9000, 513, 1, 1500]).with_head_dim(128),
     ]
 }
 
@@ -131,16 +139,16 @@ fn cache_with_stale_pages(
     device: &Device,
     kernels: &'static KernelSet,
 ) -> Result<Arc<KvPool>> {
-    let AttentionShape { heads, kv_heads, .. } = problem.shape;
+    let AttentionShape { heads, kv_heads, head_dim: d, .. } = problem.shape;
     let pages: usize = problem.shape.lengths.iter().map(|length| length.div_ceil(64)).sum();
-    let cache = KvPool::new(device.as_cuda_device()?, kv_heads, pages)?;
+    let cache = KvPool::new(device.as_cuda_device()?, kv_heads, d, pages)?;
     let rows = pages * 64;
     let nan = |shape: (usize, usize)| -> Result<Tensor> {
         let values = vec![bf16::NAN; shape.0 * shape.1];
         Ok(Tensor::from_vec(values, shape, &Device::Cpu)?.to_device(device)?)
     };
-    let q = nan((rows, heads * 64))?.reshape((rows, heads, 64))?;
-    let kv = nan((rows, 2 * kv_heads * 64))?.reshape((rows, 2, kv_heads, 64))?;
+    let q = nan((rows, heads * d))?.reshape((rows, heads, d))?;
+    let kv = nan((rows, 2 * kv_heads * d))?.reshape((rows, 2, kv_heads, d))?;
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut earlier = cache.new_sequence();
     let attention = problem.shape.attention();
@@ -157,7 +165,7 @@ fn compare_rollout_with_training(
 ) -> CheckResult {
     let expected = training_bits(problem, device, kernels)?;
     let shape = &problem.shape;
-    let (heads, kv_heads) = (shape.heads, shape.kv_heads);
+    let (heads, kv_heads, d) = (shape.heads, shape.kv_heads, shape.head_dim);
     let starts = shape.cu_seqlens();
     let cache = cache_with_stale_pages(problem, device, kernels)?;
     let mut sequences: Vec<KvPages> = shape.lengths.iter().map(|_| cache.new_sequence()).collect();
@@ -188,12 +196,9 @@ fn compare_rollout_with_training(
                 .collect()
         };
         let tokens = problem_rows.len();
-        let q = Tensor::from_vec(gather(&problem.q, heads * 64), (tokens, heads, 64), &Device::Cpu)?;
-        let kv = Tensor::from_vec(
-            gather(&problem.kv, 2 * kv_heads * 64),
-            (tokens, 2, kv_heads, 64),
-            &Device::Cpu,
-        )?;
+        let q = Tensor::from_vec(gather(&problem.q, heads * d), (tokens, heads, d), &Device::Cpu)?;
+        let kv =
+            Tensor::from_vec(gather(&problem.kv, 2 * kv_heads * d), (tokens, 2, kv_heads, d), &Device::Cpu)?;
         let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
         let mut pages: Vec<&mut KvPages> = sequences.iter_mut().collect();
         let (out, lse) =
@@ -207,8 +212,8 @@ fn compare_rollout_with_training(
         for (row, &problem_row) in problem_rows.iter().enumerate() {
             for head in 0..heads {
                 let (a, b) = (row * heads + head, problem_row * heads + head);
-                let same = lse[a] == expected.lse[b]
-                    && out[a * 64..(a + 1) * 64] == expected.out[b * 64..(b + 1) * 64];
+                let same =
+                    lse[a] == expected.lse[b] && out[a * d..(a + 1) * d] == expected.out[b * d..(b + 1) * d];
                 rows += 1;
                 differing += usize::from(!same);
             }
@@ -233,9 +238,9 @@ fn compare_split_with_serial(
     kernels: &'static KernelSet,
 ) -> CheckResult {
     let gpu = device.as_cuda_device()?;
-    let AttentionShape { heads, kv_heads, ref lengths, .. } = problem.shape;
+    let AttentionShape { heads, kv_heads, head_dim, ref lengths, .. } = problem.shape;
     let (attention, starts) = (problem.shape.attention(), problem.shape.cu_seqlens());
-    let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
+    let (q_row, kv_row) = (heads * head_dim, 2 * kv_heads * head_dim);
     let counts: Vec<usize> = lengths.iter().map(|&length| length.min(NEW_TOKENS_MAX)).collect();
     let before: Vec<usize> = lengths.iter().zip(&counts).map(|(length, count)| length - count).collect();
     let batch = LaunchSequences::for_cached_sequences(&counts, &before)?;
@@ -303,8 +308,8 @@ fn compare_alone_with_batch(
     kernels: &'static KernelSet,
 ) -> CheckResult {
     let batch = training_bits(problem, device, kernels)?;
-    let AttentionShape { heads, kv_heads, .. } = problem.shape;
-    let (q_row, kv_row) = (heads * 64, 2 * kv_heads * 64);
+    let AttentionShape { heads, kv_heads, head_dim, .. } = problem.shape;
+    let (q_row, kv_row) = (heads * head_dim, 2 * kv_heads * head_dim);
     for bounds in problem.shape.cu_seqlens().windows(2) {
         let (start, end) = (bounds[0], bounds[1]);
         let shape = AttentionShape { lengths: vec![end - start], ..problem.shape.clone() };

@@ -5,7 +5,6 @@ use super::Verdicts;
 use super::bitwise_equality::{AttentionBits, training_bits};
 use super::problem::{AttentionOutputs, AttentionProblem, AttentionShape, reference_attention};
 use crate::ops::cuda::kernel_set;
-use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use crate::ops::{SequenceRows, sink_attention};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
@@ -24,7 +23,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
     for shape in shapes(small) {
         let problem = AttentionProblem::new(&shape, 7);
         let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
-        for kernels in &KERNEL_SETS {
+        for kernels in shape.kernel_sets() {
             verdicts.check(&format!("oracle: {}, {}", shape.name, kernels.name), || {
                 let outputs = decode_bits(training_bits(&problem, device, kernels)?);
                 let reference = cpu_reference(&problem, &exact)?;
@@ -32,7 +31,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
             });
         }
         verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
-            let kernels = kernel_set(device.as_cuda_device()?)?;
+            let kernels = kernel_set(device.as_cuda_device()?, shape.head_dim)?;
             let kernel_outputs = decode_bits(training_bits(&problem, device, kernels)?);
             let op_outputs = run_op(&problem, device)?;
             let same =
@@ -79,6 +78,8 @@ fn shapes(small: bool) -> Vec<AttentionShape> {
             shape("small", (6, 2), None, &[1, 40, 0, 65]),
             shape("small, window 20", (2, 1), Some(20), &[90, 7]),
             shape("small, extreme", (4, 1), None, &[70]).with_extremes(20.0, &[50.0, -50.0, -1e9, 0.0]),
+            shape("small, heads of 128", (6, 2), None, &[1, 40, 0, 33]).with_head_dim(128),
+            shape("small, heads of 128, window 20", (6, 1), Some(20), &[40, 7]).with_head_dim(128),
         ];
     }
     vec![
@@ -97,6 +98,13 @@ fn shapes(small: bool) -> Vec<AttentionShape> {
         shape("extreme scores", (8, 1), None, &[100, 70]).with_extremes(20.0, &[50.0, -50.0, -1e9, 0.0]),
         shape("extreme sinks", (8, 1), None, &[130, 1]).with_extremes(1.0, &[50.0, -50.0, -1e9, 0.0]),
         shape("thousands of tokens", (8, 1), None, &[1500, 700]),
+        shape("heads of 128, odd lengths", (16, 2), None, &[1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1])
+            .with_head_dim(128),
+        shape("heads of 128, window 65", (5, 1), Some(65), &[193, 64]).with_head_dim(128),
+        shape("heads of 128, extreme scores", (8, 1), None, &[100, 70])
+            .with_extremes(20.0, &[50.0, -50.0, -1e9, 0.0])
+            .with_head_dim(128),
+        shape("heads of 128, thousands of tokens", (8, 1), None, &[1500, 700]).with_head_dim(128),
     ]
 }
 

@@ -1,5 +1,6 @@
 //! Random inputs of attention, rounded to bf16, and attention computed directly from its formulas.
 
+use crate::ops::sink_attention::kernels::{HEAD_DIMS, KernelSet, kernel_sets};
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
@@ -7,12 +8,13 @@ use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rand::Rng;
 
-/// The shape of an attention problem. The head size is 64.
+/// The shape of an attention problem.
 #[derive(Debug, Clone)]
 pub(super) struct AttentionShape {
     pub name: &'static str,
     pub heads: usize,
     pub kv_heads: usize,
+    pub head_dim: usize,
     pub window: Option<usize>,
     pub lengths: Vec<usize>,
     /// Approximate standard deviation of the scores.
@@ -29,7 +31,13 @@ impl AttentionShape {
         lengths: &[usize],
     ) -> Self {
         let lengths = lengths.to_vec();
-        Self { name, heads, kv_heads, window, lengths, score_size: 1.0, sinks: vec![0.5, -1.0] }
+        let head_dim = HEAD_DIMS[0];
+        Self { name, heads, kv_heads, head_dim, window, lengths, score_size: 1.0, sinks: vec![0.5, -1.0] }
+    }
+
+    /// Replaces the head size, which is 64.
+    pub fn with_head_dim(self, head_dim: usize) -> Self {
+        Self { head_dim, ..self }
     }
 
     pub fn with_extremes(self, score_size: f32, sinks: &[f32]) -> Self {
@@ -40,11 +48,16 @@ impl AttentionShape {
         Attention {
             heads: self.heads,
             kv_heads: self.kv_heads,
-            head_dim: 64,
+            head_dim: self.head_dim,
             window: self.window,
             sinks: true,
             sink_gradient: true,
         }
+    }
+
+    /// Returns the kernel sets for this head size.
+    pub fn kernel_sets(&self) -> &'static [KernelSet] {
+        kernel_sets(self.head_dim).map_or(&[], |sets| sets)
     }
 
     pub fn tokens(&self) -> usize {
@@ -87,9 +100,9 @@ impl AttentionProblem {
             (0..count).map(|_| to_bf16(normal() * size as f64) as f32).collect()
         };
         let tokens = shape.tokens();
-        // The scale is 1/8, because √64 = 8. A score therefore has the magnitude of q.
-        let q = normals(tokens * shape.heads * 64, shape.score_size);
-        let kv = normals(tokens * 2 * shape.kv_heads * 64, 1.0);
+        // The scale is 1/√D, so a score therefore has the magnitude of q.
+        let q = normals(tokens * shape.heads * shape.head_dim, shape.score_size);
+        let kv = normals(tokens * 2 * shape.kv_heads * shape.head_dim, 1.0);
         let dout = normals(q.len(), 1.0);
         let sinks = (0..shape.heads).map(|h| shape.sinks[h % shape.sinks.len()]).collect();
         Self { shape: shape.clone(), q, kv, sinks, dout }
@@ -98,7 +111,7 @@ impl AttentionProblem {
     /// Returns `q`, `kv`, `sinks` and `dout` on a device. On the CPU all are f32. On a GPU all but the sinks
     /// are bf16.
     pub fn tensors(&self, device: &Device) -> Result<[Tensor; 4]> {
-        let AttentionShape { heads, kv_heads, .. } = self.shape;
+        let AttentionShape { heads, kv_heads, head_dim, .. } = self.shape;
         let tokens = self.shape.tokens();
         let dtype = if device.is_cpu() { DType::F32 } else { DType::BF16 };
         // The host converts the values, so that the check does not depend on the device's conversion.
@@ -106,10 +119,10 @@ impl AttentionProblem {
             Ok(Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(dtype)?.to_device(device)?)
         };
         Ok([
-            tensor(&self.q, &[tokens, heads, 64])?,
-            tensor(&self.kv, &[tokens, 2, kv_heads, 64])?,
+            tensor(&self.q, &[tokens, heads, head_dim])?,
+            tensor(&self.kv, &[tokens, 2, kv_heads, head_dim])?,
             Tensor::from_slice(&self.sinks, heads, device)?,
-            tensor(&self.dout, &[tokens, heads * 64])?,
+            tensor(&self.dout, &[tokens, heads * head_dim])?,
         ])
     }
 }
@@ -133,7 +146,8 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) -> AttentionOutputs {
     let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
     let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };
-    let AttentionShape { heads, kv_heads, window, .. } = problem.shape;
+    let AttentionShape { heads, kv_heads, head_dim: d, window, .. } = problem.shape;
+    let scale = f64::from(problem.shape.attention().scale());
     let tokens = problem.shape.tokens();
     let mut outputs = AttentionOutputs {
         out: vec![0.0; problem.q.len()],
@@ -147,29 +161,28 @@ pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) 
             let row = token * heads + head;
             let kv_head = head / (heads / kv_heads);
             let first = bounds[0].max(window.map_or(0, |w| (token + 1).saturating_sub(w)));
-            let key_at = |key: usize| (key * 2 * kv_heads + kv_head) * 64;
-            let value_at = |key: usize| (key * 2 * kv_heads + kv_heads + kv_head) * 64;
-            let q = &problem.q[row * 64..][..64];
-            let dout = &problem.dout[row * 64..][..64];
+            let key_at = |key: usize| (key * 2 * kv_heads + kv_head) * d;
+            let value_at = |key: usize| (key * 2 * kv_heads + kv_heads + kv_head) * d;
+            let q = &problem.q[row * d..][..d];
+            let dout = &problem.dout[row * d..][..d];
             let sink = round(problem.sinks[head].max(NO_SINK) as f64);
-            let score = |key: usize| round(sum(dot(q, &problem.kv[key_at(key)..][..64])) * 0.125);
+            let score = |key: usize| round(sum(dot(q, &problem.kv[key_at(key)..][..d])) * scale);
             let scores: Vec<f64> = (first..=token).map(score).collect();
             let largest = scores.iter().fold(sink, |m, &x| m.max(x));
             let total = scores.iter().map(|x| (x - largest).exp()).sum::<f64>() + (sink - largest).exp();
             outputs.lse[row] = sum(largest + total.ln());
             let p: Vec<f64> = scores.iter().map(|x| round((x - largest).exp() / total)).collect();
             let sink_p = round((sink - largest).exp() / total);
-            let dp: Vec<f64> = (first..=token)
-                .map(|key| round(sum(dot(dout, &problem.kv[value_at(key)..][..64]))))
-                .collect();
+            let dp: Vec<f64> =
+                (first..=token).map(|key| round(sum(dot(dout, &problem.kv[value_at(key)..][..d])))).collect();
             // The backward pass of softmax: the sum of p dp over the keys equals dout · out.
             let delta = sum(p.iter().zip(&dp).map(|(p, dp)| p * dp).sum());
             outputs.dsinks[head] -= round(sink_p * delta);
             for (key, (&p, &dp)) in (first..=token).zip(p.iter().zip(&dp)) {
-                let ds = round(round(p * (dp - delta)) * 0.125);
-                for i in 0..64 {
-                    outputs.out[row * 64 + i] += p * problem.kv[value_at(key) + i] as f64;
-                    outputs.dq[row * 64 + i] += ds * problem.kv[key_at(key) + i] as f64;
+                let ds = round(round(p * (dp - delta)) * scale);
+                for i in 0..d {
+                    outputs.out[row * d + i] += p * problem.kv[value_at(key) + i] as f64;
+                    outputs.dq[row * d + i] += ds * problem.kv[key_at(key) + i] as f64;
                     outputs.dkv[key_at(key) + i] += ds * q[i] as f64;
                     outputs.dkv[value_at(key) + i] += p * dout[i] as f64;
                 }

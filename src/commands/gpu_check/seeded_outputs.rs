@@ -10,7 +10,6 @@ use super::cpu_reference::{TENSORS, decode_bits, error_bound};
 use super::model_ops::{self, Output};
 use super::problem::{AttentionProblem, AttentionShape, reference_attention};
 use crate::ops::cuda::KvPool;
-use crate::ops::sink_attention::kernels::KERNEL_SETS;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use half::bf16;
@@ -24,10 +23,14 @@ const EXPECTED: &str = include_str!("../../../kernels/seeded_outputs.txt");
 /// Outputs by name. The words of an output are bits of f32 numbers, or counts.
 type Outputs = HashMap<String, Vec<u32>>;
 
-fn shapes() -> [AttentionShape; 2] {
+fn shapes() -> [AttentionShape; 4] {
     [
         AttentionShape::new("window", (2, 1), Some(3), &[1, 6, 0, 3]),
         AttentionShape::new("no window", (2, 2), None, &[5]).with_extremes(4.0, &[2.0, -3.0]),
+        AttentionShape::new("heads of 128, window", (2, 1), Some(3), &[1, 6, 0, 3]).with_head_dim(128),
+        AttentionShape::new("heads of 128", (2, 2), None, &[5])
+            .with_extremes(4.0, &[2.0, -3.0])
+            .with_head_dim(128),
     ]
 }
 
@@ -48,7 +51,7 @@ const CACHE_ROWS: &str = "rows_in_a_cache";
 fn run_ops(device: &Device) -> Result<Outputs> {
     let mut outputs = Outputs::new();
     for shape in shapes() {
-        for kernels in &KERNEL_SETS {
+        for kernels in shape.kernel_sets() {
             let attention = decode_bits(training_bits(&AttentionProblem::new(&shape, 17), device, kernels)?);
             for (tensor, get) in TENSORS {
                 let words = get(&attention).iter().map(|&x| (x as f32).to_bits()).collect();
@@ -68,7 +71,7 @@ fn run_ops(device: &Device) -> Result<Outputs> {
 fn append_to_cache(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
-    let cache = KvPool::new(gpu, 1, pages)?;
+    let cache = KvPool::new(gpu, 1, 64, pages)?;
     let mut sequences = [cache.new_sequence(), cache.new_sequence()];
     let mut row = 0;
     for counts in [[60, 1], [7, 0], [1, 3]] {
@@ -146,7 +149,7 @@ pub(super) fn run(device: &Device, verdicts: &mut Verdicts) -> Result<()> {
     for shape in shapes() {
         let problem = AttentionProblem::new(&shape, 17);
         let (exact, plain) = (reference_attention(&problem, false), reference_attention(&problem, true));
-        for kernels in &KERNEL_SETS {
+        for kernels in shape.kernel_sets() {
             let outputs = training_bits(&problem, device, kernels).map(decode_bits);
             for (tensor, get) in TENSORS {
                 let name = tensor_name(tensor, &shape, kernels.name);
@@ -209,7 +212,8 @@ mod tests {
     fn the_file_has_every_output_and_each_rule_can_fail() {
         let expected = parse(EXPECTED).unwrap();
         let model_outputs = model_ops::seeded_outputs(&Device::Cpu).unwrap();
-        let attention_outputs = shapes().len() * KERNEL_SETS.len() * TENSORS.len();
+        let attention_outputs =
+            shapes().iter().map(|shape| shape.kernel_sets().len() * TENSORS.len()).sum::<usize>();
         assert_eq!(expected.len(), attention_outputs + 1 + model_outputs.len());
         for output in &model_outputs {
             compare_within_tolerance(output, &decode_f32(&expected[&join_words(&output.name)]))
@@ -218,7 +222,7 @@ mod tests {
         for shape in shapes() {
             let problem = AttentionProblem::new(&shape, 17);
             let exact = reference_attention(&problem, false);
-            for (kernels, (tensor, get)) in KERNEL_SETS.iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
+            for (kernels, (tensor, get)) in shape.kernel_sets().iter().flat_map(|k| TENSORS.map(|t| (k, t))) {
                 let words = &expected[&tensor_name(tensor, &shape, kernels.name)];
                 let bound = error_bound(get(&reference_attention(&problem, true)), get(&exact));
                 // The emulator's outputs must also be within this bound of the formulas' results.

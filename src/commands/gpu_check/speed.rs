@@ -9,7 +9,7 @@ use super::cpu_reference::round_to_bf16;
 use super::peers::{AttentionTimings, TimingCase};
 use super::problem::{AttentionProblem, AttentionShape};
 use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer};
-use crate::ops::sink_attention::kernels::{KERNEL_SETS, KernelSet};
+use crate::ops::sink_attention::kernels::{HEAD_DIMS, KernelSet, kernel_sets};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use anyhow::Result;
 use candle_core::cuda_backend::CudaDevice;
@@ -44,7 +44,7 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&AttentionTimings
     for ((heads, kv_heads), window) in LAYERS {
         for length in LENGTHS.into_iter().take(if small { 1 } else { LENGTHS.len() }) {
             let mut rows = vec![];
-            for kernels in &KERNEL_SETS {
+            for kernels in kernel_sets(HEAD_DIMS[0]).map_or(&[][..], |sets| sets) {
                 let times = measure(gpu, kernels, (heads, kv_heads), window, length)?;
                 rows.extend([(false, kernels, times[0]), (true, kernels, times[1])]);
             }

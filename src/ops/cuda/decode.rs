@@ -6,7 +6,6 @@ use super::launch::kernel_set;
 use super::paged_attention::{KvPages, KvPool, paged_sequences};
 use super::sink_attention::{Inputs, LaunchPlan, LaunchShape, OP as ATTENTION, Outputs, SplitKv};
 use crate::ops::page_allocator::{PAGE_POSITIONS, page_table};
-use crate::ops::sink_attention::kernels::HEAD_DIM;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
@@ -54,7 +53,7 @@ impl DecodeStep {
         // The table is wider than needed, so that the shape stays the same while sequences grow.
         let pages = lengths.iter().max().map_or(1, |longest| (longest + 1).div_ceil(PAGE_POSITIONS));
         let (table, pages_max) = page_table(&paged_sequences(sequences), pages.next_power_of_two());
-        let kernels = kernel_set(pool.device())?;
+        let kernels = kernel_set(pool.device(), attention.head_dim)?;
         let (plan, arrays) =
             LaunchPlan::new(kernels, &attention, &batch, Some((&table, pages_max)), SplitKv::InSteps)?;
         let mut added = |more: Vec<i32>| {
@@ -114,8 +113,8 @@ impl DecodeBatch {
         self.device.memcpy_htod(&step.arrays, &mut self.arrays)
     }
 
-    /// Computes attention of layer `index` for the tokens of the step. `q` is `[T, N, 64]`. Appends `kv [T,
-    /// 2, M, 64]` to the cache. Returns `[T, N·64]`.
+    /// Computes attention of layer `index` for the tokens of the step. `q` is `[T, N, D]`. Appends `kv [T,
+    /// 2, M, D]` to the cache. Returns `[T, N·D]`.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -123,11 +122,11 @@ impl DecodeBatch {
         let Some(DecodeLayer { pool, attention, plan, arrays, slots }) = self.layers.get(index) else {
             bail!("decode: no layer {index}")
         };
-        let Attention { heads, kv_heads, .. } = *attention;
+        let Attention { heads, kv_heads, head_dim, .. } = *attention;
         let tokens = plan.shape.tokens;
         let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-        let q = ATTENTION.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-        let kv = ATTENTION.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+        let q = ATTENTION.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, head_dim])?;
+        let kv = ATTENTION.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
         let sinks = ATTENTION.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
         let (q, kv, sinks) =
             (ATTENTION.view(q.0, q.1)?, ATTENTION.view(kv.0, kv.1)?, ATTENTION.view(sinks.0, sinks.1)?);
@@ -139,7 +138,7 @@ impl DecodeBatch {
         let inputs = Inputs { q: &q, kv: &memory.as_view(), sinks };
         plan.forward(&self.device, &self.arrays.slice(arrays.clone()), &inputs, &mut outputs)?;
         let Outputs { out, .. } = outputs;
-        Ok(tensor(out, &self.device, (tokens, heads * HEAD_DIM)))
+        Ok(tensor(out, &self.device, (tokens, heads * head_dim)))
     }
 }
 

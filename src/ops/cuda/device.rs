@@ -1,6 +1,7 @@
 //! Opens a GPU and reports its memory.
 
 use super::kernel_set;
+use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::panics::catch_panic;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
 use candle_core::cuda_backend::cudarc::driver::result::device::get_default_mem_pool;
@@ -146,7 +147,7 @@ pub fn open_gpu(ordinal: usize) -> Result<Gpu> {
     let device = catch_panic(|| open(ordinal))
         .map_err(|_| refused("a CUDA library is missing"))?
         .map_err(|error| refused(&error.to_string()))?;
-    kernel_set(device.as_cuda_device()?)?;
+    kernel_set(device.as_cuda_device()?, HEAD_DIMS[0])?;
     let context = device.as_cuda_device()?.cuda_stream().context().clone();
     let (name, free_bytes) = (context.name().w()?, context.mem_get_info().w()?.0 as u64);
     Ok(Gpu { device, name, free_bytes })

@@ -1,14 +1,14 @@
 //! Kernel launches, and the device addresses of their arguments.
 
 use super::modules::function;
-use crate::ops::sink_attention::kernels::{KERNEL_SETS, Kernel, KernelSet};
+use crate::ops::sink_attention::kernels::{Kernel, KernelSet, kernel_sets};
 use crate::ops::sink_attention::plan::check_device;
-use candle_core::Result;
 use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
+use candle_core::{Result, bail};
 use std::sync::Arc;
 
 /// Declares kernel arguments that are passed by value: structs of numbers with the layout of the kernels'
@@ -29,14 +29,18 @@ macro_rules! kernel_params {
 
 pub(super) use kernel_params;
 
-/// Returns the kernel set of this device. It depends only on the device, so a run never uses two sets.
+/// Returns the kernel set of this device for heads of `head_dim`. It depends on nothing else, so a run never
+/// uses two sets.
 ///
 /// # Errors
-/// When the kernels do not run on this device.
-pub fn kernel_set(device: &CudaDevice) -> Result<&'static KernelSet> {
+/// When the kernels do not run on this device, or do not know this head size.
+pub fn kernel_set(device: &CudaDevice, head_dim: usize) -> Result<&'static KernelSet> {
     let context = device.cuda_stream().context().clone();
     check_device(&context.name().w()?, context.compute_capability().w()?)?;
-    Ok(&KERNEL_SETS[0])
+    match kernel_sets(head_dim) {
+        Some([first, _]) => Ok(first),
+        None => bail!("sink_attention: no kernels for heads of {head_dim}"),
+    }
 }
 
 /// Launches `kernel` with one argument.

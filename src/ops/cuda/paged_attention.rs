@@ -6,7 +6,7 @@ use super::launch::{Addresses, kernel_params, kernel_set, launch};
 use super::sink_attention::{DeviceLaunchPlan, Inputs, OP, Outputs};
 use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
-use crate::ops::sink_attention::kernels::{BLOCK_KEYS, HEAD_DIM, Kernel, KernelSet};
+use crate::ops::sink_attention::kernels::{BLOCK_KEYS, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
@@ -14,12 +14,13 @@ use candle_core::{DType, Result, Tensor, bail};
 use half::bf16;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, 64]`.
+/// The keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, D]`.
 #[derive(Debug)]
 pub struct KvPool {
     device: CudaDevice,
     memory: Mutex<CudaSlice<bf16>>,
     kv_heads: usize,
+    head_dim: usize,
     /// The allocator of pages to sequences.
     pages: Arc<PageAllocator>,
 }
@@ -33,15 +34,15 @@ pub struct KvPages {
 }
 
 impl KvPool {
-    /// Allocates a pool of `pages` free pages for `kv_heads` heads.
+    /// Allocates a pool of `pages` free pages for `kv_heads` heads of `head_dim`.
     ///
     /// # Errors
     /// When the device has too little memory.
-    pub fn new(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<Arc<Self>> {
+    pub fn new(device: &CudaDevice, kv_heads: usize, head_dim: usize, pages: usize) -> Result<Arc<Self>> {
         // At least one page is allocated, because an empty allocation has no address.
-        let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * HEAD_DIM)?;
+        let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * head_dim)?;
         let (device, memory, pages) = (device.clone(), Mutex::new(memory), PageAllocator::new(pages));
-        Ok(Arc::new(Self { device, memory, kv_heads, pages }))
+        Ok(Arc::new(Self { device, memory, kv_heads, head_dim, pages }))
     }
 
     /// Returns an empty sequence.
@@ -58,7 +59,7 @@ impl KvPool {
         self.pages.free_pages()
     }
 
-    /// Appends the rows of `kv [T, 2, M, 64]` to the sequences: `counts[i]` rows to `sequences[i]`.
+    /// Appends the rows of `kv [T, 2, M, D]` to the sequences: `counts[i]` rows to `sequences[i]`.
     ///
     /// # Errors
     /// When row counts disagree, or the cache is too small. Nothing is changed then.
@@ -122,7 +123,7 @@ impl KvPool {
         unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
     }
 
-    /// Returns the contents of all pages, `[pages · 64, 2, M, 64]`.
+    /// Returns the contents of all pages, `[pages · 64, 2, M, D]`.
     ///
     /// # Errors
     /// When the copy fails.
@@ -143,7 +144,7 @@ impl KvPool {
     }
 
     fn row_elements(&self) -> usize {
-        2 * self.kv_heads * HEAD_DIM
+        2 * self.kv_heads * self.head_dim
     }
 
     pub(super) fn memory(&self) -> MutexGuard<'_, CudaSlice<bf16>> {
@@ -180,8 +181,8 @@ impl KvPages {
 ///
 /// # Errors
 /// Errors of [`KvPool::new`].
-pub fn kv_pages(device: &CudaDevice, kv_heads: usize, pages: usize) -> Result<KvPages> {
-    Ok(KvPool::new(device, kv_heads, pages)?.new_sequence())
+pub fn kv_pages(device: &CudaDevice, kv_heads: usize, head_dim: usize, pages: usize) -> Result<KvPages> {
+    Ok(KvPool::new(device, kv_heads, head_dim, pages)?.new_sequence())
 }
 
 pub(super) fn paged_sequences<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
@@ -203,9 +204,9 @@ const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", thr
 const VECTOR: usize = 8;
 
 /// Computes attention of new tokens over cached keys, and appends the keys and values of the tokens to the
-/// cache. `counts[i]` rows of bf16 `q [T, N, 64]` and `kv [T, 2, M, 64]` belong to `sequences[i]`. All
+/// cache. `counts[i]` rows of bf16 `q [T, N, D]` and `kv [T, 2, M, D]` belong to `sequences[i]`. All
 /// sequences must be in one pool. `kernels` must come from [`super::kernel_set`]. Not differentiable. Returns
-/// `[T, N·64]` and log-sum-exps `[T, N]`.
+/// `[T, N·D]` and log-sum-exps `[T, N]`.
 ///
 /// # Errors
 /// When shapes disagree, or the cache is too small. Nothing is changed then.
@@ -218,23 +219,24 @@ pub fn paged_sink_attention(
     counts: &[usize],
     attention: &Attention,
 ) -> Result<(Tensor, Tensor)> {
-    let Attention { heads, kv_heads, .. } = *attention;
+    let Attention { heads, kv_heads, head_dim, .. } = *attention;
     let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
     let batch = LaunchSequences::for_cached_sequences(counts, &lengths)?;
     let tokens = batch.tokens();
     check_attention(attention)?;
     let device = q.device();
     let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, head_dim])?;
+    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
     let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
     let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()).filter(|_| tokens > 0) else {
         let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
-        return Ok((empty(heads * HEAD_DIM, DType::BF16)?, empty(heads, DType::F32)?));
+        return Ok((empty(heads * head_dim, DType::BF16)?, empty(heads, DType::F32)?));
     };
-    if kv_heads != pool.kv_heads {
-        bail!("sink_attention: a cache of {} key-value heads for {attention:?}", pool.kv_heads);
+    if (kv_heads, head_dim) != (pool.kv_heads, pool.head_dim) {
+        let KvPool { kv_heads, head_dim, .. } = *pool;
+        bail!("sink_attention: a cache of {kv_heads} key-value heads of {head_dim} for {attention:?}");
     }
     pool.append(&kv, sequences, counts)?;
     let (table, pages_max) = page_table(&paged_sequences(sequences), 0);
@@ -244,10 +246,10 @@ pub fn paged_sink_attention(
     let memory = pool.memory();
     prepared.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
     let Outputs { out, lse } = outputs;
-    Ok((tensor(out, &pool.device, (tokens, heads * HEAD_DIM)), tensor(lse, &pool.device, (tokens, heads))))
+    Ok((tensor(out, &pool.device, (tokens, heads * head_dim)), tensor(lse, &pool.device, (tokens, heads))))
 }
 
-/// Computes attention as [`paged_sink_attention`] does, with the kernels of the device. Returns `[T, N·64]`.
+/// Computes attention as [`paged_sink_attention`] does, with the kernels of the device. Returns `[T, N·D]`.
 ///
 /// # Errors
 /// Errors of [`paged_sink_attention`].
@@ -259,6 +261,6 @@ pub(in crate::ops) fn cached_sink_attention(
     counts: &[usize],
     attention: &Attention,
 ) -> Result<Tensor> {
-    let kernels = kernel_set(q.device().as_cuda_device()?)?;
+    let kernels = kernel_set(q.device().as_cuda_device()?, attention.head_dim)?;
     Ok(paged_sink_attention(kernels, q, kv, sinks, sequences, counts, attention)?.0)
 }

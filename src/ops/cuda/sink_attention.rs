@@ -5,7 +5,7 @@ use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_set, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::{
-    BLOCK_KEYS, DELTA_ROWS, HEAD_DIM, KernelSet, PART_OUT, PART_SUMS, SinkAttentionParams, Tile,
+    BLOCK_KEYS, DELTA_ROWS, KernelSet, PART_SUMS, SinkAttentionParams, Tile,
 };
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
 use crate::ops::sink_attention::{Attention, NO_SINK};
@@ -24,12 +24,12 @@ pub(super) const OP: Op = Op("sink_attention");
 /// Log-sum-exps `[T, N]` of the forward pass, which the backward pass uses.
 pub type DeviceLse = CudaSlice<f32>;
 
-/// The inputs of attention. A row of keys and values is `[2, M, 64]`.
+/// The inputs of attention. A row of keys and values is `[2, M, D]`.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a> {
-    /// `[T, N, 64]`.
+    /// `[T, N, D]`.
     pub q: &'a CudaView<'a, bf16>,
-    /// `[T, 2, M, 64]`, or `[pages · 64, 2, M, 64]` for a cache.
+    /// `[T, 2, M, D]`, or `[pages · 64, 2, M, D]` for a cache.
     pub kv: &'a CudaView<'a, bf16>,
     /// `[N]`.
     pub sinks: &'a CudaView<'a, f32>,
@@ -37,7 +37,7 @@ pub struct Inputs<'a> {
 
 /// The outputs of the forward pass.
 pub struct Outputs {
-    /// `[T, N, 64]`.
+    /// `[T, N, D]`.
     pub out: CudaSlice<bf16>,
     /// `[T, N]`.
     pub lse: DeviceLse,
@@ -47,9 +47,9 @@ pub struct Outputs {
 pub struct Gradients {
     /// `[T, N]`. One kernel of the backward pass writes these values, and the next reads them.
     delta: CudaSlice<f32>,
-    /// `[T, N, 64]`.
+    /// `[T, N, D]`.
     pub dq: CudaSlice<bf16>,
-    /// `[T, 2, M, 64]`.
+    /// `[T, 2, M, D]`.
     pub dkv: CudaSlice<bf16>,
     /// `[N]`.
     pub dsinks: CudaSlice<f32>,
@@ -120,6 +120,9 @@ impl LaunchPlan {
         spread: SplitKv,
     ) -> Result<(Self, Vec<i32>)> {
         check_attention(attention)?;
+        if kernels.head_dim != attention.head_dim {
+            bail!("sink_attention: kernels for heads of {} for {attention:?}", kernels.head_dim);
+        }
         sequences.check_rows(attention)?;
         if let Some((table, pages_max)) = pages {
             sequences.check_page_table(table.len(), pages_max)?;
@@ -179,7 +182,7 @@ impl LaunchPlan {
     /// When the device has too little memory.
     pub(super) fn outputs(&self, device: &CudaDevice) -> Result<Outputs> {
         let rows = self.shape.tokens * self.attention.heads;
-        Ok(Outputs { out: output(device, rows * HEAD_DIM)?, lse: output(device, rows)? })
+        Ok(Outputs { out: output(device, rows * self.attention.head_dim)?, lse: output(device, rows)? })
     }
 
     /// Returns the parameters that all launches share: sizes, inputs and sequences.
@@ -189,7 +192,7 @@ impl LaunchPlan {
         inputs: &Inputs<'a>,
         at: &mut Addresses<'a>,
     ) -> Result<SinkAttentionParams> {
-        let Attention { heads, kv_heads, window, .. } = self.attention;
+        let Attention { heads, kv_heads, head_dim, window, .. } = self.attention;
         let LaunchShape { tokens, pages_max, .. } = self.shape;
         let array = |i: usize| arrays + 4 * self.starts[i] as u64;
         let kv = at.read(inputs.kv);
@@ -198,7 +201,7 @@ impl LaunchPlan {
         Ok(SinkAttentionParams {
             q: at.read(inputs.q),
             k: kv,
-            v: kv + 2 * (kv_heads * HEAD_DIM) as u64,
+            v: kv + 2 * (kv_heads * head_dim) as u64,
             sinks: at.read(inputs.sinks),
             cu_seqlens_q: array(0),
             cu_seqlens_k: array(1),
@@ -208,8 +211,8 @@ impl LaunchPlan {
             tokens: tokens as i32,
             heads: heads as i32,
             kv_heads: kv_heads as i32,
-            kv_token_stride: (2 * kv_heads * HEAD_DIM) as i32,
-            kv_head_stride: HEAD_DIM as i32,
+            kv_token_stride: (2 * kv_heads * head_dim) as i32,
+            kv_head_stride: head_dim as i32,
             pages_max: pages_max.unwrap_or(0) as i32,
             window,
             scale: self.attention.scale(),
@@ -221,11 +224,11 @@ impl LaunchPlan {
     /// Checks that the inputs have all elements that the kernels read. This is the last check before a
     /// launch.
     fn check_inputs(&self, inputs: &Inputs) -> Result<()> {
-        let Attention { heads, kv_heads, .. } = self.attention;
+        let Attention { heads, kv_heads, head_dim, .. } = self.attention;
         let LaunchShape { tokens, pages_max, .. } = self.shape;
-        let kv_row = 2 * kv_heads * HEAD_DIM;
+        let kv_row = 2 * kv_heads * head_dim;
         let kv_enough = pages_max.is_some() || inputs.kv.len() == tokens * kv_row;
-        if inputs.q.len() != tokens * heads * HEAD_DIM
+        if inputs.q.len() != tokens * heads * head_dim
             || !kv_enough
             || inputs.kv.len() % (BLOCK_KEYS * kv_row) != 0 && pages_max.is_some()
             || inputs.sinks.len() != heads
@@ -262,7 +265,7 @@ impl LaunchPlan {
             lse: at.write(&mut outputs.lse),
             ..self.params(arrays, inputs, &mut at)?
         };
-        let Attention { heads, kv_heads, .. } = self.attention;
+        let Attention { heads, kv_heads, head_dim, .. } = self.attention;
         let LaunchShape { query_tiles, chunk_tiles, parts, spread, .. } = self.shape;
         let KernelSet { forward, chunk, merge, .. } = self.kernels;
         let blocks = query_tiles * kv_heads;
@@ -274,7 +277,7 @@ impl LaunchPlan {
             if !spread {
                 return launch(device, forward, &params, blocks);
             }
-            let mut part_out: CudaSlice<f32> = device.alloc(parts * heads * PART_OUT)?;
+            let mut part_out: CudaSlice<f32> = device.alloc(parts * heads * head_dim)?;
             let mut part_sums: CudaSlice<f32> = device.alloc(parts * heads * PART_SUMS)?;
             let mut at = Addresses::new(&stream);
             let params = SinkAttentionParams {
@@ -340,15 +343,15 @@ impl DeviceLaunchPlan {
     /// # Errors
     /// When the device has too little memory.
     pub fn gradients(&self) -> Result<Gradients> {
-        let Attention { heads, kv_heads, .. } = self.plan.attention;
+        let Attention { heads, kv_heads, head_dim, .. } = self.plan.attention;
         let tokens = self.plan.shape.tokens;
         let rows = tokens * heads;
         // SAFETY: the backward pass writes every element before any kernel reads it.
         unsafe {
             Ok(Gradients {
                 delta: self.device.alloc(rows)?,
-                dq: self.device.alloc(rows * HEAD_DIM)?,
-                dkv: self.device.alloc(tokens * 2 * kv_heads * HEAD_DIM)?,
+                dq: self.device.alloc(rows * head_dim)?,
+                dkv: self.device.alloc(tokens * 2 * kv_heads * head_dim)?,
                 dsinks: self.device.alloc_zeros(heads)?,
             })
         }
@@ -385,7 +388,7 @@ impl DeviceLaunchPlan {
         self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
     }
 
-    /// Launches the backward pass of [`DeviceLaunchPlan::forward`] for the gradient `dout [T, N, 64]` of the
+    /// Launches the backward pass of [`DeviceLaunchPlan::forward`] for the gradient `dout [T, N, D]` of the
     /// output. Keys must be packed, not cached.
     ///
     /// # Errors
@@ -405,9 +408,9 @@ impl DeviceLaunchPlan {
         if shape.pages_max.is_some() {
             bail!("sink_attention: keys in a cache have no gradients");
         }
-        let Attention { heads, kv_heads, sinks, sink_gradient, .. } = attention;
+        let Attention { heads, kv_heads, head_dim, sinks, sink_gradient, .. } = attention;
         let rows = shape.tokens * heads;
-        if out.len() != rows * HEAD_DIM || dout.len() != rows * HEAD_DIM || lse.len() != rows {
+        if out.len() != rows * head_dim || dout.len() != rows * head_dim || lse.len() != rows {
             let (out, dout, lse) = (out.len(), dout.len(), lse.len());
             bail!(
                 "sink_attention: outputs with {out}, their gradient with {dout} and lse with {lse} elements do not fit {rows} rows"
@@ -424,7 +427,7 @@ impl DeviceLaunchPlan {
             delta: at.write(&mut gradients.delta),
             dq: at.write(&mut gradients.dq),
             dk: dkv,
-            dv: dkv + 2 * (kv_heads * HEAD_DIM) as u64,
+            dv: dkv + 2 * (kv_heads * head_dim) as u64,
             dsinks: at.write(&mut gradients.dsinks),
             ..self.plan.params(arrays, inputs, &mut at)?
         };
@@ -450,24 +453,24 @@ pub(in crate::ops) fn sink_attention_forward(
     cu_seqlens: &[usize],
     [q, kv, sinks]: [DeviceArgument; 3],
 ) -> Result<(CudaStorage, Shape, DeviceLse)> {
-    let Attention { heads, kv_heads, .. } = *attention;
+    let Attention { heads, kv_heads, head_dim, .. } = *attention;
     let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
     let tokens = sequences.tokens();
     check_attention(attention)?;
-    OP.check("q", q, DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    OP.check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    OP.check("q", q, DType::BF16, &[tokens, heads, head_dim])?;
+    OP.check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
     OP.check("sinks", sinks, DType::F32, &[heads])?;
     let device = q.0.device();
     if tokens == 0 {
         let out = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<bf16>(0)?, device.clone());
-        return Ok((out, Shape::from((0, heads * HEAD_DIM)), device.alloc_zeros(0)?));
+        return Ok((out, Shape::from((0, heads * head_dim)), device.alloc_zeros(0)?));
     }
-    let prepared = DeviceLaunchPlan::new(device, kernel_set(device)?, attention, &sequences, None)?;
+    let prepared = DeviceLaunchPlan::new(device, kernel_set(device, head_dim)?, attention, &sequences, None)?;
     let mut outputs = prepared.outputs()?;
     let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
     prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
     let out = CudaStorage::wrap_cuda_slice(outputs.out, device.clone());
-    Ok((out, Shape::from((tokens, heads * HEAD_DIM)), outputs.lse))
+    Ok((out, Shape::from((tokens, heads * head_dim)), outputs.lse))
 }
 
 /// Returns the gradients of `q`, `kv` and `sinks`. The inputs are `q`, `kv`, `sinks`, the output of the
@@ -478,16 +481,16 @@ pub(in crate::ops) fn sink_attention_backward(
     lse: &DeviceLse,
     tensors: [&Tensor; 5],
 ) -> Result<[Tensor; 3]> {
-    let Attention { heads, kv_heads, .. } = *attention;
+    let Attention { heads, kv_heads, head_dim, .. } = *attention;
     let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
     let tokens = sequences.tokens();
     let opened = tensors.map(Tensor::storage_and_layout);
-    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, HEAD_DIM])?;
-    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, HEAD_DIM])?;
+    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, head_dim])?;
+    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
     let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
-    let out = OP.gpu_storage("the output", &opened[3], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+    let out = OP.gpu_storage("the output", &opened[3], DType::BF16, &[tokens, heads * head_dim])?;
     let dout =
-        OP.gpu_storage("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * HEAD_DIM])?;
+        OP.gpu_storage("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * head_dim])?;
     let device = q.0.device();
     if tokens == 0 {
         return Ok([
@@ -496,7 +499,7 @@ pub(in crate::ops) fn sink_attention_backward(
             tensor(device.alloc_zeros::<f32>(heads)?, device, tensors[2].shape()),
         ]);
     }
-    let prepared = DeviceLaunchPlan::new(device, kernel_set(device)?, attention, &sequences, None)?;
+    let prepared = DeviceLaunchPlan::new(device, kernel_set(device, head_dim)?, attention, &sequences, None)?;
     let mut gradients = prepared.gradients()?;
     let (out, dout) = (OP.view(out.0, out.1)?, OP.view(dout.0, dout.1)?);
     let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);

@@ -1,29 +1,25 @@
-//! The declarations of `kernels/sink_attention.cuh` in Rust: the parameter struct, the kernel names and the
-//! launch sizes.
+//! Rust mirror of `kernels/sink_attention.cuh`: parameter struct, kernel names and launch sizes.
 //!
-//! The module has no CUDA types and is compiled in every build, so a test without a GPU can compare it with
-//! the header.
+//! Compiled in every build without CUDA types, so a test can compare it with the header anywhere.
 
-/// `Tile` of the header: a part of one sequence. A query tile has 128 packed rows, and a key tile has
-/// [`KernelSet::dkv_keys`] keys. Both begin at `first`.
+/// The header's `Tile`: a part of one sequence. A query tile has 128 packed rows, a key tile has
+/// [`KernelSet::dkv_keys`] keys; both begin at `first`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
     /// Index of the sequence.
     pub sequence: i32,
-    /// The first packed row, or the first key. The packed row of a token and a head is token · group size +
-    /// index of the head in its group.
+    /// First packed row (token · group + head of the group) or first key.
     pub first: i32,
 }
 
-/// `ChunkTile` of the header: a [`Tile`] of packed rows, and one chunk of the keys that are visible to these
-/// rows.
+/// `ChunkTile` of the header: a [`Tile`] of packed rows and one chunk of their visible keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct ChunkTile {
-    /// The packed rows.
+    /// The rows.
     pub tile: Tile,
-    /// Index of the chunk. The first key of the chunk is this index times [`CHUNK_KEYS`].
+    /// Index of the chunk: its keys start at [`CHUNK_KEYS`] times this.
     pub chunk: i32,
 }
 
@@ -67,53 +63,58 @@ const _: () = assert!(size_of::<SinkAttentionParams>() == 200 && align_of::<Sink
 const _: () = assert!(size_of::<Tile>() == 8 && align_of::<Tile>() == 4);
 const _: () = assert!(size_of::<ChunkTile>() == 12 && align_of::<ChunkTile>() == 4);
 
-/// The head size of the kernels.
-pub const HEAD_DIM: usize = 64;
-/// Number of packed query rows per block of the forward pass and of dQ.
+/// The head sizes of the kernels.
+pub const HEAD_DIMS: [usize; 2] = [64, 128];
+/// Packed query rows per block of the forward and of dQ.
 pub const TILE_ROWS: usize = 128;
-/// Number of keys per step and per page.
+/// Keys per step and per page.
 pub const BLOCK_KEYS: usize = 64;
-/// Number of keys per chunk. The softmax starts again at multiples of this number.
+/// Keys per chunk; the softmax starts anew at multiples of it.
 pub const CHUNK_KEYS: usize = 512;
-/// Number of floats of the output of a part. A part is the state of a row after one chunk: its output and its
-/// softmax state ([`PART_SUMS`]).
-pub const PART_OUT: usize = HEAD_DIM;
-/// Number of floats of the softmax state of a part: the maximum and the sum of four lanes.
+/// Number of floats of a part's softmax state: maximum and sum of four lanes. A part is a row's state over
+/// one chunk; the rest is its output, a float per element of the head.
 pub const PART_SUMS: usize = 8;
 
 /// A kernel: its location and launch configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
-    /// The name of the function.
+    /// Name of its function.
     pub function: &'static str,
-    /// The stem of the name of the file in `kernels/`.
+    /// Stem of its file in `kernels/`.
     pub file: &'static str,
-    /// Number of threads per block.
+    /// Threads per block.
     pub threads: usize,
-    /// Dynamic shared memory per block, in bytes.
+    /// Dynamic shared memory per block, bytes.
     pub shared_bytes: usize,
 }
 
-/// All kernel sets.
-pub static KERNEL_SETS: [KernelSet; 2] = [WGMMA, MMA];
+/// The kernel sets of each head size, in the order of [`HEAD_DIMS`].
+static KERNEL_SETS: [[KernelSet; 2]; 2] = [[WGMMA, MMA], [WGMMA_128, MMA_128]];
 
-/// The kernels of a forward pass and its backward pass. A run uses one set in all its passes, because two
-/// sets round differently.
+/// Returns the kernel sets for heads of `head_dim`, if there are any.
+pub fn kernel_sets(head_dim: usize) -> Option<&'static [KernelSet; 2]> {
+    HEAD_DIMS.iter().position(|&known| known == head_dim).map(|i| &KERNEL_SETS[i])
+}
+
+/// The kernels of a forward and its backward. A run uses one set on all its paths: two sets round
+/// differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSet {
-    /// The name in reports, which is the instruction of its products.
+    /// Its name in reports: the instruction of its products.
     pub name: &'static str,
+    /// Its head size.
+    pub head_dim: usize,
     /// Blocks: query tiles × key-value heads.
     pub forward: Kernel,
-    /// Computes one chunk of the forward pass. Blocks: chunk tiles × key-value heads.
+    /// Computes one chunk of the forward. Blocks: chunk tiles × key-value heads.
     pub chunk: Kernel,
     /// Merges the chunks. Blocks: query tiles × key-value heads.
     pub merge: Kernel,
-    /// Blocks: the number of rows of [T, N] divided by [`DELTA_ROWS`].
+    /// Blocks: rows of [T, N] by [`DELTA_ROWS`].
     pub delta: Kernel,
     /// Blocks: key tiles × key-value heads.
     pub dkv: Kernel,
-    /// Number of keys per key tile.
+    /// Keys per key tile.
     pub dkv_keys: usize,
     /// Blocks: query tiles × key-value heads.
     pub dq: Kernel,
@@ -121,69 +122,108 @@ pub struct KernelSet {
     pub dsinks: Kernel,
 }
 
-/// Number of rows of `[T, N]` per block of `delta`.
+/// Rows of `[T, N]` per block of delta.
 pub const DELTA_ROWS: usize = 32;
-
-const BLOCK_BYTES: usize = BLOCK_KEYS * HEAD_DIM * 2;
-const TILE_BYTES: usize = TILE_ROWS * HEAD_DIM * 2;
 
 const fn kernel(function: &'static str, file: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
     Kernel { function, file, threads, shared_bytes }
 }
 
-/// The kernels with warp-wide tensor-core products (`mma.sync`).
+const FORWARD: &str = "sink_attention_forward";
+const FORWARD_HOPPER: &str = "sink_attention_forward_hopper";
+const BACKWARD: &str = "sink_attention_backward";
+const BACKWARD_HOPPER: &str = "sink_attention_backward_hopper";
+
+/// Kernels with warp-wide tensor-core products, `mma.sync`.
 pub const MMA: KernelSet = KernelSet {
     name: "mma.sync",
-    forward: kernel("sink_attention_forward", "sink_attention_forward", 128, FORWARD_BYTES),
-    chunk: kernel("sink_attention_chunk", "sink_attention_forward", 128, FORWARD_BYTES),
-    merge: kernel("sink_attention_merge", "sink_attention_forward", 128, 0),
-    delta: kernel("sink_attention_delta", "sink_attention_backward", 256, 0),
-    dkv: kernel("sink_attention_dkv", "sink_attention_backward", 128, 6 * BLOCK_BYTES + 2 * 3 * 64 * 4),
+    head_dim: 64,
+    forward: kernel("sink_attention_forward", FORWARD, 128, forward_bytes(64)),
+    chunk: kernel("sink_attention_chunk", FORWARD, 128, forward_bytes(64)),
+    merge: kernel("sink_attention_merge", FORWARD, 128, 0),
+    delta: kernel("sink_attention_delta", BACKWARD, 256, 0),
+    dkv: kernel("sink_attention_dkv", BACKWARD, 128, dkv_bytes(64)),
     dkv_keys: BLOCK_KEYS,
-    dq: kernel("sink_attention_dq", "sink_attention_backward", 256, 2 * TILE_BYTES + 4 * BLOCK_BYTES),
-    dsinks: kernel("sink_attention_dsinks", "sink_attention_backward", 256, 256 * 4),
+    dq: kernel("sink_attention_dq", BACKWARD, 256, dq_bytes(64)),
+    dsinks: kernel("sink_attention_dsinks", BACKWARD, 256, 256 * 4),
 };
 
-/// The kernels with warpgroup-wide tensor-core products (`wgmma`).
+/// Kernels with warpgroup-wide products, `wgmma`.
 pub const WGMMA: KernelSet = KernelSet {
     name: "wgmma",
-    forward: kernel(
-        "sink_attention_forward_hopper",
-        "sink_attention_forward_hopper",
-        256,
-        ROW_STATE_BYTES + ring_bytes(4),
-    ),
-    chunk: kernel(
-        "sink_attention_chunk_hopper",
-        "sink_attention_forward_hopper",
-        256,
-        ROW_STATE_BYTES + ring_bytes(4),
-    ),
-    dkv: kernel(
-        "sink_attention_dkv_hopper",
-        "sink_attention_backward_hopper",
-        256,
-        4 * BLOCK_BYTES + ring_bytes(4) + 4 * 3 * 64 * 4,
-    ),
+    forward: kernel("sink_attention_forward_hopper", FORWARD_HOPPER, 256, forward_hopper_bytes(64)),
+    chunk: kernel("sink_attention_chunk_hopper", FORWARD_HOPPER, 256, forward_hopper_bytes(64)),
+    dkv: kernel("sink_attention_dkv_hopper", BACKWARD_HOPPER, 256, dkv_hopper_bytes(64, 128)),
     dkv_keys: 128,
-    dq: kernel(
-        "sink_attention_dq_hopper",
-        "sink_attention_backward_hopper",
-        256,
-        2 * TILE_BYTES + ring_bytes(8),
-    ),
+    dq: kernel("sink_attention_dq_hopper", BACKWARD_HOPPER, 256, dq_hopper_bytes(64, 8)),
     ..MMA
 };
 
-/// Size of the shared memory for the saved state of the rows of a tile, in bytes. A warp has 16 rows, and
-/// each of its 32 lanes saves 11 × 16 bytes.
-const ROW_STATE_BYTES: usize = TILE_ROWS / 16 * 32 * 11 * 16;
-const FORWARD_BYTES: usize = TILE_BYTES + 4 * BLOCK_BYTES + ROW_STATE_BYTES;
+/// [`MMA`] for heads of 128.
+pub const MMA_128: KernelSet = KernelSet {
+    head_dim: 128,
+    forward: kernel("sink_attention_forward_128", FORWARD, 256, forward_bytes(128)),
+    chunk: kernel("sink_attention_chunk_128", FORWARD, 256, forward_bytes(128)),
+    merge: kernel("sink_attention_merge_128", FORWARD, 128, 0),
+    delta: kernel("sink_attention_delta_128", BACKWARD, 512, 0),
+    dkv: kernel("sink_attention_dkv_128", BACKWARD, 256, dkv_bytes(128)),
+    dq: kernel("sink_attention_dq_128", BACKWARD, 256, dq_bytes(128)),
+    ..MMA
+};
 
-/// Returns the size of `stages` pipeline stages, in bytes. A stage has a block of keys, a block of values and
-/// two barriers.
-const fn ring_bytes(stages: usize) -> usize {
-    stages * (2 * BLOCK_BYTES + 2 * 8)
+/// [`WGMMA`] for heads of 128.
+pub const WGMMA_128: KernelSet = KernelSet {
+    name: WGMMA.name,
+    forward: kernel("sink_attention_forward_hopper_128", FORWARD_HOPPER, 256, forward_hopper_bytes(128)),
+    chunk: kernel("sink_attention_chunk_hopper_128", FORWARD_HOPPER, 256, forward_hopper_bytes(128)),
+    dkv: kernel("sink_attention_dkv_hopper_128", BACKWARD_HOPPER, 256, dkv_hopper_bytes(128, 64)),
+    dq: kernel("sink_attention_dq_hopper_128", BACKWARD_HOPPER, 256, dq_hopper_bytes(128, 4)),
+    ..MMA_128
+};
+
+/// Returns the bytes of shared memory of a block of keys.
+const fn block_bytes(head_dim: usize) -> usize {
+    BLOCK_KEYS * head_dim * 2
+}
+
+/// Returns the bytes of shared memory of a tile of rows.
+const fn tile_bytes(head_dim: usize) -> usize {
+    TILE_ROWS * head_dim * 2
+}
+
+/// Returns the bytes of shared memory for the saved state of a tile's rows. One warp owns 16 rows; each of
+/// its 32 lanes saves its outputs and 3 × 16 bytes more.
+const fn row_state_bytes(head_dim: usize) -> usize {
+    TILE_ROWS / 16 * 32 * (head_dim / 8 + 3) * 16
+}
+
+/// Returns the bytes of `stages` stages of two blocks, with two barriers each.
+const fn ring_bytes(head_dim: usize, stages: usize) -> usize {
+    stages * (2 * block_bytes(head_dim) + 2 * 8)
+}
+
+const fn forward_bytes(head_dim: usize) -> usize {
+    tile_bytes(head_dim) + 4 * block_bytes(head_dim) + row_state_bytes(head_dim)
+}
+
+const fn dkv_bytes(head_dim: usize) -> usize {
+    6 * block_bytes(head_dim) + 2 * 3 * 64 * 4
+}
+
+const fn dq_bytes(head_dim: usize) -> usize {
+    2 * tile_bytes(head_dim) + 4 * block_bytes(head_dim)
+}
+
+const fn forward_hopper_bytes(head_dim: usize) -> usize {
+    row_state_bytes(head_dim) + ring_bytes(head_dim, 4)
+}
+
+const fn dkv_hopper_bytes(head_dim: usize, keys: usize) -> usize {
+    keys / BLOCK_KEYS * 2 * block_bytes(head_dim) + ring_bytes(head_dim, 4) + 4 * 3 * 64 * 4
+}
+
+const fn dq_hopper_bytes(head_dim: usize, stages: usize) -> usize {
+    2 * tile_bytes(head_dim) + ring_bytes(head_dim, stages)
 }
 
 #[cfg(test)]

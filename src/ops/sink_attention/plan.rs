@@ -3,7 +3,7 @@
 //! The functions only compute with numbers, and are tested without a GPU.
 
 use super::Attention;
-use super::kernels::{BLOCK_KEYS, CHUNK_KEYS, ChunkTile, HEAD_DIM, PART_OUT, PART_SUMS, TILE_ROWS, Tile};
+use super::kernels::{BLOCK_KEYS, CHUNK_KEYS, ChunkTile, HEAD_DIMS, PART_SUMS, TILE_ROWS, Tile};
 use candle_core::{Result, bail};
 use std::cmp::Reverse;
 use std::ops::Range;
@@ -33,12 +33,12 @@ pub fn check_device(name: &str, capability: (i32, i32)) -> Result<()> {
 /// Checks that the kernels support the sizes of an attention call.
 ///
 /// # Errors
-/// When the head size is not 64, `kv_heads` does not divide `heads`, or the window is 0.
+/// When the head size is not in [`HEAD_DIMS`], `kv_heads` does not divide `heads`, or the window is 0.
 pub fn check_attention(attention: &Attention) -> Result<()> {
     let Attention { heads, kv_heads, head_dim, window, .. } = *attention;
-    if head_dim != HEAD_DIM {
+    if !HEAD_DIMS.contains(&head_dim) {
         bail!(
-            "sink_attention: head_dim is {head_dim}; the CUDA kernels support only {HEAD_DIM}; put the tensors on \
+            "sink_attention: head_dim is {head_dim}; the CUDA kernels support only {HEAD_DIMS:?}; put the tensors on \
              Device::Cpu"
         );
     }
@@ -182,7 +182,7 @@ impl LaunchSequences {
     pub fn should_split_keys(&self, attention: &Attention) -> bool {
         let tiles = self.query_tiles(attention).len();
         let parts: usize = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum();
-        let bytes = parts.saturating_mul(attention.heads * (PART_OUT + PART_SUMS) * 4);
+        let bytes = parts.saturating_mul(attention.heads * (attention.head_dim + PART_SUMS) * 4);
         tiles * attention.kv_heads < BLOCKS_AT_ONCE
             && self.chunk_tiles(attention).len() >= 2 * tiles
             && bytes <= PARTS_BYTES_MAX

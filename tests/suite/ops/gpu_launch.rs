@@ -4,7 +4,7 @@
 use candle_core::{DType, Device, Tensor};
 use rloss::ops::SequenceRows;
 use rloss::ops::argument::Argument;
-use rloss::ops::sink_attention::kernels::{self, ChunkTile, Tile};
+use rloss::ops::sink_attention::kernels::{self, ChunkTile, Tile, kernel_sets};
 use rloss::ops::sink_attention::plan::{LaunchSequences, check_attention, check_device};
 use rloss::ops::sink_attention::{Attention, sink_attention};
 
@@ -23,15 +23,18 @@ fn constant(name: &str) -> usize {
 /// scripts/check_kernels.sh has the compiler say what the header's constants are, and writes it to the table.
 #[test]
 fn the_launch_sizes_are_the_headers() {
-    assert_eq!(kernels::HEAD_DIM, constant("head_dim"));
+    let panel = constant("panel_columns");
+    assert_eq!(kernels::HEAD_DIMS, [panel, 2 * panel]);
+    assert!(kernel_sets(96).is_none());
     assert_eq!(kernels::TILE_ROWS, constant("tile_rows"));
     assert_eq!(kernels::BLOCK_KEYS, constant("block_keys"));
     assert_eq!(kernels::CHUNK_KEYS, constant("chunk_keys"));
     assert_eq!(kernels::DELTA_ROWS, constant("delta_rows"));
-    assert_eq!(
-        (kernels::MMA.dkv_keys, kernels::WGMMA.dkv_keys),
-        (constant("block_keys"), constant("dkv_hopper_keys"))
-    );
+    let block = constant("block_keys");
+    let [wgmma, mma] = kernel_sets(64).unwrap();
+    assert_eq!((mma.dkv_keys, wgmma.dkv_keys), (block, 2 * block));
+    assert!(header().contains("constexpr int dkv_hopper_tile_keys = 128 / panels;"));
+    assert!(kernel_sets(128).unwrap().iter().all(|set| set.dkv_keys == block));
     let root = env!("CARGO_MANIFEST_DIR");
     let table = std::fs::read_to_string(format!("{root}/kernels/resources.txt")).unwrap();
     let row = |kernel: &str| -> Vec<usize> {
@@ -42,7 +45,7 @@ fn the_launch_sizes_are_the_headers() {
     let all = |set: &kernels::KernelSet| {
         [set.forward, set.chunk, set.merge, set.delta, set.dkv, set.dq, set.dsinks]
     };
-    for kernel in kernels::KERNEL_SETS.iter().flat_map(all) {
+    for kernel in kernels::HEAD_DIMS.iter().flat_map(|&d| kernel_sets(d).unwrap()).flat_map(all) {
         let [_registers, threads, _static, dynamic_shared, spills, ..] = row(kernel.function)[..] else {
             panic!("resources.txt has other columns")
         };
@@ -173,8 +176,9 @@ fn a_device_without_the_architecture_is_refused_and_the_fallback_named() {
 #[test]
 fn sizes_that_the_kernels_do_not_know_are_refused() {
     assert!(check_attention(&attention(64, 8, Some(128))).is_ok());
-    let other = Attention { head_dim: 128, ..attention(8, 1, None) };
-    assert_says(&message(check_attention(&other)), &["head_dim is 128", "64", "Device::Cpu"]);
+    assert!(check_attention(&Attention { head_dim: 128, ..attention(8, 1, None) }).is_ok());
+    let other = Attention { head_dim: 96, ..attention(8, 1, None) };
+    assert_says(&message(check_attention(&other)), &["head_dim is 96", "[64, 128]", "Device::Cpu"]);
     assert_says(&message(check_attention(&attention(9, 2, None))), &["9 query heads", "2 key-value heads"]);
     assert_says(&message(check_attention(&attention(9, 0, None))), &["0 key-value heads"]);
     assert_says(&message(check_attention(&attention(8, 1, Some(0)))), &["window of 0", "1 or more"]);

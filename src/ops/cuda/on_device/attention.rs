@@ -9,7 +9,7 @@ use crate::ops::cuda::{
 };
 use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use crate::ops::page_allocator::{PageAllocator, PagedSequence};
-use crate::ops::sink_attention::kernels::HEAD_DIM;
+use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use crate::ops::{SequenceRows, sink_attention};
@@ -160,12 +160,12 @@ fn ops_without_a_device_form_say_so() {
 fn a_call_without_rows_changes_nothing() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
-    let cache = KvPool::new(gpu, 2, 3).unwrap();
+    let cache = KvPool::new(gpu, 2, 64, 3).unwrap();
     let (mut a, mut b) = (cache.new_sequence(), cache.new_sequence());
     let q = Tensor::zeros((0, 4, 64), DType::BF16, &device).unwrap();
     let kv = Tensor::zeros((0, 2, 2, 64), DType::BF16, &device).unwrap();
     let sinks = Tensor::ones(4, DType::F32, &device).unwrap();
-    let kernels = kernel_set(gpu).unwrap();
+    let kernels = kernel_set(gpu, 64).unwrap();
     let both = &mut [&mut a, &mut b];
     let (out, lse) = paged_sink_attention(kernels, &q, &kv, &sinks, both, &[0, 0], &ATTENTION).unwrap();
     assert_eq!((out.dims(), lse.dims()), (&[0, 256][..], &[0, 4][..]));
@@ -177,8 +177,8 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
     let (kv_heads, pages) = (2, 5);
-    let width = 2 * kv_heads * HEAD_DIM;
-    let cache = KvPool::new(gpu, kv_heads, pages).unwrap();
+    let width = 2 * kv_heads * 64;
+    let cache = KvPool::new(gpu, kv_heads, 64, pages).unwrap();
     let mut expected = vec![bf16::ZERO; pages * 64 * width];
     let places = PageAllocator::new(pages);
     let mut sequences = [cache.new_sequence(), cache.new_sequence(), cache.new_sequence()];
@@ -197,7 +197,7 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     let kv = gpu.clone_htod(&counting_values(width)).unwrap();
     let error = cache.append(&kv.as_view(), &mut sequences.each_mut(), &[0, 2, 0]).unwrap_err().to_string();
     assert!(error.contains("256 elements for 2 rows of 256"), "{error}");
-    let mut elsewhere = KvPool::new(gpu, kv_heads, 1).unwrap().new_sequence();
+    let mut elsewhere = KvPool::new(gpu, kv_heads, 64, 1).unwrap().new_sequence();
     let error = cache.append(&kv.as_view(), &mut [&mut elsewhere], &[1]).unwrap_err().to_string();
     assert!(error.contains("a sequence of another cache"), "{error}");
 }
@@ -206,8 +206,8 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
 fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
-    let width = 2 * HEAD_DIM;
-    let cache = KvPool::new(gpu, 1, 4).unwrap();
+    let width = 2 * 64;
+    let cache = KvPool::new(gpu, 1, 64, 4).unwrap();
     let row = |x: f32| vec![bf16::from_f32(x); width];
     let append = |sequences: &mut [&mut KvPages], counts: &[usize], values: &[f32]| {
         let rows = gpu.clone_htod(&values.iter().flat_map(|&x| row(x)).collect::<Vec<_>>()).unwrap();
@@ -231,7 +231,7 @@ fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
 fn the_forward_finds_its_keys_where_the_tensors_are() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
-    let cache = KvPool::new(gpu, 2, 1).unwrap();
+    let cache = KvPool::new(gpu, 2, 64, 1).unwrap();
     let q = Tensor::ones((1, 4, 64), DType::BF16, &device).unwrap();
     let kv = Tensor::ones((1, 2, 2, 64), DType::BF16, &device).unwrap();
     let sinks = Tensor::full(f32::NEG_INFINITY, 4, &device).unwrap();
@@ -258,7 +258,7 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
     let stream = gpu.cuda_stream();
-    let set = kernel_set(gpu).unwrap();
+    let set = kernel_set(gpu, 64).unwrap();
     let up = |count| gpu.clone_htod(&counting_values(count)).unwrap();
     let (q, kv) = (up(3 * 4 * 64), up(4 * 64 * 2 * 2 * 64));
     let sinks = gpu.clone_htod(&[1f32, 2.0, 3.0, 4.0]).unwrap();
@@ -292,15 +292,17 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
 fn kernels_get_the_shared_memory_that_they_are_launched_with() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
-    let forward = &kernel_set(gpu).unwrap().forward;
-    let function = function(gpu, forward).unwrap();
-    let asked = function
-        .get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
-        .unwrap();
-    assert_eq!(asked as usize, forward.shared_bytes);
-    let carveout =
-        function.get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
-    assert_eq!(carveout.unwrap(), 100);
+    for head_dim in HEAD_DIMS {
+        let forward = &kernel_set(gpu, head_dim).unwrap().forward;
+        let function = function(gpu, forward).unwrap();
+        let asked = function
+            .get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
+            .unwrap();
+        assert_eq!(asked as usize, forward.shared_bytes);
+        let carveout =
+            function.get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
+        assert_eq!(carveout.unwrap(), 100);
+    }
 }
 
 #[test]
@@ -313,4 +315,24 @@ fn a_timer_waits_for_the_work_it_times() {
     assert!(worked.is_complete());
     assert!(milliseconds > 0.0 && milliseconds.is_finite(), "{milliseconds}");
     assert_eq!(ones.to_vec1::<f32>().unwrap(), [1.0; 1000]);
+}
+
+#[test]
+fn heads_of_another_size_than_the_kernels_or_the_cache_are_refused() {
+    let device = open(0).unwrap();
+    let gpu = device.as_cuda_device().unwrap();
+    let wide = Attention { head_dim: 128, ..ATTENTION };
+    let q = Tensor::zeros((1, 4, 128), DType::BF16, &device).unwrap();
+    let kv = Tensor::zeros((1, 2, 2, 128), DType::BF16, &device).unwrap();
+    let sinks = Tensor::ones(4, DType::F32, &device).unwrap();
+    for (of_kernels, of_cache, words) in
+        [(128, 64, "a cache of 2 key-value heads of 64"), (64, 128, "kernels for heads of 64")]
+    {
+        let mut sequence = KvPool::new(gpu, 2, of_cache, 1).unwrap().new_sequence();
+        let kernels = kernel_set(gpu, of_kernels).unwrap();
+        let result = paged_sink_attention(kernels, &q, &kv, &sinks, &mut [&mut sequence], &[1], &wide);
+        let error = result.unwrap_err().to_string();
+        assert!(error.contains(words), "{error}");
+    }
+    assert!(kernel_set(gpu, 96).unwrap_err().to_string().contains("heads of 96"));
 }

@@ -9,20 +9,21 @@ use crate::ops::sink_attention::Attention;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// One layer has a window and sinks, the other has neither.
-const LAYERS: [Attention; 2] = [
+/// One layer has a window and sinks, the next has neither, the last has heads of 128.
+const LAYERS: [Attention; 3] = [
     Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true },
     Attention { heads: 3, kv_heads: 1, head_dim: 64, window: None, sinks: false, sink_gradient: true },
+    Attention { heads: 2, kv_heads: 1, head_dim: 128, window: None, sinks: false, sink_gradient: true },
 ];
 
 /// Returns rows of queries, and of keys and values, of each layer.
-fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 2] {
-    LAYERS.map(|Attention { heads, kv_heads, .. }| {
+fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 3] {
+    LAYERS.map(|Attention { heads, kv_heads, head_dim, .. }| {
         let of = |seed: u64, shape: &[usize]| {
             let width = shape[1..].iter().product();
             to_gpu(&numbers(seed, count, width, 1.0).reshape(shape).unwrap(), gpu)
         };
-        [of(seed, &[count, heads, 64]), of(seed + 1, &[count, 2, kv_heads, 64])]
+        [of(seed, &[count, heads, head_dim]), of(seed + 1, &[count, 2, kv_heads, head_dim])]
     })
 }
 
@@ -31,22 +32,23 @@ fn sinks(layer: usize, gpu: &Device) -> Tensor {
 }
 
 /// Returns each layer's pool and its caches of sequences of these lengths.
-fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 2]) {
+fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 3]) {
     let device = gpu.as_cuda_device().unwrap();
-    let pools = LAYERS.map(|attention| KvPool::new(device, attention.kv_heads, 40).unwrap());
+    let pools =
+        LAYERS.map(|attention| KvPool::new(device, attention.kv_heads, attention.head_dim, 40).unwrap());
     let count = lengths.iter().sum();
-    let sequences = [0, 1].map(|layer| {
+    let sequences = [0, 1, 2].map(|layer| {
         let mut sequences: Vec<KvPages> = lengths.iter().map(|_| pools[layer].new_sequence()).collect();
         let [q, kv] = &rows(70, count, gpu)[layer];
         let mut open: Vec<_> = sequences.iter_mut().collect();
-        let kernels = kernel_set(device).unwrap();
+        let kernels = kernel_set(device, LAYERS[layer].head_dim).unwrap();
         paged_sink_attention(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
         sequences
     });
     (pools.into(), sequences)
 }
 
-fn step(sequences: &mut [Vec<KvPages>; 2]) -> DecodeStep {
+fn step(sequences: &mut [Vec<KvPages>; 3]) -> DecodeStep {
     let mut step = DecodeStep::default();
     for (layer, attention) in LAYERS.into_iter().enumerate() {
         step.add_layer(attention, &mut sequences[layer].iter_mut().collect::<Vec<_>>()).unwrap();
@@ -57,18 +59,18 @@ fn step(sequences: &mut [Vec<KvPages>; 2]) -> DecodeStep {
 #[test]
 fn replayed_steps_have_the_bits_of_single_calls() {
     let gpu = open(0).unwrap();
-    let kernels = kernel_set(gpu.as_cuda_device().unwrap()).unwrap();
     // A new page begins during the steps, and the longest sequence is split into chunks of keys.
     for lengths in [vec![62, 5, 300], vec![1030]] {
         let (pools, mut replayed) = begun(&lengths, &gpu);
         let (own_pools, mut plain) = begun(&lengths, &gpu);
         let count = lengths.len();
         let empty =
-            || [0, 1].map(|layer| rows(0, count, &gpu)[layer].each_ref().map(|x| x.zeros_like().unwrap()));
+            || [0, 1, 2].map(|layer| rows(0, count, &gpu)[layer].each_ref().map(|x| x.zeros_like().unwrap()));
         let (inputs, first) = (empty(), step(&mut replayed));
-        let outputs = LAYERS.map(|a| Tensor::zeros((count, a.heads * 64), DType::BF16, &gpu).unwrap());
+        let outputs =
+            LAYERS.map(|a| Tensor::zeros((count, a.heads * a.head_dim), DType::BF16, &gpu).unwrap());
         let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
-        let held = [0, 1].map(|layer| sinks(layer, &gpu));
+        let held = [0, 1, 2].map(|layer| sinks(layer, &gpu));
         let mut recorded: Option<RecordedGraph> = None;
         let mut next = Some(first);
         for turn in 0..5 {
@@ -97,6 +99,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
             for (layer, attention) in LAYERS.iter().enumerate() {
                 let mut open: Vec<_> = plain[layer].iter_mut().collect();
                 let [q, kv] = &fed[layer];
+                let kernels = kernel_set(gpu.as_cuda_device().unwrap(), attention.head_dim).unwrap();
                 let (out, _) =
                     paged_sink_attention(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
                         .unwrap();
@@ -127,16 +130,16 @@ fn steps_of_another_shape_do_not_fit() {
     fewer.add_layer(LAYERS[0], &mut three[0].iter_mut().collect::<Vec<_>>()).unwrap();
     assert!(!batch.has_shape_of(&fewer));
     assert_refused(fewer.add_layer(LAYERS[0], &mut []), "decode: no sequence");
-    let [[q, kv], _] = rows(3, 3, &gpu);
-    assert_refused(batch.attend(2, &q, &kv, &sinks(0, &gpu)), "decode: no layer 2");
-    let [[short, _], _] = rows(3, 2, &gpu);
+    let [[q, kv], ..] = rows(3, 3, &gpu);
+    assert_refused(batch.attend(3, &q, &kv, &sinks(0, &gpu)), "decode: no layer 3");
+    let [[short, _], ..] = rows(3, 2, &gpu);
     assert_refused(batch.attend(0, &short, &kv, &sinks(0, &gpu)), "q has shape [2, 4, 64]");
 }
 
 #[test]
 fn a_full_cache_is_refused_before_a_step() {
     let gpu = open(0).unwrap();
-    let pool = KvPool::new(gpu.as_cuda_device().unwrap(), 2, 1).unwrap();
+    let pool = KvPool::new(gpu.as_cuda_device().unwrap(), 2, 64, 1).unwrap();
     let mut both = [pool.new_sequence(), pool.new_sequence()];
     let mut open: Vec<_> = both.iter_mut().collect();
     assert_refused(DecodeStep::default().add_layer(LAYERS[0], &mut open), "key-value cache too small");
