@@ -103,21 +103,21 @@ pub static KERNEL_SETS: [KernelSet; 2] = [WGMMA, MMA];
 pub struct KernelSet {
     /// The name in reports, which is the instruction of its products.
     pub name: &'static str,
-    /// Blocks: query tiles × key-value heads.
+    /// Number of blocks: query tiles × key-value heads.
     pub forward: Kernel,
-    /// Computes one chunk of the forward pass. Blocks: chunk tiles × key-value heads.
+    /// Computes one chunk of the forward pass. Number of blocks: chunk tiles × key-value heads.
     pub chunk: Kernel,
-    /// Merges the chunks. Blocks: query tiles × key-value heads.
+    /// Merges the chunks. Number of blocks: query tiles × key-value heads.
     pub merge: Kernel,
-    /// Blocks: the number of rows of [T, N] divided by [`DELTA_ROWS`].
+    /// Number of blocks: the number of rows of [T, N] divided by [`DELTA_ROWS`].
     pub delta: Kernel,
-    /// Blocks: key tiles × key-value heads.
+    /// Number of blocks: key tiles × key-value heads.
     pub dkv: Kernel,
     /// Number of keys per key tile.
     pub dkv_keys: usize,
-    /// Blocks: query tiles × key-value heads.
+    /// Number of blocks: query tiles × key-value heads.
     pub dq: Kernel,
-    /// Blocks: heads.
+    /// Number of blocks: heads.
     pub dsinks: Kernel,
 }
 
