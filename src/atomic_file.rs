@@ -169,7 +169,7 @@ mod tests {
         };
         assert!(replace_folder(&path, half).is_err());
         assert_eq!((names(&path), names(folder.path())), (vec!["old".into()], vec!["step-000001".into()]));
-        // A killed process's leftovers are not part of the next folder.
+        // Files that a killed process left are not part of the next folder.
         fs::create_dir(folder.path().join(".step-000001.partial")).unwrap();
         fs::write(folder.path().join(".step-000001.partial/stale"), "s").unwrap();
         replace_folder(&path, with("new")).unwrap();

@@ -63,7 +63,7 @@ pub(super) fn checkpoint_folders(run: &Path) -> Result<Vec<PathBuf>> {
     Ok(found.into_iter().map(|(_, folder)| folder).collect())
 }
 
-/// Returns whether `folder` is a checkpoint of a run. A folder with only a model is not.
+/// Returns whether `folder` is a checkpoint of a run. A folder with only a model is not a checkpoint.
 pub fn is_checkpoint(folder: &Path) -> bool {
     [STATE_FILE, super::RECIPE_FILE].iter().any(|name| folder.join(name).is_file())
 }

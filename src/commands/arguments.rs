@@ -34,7 +34,7 @@ pub struct RunArgs {
     /// Replace a recipe's value, such as --set train.steps=10
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Folder for the results [default: runs/<recipe's name>; for a run folder, its eval/ or rollout/]
+    /// Folder for the results [default: runs/<recipe's name>; for a run folder, the folder itself]
     #[arg(long)]
     pub out: Option<PathBuf>,
     /// Start the programs named in another user's run folder

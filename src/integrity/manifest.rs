@@ -251,7 +251,7 @@ mod tests {
                 fs::write(&path, &bytes).unwrap();
                 assert!(Manifest::check(folder.path()).is_err(), "{name}: bit {bit}");
             }
-            // A file cut at any length is an error too.
+            // A file that is truncated to any length is an error too.
             for length in 0..intact.len() {
                 fs::write(&path, &intact[..length]).unwrap();
                 assert!(Manifest::check(folder.path()).is_err(), "{name}: {length} bytes");

@@ -525,7 +525,7 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY] {
             for temperature in [0.0, 1.0] {
                 let sampling = SamplingParameters::with_temperature(temperature);
-                // A broken head gives values that are not finite.
+                // A head with invalid weights gives logits that are not finite.
                 let error = row(&[0.0, bad, 1.0], &sampling).draw(&sampling, &[(0, 0.5)]).err().unwrap();
                 assert!(error.to_string().contains("not finite"), "{error}");
             }

@@ -232,7 +232,7 @@ mod tests {
     #[test]
     fn a_reserved_sequence_goes_on_where_a_window_left_it() {
         let pages = PageAllocator::new(4);
-        // A query at 200 sees positions 73 to 199 through a window of 128: the first page is freed.
+        // With a window of 128, keys 73 to 199 are visible to a query at 200, so the first page is freed.
         let mut reserved = pages.reserve(200, Some(128)).unwrap();
         assert_eq!((reserved.len(), pages.free_pages()), (200, 1));
         let mut grown = PagedSequence { len: 200, ..PagedSequence::default() };
@@ -278,7 +278,7 @@ mod tests {
         runs(&pages, &mut [&mut prompt], &[70]);
         let (mut a, mut b) = (prompt.clone(), prompt.clone());
         assert_eq!(pages.free_pages(), 3, "clones take nothing");
-        // The prompt itself is kept, so both copy its six rows of the second page.
+        // The prompt is kept, so both sequences copy its six rows of the second page.
         let update = pages.extend(&mut [&mut a, &mut b], &[1, 2]).unwrap();
         let copy = |to| CopiedRows { from: 64, to, rows: 6 };
         assert_eq!(update.copies, [copy(128), copy(192)]);
@@ -288,7 +288,7 @@ mod tests {
         drop((a, b));
         assert_eq!(pages.free_pages(), 3);
 
-        // The last holder of a page keeps it.
+        // The last sequence that has a page writes to it without a copy.
         let mut only = prompt.clone();
         let error = PageAllocator::new(0).extend(&mut [&mut only], &[1]).unwrap_err().to_string();
         assert!(error.contains("need 1 more pages"), "{error}");
@@ -314,7 +314,7 @@ mod tests {
         drop(b);
         assert_eq!(pages.free_pages(), 3);
         assert_eq!(page_table(&[&mut a], 0), (vec![0, 0, 2], 3));
-        // Keys 127 to 149 are seen at position 150 through 24: the page of 127 stays.
+        // With a window of 24, keys 127 to 149 are visible at position 150, so the page of key 127 stays.
         let mut c = PagedSequence::default();
         runs(&pages, &mut [&mut c], &[150]);
         c.forget_before(150, 24);

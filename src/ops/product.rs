@@ -328,7 +328,7 @@ mod tests {
                 shapes.push((k, n));
             }
         }
-        // Strips of columns, for few rows.
+        // These shapes have few rows, and are computed in strips of columns.
         shapes.push((64, 2100));
         for (k, n) in shapes {
             let rows = 131;

@@ -170,7 +170,7 @@ mod tests {
             for _ in 0..if cfg!(miri) { 2 } else { 100 } {
                 assert_eq!(pools.run_on_all(sum), (20, 22));
             }
-            // Longer than the others spin-wait.
+            // This takes longer than the other threads spin-wait.
             assert_eq!(
                 pools.run_on_all(|| with_spinning_threads(cpu, || std::thread::sleep(2 * SPIN_MAX))),
                 ()

@@ -422,7 +422,7 @@ mod tests {
         (3, 1536, 200),
         (2, 515, 3),
     ];
-    /// Multiply-adds of the largest shape under Miri, which is ten thousand times slower.
+    /// Number of multiply-adds of the largest shape under Miri, which is ten thousand times slower.
     const MIRI_PRODUCTS_MAX: usize = 4_000;
 
     /// Returns `a [m, k]` and `b [k, n]` in every memory layout.
@@ -497,7 +497,7 @@ mod tests {
         }
         let avx512 = is_x86_feature_detected!("avx512f");
         for_all_layouts(|shape @ (m, k, n), [a, b], layout| {
-            // The crate uses another code path there.
+            // The crate uses another code path for these shapes.
             if m < 2 || n < 2 || matches!(k % K_CHUNK, 1 | 2) {
                 return;
             }
@@ -518,7 +518,7 @@ mod tests {
                 }
                 let same =
                     |found: Vec<f32>| found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
-                // Miri takes seconds for a pool; of its shapes this one has two panels.
+                // Miri takes seconds for a pool, so only this shape, which has two panels, uses one.
                 let threads: &[usize] = if cfg!(miri) && shape != (6, 16, 17) { &[1] } else { &[1, 2] };
                 for &threads in threads {
                     assert!(same(run::<x86::F32x8>(threads, start, layout, shape)), "{shape:?} by eights");

@@ -81,7 +81,11 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
     }
     // `recipes/quickstart.toml` means the built-in recipe if there is no such file.
     let stem = argument.file_stem().and_then(std::ffi::OsStr::to_str).unwrap_or_default();
-    let suggestion = did_you_mean(stem, names());
+    let recipes = argument.with_extension("toml");
+    let suggestion = match recipes.is_file() {
+        true => format!(" did you mean {}?", recipes.display()),
+        false => did_you_mean(stem, names()),
+    };
     Err(bad_input!(
         "{shown}: no such file or folder;{suggestion} name a recipe file, a run folder, or a built-in recipe: {}",
         names().collect::<Vec<_>>().join(", ")

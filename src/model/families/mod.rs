@@ -23,7 +23,7 @@ registry! {
 
 /// A family of models.
 pub struct FamilyEntry {
-    /// `model_type`.
+    /// The value of `model_type` in `config.json`.
     pub name: &'static str,
     /// The documentation on the page of recipes.
     pub meaning: &'static str,

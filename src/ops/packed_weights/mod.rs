@@ -485,7 +485,8 @@ mod tests {
     use crate::random::{Purpose, stream};
     use rand::{Rng, RngCore};
 
-    /// A random matrix of `input × output` in `format`; its scales include 2^-127 and subnormal results.
+    /// Returns a random matrix `[input, output]` in `format`. Its scales include 2^-127, and some of its
+    /// values are subnormal.
     fn matrix(format: PackedFormat, input: usize, output: usize) -> PackedMatrix {
         let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
         let shape = [1, input, output];
@@ -527,7 +528,7 @@ mod tests {
             (PackedFormat::Mxfp4, 64),
             (PackedFormat::Mxfp4, 608),
         ] {
-            // Miri is ten thousand times slower.
+            // Miri is ten thousand times slower, so it tests fewer shapes.
             if cfg!(miri) && input > 64 {
                 continue;
             }

@@ -104,21 +104,21 @@ pub struct KernelSet {
     pub name: &'static str,
     /// Its head size.
     pub head_dim: usize,
-    /// Blocks: query tiles × key-value heads.
+    /// Number of blocks: query tiles × key-value heads.
     pub forward: Kernel,
-    /// Computes one chunk of the forward. Blocks: chunk tiles × key-value heads.
+    /// Computes one chunk of the forward. Number of blocks: chunk tiles × key-value heads.
     pub chunk: Kernel,
-    /// Merges the chunks. Blocks: query tiles × key-value heads.
+    /// Merges the chunks. Number of blocks: query tiles × key-value heads.
     pub merge: Kernel,
-    /// Blocks: rows of [T, N] by [`DELTA_ROWS`].
+    /// Number of blocks: rows of [T, N] by [`DELTA_ROWS`].
     pub delta: Kernel,
-    /// Blocks: key tiles × key-value heads.
+    /// Number of blocks: key tiles × key-value heads.
     pub dkv: Kernel,
     /// Keys per key tile.
     pub dkv_keys: usize,
-    /// Blocks: query tiles × key-value heads.
+    /// Number of blocks: query tiles × key-value heads.
     pub dq: Kernel,
-    /// Blocks: heads.
+    /// Number of blocks: heads.
     pub dsinks: Kernel,
 }
 

@@ -12,7 +12,7 @@ use rand::{Rng, RngCore, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
 
-/// Returns random MXFP4 numbers; with `extreme` also the smallest scales and NaN.
+/// Returns random MXFP4 numbers. If `extreme` is true, they include the smallest scales and NaN.
 fn matrix([experts, input, output]: [usize; 3], extreme: bool) -> PackedMatrix {
     let mut rng = ChaCha8Rng::seed_from_u64(11);
     let mut blocks = vec![0u8; experts * input * output / 2];
