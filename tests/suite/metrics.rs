@@ -2,7 +2,7 @@
 
 use rloss::error::BadInput;
 use rloss::metrics::{
-    Accumulator, MetricsFile, Phase, Row, Table, TensorBoard, Timings, format_number, read_rows,
+    Accumulator, MetricsFile, Phase, Row, TensorBoard, TextTable, Timings, format_number, read_rows,
     sanitize_line, sanitize_terminal,
 };
 use rloss::random::{Purpose, stream};
@@ -188,7 +188,7 @@ fn text_becomes_harmless_and_stays_readable() {
 
 #[test]
 fn tables_align_numbers_right_and_names_left() {
-    let mut table = Table::new(["name", "gap", "share"]);
+    let mut table = TextTable::new(["name", "gap", "share"]);
     table.add_row(["日本", "0.25", "5%"]);
     table.add_row(["x\u{1b}", "-12", ""]);
     let text = table.to_string();
@@ -197,7 +197,7 @@ fn tables_align_numbers_right_and_names_left() {
 
 #[test]
 fn columns_without_room_go_below_after_the_first_one_again() {
-    let mut table = Table::new(["arm", "largest gap", "mean"]);
+    let mut table = TextTable::new(["arm", "largest gap", "mean"]);
     table.add_row(["sinks", "0.25", "0.125"]);
     let folded = "arm    largest gap\n─────  ───────────\nsinks         0.25\n\narm     mean\n─────  ─────\nsinks  0.125\n";
     assert_eq!(table.format_within(18), folded);
