@@ -12,9 +12,9 @@ A recipe is a TOML file. Every key has a default, so a recipe has only the keys 
 `recipe.toml` of a run folder is the resolved recipe, with every key. Training it again gives the same run,
 unless a resume changed `[eval]` or `[checkpoint]`.
 
-- `base = \"FILE\"`, before any table, names a recipe to start from. The keys of this recipe override the base's keys.
-  The path is relative to this recipe's folder. A name without a file, such as `base = \"gsm8k_qwen\"`, is a
-  built-in recipe. A base may have a base. The resolved recipe has the keys of all.
+- `base = \"FILE\"`, before any table, names a recipe to start from. The keys of this recipe override the keys
+  of its base. The path is relative to this recipe's folder. A name without a file, such as
+  `base = \"gsm8k_qwen\"`, is a built-in recipe. A base may have a base. The resolved recipe has the keys of all.
 - `rloss init NAME --from RECIPE --model FOLDER` writes such a recipe with sizes for this machine.
 - `rloss schema > recipe.schema.json` writes the keys as JSON Schema. An editor with taplo completes and
   checks a recipe whose first line is `#:schema ./recipe.schema.json`.
@@ -23,7 +23,8 @@ unless a resume changed `[eval]` or `[checkpoint]`.
 - For keys of TRL, PEFT and verl, the error message names the recipe's keys: [POLICY.md](POLICY.md).
 - `--set key=value` overrides a key, and the last one wins: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
-- `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`, because the folder has its own.
+- `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`, because the folder has
+  its own.
 - Relative paths are relative to the working directory. The resolved recipe has absolute paths.
 - All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
 - A run resumed with `--resume` may differ in `device`, `train.steps`, `train.on_bad_step`,
@@ -31,8 +32,8 @@ unless a resume changed `[eval]` or `[checkpoint]`.
   `train.steps` does not change the learning-rate schedule: the schedule ends at the same step as before, which
   the run's recipe then has in `schedule_steps`.
 
-This page is generated from the settings types in `src/`, and a test compares the two. To generate it again after
-a change, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
+This page is generated from the settings types in `src/`, and a test compares the two. To generate it again
+after a change, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
 ";
 
 /// The text of `docs/recipes.md`.
