@@ -22,6 +22,7 @@ pub mod checkpoint;
 pub mod cli;
 pub mod commands;
 pub mod dist;
+pub mod engine;
 pub mod error;
 pub mod harmony;
 pub mod integrity;

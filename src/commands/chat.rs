@@ -3,10 +3,10 @@
 use crate::bounded_file;
 use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
+use crate::engine::Engine;
 use crate::error::EXIT_DONE;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, counted, sanitize_line, sanitize_terminal};
-use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress};
 use crate::run::context::RunContext;
@@ -68,11 +68,12 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
         console.print(HELP.trim_end());
     }
     let policy = context.policy_without_ablations()?;
+    let engine = context.engine(policy, 0, &context.recipe().rollout)?;
     // Without a terminal, a signal ends the program as usual.
     let interrupt = at_terminal.then(AnswerInterrupt::listen).transpose()?;
     let mut talk = Talk {
         context: &context,
-        policy,
+        engine: &engine,
         messages: vec![],
         answers: 0,
         at_terminal,
@@ -129,7 +130,7 @@ fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
 /// The conversation so far.
 struct Talk<'a> {
     context: &'a RunContext,
-    policy: PolicyView<'a>,
+    engine: &'a Engine<'a>,
     /// Messages without the system prompt.
     messages: Vec<Message>,
     /// Number of answers given. Each answer has its own random stream.
@@ -231,7 +232,7 @@ impl Talk<'_> {
     }
 
     fn sampler<'s>(&'s self, plan: &'s RolloutPlan) -> Rollout<'s> {
-        Rollout { task: self, ..self.context.rollout(&self.policy, plan) }
+        Rollout { task: self, ..self.context.rollout(self.engine, plan) }
     }
 
     /// Returns why the answer was cut off, if it was.

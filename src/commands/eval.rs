@@ -53,7 +53,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     })?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
-    let policy = context.policy_without_ablations()?;
+    let engine = context.engine(context.policy_without_ablations()?, step, &plan.settings)?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The name ends with the step's number, by which a report finds the newest evaluation.
@@ -63,7 +63,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         };
         let asked = || stop.is_requested();
         let found =
-            collection.sample(&name, Phase::Eval, &policy, (&plan, samples), prompts, &console, &asked)?;
+            collection.sample(&name, Phase::Eval, &engine, (&plan, samples), prompts, &console, &asked)?;
         let Some(groups) = found else {
             console.print(&format!("stopped: {}; the same command resumes", out.display()));
             return Ok(EXIT_STOPPED);

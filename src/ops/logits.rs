@@ -144,6 +144,26 @@ impl Logits {
         })
     }
 
+    /// Returns the `count` likeliest tokens of each (row, count), the first the likeliest (ties: the lowest
+    /// ids), with log-probabilities of the untruncated distribution.
+    ///
+    /// # Errors
+    /// When a row does not exist.
+    pub fn likeliest(&self, rows: &[(usize, usize)]) -> Result<Vec<Vec<SampledToken>>> {
+        self.map_rows(rows, |row, &count| {
+            let mut order: Vec<u32> = (0..row.z.len() as u32).collect();
+            let falling = |a: &u32, b: &u32| row.z[*b as usize].total_cmp(&row.z[*a as usize]).then(a.cmp(b));
+            let count = count.min(order.len());
+            if count == 0 {
+                return Ok(vec![]);
+            }
+            order.select_nth_unstable_by(count - 1, falling);
+            order.truncate(count);
+            order.sort_unstable_by(falling);
+            Ok(order.into_iter().map(|token| SampledToken { token, log_prob: row.log_prob(token) }).collect())
+        })
+    }
+
     /// Calls `f` on every requested row, on several threads if the work is large. A GPU's rows are copied
     /// to the host; only truncated sampling, used in evaluation, does that.
     fn map_rows<A: Sync, R: Send>(
@@ -486,6 +506,21 @@ mod tests {
     fn greedy_takes_the_lowest_id_of_equals() {
         let drawn = draws(SamplingParameters::with_temperature(0.0), &[1.0, 3.0, 3.0, -1.0], 3);
         assert!(drawn.iter().all(|&d| d == SampledToken { token: 1, log_prob: 0.0 }));
+    }
+
+    #[test]
+    fn the_likeliest_tokens_come_in_order_and_equals_by_their_id() {
+        let sampling = SamplingParameters::with_temperature(1.0);
+        let row = row(&[1.0, 3.0, 3.0, -1.0], &sampling);
+        let likeliest = row.likeliest(&[(0, 3), (0, 0), (0, 9)]).unwrap();
+        let tokens = |top: &Vec<SampledToken>| top.iter().map(|t| t.token).collect::<Vec<_>>();
+        assert_eq!(
+            likeliest.iter().map(tokens).collect::<Vec<_>>(),
+            [vec![1, 2, 0], vec![], vec![1, 2, 0, 3]]
+        );
+        let all: Vec<_> = likeliest[2].iter().map(|t| (0, t.token)).collect();
+        let log_probs: Vec<_> = likeliest[2].iter().map(|t| t.log_prob).collect();
+        assert_eq!(log_probs, row.log_probs(&sampling, &all).unwrap());
     }
 
     #[test]

@@ -15,18 +15,16 @@
 //! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
 //! - Sampled tokens never change, including the stop token before a further user message.
 
-use super::Rollout;
 use super::prompt::RenderedPrompt;
-use super::sampler::TokenPosition;
+use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
+use crate::engine::{Continuation, Request, Sample};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
 use crate::ops::logits::SampledToken;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
-use rand::Rng;
-use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
 /// Reward of a trajectory whose task failed.
@@ -62,7 +60,10 @@ pub(super) struct Conversation<'a> {
     turn_start: usize,
     sampled: usize,
     parser: ChatTurnParser,
-    rng: ChaCha8Rng,
+    /// What follows the last token.
+    next: NextAction,
+    /// Tokens that the engine has not seen yet.
+    inserted: Vec<u32>,
     /// Messages after the prompt.
     messages: Vec<Message>,
     calls_answered: usize,
@@ -71,16 +72,42 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Starts sample `sample` of a prompt. `routes` are the routed experts of the prompt's tokens, if kept.
+    /// Returns the request for the first turns of a prompt's samples, which the engine knows by the numbers
+    /// from `first` on.
+    pub(super) fn request(
+        rollout: &Rollout,
+        prompt: &RenderedPrompt,
+        samples: usize,
+        first: usize,
+        forced: &ForcedTokens,
+    ) -> Request {
+        let sample = |sample: usize| {
+            let position = TurnPosition { prompt: prompt.index, sample: sample as u64, turn: 0 };
+            turn_sample(rollout, (first + sample) as u64, position, forced)
+        };
+        Request {
+            tokens: prompt.tokens.clone(),
+            samples: (0..samples).map(sample).collect(),
+            sampling: rollout.plan.settings.sampling(),
+            // The parser tells where a turn ends.
+            stop_tokens: vec![],
+            new_tokens_max: tokens_left(rollout, 0, prompt.tokens.len()),
+            top_log_probs: None,
+            prompt_log_probs: None,
+            keep_routed_experts: rollout.plan.settings.keep_routes,
+            keep_sequence: true,
+        }
+    }
+
+    /// Starts sample `sample` of a prompt.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
         prompt: &RenderedPrompt<'a>,
         sample: u64,
         session: SessionId,
-        routes: Vec<Vec<u16>>,
     ) -> Self {
         let prompt_tokens = prompt.tokens.len();
-        let mut conversation = Self {
+        Self {
             rollout,
             problem: prompt.problem,
             prompt: prompt.index,
@@ -90,51 +117,50 @@ impl<'a> Conversation<'a> {
             prompt_tokens,
             mask: vec![false; prompt_tokens],
             log_probs: vec![0.0; prompt_tokens],
-            routes,
+            routes: Vec::new(),
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
             parser: rollout.chat.turn_parser(),
-            rng: stream(0, rollout.plan.purpose, &[]),
+            next: NextAction::Sample,
+            inserted: Vec::new(),
             messages: Vec::new(),
             calls_answered: 0,
             tool_s: 0.0,
             outcome: None,
-        };
-        conversation.open_turn();
-        conversation
-    }
-
-    fn open_turn(&mut self) {
-        self.turn_start = self.tokens.len();
-        self.parser = self.rollout.chat.turn_parser();
-        let stream_key = [self.rollout.plan.step, self.prompt, self.sample, self.turns.len() as u64];
-        self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &stream_key);
-    }
-
-    /// Records the routed experts of the next token fed.
-    pub(super) fn record_experts(&mut self, routes: Vec<u16>) {
-        self.routes.push(routes);
-    }
-
-    /// Returns the position of the next token.
-    pub(super) fn position(&self) -> TokenPosition {
-        TokenPosition {
-            prompt: self.prompt,
-            sample: self.sample,
-            turn: self.turns.len() as u64,
-            token: self.tokens.len() - self.turn_start,
         }
     }
 
-    /// Returns the number in [0, 1) that selects the next token. It comes from the turn's own random
-    /// stream, so it depends on the position alone.
-    pub(super) fn draw_uniform(&mut self) -> f64 {
-        self.rng.random()
+    /// Returns the index among all trajectories of the rollout.
+    pub(super) fn trajectory_index(&self) -> usize {
+        self.session.0 as usize
+    }
+
+    /// Returns the engine's input for the next turn.
+    pub(super) fn continuation(&mut self, forced: &ForcedTokens) -> Continuation {
+        let position =
+            TurnPosition { prompt: self.prompt, sample: self.sample, turn: self.turns.len() as u64 };
+        Continuation {
+            tokens: std::mem::take(&mut self.inserted),
+            sample: turn_sample(self.rollout, self.session.0, position, forced),
+            new_tokens_max: tokens_left(self.rollout, self.sampled, self.tokens.len()),
+        }
+    }
+
+    /// Takes the routed experts of the tokens read in this turn, and returns what follows the turn.
+    pub(super) fn end_request(&mut self, routed_experts: Vec<Vec<u16>>) -> NextAction {
+        self.routes.extend(routed_experts);
+        self.next
+    }
+
+    /// Appends the next token. Returns whether the turn goes on.
+    pub(super) fn push_token(&mut self, drawn: SampledToken) -> bool {
+        self.next = self.take_token(drawn);
+        self.next == NextAction::Sample && self.inserted.is_empty()
     }
 
     /// Appends the next token and decides what follows.
-    pub(super) fn push_token(&mut self, drawn: SampledToken) -> NextAction {
+    fn take_token(&mut self, drawn: SampledToken) -> NextAction {
         self.tokens.push(drawn.token);
         self.mask.push(true);
         self.log_probs.push(drawn.log_prob);
@@ -151,8 +177,7 @@ impl<'a> Conversation<'a> {
 
     /// Returns true when no further token may be sampled.
     fn is_exhausted(&self) -> bool {
-        self.sampled >= self.rollout.plan.settings.response_tokens_max
-            || self.tokens.len() >= self.rollout.context_tokens_max()
+        tokens_left(self.rollout, self.sampled, self.tokens.len()) == 0
     }
 
     /// Returns true when the present turn is the last one allowed.
@@ -304,11 +329,12 @@ impl<'a> Conversation<'a> {
         if tokens >= self.rollout.context_tokens_max() {
             return self.end(Outcome::TruncatedLength);
         }
-        self.tokens.extend(rendered);
+        self.tokens.extend(&rendered);
+        self.inserted = rendered;
         self.mask.resize(tokens, false);
         self.log_probs.resize(tokens, 0.0);
         self.messages.extend(messages);
-        self.open_turn();
+        self.turn_start = self.tokens.len();
         NextAction::Sample
     }
 
@@ -363,4 +389,17 @@ impl<'a> Conversation<'a> {
         };
         (trajectory, messages)
     }
+}
+
+/// Returns the number of tokens that a conversation of `tokens` tokens may still sample, after `sampled`.
+fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
+    let response = rollout.plan.settings.response_tokens_max.saturating_sub(sampled);
+    response.min(rollout.context_tokens_max().saturating_sub(tokens))
+}
+
+/// Returns the engine's sample `id` for a turn. Each turn has a random stream of its own.
+fn turn_sample(rollout: &Rollout, id: u64, turn: TurnPosition, forced: &ForcedTokens) -> Sample {
+    let coordinates = [rollout.plan.step, turn.prompt, turn.sample, turn.turn];
+    let random = stream(rollout.plan.seed, rollout.plan.purpose, &coordinates);
+    Sample { id, random, forced: forced(turn) }
 }

@@ -4,6 +4,7 @@ use super::{
     AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, Stage,
     TrainableTensor, WARNED_SHARE, gathered_bytes, gigabytes,
 };
+use crate::engine::FORWARD_TOKENS_MAX;
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheCapacity;
@@ -12,7 +13,6 @@ use crate::ops::packed_weights::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::policy::KlPlacement;
-use crate::rollout::FORWARD_TOKENS_MAX;
 
 /// Maximum number of sequences that `check-mismatch` decodes together.
 const DECODE_SEQUENCES_MAX: usize = 64;

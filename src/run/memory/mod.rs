@@ -21,6 +21,7 @@ pub use traffic::Traffic;
 use crate::bad_input;
 use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
@@ -32,7 +33,6 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use crate::policy::KlPlacement;
 use crate::recipe::Recipe;
-use crate::rollout::{FORWARD_TOKENS_MAX, engine_count};
 use anyhow::Result;
 use program::retained_bytes;
 use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
@@ -518,7 +518,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the number of engines that decode in parallel.
     fn engines(&self) -> usize {
         match self.effective_rollout_weights() {
-            RolloutWeightPlacement::Whole => engine_count(self.weight_bytes(), self.threads),
+            RolloutWeightPlacement::Whole => worker_count(self.weight_bytes(), self.threads),
             _ => 1,
         }
     }
