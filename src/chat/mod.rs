@@ -216,6 +216,7 @@ impl Chat {
 }
 
 /// Parses the tokens sampled after a prompt, one by one. It never fails.
+#[derive(Clone)]
 pub enum ChatTurnParser {
     Harmony(harmony::TurnParser),
     ChatMl(chatml::ChatMlTurnParser),

@@ -114,17 +114,32 @@ fn is_command(line: &str) -> bool {
 /// Resolves the recipe or the run, whose programs may need consent. A model alone, a folder or a GGUF file,
 /// just talks, without a tool.
 fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
-    let source = locate(&args.recipe);
-    if is_gguf(&args.recipe) || source.is_err() && args.recipe.join("config.json").is_file() {
-        let model = format!("model.path={}", args.recipe.display());
-        let sets = [&[model], &args.sets[..]].concat();
-        return Ok(resolve_for(KeyScope::Chat, Path::new("rloss chat"), TALK, &sets)?);
+    let ChatArgs { recipe, sets, trust } = args;
+    Ok(open_model(("rloss chat", recipe, TALK), sets, *trust, console)?.0)
+}
+
+/// Resolves a recipe, a run or a model's folder or file for the command `name`. The recipe of a model alone
+/// is `usual`. Returns the plan and the number of the last training step.
+///
+/// # Errors
+/// [`crate::error::BadInput`] without consent to programs of somebody else, and for a recipe with mistakes.
+pub(super) fn open_model(
+    (name, path, usual): (&str, &Path, &str),
+    sets: &[String],
+    trust: bool,
+    console: &Console,
+) -> Result<(Plan, u64)> {
+    let source = locate(path);
+    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
+        let model = format!("model.path={}", path.display());
+        let sets = [&[model], sets].concat();
+        return Ok((resolve_for(KeyScope::Chat, Path::new(name), usual, &sets)?, 0));
     }
     let source = source?;
-    let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
-    pin_model(&mut plan, &source, &args.sets)?;
-    ask_consent(&source, &plan.recipe, &args.sets, args.trust, console)?;
-    Ok(plan)
+    let mut plan = source.resolve_for(KeyScope::Chat, sets)?;
+    let step = pin_model(&mut plan, &source, sets)?;
+    ask_consent(&source, &plan.recipe, sets, trust, console)?;
+    Ok((plan, step))
 }
 
 /// The conversation so far.

@@ -101,6 +101,11 @@ impl<'m> Engine<'m> {
         &self.policy
     }
 
+    /// Returns the version of the weights.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
     /// Returns the maximum length of a sequence, in tokens.
     pub fn context_tokens_max(&self) -> usize {
         self.policy.model.context_tokens_max()

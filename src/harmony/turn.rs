@@ -94,6 +94,7 @@ pub struct ParsedCompletion {
     pub problem: Option<TurnError>,
 }
 
+#[derive(Clone)]
 enum State {
     /// `opened`: `<|start|>` was sampled again after the prompt's own, so the author's name comes first.
     Header {
@@ -120,6 +121,7 @@ enum State {
 /// A second `<|start|>assistant` at the beginning of the turn is ignored, as the message after it is clear.
 /// The published parser reads it as the recipient or refuses it; so does
 /// [`StreamParser`](super::StreamParser).
+#[derive(Clone)]
 pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,

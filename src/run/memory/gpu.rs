@@ -196,7 +196,7 @@ impl MemoryPlanInput<'_> {
         let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
         let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
         match self.command {
-            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {}
             ModelCommand::CheckMismatch(_) => {
                 let sequences = DECODE_SEQUENCES_MAX.min(prompts * samples);
                 let capacity =

@@ -58,6 +58,8 @@ pub enum ModelCommand {
     Eval,
     /// A chat, or the export of a model: at most one sequence.
     Chat,
+    /// Answers of requests: as many sequences as an engine takes.
+    Serve,
     CheckMismatch(SecondWeights),
 }
 
@@ -78,6 +80,7 @@ impl ModelCommand {
             ModelCommand::Rollout => "rollout",
             ModelCommand::Eval => "eval",
             ModelCommand::Chat => "chat",
+            ModelCommand::Serve => "serve",
             ModelCommand::CheckMismatch(_) => "check-mismatch",
         }
     }
@@ -438,7 +441,11 @@ impl MemoryPlanInput<'_> {
                 add("weights, changed", self.changed_weight_bytes())
             }
             // In training and rollouts, weights rounded by ablations belong to the sampling phase.
-            ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | ModelCommand::Chat => {}
+            ModelCommand::Train
+            | ModelCommand::Rollout
+            | ModelCommand::Eval
+            | ModelCommand::Chat
+            | ModelCommand::Serve => {}
         }
         items
     }
@@ -468,7 +475,9 @@ impl MemoryPlanInput<'_> {
             phases.push(("sampling", self.sampling_items()));
         }
         let trajectories = match self.command {
-            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => return phases,
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {
+                return phases;
+            }
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe
@@ -511,6 +520,7 @@ impl MemoryPlanInput<'_> {
         match self.command {
             ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
             ModelCommand::Chat => (1, 1),
+            ModelCommand::Serve => (recipe.rollout.sequences_max.saturating_mul(self.threads.max(1)), 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         }
     }
@@ -547,7 +557,10 @@ impl MemoryPlanInput<'_> {
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
             }
-            ModelCommand::Eval | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => 0,
+            ModelCommand::Eval
+            | ModelCommand::Chat
+            | ModelCommand::Serve
+            | ModelCommand::CheckMismatch(_) => 0,
         };
         let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());

@@ -66,7 +66,7 @@ impl MemoryPlanInput<'_> {
         add_recipe_change(format!("rollout.prompt_tokens_max = {prompt}"), &|r| {
             r.rollout.prompt_tokens_max = prompt
         });
-        if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat) {
+        if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat | ModelCommand::Serve) {
             let tokens = half(recipe.train.micro_batch_tokens);
             add_recipe_change(format!("train.micro_batch_tokens = {tokens}"), &|r| {
                 r.train.micro_batch_tokens = tokens
