@@ -1,5 +1,5 @@
-//! A small HTTP/1.1 server: one request a connection, a thread each. Sizes, times and connections are bounded,
-//! so that no client can exhaust memory or block another client.
+//! A small HTTP/1.1 server: one request a connection, a thread each. Sizes, times and connections are
+//! bounded, so that no client can exhaust memory or block another client.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;
@@ -29,9 +29,9 @@ const ROOM_WAIT: Duration = Duration::from_millis(500);
 const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n\
      X-Frame-Options: DENY\r\nConnection: close\r\n";
 
-/// Limits of a server.
+/// The limits of a server.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct HttpLimits {
     /// Maximum connections. A further one replaces the oldest connection without a response in progress.
     pub connections_max: usize,
     /// Maximum bytes of a request's body; 0 refuses every body.
@@ -40,7 +40,7 @@ pub struct Limits {
 
 /// A request.
 #[derive(Debug, Default)]
-pub struct Request {
+pub struct HttpRequest {
     pub method: String,
     /// The path with the query, as sent.
     pub path: String,
@@ -142,7 +142,7 @@ impl Stream<'_> {
 
 /// Answers requests: whole ones, and those that the server refuses.
 pub trait Handler: Sync {
-    fn answer<'r>(&'r self, request: Result<&'r Request, Refusal>, peer: Peer<'r>) -> Response<'r>;
+    fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r>;
 }
 
 /// The number of open connections, and the idle ones, oldest first.
@@ -212,7 +212,7 @@ impl Connections {
 /// When the socket's timeout cannot be set.
 pub fn serve(
     listener: &TcpListener,
-    limits: Limits,
+    limits: HttpLimits,
     handler: &dyn Handler,
     stopped: &dyn Fn() -> bool,
 ) -> Result<()> {
@@ -254,7 +254,7 @@ pub fn serve(
 /// Handles one request and its response.
 fn converse(
     stream: &TcpStream,
-    limits: Limits,
+    limits: HttpLimits,
     handler: &dyn Handler,
     connections: &Connections,
     number: u64,
@@ -310,7 +310,7 @@ fn send(stream: &TcpStream, response: Response) -> Option<()> {
 }
 
 /// Reads a request. Returns a refusal for an invalid one, and `None` if the client sends none.
-fn read_request(stream: &TcpStream, body_bytes_max: usize) -> Option<Result<Request, Refusal>> {
+fn read_request(stream: &TcpStream, body_bytes_max: usize) -> Option<Result<HttpRequest, Refusal>> {
     let deadline = Instant::now() + HEAD_WAIT;
     let (mut bytes, mut searched) = (vec![], 0);
     let end = loop {
@@ -408,7 +408,7 @@ const WRONG_REQUEST: Refusal =
 const TOO_LARGE: Refusal =
     Refusal { status: "413 Content Too Large", message: "the body of the request is too large" };
 
-fn parsed(head: &[u8], body_bytes_max: usize) -> Result<Request, Refusal> {
+fn parsed(head: &[u8], body_bytes_max: usize) -> Result<HttpRequest, Refusal> {
     let wrong = || WRONG_REQUEST;
     let head = std::str::from_utf8(head).map_err(|_| wrong())?;
     let mut lines = head.split("\r\n");
@@ -421,7 +421,8 @@ fn parsed(head: &[u8], body_bytes_max: usize) -> Result<Request, Refusal> {
     if !version.starts_with("HTTP/1.") {
         return Err(wrong());
     }
-    let mut request = Request { method: method.to_owned(), path: path.to_owned(), ..Request::default() };
+    let mut request =
+        HttpRequest { method: method.to_owned(), path: path.to_owned(), ..HttpRequest::default() };
     let mut hosts = vec![];
     for line in lines {
         let (name, value) = line.split_once(':').ok_or_else(wrong)?;

@@ -6,7 +6,7 @@
 
 use crate::bad_input;
 use crate::error::EXIT_DONE;
-use crate::http::{Handler, Limits, Peer, Refusal, Request, Response, serve};
+use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, serve};
 use crate::metrics::Console;
 use crate::report::{page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
@@ -29,7 +29,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C ends");
-    let limits = Limits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0 };
+    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0 };
     serve(&listener, limits, &follower, &|| stop.is_requested())?;
     Ok(EXIT_DONE)
 }
@@ -62,7 +62,7 @@ struct Follower<'a> {
 }
 
 impl Handler for Follower<'_> {
-    fn answer<'r>(&'r self, request: Result<&'r Request, Refusal>, _: Peer<'r>) -> Response<'r> {
+    fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, _: Peer<'r>) -> Response<'r> {
         let request = match request {
             Ok(request) => request,
             Err(refusal) => return Response::text(refusal.status, &format!("{}\n", refusal.message)),

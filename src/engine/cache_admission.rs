@@ -1,8 +1,8 @@
 //! KV-cache admission: decides which sequences may begin when the cache is limited.
 //!
 //! A slot is the cache that one sequence needs at its longest. The samples of a request form a group: they
-//! share their prompt's slot until they decode. A group with `n` decoding samples takes `max(1, n)` slots. A group without a
-//! decoding sample can therefore always start one, and no sample waits forever.
+//! share their prompt's slot until they decode. A group with `n` decoding samples takes `max(1, n)` slots. A
+//! group without a decoding sample can therefore always start one, and no sample waits forever.
 
 use std::collections::HashMap;
 

@@ -1,15 +1,17 @@
 //! The engine: token ids in, token ids out. It knows no message, no task and no reward.
 //!
-//! A client submits a [`Request`] and receives the tokens of its samples one by one, then a [`Completion`]. What
-//! the engine gives for a request depends on request and weights alone: not on other requests, their order,
-//! the batch or the number of threads. One queue lives as long as the weights.
+//! A client submits an [`EngineRequest`] and receives the tokens of its samples one by one, then a
+//! [`Completion`]. The result depends on request and weights alone: not on other requests, their order, the
+//! batch or the number of threads. One queue lives as long as the weights.
 
 mod cache_admission;
 mod queue;
 mod request;
 mod worker;
 
-pub use request::{Completion, Continuation, FinishReason, Request, Sample, Token, TokenScores};
+pub use request::{
+    Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
+};
 
 use crate::model::cache::{CacheCapacity, CacheFactory};
 use crate::model::policy_view::PolicyView;
@@ -43,11 +45,11 @@ pub struct EngineLimits {
     pub cache_capacity: CacheCapacity,
 }
 
-/// The owner of requests. Its methods are called from the engine's threads, never while a lock of the engine is
-/// held, so they may submit further requests.
+/// The owner of requests. Its methods are called from the engine's threads, never while a lock of the engine
+/// is held, so they may submit further requests.
 pub trait Client: Sync {
     /// Takes the next token of `sample`; returns false to end the sample after it.
-    fn token(&self, sample: u64, token: &Token) -> bool;
+    fn token(&self, sample: u64, token: &NewToken) -> bool;
 
     /// Takes the result of `sample`.
     fn finished(&self, sample: u64, completion: Completion);
@@ -115,7 +117,7 @@ impl<'m> Engine<'m> {
     ///
     /// # Errors
     /// When the request has no token or no sample, or its samples might outgrow the model's context.
-    pub fn submit(&self, request: Request) -> Result<()> {
+    pub fn submit(&self, request: EngineRequest) -> Result<()> {
         ensure!(!request.tokens.is_empty() && !request.samples.is_empty(), "an empty request");
         self.check_length(request.tokens.len(), request.new_tokens_max)?;
         self.lock().submit(request);

@@ -1,7 +1,7 @@
 //! The work shared by an engine's workers: requests that wait, sequences to continue, sequences kept.
 
 use super::cache_admission::CacheAdmission;
-use super::request::{Continuation, FinishReason, Request};
+use super::request::{Continuation, EngineRequest, FinishReason};
 use super::worker::{Prefill, Sequence, Work};
 use super::{Client, Engine};
 use anyhow::{Context, Error, Result, ensure};
@@ -25,7 +25,7 @@ pub(super) enum RefillResult {
 /// Requests and sequences that no worker holds.
 pub(super) struct Queue {
     /// Requests that have not begun, each with the number of its group.
-    waiting: VecDeque<(u64, Request)>,
+    waiting: VecDeque<(u64, EngineRequest)>,
     /// Sequences that decode, or have new tokens to read.
     ready: VecDeque<Box<Sequence>>,
     kept: HashMap<u64, Box<Sequence>>,
@@ -52,7 +52,7 @@ impl Queue {
         }
     }
 
-    pub(super) fn submit(&mut self, request: Request) {
+    pub(super) fn submit(&mut self, request: EngineRequest) {
         self.unfinished.extend(request.samples.iter().map(|sample| sample.id));
         self.waiting.push_back((self.groups, request));
         self.groups += 1;
@@ -60,9 +60,14 @@ impl Queue {
 
     pub(super) fn continue_sequence(&mut self, continuation: Continuation, context: usize) -> Result<()> {
         let id = continuation.sample.id;
-        let mut sequence = self.kept.remove(&id).with_context(|| format!("no sequence {id} is kept"))?;
+        let kept = self.kept.get(&id).with_context(|| format!("no sequence {id} is kept"))?;
+        let length = kept.len().saturating_add(continuation.tokens.len());
+        ensure!(
+            length.saturating_add(continuation.new_tokens_max) <= context,
+            "sequence {id} might outgrow the context of {context}"
+        );
+        let mut sequence = self.kept.remove(&id).context("the sequence that was just found")?;
         sequence.extend(continuation);
-        ensure!(sequence.tokens_max() <= context, "sequence {id} might outgrow the context of {context}");
         self.unfinished.insert(id);
         self.ready.push_back(sequence);
         Ok(())

@@ -5,11 +5,11 @@ use rand_chacha::ChaCha8Rng;
 
 /// A prompt to read, and samples to draw after it. The samples share one prefill.
 #[derive(Debug, Clone)]
-pub struct Request {
+pub struct EngineRequest {
     /// The prompt, at least one token.
     pub tokens: Vec<u32>,
     /// At least one. Ids are unique among the sequences of an engine.
-    pub samples: Vec<Sample>,
+    pub samples: Vec<SampleRequest>,
     pub sampling: SamplingParameters,
     /// Tokens that end a sample, which then holds the token.
     pub stop_tokens: Vec<u32>,
@@ -29,7 +29,7 @@ pub struct Request {
 
 /// One sample of a request.
 #[derive(Debug, Clone)]
-pub struct Sample {
+pub struct SampleRequest {
     /// The client's name for it.
     pub id: u64,
     /// Gives one number a token. So a token depends on weights, request and position alone.
@@ -43,17 +43,17 @@ pub struct Sample {
 pub struct Continuation {
     /// Tokens after the last one drawn.
     pub tokens: Vec<u32>,
-    pub sample: Sample,
+    pub sample: SampleRequest,
     pub new_tokens_max: usize,
 }
 
 /// A new token.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Token {
+pub struct NewToken {
     pub id: u32,
     /// The log-probability under the distribution it was drawn from.
     pub log_prob: f32,
-    /// Present with [`Request::top_log_probs`].
+    /// Present with [`EngineRequest::top_log_probs`].
     pub scores: Option<TokenScores>,
 }
 
@@ -68,9 +68,9 @@ pub struct TokenScores {
 /// Why a sample ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FinishReason {
-    /// By one of [`Request::stop_tokens`].
+    /// By one of [`EngineRequest::stop_tokens`].
     StopToken,
-    /// By [`Request::new_tokens_max`].
+    /// By [`EngineRequest::new_tokens_max`].
     Length,
     /// [`Client::token`](super::Client::token) returned false.
     Client,
@@ -81,13 +81,13 @@ pub enum FinishReason {
 /// The result of a sample.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Completion {
-    pub tokens: Vec<Token>,
+    pub tokens: Vec<NewToken>,
     pub finish_reason: FinishReason,
     /// The weights that sampled it.
     pub policy_version: u64,
     /// `[tokens read] × [layers × experts a token]`, of the request's or the continuation's own tokens. The
     /// last token is not read.
     pub routed_experts: Vec<Vec<u16>>,
-    /// Scores of the prompt's tokens from the second on, with [`Request::prompt_log_probs`].
+    /// Scores of the prompt's tokens from the second on, with [`EngineRequest::prompt_log_probs`].
     pub prompt_scores: Vec<TokenScores>,
 }

@@ -5,7 +5,9 @@
 //! one row of logits.
 
 use super::queue::RefillResult;
-use super::request::{Completion, Continuation, FinishReason, Request, Sample, Token, TokenScores};
+use super::request::{
+    Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
+};
 use super::{Client, Engine, FORWARD_TOKENS_MAX};
 use crate::dist::Mesh;
 use crate::model::cache::SequenceCache;
@@ -30,14 +32,14 @@ pub(super) struct SequenceOptions {
 /// A prompt whose prefill is in progress, for all samples of its request.
 pub(super) struct Prefill {
     group: u64,
-    request: Request,
+    request: EngineRequest,
     cache: SequenceCache,
     routes: Vec<Vec<u16>>,
     scores: Vec<TokenScores>,
 }
 
 impl Prefill {
-    pub(super) fn new(group: u64, request: Request, cache: SequenceCache) -> Self {
+    pub(super) fn new(group: u64, request: EngineRequest, cache: SequenceCache) -> Self {
         Self { group, request, cache, routes: Vec::new(), scores: Vec::new() }
     }
 
@@ -51,7 +53,7 @@ impl Prefill {
             keep_routed_experts: request.keep_routed_experts,
             keep_sequence: request.keep_sequence,
         });
-        request.samples.into_iter().map(move |Sample { id, random, forced }| {
+        request.samples.into_iter().map(move |SampleRequest { id, random, forced }| {
             Box::new(Sequence {
                 id,
                 group,
@@ -82,7 +84,7 @@ pub(super) struct Sequence {
     random: ChaCha8Rng,
     forced: Vec<u32>,
     /// Tokens drawn since the request or its last continuation.
-    new_tokens: Vec<Token>,
+    new_tokens: Vec<NewToken>,
     new_tokens_max: usize,
     /// Routed experts of the tokens read since then.
     routes: Vec<Vec<u16>>,
@@ -92,18 +94,19 @@ pub(super) struct Sequence {
 impl Sequence {
     /// Appends tokens to read, and begins the next run of new tokens.
     pub(super) fn extend(&mut self, continuation: Continuation) {
-        let Continuation { tokens, sample: Sample { random, forced, .. }, new_tokens_max } = continuation;
+        let Continuation { tokens, sample: SampleRequest { random, forced, .. }, new_tokens_max } =
+            continuation;
         self.tokens.extend(tokens);
         (self.random, self.forced, self.new_tokens_max) = (random, forced, new_tokens_max);
     }
 
-    /// Returns the greatest length that it may reach, in tokens.
-    pub(super) fn tokens_max(&self) -> usize {
-        self.tokens.len() + self.new_tokens_max - self.new_tokens.len()
+    /// Returns its length in tokens, unread ones included.
+    pub(super) fn len(&self) -> usize {
+        self.tokens.len()
     }
 
     /// Appends a token, and returns why the sample ends after it, if it does.
-    fn push(&mut self, token: Token, client: &dyn Client) -> Option<FinishReason> {
+    fn push(&mut self, token: NewToken, client: &dyn Client) -> Option<FinishReason> {
         self.tokens.push(token.id);
         let goes_on = client.token(self.id, &token);
         let stops = self.options.stop_tokens.contains(&token.id);
@@ -410,7 +413,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         {
             self.sampled += 1;
             let scores = sequence.options.top_log_probs.and_then(|_| scores.next());
-            match sequence.push(Token { id: token, log_prob, scores }, self.client) {
+            match sequence.push(NewToken { id: token, log_prob, scores }, self.client) {
                 None if is_new => engine.make_ready(sequence),
                 None => self.batch.push(Work::Sequence(sequence)),
                 Some(reason) => engine.end(self.client, sequence, reason),

@@ -18,7 +18,7 @@
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
-use crate::engine::{Continuation, Request, Sample};
+use crate::engine::{Continuation, EngineRequest, SampleRequest};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
 use crate::ops::logits::SampledToken;
@@ -60,7 +60,7 @@ pub(super) struct Conversation<'a> {
     turn_start: usize,
     sampled: usize,
     parser: ChatTurnParser,
-    /// What follows the last token.
+    /// The action after the last token.
     next: NextAction,
     /// Tokens that the engine has not seen yet.
     inserted: Vec<u32>,
@@ -80,12 +80,12 @@ impl<'a> Conversation<'a> {
         samples: usize,
         first: usize,
         forced: &ForcedTokens,
-    ) -> Request {
+    ) -> EngineRequest {
         let sample = |sample: usize| {
             let position = TurnPosition { prompt: prompt.index, sample: sample as u64, turn: 0 };
             turn_sample(rollout, (first + sample) as u64, position, forced)
         };
-        Request {
+        EngineRequest {
             tokens: prompt.tokens.clone(),
             samples: (0..samples).map(sample).collect(),
             sampling: rollout.plan.settings.sampling(),
@@ -398,8 +398,8 @@ fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
 }
 
 /// Returns the engine's sample `id` for a turn. Each turn has a random stream of its own.
-fn turn_sample(rollout: &Rollout, id: u64, turn: TurnPosition, forced: &ForcedTokens) -> Sample {
+fn turn_sample(rollout: &Rollout, id: u64, turn: TurnPosition, forced: &ForcedTokens) -> SampleRequest {
     let coordinates = [rollout.plan.step, turn.prompt, turn.sample, turn.turn];
     let random = stream(rollout.plan.seed, rollout.plan.purpose, &coordinates);
-    Sample { id, random, forced: forced(turn) }
+    SampleRequest { id, random, forced: forced(turn) }
 }

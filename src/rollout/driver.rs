@@ -3,7 +3,7 @@
 use super::conversation::{Conversation, NextAction};
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts};
-use crate::engine::{Client, Completion, Token};
+use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
 use crate::ops::logits::SampledToken;
@@ -285,7 +285,7 @@ struct ScopedDriver<'s, 'e, 'a> {
 }
 
 impl Client for ScopedDriver<'_, '_, '_> {
-    fn token(&self, sample: u64, token: &Token) -> bool {
+    fn token(&self, sample: u64, token: &NewToken) -> bool {
         let trajectory = sample as usize;
         let mut slot = self.driver.conversation(trajectory);
         let conversation = slot.get_or_insert_with(|| self.driver.begin(trajectory));

@@ -40,7 +40,7 @@ pub struct TurnPosition {
     pub turn: u64,
 }
 
-/// Returns the first tokens of a turn, which are scored and not drawn; none where the turn is the model's own.
+/// Returns the first tokens of a turn, which are scored and not drawn; none where the model draws them all.
 pub type ForcedTokens<'a> = dyn Fn(TurnPosition) -> Vec<u32> + Sync + 'a;
 
 /// The inputs of a rollout.

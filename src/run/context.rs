@@ -203,7 +203,7 @@ impl RunContext {
         RolloutPlan::for_evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
     }
 
-    /// Returns what a prompt of this run must meet.
+    /// Returns the limits that a prompt of this run must keep.
     pub fn prompt_limits(&self) -> PromptLimits<'_> {
         PromptLimits {
             chat: &self.chat,

@@ -6,7 +6,7 @@ use super::hub::{Event, Ticket};
 use super::metrics::Metrics;
 use super::turn::{Texts, TurnReader};
 use crate::chat::Chat;
-use crate::engine::{FinishReason, Token, TokenScores};
+use crate::engine::{FinishReason, NewToken, TokenScores};
 use crate::http::{Peer, Stream};
 use serde_json::{Map, Value, json};
 use std::time::{Duration, Instant};
@@ -16,6 +16,9 @@ const PEER_POLL: Duration = Duration::from_millis(100);
 /// Log-probability that stands for minus infinity, which JSON lacks.
 const LOG_PROB_MIN: f32 = -9999.0;
 
+/// A prompt's tokens, and its text if the request gave a text.
+pub(super) type Prompt = (Vec<u32>, Option<String>);
+
 /// The endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AnswerKind {
@@ -23,7 +26,7 @@ pub(super) enum AnswerKind {
     Text,
 }
 
-/// What a request wants to know beside the text.
+/// The parts of an answer beside the text, as the request asks for them.
 pub(super) struct Reporting {
     pub kind: AnswerKind,
     pub token_ids: bool,
@@ -37,12 +40,12 @@ pub(super) struct Reporting {
 /// One sample of an answer.
 struct Choice<'r> {
     reader: TurnReader<'r>,
-    tokens: Vec<Token>,
+    tokens: Vec<NewToken>,
     prompt_scores: Vec<TokenScores>,
     finish: Option<&'static str>,
     /// Whether the engine has ended it.
     is_through: bool,
-    /// What was streamed.
+    /// The texts streamed so far.
     sent: Texts,
     sent_tokens: usize,
 }
@@ -54,8 +57,7 @@ pub(super) struct Answer<'r> {
     nonce: u64,
     fingerprint: String,
     created: u64,
-    /// Each prompt with its text, if the request gave a text.
-    prompts: Vec<(Vec<u32>, Option<String>)>,
+    prompts: Vec<Prompt>,
     samples: usize,
     choices: Vec<Choice<'r>>,
     report: Reporting,
@@ -65,7 +67,7 @@ impl<'r> Answer<'r> {
     pub fn new(
         settings: &'r ServeSettings,
         created: u64,
-        prompts: Vec<(Vec<u32>, Option<String>)>,
+        prompts: Vec<Prompt>,
         samples: usize,
         readers: Vec<TurnReader<'r>>,
         report: Reporting,
@@ -339,7 +341,7 @@ impl<'r> Answer<'r> {
         Some(chunk)
     }
 
-    fn prompt(&self, index: usize) -> &(Vec<u32>, Option<String>) {
+    fn prompt(&self, index: usize) -> &Prompt {
         &self.prompts[index / self.samples]
     }
 
@@ -353,7 +355,7 @@ impl<'r> Answer<'r> {
     }
 
     /// Returns a chat's log-probabilities, null if they were not asked for.
-    fn chat_log_probs(&self, tokens: &[Token]) -> Value {
+    fn chat_log_probs(&self, tokens: &[NewToken]) -> Value {
         if self.report.log_probs.is_none() {
             return Value::Null;
         }
@@ -361,7 +363,7 @@ impl<'r> Answer<'r> {
             let bytes = self.chat.vocabulary().token_bytes(token).unwrap_or_default();
             json!({"token": self.token_text(token), "logprob": log_prob.max(LOG_PROB_MIN), "bytes": bytes})
         };
-        let token = |token: &Token| {
+        let token = |token: &NewToken| {
             let scores = token.scores.clone().unwrap_or_default();
             let mut value = entry(token.id, scores.log_prob);
             value["top_logprobs"] = scores.top.iter().map(|top| entry(top.token, top.log_prob)).collect();
@@ -372,7 +374,7 @@ impl<'r> Answer<'r> {
 
     /// Returns a text's log-probabilities, those of an echoed prompt first; null if they were not asked for.
     /// `first` is the index of `tokens` within the sample.
-    fn text_log_probs(&self, index: usize, tokens: &[Token], first: usize) -> Value {
+    fn text_log_probs(&self, index: usize, tokens: &[NewToken], first: usize) -> Value {
         if self.report.log_probs.is_none() {
             return Value::Null;
         }
@@ -411,6 +413,6 @@ impl<'r> Answer<'r> {
     }
 }
 
-fn ids(tokens: &[Token]) -> Value {
+fn ids(tokens: &[NewToken]) -> Value {
     tokens.iter().map(|token| token.id).collect()
 }

@@ -1,7 +1,7 @@
 //! The engine's client behind the server: passes tokens on to the requests that wait for them.
 
 use super::api_error::ApiError;
-use crate::engine::{Client, Completion, Engine, Request, Sample, Token};
+use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
 use crate::random::{Purpose, stream};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,13 +11,13 @@ use std::time::Duration;
 
 /// News of a sample.
 pub(super) enum Event {
-    Token(Token),
+    Token(NewToken),
     Finished(Completion),
 }
 
-/// Requests of one answer: each with its number of samples. `Request::samples` is empty.
+/// Requests of one answer: each with its number of samples. `EngineRequest::samples` is empty.
 pub(super) struct Requests {
-    pub requests: Vec<Request>,
+    pub requests: Vec<EngineRequest>,
     /// Samples of each request.
     pub samples: usize,
     /// Selects the random stream of each sample, with the sample's number.
@@ -117,7 +117,7 @@ impl<'a> Hub<'a> {
         };
         let ticket = Ticket { hub: self, first, count, news };
         for (number, mut request) in requests.into_iter().enumerate() {
-            let sample = |sample: usize| Sample {
+            let sample = |sample: usize| SampleRequest {
                 id: first + (number * samples + sample) as u64,
                 random: stream(seed, Purpose::Request, &[sample as u64]),
                 forced: vec![],
@@ -134,7 +134,7 @@ impl<'a> Hub<'a> {
 }
 
 impl Client for Hub<'_> {
-    fn token(&self, sample: u64, token: &Token) -> bool {
+    fn token(&self, sample: u64, token: &NewToken) -> bool {
         let state = self.lock();
         let Some((index, sender)) = state.open.get(&sample) else { return false };
         sender.send((*index, Event::Token(token.clone()))).is_ok()

@@ -14,7 +14,7 @@ mod turn;
 
 use crate::chat::Chat;
 use crate::engine::Engine;
-use crate::http::{self, Body, Handler, Limits, Peer, Refusal, Response};
+use crate::http::{self, Body, Handler, HttpLimits, HttpRequest, Peer, Refusal, Response};
 use crate::ops::logits::SamplingParameters;
 use crate::rollout::SystemPromptSettings;
 use answer::AnswerKind;
@@ -35,7 +35,7 @@ const CONNECTIONS_MAX: usize = 256;
 /// Maximum bytes of a request's body.
 pub const BODY_BYTES_MAX: usize = 4 << 20;
 
-/// What a server serves, and to whom.
+/// The model, the limits and the address of a server.
 pub struct ServeSettings<'a> {
     pub engine: &'a Engine<'a>,
     pub chat: &'a Chat,
@@ -77,7 +77,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     let hub = Hub::new(engine, settings.open_samples_max);
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let server = Server { settings, hub: &hub, metrics: Metrics::default(), started };
-    let limits = Limits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
+    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
             // Also after a panic, nobody waits for the engine any more.
@@ -93,7 +93,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
 
 impl Handler for Server<'_> {
     /// Answers a request; an error becomes OpenAI's error object.
-    fn answer<'r>(&'r self, request: Result<&'r http::Request, Refusal>, peer: Peer<'r>) -> Response<'r> {
+    fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
         let answer = || match request {
             Ok(request) => self.route(request, peer),
             Err(refusal) => Err(ApiError::refused(refusal.status, refusal.message)),
@@ -109,7 +109,7 @@ impl Handler for Server<'_> {
 }
 
 impl Server<'_> {
-    fn route<'r>(&'r self, request: &'r http::Request, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
+    fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
         self.check_origin(request)?;
         let path = request.path.split('?').next().unwrap_or_default();
         if path != "/health" {
@@ -157,7 +157,7 @@ impl Server<'_> {
     }
 
     /// Refuses other host names, and pages of other sites: a browser on this machine must not be their tool.
-    fn check_origin(&self, request: &http::Request) -> Result<(), ApiError> {
+    fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
         let address = &self.settings.address;
         let port = address.port();
         let own = [address.to_string(), format!("localhost:{port}")];
@@ -172,7 +172,7 @@ impl Server<'_> {
         Ok(())
     }
 
-    fn check_token(&self, request: &http::Request) -> Result<(), ApiError> {
+    fn check_token(&self, request: &HttpRequest) -> Result<(), ApiError> {
         let Some(token) = &self.settings.token else { return Ok(()) };
         let given = request.authorization.as_deref().and_then(|value| value.strip_prefix("Bearer "));
         // Digests are compared, so that the time tells nothing about the token.
@@ -186,7 +186,7 @@ impl Server<'_> {
     /// Reads the body and answers it, as a whole or as a stream of events.
     fn complete<'r>(
         &'r self,
-        request: &http::Request,
+        request: &HttpRequest,
         peer: Peer<'r>,
         kind: AnswerKind,
     ) -> Result<Response<'r>, ApiError> {

@@ -1,13 +1,13 @@
 //! Bodies of the two completion endpoints as requests to the engine.
 
 use super::Server;
-use super::answer::{Answer, AnswerKind, Reporting};
+use super::answer::{Answer, AnswerKind, Prompt, Reporting};
 use super::api_error::ApiError;
 use super::fields::Fields;
 use super::hub::Requests;
 use super::messages::read_messages;
 use super::turn::TurnReader;
-use crate::engine::Request;
+use crate::engine::EngineRequest;
 use crate::ops::logits::SamplingParameters;
 use serde_json::Value;
 
@@ -24,7 +24,7 @@ const TEXT_TOKENS: usize = 16;
 
 type Read<'r> = (Answer<'r>, Requests, bool);
 
-/// What both endpoints read in the same way.
+/// The fields that both endpoints read in the same way.
 struct Common {
     sampling: SamplingParameters,
     samples: usize,
@@ -113,8 +113,8 @@ impl Server<'_> {
     fn assemble<'r>(
         &'r self,
         common: Common,
-        requests: Vec<Request>,
-        prompts: Vec<(Vec<u32>, Option<String>)>,
+        requests: Vec<EngineRequest>,
+        prompts: Vec<Prompt>,
         reader: &dyn Fn(&[String]) -> TurnReader<'r>,
         report: Reporting,
     ) -> Read<'r> {
@@ -175,7 +175,7 @@ impl Server<'_> {
     }
 
     /// Returns the prompts with their texts: a text, a list of texts, ids, or a list of lists of ids.
-    fn read_prompts(&self, fields: &Fields) -> Result<Vec<(Vec<u32>, Option<String>)>, ApiError> {
+    fn read_prompts(&self, fields: &Fields) -> Result<Vec<Prompt>, ApiError> {
         let wrong = |why: &str| ApiError::invalid(Some("prompt"), format!("\"prompt\" {why}"));
         let shape = || wrong("must be a text, a list of texts, ids, or a list of lists of ids");
         let prompt = fields.value("prompt").ok_or_else(|| wrong("is missing"))?;
@@ -287,8 +287,8 @@ fn engine_request(
     stop_tokens: Vec<u32>,
     new_tokens_max: usize,
     top_log_probs: Option<usize>,
-) -> Request {
-    Request {
+) -> EngineRequest {
+    EngineRequest {
         tokens,
         samples: vec![],
         sampling: common.sampling,

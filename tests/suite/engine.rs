@@ -2,7 +2,8 @@
 
 use crate::tiny;
 use rloss::engine::{
-    Client, Completion, Continuation, Engine, EngineLimits, FinishReason, Request, Sample, Token,
+    Client, Completion, Continuation, Engine, EngineLimits, EngineRequest, FinishReason, NewToken,
+    SampleRequest,
 };
 use rloss::model::cache::CacheCapacity;
 use rloss::model::policy_view::PolicyView;
@@ -17,11 +18,11 @@ struct Collector<'a> {
     wanted: usize,
     done: Mutex<BTreeMap<u64, Completion>>,
     /// Is asked after each token whether its sample goes on.
-    goes_on: &'a (dyn Fn(u64, &Token) -> bool + Sync),
+    goes_on: &'a (dyn Fn(u64, &NewToken) -> bool + Sync),
 }
 
 impl Client for Collector<'_> {
-    fn token(&self, sample: u64, token: &Token) -> bool {
+    fn token(&self, sample: u64, token: &NewToken) -> bool {
         (self.goes_on)(sample, token)
     }
 
@@ -45,8 +46,8 @@ fn engine(threads: usize, sequences_max: usize) -> Engine<'static> {
 
 fn run(
     engine: &Engine,
-    requests: Vec<Request>,
-    keep_on: &(dyn Fn(u64, &Token) -> bool + Sync),
+    requests: Vec<EngineRequest>,
+    keep_on: &(dyn Fn(u64, &NewToken) -> bool + Sync),
 ) -> BTreeMap<u64, Completion> {
     let wanted = requests.iter().map(|request| request.samples.len()).sum();
     requests.into_iter().for_each(|request| engine.submit(request).unwrap());
@@ -56,30 +57,30 @@ fn run(
 fn wait_for(
     engine: &Engine,
     wanted: usize,
-    keep_on: &(dyn Fn(u64, &Token) -> bool + Sync),
+    keep_on: &(dyn Fn(u64, &NewToken) -> bool + Sync),
 ) -> BTreeMap<u64, Completion> {
     let collector = Collector { wanted, done: Mutex::default(), goes_on: keep_on };
     engine.run(&collector).unwrap();
     collector.done.into_inner().unwrap()
 }
 
-fn sample(id: u64, forced: Vec<u32>) -> Sample {
-    Sample { id, random: stream(3, Purpose::Request, &[id % 1000]), forced }
+fn sample(id: u64, forced: Vec<u32>) -> SampleRequest {
+    SampleRequest { id, random: stream(3, Purpose::Request, &[id % 1000]), forced }
 }
 
 /// A request of its own length, sampling and number of samples.
-fn request(number: u64) -> Request {
+fn request(number: u64) -> EngineRequest {
     let length = 1 + (number as usize * 7) % 40;
     let temperature = [1.0, 0.0, 0.7][number as usize % 3];
-    Request {
+    EngineRequest {
         tokens: (0..length as u32).map(|i| 16 + (i * 13 + number as u32) % 200).collect(),
         samples: (0..1 + number % 3).map(|index| sample(number + 1000 * index, vec![])).collect(),
         sampling: SamplingParameters { top_p: 0.9, ..SamplingParameters::with_temperature(temperature) },
         stop_tokens: vec![5, 6],
         new_tokens_max: 3 + (number as usize * 5) % 30,
-        top_log_probs: (number % 2 == 0).then_some(3),
-        prompt_log_probs: (number % 4 == 0).then_some(2),
-        keep_routed_experts: number % 5 == 0,
+        top_log_probs: number.is_multiple_of(2).then_some(3),
+        prompt_log_probs: number.is_multiple_of(4).then_some(2),
+        keep_routed_experts: number.is_multiple_of(5),
         keep_sequence: false,
     }
 }
@@ -112,7 +113,7 @@ fn forced_tokens_get_the_log_probs_that_a_prompt_of_them_gets() {
     let engine = engine(1, 8);
     let sampling = SamplingParameters::with_temperature(1.0);
     let tokens: Vec<u32> = (0..50).map(|i| 16 + i * 37 % 200).collect();
-    let whole = Request {
+    let whole = EngineRequest {
         tokens: tokens.clone(),
         samples: vec![sample(1, vec![])],
         new_tokens_max: 0,
@@ -120,7 +121,7 @@ fn forced_tokens_get_the_log_probs_that_a_prompt_of_them_gets() {
         sampling,
         ..request(1)
     };
-    let forced = Request {
+    let forced = EngineRequest {
         tokens: tokens[..1].to_vec(),
         samples: vec![sample(2, tokens[1..].to_vec())],
         stop_tokens: vec![],
@@ -138,7 +139,7 @@ fn forced_tokens_get_the_log_probs_that_a_prompt_of_them_gets() {
 #[test]
 fn a_sequence_that_was_kept_goes_on_where_it_ended() {
     let engine = engine(1, 8);
-    let plain = Request {
+    let plain = EngineRequest {
         sampling: SamplingParameters::with_temperature(0.0),
         stop_tokens: vec![],
         new_tokens_max: 12,
@@ -148,7 +149,7 @@ fn a_sequence_that_was_kept_goes_on_where_it_ended() {
         ..request(2)
     };
     let whole = run(&engine, vec![plain.clone()], &|_, _| true).remove(&1).unwrap();
-    let kept = Request { new_tokens_max: 5, keep_sequence: true, ..plain };
+    let kept = EngineRequest { new_tokens_max: 5, keep_sequence: true, ..plain };
     let first = run(&engine, vec![kept], &|_, _| true).remove(&1).unwrap();
     let go_on = |tokens: Vec<u32>| Continuation { tokens, sample: sample(1, vec![]), new_tokens_max: 7 };
     engine.continue_sequence(go_on(vec![])).unwrap();
@@ -162,7 +163,7 @@ fn a_sequence_that_was_kept_goes_on_where_it_ended() {
 #[test]
 fn a_client_ends_a_sample_and_cancels_others() {
     let engine = engine(1, 2);
-    let long = |id| Request {
+    let long = |id| EngineRequest {
         stop_tokens: vec![],
         new_tokens_max: 60,
         samples: vec![sample(id, vec![])],
@@ -170,7 +171,7 @@ fn a_client_ends_a_sample_and_cancels_others() {
     };
     // With the third token of the first sample, the others are cancelled: one under way, one that waits.
     let seen = Mutex::new(0);
-    let keep_on = |id: u64, _: &Token| {
+    let keep_on = |id: u64, _: &NewToken| {
         let mut seen = seen.lock().unwrap();
         *seen += usize::from(id == 1);
         if *seen == 3 {
@@ -191,9 +192,9 @@ fn requests_that_cannot_be_answered_are_refused() {
     let engine = engine(1, 2);
     let context = engine.context_tokens_max();
     for wrong in [
-        Request { tokens: vec![], ..request(1) },
-        Request { samples: vec![], ..request(1) },
-        Request { new_tokens_max: context, ..request(1) },
+        EngineRequest { tokens: vec![], ..request(1) },
+        EngineRequest { samples: vec![], ..request(1) },
+        EngineRequest { new_tokens_max: context, ..request(1) },
     ] {
         assert!(engine.submit(wrong).is_err());
     }

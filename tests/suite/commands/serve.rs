@@ -216,7 +216,7 @@ fn wrong_requests_get_openais_errors_and_the_server_lives() {
     for (body, word) in [
         (json!({"model": "quickstart", "prompt": []}), "prompt"),
         (json!({"model": "quickstart", "prompt": ""}), "prompt"),
-        (json!({"model": "quickstart", "prompt": [1 << 40]}), "vocabulary"),
+        (json!({"model": "quickstart", "prompt": [1u64 << 40]}), "vocabulary"),
         (json!({"model": "quickstart", "prompt": {"a": 1}}), "prompt"),
         (json!({"model": "quickstart"}), "prompt"),
         (json!({"prompt": "1"}), "model"),
