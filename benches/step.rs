@@ -14,7 +14,9 @@ mod models;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use models::{TINY, config, random};
+use rand::Rng;
 use rloss::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
+use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
@@ -29,11 +31,9 @@ use rloss::model::parameters::Backend;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
+use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, SamplingParameters, TokenPosition,
-    TokenSource,
-};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, TurnPosition};
 use rloss::run::memory::{MemoryPlanInput, ModelCommand, available_memory};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trainer::step::{GradientNormLimits, PolicyStep};
@@ -127,18 +127,10 @@ const TEXT_END: u32 = 272;
 /// Maximum number of sequences that decode together.
 const SEQUENCES_MAX: usize = 64;
 
-/// A sampler that replaces control tokens by text, so that no response ends early.
-struct TextOnly;
-
-impl TokenSource for TextOnly {
-    fn sampling(&self) -> SamplingParameters {
-        SamplingParameters::with_temperature(1.0)
-    }
-
-    fn choose(&self, _: TokenPosition, drawn: u32) -> Result<u32> {
-        let text = TEXT..TEXT_END;
-        Ok(if text.contains(&drawn) { drawn } else { TEXT + drawn % (TEXT_END - TEXT) })
-    }
+/// Returns random text, so that no response ends early.
+fn random_text(turn: TurnPosition, tokens: usize) -> Vec<u32> {
+    let mut random = stream(0, Purpose::Sampling, &[turn.prompt, turn.sample, turn.turn]);
+    (0..tokens).map(|_| random.random_range(TEXT..TEXT_END)).collect()
 }
 
 /// A task with prompts of one length.
@@ -291,23 +283,27 @@ fn main() -> Result<()> {
             .collect();
         let stamps = Mutex::new(vec![]);
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
-            let policy = &PolicyView::without_ablations(&model, &parameters)?;
+            let policy = PolicyView::without_ablations(&model, &parameters)?;
             let plan = &plan;
+            let limits = EngineLimits {
+                sequences_max: SEQUENCES_MAX,
+                cuda_graphs: false,
+                cache_capacity: CacheCapacity::default(),
+            };
             let rollout = Rollout {
-                threads: &threads,
-                policy,
+                engine: &Engine::new(&threads, policy, step, limits)?,
                 chat: &chat,
                 task: &task,
                 interpreter: None,
                 system_prompt: &[],
                 plan,
-                cache_capacity: CacheCapacity::default(),
             };
+            let forced = |turn| random_text(turn, shapes.response_tokens);
             let note = |progress: RolloutProgress| {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);
                 stamps.push((Instant::now(), progress.sampled_tokens));
             };
-            let drawn = rollout.sample_from_source(&TextOnly, &prompts, shapes.samples, &note, &|| false)?;
+            let drawn = rollout.sample_forced(&forced, &prompts, shapes.samples, &note, &|| false)?;
             Ok(drawn.context("nobody stopped it")?.groups)
         })?;
         for (sample, trajectory) in groups.iter_mut().flat_map(|g| g.trajectories.iter_mut().enumerate()) {

@@ -32,6 +32,8 @@ enum Command {
     Check(commands::check::CheckArgs),
     /// Chat with a model in the terminal; the model can use the tool of the recipe
     Chat(commands::chat::ChatArgs),
+    /// Answer OpenAI's HTTP interface with a model: a server for chats and completions
+    Serve(commands::serve::ServeArgs),
     /// Sample from the prompts of one step and write the trajectories with their log-probabilities
     Rollout(commands::rollout::RolloutArgs),
     /// Measure success on validation problems: mean@k, pass@k, majority@k with 95% intervals
@@ -100,6 +102,7 @@ pub fn run() -> u8 {
         Command::Train(args) => commands::train::run(&args),
         Command::Check(args) => commands::check::run(&args),
         Command::Chat(args) => commands::chat::run(&args),
+        Command::Serve(args) => commands::serve::run(&args),
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),

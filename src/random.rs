@@ -15,6 +15,7 @@ pub enum Purpose {
     Evaluation = 6,
     RouterNoise = 7,
     Adapter = 8,
+    Request = 9,
 }
 
 /// Returns the stream of `purpose` at `coordinates`, such as (step, prompt, sample, turn), in a run with

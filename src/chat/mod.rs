@@ -222,6 +222,7 @@ impl Chat {
 }
 
 /// Parses the tokens that are sampled after a prompt, one by one. It never fails.
+#[derive(Clone)]
 pub enum ChatTurnParser {
     Harmony(harmony::TurnParser),
     ChatMl(chatml::ChatMlTurnParser),

@@ -3,10 +3,10 @@
 use crate::bounded_file;
 use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
+use crate::engine::Engine;
 use crate::error::EXIT_SUCCESS;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
-use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress};
 use crate::run::context::RunContext;
@@ -68,11 +68,12 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
         console.print(HELP.trim_end());
     }
     let policy = context.policy_without_ablations()?;
+    let engine = context.engine(policy, 0, &context.recipe().rollout)?;
     // Without a terminal, a signal ends the program as usual.
     let interrupt = at_terminal.then(AnswerInterrupt::listen).transpose()?;
     let mut talk = Talk {
         context: &context,
-        policy,
+        engine: &engine,
         messages: vec![],
         answers: 0,
         at_terminal,
@@ -113,23 +114,38 @@ fn is_command(line: &str) -> bool {
 /// Resolves the recipe or the run; the user must trust a run's programs. A model folder or a GGUF file is
 /// used without a task and without a tool.
 fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
-    let source = locate(&args.recipe);
-    if is_gguf(&args.recipe) || source.is_err() && args.recipe.join("config.json").is_file() {
-        let model = format!("model.path={}", args.recipe.display());
-        let sets = [&[model], &args.sets[..]].concat();
-        return Ok(resolve_for(KeyScope::Chat, Path::new("rloss chat"), TALK, &sets)?);
+    let ChatArgs { recipe, sets, trust } = args;
+    Ok(open_model(("rloss chat", recipe, TALK), sets, *trust, console)?.0)
+}
+
+/// Resolves a recipe, a run or a model's folder or file for the command `name`. The recipe of a model alone
+/// is `usual`. Returns the plan and the number of the last training step.
+///
+/// # Errors
+/// [`crate::error::BadInput`] without consent to programs of somebody else, and for a recipe with mistakes.
+pub(super) fn open_model(
+    (name, path, usual): (&str, &Path, &str),
+    sets: &[String],
+    trust: bool,
+    console: &Console,
+) -> Result<(Plan, u64)> {
+    let source = locate(path);
+    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
+        let model = format!("model.path={}", path.display());
+        let sets = [&[model], sets].concat();
+        return Ok((resolve_for(KeyScope::Chat, Path::new(name), usual, &sets)?, 0));
     }
     let source = source?;
-    let mut plan = source.resolve_for(KeyScope::Chat, &args.sets)?;
-    pin_model(&mut plan, &source, &args.sets)?;
-    ask_consent(&source, &plan.recipe, &args.sets, args.trust, console)?;
-    Ok(plan)
+    let mut plan = source.resolve_for(KeyScope::Chat, sets)?;
+    let step = pin_model(&mut plan, &source, sets)?;
+    ask_consent(&source, &plan.recipe, sets, trust, console)?;
+    Ok((plan, step))
 }
 
 /// The conversation so far.
 struct Talk<'a> {
     context: &'a RunContext,
-    policy: PolicyView<'a>,
+    engine: &'a Engine<'a>,
     /// Messages without the system prompt.
     messages: Vec<Message>,
     /// Number of answers given. Each answer has its own random stream.
@@ -231,7 +247,7 @@ impl Talk<'_> {
     }
 
     fn sampler<'s>(&'s self, plan: &'s RolloutPlan) -> Rollout<'s> {
-        Rollout { task: self, ..self.context.rollout(&self.policy, plan) }
+        Rollout { task: self, ..self.context.rollout(self.engine, plan) }
     }
 
     /// Returns why the answer was cut off, if it was.

@@ -329,11 +329,11 @@ fn sample_step(context: &RunContext, console: &Console) -> Result<Vec<Trajectory
         .map(|index| Prompt { index, problem: context.task.training_problem(recipe.train.seed, index) })
         .collect();
     let plan = context.training_rollout(0);
-    let policy = context.rollout_policy()?;
+    let engine = context.engine(context.rollout_policy()?, 0, &plan.settings)?;
     let samples = recipe.rollout.samples_per_prompt;
     let stage = console.start_item_stage("sampling", (prompts.len() * samples) as u64, 0);
     let progress = RolloutProgress::show_on(&stage);
-    let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, &|| false)?;
+    let rollouts = context.sample_groups(&engine, &plan, &prompts, samples, &progress, &|| false)?;
     stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())

@@ -53,7 +53,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     })?;
     let plan = context.evaluation_rollout(step);
     let samples = context.recipe().eval.samples;
-    let policy = context.policy_without_ablations()?;
+    let engine = context.engine(context.policy_without_ablations()?, step, &plan.settings)?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The name ends with the number of the step. A report finds the newest evaluation by it.
@@ -65,7 +65,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         let sampled = collection.sample(
             &name,
             Phase::Eval,
-            &policy,
+            &engine,
             (&plan, samples),
             prompts,
             &console,

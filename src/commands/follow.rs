@@ -6,8 +6,8 @@
 
 use crate::bad_input;
 use crate::error::EXIT_SUCCESS;
+use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, serve};
 use crate::metrics::Console;
-use crate::report::server::{RequestHead, Response, serve};
 use crate::report::{page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
 use anyhow::{Context, Result};
@@ -29,7 +29,8 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C ends");
-    serve(&listener, &|request| follower.answer(request), &|| stop.is_requested())?;
+    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0 };
+    serve(&listener, limits, &follower, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
 }
 
@@ -49,6 +50,9 @@ fn token() -> Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
+/// Connections of browsers.
+const CONNECTIONS_MAX: usize = 64;
+
 struct Follower<'a> {
     runs: &'a [PathBuf],
     token: String,
@@ -57,8 +61,12 @@ struct Follower<'a> {
     cache: Mutex<Option<(String, Arc<str>)>>,
 }
 
-impl Follower<'_> {
-    fn answer(&self, request: &RequestHead) -> Response {
+impl Handler for Follower<'_> {
+    fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, _: Peer<'r>) -> Response<'r> {
+        let request = match request {
+            Ok(request) => request,
+            Err(refusal) => return Response::text(refusal.status, &format!("{}\n", refusal.message)),
+        };
         let hosts = [self.address.to_string(), format!("localhost:{}", self.address.port())];
         if !request.host.as_ref().is_some_and(|host| hosts.contains(host)) {
             Response::text("403 Forbidden", "this server answers only requests to its own address\n")
@@ -66,7 +74,7 @@ impl Follower<'_> {
             Response::text("405 Method Not Allowed", "only GET is answered\n")
         } else if request.path == format!("/{}/", self.token) {
             match self.page() {
-                Ok(body) => Response { status: "200 OK", content_type: "text/html; charset=utf-8", body },
+                Ok(body) => Response::whole("200 OK", "text/html; charset=utf-8", body),
                 // A file may be half written now. The browser asks again.
                 Err(error) => Response::text("503 Service Unavailable", &format!("{error:#}\n")),
             }
@@ -79,7 +87,9 @@ impl Follower<'_> {
             Response::text("404 Not Found", "not found\n")
         }
     }
+}
 
+impl Follower<'_> {
     /// Returns the page of the runs' current state, from the cache if the state has not changed.
     fn page(&self) -> Result<Arc<str>> {
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);

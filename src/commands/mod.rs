@@ -15,5 +15,6 @@ pub mod init;
 pub mod report;
 pub mod rollout;
 pub mod schema;
+pub mod serve;
 pub mod train;
 pub mod verify;

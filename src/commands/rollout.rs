@@ -64,9 +64,9 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let plan = context.training_rollout(step);
     let samples = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
-    let policy = context.rollout_policy()?;
+    let engine = context.engine(context.rollout_policy()?, step - 1, &plan.settings)?;
     let sampled_rows =
-        folder.sample(&name, Phase::Rl, &policy, samples, &prompts, &console, &|| stop.is_requested())?;
+        folder.sample(&name, Phase::Rl, &engine, samples, &prompts, &console, &|| stop.is_requested())?;
     let Some(rows) = sampled_rows else {
         console.print(&format!("stopped: {}; run the same command again to continue", out.display()));
         return Ok(EXIT_STOPPED);

@@ -94,6 +94,7 @@ pub struct ParsedCompletion {
     pub error: Option<TurnError>,
 }
 
+#[derive(Clone)]
 enum State {
     /// `has_start_token`: `<|start|>` was sampled again after the prompt's own, so the author's name comes
     /// first.
@@ -121,6 +122,7 @@ enum State {
 /// A second `<|start|>assistant` at the beginning of the turn is ignored, because the message after it is
 /// unambiguous. The published parser and [`StreamParser`](super::StreamParser) read it as the recipient or
 /// reject it.
+#[derive(Clone)]
 pub struct TurnParser {
     tokenizer: HarmonyTokenizer,
     state: State,

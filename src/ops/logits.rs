@@ -1,8 +1,8 @@
-//! Sampling from the LM head: logits of rows, draws of tokens, and log-probabilities of tokens.
+//! Sampling from the head: logits of rows, tokens drawn from them, and log-probabilities of tokens.
 //!
-//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed as in the head of the
-//! training forward pass, so `z_t − LSE(z)` has the same bits in both. Logits stay on the device of the
-//! model. Only tokens and their log-probabilities are copied to the host.
+//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed like in the training
+//! forward's head, so `z_t − LSE(z)` has the same bits there. Logits stay on the model's device; only
+//! tokens and their log-probabilities are copied to the host.
 
 use super::buffer::buffer;
 use super::cpu::{host_values, should_parallelize};
@@ -15,63 +15,61 @@ use multiversion::multiversion;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
-/// Sampling parameters. Training samples from the untruncated distribution. The other settings are for
-/// evaluation.
+/// Sampling parameters. Training uses the untruncated distribution; other settings are for evaluation.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SamplingParameters {
-    /// 0 selects the most likely token (ties: the lowest id), with log-probability 0.
+    /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
     pub temperature: f64,
-    /// Keeps the most likely tokens until their total probability reaches this value. 1 keeps all tokens.
+    /// Keeps the most likely tokens up to this probability, including the one that reaches it; 1 keeps all.
     pub top_p: f64,
-    /// Keeps the k most likely tokens (ties: the lowest ids). 0 keeps all tokens.
+    /// Keeps the k most likely tokens (ties: the lowest ids); 0 keeps all.
     pub top_k: usize,
-    /// Keeps tokens whose probability is at least this fraction of the highest probability. 0 keeps all
-    /// tokens.
+    /// Keeps tokens with at least this share of the highest probability; 0 keeps all.
     pub min_p: f64,
 }
 
-/// A token, and its log-probability under the distribution from which it was drawn.
+/// A token and its log-probability under the distribution it was drawn from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampledToken {
     pub token: u32,
     pub log_prob: f32,
 }
 
-/// The logits of some rows, divided by the temperature, on any device.
+/// Logits of some rows, divided by the temperature, on any device.
 pub struct Logits {
     /// `[R, V]`.
     pub(super) z: Tensor,
     /// `log Σ_j e^{z_j}`, `[R]`.
     pub(super) log_sum_exp: Tensor,
-    /// The cumulative weights of blocks, if the head computed them.
+    /// Cumulative weights per block, if the head computed them.
     pub(super) blocks: Option<BlockSums>,
 }
 
-/// The cumulative weights of rows of logits, per block of tokens.
+/// Cumulative weights of rows of logits, block by block.
 pub(super) struct BlockSums {
-    /// The maximum logit of each row, `[R]`. Weights are `e^{z_j − max_logit}`.
-    max_logits: Vec<f32>,
+    /// Each row's reference: weights are `e^{z_j − highest}`. `[R]`.
+    highest: Vec<f32>,
     /// The cumulative weight at the end of each block, `[R, ⌈V / BLOCK⌉]`.
     ends: Vec<f64>,
 }
 
-/// Returns the maximum number of rows whose logits are computed together. It bounds the memory of logits.
+/// Returns the number of rows whose logits are computed at a time, which bounds their memory.
 pub fn logits_rows_max(vocabulary: usize) -> usize {
     chunk_rows(vocabulary)
 }
 
-/// Maximum number of logits of a chunk on a GPU: half a gigabyte, which is enough rows to use the whole GPU.
-/// Tests use fewer logits, so that there are several chunks.
+/// Maximum number of logits a GPU's head holds at a time: half a gigabyte, enough rows to keep it busy.
+/// Tests use less, to have several chunks.
 const DEVICE_LOGITS_MAX: usize = if cfg!(test) { 1 << 14 } else { 1 << 27 };
-/// Number of rows of a tile in the product of the head. A chunk consists of whole tiles.
+/// Rows of a tile of the head's product; a chunk is whole tiles.
 const DEVICE_TILE_ROWS: usize = 128;
 
-/// Returns the number of rows per chunk of logits on a GPU.
+/// Returns the number of rows whose logits a GPU's head computes at a time.
 pub fn device_logits_rows(vocabulary: usize) -> usize {
     (DEVICE_LOGITS_MAX / vocabulary.max(1) / DEVICE_TILE_ROWS).max(1) * DEVICE_TILE_ROWS
 }
 
-/// Returns the logits of rows `h [R, H]` for the head `weight [H, V]`, divided by the sampling temperature.
+/// Computes logits of rows `h [R, H]` by the head `weight [H, V]`, divided by the sampling temperature.
 ///
 /// # Errors
 /// When shapes disagree.
@@ -91,8 +89,8 @@ pub fn logits(h: &Tensor, weight: &Weight, sampling: &SamplingParameters) -> Res
     let blocks = n.div_ceil(BLOCK);
     let mut ends = vec![0.0; rows * blocks];
     let compute_row = |z: &mut [f32], ends: &mut [f64], stats: &mut (f32, f32)| {
-        let (row_stats, max_logit) = row_stats_and_blocks(z, inverse_temperature, ends);
-        *stats = (row_stats.log_sum_exp, max_logit);
+        let (row_stats, highest) = row_stats_and_blocks(z, inverse_temperature, ends);
+        *stats = (row_stats.log_sum_exp, highest);
     };
     if should_parallelize(rows * 4 * n) {
         let rows = z.par_chunks_exact_mut(n).zip(ends.par_chunks_exact_mut(blocks));
@@ -101,12 +99,12 @@ pub fn logits(h: &Tensor, weight: &Weight, sampling: &SamplingParameters) -> Res
         let rows = z.chunks_exact_mut(n).zip(ends.chunks_exact_mut(blocks));
         rows.zip(&mut stats).for_each(|((z, ends), stats)| compute_row(z, ends, stats));
     }
-    let (log_sum_exp, max_logits): (Vec<f32>, Vec<f32>) = stats.into_iter().unzip();
+    let (log_sum_exp, highest): (Vec<f32>, Vec<f32>) = stats.into_iter().unzip();
     let device = h.device();
     Ok(Logits {
         z: Tensor::from_vec(z, (rows, n), device)?,
         log_sum_exp: Tensor::from_vec(log_sum_exp, rows, device)?,
-        blocks: Some(BlockSums { max_logits, ends }),
+        blocks: Some(BlockSums { highest, ends }),
     })
 }
 
@@ -116,10 +114,10 @@ impl Logits {
         &self.z
     }
 
-    /// Draws one token per element of `draws`, which is a row and a uniform number in [0, 1).
+    /// Draws one token for each of `draws`: a row, and a uniform number in [0, 1).
     ///
     /// # Errors
-    /// When a row does not exist, or its logits do not define a distribution.
+    /// When a row does not exist or holds no distribution.
     pub fn draw(&self, sampling: &SamplingParameters, draws: &[(usize, f64)]) -> Result<Vec<SampledToken>> {
         let greedy = sampling.temperature == 0.0;
         if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
@@ -129,8 +127,8 @@ impl Logits {
         self.map_rows(draws, |row, &uniform| sampling.draw(row, uniform))
     }
 
-    /// Returns the log-probability of each (row, token) under the truncated distribution. It is −∞ for a
-    /// token that the truncation removes.
+    /// Returns the log-probability of each (row, token) under the truncated distribution; −∞ for a token
+    /// that `sampling` removes.
     ///
     /// # Errors
     /// When a row or a token does not exist.
@@ -146,8 +144,28 @@ impl Logits {
         })
     }
 
-    /// Calls `f` for every requested row, on several threads if the work is large. Rows on a GPU are copied
-    /// to the host. On a GPU only truncated sampling, as in evaluation, uses this function.
+    /// Returns the `count` likeliest tokens of each (row, count), the first the likeliest (ties: the lowest
+    /// ids), with log-probabilities of the untruncated distribution.
+    ///
+    /// # Errors
+    /// When a row does not exist.
+    pub fn likeliest(&self, rows: &[(usize, usize)]) -> Result<Vec<Vec<SampledToken>>> {
+        self.map_rows(rows, |row, &count| {
+            let mut order: Vec<u32> = (0..row.z.len() as u32).collect();
+            let falling = |a: &u32, b: &u32| row.z[*b as usize].total_cmp(&row.z[*a as usize]).then(a.cmp(b));
+            let count = count.min(order.len());
+            if count == 0 {
+                return Ok(vec![]);
+            }
+            order.select_nth_unstable_by(count - 1, falling);
+            order.truncate(count);
+            order.sort_unstable_by(falling);
+            Ok(order.into_iter().map(|token| SampledToken { token, log_prob: row.log_prob(token) }).collect())
+        })
+    }
+
+    /// Calls `f` on every requested row, on several threads if the work is large. A GPU's rows are copied
+    /// to the host; only truncated sampling, used in evaluation, does that.
     fn map_rows<A: Sync, R: Send>(
         &self,
         pairs: &[(usize, A)],
@@ -159,7 +177,7 @@ impl Logits {
         }
         if self.z.device().is_cuda() {
             let map_row = |(row, argument): &(usize, A)| {
-                // The row is first copied on the GPU, because only a whole storage can be copied to the host.
+                // The row is copied on the GPU first: only whole storages can be transferred.
                 let copy_row = |x: &Tensor| x.narrow(0, *row, 1)?.copy()?.to_device(&Device::Cpu);
                 let (z, log_sum_exp) = (copy_row(&self.z)?, copy_row(&self.log_sum_exp)?);
                 let (z, log_sum_exp) = (host_values(&z)?, host_values(&log_sum_exp)?[0]);
@@ -188,15 +206,15 @@ struct Row<'a> {
     /// `[V]`.
     z: &'a [f32],
     log_sum_exp: f32,
-    /// The maximum logit and the cumulative weights of blocks, if the head computed them.
+    /// The reference of the weights and their cumulative sums per block, if computed.
     blocks: Option<(f32, &'a [f64])>,
 }
 
 impl BlockSums {
-    /// Returns the maximum logit and the cumulative weights of one row.
+    /// Returns the reference and the cumulative sums of one row.
     fn row(&self, row: usize, vocabulary: usize) -> (f32, &[f64]) {
         let blocks = vocabulary.div_ceil(BLOCK);
-        (self.max_logits[row], &self.ends[row * blocks..(row + 1) * blocks])
+        (self.highest[row], &self.ends[row * blocks..(row + 1) * blocks])
     }
 }
 
@@ -238,8 +256,8 @@ impl SamplingParameters {
         Ok(SampledToken { token, log_prob: row.log_prob(token) })
     }
 
-    /// Returns the log-probability of `token`, which must be below `V`, under the truncated distribution of
-    /// `row`. It is −∞ for a removed token.
+    /// Returns the log-probability of `token`, below `V`, under the truncated distribution of `row`; −∞ for
+    /// a removed token.
     fn log_prob(&self, row: Row, token: u32) -> f32 {
         if !self.truncates() {
             return row.log_prob(token);
@@ -248,7 +266,7 @@ impl SamplingParameters {
         log_share(&weights, total, token)
     }
 
-    /// Returns the weights of all tokens, which are 0 for removed tokens, and the sum of the weights.
+    /// Returns the weights of all tokens, 0 for removed ones, and their sum.
     fn truncated_weights(&self, row: Row) -> (Vec<f32>, f64) {
         let mut weights = row.z.to_vec();
         exponentials(&mut weights, row.log_sum_exp);
@@ -257,19 +275,18 @@ impl SamplingParameters {
         (weights, total)
     }
 
-    /// Sets the weights of removed tokens to 0. Applies `min_p`, then `top_k`, then `top_p` to the remaining
-    /// tokens.
+    /// Sets the weights of removed tokens to 0: first `min_p`, then `top_k`, then `top_p` of the rest.
     fn truncate(&self, weights: &mut [f32]) {
         let highest = weights.iter().copied().fold(0.0, f32::max);
         let lowest = (f64::from(highest) * self.min_p) as f32;
         let mut order: Vec<usize> = (0..weights.len()).filter(|&i| weights[i] >= lowest).collect();
-        let descending = |&a: &usize, &b: &usize| weights[b].total_cmp(&weights[a]).then(a.cmp(&b));
+        let falling = |&a: &usize, &b: &usize| weights[b].total_cmp(&weights[a]).then(a.cmp(&b));
         if self.top_k > 0 && self.top_k < order.len() {
-            order.select_nth_unstable_by(self.top_k - 1, descending);
+            order.select_nth_unstable_by(self.top_k - 1, falling);
             order.truncate(self.top_k);
         }
         if self.top_p < 1.0 {
-            order.sort_unstable_by(descending);
+            order.sort_unstable_by(falling);
             let target = self.top_p * order.iter().map(|&i| f64::from(weights[i])).sum::<f64>();
             let mut sum = 0.0;
             let needed = order.iter().take_while(|&&i| {
@@ -287,10 +304,10 @@ impl SamplingParameters {
 }
 
 fn not_finite_error<T>() -> Result<T> {
-    bail!("the model's logits are not finite; the weights are damaged or training has diverged")
+    bail!("the model's logits are not finite; its weights are broken or training has diverged")
 }
 
-/// Returns the logarithm of the weight of `token` divided by `total`.
+/// Returns the logarithm of `token`'s share of the total weight.
 fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
     (f64::from(weights[token as usize]) / total).ln() as f32
 }
@@ -298,15 +315,14 @@ fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
 /// Returns `total`, the sum of a row's weights.
 ///
 /// # Errors
-/// When the sum is not finite or not positive, so the weights do not define a distribution.
+/// When it is not finite or not positive: the weights are not a distribution.
 fn check_total(total: f64) -> Result<f64> {
     if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite_error() }
 }
 
-/// The untruncated distribution of a row, in blocks of tokens. A draw searches only one block.
+/// The untruncated distribution of a row, in blocks of tokens. A draw looks inside one block.
 struct Blocks<'a> {
-    /// The number that is subtracted from logits: weights are `e^{z_j − shift}`. It is the maximum logit or
-    /// the log-sum-exp.
+    /// Weights are `e^{z_j − shift}`.
     shift: f32,
     /// The cumulative weight at the end of each block.
     ends: Cow<'a, [f64]>,
@@ -329,10 +345,10 @@ impl<'a> Blocks<'a> {
         self.ends.last().copied().unwrap_or(0.0)
     }
 
-    /// Returns the token that [`pick`] would select among all weights.
+    /// Selects like [`pick`] over all weights.
     fn pick(&self, row: Row, target: f64) -> Option<usize> {
         let block = self.ends.iter().position(|&end| end > target);
-        // If no block qualifies because of rounding, the last block with a nonzero weight is used.
+        // If rounding leaves no block, this takes the last one with a nonzero weight.
         let block = block.or_else(|| self.ends.iter().position(|&end| end == self.total()))?;
         let before = if block == 0 { 0.0 } else { self.ends[block - 1] };
         let start = block * BLOCK;
@@ -342,7 +358,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// Returns the sum of `e^{z_j − LSE}` over a block, in lane order.
+/// Returns the sum of `e^{z − LSE(z)}`, in lane order.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn block_sum(z: &[f32], log_sum_exp: f32) -> f64 {
     let mut lanes = [0f64; LANES];
@@ -358,7 +374,7 @@ fn block_sum(z: &[f32], log_sum_exp: f32) -> f64 {
     lanes.iter().sum()
 }
 
-/// Replaces every logit `z_j` of a row by `e^{z_j − LSE}`.
+/// Replaces `z` by `e^{z − LSE(z)}` for every token.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn exponentials(row: &mut [f32], log_sum_exp: f32) {
     for z in row.iter_mut() {
@@ -366,8 +382,8 @@ fn exponentials(row: &mut [f32], log_sum_exp: f32) {
     }
 }
 
-/// Returns the first token, in id order, whose cumulative weight exceeds `target`. If no token qualifies
-/// because of rounding, returns the last token with a nonzero weight. Never returns a token of weight 0.
+/// Returns the first token, in id order, whose cumulative weight exceeds `target`. If rounding leaves none,
+/// returns the last token with a nonzero weight. Never returns a token of weight 0.
 fn pick(weights: &[f32], target: f64) -> Option<usize> {
     let mut sum = 0.0;
     for (i, &weight) in weights.iter().enumerate() {
@@ -493,6 +509,21 @@ mod tests {
     }
 
     #[test]
+    fn the_likeliest_tokens_come_in_order_and_equals_by_their_id() {
+        let sampling = SamplingParameters::with_temperature(1.0);
+        let row = row(&[1.0, 3.0, 3.0, -1.0], &sampling);
+        let likeliest = row.likeliest(&[(0, 3), (0, 0), (0, 9)]).unwrap();
+        let tokens = |top: &Vec<SampledToken>| top.iter().map(|t| t.token).collect::<Vec<_>>();
+        assert_eq!(
+            likeliest.iter().map(tokens).collect::<Vec<_>>(),
+            [vec![1, 2, 0], vec![], vec![1, 2, 0, 3]]
+        );
+        let all: Vec<_> = likeliest[2].iter().map(|t| (0, t.token)).collect();
+        let log_probs: Vec<_> = likeliest[2].iter().map(|t| t.log_prob).collect();
+        assert_eq!(log_probs, row.log_probs(&sampling, &all).unwrap());
+    }
+
+    #[test]
     fn truncation_keeps_the_likeliest_and_renormalises() {
         // Probabilities .4 .3 .2 .1
         let logits: Vec<f32> = [0.4f32, 0.3, 0.2, 0.1].iter().map(|p| p.ln()).collect();
@@ -525,7 +556,7 @@ mod tests {
         for bad in [f32::NAN, f32::INFINITY] {
             for temperature in [0.0, 1.0] {
                 let sampling = SamplingParameters::with_temperature(temperature);
-                // A head with invalid weights gives logits that are not finite.
+                // A broken head gives values that are not finite.
                 let error = row(&[0.0, bad, 1.0], &sampling).draw(&sampling, &[(0, 0.5)]).err().unwrap();
                 assert!(error.to_string().contains("not finite"), "{error}");
             }

@@ -9,7 +9,7 @@
 //!                             └─ trajectories.rs: all of them, packed for the page's viewer ───┘
 //! ```
 //!
-//! Runs that differ only in their seed share a curve (`seeds.rs`). `server.rs` serves the live page of a run.
+//! Runs that differ only in their seed share a curve (`seeds.rs`).
 //! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several
 //! seeds.
 //!
@@ -24,7 +24,6 @@ mod mismatch_chart;
 mod plot;
 mod run;
 mod seeds;
-pub mod server;
 mod tables;
 mod trajectories;
 

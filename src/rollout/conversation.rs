@@ -1,35 +1,33 @@
-//! The message loop of one trajectory. It adds sampled tokens, inserts tool replies and user messages, and
-//! enforces limits.
+//! The message loop of one trajectory: it takes sampled tokens, inserts tool replies and user messages, and
+//! enforces budgets.
 //!
 //! Rules, in the order of their checks:
-//! - Only a stop token ends an answer. In Harmony, `<|end|>` closes a `final` message, but does not stop
-//!   sampling.
-//! - A turn is the sampled tokens between two insertions. A call in the last allowed turn is not executed
-//!   ([`Outcome::TurnsExhausted`]). If the last turn is malformed, the outcome is [`Outcome::Malformed`].
-//! - When no token or no context is left, the outcome is [`Outcome::TruncatedLength`]. The outcome is the
-//!   same if the next insertion would leave no space for a sampled token; then nothing is inserted. A call is
-//!   not executed if its reply would not fit.
-//! - A call to an unknown tool (neither `python` nor a tool of the task) gets an error reply in the name of
-//!   that tool. A malformed call gets an error reply in the name of the Python tool. If there is no tool to
-//!   reply, the outcome is [`Outcome::Malformed`].
-//! - If a turn ends in several calls, they are answered in order, and their replies are inserted together.
-//! - Sampled tokens never change. This includes the stop token before another user message.
+//! - Only a stop token ends an answer. In Harmony a `final` message closed by `<|end|>` is an ordinary
+//!   message: sampling continues.
+//! - A turn is a run of sampled tokens between insertions. A call on the last turn is not run
+//!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
+//! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]. So is one whose next insertion
+//!   would leave no space for a token after it; then nothing is inserted. A call that could no longer be
+//!   answered is not run.
+//! - A call to a recipient other than `python` and the task's own tools is answered in the recipient's
+//!   name. A malformed call is answered in the Python tool's name. Without a tool nobody can report the
+//!   mistake, and the trajectory ends as malformed.
+//! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
+//! - Sampled tokens never change, including the stop token before a further user message.
 
-use super::Rollout;
 use super::prompt::RenderedPrompt;
-use super::sampler::TokenPosition;
+use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
+use crate::engine::{Continuation, EngineRequest, SampleRequest};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
 use crate::ops::logits::SampledToken;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
-use rand::Rng;
-use rand_chacha::ChaCha8Rng;
 use std::time::Instant;
 
-/// Reward of a trajectory whose task failed to grade it.
+/// Reward of a trajectory whose task failed.
 const FAILED: Reward = Reward::new(0.0, false);
 
 /// The next action of a conversation.
@@ -37,11 +35,11 @@ const FAILED: Reward = Reward::new(0.0, false);
 pub(super) enum NextAction {
     /// Sample another token.
     Sample,
-    /// Execute the tool calls.
+    /// Run its tool calls.
     Call,
-    /// Ask the task for another user message, which may take long.
+    /// Ask its task for a further user message, which may take long.
     Turn,
-    /// Do nothing, because the conversation has ended.
+    /// Nothing: the conversation is over.
     Finish,
 }
 
@@ -56,13 +54,16 @@ pub(super) struct Conversation<'a> {
     prompt_tokens: usize,
     mask: Vec<bool>,
     log_probs: Vec<f32>,
-    /// Routed experts of the tokens that were fed to the model, if they are kept.
-    routed_experts: Vec<Vec<u16>>,
+    /// Routed experts of the tokens fed so far, if kept.
+    routes: Vec<Vec<u16>>,
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
     parser: ChatTurnParser,
-    rng: ChaCha8Rng,
+    /// The action after the last token.
+    next: NextAction,
+    /// Tokens that the engine has not seen yet.
+    inserted: Vec<u32>,
     /// Messages after the prompt.
     messages: Vec<Message>,
     calls_answered: usize,
@@ -71,17 +72,42 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Starts sample `sample` of a prompt. `routed_experts` holds those of the prompt's tokens, if they
-    /// are kept.
+    /// Returns the request for the first turns of a prompt's samples, which the engine knows by the numbers
+    /// from `first` on.
+    pub(super) fn request(
+        rollout: &Rollout,
+        prompt: &RenderedPrompt,
+        samples: usize,
+        first: usize,
+        forced: &ForcedTokens,
+    ) -> EngineRequest {
+        let sample = |sample: usize| {
+            let position = TurnPosition { prompt: prompt.index, sample: sample as u64, turn: 0 };
+            turn_sample(rollout, (first + sample) as u64, position, forced)
+        };
+        EngineRequest {
+            tokens: prompt.tokens.clone(),
+            samples: (0..samples).map(sample).collect(),
+            sampling: rollout.plan.settings.sampling(),
+            // The parser tells where a turn ends.
+            stop_tokens: vec![],
+            new_tokens_max: tokens_left(rollout, 0, prompt.tokens.len()),
+            top_log_probs: None,
+            prompt_log_probs: None,
+            keep_routed_experts: rollout.plan.settings.keep_routes,
+            keep_sequence: true,
+        }
+    }
+
+    /// Starts sample `sample` of a prompt.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
         prompt: &RenderedPrompt<'a>,
         sample: u64,
         session: SessionId,
-        routed_experts: Vec<Vec<u16>>,
     ) -> Self {
         let prompt_tokens = prompt.tokens.len();
-        let mut conversation = Self {
+        Self {
             rollout,
             problem: prompt.problem,
             prompt: prompt.index,
@@ -91,51 +117,50 @@ impl<'a> Conversation<'a> {
             prompt_tokens,
             mask: vec![false; prompt_tokens],
             log_probs: vec![0.0; prompt_tokens],
-            routed_experts,
+            routes: Vec::new(),
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
             parser: rollout.chat.turn_parser(),
-            rng: stream(0, rollout.plan.purpose, &[]),
+            next: NextAction::Sample,
+            inserted: Vec::new(),
             messages: Vec::new(),
             calls_answered: 0,
             tool_s: 0.0,
             outcome: None,
-        };
-        conversation.open_turn();
-        conversation
-    }
-
-    fn open_turn(&mut self) {
-        self.turn_start = self.tokens.len();
-        self.parser = self.rollout.chat.turn_parser();
-        let stream_key = [self.rollout.plan.step, self.prompt, self.sample, self.turns.len() as u64];
-        self.rng = stream(self.rollout.plan.seed, self.rollout.plan.purpose, &stream_key);
-    }
-
-    /// Records the routed experts of the next token that was fed to the model.
-    pub(super) fn record_experts(&mut self, experts: Vec<u16>) {
-        self.routed_experts.push(experts);
-    }
-
-    /// Returns the position of the next token.
-    pub(super) fn position(&self) -> TokenPosition {
-        TokenPosition {
-            prompt: self.prompt,
-            sample: self.sample,
-            turn: self.turns.len() as u64,
-            token: self.tokens.len() - self.turn_start,
         }
     }
 
-    /// Returns the number in [0, 1) that selects the next token. Each turn has its own random stream, so the
-    /// number depends only on the token's position.
-    pub(super) fn draw_uniform(&mut self) -> f64 {
-        self.rng.random()
+    /// Returns the index among all trajectories of the rollout.
+    pub(super) fn trajectory_index(&self) -> usize {
+        self.session.0 as usize
     }
 
-    /// Appends the next token and returns the next action.
-    pub(super) fn push_token(&mut self, drawn: SampledToken) -> NextAction {
+    /// Returns the engine's input for the next turn.
+    pub(super) fn continuation(&mut self, forced: &ForcedTokens) -> Continuation {
+        let position =
+            TurnPosition { prompt: self.prompt, sample: self.sample, turn: self.turns.len() as u64 };
+        Continuation {
+            tokens: std::mem::take(&mut self.inserted),
+            sample: turn_sample(self.rollout, self.session.0, position, forced),
+            new_tokens_max: tokens_left(self.rollout, self.sampled, self.tokens.len()),
+        }
+    }
+
+    /// Takes the routed experts of the tokens read in this turn, and returns what follows the turn.
+    pub(super) fn end_request(&mut self, routed_experts: Vec<Vec<u16>>) -> NextAction {
+        self.routes.extend(routed_experts);
+        self.next
+    }
+
+    /// Appends the next token. Returns whether the turn goes on.
+    pub(super) fn push_token(&mut self, drawn: SampledToken) -> bool {
+        self.next = self.take_token(drawn);
+        self.next == NextAction::Sample && self.inserted.is_empty()
+    }
+
+    /// Appends the next token and decides what follows.
+    fn take_token(&mut self, drawn: SampledToken) -> NextAction {
         self.tokens.push(drawn.token);
         self.mask.push(true);
         self.log_probs.push(drawn.log_prob);
@@ -150,13 +175,12 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Returns whether no further token may be sampled.
+    /// Returns true when no further token may be sampled.
     fn is_exhausted(&self) -> bool {
-        self.sampled >= self.rollout.plan.settings.response_tokens_max
-            || self.tokens.len() >= self.rollout.context_tokens_max()
+        tokens_left(self.rollout, self.sampled, self.tokens.len()) == 0
     }
 
-    /// Returns whether the current turn is the last allowed one.
+    /// Returns true when the present turn is the last one allowed.
     fn is_last_turn(&self) -> bool {
         self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
@@ -185,17 +209,17 @@ impl<'a> Conversation<'a> {
         if self.parser.calls().iter().any(needs_thread) { NextAction::Call } else { self.run_calls() }
     }
 
-    /// Returns whether a call is addressed to the Python tool.
+    /// Returns true when a call goes to the Python tool.
     fn calls_python(&self, call: &Message) -> bool {
         self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
     }
 
-    /// Answers the pending calls and blocks until the last reply. A tool thread must call it if a call
-    /// executes something.
+    /// Answers the pending calls and blocks until the last reply. A call that runs something is answered on
+    /// a tool thread.
     pub(super) fn run_calls(&mut self) -> NextAction {
         let (mut outcomes, mut replies) = (vec![], vec![]);
-        // The task reads the conversation up to its call. The other messages of the turn are added when the
-        // turn is closed.
+        // The task reads the conversation up to its call. The turn's other messages are taken when it
+        // closes.
         let before = self.messages.len();
         let mut ended = None;
         for call in self.parser.calls() {
@@ -237,8 +261,7 @@ impl<'a> Conversation<'a> {
         self.insert(replies, Outcome::Malformed)
     }
 
-    /// Returns the reply to the last message, a call to `name`. `Err` holds the outcome that ends the
-    /// trajectory.
+    /// Answers the last message, a call to `name`. `Err` holds the outcome that ends the trajectory.
     fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };
@@ -269,8 +292,8 @@ impl<'a> Conversation<'a> {
         if self.rollout.task.may_take_long() { NextAction::Turn } else { self.request_user_turn() }
     }
 
-    /// Asks the task for the next user message and blocks until the task answers. A tool thread must call it
-    /// if the answer may take long.
+    /// Asks the task for the next user message and blocks until it answers. Runs on a tool thread if that
+    /// may take long.
     pub(super) fn request_user_turn(&mut self) -> NextAction {
         let next = self.rollout.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
@@ -284,15 +307,15 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Records the turn and moves its messages from the parser to the conversation.
+    /// Records the turn and takes its messages from the parser.
     fn close_turn(&mut self, calls: Vec<CallOutcome>) {
         self.turns.push(Turn { start: self.turn_start, end: self.tokens.len(), calls });
         let parser = std::mem::replace(&mut self.parser, self.rollout.chat.turn_parser());
         self.messages.extend(parser.finish());
     }
 
-    /// Appends messages and the header of the assistant's next turn. All of these tokens are masked.
-    /// `encoding_failure` is the outcome if a message cannot be encoded.
+    /// Appends messages and the assistant's next opening, all masked. `encoding_failure` is the outcome
+    /// when a message cannot be encoded.
     fn insert(&mut self, messages: Vec<Message>, encoding_failure: Outcome) -> NextAction {
         let tokens_left = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
@@ -306,11 +329,12 @@ impl<'a> Conversation<'a> {
         if tokens >= self.rollout.context_tokens_max() {
             return self.end(Outcome::TruncatedLength);
         }
-        self.tokens.extend(rendered);
+        self.tokens.extend(&rendered);
+        self.inserted = rendered;
         self.mask.resize(tokens, false);
         self.log_probs.resize(tokens, 0.0);
         self.messages.extend(messages);
-        self.open_turn();
+        self.turn_start = self.tokens.len();
         NextAction::Sample
     }
 
@@ -323,8 +347,8 @@ impl<'a> Conversation<'a> {
         Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
     }
 
-    /// Grades the conversation. Returns the trajectory and all messages after the prompt. If the task fails
-    /// to grade it, the reward is 0.
+    /// Grades the conversation. Returns the trajectory and all its messages. If the task fails to grade,
+    /// the reward is 0.
     pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
         let Rollout { task, interpreter, .. } = *self.rollout;
         if let Some(interpreter) = interpreter {
@@ -340,8 +364,8 @@ impl<'a> Conversation<'a> {
             })
         };
         if self.rollout.plan.settings.keep_routes {
-            // The last token was not fed to the model.
-            self.routed_experts.resize(self.tokens.len(), Vec::new());
+            // The last token was never fed.
+            self.routes.resize(self.tokens.len(), Vec::new());
         }
         let mut messages = self.rollout.system_prompt.to_vec();
         messages.extend_from_slice(&self.problem.messages);
@@ -355,7 +379,7 @@ impl<'a> Conversation<'a> {
             prompt_tokens: self.prompt_tokens,
             mask: self.mask,
             log_probs: self.log_probs,
-            routed_experts: self.routed_experts,
+            routed_experts: self.routes,
             turns: self.turns,
             outcome,
             reward: reward.value,
@@ -365,4 +389,17 @@ impl<'a> Conversation<'a> {
         };
         (trajectory, messages)
     }
+}
+
+/// Returns the number of tokens that a conversation of `tokens` tokens may still sample, after `sampled`.
+fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
+    let response = rollout.plan.settings.response_tokens_max.saturating_sub(sampled);
+    response.min(rollout.context_tokens_max().saturating_sub(tokens))
+}
+
+/// Returns the engine's sample `id` for a turn. Each turn has a random stream of its own.
+fn turn_sample(rollout: &Rollout, id: u64, turn: TurnPosition, forced: &ForcedTokens) -> SampleRequest {
+    let coordinates = [rollout.plan.step, turn.prompt, turn.sample, turn.turn];
+    let random = stream(rollout.plan.seed, rollout.plan.purpose, &coordinates);
+    SampleRequest { id, random, forced: forced(turn) }
 }

@@ -1,4 +1,4 @@
-//! Rollout: continuous batching over token ids, sampling, the message loop.
+//! Rollout: conversations as clients of the engine, the message loop, tools, rewards, groups.
 //!
 //! A problem becomes a prompt, and a prompt becomes a [`Group`] of sampled conversations. Sampled ids are
 //! kept: generated text is never tokenised again. Every result depends only on the seed, the step, the
@@ -6,56 +6,48 @@
 //! number of threads.
 
 pub mod accuracy;
-mod cache_admission;
 mod conversation;
-mod engine;
+mod driver;
 mod metrics;
 mod prompt;
-mod queue;
-mod sampler;
 mod settings;
 pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
-pub use engine::FORWARD_TOKENS_MAX;
+pub use driver::Observer;
 pub use metrics::metrics;
 pub use prompt::{Prompt, PromptLimits, system_prompt};
-pub use queue::Observer;
-pub use sampler::{TokenPosition, TokenSource};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
 
 use crate::chat::Chat;
+use crate::engine::Engine;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::metrics::{Phase, Progress};
-use crate::model::cache::{CacheCapacity, CacheFactory};
-use crate::model::policy_view::PolicyView;
-use crate::ops::threads::Threads;
 use crate::tasks::Task;
 use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
 use anyhow::{Context, Result};
-use engine::Engine;
-use queue::{Hooks, Queue};
+use driver::{Driver, Hooks};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Mutex, PoisonError};
 
-/// Maximum bytes of all weights, times the number of threads, for which each thread runs an engine of its
-/// own. Larger models use one engine whose ops use all threads, so weights are read once per batch.
-const PARALLEL_ENGINES_BYTES_MAX: u64 = 512 << 20;
-
-/// Returns the number of engines that decode in parallel, for a model of `weight_bytes` and `threads`
-/// threads.
-pub fn engine_count(weight_bytes: u64, threads: usize) -> usize {
-    if weight_bytes.saturating_mul(threads as u64) <= PARALLEL_ENGINES_BYTES_MAX { threads } else { 1 }
+/// The place of a turn in a rollout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TurnPosition {
+    pub prompt: u64,
+    pub sample: u64,
+    pub turn: u64,
 }
+
+/// Returns the first tokens of a turn, which are scored and not drawn; none where the model draws them all.
+pub type ForcedTokens<'a> = dyn Fn(TurnPosition) -> Vec<u32> + Sync + 'a;
 
 /// The inputs of a rollout.
 #[derive(Clone, Copy)]
 pub struct Rollout<'a> {
-    pub threads: &'a Threads,
-    /// The policy to sample from: model, weights and forward.
-    pub policy: &'a PolicyView<'a>,
+    /// The engine of the policy to sample from.
+    pub engine: &'a Engine<'a>,
     pub chat: &'a Chat,
     pub task: &'a dyn Task,
     /// The Python tool, used by one rollout at a time; `None` for tasks without one.
@@ -63,8 +55,6 @@ pub struct Rollout<'a> {
     /// Messages before those of every problem, as [`system_prompt`] returns them.
     pub system_prompt: &'a [Message],
     pub plan: &'a RolloutPlan,
-    /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
-    pub cache_capacity: CacheCapacity,
 }
 
 /// Progress of a rollout.
@@ -98,9 +88,8 @@ impl RolloutProgress {
         }
     }
 
-    /// Estimates the number of tokens still to sample; `None` before a trajectory has finished. An unfinished
-    /// trajectory counts as half the mean length. Short trajectories finish first, so the mean of the
-    /// finished ones alone is too small.
+    /// Estimates the tokens still to sample; `None` before a trajectory has ended. A trajectory under way
+    /// counts as half a length: the short ones end first, so finished ones alone would give too small a mean.
     fn tokens_left(&self) -> Option<f64> {
         let in_progress = self.started.saturating_sub(self.finished) as f64;
         let length = self.sampled_tokens as f64 / (self.finished as f64 + in_progress / 2.0);
@@ -202,7 +191,7 @@ fn reached_tool(call: CallOutcome) -> bool {
 impl Rollout<'_> {
     /// Returns the maximum length of a conversation, in tokens.
     fn context_tokens_max(&self) -> usize {
-        self.policy.model.context_tokens_max()
+        self.engine.context_tokens_max()
     }
 
     /// Checks that every prompt fits.
@@ -213,12 +202,12 @@ impl Rollout<'_> {
         prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
     }
 
-    /// Samples `samples` conversations of each prompt. `progress` is called after every forward pass. `stop`
-    /// is called before each forward pass; when it returns true the rollout ends with `None`.
+    /// Samples `samples` conversations of each prompt. `progress` is called after every forward. `stop` is
+    /// called before each forward; when it returns true the rollout ends with `None`.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when a
-    /// forward pass fails or gives logits that are not finite.
+    /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
+    /// the forward fails or gives logits that are not finite.
     pub fn sample_groups(
         &self,
         prompts: &[Prompt],
@@ -226,14 +215,14 @@ impl Rollout<'_> {
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.sample_from_source(&self.plan.settings.sampling(), prompts, samples, progress, stop)
+        self.sample_forced(&|_| vec![], prompts, samples, progress, stop)
     }
 
-    /// Samples groups as [`Self::sample_groups`] does, and passes each trajectory to `finished` as it ends.
-    /// So results survive a stop.
+    /// Performs [`Self::sample_groups`] and passes each trajectory to `finished` as it ends, so that results
+    /// survive a stop.
     ///
     /// # Errors
-    /// The errors of [`Self::sample_groups`].
+    /// Those of [`Self::sample_groups`].
     pub fn sample_with_observer(
         &self,
         prompts: &[Prompt],
@@ -242,60 +231,33 @@ impl Rollout<'_> {
         finished: &Observer<'_>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(&self.plan.settings.sampling(), prompts, samples, Hooks { progress, finished, stop })
+        self.run(prompts, samples, Hooks { progress, finished, stop, forced: &|_| vec![] })
     }
 
-    /// Samples groups as [`Self::sample_groups`] does, with tokens of `source`, which may replay or force
-    /// tokens. Log-probabilities are still those of the model.
+    /// Performs [`Self::sample_groups`] with the first tokens of each turn given by `forced`.
+    /// Log-probabilities are still the model's.
     ///
     /// # Errors
-    /// The errors of [`Self::sample_groups`] and of `source`.
-    pub fn sample_from_source(
+    /// Those of [`Self::sample_groups`].
+    pub fn sample_forced(
         &self,
-        source: &dyn TokenSource,
+        forced: &ForcedTokens,
         prompts: &[Prompt],
         samples: usize,
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(source, prompts, samples, Hooks { progress, finished: &|_, _| (), stop })
+        self.run(prompts, samples, Hooks { progress, finished: &|_, _| (), stop, forced })
     }
 
-    fn run(
-        &self,
-        source: &dyn TokenSource,
-        prompts: &[Prompt],
-        samples: usize,
-        hooks: Hooks,
-    ) -> Result<Option<Rollouts>> {
+    fn run(&self, prompts: &[Prompt], samples: usize, hooks: Hooks) -> Result<Option<Rollouts>> {
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
-        let (weights, config) = (&self.policy.weights, &self.policy.model.config);
-        let (mesh, device) = (weights.mesh(), weights.device());
-        let engines = match mesh {
-            None if device.is_cpu() => engine_count(weights.bytes(), self.threads.count()),
-            // A GPU runs one forward pass at a time.
-            _ => 1,
-        };
-        let cache_slots = if device.is_cpu() { usize::MAX } else { self.cache_capacity.sequences };
-        let caches = (CacheFactory::new(config, device, self.cache_capacity)?, cache_slots);
-        let queue = Queue::new(self, rendered, samples, engines, caches, hooks);
-        std::thread::scope(|scope| {
-            let run = || {
-                let engine = Engine::new(self, source, &queue);
-                match mesh {
-                    Some(mesh) => engine.run_on_mesh(mesh, scope),
-                    None => engine.run(scope),
-                }
-            };
-            if engines > 1 {
-                self.threads.run_on_each(|_| run());
-            } else {
-                self.threads.run_on_all(run);
-            }
-        });
+        let driver = Driver::new(self, rendered, samples, hooks);
+        let result = driver.run();
         if let Some(interpreter) = self.interpreter {
-            queue.close_sessions(interpreter);
+            driver.close_sessions(interpreter);
         }
-        queue.into_rollouts().context("rollout")
+        result.context("rollout")?;
+        Ok(driver.into_rollouts())
     }
 }

@@ -11,6 +11,7 @@ use crate::checkpoint::BaseModel;
 use crate::checkpoint::save::CompanionFiles;
 use crate::dist::Mesh;
 use crate::dist::RolloutWeightPlacement;
+use crate::engine::{Engine, EngineLimits};
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::learner::examples::ConversationRenderer;
@@ -22,7 +23,9 @@ use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};
-use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress, Rollouts};
+use crate::rollout::{
+    Prompt, PromptLimits, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Rollouts,
+};
 use crate::tasks::Task;
 use anyhow::Result;
 use candle_core::Device;
@@ -201,17 +204,44 @@ impl RunContext {
         RolloutPlan::for_evaluation(&recipe.rollout, &recipe.eval, recipe.train.seed, step)
     }
 
-    /// Returns a rollout of `policy` according to `plan`.
-    pub fn rollout<'a>(&'a self, policy: &'a PolicyView<'a>, plan: &'a RolloutPlan) -> Rollout<'a> {
+    /// Returns the limits that a prompt of this run must keep.
+    pub fn prompt_limits(&self) -> PromptLimits<'_> {
+        PromptLimits {
+            chat: &self.chat,
+            system_prompt: &self.system_prompt,
+            has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
+            prompt_tokens_max: self.recipe().rollout.prompt_tokens_max,
+            context_tokens_max: self.model.context_tokens_max(),
+        }
+    }
+
+    /// Returns an engine for `policy`, whose weights are those after step `version`.
+    ///
+    /// # Errors
+    /// When a GPU's memory does not suffice for the KV caches.
+    pub fn engine<'a>(
+        &'a self,
+        policy: PolicyView<'a>,
+        version: u64,
+        settings: &RolloutSettings,
+    ) -> Result<Engine<'a>> {
+        let limits = EngineLimits {
+            sequences_max: settings.sequences_max,
+            cuda_graphs: settings.cuda_graphs,
+            cache_capacity: self.cache_capacity,
+        };
+        Engine::new(&self.threads, policy, version, limits)
+    }
+
+    /// Returns a rollout according to `plan` on `engine`.
+    pub fn rollout<'a>(&'a self, engine: &'a Engine<'a>, plan: &'a RolloutPlan) -> Rollout<'a> {
         Rollout {
-            threads: &self.threads,
-            policy,
+            engine,
             chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
             system_prompt: &self.system_prompt,
             plan,
-            cache_capacity: self.cache_capacity,
         }
     }
 
@@ -227,14 +257,14 @@ impl RunContext {
     /// When [`Rollout::sample_groups`] fails, or when a rank does not reply in time.
     pub fn sample_groups(
         &self,
-        policy: &PolicyView,
+        engine: &Engine,
         plan: &RolloutPlan,
         prompts: &[Prompt],
         samples: usize,
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        let (mesh, rollout) = (self.mesh(), self.rollout(policy, plan));
+        let (mesh, rollout) = (self.mesh(), self.rollout(engine, plan));
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         if ranks == 1 {
             return rollout.sample_groups(prompts, samples, progress, stop);

@@ -44,12 +44,12 @@ pub fn evaluate(
 ) -> Result<Option<Evaluation>> {
     let samples = context.recipe().eval.samples;
     let plan = context.evaluation_rollout(step);
-    let policy = context.policy_without_ablations()?;
+    let engine = context.engine(context.policy_without_ablations()?, step, &plan.settings)?;
     let mut sets = vec![];
     for (set, prompts) in validation_prompts(context) {
         let stage = console.start_inner_stage("evaluation", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::show_on(&stage);
-        let rollouts = context.sample_groups(&policy, &plan, &prompts, samples, &progress, stop)?;
+        let rollouts = context.sample_groups(&engine, &plan, &prompts, samples, &progress, stop)?;
         stage.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);

@@ -63,7 +63,7 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
             "compared",
             format!("the log-probabilities of rollout and training, over {samples} trajectories"),
         ),
-        ModelCommand::Rollout | ModelCommand::Chat => {
+        ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {
             ("sampled", format!("{samples}, as in one training step"))
         }
     }
@@ -76,7 +76,9 @@ fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)
     let files: Vec<_> = match command {
         ModelCommand::Eval => held_out.collect(),
         ModelCommand::Train => task.train_file.iter().chain(held_out).collect(),
-        ModelCommand::Chat | ModelCommand::CheckMismatch(SecondWeights::Changed) => vec![],
+        ModelCommand::Chat | ModelCommand::Serve | ModelCommand::CheckMismatch(SecondWeights::Changed) => {
+            vec![]
+        }
         ModelCommand::Rollout | ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) => {
             task.train_file.iter().collect()
         }

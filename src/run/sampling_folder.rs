@@ -16,9 +16,9 @@ use crate::atomic_file::{replace_file, write_file};
 use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::checkpoint::gguf::{self, is_gguf};
+use crate::engine::Engine;
 use crate::integrity::add_checksum;
 use crate::metrics::{Console, Phase, WARNINGS_FILE, Warning, warnings_text};
-use crate::model::policy_view::PolicyView;
 use crate::recipe::{Plan, RecipeSource};
 use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, trajectory_file};
 use crate::settings::Entry;
@@ -143,7 +143,7 @@ impl<'a> SamplingFolder<'a> {
         &self,
         name: &str,
         phase: Phase,
-        policy: &PolicyView,
+        engine: &Engine,
         (plan, samples): (&RolloutPlan, usize),
         prompts: &[Prompt],
         console: &Console,
@@ -179,7 +179,7 @@ impl<'a> SamplingFolder<'a> {
         let all = (prompts.len() * samples) as u64;
         let stage = console.start_item_stage(name, all, all - (missing.len() * samples) as u64);
         if let Some(new) =
-            self.sample_missing(&file, phase, policy, (plan, samples), &missing, &stage, stop)?
+            self.sample_missing(&file, phase, engine, (plan, samples), &missing, &stage, stop)?
         {
             let mut new = new.into_iter();
             groups.iter_mut().filter(|rows| rows.is_none()).for_each(|rows| *rows = new.next());
@@ -199,7 +199,7 @@ impl<'a> SamplingFolder<'a> {
         &self,
         file: &File,
         phase: Phase,
-        policy: &PolicyView,
+        engine: &Engine,
         (plan, samples): (&RolloutPlan, usize),
         prompts: &[Prompt],
         stage: &crate::metrics::Progress,
@@ -224,7 +224,7 @@ impl<'a> SamplingFolder<'a> {
             }
         };
         let has_failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let rollout = self.context.rollout(policy, plan);
+        let rollout = self.context.rollout(engine, plan);
         let rollouts = rollout.sample_with_observer(
             prompts,
             samples,

@@ -4,6 +4,7 @@
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
+use crate::rollout::Prompt;
 use crate::rollout::trajectory_file::{RoutedExpertsShape, StoredRollouts};
 use crate::run::context::RunContext;
 use crate::run::evaluation::validation_prompts;
@@ -41,14 +42,13 @@ fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<
     if recipe.train.steps == 0 {
         return Ok(());
     }
-    let policy = context.policy_without_ablations()?;
-    let plan = context.training_rollout(1);
-    let rollout = context.rollout(&policy, &plan);
+    let limits = context.prompt_limits();
+    let check = |prompts: &[Prompt]| prompts.iter().try_for_each(|p| limits.tokens(&p.problem).map(drop));
     if checks_training_prompts {
-        rollout.check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
+        check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
     }
     if recipe.eval.every_steps > 0 || recipe.eval.before_training {
-        validation_prompts(context).iter().try_for_each(|(_, held_out)| rollout.check(held_out))?;
+        validation_prompts(context).iter().try_for_each(|(_, held_out)| check(held_out))?;
     }
     Ok(())
 }

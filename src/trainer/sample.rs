@@ -1,6 +1,7 @@
 //! The rollouts of a step, with dynamic sampling if the recipe enables it.
 
 use super::Trainer;
+use crate::engine::Engine;
 use crate::metrics::{Metrics, Phase};
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
@@ -64,11 +65,13 @@ impl Trainer {
             return Ok(SampleOutput { rollouts, training_indices, rounds: None, seconds: 0.0 });
         }
         let started = std::time::Instant::now();
+        // The weights do not change within a step, and so one engine samples it.
+        let engine = self.context.engine(self.context.rollout_policy()?, step - 1, &recipe.rollout)?;
         let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
         loop {
             let prompts = self.context.training_prompts(step, round, count - informative.len());
-            let new = self.sample_groups(step, &prompts)?;
+            let new = self.sample_groups(&engine, step, &prompts)?;
             for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
                 let group = &new.groups[index - rollouts.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
@@ -90,15 +93,15 @@ impl Trainer {
 
     /// Samples one group for each prompt. Also takes a greedy sample of each prompt if the advantage needs
     /// it.
-    fn sample_groups(&self, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
+    fn sample_groups(&self, engine: &Engine, step: u64, prompts: &[Prompt]) -> Result<Rollouts> {
         let context = &self.context;
         let recipe = &context.plan.recipe;
         let plan = context.training_rollout(step);
         let mut rollouts =
-            self.sample_conversations("gen", &plan, prompts, recipe.rollout.samples_per_prompt)?;
+            self.sample_conversations("gen", engine, &plan, prompts, recipe.rollout.samples_per_prompt)?;
         if recipe.policy.advantage == Advantage::Remax {
             let plan = RolloutPlan::for_greedy_baseline(&recipe.rollout, recipe.train.seed, step);
-            let groups_of_one = self.sample_conversations("gen_max", &plan, prompts, 1)?.groups;
+            let groups_of_one = self.sample_conversations("gen_max", engine, &plan, prompts, 1)?.groups;
             let greedy = groups_of_one.into_iter().map(|group| group.trajectories.into_iter().next());
             rollouts.groups.iter_mut().zip(greedy).for_each(|(group, greedy)| group.greedy = greedy);
         }
@@ -109,16 +112,16 @@ impl Trainer {
     fn sample_conversations(
         &self,
         timing: &'static str,
+        engine: &Engine,
         plan: &RolloutPlan,
         prompts: &[Prompt],
         samples: usize,
     ) -> Result<Rollouts> {
         let context = &self.context;
         let stage = self.console.start_inner_stage("rollout", (prompts.len() * samples) as u64);
-        let policy = context.rollout_policy()?;
         let rollouts = self.timings.time(timing, || {
             context
-                .sample_groups(&policy, plan, prompts, samples, &RolloutProgress::show_on(&stage), &|| false)
+                .sample_groups(engine, plan, prompts, samples, &RolloutProgress::show_on(&stage), &|| false)
         })?;
         stage.finish();
         rollouts.context("the rollout was stopped")

@@ -18,6 +18,7 @@ mod policy_view;
 mod processes;
 mod refused;
 mod same_run;
+mod serve;
 mod truth;
 
 use rloss::settings::Choice;

@@ -9,6 +9,7 @@ mod commands_eval;
 mod critic;
 mod data;
 mod dense;
+mod engine;
 mod figures;
 mod gguf;
 mod gguf_parity;

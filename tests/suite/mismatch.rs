@@ -2,6 +2,7 @@
 
 use crate::tiny;
 use rloss::chat::ChatFormat;
+use rloss::engine::{Engine, EngineLimits};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
@@ -54,15 +55,16 @@ impl World {
         .unwrap();
         let prompts: Vec<Prompt> =
             (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
+        let policy = PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap();
+        let limits =
+            EngineLimits { sequences_max: 64, cuda_graphs: false, cache_capacity: CacheCapacity::default() };
         let rollout = Rollout {
-            threads: &self.threads,
-            policy: &PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap(),
+            engine: &Engine::new(&self.threads, policy, 0, limits).unwrap(),
             chat: &ChatFormat::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
             interpreter: None,
             system_prompt: &[],
             plan: &plan,
-            cache_capacity: CacheCapacity::default(),
         };
         let rollouts = rollout.sample_groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()

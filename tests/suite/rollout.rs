@@ -7,8 +7,9 @@ mod tools;
 
 use crate::harmony::encode_with_special;
 use crate::tiny;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use rloss::chat::Chat;
+use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::model::cache::CacheCapacity;
@@ -18,9 +19,7 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, SamplingParameters, TokenPosition, TokenSource,
-};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, TurnPosition};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
 
@@ -30,7 +29,7 @@ struct World {
     policy: PolicyView<'static>,
     tokenizer: HarmonyTokenizer,
     chat: Chat,
-    threads: Threads,
+    threads: &'static Threads,
     plan: RolloutPlan,
 }
 
@@ -43,7 +42,14 @@ impl World {
         let settings = RolloutSettings { turns_max: 4, prompt_tokens_max: 120, ..RolloutSettings::default() };
         let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step: 3 };
         let chat = Chat::Harmony(tokenizer.clone());
-        Self { parameters, policy, tokenizer, chat, threads: Threads::new(threads).unwrap(), plan }
+        Self {
+            parameters,
+            policy,
+            tokenizer,
+            chat,
+            threads: Box::leak(Box::new(Threads::new(threads).unwrap())),
+            plan,
+        }
     }
 
     /// The quickstart's model, with room for long conversations.
@@ -52,15 +58,21 @@ impl World {
     }
 
     fn rollout<'a>(&'a self, task: &'a dyn Task, interpreter: Option<&'a dyn Interpreter>) -> Rollout<'a> {
+        // A test's engine may live as long as the test program.
+        let limits = EngineLimits {
+            sequences_max: self.plan.settings.sequences_max,
+            cuda_graphs: false,
+            cache_capacity: CacheCapacity::default(),
+        };
+        let threads = self.threads;
+        let engine = Engine::new(threads, self.policy.clone(), 3, limits).unwrap();
         Rollout {
-            threads: &self.threads,
-            policy: &self.policy,
+            engine: Box::leak(Box::new(engine)),
             chat: &self.chat,
             task,
             interpreter,
             system_prompt: &[],
             plan: &self.plan,
-            cache_capacity: CacheCapacity::default(),
         }
     }
 }
@@ -149,19 +161,15 @@ impl Script {
     }
 }
 
-impl TokenSource for Script {
-    fn sampling(&self) -> SamplingParameters {
-        SamplingParameters::with_temperature(1.0)
-    }
-
-    fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
-        let turn = self.0.get(place.turn as usize).context("more turns than scripted")?;
-        turn.get(place.token).copied().context("more tokens than scripted")
+impl Script {
+    fn turn(&self, position: TurnPosition) -> Vec<u32> {
+        self.0.get(position.turn as usize).expect("no more turns than scripted").clone()
     }
 }
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
-    Ok(rollout.sample_from_source(script, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+    let forced = |position| script.turn(position);
+    Ok(rollout.sample_forced(&forced, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
 }
 
 /// Problems numbered from 0.

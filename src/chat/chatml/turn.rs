@@ -12,6 +12,7 @@ use serde_json::Value;
 const COMMENTARY: &str = "commentary";
 
 /// Parses the tokens that are sampled after `<|im_start|>assistant` and its line break.
+#[derive(Clone)]
 pub struct ChatMlTurnParser {
     chat: ChatMl,
     bytes: Vec<u8>,

@@ -4,6 +4,7 @@ use super::{
     AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, TrainableTensor,
     TrainingStage, WARNING_FRACTION, gathered_bytes, gigabytes,
 };
+use crate::engine::FORWARD_TOKENS_MAX;
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheCapacity;
@@ -12,7 +13,6 @@ use crate::ops::packed_weights::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
 use crate::policy::KlPlacement;
-use crate::rollout::FORWARD_TOKENS_MAX;
 
 /// Maximum number of sequences that `check-mismatch` decodes together.
 const DECODE_SEQUENCES_MAX: usize = 64;
@@ -196,7 +196,7 @@ impl MemoryPlanInput<'_> {
         let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
         let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
         match self.command {
-            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => {}
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {}
             ModelCommand::CheckMismatch(_) => {
                 let sequences = DECODE_SEQUENCES_MAX.min(prompts * samples);
                 let capacity =

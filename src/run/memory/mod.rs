@@ -21,6 +21,7 @@ pub use traffic::Traffic;
 use crate::bad_input;
 use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
@@ -32,7 +33,6 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use crate::policy::KlPlacement;
 use crate::recipe::Recipe;
-use crate::rollout::{FORWARD_TOKENS_MAX, engine_count};
 use anyhow::Result;
 use program::retained_bytes;
 use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
@@ -58,6 +58,8 @@ pub enum ModelCommand {
     Eval,
     /// A chat or an export. It samples at most one sequence at a time.
     Chat,
+    /// Answers of requests: as many sequences as an engine takes.
+    Serve,
     CheckMismatch(SecondWeights),
 }
 
@@ -78,6 +80,7 @@ impl ModelCommand {
             ModelCommand::Rollout => "rollout",
             ModelCommand::Eval => "eval",
             ModelCommand::Chat => "chat",
+            ModelCommand::Serve => "serve",
             ModelCommand::CheckMismatch(_) => "check-mismatch",
         }
     }
@@ -440,7 +443,11 @@ impl MemoryPlanInput<'_> {
                 add("weights, changed", self.changed_weight_bytes())
             }
             // For the other commands, rounded weights are part of the sampling phase.
-            ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval | ModelCommand::Chat => {}
+            ModelCommand::Train
+            | ModelCommand::Rollout
+            | ModelCommand::Eval
+            | ModelCommand::Chat
+            | ModelCommand::Serve => {}
         }
         items
     }
@@ -471,7 +478,9 @@ impl MemoryPlanInput<'_> {
             phases.push(("sampling", self.sampling_items()));
         }
         let trajectories = match self.command {
-            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat => return phases,
+            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {
+                return phases;
+            }
             _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
         };
         let tokens = recipe
@@ -514,6 +523,7 @@ impl MemoryPlanInput<'_> {
         match self.command {
             ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
             ModelCommand::Chat => (1, 1),
+            ModelCommand::Serve => (recipe.rollout.sequences_max.saturating_mul(self.threads.max(1)), 1),
             _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
         }
     }
@@ -521,7 +531,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the number of engines that decode in parallel.
     fn engines(&self) -> usize {
         match self.effective_rollout_weights() {
-            RolloutWeightPlacement::Whole => engine_count(self.weight_bytes(), self.threads),
+            RolloutWeightPlacement::Whole => worker_count(self.weight_bytes(), self.threads),
             _ => 1,
         }
     }
@@ -550,7 +560,10 @@ impl MemoryPlanInput<'_> {
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
             }
-            ModelCommand::Eval | ModelCommand::Chat | ModelCommand::CheckMismatch(_) => 0,
+            ModelCommand::Eval
+            | ModelCommand::Chat
+            | ModelCommand::Serve
+            | ModelCommand::CheckMismatch(_) => 0,
         };
         let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());

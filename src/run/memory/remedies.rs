@@ -70,7 +70,7 @@ impl MemoryPlanInput<'_> {
                 r.rollout.prompt_tokens_max = value;
             }),
         ];
-        if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat) {
+        if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat | ModelCommand::Serve) {
             sizes.push((
                 "train.micro_batch_tokens",
                 TOKENS_MIN,

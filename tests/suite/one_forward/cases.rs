@@ -1,7 +1,9 @@
 //! The proof's cases: random models and rollouts in which something could tell rollout and training apart.
 
 use anyhow::{Context, Result, ensure};
+use rand::Rng;
 use rloss::chat::ChatFormat;
+use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
@@ -20,10 +22,8 @@ use rloss::model::settings::Yarn;
 use rloss::model::storage::TensorStorage;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
-use rloss::random::Purpose;
-use rloss::rollout::{
-    Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TokenPosition, TokenSource,
-};
+use rloss::random::{Purpose, stream};
+use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TurnPosition};
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
@@ -308,23 +308,26 @@ impl Case {
         };
         let plan = RolloutPlan { settings, seed: 5, purpose: Purpose::Sampling, step };
         let chat = self.config.family.chat.from_embedded()?;
+        let limits = EngineLimits {
+            sequences_max: self.sequences_max,
+            cuda_graphs: true,
+            cache_capacity: CacheCapacity::default(),
+        };
         let rollout = Rollout {
-            threads,
-            policy,
+            engine: &Engine::new(threads, policy.clone(), step, limits)?,
             chat: &chat,
             task: &Questions,
             interpreter: Some(&Repeat),
             system_prompt: &[],
             plan: &plan,
-            cache_capacity: CacheCapacity::default(),
         };
         let prompts = (0..4)
             .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })
             .collect::<Vec<_>>();
-        let (sampling, turns, tokens_max) = (self.sampling, self.turns, self.turn_tokens_max);
-        let source = Talk { family: self.config.family, sampling, turns, tokens_max };
-        let source: &dyn TokenSource = if self.sampling.top_p < 1.0 { &self.sampling } else { &source };
-        let rollouts = rollout.sample_from_source(source, &prompts, self.samples, &|_| (), &|| false)?;
+        let talk = Talk { family: self.config.family, turns: self.turns, tokens_max: self.turn_tokens_max };
+        let is_truncated = self.sampling.top_p < 1.0;
+        let forced = |turn| if is_truncated { vec![] } else { talk.turn(turn) };
+        let rollouts = rollout.sample_forced(&forced, &prompts, self.samples, &|_| (), &|| false)?;
         let rollouts = rollouts.context("nobody stopped it")?;
         Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
     }
@@ -348,12 +351,10 @@ impl Case {
     }
 }
 
-/// Samples as the model likes, but for the tokens that make conversations: every turn but the last calls
-/// the tool, the last one answers, each at a length of its own; control tokens in between become text.
-/// Log-probs are the model's.
+/// Forces conversations: every turn but the last calls the tool, the last one answers, each at a length of its
+/// own, with random text. Log-probs are the model's.
 struct Talk {
     family: Family,
-    sampling: SamplingParameters,
     turns: u64,
     tokens_max: usize,
 }
@@ -384,24 +385,18 @@ impl Talk {
     }
 }
 
-impl TokenSource for Talk {
-    fn sampling(&self) -> SamplingParameters {
-        self.sampling
-    }
-
-    fn choose(&self, place: TokenPosition, drawn: u32) -> Result<u32> {
-        let last = place.turn + 1 == self.turns;
-        let (opening, closing) = self.frame(last);
+impl Talk {
+    fn turn(&self, place: TurnPosition) -> Vec<u32> {
+        let (opening, closing) = self.frame(place.turn + 1 == self.turns);
         let hash = (place.prompt * 31 + place.sample * 17 + place.turn * 7 + 3).wrapping_mul(0x9e37_79b9);
         let length = 6 + hash as usize % self.tokens_max;
-        Ok(match opening.get(place.token) {
-            Some(&token) => token,
-            None if place.token >= length => closing[(place.token - length).min(closing.len() - 1)],
+        let mut random = stream(9, Purpose::Sampling, &[place.prompt, place.sample, place.turn]);
+        let text = (opening.len()..length).map(|_| match self.family.chat {
+            ChatFormat::Harmony => BYTES + random.random_range(32..127u32),
             // Digits: nothing that would end the text of a call or have to be escaped in it.
-            None if self.family.chat != ChatFormat::Harmony => BYTES + 48 + drawn % 10,
-            None if drawn < BYTES => BYTES + 32 + drawn,
-            None => drawn,
-        })
+            _ => BYTES + 48 + random.random_range(0..10u32),
+        });
+        opening.iter().copied().chain(text).chain(closing.iter().copied()).collect()
     }
 }
 

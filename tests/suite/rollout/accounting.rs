@@ -87,14 +87,10 @@ fn kinds() -> (Vec<Kind>, Vec<Kind>) {
 /// Forces the tokens of each prompt's kind.
 struct Kinds(Vec<Vec<Vec<u32>>>);
 
-impl TokenSource for Kinds {
-    fn sampling(&self) -> SamplingParameters {
-        SamplingParameters::with_temperature(1.0)
-    }
-
-    fn choose(&self, place: TokenPosition, _: u32) -> Result<u32> {
-        let turn = self.0[place.prompt as usize].get(place.turn as usize).context("an unscripted turn")?;
-        turn.get(place.token).copied().context("an unscripted token")
+impl Kinds {
+    fn turn(&self, position: TurnPosition) -> Vec<u32> {
+        let turns = &self.0[position.prompt as usize];
+        turns.get(position.turn as usize).expect("a scripted turn").clone()
     }
 }
 
@@ -143,7 +139,8 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             }
         });
         let rollout = world.rollout(task.as_ref(), Some(&tool));
-        let rollouts = rollout.sample_from_source(&source, &prompts, 1, &|_| (), &|| false);
+        let rollouts =
+            rollout.sample_forced(&|position| source.turn(position), &prompts, 1, &|_| (), &|| false);
         over.store(true, Ordering::SeqCst);
         rollouts.unwrap().expect("nobody stopped it")
     });

@@ -262,15 +262,6 @@ fn a_task_that_fails_is_an_outcome() {
 }
 
 #[test]
-fn a_failing_source_ends_the_rollout_with_its_error() {
-    let world = World::roomy();
-    let script = Script::new(&world, &["<|channel|>analysis"]);
-    let (task, tool) = (Questions::new(), echo());
-    let error = play(world.rollout(&task, Some(&tool)), &script, &Questions::prompts(3), 2).unwrap_err();
-    assert!(format!("{error:#}").contains("more tokens than scripted"), "{error:#}");
-}
-
-#[test]
 fn a_panicking_tool_ends_the_rollout_instead_of_waiting_for_ever() {
     let world = World::roomy();
     let tool = Scripted(|_, _: &str| panic!("a tool's bug"));

@@ -1,18 +1,20 @@
-//! KV-cache admission: decides which conversations may begin when the cache is limited.
+//! KV-cache admission: decides which sequences may begin when the cache is limited.
 //!
-//! A slot is the cache for one sequence of maximum length. The samples of a group share the slot of their
-//! prompt until they decode. A group with `n` decoding samples uses `max(1, n)` slots. So a group without a
-//! decoding sample can always start one, and no sample waits forever.
+//! A slot is the cache that one sequence needs at its longest. The samples of a request form a group: they
+//! share their prompt's slot until they decode. A group with `n` decoding samples takes `max(1, n)` slots. A
+//! group without a decoding sample can therefore always start one, and no sample waits forever.
 
-/// The slots of a cache, and how many of them each group uses.
+use std::collections::HashMap;
+
+/// The slots of a cache and their use by groups.
 pub(super) struct CacheAdmission {
     slots: usize,
     used: usize,
-    samples: usize,
-    groups: Vec<Group>,
+    /// Groups that have begun and not ended, by number.
+    groups: HashMap<u64, Group>,
 }
 
-/// A group that has begun and has not ended.
+/// A group that has begun and not ended.
 #[derive(Clone, Copy, Default)]
 struct Group {
     /// Number of samples that do not decode yet.
@@ -28,42 +30,46 @@ impl Group {
 }
 
 impl CacheAdmission {
-    /// Creates `slots` free slots for `groups` groups of `samples` samples each.
-    pub fn new(slots: usize, groups: usize, samples: usize) -> Self {
-        Self { slots, used: 0, samples, groups: vec![Group::default(); groups] }
+    /// Returns `slots` free slots.
+    pub fn new(slots: usize) -> Self {
+        Self { slots, used: 0, groups: HashMap::new() }
     }
 
-    /// Returns whether another group may begin.
+    /// Returns true when another group may begin.
     pub fn has_free_slot(&self) -> bool {
         self.used < self.slots
     }
 
-    /// Assigns a slot to the prompt of a group.
-    pub fn begin_group(&mut self, index: usize) {
-        let waiting = self.samples;
-        self.change(index, |group| group.waiting = waiting);
+    /// Takes a slot for the prompt of group `number`, which has `samples` samples.
+    pub fn begin_group(&mut self, number: u64, samples: usize) {
+        self.change(number, |group| group.waiting = samples);
     }
 
-    /// Returns whether a sample of group `index` may begin to decode.
-    pub fn can_begin_sample(&self, index: usize) -> bool {
-        self.groups[index].decoding == 0 || self.has_free_slot()
+    /// Returns true when a sample of group `number` may begin to decode.
+    pub fn can_begin_sample(&self, number: u64) -> bool {
+        self.groups.get(&number).is_none_or(|group| group.decoding == 0) || self.has_free_slot()
     }
 
     /// Records that a sample of the group begins to decode.
-    pub fn begin_sample(&mut self, index: usize) {
-        self.change(index, |group| (group.waiting, group.decoding) = (group.waiting - 1, group.decoding + 1));
+    pub fn begin_sample(&mut self, number: u64) {
+        self.change(number, |group| {
+            (group.waiting, group.decoding) = (group.waiting - 1, group.decoding + 1)
+        });
     }
 
-    /// Records the end of a sample of the group. `has_decoded` says whether the sample had begun to decode.
-    pub fn end_sample(&mut self, index: usize, has_decoded: bool) {
-        self.change(index, |group| if has_decoded { group.decoding -= 1 } else { group.waiting -= 1 });
+    /// Records the end of a sample of the group; `has_decoded` tells whether it decoded.
+    pub fn end_sample(&mut self, number: u64, has_decoded: bool) {
+        self.change(number, |group| if has_decoded { group.decoding -= 1 } else { group.waiting -= 1 });
     }
 
-    fn change(&mut self, index: usize, change: impl FnOnce(&mut Group)) {
-        let group = &mut self.groups[index];
+    fn change(&mut self, number: u64, change: impl FnOnce(&mut Group)) {
+        let group = self.groups.entry(number).or_default();
         self.used -= group.slots();
         change(group);
         self.used += group.slots();
+        if group.waiting + group.decoding == 0 {
+            self.groups.remove(&number);
+        }
     }
 }
 
@@ -104,26 +110,26 @@ mod tests {
 
     #[test]
     fn a_group_takes_a_place_for_its_prompt_and_each_sample_under_way() {
-        let mut admission = CacheAdmission::new(3, 3, 2);
-        admission.begin_group(0);
+        let mut admission = CacheAdmission::new(3);
+        admission.begin_group(0, 2);
         assert!(admission.can_begin_sample(0));
         admission.begin_sample(0);
-        assert!(admission.can_begin_sample(0), "the first sample uses the prompt's slot");
+        assert!(admission.can_begin_sample(0), "the prompt's place is the first sample's");
         admission.begin_sample(0);
         assert!(admission.has_free_slot());
-        admission.begin_group(1);
+        admission.begin_group(1, 2);
         assert!(!admission.has_free_slot());
-        assert!(admission.can_begin_sample(1), "its first sample uses its prompt's slot");
+        assert!(admission.can_begin_sample(1), "its first sample has its prompt's place");
         admission.begin_sample(1);
-        assert!(!admission.can_begin_sample(1), "a second sample waits");
+        assert!(!admission.can_begin_sample(1), "a second one waits");
         admission.end_sample(0, true);
         assert!(admission.can_begin_sample(1));
         admission.begin_sample(1);
         assert!(!admission.has_free_slot());
-        // A sample that ends before it decodes has no slot of its own. The last sample of the group frees the
+        // A sample that ended before it decoded had no slot of its own; the group's last one frees the
         // slot.
         admission.end_sample(0, true);
-        admission.begin_group(2);
+        admission.begin_group(2, 2);
         admission.end_sample(2, false);
         assert!(!admission.has_free_slot());
         admission.end_sample(2, false);
@@ -132,10 +138,10 @@ mod tests {
 
     #[test]
     fn with_one_place_everything_ends_one_after_the_other() {
-        let mut admission = CacheAdmission::new(1, 2, 3);
+        let mut admission = CacheAdmission::new(1);
         for group in 0..2 {
             assert!(admission.has_free_slot());
-            admission.begin_group(group);
+            admission.begin_group(group, 3);
             for _ in 0..3 {
                 assert!(admission.can_begin_sample(group));
                 admission.begin_sample(group);
@@ -146,7 +152,7 @@ mod tests {
         assert!(admission.has_free_slot());
     }
 
-    /// Regression test: waiting samples held prompt pages that other samples had freed, and no page was left.
+    /// Regression test: waiting samples held prompt pages that others had freed, and the pages ran out.
     #[test]
     fn whoever_begins_finds_the_pages_it_needs() {
         let config = Config { sliding_window: 100, ..tiny() };
@@ -158,11 +164,11 @@ mod tests {
             let pools = [LayerType::Full, LayerType::Sliding]
                 .map(|layer| (layer, PageAllocator::new(admission.pages(&config, &layer))));
             let (groups, samples) = (12, 4);
-            let mut waits: Vec<usize> = (0..groups).collect();
-            let mut used = CacheAdmission::new(slots, groups, samples);
+            let mut waits: Vec<u64> = (0..groups).collect();
+            let mut used = CacheAdmission::new(slots);
             // For each active sample: its group, whether it decodes, its pages per layer, and its remaining
             // tokens.
-            let mut under_way: Vec<(usize, bool, [PagedSequence; 2], usize)> = vec![];
+            let mut under_way: Vec<(u64, bool, [PagedSequence; 2], usize)> = vec![];
             let feed = |sequence: &mut [PagedSequence; 2], mut count: usize| {
                 while count > 0 {
                     let now = count.min(admission.fed_tokens_max);
@@ -177,7 +183,7 @@ mod tests {
             };
             while !waits.is_empty() || !under_way.is_empty() {
                 if let Some(group) = waits.pop_if(|_| used.has_free_slot()) {
-                    used.begin_group(group);
+                    used.begin_group(group, samples);
                     let mut prompt: [PagedSequence; 2] = Default::default();
                     feed(&mut prompt, random.random_range(1..=prompt_max));
                     let sample = |_| (group, false, prompt.clone(), random.random_range(1..=response_max));

@@ -1,0 +1,208 @@
+//! The engine: token ids in, token ids out. It knows no message, no task and no reward.
+//!
+//! A client submits an [`EngineRequest`] and receives the tokens of its samples one by one, then a
+//! [`Completion`]. The result depends on request and weights alone: not on other requests, their order, the
+//! batch or the number of threads. One queue lives as long as the weights.
+
+mod cache_admission;
+mod queue;
+mod request;
+mod worker;
+
+pub use request::{
+    Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
+};
+
+use crate::model::cache::{CacheCapacity, CacheFactory};
+use crate::model::policy_view::PolicyView;
+use crate::ops::threads::Threads;
+use anyhow::{Error, Result, ensure};
+use queue::Queue;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use worker::Worker;
+
+/// Tokens per forward. Decode has priority; long prompts take the rest, so they are fed in chunks.
+pub const FORWARD_TOKENS_MAX: usize = 1024;
+
+/// Maximum bytes of all weights, times the number of threads, for which each thread runs a worker of its
+/// own. Larger models use one worker whose ops use all threads, so weights are read once per batch.
+const PARALLEL_WORKERS_BYTES_MAX: u64 = 512 << 20;
+
+/// Returns the number of workers that decode in parallel, for a model of `weight_bytes` and `threads`
+/// threads.
+pub fn worker_count(weight_bytes: u64, threads: usize) -> usize {
+    if weight_bytes.saturating_mul(threads as u64) <= PARALLEL_WORKERS_BYTES_MAX { threads } else { 1 }
+}
+
+/// Limits of an engine.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineLimits {
+    /// Sequences that a worker decodes together.
+    pub sequences_max: usize,
+    /// Decode with CUDA graphs on a GPU.
+    pub cuda_graphs: bool,
+    /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
+    pub cache_capacity: CacheCapacity,
+}
+
+/// The owner of requests. Its methods are called from the engine's threads, never while a lock of the engine
+/// is held, so they may submit further requests.
+pub trait Client: Sync {
+    /// Takes the next token of `sample`; returns false to end the sample after it.
+    fn token(&self, sample: u64, token: &NewToken) -> bool;
+
+    /// Takes the result of `sample`.
+    fn finished(&self, sample: u64, completion: Completion);
+
+    /// Is called before each forward and while the engine is idle. `sampled` is the number of tokens drawn
+    /// by the calling worker since its last call. Returns false when no request is to be worked on any
+    /// more.
+    fn goes_on(&self, sampled: u64) -> bool;
+}
+
+/// Continuous batching for one policy.
+pub struct Engine<'m> {
+    threads: &'m Threads,
+    policy: PolicyView<'m>,
+    version: u64,
+    limits: EngineLimits,
+    /// Number of workers that decode in parallel.
+    workers: usize,
+    caches: CacheFactory,
+    queue: Mutex<Queue>,
+    /// Signals work, or the end.
+    work: Condvar,
+}
+
+impl<'m> Engine<'m> {
+    /// Returns an engine for `policy`, whose weights completions name `version`.
+    ///
+    /// # Errors
+    /// When a GPU's memory does not suffice for the caches.
+    pub fn new(
+        threads: &'m Threads,
+        policy: PolicyView<'m>,
+        version: u64,
+        limits: EngineLimits,
+    ) -> Result<Self> {
+        let device = policy.weights.device();
+        let workers = match policy.weights.mesh() {
+            None if device.is_cpu() => worker_count(policy.weights.bytes(), threads.count()),
+            // A GPU runs one forward at a time.
+            _ => 1,
+        };
+        let caches = CacheFactory::new(&policy.model.config, device, limits.cache_capacity)?;
+        let queue = Mutex::new(Queue::new(0));
+        let engine = Self { threads, policy, version, limits, workers, caches, queue, work: Condvar::new() };
+        engine.clear();
+        Ok(engine)
+    }
+
+    /// Returns the policy.
+    pub fn policy(&self) -> &PolicyView<'m> {
+        &self.policy
+    }
+
+    /// Returns the version of the weights.
+    pub fn version(&self) -> u64 {
+        self.version
+    }
+
+    /// Returns the maximum length of a sequence, in tokens.
+    pub fn context_tokens_max(&self) -> usize {
+        self.policy.model.context_tokens_max()
+    }
+
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// When the request has no token or no sample, or its samples might outgrow the model's context.
+    pub fn submit(&self, request: EngineRequest) -> Result<()> {
+        ensure!(!request.tokens.is_empty() && !request.samples.is_empty(), "an empty request");
+        self.check_length(request.tokens.len(), request.new_tokens_max)?;
+        self.lock().submit(request);
+        self.work.notify_one();
+        Ok(())
+    }
+
+    /// Goes on with a sequence that was kept.
+    ///
+    /// # Errors
+    /// When there is none of that id, or it might outgrow the model's context.
+    pub fn continue_sequence(&self, continuation: Continuation) -> Result<()> {
+        let context = self.context_tokens_max();
+        self.lock().continue_sequence(continuation, context)?;
+        self.work.notify_one();
+        Ok(())
+    }
+
+    /// Forgets a sequence that was kept, if there is one of that id.
+    pub fn release(&self, id: u64) {
+        self.lock().release(id);
+        self.work.notify_one();
+    }
+
+    /// Ends a sample before its next token. Its completion has what was drawn so far.
+    pub fn cancel(&self, id: u64) {
+        self.lock().cancel(id);
+        self.work.notify_one();
+    }
+
+    /// Ends the work of all workers. Only the first failure is kept.
+    pub fn fail(&self, error: Error) {
+        self.lock().failure.get_or_insert(error);
+        self.work.notify_all();
+    }
+
+    /// Wakes idle workers, so that they ask their client whether to go on.
+    pub fn wake(&self) {
+        self.work.notify_all();
+    }
+
+    /// Forgets all requests and sequences, and a failure. Nothing may run.
+    pub fn clear(&self) {
+        let slots = self.slots();
+        *self.lock() = Queue::new(slots);
+    }
+
+    /// Works on requests until `client` says that it is over. Where the ranks of a mesh run every forward
+    /// together, a rank without work takes part, until no rank has any.
+    ///
+    /// # Errors
+    /// When a forward fails, gives logits that are not finite, or [`Self::fail`] was called.
+    pub fn run(&self, client: &dyn Client) -> Result<()> {
+        let mesh = self.policy.weights.mesh();
+        let run = || {
+            let worker = Worker::new(self, client);
+            match mesh {
+                Some(mesh) => worker.run_on_mesh(mesh),
+                None => worker.run(),
+            }
+        };
+        if self.workers > 1 {
+            self.threads.run_on_each(|_| run());
+        } else {
+            self.threads.run_on_all(run);
+        }
+        self.lock().failure.take().map_or(Ok(()), Err)
+    }
+
+    /// Returns the number of sequences whose caches fit.
+    fn slots(&self) -> usize {
+        let on_host = self.policy.weights.device().is_cpu();
+        if on_host { usize::MAX } else { self.limits.cache_capacity.sequences }
+    }
+
+    fn check_length(&self, tokens: usize, new_tokens_max: usize) -> Result<()> {
+        let context = self.context_tokens_max();
+        ensure!(
+            tokens.saturating_add(new_tokens_max) <= context,
+            "a request of {tokens} tokens and {new_tokens_max} new ones, in a context of {context}"
+        );
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,236 @@
+//! The work shared by an engine's workers: requests that wait, sequences to continue, sequences kept.
+
+use super::cache_admission::CacheAdmission;
+use super::request::{Continuation, EngineRequest, FinishReason};
+use super::worker::{Prefill, Sequence, Work};
+use super::{Client, Engine};
+use anyhow::{Context, Error, Result, ensure};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::time::Duration;
+
+/// How often an idle worker asks its client whether to go on.
+const IDLE_POLL: Duration = Duration::from_millis(50);
+
+/// The result of a worker's request for work.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum RefillResult {
+    Work,
+    /// Nothing now, but the client goes on.
+    Nothing,
+    /// The client is through.
+    Finished,
+    Failure,
+}
+
+/// Requests and sequences that no worker holds.
+pub(super) struct Queue {
+    /// Requests that have not begun, each with the number of its group.
+    waiting: VecDeque<(u64, EngineRequest)>,
+    /// Sequences that decode, or have new tokens to read.
+    ready: VecDeque<Box<Sequence>>,
+    kept: HashMap<u64, Box<Sequence>>,
+    admission: CacheAdmission,
+    groups: u64,
+    /// Samples that have neither ended nor been kept.
+    unfinished: HashSet<u64>,
+    /// Those of them to end at the next opportunity.
+    cancelled: HashSet<u64>,
+    pub(super) failure: Option<Error>,
+}
+
+impl Queue {
+    pub(super) fn new(slots: usize) -> Self {
+        Self {
+            waiting: VecDeque::new(),
+            ready: VecDeque::new(),
+            kept: HashMap::new(),
+            admission: CacheAdmission::new(slots),
+            groups: 0,
+            unfinished: HashSet::new(),
+            cancelled: HashSet::new(),
+            failure: None,
+        }
+    }
+
+    pub(super) fn submit(&mut self, request: EngineRequest) {
+        self.unfinished.extend(request.samples.iter().map(|sample| sample.id));
+        self.waiting.push_back((self.groups, request));
+        self.groups += 1;
+    }
+
+    pub(super) fn continue_sequence(&mut self, continuation: Continuation, context: usize) -> Result<()> {
+        let id = continuation.sample.id;
+        let kept = self.kept.get(&id).with_context(|| format!("no sequence {id} is kept"))?;
+        let length = kept.len().saturating_add(continuation.tokens.len());
+        ensure!(
+            length.saturating_add(continuation.new_tokens_max) <= context,
+            "sequence {id} might outgrow the context of {context}"
+        );
+        let mut sequence = self.kept.remove(&id).context("the sequence that was just found")?;
+        sequence.extend(continuation);
+        self.unfinished.insert(id);
+        self.ready.push_back(sequence);
+        Ok(())
+    }
+
+    pub(super) fn release(&mut self, id: u64) {
+        if let Some(sequence) = self.kept.remove(&id) {
+            self.admission.end_sample(sequence.group, sequence.has_slot);
+        }
+    }
+
+    pub(super) fn cancel(&mut self, id: u64) {
+        if self.unfinished.contains(&id) {
+            self.cancelled.insert(id);
+        }
+    }
+
+    /// Records that a sample has ended: it is kept, or gives its slot back.
+    pub(super) fn end(&mut self, sequence: Box<Sequence>) {
+        self.unfinished.remove(&sequence.id);
+        self.cancelled.remove(&sequence.id);
+        if sequence.options.keep_sequence {
+            self.kept.insert(sequence.id, sequence);
+        } else {
+            self.admission.end_sample(sequence.group, sequence.has_slot);
+        }
+    }
+
+    /// Hands over sequences whose prompt was read.
+    pub(super) fn add_ready(&mut self, sequence: Box<Sequence>) {
+        self.ready.push_back(sequence);
+    }
+
+    /// Returns the index in `ready` of the first sequence that can be admitted to the KV cache.
+    fn next_ready(&self) -> Option<usize> {
+        self.ready
+            .iter()
+            .position(|sequence| sequence.has_slot || self.admission.can_begin_sample(sequence.group))
+    }
+
+    /// Takes the sequence that [`Self::next_ready`] selects.
+    fn take_ready(&mut self) -> Option<Box<Sequence>> {
+        let mut sequence = self.ready.remove(self.next_ready()?)?;
+        if !std::mem::replace(&mut sequence.has_slot, true) {
+            self.admission.begin_sample(sequence.group);
+        }
+        Some(sequence)
+    }
+
+    /// Takes out the cancelled samples that no forward is working on. A prompt that is read for several
+    /// samples ends when its samples begin.
+    fn take_cancelled(&mut self, batch: &mut Vec<Work>) -> VecDeque<Box<Sequence>> {
+        if self.cancelled.is_empty() {
+            return VecDeque::new();
+        }
+        let mut ended = VecDeque::new();
+        let cancelled = &self.cancelled;
+        let mut retain = |sequence: Box<Sequence>| match cancelled.contains(&sequence.id) {
+            true => {
+                ended.push_back(sequence);
+                None
+            }
+            false => Some(sequence),
+        };
+        self.ready = std::mem::take(&mut self.ready).into_iter().filter_map(&mut retain).collect();
+        *batch = std::mem::take(batch)
+            .into_iter()
+            .filter_map(|work| match work {
+                Work::Sequence(sequence) => retain(sequence).map(Work::Sequence),
+                prefill => Some(prefill),
+            })
+            .collect();
+        ended
+    }
+
+    /// Takes out waiting requests of which every sample is cancelled.
+    fn take_cancelled_requests(&mut self) -> Vec<u64> {
+        if self.cancelled.is_empty() {
+            return vec![];
+        }
+        let mut ids = vec![];
+        let cancelled = &mut self.cancelled;
+        self.waiting.retain(|(_, request)| {
+            let all = request.samples.iter().all(|sample| cancelled.contains(&sample.id));
+            if all {
+                ids.extend(request.samples.iter().map(|sample| sample.id));
+            }
+            !all
+        });
+        for id in &ids {
+            self.cancelled.remove(id);
+            self.unfinished.remove(id);
+        }
+        ids
+    }
+}
+
+impl Engine<'_> {
+    /// Fills `batch` and returns whether to continue; waits while there is nothing to do. `sampled` is the
+    /// number of tokens drawn since the last call.
+    pub(super) fn refill(&self, client: &dyn Client, batch: &mut Vec<Work>, sampled: u64) -> bool {
+        let mut found = self.try_refill(client, batch, sampled);
+        while let RefillResult::Nothing = found {
+            self.wait_for_work();
+            found = self.try_refill(client, batch, 0);
+        }
+        matches!(found, RefillResult::Work)
+    }
+
+    /// Performs [`Self::refill`] without waiting.
+    ///
+    /// A worker takes at most its share of the remaining work, so that the work is spread evenly.
+    pub(super) fn try_refill(
+        &self,
+        client: &dyn Client,
+        batch: &mut Vec<Work>,
+        sampled: u64,
+    ) -> RefillResult {
+        let goes_on = client.goes_on(sampled);
+        let mut queue = self.lock();
+        if queue.failure.is_some() {
+            return RefillResult::Failure;
+        }
+        if !goes_on {
+            drop(queue);
+            self.wake();
+            return RefillResult::Finished;
+        }
+        let cancelled = queue.take_cancelled(batch);
+        let never_begun = queue.take_cancelled_requests();
+        if !cancelled.is_empty() || !never_begun.is_empty() {
+            drop(queue);
+            cancelled.into_iter().for_each(|sequence| self.end(client, sequence, FinishReason::Cancelled));
+            never_begun.into_iter().for_each(|id| client.finished(id, self.empty_completion()));
+            queue = self.lock();
+        }
+        let share = self.limits.sequences_max.max(1).min(queue.unfinished.len().div_ceil(self.workers));
+        let mut load: usize = batch.iter().map(Work::samples).sum();
+        while load < share
+            && let Some(sequence) = queue.take_ready()
+        {
+            batch.push(Work::Sequence(sequence));
+            load += 1;
+        }
+        while load < share
+            && queue.admission.has_free_slot()
+            && let Some((group, request)) = queue.waiting.pop_front()
+        {
+            let samples = request.samples.len();
+            queue.admission.begin_group(group, samples);
+            batch.push(Work::Prefill(Box::new(Prefill::new(group, request, self.caches.sequence()))));
+            load += samples;
+        }
+        if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
+    }
+
+    /// Waits until there may be work, but not longer than the interval of the client's checks.
+    pub(super) fn wait_for_work(&self) {
+        let queue = self.lock();
+        let has_work =
+            queue.next_ready().is_some() || (!queue.waiting.is_empty() && queue.admission.has_free_slot());
+        if !has_work && queue.failure.is_none() {
+            drop(self.work.wait_timeout(queue, IDLE_POLL));
+        }
+    }
+}

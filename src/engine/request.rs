@@ -1,0 +1,93 @@
+//! Requests and completions: token ids and numbers, no message and no task.
+
+use crate::ops::logits::{SampledToken, SamplingParameters};
+use rand_chacha::ChaCha8Rng;
+
+/// A prompt to read, and samples to draw after it. The samples share one prefill.
+#[derive(Debug, Clone)]
+pub struct EngineRequest {
+    /// The prompt, at least one token.
+    pub tokens: Vec<u32>,
+    /// At least one. Ids are unique among the sequences of an engine.
+    pub samples: Vec<SampleRequest>,
+    pub sampling: SamplingParameters,
+    /// Tokens that end a sample, which then holds the token.
+    pub stop_tokens: Vec<u32>,
+    /// Maximum number of new tokens of a sample; 0 only reads the prompt.
+    pub new_tokens_max: usize,
+    /// Score each new token under the model's own distribution (temperature 1, nothing removed), with this
+    /// number of the likeliest tokens.
+    pub top_log_probs: Option<usize>,
+    /// Score each prompt token but the first in the same way.
+    pub prompt_log_probs: Option<usize>,
+    /// Return the experts of each token that was read.
+    pub keep_routed_experts: bool,
+    /// Keep the cache when a sample ends: for [`Engine::continue_sequence`](super::Engine::continue_sequence)
+    /// or [`Engine::release`](super::Engine::release).
+    pub keep_sequence: bool,
+}
+
+/// One sample of a request.
+#[derive(Debug, Clone)]
+pub struct SampleRequest {
+    /// The client's name for it.
+    pub id: u64,
+    /// Gives one number a token. So a token depends on weights, request and position alone.
+    pub random: ChaCha8Rng,
+    /// The first tokens of the sample, which are scored and not drawn.
+    pub forced: Vec<u32>,
+}
+
+/// More tokens for a sequence that was kept, and what to draw after them.
+#[derive(Debug, Clone)]
+pub struct Continuation {
+    /// Tokens after the last one drawn.
+    pub tokens: Vec<u32>,
+    pub sample: SampleRequest,
+    pub new_tokens_max: usize,
+}
+
+/// A new token.
+#[derive(Debug, Clone, PartialEq)]
+pub struct NewToken {
+    pub id: u32,
+    /// The log-probability under the distribution it was drawn from.
+    pub log_prob: f32,
+    /// Present with [`EngineRequest::top_log_probs`].
+    pub scores: Option<TokenScores>,
+}
+
+/// A token's scores under the model's own distribution.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct TokenScores {
+    pub log_prob: f32,
+    /// The likeliest tokens, the first the likeliest (ties: the lowest id).
+    pub top: Vec<SampledToken>,
+}
+
+/// Why a sample ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FinishReason {
+    /// By one of [`EngineRequest::stop_tokens`].
+    StopToken,
+    /// By [`EngineRequest::new_tokens_max`].
+    Length,
+    /// [`Client::token`](super::Client::token) returned false.
+    Client,
+    /// By [`Engine::cancel`](super::Engine::cancel).
+    Cancelled,
+}
+
+/// The result of a sample.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Completion {
+    pub tokens: Vec<NewToken>,
+    pub finish_reason: FinishReason,
+    /// The weights that sampled it.
+    pub policy_version: u64,
+    /// `[tokens read] × [layers × experts a token]`, of the request's or the continuation's own tokens. The
+    /// last token is not read.
+    pub routed_experts: Vec<Vec<u16>>,
+    /// Scores of the prompt's tokens from the second on, with [`EngineRequest::prompt_log_probs`].
+    pub prompt_scores: Vec<TokenScores>,
+}

@@ -1,0 +1,525 @@
+//! Continuous batching: each forward takes whatever is ready, prompts and sequences mixed.
+//!
+//! A sequence that has ended leaves the batch before the next forward, and another enters. The samples of a
+//! request share one prefill. Their caches are clones of the prompt's, and their first tokens are drawn from
+//! one row of logits.
+
+use super::queue::RefillResult;
+use super::request::{
+    Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
+};
+use super::{Client, Engine, FORWARD_TOKENS_MAX};
+use crate::dist::Mesh;
+use crate::model::cache::SequenceCache;
+use crate::model::decode::Decoder;
+use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_max};
+use crate::ops::threads::with_spinning_threads;
+use anyhow::{Result, anyhow};
+use candle_core::Tensor;
+use rand::Rng;
+use rand_chacha::ChaCha8Rng;
+use std::sync::Arc;
+
+/// The parts of a request that its sequences need.
+pub(super) struct SequenceOptions {
+    sampling: SamplingParameters,
+    stop_tokens: Vec<u32>,
+    top_log_probs: Option<usize>,
+    keep_routed_experts: bool,
+    pub(super) keep_sequence: bool,
+}
+
+/// A prompt whose prefill is in progress, for all samples of its request.
+pub(super) struct Prefill {
+    group: u64,
+    request: EngineRequest,
+    cache: SequenceCache,
+    routes: Vec<Vec<u16>>,
+    scores: Vec<TokenScores>,
+}
+
+impl Prefill {
+    pub(super) fn new(group: u64, request: EngineRequest, cache: SequenceCache) -> Self {
+        Self { group, request, cache, routes: Vec::new(), scores: Vec::new() }
+    }
+
+    /// Returns the sequences of a prompt that was read.
+    fn into_sequences(self) -> impl Iterator<Item = Box<Sequence>> {
+        let Self { group, request, cache, routes, scores } = self;
+        let options = Arc::new(SequenceOptions {
+            sampling: request.sampling,
+            stop_tokens: request.stop_tokens,
+            top_log_probs: request.top_log_probs,
+            keep_routed_experts: request.keep_routed_experts,
+            keep_sequence: request.keep_sequence,
+        });
+        request.samples.into_iter().map(move |SampleRequest { id, random, forced }| {
+            Box::new(Sequence {
+                id,
+                group,
+                has_slot: false,
+                options: options.clone(),
+                tokens: request.tokens.clone(),
+                cache: cache.clone(),
+                random,
+                forced,
+                new_tokens: Vec::new(),
+                new_tokens_max: request.new_tokens_max,
+                routes: routes.clone(),
+                prompt_scores: scores.clone(),
+            })
+        })
+    }
+}
+
+/// A sample and its cache. Tokens beyond the cache's length are not read yet.
+pub(super) struct Sequence {
+    pub(super) id: u64,
+    pub(super) group: u64,
+    /// Whether it has its own KV-cache slot. Until it decodes it uses its prompt's slot.
+    pub(super) has_slot: bool,
+    pub(super) options: Arc<SequenceOptions>,
+    tokens: Vec<u32>,
+    cache: SequenceCache,
+    random: ChaCha8Rng,
+    forced: Vec<u32>,
+    /// Tokens drawn since the request or its last continuation.
+    new_tokens: Vec<NewToken>,
+    new_tokens_max: usize,
+    /// Routed experts of the tokens read since then.
+    routes: Vec<Vec<u16>>,
+    prompt_scores: Vec<TokenScores>,
+}
+
+impl Sequence {
+    /// Appends tokens to read, and begins the next run of new tokens.
+    pub(super) fn extend(&mut self, continuation: Continuation) {
+        let Continuation { tokens, sample: SampleRequest { random, forced, .. }, new_tokens_max } =
+            continuation;
+        self.tokens.extend(tokens);
+        (self.random, self.forced, self.new_tokens_max) = (random, forced, new_tokens_max);
+    }
+
+    /// Returns its length in tokens, unread ones included.
+    pub(super) fn len(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Appends a token, and returns why the sample ends after it, if it does.
+    fn push(&mut self, token: NewToken, client: &dyn Client) -> Option<FinishReason> {
+        self.tokens.push(token.id);
+        let goes_on = client.token(self.id, &token);
+        let stops = self.options.stop_tokens.contains(&token.id);
+        self.new_tokens.push(token);
+        match () {
+            () if stops => Some(FinishReason::StopToken),
+            () if !goes_on => Some(FinishReason::Client),
+            () if self.new_tokens.len() >= self.new_tokens_max => Some(FinishReason::Length),
+            () => None,
+        }
+    }
+}
+
+/// An entry of a worker's batch.
+pub(super) enum Work {
+    Prefill(Box<Prefill>),
+    Sequence(Box<Sequence>),
+}
+
+impl Work {
+    /// Returns the number of its samples.
+    pub(super) fn samples(&self) -> usize {
+        match self {
+            Work::Prefill(prefill) => prefill.request.samples.len(),
+            Work::Sequence(_) => 1,
+        }
+    }
+
+    fn cache(&mut self) -> &mut SequenceCache {
+        match self {
+            Work::Prefill(prefill) => &mut prefill.cache,
+            Work::Sequence(sequence) => &mut sequence.cache,
+        }
+    }
+
+    /// Returns the tokens that are not in the cache.
+    fn pending(&self) -> &[u32] {
+        let (tokens, read) = match self {
+            Work::Prefill(prefill) => (&prefill.request.tokens, prefill.cache.len()),
+            Work::Sequence(sequence) => (&sequence.tokens, sequence.cache.len()),
+        };
+        &tokens[read..]
+    }
+
+    fn sampling(&self) -> SamplingParameters {
+        match self {
+            Work::Prefill(prefill) => prefill.request.sampling,
+            Work::Sequence(sequence) => sequence.options.sampling,
+        }
+    }
+
+    /// Returns where routed experts go, if they are kept.
+    fn routes(&mut self) -> Option<&mut Vec<Vec<u16>>> {
+        match self {
+            Work::Prefill(prefill) => prefill.request.keep_routed_experts.then_some(&mut prefill.routes),
+            Work::Sequence(sequence) => sequence.options.keep_routed_experts.then_some(&mut sequence.routes),
+        }
+    }
+}
+
+/// The part of a batch that one forward takes: `counts[i]` tokens of entry `i`, 0 if it has to wait.
+struct ForwardInputs {
+    tokens: Vec<u32>,
+    counts: Vec<usize>,
+    /// Entries whose tokens are all fed by this forward, and the row of each one's last token.
+    complete: Vec<(usize, u32)>,
+    /// Prompts whose tokens are scored: the entry, the first row, and the tokens after each row.
+    scored: Vec<(usize, u32, Vec<u32>)>,
+}
+
+/// One decoding loop with its own batch.
+pub(super) struct Worker<'e, 'm> {
+    engine: &'e Engine<'m>,
+    client: &'e dyn Client,
+    batch: Vec<Work>,
+    /// Feeds a batch when every entry has a single token and no layer state is kept.
+    decoder: Option<Decoder>,
+    sampled: u64,
+}
+
+impl<'e, 'm> Worker<'e, 'm> {
+    pub(super) fn new(engine: &'e Engine<'m>, client: &'e dyn Client) -> Self {
+        let records = engine.limits.cuda_graphs;
+        let decoder = if records { Decoder::new(&engine.policy.decoder_stack()) } else { None };
+        Self { engine, client, batch: Vec::new(), decoder, sampled: 0 }
+    }
+
+    /// Works until the client is through. A failure, a panic included, ends all workers.
+    pub(super) fn run(mut self) {
+        let _guard = PanicGuard(self.engine);
+        while self.engine.refill(self.client, &mut self.batch, std::mem::take(&mut self.sampled)) {
+            if let Err(error) = self.step() {
+                self.engine.fail(error);
+                break;
+            }
+        }
+    }
+
+    /// Works like [`Self::run`] when the ranks of `mesh` run every forward together. A rank without work
+    /// takes part with no tokens. Ends once no rank has work.
+    pub(super) fn run_on_mesh(mut self, mesh: &Mesh) {
+        let _guard = PanicGuard(self.engine);
+        loop {
+            match self.step_on_mesh(mesh) {
+                Ok(true) => {}
+                Ok(false) => break,
+                Err(error) => {
+                    self.engine.fail(error);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Runs one forward on all ranks, if any has work. Returns whether to continue.
+    fn step_on_mesh(&mut self, mesh: &Mesh) -> Result<bool> {
+        let sampled = std::mem::take(&mut self.sampled);
+        let result = self.engine.try_refill(self.client, &mut self.batch, sampled);
+        if result == RefillResult::Failure {
+            return Ok(false);
+        }
+        let results = mesh.all_gather_byte("who samples", result as u8)?;
+        let any = |kind: RefillResult| results.contains(&(kind as u8));
+        match (any(RefillResult::Work), result) {
+            (true, RefillResult::Work) => self.step()?,
+            (true, _) => self.engine.policy.decoder_stack().forward_without_rows()?,
+            (false, RefillResult::Nothing) => self.engine.wait_for_work(),
+            (false, _) => {}
+        }
+        Ok(any(RefillResult::Work) || any(RefillResult::Nothing))
+    }
+
+    /// Runs one forward, and draws a token for every entry that is fed completely.
+    fn step(&mut self) -> Result<()> {
+        let device = self.engine.policy.weights.device();
+        with_spinning_threads(device, || self.forward_and_draw())
+    }
+
+    fn forward_and_draw(&mut self) -> Result<()> {
+        let mut feed = self.select_tokens();
+        let hidden = self.forward(&mut feed)?;
+        for (index, first, targets) in std::mem::take(&mut feed.scored) {
+            self.score_prompt(&hidden, index, first, &targets)?;
+        }
+        let mut complete = feed.complete.into_iter().peekable();
+        let mut done: Vec<(Work, u32)> = vec![];
+        let mut waiting = vec![];
+        for (index, work) in std::mem::take(&mut self.batch).into_iter().enumerate() {
+            match complete.next_if(|(done, _)| *done == index) {
+                Some((_, row)) => done.push((work, row)),
+                None => waiting.push(work),
+            }
+        }
+        self.batch = waiting;
+        // Logits are divided by the temperature, so a head product has entries of one kind of sampling.
+        while let Some(sampling) = done.first().map(|(work, _)| work.sampling()) {
+            let (same, others) = done.into_iter().partition(|(work, _)| work.sampling() == sampling);
+            self.draw_chunks(&hidden, &sampling, same)?;
+            done = others;
+        }
+        Ok(())
+    }
+
+    /// Draws the next tokens of the entries in `done`, each with its row of `hidden`.
+    fn draw_chunks(
+        &mut self,
+        hidden: &Tensor,
+        sampling: &SamplingParameters,
+        done: Vec<(Work, u32)>,
+    ) -> Result<()> {
+        let policy = &self.engine.policy;
+        let (works, rows): (Vec<_>, Vec<_>) = done.into_iter().unzip();
+        let normed = policy.decoder_stack().final_norm_rows(hidden, &Arc::new(rows))?;
+        let rows_max = logits_rows_max(policy.model.config.vocab_size);
+        let (mut works, mut start) = (works.into_iter(), 0);
+        while works.len() > 0 {
+            let count = works.len().min(rows_max);
+            let ready: Vec<Work> = works.by_ref().take(count).collect();
+            self.draw(&normed.narrow(0, start, count)?, sampling, ready)?;
+            start += count;
+        }
+        Ok(())
+    }
+
+    /// Selects the tokens of the next forward: first the single tokens of decode, then chunks of longer
+    /// inputs.
+    fn select_tokens(&self) -> ForwardInputs {
+        let pending: Vec<&[u32]> = self.batch.iter().map(Work::pending).collect();
+        let decode = pending.iter().filter(|tokens| tokens.len() == 1).count();
+        let mut token_budget = FORWARD_TOKENS_MAX.saturating_sub(decode).max(1);
+        let mut feed = ForwardInputs { tokens: vec![], counts: vec![], complete: vec![], scored: vec![] };
+        for (index, tokens) in pending.into_iter().enumerate() {
+            let count = if tokens.len() == 1 { 1 } else { tokens.len().min(token_budget) };
+            if tokens.len() > 1 {
+                token_budget -= count;
+            }
+            if let Work::Prefill(prefill) = &self.batch[index]
+                && prefill.request.prompt_log_probs.is_some()
+                && count > 0
+                && tokens.len() > 1
+            {
+                let targets = tokens[1..].iter().take(count).copied().collect();
+                feed.scored.push((index, feed.tokens.len() as u32, targets));
+            }
+            feed.tokens.extend_from_slice(&tokens[..count]);
+            feed.counts.push(count);
+            if count == tokens.len() {
+                feed.complete.push((index, feed.tokens.len() as u32 - 1));
+            }
+        }
+        feed
+    }
+
+    /// Runs the forward and returns hidden states `[T, H]` of the feed's tokens, which are then in their
+    /// caches.
+    fn forward(&mut self, feed: &mut ForwardInputs) -> Result<Tensor> {
+        let policy = &self.engine.policy;
+        let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
+        let counts: Vec<usize> = fed().collect();
+        let fed_entries = self.batch.iter_mut().zip(&feed.counts).filter(|(_, count)| **count > 0);
+        let mut fed_entries: Vec<&mut Work> = fed_entries.map(|(work, _)| work).collect();
+        let keeps_routes = fed_entries.iter_mut().any(|work| work.routes().is_some());
+        let mut caches: Vec<_> = fed_entries.iter_mut().map(|work| work.cache()).collect();
+        let tokens = std::mem::take(&mut feed.tokens);
+        if let Some(decoder) = &mut self.decoder
+            && !keeps_routes
+            && counts.iter().all(|&count| count == 1)
+        {
+            return decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches);
+        }
+        let mut routes: Vec<Vec<u32>> = vec![];
+        let hidden =
+            policy.decoder_stack().forward_cached(tokens, &mut caches, &counts, &mut |_, _, output| {
+                if let (true, Some(layer)) = (keeps_routes, output.routed_experts()) {
+                    routes.push(layer.flatten_all()?.to_vec1()?);
+                }
+                Ok(())
+            })?;
+        if keeps_routes {
+            let top_k = policy.model.config.num_experts_per_tok;
+            let mut token = 0;
+            for (work, count) in fed_entries.into_iter().zip(counts) {
+                if let Some(kept) = work.routes() {
+                    for t in token..token + count {
+                        let experts = routes.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
+                        kept.push(experts.map(|&expert| expert as u16).collect());
+                    }
+                }
+                token += count;
+            }
+        }
+        Ok(hidden)
+    }
+
+    /// Scores the prompt of entry `index`: `targets[i]` is the token after row `first + i`.
+    fn score_prompt(&mut self, hidden: &Tensor, index: usize, first: u32, targets: &[u32]) -> Result<()> {
+        let policy = &self.engine.policy;
+        let rows_max = logits_rows_max(policy.model.config.vocab_size);
+        let Work::Prefill(prefill) = &mut self.batch[index] else { return Ok(()) };
+        let top = prefill.request.prompt_log_probs.unwrap_or_default();
+        let raw = SamplingParameters::with_temperature(1.0);
+        for (chunk, targets) in targets.chunks(rows_max).enumerate() {
+            let start = first + (chunk * rows_max) as u32;
+            let rows = Arc::new((start..start + targets.len() as u32).collect::<Vec<_>>());
+            let normed = policy.decoder_stack().final_norm_rows(hidden, &rows)?;
+            let logits = policy.decoder_stack().logits(&normed, &raw)?;
+            let tokens: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
+            let rows: Vec<(usize, usize)> = (0..targets.len()).map(|row| (row, top)).collect();
+            prefill.scores.extend(scores(&logits, &tokens, &rows)?);
+        }
+        Ok(())
+    }
+
+    /// Draws the next token of each entry in `ready`, from the rows of `normed`. For a prompt it draws the
+    /// first token of each sample.
+    fn draw(&mut self, normed: &Tensor, sampling: &SamplingParameters, ready: Vec<Work>) -> Result<()> {
+        let engine = self.engine;
+        // The row of each sequence; the samples of a request share their prompt's.
+        let mut sequences: Vec<(usize, Box<Sequence>, bool)> = vec![];
+        for (row, work) in ready.into_iter().enumerate() {
+            match work {
+                Work::Sequence(sequence) => sequences.push((row, sequence, false)),
+                Work::Prefill(prefill) if prefill.request.new_tokens_max == 0 => {
+                    let ended = prefill.into_sequences();
+                    ended.for_each(|sequence| engine.end(self.client, sequence, FinishReason::Length));
+                }
+                Work::Prefill(prefill) => {
+                    sequences.extend(prefill.into_sequences().map(|sequence| (row, sequence, true)))
+                }
+            }
+        }
+        if sequences.is_empty() {
+            return Ok(());
+        }
+        let logits = engine.policy.decoder_stack().logits(normed, sampling)?;
+        // A forced token takes its number, too, so that the tokens after it do not depend on how many are
+        // forced.
+        let draws: Vec<(usize, f64)> =
+            sequences.iter_mut().map(|(row, sequence, _)| (*row, sequence.random.random())).collect();
+        let mut drawn = logits.draw(sampling, &draws)?;
+        force(&logits, sampling, &sequences, &mut drawn)?;
+        let mut scores = self.score_drawn(normed, &logits, sampling, &sequences, &drawn)?.into_iter();
+        for ((_, mut sequence, is_new), SampledToken { token, log_prob }) in sequences.into_iter().zip(drawn)
+        {
+            self.sampled += 1;
+            let scores = sequence.options.top_log_probs.and_then(|_| scores.next());
+            match sequence.push(NewToken { id: token, log_prob, scores }, self.client) {
+                None if is_new => engine.make_ready(sequence),
+                None => self.batch.push(Work::Sequence(sequence)),
+                Some(reason) => engine.end(self.client, sequence, reason),
+            }
+        }
+        Ok(())
+    }
+
+    /// Scores the drawn tokens of the sequences that ask for it.
+    fn score_drawn(
+        &self,
+        normed: &Tensor,
+        logits: &Logits,
+        sampling: &SamplingParameters,
+        sequences: &[(usize, Box<Sequence>, bool)],
+        drawn: &[SampledToken],
+    ) -> Result<Vec<TokenScores>> {
+        let (mut tokens, mut rows) = (vec![], vec![]);
+        for ((row, sequence, _), drawn) in sequences.iter().zip(drawn) {
+            if let Some(top) = sequence.options.top_log_probs {
+                tokens.push((*row, drawn.token));
+                rows.push((*row, top));
+            }
+        }
+        if tokens.is_empty() {
+            return Ok(vec![]);
+        }
+        // Greedy sampling leaves logits undivided.
+        if [0.0, 1.0].contains(&sampling.temperature) {
+            return scores(logits, &tokens, &rows);
+        }
+        let raw = SamplingParameters::with_temperature(1.0);
+        scores(&self.engine.policy.decoder_stack().logits(normed, &raw)?, &tokens, &rows)
+    }
+}
+
+/// Returns the scores of tokens, each with its row, and of the likeliest tokens of each row.
+fn scores(logits: &Logits, tokens: &[(usize, u32)], rows: &[(usize, usize)]) -> Result<Vec<TokenScores>> {
+    let raw = SamplingParameters::with_temperature(1.0);
+    let log_probs = logits.log_probs(&raw, tokens)?;
+    let top = logits.likeliest(rows)?;
+    Ok(log_probs.into_iter().zip(top).map(|(log_prob, top)| TokenScores { log_prob, top }).collect())
+}
+
+/// Replaces drawn tokens by forced ones, where there are some.
+fn force(
+    logits: &Logits,
+    sampling: &SamplingParameters,
+    sequences: &[(usize, Box<Sequence>, bool)],
+    drawn: &mut [SampledToken],
+) -> Result<()> {
+    let (mut indices, mut tokens) = (vec![], vec![]);
+    for (index, ((row, sequence, _), drawn)) in sequences.iter().zip(&*drawn).enumerate() {
+        if let Some(&token) = sequence.forced.get(sequence.new_tokens.len())
+            && token != drawn.token
+        {
+            indices.push(index);
+            tokens.push((*row, token));
+        }
+    }
+    let log_probs = logits.log_probs(sampling, &tokens)?;
+    for ((index, (_, token)), log_prob) in indices.into_iter().zip(tokens).zip(log_probs) {
+        drawn[index] = SampledToken { token, log_prob };
+    }
+    Ok(())
+}
+
+impl Engine<'_> {
+    /// Ends a sample and gives its client the result.
+    pub(super) fn end(&self, client: &dyn Client, mut sequence: Box<Sequence>, reason: FinishReason) {
+        let id = sequence.id;
+        let completion = Completion {
+            tokens: std::mem::take(&mut sequence.new_tokens),
+            finish_reason: reason,
+            policy_version: self.version,
+            routed_experts: std::mem::take(&mut sequence.routes),
+            prompt_scores: std::mem::take(&mut sequence.prompt_scores),
+        };
+        self.lock().end(sequence);
+        client.finished(id, completion);
+    }
+
+    /// Returns the completion of a request that was cancelled before it began.
+    pub(super) fn empty_completion(&self) -> Completion {
+        Completion {
+            tokens: vec![],
+            finish_reason: FinishReason::Cancelled,
+            policy_version: self.version,
+            routed_experts: vec![],
+            prompt_scores: vec![],
+        }
+    }
+
+    fn make_ready(&self, sequence: Box<Sequence>) {
+        self.lock().add_ready(sequence);
+        self.work.notify_one();
+    }
+}
+
+/// Ends the engine's work when a worker's thread panics; otherwise the others would wait for its sequences.
+struct PanicGuard<'e, 'm>(&'e Engine<'m>);
+
+impl Drop for PanicGuard<'_, '_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(anyhow!("a sampling thread panicked; this is a bug"));
+        }
+    }
+}

@@ -1,0 +1,317 @@
+//! The client of the engine that samples a rollout: conversations under way, tool calls, results.
+
+use super::conversation::{Conversation, NextAction};
+use super::prompt::RenderedPrompt;
+use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts};
+use crate::engine::{Client, Completion, NewToken};
+use crate::harmony::Message;
+use crate::interpreter::{Interpreter, SessionId};
+use crate::ops::logits::SampledToken;
+use crate::trajectory::{Group, Trajectory};
+use anyhow::{Error, Result, anyhow};
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Scope;
+
+/// Called with each trajectory as it ends, in any order and from any thread.
+pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
+
+/// Callbacks of a rollout's caller: progress, results, an early stop, and tokens to force.
+#[derive(Clone, Copy)]
+pub(super) struct Hooks<'a> {
+    pub progress: &'a (dyn Fn(RolloutProgress) + Sync),
+    pub finished: &'a Observer<'a>,
+    pub stop: &'a (dyn Fn() -> bool + Sync),
+    pub forced: &'a ForcedTokens<'a>,
+}
+
+/// The conversations of one rollout, shared by the engine's workers and the tool threads.
+pub(super) struct Driver<'a> {
+    rollout: &'a Rollout<'a>,
+    prompts: Vec<RenderedPrompt<'a>>,
+    samples: usize,
+    tool_calls_max: usize,
+    hooks: Hooks<'a>,
+    /// The conversation of each trajectory, `[prompts × samples]`, from its first token to its end.
+    conversations: Vec<Mutex<Option<Box<Conversation<'a>>>>>,
+    state: Mutex<State<'a>>,
+    /// Signals a tool call, or the end.
+    calls: Condvar,
+}
+
+struct State<'a> {
+    /// Conversations that wait for a tool or their task, each with the action it waits for.
+    pending_calls: VecDeque<(Box<Conversation<'a>>, NextAction)>,
+    tool_threads: usize,
+    tool_threads_idle: usize,
+    /// `[prompts × samples]`.
+    finished: Vec<Option<(Trajectory, Vec<Message>)>>,
+    unfinished: usize,
+    progress: RolloutProgress,
+    failed: bool,
+    stopped: bool,
+}
+
+impl State<'_> {
+    fn is_over(&self) -> bool {
+        self.unfinished == 0 || self.failed || self.stopped
+    }
+}
+
+impl<'a> Driver<'a> {
+    pub(super) fn new(
+        rollout: &'a Rollout<'a>,
+        prompts: Vec<RenderedPrompt<'a>>,
+        samples: usize,
+        hooks: Hooks<'a>,
+    ) -> Self {
+        let trajectories = prompts.len() * samples;
+        let state = State {
+            pending_calls: VecDeque::new(),
+            tool_threads: 0,
+            tool_threads_idle: 0,
+            finished: (0..trajectories).map(|_| None).collect(),
+            unfinished: trajectories,
+            progress: RolloutProgress { trajectories, ..RolloutProgress::default() },
+            failed: false,
+            stopped: false,
+        };
+        Self {
+            rollout,
+            prompts,
+            samples,
+            tool_calls_max: rollout.plan.settings.tool_calls_concurrent_max.max(1),
+            hooks,
+            conversations: (0..trajectories).map(|_| Mutex::new(None)).collect(),
+            state: Mutex::new(state),
+            calls: Condvar::new(),
+        }
+    }
+
+    /// Samples all conversations. Afterwards no sequence of this rollout is left in the engine.
+    pub(super) fn run(&self) -> Result<()> {
+        let engine = self.rollout.engine;
+        let result = std::thread::scope(|scope| {
+            let result = self.submit().and_then(|()| engine.run(&ScopedDriver { driver: self, scope }));
+            // Tool threads end, also after an error.
+            self.lock().failed |= result.is_err();
+            self.calls.notify_all();
+            result
+        });
+        engine.clear();
+        result
+    }
+
+    /// Submits one request for each prompt.
+    fn submit(&self) -> Result<()> {
+        if self.samples == 0 {
+            return Ok(());
+        }
+        for (index, prompt) in self.prompts.iter().enumerate() {
+            let first = index * self.samples;
+            let request = Conversation::request(self.rollout, prompt, self.samples, first, self.hooks.forced);
+            self.rollout.engine.submit(request)?;
+        }
+        Ok(())
+    }
+
+    /// Starts the conversation of a trajectory.
+    fn begin(&self, trajectory: usize) -> Box<Conversation<'a>> {
+        let (prompt, sample) = (trajectory / self.samples, trajectory % self.samples);
+        self.lock().progress.started += 1;
+        let session = SessionId(trajectory as u64);
+        Box::new(Conversation::new(self.rollout, &self.prompts[prompt], sample as u64, session))
+    }
+
+    /// Passes a conversation on to its next action.
+    fn dispatch<'s>(
+        &'s self,
+        scope: &'s Scope<'s, '_>,
+        mut conversation: Box<Conversation<'a>>,
+        next: NextAction,
+    ) where
+        'a: 's,
+    {
+        match next {
+            NextAction::Sample => {
+                let (trajectory, continuation) =
+                    (conversation.trajectory_index(), conversation.continuation(self.hooks.forced));
+                *self.conversation(trajectory) = Some(conversation);
+                if let Err(error) = self.rollout.engine.continue_sequence(continuation) {
+                    self.fail(error);
+                }
+            }
+            NextAction::Call | NextAction::Turn => self.call(scope, conversation, next),
+            NextAction::Finish if self.rollout.task.may_take_long() => self.call(scope, conversation, next),
+            NextAction::Finish => self.finish(*conversation),
+        }
+    }
+
+    /// Queues a tool call or a question to the task. Starts a thread for it, unless one is idle or the
+    /// maximum is reached.
+    fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, conversation: Box<Conversation<'a>>, next: NextAction)
+    where
+        'a: 's,
+    {
+        let mut state = self.lock();
+        state.pending_calls.push_back((conversation, next));
+        let spawn =
+            state.pending_calls.len() > state.tool_threads_idle && state.tool_threads < self.tool_calls_max;
+        if spawn {
+            state.tool_threads += 1;
+        }
+        drop(state);
+        self.calls.notify_one();
+        if spawn {
+            let started = std::thread::Builder::new().spawn_scoped(scope, move || self.run_calls(scope));
+            if let Err(error) = started {
+                self.fail(
+                    Error::new(error).context(
+                        "starting a thread for a tool call; lower rollout.tool_calls_concurrent_max",
+                    ),
+                );
+            }
+        }
+    }
+
+    /// Runs a tool thread until its end.
+    fn run_calls<'s>(&'s self, scope: &'s Scope<'s, '_>)
+    where
+        'a: 's,
+    {
+        loop {
+            let mut state = self.lock();
+            state.tool_threads_idle += 1;
+            let (conversation, action) = loop {
+                if state.is_over() {
+                    return;
+                }
+                match state.pending_calls.pop_front() {
+                    Some(pending) => break pending,
+                    None => state = self.calls.wait(state).unwrap_or_else(PoisonError::into_inner),
+                }
+            };
+            state.tool_threads_idle -= 1;
+            drop(state);
+            let answer = || {
+                let mut conversation = conversation;
+                let next = match action {
+                    NextAction::Call => conversation.run_calls(),
+                    NextAction::Turn => conversation.request_user_turn(),
+                    NextAction::Sample | NextAction::Finish => action,
+                };
+                match next {
+                    NextAction::Finish => self.finish(*conversation),
+                    next => self.dispatch(scope, conversation, next),
+                }
+            };
+            if catch_unwind(AssertUnwindSafe(answer)).is_err() {
+                return self.fail(anyhow!("a tool or task panicked; this is a bug"));
+            }
+        }
+    }
+
+    fn finish(&self, conversation: Conversation<'a>) {
+        let trajectory_index = conversation.trajectory_index();
+        let (trajectory, messages) = conversation.finish();
+        (self.hooks.finished)(&trajectory, &messages);
+        self.rollout.engine.release(trajectory_index as u64);
+        let mut state = self.lock();
+        state.unfinished -= 1;
+        state.progress.finished += 1;
+        state.progress.finished_tokens += trajectory.sampled_tokens() as u64;
+        state.progress.reward_sum += f64::from(trajectory.reward);
+        if let Some(result) = state.finished.get_mut(trajectory_index) {
+            *result = Some((trajectory, messages));
+        }
+        if state.unfinished == 0 {
+            // Workers report the tokens of their last forward later.
+            state.progress.sampled_tokens = state.progress.finished_tokens;
+            (self.hooks.progress)(state.progress);
+            self.wake_all();
+        }
+    }
+
+    /// Ends the rollout with an error.
+    fn fail(&self, error: Error) {
+        self.rollout.engine.fail(error);
+        self.lock().failed = true;
+        self.calls.notify_all();
+    }
+
+    fn wake_all(&self) {
+        self.rollout.engine.wake();
+        self.calls.notify_all();
+    }
+
+    /// Closes the tool's sessions of unfinished trajectories.
+    pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
+        let state = self.lock();
+        let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());
+        unfinished.for_each(|(trajectory_index, _)| interpreter.close(SessionId(trajectory_index as u64)));
+    }
+
+    /// Returns the results, `None` when stopped.
+    pub(super) fn into_rollouts(self) -> Option<Rollouts> {
+        let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
+        if state.unfinished > 0 {
+            return None;
+        }
+        let mut finished = state.finished.into_iter().flatten();
+        let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new(), answers: Vec::new() };
+        for prompt in &self.prompts {
+            rollouts.answers.push(prompt.problem.answer.clone());
+            let (trajectories, messages) = finished.by_ref().take(self.samples).unzip();
+            rollouts.groups.push(Group { trajectories, greedy: None });
+            rollouts.messages.push(messages);
+        }
+        Some(rollouts)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<'a>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn conversation(&self, trajectory: usize) -> MutexGuard<'_, Option<Box<Conversation<'a>>>> {
+        self.conversations[trajectory].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A driver with the scope of its tool threads.
+struct ScopedDriver<'s, 'e, 'a> {
+    driver: &'s Driver<'a>,
+    scope: &'s Scope<'s, 'e>,
+}
+
+impl Client for ScopedDriver<'_, '_, '_> {
+    fn token(&self, sample: u64, token: &NewToken) -> bool {
+        let trajectory = sample as usize;
+        let mut slot = self.driver.conversation(trajectory);
+        let conversation = slot.get_or_insert_with(|| self.driver.begin(trajectory));
+        conversation.push_token(SampledToken { token: token.id, log_prob: token.log_prob })
+    }
+
+    fn finished(&self, sample: u64, completion: Completion) {
+        let conversation = self.driver.conversation(sample as usize).take();
+        if let Some(mut conversation) = conversation {
+            let next = conversation.end_request(completion.routed_experts);
+            self.driver.dispatch(self.scope, conversation, next);
+        }
+    }
+
+    fn goes_on(&self, sampled: u64) -> bool {
+        let driver = self.driver;
+        let mut state = driver.lock();
+        // The last trajectory's end has counted all tokens.
+        if sampled > 0 && state.unfinished > 0 {
+            state.progress.sampled_tokens += sampled;
+            (driver.hooks.progress)(state.progress);
+        }
+        if !state.stopped && (driver.hooks.stop)() {
+            state.stopped = true;
+            driver.wake_all();
+        }
+        !state.is_over()
+    }
+}

@@ -1,0 +1,418 @@
+//! Answers in OpenAI's form: whole, or as a stream of events.
+
+use super::ServeSettings;
+use super::api_error::ApiError;
+use super::hub::{Event, Ticket};
+use super::metrics::Metrics;
+use super::turn::{Texts, TurnReader};
+use crate::chat::Chat;
+use crate::engine::{FinishReason, NewToken, TokenScores};
+use crate::http::{Peer, Stream};
+use serde_json::{Map, Value, json};
+use std::time::{Duration, Instant};
+
+/// How often an answer that waits looks whether its client is still there.
+const PEER_POLL: Duration = Duration::from_millis(100);
+/// Log-probability that stands for minus infinity, which JSON lacks.
+const LOG_PROB_MIN: f32 = -9999.0;
+
+/// A prompt's tokens, and its text if the request gave a text.
+pub(super) type Prompt = (Vec<u32>, Option<String>);
+
+/// The endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum AnswerKind {
+    Chat,
+    Text,
+}
+
+/// The parts of an answer beside the text, as the request asks for them.
+pub(super) struct Reporting {
+    pub kind: AnswerKind,
+    pub token_ids: bool,
+    /// Number of likeliest tokens, with each token's log-probability.
+    pub log_probs: Option<usize>,
+    pub stream_usage: bool,
+    /// Whether a text begins with its prompt.
+    pub echo: bool,
+}
+
+/// One sample of an answer.
+struct Choice<'r> {
+    reader: TurnReader<'r>,
+    tokens: Vec<NewToken>,
+    prompt_scores: Vec<TokenScores>,
+    finish: Option<&'static str>,
+    /// Whether the engine has ended it.
+    is_through: bool,
+    /// The texts streamed so far.
+    sent: Texts,
+    sent_tokens: usize,
+}
+
+/// An answer under way.
+pub(super) struct Answer<'r> {
+    chat: &'r Chat,
+    model: &'r str,
+    nonce: u64,
+    fingerprint: String,
+    created: u64,
+    prompts: Vec<Prompt>,
+    samples: usize,
+    choices: Vec<Choice<'r>>,
+    report: Reporting,
+}
+
+impl<'r> Answer<'r> {
+    pub fn new(
+        settings: &'r ServeSettings,
+        created: u64,
+        prompts: Vec<Prompt>,
+        samples: usize,
+        readers: Vec<TurnReader<'r>>,
+        report: Reporting,
+    ) -> Self {
+        let choice = |reader| Choice {
+            reader,
+            tokens: vec![],
+            prompt_scores: vec![],
+            finish: None,
+            is_through: false,
+            sent: Texts::default(),
+            sent_tokens: 0,
+        };
+        Self {
+            chat: settings.chat,
+            model: &settings.model_name,
+            nonce: settings.nonce,
+            fingerprint: format!("rloss-step-{}", settings.engine.version()),
+            created,
+            prompts,
+            samples,
+            choices: readers.into_iter().map(choice).collect(),
+            report,
+        }
+    }
+
+    /// Waits for all samples and returns the answer.
+    pub fn whole(&mut self, ticket: &Ticket, peer: &Peer, metrics: &Metrics) -> Result<Value, ApiError> {
+        let mut looked = Instant::now();
+        while !self.is_done() {
+            if let Some((index, event)) = ticket.next(PEER_POLL)? {
+                self.take(ticket, index, event);
+            }
+            if looked.elapsed() >= PEER_POLL {
+                looked = Instant::now();
+                if peer.has_left() {
+                    metrics.count_left();
+                    return Err(ApiError::refused("499 Client Closed Request", "the client has left"));
+                }
+            }
+        }
+        self.count(metrics);
+        let id = self.id(ticket);
+        let choices: Vec<Value> = (0..self.choices.len()).map(|index| self.choice(index, &id)).collect();
+        let mut answer = self.head(&id, false);
+        answer["choices"] = choices.into();
+        answer["usage"] = self.usage();
+        if self.report.token_ids && self.report.kind == AnswerKind::Chat {
+            answer["prompt_token_ids"] = json!(self.prompts[0].0);
+        }
+        Ok(answer)
+    }
+
+    /// Writes the answer as server-sent events.
+    pub fn stream(&mut self, ticket: &Ticket, stream: &mut Stream, metrics: &Metrics) {
+        let id = self.id(ticket);
+        let send = |stream: &mut Stream, value: &Value| stream.write(&format!("data: {value}\n\n"));
+        let mut is_there = (0..self.choices.len()).all(|index| send(stream, &self.first_chunk(index, &id)));
+        let mut looked = Instant::now();
+        while is_there && !self.is_done() {
+            match ticket.next(PEER_POLL) {
+                Ok(Some((index, event))) => {
+                    if self.choices[index].finish.is_none() {
+                        self.take(ticket, index, event);
+                        if let Some(chunk) = self.next_chunk(index, &id) {
+                            is_there = send(stream, &chunk);
+                        }
+                    } else {
+                        self.take(ticket, index, event);
+                    }
+                }
+                Ok(None) => {}
+                Err(error) => {
+                    send(stream, &error.to_json());
+                    return;
+                }
+            }
+            if looked.elapsed() >= PEER_POLL {
+                looked = Instant::now();
+                is_there &= !stream.has_left();
+            }
+        }
+        if !is_there {
+            metrics.count_left();
+            return;
+        }
+        self.count(metrics);
+        if self.report.stream_usage {
+            let mut chunk = self.head(&id, true);
+            chunk["choices"] = json!([]);
+            chunk["usage"] = self.usage();
+            send(stream, &chunk);
+        }
+        stream.write("data: [DONE]\n\n");
+    }
+
+    fn is_done(&self) -> bool {
+        let needs_scores = self.scores_prompt();
+        self.choices.iter().all(|choice| choice.finish.is_some() && (choice.is_through || !needs_scores))
+    }
+
+    fn scores_prompt(&self) -> bool {
+        self.report.echo && self.report.log_probs.is_some()
+    }
+
+    /// Takes what the engine tells of a sample.
+    fn take(&mut self, ticket: &Ticket, index: usize, event: Event) {
+        let waits_for_scores = self.scores_prompt();
+        let choice = &mut self.choices[index];
+        match event {
+            Event::Token(token) if choice.finish.is_none() => {
+                let ends = choice.reader.push(token.id);
+                choice.tokens.push(token);
+                if ends {
+                    choice.finish = Some(choice.reader.reason());
+                    if !waits_for_scores {
+                        ticket.end(index);
+                    }
+                }
+            }
+            Event::Token(_) => {}
+            Event::Finished(completion) => {
+                choice.is_through = true;
+                choice.prompt_scores = completion.prompt_scores;
+                choice.finish.get_or_insert(match completion.finish_reason {
+                    FinishReason::Length => "length",
+                    FinishReason::StopToken | FinishReason::Client | FinishReason::Cancelled => "stop",
+                });
+            }
+        }
+    }
+
+    fn count(&self, metrics: &Metrics) {
+        let prompt = self.prompts.iter().map(|(tokens, _)| tokens.len()).sum();
+        metrics.count_tokens(prompt, self.sampled());
+    }
+
+    fn sampled(&self) -> usize {
+        self.choices.iter().map(|choice| choice.tokens.len()).sum()
+    }
+
+    fn usage(&self) -> Value {
+        let prompt: usize = self.prompts.iter().map(|(tokens, _)| tokens.len()).sum();
+        let sampled = self.sampled();
+        json!({"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled})
+    }
+
+    fn id(&self, ticket: &Ticket) -> String {
+        format!("{:016x}{:x}", self.nonce, ticket.number())
+    }
+
+    fn head(&self, id: &str, is_chunk: bool) -> Value {
+        let (prefix, object) = match (self.report.kind, is_chunk) {
+            (AnswerKind::Chat, false) => ("chatcmpl", "chat.completion"),
+            (AnswerKind::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
+            (AnswerKind::Text, _) => ("cmpl", "text_completion"),
+        };
+        json!({
+            "id": format!("{prefix}-{id}"),
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        })
+    }
+
+    /// Returns a choice of a whole answer.
+    fn choice(&self, index: usize, id: &str) -> Value {
+        let choice = &self.choices[index];
+        let Texts { content, reasoning } = choice.reader.last();
+        let mut value = json!({"index": index, "finish_reason": choice.finish});
+        match self.report.kind {
+            AnswerKind::Chat => {
+                let calls = choice.reader.calls(&format!("{id}{index}"));
+                let text = if content.is_empty() && !calls.is_empty() { Value::Null } else { content.into() };
+                let mut message = json!({"role": "assistant", "content": text});
+                if !reasoning.is_empty() {
+                    message["reasoning_content"] = reasoning.into();
+                }
+                if !calls.is_empty() {
+                    message["tool_calls"] = calls.into();
+                }
+                value["message"] = message;
+                value["logprobs"] = self.chat_log_probs(&choice.tokens);
+            }
+            AnswerKind::Text => {
+                let prompt = if self.report.echo { self.prompt_text(index) } else { String::new() };
+                value["text"] = (prompt + &content).into();
+                value["logprobs"] = self.text_log_probs(index, &choice.tokens, 0);
+                if self.report.token_ids {
+                    value["prompt_token_ids"] = json!(self.prompt(index).0);
+                }
+            }
+        }
+        if self.report.token_ids {
+            value["token_ids"] = ids(&choice.tokens);
+        }
+        value
+    }
+
+    /// Returns the first event of a choice.
+    fn first_chunk(&self, index: usize, id: &str) -> Value {
+        let mut choice = json!({"index": index, "finish_reason": null, "logprobs": null});
+        match self.report.kind {
+            AnswerKind::Chat => choice["delta"] = json!({"role": "assistant", "content": ""}),
+            AnswerKind::Text => {
+                choice["text"] = if self.report.echo { self.prompt_text(index).into() } else { "".into() };
+            }
+        }
+        let mut chunk = self.head(id, true);
+        if self.report.token_ids {
+            chunk["prompt_token_ids"] = json!(self.prompt(index).0);
+        }
+        chunk["choices"] = json!([choice]);
+        chunk
+    }
+
+    /// Returns the next event of a choice, if there is something new.
+    fn next_chunk(&mut self, index: usize, id: &str) -> Option<Value> {
+        let choice = &mut self.choices[index];
+        let is_over = choice.finish.is_some();
+        let now = if is_over { choice.reader.last() } else { choice.reader.certain() };
+        let new = |sent: &mut String, now: String| match now.strip_prefix(sent.as_str()) {
+            Some(new) => {
+                let new = new.to_owned();
+                *sent = now;
+                new
+            }
+            None => String::new(),
+        };
+        let content = new(&mut choice.sent.content, now.content);
+        let reasoning = new(&mut choice.sent.reasoning, now.reasoning);
+        let first = std::mem::replace(&mut choice.sent_tokens, choice.tokens.len());
+        let choice = &self.choices[index];
+        let tokens = &choice.tokens[first..];
+        let tells_tokens = (self.report.token_ids || self.report.log_probs.is_some()) && !tokens.is_empty();
+        if content.is_empty() && reasoning.is_empty() && !is_over && !tells_tokens {
+            return None;
+        }
+        let mut value = json!({"index": index, "finish_reason": choice.finish});
+        match self.report.kind {
+            AnswerKind::Chat => {
+                let mut delta = Map::new();
+                if !content.is_empty() {
+                    delta.insert("content".into(), content.into());
+                }
+                if !reasoning.is_empty() {
+                    delta.insert("reasoning_content".into(), reasoning.into());
+                }
+                let calls = if is_over { choice.reader.calls(&format!("{id}{index}")) } else { vec![] };
+                if !calls.is_empty() {
+                    let numbered = calls.into_iter().enumerate().map(|(number, mut call)| {
+                        call["index"] = number.into();
+                        call
+                    });
+                    delta.insert("tool_calls".into(), numbered.collect());
+                }
+                value["delta"] = delta.into();
+                value["logprobs"] = self.chat_log_probs(tokens);
+            }
+            AnswerKind::Text => {
+                value["text"] = content.into();
+                value["logprobs"] = self.text_log_probs(index, tokens, first);
+            }
+        }
+        if self.report.token_ids {
+            value["token_ids"] = ids(tokens);
+        }
+        let mut chunk = self.head(id, true);
+        chunk["choices"] = json!([value]);
+        Some(chunk)
+    }
+
+    fn prompt(&self, index: usize) -> &Prompt {
+        &self.prompts[index / self.samples]
+    }
+
+    fn prompt_text(&self, index: usize) -> String {
+        let (tokens, text) = self.prompt(index);
+        text.clone().unwrap_or_else(|| self.chat.vocabulary().decode(tokens))
+    }
+
+    fn token_text(&self, token: u32) -> String {
+        self.chat.vocabulary().decode(&[token])
+    }
+
+    /// Returns a chat's log-probabilities, null if they were not asked for.
+    fn chat_log_probs(&self, tokens: &[NewToken]) -> Value {
+        if self.report.log_probs.is_none() {
+            return Value::Null;
+        }
+        let entry = |token: u32, log_prob: f32| {
+            let bytes = self.chat.vocabulary().token_bytes(token).unwrap_or_default();
+            json!({"token": self.token_text(token), "logprob": log_prob.max(LOG_PROB_MIN), "bytes": bytes})
+        };
+        let token = |token: &NewToken| {
+            let scores = token.scores.clone().unwrap_or_default();
+            let mut value = entry(token.id, scores.log_prob);
+            value["top_logprobs"] = scores.top.iter().map(|top| entry(top.token, top.log_prob)).collect();
+            value
+        };
+        json!({ "content": tokens.iter().map(token).collect::<Vec<_>>() })
+    }
+
+    /// Returns a text's log-probabilities, those of an echoed prompt first; null if they were not asked for.
+    /// `first` is the index of `tokens` within the sample.
+    fn text_log_probs(&self, index: usize, tokens: &[NewToken], first: usize) -> Value {
+        if self.report.log_probs.is_none() {
+            return Value::Null;
+        }
+        let choice = &self.choices[index];
+        let prompt = if self.report.echo && first == 0 { &self.prompt(index).0[..] } else { &[] };
+        let none = std::iter::once(None).take(prompt.len());
+        let of_prompt = none.chain(choice.prompt_scores.iter().map(Some)).take(prompt.len());
+        let of_tokens = tokens.iter().map(|token| token.scores.as_ref());
+        let ids: Vec<u32> = prompt.iter().copied().chain(tokens.iter().map(|token| token.id)).collect();
+        let (mut log_probs, mut tops): (Vec<Value>, Vec<Value>) = (vec![], vec![]);
+        for (scores, &id) in of_prompt.chain(of_tokens).zip(&ids) {
+            let Some(scores) = scores else {
+                log_probs.push(Value::Null);
+                tops.push(Value::Null);
+                continue;
+            };
+            log_probs.push(scores.log_prob.max(LOG_PROB_MIN).into());
+            let mut top = Map::new();
+            for likely in scores.top.iter().rev() {
+                top.insert(self.token_text(likely.token), likely.log_prob.max(LOG_PROB_MIN).into());
+            }
+            top.entry(self.token_text(id)).or_insert(scores.log_prob.max(LOG_PROB_MIN).into());
+            tops.push(top.into());
+        }
+        let texts: Vec<String> = ids.iter().map(|&id| self.token_text(id)).collect();
+        // Characters before each token, as OpenAI counts.
+        let before =
+            choice.tokens[..first].iter().map(|token| self.token_text(token.id).chars().count()).sum();
+        let offsets = texts.iter().scan(before, |offset: &mut usize, text| {
+            let start = *offset;
+            *offset += text.chars().count();
+            Some(start)
+        });
+        let offsets: Vec<usize> = offsets.collect();
+        json!({"tokens": texts, "token_logprobs": log_probs, "top_logprobs": tops, "text_offset": offsets})
+    }
+}
+
+fn ids(tokens: &[NewToken]) -> Value {
+    tokens.iter().map(|token| token.id).collect()
+}

@@ -1,0 +1,80 @@
+//! The fields of a body: read by name and type, unknown ones counted.
+
+use super::api_error::ApiError;
+use serde_json::{Map, Value};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
+
+type Found<T> = Result<Option<T>, ApiError>;
+
+/// The fields of a JSON object. A null counts as absent.
+pub(super) struct Fields<'v> {
+    map: &'v Map<String, Value>,
+    /// Names that were asked for.
+    known: RefCell<BTreeSet<&'static str>>,
+}
+
+impl<'v> Fields<'v> {
+    pub fn new(body: &'v Value) -> Result<Self, ApiError> {
+        let map = body.as_object();
+        let map = map.ok_or_else(|| ApiError::invalid(None, "the body is no JSON object".to_owned()))?;
+        Ok(Self { map, known: RefCell::default() })
+    }
+
+    /// Returns the number of fields that nobody asked for.
+    pub fn unknown_count(&self) -> usize {
+        let known = self.known.borrow();
+        self.map.keys().filter(|name| !known.contains(name.as_str())).count()
+    }
+
+    pub fn value(&self, name: &'static str) -> Option<&'v Value> {
+        self.known.borrow_mut().insert(name);
+        self.map.get(name).filter(|value| !value.is_null())
+    }
+
+    fn read<T>(&self, name: &'static str, what: &str, read: impl Fn(&'v Value) -> Option<T>) -> Found<T> {
+        let Some(value) = self.value(name) else { return Ok(None) };
+        read(value).map(Some).ok_or_else(|| ApiError::invalid(Some(name), format!("{name:?} must be {what}")))
+    }
+
+    pub fn text(&self, name: &'static str) -> Found<&'v str> {
+        self.read(name, "a text", Value::as_str)
+    }
+
+    pub fn flag(&self, name: &'static str) -> Result<bool, ApiError> {
+        Ok(self.read(name, "true or false", Value::as_bool)?.unwrap_or(false))
+    }
+
+    pub fn list(&self, name: &'static str) -> Found<&'v [Value]> {
+        self.read(name, "a list", |value| value.as_array().map(Vec::as_slice))
+    }
+
+    /// Returns a number from `low` to `high`.
+    pub fn number(&self, name: &'static str, low: f64, high: f64) -> Found<f64> {
+        let what = format!("a number from {low} to {high}");
+        self.read(name, &what, |value| value.as_f64().filter(|number| (low..=high).contains(number)))
+    }
+
+    /// Returns a whole number from `low` to `high`.
+    pub fn whole(&self, name: &'static str, low: i64, high: i64) -> Found<i64> {
+        let what = format!("a whole number from {low} to {high}");
+        let read = |value: &Value| value.as_i64().filter(|number| (low..=high).contains(number));
+        self.read(name, &what, read)
+    }
+
+    /// Refuses a field that would change the answer and that this server does not have; `is_neutral` tells
+    /// the values that change nothing.
+    pub fn refuse(&self, name: &'static str, is_neutral: impl Fn(&Value) -> bool) -> Result<(), ApiError> {
+        match self.value(name) {
+            Some(value) if !is_neutral(value) => {
+                Err(ApiError::invalid(Some(name), format!("{name:?} is not supported; leave it out")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Marks fields as known that change nothing here.
+    pub fn ignore(&self, names: &[&'static str]) {
+        self.known.borrow_mut().extend(names);
+    }
+}

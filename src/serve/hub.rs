@@ -1,0 +1,183 @@
+//! The engine's client behind the server: passes tokens on to the requests that wait for them.
+
+use super::api_error::ApiError;
+use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
+use crate::random::{Purpose, stream};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+/// News of a sample.
+pub(super) enum Event {
+    Token(NewToken),
+    Finished(Completion),
+}
+
+/// Requests of one answer: each with its number of samples. `EngineRequest::samples` is empty.
+pub(super) struct Requests {
+    pub requests: Vec<EngineRequest>,
+    /// Samples of each request.
+    pub samples: usize,
+    /// Selects the random stream of each sample, with the sample's number.
+    pub seed: u64,
+}
+
+/// The samples that answers wait for.
+pub(super) struct Hub<'a> {
+    engine: &'a Engine<'a>,
+    open_samples_max: usize,
+    state: Mutex<State>,
+    closed: AtomicBool,
+}
+
+#[derive(Default)]
+struct State {
+    next_id: u64,
+    /// Each open sample: its number within its answer, and where its news goes.
+    open: HashMap<u64, (usize, Sender<(usize, Event)>)>,
+}
+
+/// The samples of one answer. Its drop cancels what is still open.
+pub(super) struct Ticket<'a> {
+    hub: &'a Hub<'a>,
+    first: u64,
+    count: usize,
+    news: Receiver<(usize, Event)>,
+}
+
+/// Closes the hub when it is dropped.
+pub(super) struct CloseAtEnd<'h, 'a>(&'h Hub<'a>);
+
+impl Drop for CloseAtEnd<'_, '_> {
+    fn drop(&mut self) {
+        self.0.close();
+    }
+}
+
+impl<'a> Hub<'a> {
+    pub fn new(engine: &'a Engine<'a>, open_samples_max: usize) -> Self {
+        Self { engine, open_samples_max, state: Mutex::default(), closed: AtomicBool::new(false) }
+    }
+
+    /// Ends the engine's work. Answers that wait get an error.
+    pub fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+        self.lock().open.clear();
+        self.engine.wake();
+    }
+
+    pub fn close_at_end(&self) -> CloseAtEnd<'_, 'a> {
+        CloseAtEnd(self)
+    }
+
+    pub fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+
+    /// Returns the number of samples that wait or are under way.
+    pub fn open_samples(&self) -> usize {
+        self.lock().open.len()
+    }
+
+    /// Returns a number that no other call has got.
+    pub fn next_number(&self) -> u64 {
+        let mut state = self.lock();
+        state.next_id += 1;
+        state.next_id - 1
+    }
+
+    /// Queues the requests of an answer.
+    ///
+    /// # Errors
+    /// When too many samples are open, or the server ends.
+    pub fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
+        let Requests { requests, samples, seed } = requests;
+        let count = requests.len() * samples;
+        let (sender, news) = channel();
+        let first = {
+            let mut state = self.lock();
+            if self.is_closed() {
+                return Err(ApiError::ending());
+            }
+            let open = state.open.len();
+            if open + count > self.open_samples_max {
+                return Err(ApiError::full(format!(
+                    "{open} of {} samples are open, and this request has {count}; try again later",
+                    self.open_samples_max
+                )));
+            }
+            let first = state.next_id;
+            state.next_id += count as u64;
+            for index in 0..count {
+                state.open.insert(first + index as u64, (index, sender.clone()));
+            }
+            first
+        };
+        let ticket = Ticket { hub: self, first, count, news };
+        for (number, mut request) in requests.into_iter().enumerate() {
+            let sample = |sample: usize| SampleRequest {
+                id: first + (number * samples + sample) as u64,
+                random: stream(seed, Purpose::Request, &[sample as u64]),
+                forced: vec![],
+            };
+            request.samples = (0..samples).map(sample).collect();
+            self.engine.submit(request).map_err(|error| ApiError::internal(&format!("{error:#}")))?;
+        }
+        Ok(ticket)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Client for Hub<'_> {
+    fn token(&self, sample: u64, token: &NewToken) -> bool {
+        let state = self.lock();
+        let Some((index, sender)) = state.open.get(&sample) else { return false };
+        sender.send((*index, Event::Token(token.clone()))).is_ok()
+    }
+
+    fn finished(&self, sample: u64, completion: Completion) {
+        if let Some((index, sender)) = self.lock().open.remove(&sample) {
+            // A client that has left needs no news.
+            let _ = sender.send((index, Event::Finished(completion)));
+        }
+    }
+
+    fn goes_on(&self, _sampled: u64) -> bool {
+        !self.is_closed()
+    }
+}
+
+impl Ticket<'_> {
+    /// Returns the answer's number among all of this server.
+    pub fn number(&self) -> u64 {
+        self.first
+    }
+
+    /// Waits for the next event, but not longer than `wait`.
+    pub fn next(&self, wait: Duration) -> Result<Option<(usize, Event)>, ApiError> {
+        match self.news.recv_timeout(wait) {
+            Ok(event) => Ok(Some(event)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(ApiError::ending()),
+        }
+    }
+
+    /// Ends sample `index` of the answer.
+    pub fn end(&self, index: usize) {
+        let id = self.first + index as u64;
+        if self.hub.lock().open.remove(&id).is_some() {
+            self.hub.engine.cancel(id);
+        }
+    }
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        (0..self.count).for_each(|index| self.end(index));
+    }
+}

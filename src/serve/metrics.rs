@@ -1,0 +1,68 @@
+//! Counters in Prometheus' text format.
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+/// Counters of a server.
+#[derive(Default)]
+pub(super) struct Metrics {
+    /// Responses by status code.
+    responses: Mutex<BTreeMap<&'static str, u64>>,
+    unknown_fields: AtomicU64,
+    prompt_tokens: AtomicU64,
+    sampled_tokens: AtomicU64,
+    /// Answers whose client left.
+    left: AtomicU64,
+}
+
+impl Metrics {
+    pub fn count_response(&self, status: &'static str) {
+        let code = status.split(' ').next().unwrap_or_default();
+        *self.responses.lock().unwrap_or_else(PoisonError::into_inner).entry(code).or_default() += 1;
+    }
+
+    pub fn count_unknown_fields(&self, count: usize) {
+        self.unknown_fields.fetch_add(count as u64, Ordering::Relaxed);
+    }
+
+    pub fn count_tokens(&self, prompt: usize, sampled: usize) {
+        self.prompt_tokens.fetch_add(prompt as u64, Ordering::Relaxed);
+        self.sampled_tokens.fetch_add(sampled as u64, Ordering::Relaxed);
+    }
+
+    pub fn count_left(&self) {
+        self.left.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Returns all counters as text.
+    pub fn text(&self, open_samples: usize) -> String {
+        let mut out =
+            "# HELP rloss_responses_total Responses by status.\n# TYPE rloss_responses_total counter\n"
+                .to_owned();
+        for (code, count) in &*self.responses.lock().unwrap_or_else(PoisonError::into_inner) {
+            // Writing to a string cannot fail.
+            let _ = writeln!(out, "rloss_responses_total{{code=\"{code}\"}} {count}");
+        }
+        let counters = [
+            ("unknown_fields_total", "Fields of requests that were ignored.", &self.unknown_fields),
+            ("prompt_tokens_total", "Tokens of prompts.", &self.prompt_tokens),
+            ("sampled_tokens_total", "Tokens sampled.", &self.sampled_tokens),
+            ("clients_left_total", "Answers whose client closed the connection.", &self.left),
+        ];
+        for (name, help, value) in counters {
+            let value = value.load(Ordering::Relaxed);
+            let _ = writeln!(
+                out,
+                "# HELP rloss_{name} {help}\n# TYPE rloss_{name} counter\nrloss_{name} {value}"
+            );
+        }
+        let help = "Samples that wait or are under way.";
+        let _ = writeln!(
+            out,
+            "# HELP rloss_open_samples {help}\n# TYPE rloss_open_samples gauge\nrloss_open_samples {open_samples}"
+        );
+        out
+    }
+}

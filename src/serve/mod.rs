@@ -1,0 +1,216 @@
+//! OpenAI's HTTP interface to one model: an HTTP client is a client of the engine.
+//!
+//! An answer depends on weights, request and seed alone, not on other requests. The server renders tools and
+//! parses calls; it never runs a tool.
+
+mod answer;
+mod api_error;
+mod fields;
+mod hub;
+mod messages;
+mod metrics;
+mod request;
+mod turn;
+
+use crate::chat::Chat;
+use crate::engine::Engine;
+use crate::http::{self, Body, Handler, HttpLimits, HttpRequest, Peer, Refusal, Response};
+use crate::ops::logits::SamplingParameters;
+use crate::rollout::SystemPromptSettings;
+use answer::AnswerKind;
+use anyhow::{Result, anyhow};
+use api_error::ApiError;
+use fields::Fields;
+use hub::Hub;
+use metrics::Metrics;
+use serde_json::{Value, json};
+use std::net::{SocketAddr, TcpListener};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+const JSON: &str = "application/json";
+
+/// Maximum connections; twice as many may be open for a moment.
+const CONNECTIONS_MAX: usize = 256;
+/// Maximum bytes of a request's body.
+pub const BODY_BYTES_MAX: usize = 4 << 20;
+
+/// The model, the limits and the address of a server.
+pub struct ServeSettings<'a> {
+    pub engine: &'a Engine<'a>,
+    pub chat: &'a Chat,
+    /// The system prompt of conversations that bring none.
+    pub system_prompt: &'a SystemPromptSettings,
+    /// The model's name in requests and answers.
+    pub model_name: String,
+    /// Sampling where a request says nothing.
+    pub sampling: SamplingParameters,
+    /// Maximum new tokens of a chat's answer where a request says nothing.
+    pub answer_tokens_max: usize,
+    /// Maximum tokens of a prompt with its answer.
+    pub tokens_max: usize,
+    /// Maximum samples that wait or are under way; a further request is refused with status 429.
+    pub open_samples_max: usize,
+    /// The server's address.
+    pub address: SocketAddr,
+    /// The token that requests must carry, if any.
+    pub token: Option<String>,
+    /// A random number of this start, for ids and for seeds that a request leaves open.
+    pub nonce: u64,
+}
+
+/// A server under way.
+struct Server<'a> {
+    settings: ServeSettings<'a>,
+    hub: &'a Hub<'a>,
+    metrics: Metrics,
+    /// Seconds since 1970 at the start.
+    started: u64,
+}
+
+/// Serves until `stopped`, and finishes open answers.
+///
+/// # Errors
+/// When the engine fails.
+pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -> bool) -> Result<()> {
+    let engine = settings.engine;
+    let hub = Hub::new(engine, settings.open_samples_max);
+    let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let server = Server { settings, hub: &hub, metrics: Metrics::default(), started };
+    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
+    std::thread::scope(|scope| {
+        let work = scope.spawn(|| {
+            // Also after a panic, nobody waits for the engine any more.
+            let _closed = hub.close_at_end();
+            engine.run(&hub)
+        });
+        let served = http::serve(listener, limits, &server, &|| stopped() || hub.is_closed());
+        hub.close();
+        work.join().map_err(|_| anyhow!("the engine's thread panicked; this is a bug"))??;
+        served
+    })
+}
+
+impl Handler for Server<'_> {
+    /// Answers a request; an error becomes OpenAI's error object.
+    fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
+        let answer = || match request {
+            Ok(request) => self.route(request, peer),
+            Err(refusal) => Err(ApiError::refused(refusal.status, refusal.message)),
+        };
+        // A bug must not end the server.
+        let answer = catch_unwind(AssertUnwindSafe(answer));
+        let answer = answer.unwrap_or_else(|_| Err(ApiError::internal("a bug in the server")));
+        let response = answer
+            .unwrap_or_else(|error| Response::whole(error.status, JSON, error.to_json().to_string().into()));
+        self.metrics.count_response(response.status);
+        response
+    }
+}
+
+impl Server<'_> {
+    fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
+        self.check_origin(request)?;
+        let path = request.path.split('?').next().unwrap_or_default();
+        if path != "/health" {
+            self.check_token(request)?;
+        }
+        let method = if ["/v1/chat/completions", "/v1/completions"].contains(&path) { "POST" } else { "GET" };
+        let model = path.strip_prefix("/v1/models/");
+        let is_known = ["/health", "/metrics", "/v1/models"].contains(&path) || model.is_some();
+        if method == "GET" && !is_known {
+            return Err(ApiError::not_found(format!("there is no {path} here")));
+        }
+        if request.method != method {
+            return Err(ApiError::refused("405 Method Not Allowed", &format!("{path} takes {method}")));
+        }
+        let ok = |value: Value| Response::whole("200 OK", JSON, value.to_string().into());
+        match (path, model) {
+            ("/health", _) => Ok(Response::text("200 OK", "")),
+            ("/metrics", _) => {
+                let text = self.metrics.text(self.hub.open_samples());
+                Ok(Response::whole("200 OK", "text/plain; version=0.0.4", text.into()))
+            }
+            ("/v1/models", _) => Ok(ok(json!({"object": "list", "data": [self.model()]}))),
+            (_, Some(name)) => self.check_model(name).map(|()| ok(self.model())),
+            ("/v1/chat/completions", _) => self.complete(request, peer, AnswerKind::Chat),
+            _ => self.complete(request, peer, AnswerKind::Text),
+        }
+    }
+
+    fn model(&self) -> Value {
+        json!({
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self.started,
+            "owned_by": "rloss",
+            "max_model_len": self.settings.tokens_max,
+        })
+    }
+
+    fn check_model(&self, name: &str) -> Result<(), ApiError> {
+        let served = &self.settings.model_name;
+        if name == served {
+            return Ok(());
+        }
+        Err(ApiError::model_not_found(format!("the model {name:?} is not served here; {served:?} is")))
+    }
+
+    /// Refuses other host names, and pages of other sites: a browser on this machine must not be their tool.
+    fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
+        let address = &self.settings.address;
+        let port = address.port();
+        let own = [address.to_string(), format!("localhost:{port}")];
+        let is_own = |host: &str| own.iter().any(|own| own == host);
+        if address.ip().is_loopback() && !request.host.as_deref().is_some_and(is_own) {
+            return Err(ApiError::forbidden("this server answers only requests to its own address"));
+        }
+        let origin = request.origin.as_deref();
+        if origin.is_some_and(|origin| !origin.strip_prefix("http://").is_some_and(is_own)) {
+            return Err(ApiError::forbidden("this server does not answer pages of other sites"));
+        }
+        Ok(())
+    }
+
+    fn check_token(&self, request: &HttpRequest) -> Result<(), ApiError> {
+        let Some(token) = &self.settings.token else { return Ok(()) };
+        let given = request.authorization.as_deref().and_then(|value| value.strip_prefix("Bearer "));
+        // Digests are compared, so that the time tells nothing about the token.
+        let digest = |text: &str| blake3::hash(text.trim().as_bytes());
+        match given {
+            Some(given) if digest(given) == digest(token) => Ok(()),
+            _ => Err(ApiError::unauthorized("the request carries no valid token (Authorization: Bearer)")),
+        }
+    }
+
+    /// Reads the body and answers it, as a whole or as a stream of events.
+    fn complete<'r>(
+        &'r self,
+        request: &HttpRequest,
+        peer: Peer<'r>,
+        kind: AnswerKind,
+    ) -> Result<Response<'r>, ApiError> {
+        let body: Value = serde_json::from_slice(&request.body)
+            .map_err(|error| ApiError::invalid(None, format!("the body is not valid JSON: {error}")))?;
+        let fields = Fields::new(&body)?;
+        self.check_model(
+            fields
+                .text("model")?
+                .ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?,
+        )?;
+        let (mut answer, requests, streams) = match kind {
+            AnswerKind::Chat => self.read_chat(&fields)?,
+            AnswerKind::Text => self.read_completion(&fields)?,
+        };
+        self.metrics.count_unknown_fields(fields.unknown_count());
+        let ticket = self.hub.submit(requests)?;
+        if !streams {
+            return answer
+                .whole(&ticket, &peer, &self.metrics)
+                .map(|value| Response::whole("200 OK", JSON, value.to_string().into()));
+        }
+        let metrics = &self.metrics;
+        let body = Body::Stream(Box::new(move |stream| answer.stream(&ticket, stream, metrics)));
+        Ok(Response { status: "200 OK", content_type: "text/event-stream", body })
+    }
+}

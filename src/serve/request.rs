@@ -1,0 +1,323 @@
+//! Bodies of the two completion endpoints as requests to the engine.
+
+use super::Server;
+use super::answer::{Answer, AnswerKind, Prompt, Reporting};
+use super::api_error::ApiError;
+use super::fields::Fields;
+use super::hub::Requests;
+use super::messages::read_messages;
+use super::turn::TurnReader;
+use crate::engine::EngineRequest;
+use crate::ops::logits::SamplingParameters;
+use serde_json::Value;
+
+/// Samples of a prompt, and prompts of a request.
+const SAMPLES_MAX: i64 = 128;
+const PROMPTS_MAX: usize = 1024;
+/// Likeliest tokens that are told of each token.
+const TOP_MAX: i64 = 20;
+/// Texts that end an answer, and their length in bytes.
+const STOPS_MAX: usize = 16;
+const STOP_BYTES_MAX: usize = 1 << 10;
+/// New tokens of a text completion where the request says nothing, as at OpenAI.
+const TEXT_TOKENS: usize = 16;
+
+type Read<'r> = (Answer<'r>, Requests, bool);
+
+/// The fields that both endpoints read in the same way.
+struct Common {
+    sampling: SamplingParameters,
+    samples: usize,
+    seed: Option<i64>,
+    stop: Vec<String>,
+    streams: bool,
+    stream_usage: bool,
+    token_ids: bool,
+}
+
+impl Server<'_> {
+    pub(super) fn read_chat<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
+        let chat = self.settings.chat;
+        let common = self.read_common(fields)?;
+        fields.ignore(&["parallel_tool_calls"]);
+        fields.refuse("response_format", |format| format["type"] == "text")?;
+        fields.refuse("functions", |_| false)?;
+        let messages = read_messages(fields, chat, self.settings.system_prompt)?;
+        let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
+        self.check_bytes(bytes, "messages")?;
+        let tokens = chat
+            .render_prompt(&messages)
+            .map_err(|error| ApiError::invalid(Some("messages"), format!("{error:#}")))?;
+        let top = match (fields.flag("logprobs")?, fields.whole("top_logprobs", 0, TOP_MAX)?) {
+            (true, top) => Some(top.unwrap_or(0) as usize),
+            (false, None | Some(0)) => None,
+            (false, Some(_)) => {
+                let why = "\"top_logprobs\" needs \"logprobs\": true".to_owned();
+                return Err(ApiError::invalid(Some("top_logprobs"), why));
+            }
+        };
+        let (old, new) =
+            (self.tokens_field(fields, "max_tokens")?, self.tokens_field(fields, "max_completion_tokens")?);
+        let left = self.check_prompt(&tokens, "messages")?;
+        let asked = new.or(old);
+        let new_tokens_max = asked.unwrap_or(self.settings.answer_tokens_max.min(left));
+        self.check_room(tokens.len(), new_tokens_max, left)?;
+        let stop_tokens = self.stop_tokens(fields)?;
+        let request = engine_request(tokens.clone(), &common, stop_tokens, new_tokens_max, top);
+        let reader = |stop: &[String]| TurnReader::chat(chat, stop.to_vec());
+        let report = Reporting {
+            kind: AnswerKind::Chat,
+            token_ids: common.token_ids,
+            log_probs: top,
+            stream_usage: common.stream_usage,
+            echo: false,
+        };
+        Ok(self.assemble(common, vec![request], vec![(tokens, None)], &reader, report))
+    }
+
+    pub(super) fn read_completion<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
+        let chat = self.settings.chat;
+        let common = self.read_common(fields)?;
+        fields.refuse("suffix", |suffix| suffix == "")?;
+        fields.refuse("best_of", |best| best.as_u64() == Some(common.samples as u64))?;
+        let top = fields.whole("logprobs", 0, TOP_MAX)?.map(|top| top as usize);
+        let echo = fields.flag("echo")?;
+        if common.streams && echo && top.is_some() {
+            let why = "\"echo\" with \"logprobs\" cannot be streamed".to_owned();
+            return Err(ApiError::invalid(Some("stream"), why));
+        }
+        let prompts = self.read_prompts(fields)?;
+        let new_tokens_max =
+            self.tokens_field_from(fields, "max_tokens", i64::from(!echo))?.unwrap_or(TEXT_TOKENS);
+        let stop_tokens = self.stop_tokens(fields)?;
+        let mut requests = vec![];
+        for (tokens, _) in &prompts {
+            let left = self.check_prompt(tokens, "prompt")?;
+            self.check_room(tokens.len(), new_tokens_max, left)?;
+            let mut request =
+                engine_request(tokens.clone(), &common, stop_tokens.clone(), new_tokens_max, top);
+            request.prompt_log_probs = top.filter(|_| echo);
+            requests.push(request);
+        }
+        let reader = |stop: &[String]| TurnReader::text(chat, stop.to_vec());
+        let report = Reporting {
+            kind: AnswerKind::Text,
+            token_ids: common.token_ids,
+            log_probs: top,
+            stream_usage: common.stream_usage,
+            echo,
+        };
+        Ok(self.assemble(common, requests, prompts, &reader, report))
+    }
+
+    fn assemble<'r>(
+        &'r self,
+        common: Common,
+        requests: Vec<EngineRequest>,
+        prompts: Vec<Prompt>,
+        reader: &dyn Fn(&[String]) -> TurnReader<'r>,
+        report: Reporting,
+    ) -> Read<'r> {
+        let seed = common.seed.map_or_else(
+            || {
+                // Any two requests without a seed differ, also after a new start.
+                let digest = blake3::hash(
+                    &[self.settings.nonce, self.hub.next_number()].map(u64::to_le_bytes).concat(),
+                );
+                u64::from_le_bytes(std::array::from_fn(|byte| digest.as_bytes()[byte]))
+            },
+            |seed| seed as u64,
+        );
+        let readers = (0..prompts.len() * common.samples).map(|_| reader(&common.stop)).collect();
+        let answer = Answer::new(&self.settings, self.started, prompts, common.samples, readers, report);
+        (answer, Requests { requests, samples: common.samples, seed }, common.streams)
+    }
+
+    fn read_common(&self, fields: &Fields) -> Result<Common, ApiError> {
+        let default = self.settings.sampling;
+        let sampling = SamplingParameters {
+            temperature: fields.number("temperature", 0.0, 100.0)?.unwrap_or(default.temperature),
+            top_p: fields.number("top_p", 0.0, 1.0)?.unwrap_or(default.top_p),
+            top_k: fields
+                .whole("top_k", -1, i64::from(u32::MAX))?
+                .map_or(default.top_k, |k| k.max(0) as usize),
+            min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(default.min_p),
+        };
+        let is_zero = |value: &Value| value.as_f64() == Some(0.0);
+        fields.refuse("frequency_penalty", is_zero)?;
+        fields.refuse("presence_penalty", is_zero)?;
+        fields.refuse("repetition_penalty", |value| value.as_f64() == Some(1.0))?;
+        fields.refuse("logit_bias", |bias| bias.as_object().is_some_and(serde_json::Map::is_empty))?;
+        fields.ignore(&[
+            "user",
+            "store",
+            "metadata",
+            "service_tier",
+            "safety_identifier",
+            "prompt_cache_key",
+        ]);
+        let streams = fields.flag("stream")?;
+        let options = fields.value("stream_options");
+        let stream_usage = options.is_some_and(|options| options["include_usage"] == true);
+        if options.is_some() && !streams {
+            let why = "\"stream_options\" needs \"stream\": true".to_owned();
+            return Err(ApiError::invalid(Some("stream_options"), why));
+        }
+        Ok(Common {
+            sampling,
+            samples: fields.whole("n", 1, SAMPLES_MAX)?.unwrap_or(1) as usize,
+            seed: fields.whole("seed", i64::MIN, i64::MAX)?,
+            stop: read_stop(fields)?,
+            streams,
+            stream_usage,
+            token_ids: fields.flag("return_token_ids")?,
+        })
+    }
+
+    /// Returns the prompts with their texts: a text, a list of texts, ids, or a list of lists of ids.
+    fn read_prompts(&self, fields: &Fields) -> Result<Vec<Prompt>, ApiError> {
+        let wrong = |why: &str| ApiError::invalid(Some("prompt"), format!("\"prompt\" {why}"));
+        let shape = || wrong("must be a text, a list of texts, ids, or a list of lists of ids");
+        let prompt = fields.value("prompt").ok_or_else(|| wrong("is missing"))?;
+        let vocabulary = self.settings.chat.vocabulary();
+        let from_text = |text: &str| {
+            self.check_bytes(text.len(), "prompt")?;
+            let tokens =
+                vocabulary.encode_with_special(text).map_err(|error| wrong(&format!("{error:#}")))?;
+            Ok((tokens, Some(text.to_owned())))
+        };
+        let ids_max = self.settings.engine.policy().model.config.vocab_size as u64;
+        let from_ids = |ids: &[Value]| {
+            let id = |id: &Value| id.as_u64().filter(|&id| id < ids_max).map(|id| id as u32);
+            let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
+            ids.map(|ids| (ids, None)).ok_or_else(|| wrong("has an id that is not of the vocabulary"))
+        };
+        match prompt {
+            Value::String(text) => Ok(vec![from_text(text)?]),
+            Value::Array(list) if list.is_empty() => Err(wrong("is empty")),
+            Value::Array(list) if list.iter().all(Value::is_number) => Ok(vec![from_ids(list)?]),
+            Value::Array(list) if list.len() > PROMPTS_MAX => {
+                Err(wrong(&format!("has {} entries, more than {PROMPTS_MAX}", list.len())))
+            }
+            Value::Array(list) => list
+                .iter()
+                .map(|prompt| match prompt {
+                    Value::String(text) => from_text(text),
+                    Value::Array(ids) => from_ids(ids),
+                    _ => Err(shape()),
+                })
+                .collect(),
+            _ => Err(shape()),
+        }
+    }
+
+    /// Refuses a text of so many bytes that it cannot fit, before the work of reading it.
+    fn check_bytes(&self, bytes: usize, field: &str) -> Result<(), ApiError> {
+        let tokens_max = self.settings.tokens_max;
+        if self.settings.chat.vocabulary().may_fit(bytes, tokens_max) {
+            return Ok(());
+        }
+        let why =
+            format!("a text of {bytes} bytes cannot fit in this model's maximum of {tokens_max} tokens");
+        Err(ApiError::too_long(field, why))
+    }
+
+    /// Returns the number of tokens that may follow a prompt.
+    fn check_prompt(&self, tokens: &[u32], field: &str) -> Result<usize, ApiError> {
+        let tokens_max = self.settings.tokens_max;
+        match tokens_max.checked_sub(tokens.len()) {
+            _ if tokens.is_empty() => Err(ApiError::invalid(Some(field), format!("{field:?} has no token"))),
+            Some(left) => Ok(left),
+            None => Err(ApiError::too_long(
+                field,
+                format!(
+                    "the prompt has {} tokens, more than this model's maximum of {tokens_max}",
+                    tokens.len()
+                ),
+            )),
+        }
+    }
+
+    fn check_room(&self, prompt: usize, new: usize, left: usize) -> Result<(), ApiError> {
+        if new <= left && (new > 0 || left > 0) {
+            return Ok(());
+        }
+        Err(ApiError::too_long(
+            "max_tokens",
+            format!(
+                "this model's maximum is {} tokens; the prompt has {prompt}, and {} are asked for",
+                self.settings.tokens_max,
+                new.max(1)
+            ),
+        ))
+    }
+
+    fn tokens_field(&self, fields: &Fields, name: &'static str) -> Result<Option<usize>, ApiError> {
+        self.tokens_field_from(fields, name, 1)
+    }
+
+    fn tokens_field_from(
+        &self,
+        fields: &Fields,
+        name: &'static str,
+        low: i64,
+    ) -> Result<Option<usize>, ApiError> {
+        Ok(fields.whole(name, low, i64::from(i32::MAX))?.map(|tokens| tokens as usize))
+    }
+
+    /// Returns the tokens that end a sample: the family's own and the request's.
+    fn stop_tokens(&self, fields: &Fields) -> Result<Vec<u32>, ApiError> {
+        let mut tokens = match fields.flag("ignore_eos")? {
+            true => vec![],
+            false => self.settings.chat.stop_tokens(),
+        };
+        for id in fields.list("stop_token_ids")?.unwrap_or_default() {
+            let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
+            tokens.push(id.ok_or_else(|| {
+                ApiError::invalid(Some("stop_token_ids"), "\"stop_token_ids\" must be ids".to_owned())
+            })?);
+        }
+        Ok(tokens)
+    }
+}
+
+fn engine_request(
+    tokens: Vec<u32>,
+    common: &Common,
+    stop_tokens: Vec<u32>,
+    new_tokens_max: usize,
+    top_log_probs: Option<usize>,
+) -> EngineRequest {
+    EngineRequest {
+        tokens,
+        samples: vec![],
+        sampling: common.sampling,
+        stop_tokens,
+        new_tokens_max,
+        top_log_probs,
+        prompt_log_probs: None,
+        keep_routed_experts: false,
+        keep_sequence: false,
+    }
+}
+
+fn read_stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
+    let wrong = || {
+        let why = format!(
+            "\"stop\" must be a text or up to {STOPS_MAX} texts, each of up to {STOP_BYTES_MAX} bytes"
+        );
+        ApiError::invalid(Some("stop"), why)
+    };
+    let texts = match fields.value("stop") {
+        None => vec![],
+        Some(Value::Array(texts)) => texts.iter().collect(),
+        Some(text) => vec![text],
+    };
+    let text = |text: &Value| Some(text.as_str()?.to_owned()).filter(|text| text.len() <= STOP_BYTES_MAX);
+    let texts: Vec<String> = texts.into_iter().map(text).collect::<Option<_>>().ok_or_else(wrong)?;
+    if texts.len() > STOPS_MAX {
+        return Err(wrong());
+    }
+    // lm-eval sends empty ones, which end nothing.
+    Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
+}

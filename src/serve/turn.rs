@@ -1,0 +1,247 @@
+//! The text of an answer under way: what of it is certain and may be sent.
+
+use super::messages::call_json;
+use crate::chat::{Call, Chat, ChatTurnParser};
+use crate::harmony::{TurnEnd, TurnStep};
+use crate::vocabulary::Vocabulary;
+use serde_json::Value;
+
+/// Tags of ChatML's calls and thoughts: text before one may still become part of it.
+const TAGS: [&str; 4] = ["<tool_call>", "</tool_call>", "<think>", "</think>"];
+
+/// The texts of an answer so far.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub(super) struct Texts {
+    pub content: String,
+    /// Thoughts: Harmony's channel `analysis`, Qwen3's thought.
+    pub reasoning: String,
+}
+
+/// Reads the tokens of one sample.
+pub(super) struct TurnReader<'a> {
+    /// The parser of a chat's turn; `None` for plain text.
+    parser: Option<ChatTurnParser>,
+    chat: &'a Chat,
+    stop: Vec<String>,
+    /// Bytes of plain text, or of the whole turn.
+    bytes: Vec<u8>,
+    end: Option<TurnEnd>,
+    /// The final texts, once a stop text has cut them.
+    cut: Option<Texts>,
+}
+
+impl<'a> TurnReader<'a> {
+    pub fn chat(chat: &'a Chat, stop: Vec<String>) -> Self {
+        Self { parser: Some(chat.turn_parser()), ..Self::text(chat, stop) }
+    }
+
+    pub fn text(chat: &'a Chat, stop: Vec<String>) -> Self {
+        Self { parser: None, chat, stop, bytes: vec![], end: None, cut: None }
+    }
+
+    /// Reads the next token. Returns true when the answer ends with it.
+    pub fn push(&mut self, token: u32) -> bool {
+        let vocabulary: &Vocabulary = self.chat.vocabulary();
+        if self.parser.is_some() || !vocabulary.is_special(token) {
+            self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
+        }
+        if let Some(parser) = &mut self.parser
+            && let TurnStep::Ended(end) = parser.push(token)
+        {
+            self.end = Some(end);
+        }
+        if !self.stop.is_empty() {
+            let mut texts = self.texts(self.end.is_some());
+            let found = self.stop.iter().filter_map(|stop| texts.content.find(stop.as_str())).min();
+            if let Some(at) = found {
+                texts.content.truncate(at);
+                self.cut = Some(texts);
+            }
+        }
+        self.end.is_some() || self.cut.is_some()
+    }
+
+    /// Returns the reason of an answer that [`Self::push`] ended.
+    pub fn reason(&self) -> &'static str {
+        match self.end {
+            Some(TurnEnd::Called) if self.cut.is_none() => "tool_calls",
+            _ => "stop",
+        }
+    }
+
+    /// Returns the texts that no further token changes.
+    pub fn certain(&self) -> Texts {
+        if let Some(cut) = &self.cut {
+            return cut.clone();
+        }
+        let mut texts = self.texts(false);
+        let held = |text: &mut String| {
+            // An unfinished character is read as U+FFFD.
+            let whole = text.trim_end_matches('\u{fffd}').len();
+            text.truncate(whole);
+            let tags = TAGS.iter().copied().filter(|_| self.parser.is_some());
+            let words = tags.chain(self.stop.iter().map(String::as_str));
+            let length = words.map(|word| overlap(text, word)).max().unwrap_or(0);
+            text.truncate(text.len() - length);
+        };
+        held(&mut texts.content);
+        held(&mut texts.reasoning);
+        texts
+    }
+
+    /// Returns the texts at the end.
+    pub fn last(&self) -> Texts {
+        self.cut.clone().unwrap_or_else(|| self.texts(true))
+    }
+
+    /// Returns the calls at the end, in OpenAI's form; `id` names the answer.
+    pub fn calls(&self, id: &str) -> Vec<Value> {
+        let Some(parser) = self.parser.as_ref().filter(|_| self.reason() == "tool_calls") else {
+            return vec![];
+        };
+        let ready = parser.calls().into_iter().filter_map(|call| match call {
+            Call::Ready(message) => Some(message),
+            Call::Malformed { .. } => None,
+        });
+        ready.enumerate().map(|(n, call)| call_json(&call, format!("call_{id}_{n}"))).collect()
+    }
+
+    fn texts(&self, at_end: bool) -> Texts {
+        let Some(parser) = &self.parser else {
+            return Texts {
+                content: String::from_utf8_lossy(&self.bytes).into_owned(),
+                reasoning: String::new(),
+            };
+        };
+        let is_chatml = matches!(self.chat, Chat::ChatMl(_));
+        let mut parser = parser.clone();
+        let mut raw = String::from_utf8_lossy(&self.bytes);
+        // While a call is written, the text before it is all that is certain.
+        if !at_end
+            && is_chatml
+            && let Some(at) = raw.find(TAGS[0])
+        {
+            parser = self.chat.turn_parser();
+            let before = raw[..at].to_owned();
+            self.chat.vocabulary().encode_text(&before).into_iter().for_each(|token| {
+                parser.push(token);
+            });
+            raw = before.into();
+        }
+        // Calls that cannot be read are shown as they are written.
+        let calls = parser.calls();
+        let malformed = is_chatml && at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
+        let mut texts = Texts::default();
+        for message in parser.finish() {
+            let text = match (message.channel.as_deref(), &message.recipient) {
+                (_, Some(recipient)) if recipient != "assistant" => continue,
+                (Some("analysis"), _) => &mut texts.reasoning,
+                // A header or a text outside of messages.
+                (None, _) if !at_end => continue,
+                _ if malformed => continue,
+                _ => &mut texts.content,
+            };
+            if !text.is_empty() {
+                text.push('\n');
+            }
+            text.push_str(&message.content);
+        }
+        if malformed {
+            let ends = ["<|im_end|>", "<|endoftext|>"];
+            let text = ends.iter().fold(&*raw, |text, end| text.strip_suffix(end).unwrap_or(text));
+            texts.content = text.rsplit("</think>").next().unwrap_or_default().trim_start().to_owned();
+        }
+        texts
+    }
+}
+
+/// Returns the length of the longest end of `text` with which `word` begins, shorter than `word`.
+fn overlap(text: &str, word: &str) -> usize {
+    let lengths = (1..word.len().min(text.len() + 1)).rev();
+    lengths
+        .filter(|&length| word.is_char_boundary(length))
+        .find(|&length| text.ends_with(&word[..length]))
+        .unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chat::ChatFormat;
+
+    fn read(chat: &Chat, text: &str, stop: &[&str]) -> (Vec<Texts>, Texts, &'static str, Vec<Value>) {
+        let stop = stop.iter().map(|&stop| stop.to_owned()).collect();
+        let mut reader = TurnReader::chat(chat, stop);
+        let mut seen = vec![];
+        for token in chat.vocabulary().encode_with_special(text).unwrap() {
+            let over = reader.push(token);
+            seen.push(reader.certain());
+            if over {
+                break;
+            }
+        }
+        (seen, reader.last(), reader.reason(), reader.calls("7"))
+    }
+
+    /// Each text begins with the one before, so that a stream need not take anything back.
+    fn check_growth(seen: &[Texts], last: &Texts) {
+        for pair in seen.windows(2) {
+            assert!(pair[1].content.starts_with(&pair[0].content), "{pair:?}");
+            assert!(pair[1].reasoning.starts_with(&pair[0].reasoning), "{pair:?}");
+        }
+        let before = seen.last().unwrap();
+        assert!(last.content.starts_with(before.content.trim_end()), "{before:?} {last:?}");
+        assert!(last.reasoning.starts_with(&before.reasoning), "{before:?} {last:?}");
+    }
+
+    #[test]
+    fn harmonys_channels_are_thought_text_and_call() {
+        let chat = ChatFormat::Harmony.from_embedded().unwrap();
+        let text = "<|channel|>analysis<|message|>hm é<|end|><|start|>assistant<|channel|>final<|message|>84<|return|>";
+        let (seen, last, reason, calls) = read(&chat, text, &[]);
+        check_growth(&seen, &last);
+        assert_eq!((last.reasoning.as_str(), last.content.as_str(), reason), ("hm é", "84", "stop"));
+        assert!(calls.is_empty());
+        assert!(seen.iter().any(|texts| texts.reasoning == "hm " && texts.content.is_empty()));
+        let text = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{\"city\": \"Ulm\"}<|call|>";
+        let (_, last, reason, calls) = read(&chat, text.trim_start_matches("<|start|>assistant"), &[]);
+        assert_eq!((last, reason), (Texts::default(), "tool_calls"));
+        assert_eq!(calls[0]["function"]["name"], "weather");
+        assert_eq!(calls[0]["function"]["arguments"], "{\"city\": \"Ulm\"}");
+    }
+
+    #[test]
+    fn chatmls_calls_are_not_sent_as_text() {
+        let chat = ChatFormat::ChatMl.from_embedded().unwrap();
+        let call = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Ulm\"}}\n</tool_call>";
+        let (seen, last, reason, calls) = read(&chat, &format!("Let me see.\n{call}<|im_end|>"), &[]);
+        check_growth(&seen, &last);
+        assert_eq!((last.content.as_str(), reason, calls.len()), ("Let me see.", "tool_calls", 1));
+        assert!(seen.iter().all(|texts| !texts.content.contains('<')));
+        let (_, last, reason, calls) = read(&chat, "<tool_call>\n{1}\n</tool_call><|im_end|>", &[]);
+        assert_eq!((reason, calls.len()), ("stop", 0));
+        assert_eq!(last.content, "<tool_call>\n{1}\n</tool_call>", "a call that cannot be read is text");
+    }
+
+    #[test]
+    fn a_stop_text_cuts_the_answer_and_is_never_sent() {
+        let chat = ChatFormat::ChatMl.from_embedded().unwrap();
+        let (seen, last, reason, _) = read(&chat, "one two three<|im_end|>", &["o thr", "zzz"]);
+        check_growth(&seen, &last);
+        assert_eq!((last.content.as_str(), reason), ("one tw", "stop"));
+        assert!(seen.iter().all(|texts| "one tw".starts_with(&texts.content)), "{seen:?}");
+        let thinking = ChatFormat::ThinkingChatMl.from_embedded().unwrap();
+        let (seen, last, ..) = read(&thinking, "<think>\nhm\n</think>\n\n7<|im_end|>", &[]);
+        check_growth(&seen, &last);
+        assert_eq!((last.reasoning.as_str(), last.content.as_str()), ("hm", "7"));
+    }
+
+    #[test]
+    fn the_overlap_is_the_longest_start_of_the_word() {
+        assert_eq!(overlap("a<tool", "<tool_call>"), 5);
+        assert_eq!(overlap("abab", "abac"), 2);
+        assert_eq!(overlap("x", "y"), 0);
+        assert_eq!(overlap("ab", "ab"), 0);
+        assert_eq!(overlap("é", "éa"), 2);
+    }
+}

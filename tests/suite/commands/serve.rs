@@ -1,0 +1,361 @@
+//! `rloss serve` as a client sees it, over bare HTTP; scripts/check_serve.py has OpenAI's own client.
+
+use super::{quickstart, rloss};
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::process::{Child, Stdio};
+
+struct Server {
+    child: Child,
+    address: String,
+}
+
+impl Server {
+    /// Serves the quickstart's untrained model.
+    fn start(arguments: &[&str]) -> Self {
+        Self::start_with(arguments, None)
+    }
+
+    fn start_with(arguments: &[&str], token: Option<&str>) -> Self {
+        let mut command = rloss();
+        command.arg("serve").arg(quickstart()).args(["--port", "0", "--set", "parallel.threads=2"]);
+        command.args(arguments).stderr(Stdio::piped());
+        if let Some(token) = token {
+            command.env("RLOSS_SERVE_TOKEN", token);
+        }
+        let mut child = command.spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let address = lines.find_map(|line| {
+            let line = line.unwrap();
+            Some(line.split_once("at http://")?.1.strip_suffix("/v1")?.to_owned())
+        });
+        // What it says later must find a reader.
+        std::thread::spawn(move || lines.for_each(drop));
+        Self { child, address: address.expect("the server tells its address") }
+    }
+
+    fn send(&self, text: &str) -> TcpStream {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        stream.write_all(text.as_bytes()).unwrap();
+        stream
+    }
+
+    /// Sends a request with these headers; returns status, body.
+    fn ask_with(&self, method: &str, path: &str, headers: &str, body: &str) -> (u16, String) {
+        let length = body.len();
+        let stream = self
+            .send(&format!("{method} {path} HTTP/1.1\r\n{headers}Content-Length: {length}\r\n\r\n{body}"));
+        receive(stream)
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &str) -> (u16, String) {
+        self.ask_with(method, path, &format!("Host: {}\r\n", self.address), body)
+    }
+
+    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        let (status, text) = self.ask("POST", path, &body.to_string());
+        (status, serde_json::from_str(&text).unwrap())
+    }
+
+    /// The value of a counter of `/metrics`.
+    fn counter(&self, name: &str) -> u64 {
+        let (status, text) = self.ask("GET", "/metrics", "");
+        assert_eq!(status, 200);
+        let line = text.lines().find(|line| line.starts_with(&format!("{name} "))).unwrap();
+        line.rsplit(' ').next().unwrap().parse().unwrap()
+    }
+
+    fn signal(&self) {
+        // SAFETY: a plain system call on a process that this test started.
+        unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn receive(mut stream: TcpStream) -> (u16, String) {
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    (head.split(' ').nth(1).unwrap().parse().unwrap(), body.to_owned())
+}
+
+const CHAT: &str = "/v1/chat/completions";
+const TEXT: &str = "/v1/completions";
+
+fn chat(more: &Value) -> Value {
+    let mut body =
+        json!({"model": "quickstart", "messages": [{"role": "user", "content": "1+1"}], "seed": 5});
+    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    body
+}
+
+#[test]
+fn an_answer_depends_on_the_request_alone() {
+    let server = Server::start(&[]);
+    let body = chat(
+        &json!({"n": 3, "logprobs": true, "top_logprobs": 2, "return_token_ids": true, "max_tokens": 20}),
+    );
+    let answer = |body: &Value| {
+        let (status, answer) = server.post(CHAT, body);
+        assert_eq!(status, 200, "{answer}");
+        answer["choices"].clone()
+    };
+    let alone = answer(&body);
+    assert_eq!(alone.as_array().unwrap().len(), 3);
+    assert_ne!(alone[0]["token_ids"], alone[1]["token_ids"]);
+    let beside = std::thread::scope(|scope| {
+        let others = (0..8).map(|seed| {
+            let other = chat(&json!({"seed": seed, "temperature": 0.5 + seed as f64 / 8.0}));
+            scope.spawn(move || answer(&other))
+        });
+        let others: Vec<_> = others.collect();
+        let beside = answer(&body);
+        others.into_iter().for_each(|other| drop(other.join().unwrap()));
+        beside
+    });
+    assert_eq!(alone, beside);
+    for choice in alone.as_array().unwrap() {
+        let tokens = choice["token_ids"].as_array().unwrap().len();
+        assert_eq!(choice["logprobs"]["content"].as_array().unwrap().len(), tokens);
+    }
+}
+
+#[test]
+fn a_stream_says_what_the_whole_answer_says() {
+    let server = Server::start(&[]);
+    for body in [
+        chat(&json!({"max_tokens": 30, "return_token_ids": true})),
+        chat(&json!({"max_completion_tokens": 30, "return_token_ids": true, "stop": ["1", "e"], "seed": 6})),
+    ] {
+        let (_, whole) = server.post(CHAT, &body);
+        let mut streamed = body.clone();
+        streamed["stream"] = true.into();
+        streamed["stream_options"] = json!({"include_usage": true});
+        let stream = server.send(&format!(
+            "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{streamed}",
+            server.address,
+            streamed.to_string().len()
+        ));
+        let (status, text) = receive(stream);
+        assert_eq!(status, 200, "{text}");
+        let events: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
+        assert_eq!(*events.last().unwrap(), "[DONE]");
+        let chunks: Vec<Value> =
+            events[..events.len() - 1].iter().map(|event| serde_json::from_str(event).unwrap()).collect();
+        assert_eq!(chunks.last().unwrap()["usage"], whole["usage"]);
+        let choices: Vec<&Value> = chunks.iter().map(|chunk| &chunk["choices"][0]).collect();
+        let joined = |key: &str| -> String {
+            choices.iter().filter_map(|choice| choice["delta"][key].as_str()).collect()
+        };
+        let message = &whole["choices"][0]["message"];
+        assert_eq!(joined("content"), message["content"].as_str().unwrap_or_default());
+        assert_eq!(joined("reasoning_content"), message["reasoning_content"].as_str().unwrap_or_default());
+        let ids: Vec<&Value> =
+            choices.iter().filter_map(|choice| choice["token_ids"].as_array()).flatten().collect();
+        assert_eq!(ids, whole["choices"][0]["token_ids"].as_array().unwrap().iter().collect::<Vec<_>>());
+        let last = choices.iter().rev().find(|choice| choice["finish_reason"].is_string()).unwrap();
+        assert_eq!(last["finish_reason"], whole["choices"][0]["finish_reason"]);
+    }
+}
+
+#[test]
+fn an_echoed_prompt_has_the_log_probs_of_its_own_sampling() {
+    let server = Server::start(&[]);
+    let body = json!({"model": "quickstart", "prompt": "What is 1+1?", "max_tokens": 12, "logprobs": 1, "seed": 3,
+        "temperature": 1, "ignore_eos": true, "return_token_ids": true});
+    let (status, sampled) = server.post(TEXT, &body);
+    assert_eq!(status, 200, "{sampled}");
+    let ids = |name: &str| sampled["choices"][0][name].as_array().unwrap().clone();
+    let tokens = [ids("prompt_token_ids"), ids("token_ids")].concat();
+    let scored =
+        json!({"model": "quickstart", "prompt": [tokens], "max_tokens": 0, "logprobs": 1, "echo": true});
+    let (status, scored) = server.post(TEXT, &scored);
+    assert_eq!(status, 200, "{scored}");
+    let log_probs =
+        |answer: &Value| answer["choices"][0]["logprobs"]["token_logprobs"].as_array().unwrap().clone();
+    let (sampled, scored) = (log_probs(&sampled), log_probs(&scored));
+    assert_eq!((sampled.len(), scored.len()), (12, tokens.len()));
+    assert!(scored[0].is_null());
+    assert_eq!(scored[tokens.len() - 12..], sampled[..]);
+}
+
+#[test]
+fn wrong_requests_get_openais_errors_and_the_server_lives() {
+    let server = Server::start(&[]);
+    let message = |content: &str| json!({"messages": [{"role": "user", "content": content}]});
+    let many: Vec<Value> = (0..5000).map(|_| json!({"role": "user", "content": "1"})).collect();
+    let cases = [
+        (chat(&message(&"1+".repeat(4000))), 400, "context_length_exceeded"),
+        (chat(&json!({"messages": many})), 400, "context_length_exceeded"),
+        (chat(&json!({"max_tokens": 100_000})), 400, "context_length_exceeded"),
+        (chat(&json!({"model": "gpt-4"})), 404, "model_not_found"),
+        (chat(&json!({"messages": []})), 400, "messages"),
+        (chat(&json!({"messages": [{"role": "king", "content": "1"}]})), 400, "king"),
+        (chat(&json!({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]})), 400, "content"),
+        (chat(&json!({"temperature": "hot"})), 400, "temperature"),
+        (chat(&json!({"n": 0})), 400, "\\\"n\\\""),
+        (chat(&json!({"top_logprobs": 3})), 400, "top_logprobs"),
+        (chat(&json!({"stop": [1]})), 400, "stop"),
+        (chat(&json!({"tools": [{"type": "function"}]})), 400, "tools"),
+        (chat(&json!({"tool_choice": "required"})), 400, "tool_choice"),
+        (chat(&json!({"frequency_penalty": 0.5})), 400, "frequency_penalty"),
+        (chat(&json!({"stream_options": {}})), 400, "stream_options"),
+    ];
+    for (body, status, word) in cases {
+        let (found, answer) = server.post(CHAT, &body);
+        assert_eq!(found, status, "{answer}");
+        assert!(answer.to_string().contains(word) && answer["error"]["message"].is_string(), "{answer}");
+    }
+    for (body, word) in [
+        (json!({"model": "quickstart", "prompt": []}), "prompt"),
+        (json!({"model": "quickstart", "prompt": ""}), "prompt"),
+        (json!({"model": "quickstart", "prompt": [1u64 << 40]}), "vocabulary"),
+        (json!({"model": "quickstart", "prompt": {"a": 1}}), "prompt"),
+        (json!({"model": "quickstart"}), "prompt"),
+        (json!({"prompt": "1"}), "model"),
+    ] {
+        let (status, answer) = server.post(TEXT, &body);
+        assert_eq!(status, 400, "{answer}");
+        assert!(answer["error"]["message"].as_str().unwrap().contains(word), "{answer}");
+    }
+    let host = format!("Host: {}\r\n", server.address);
+    for (method, path, headers, body, status) in [
+        ("POST", CHAT, host.clone(), "{\"model\": ", 400),
+        ("POST", CHAT, host.clone(), "[]", 400),
+        ("POST", CHAT, host.clone(), "\u{ff}", 400),
+        ("GET", CHAT, host.clone(), "", 405),
+        ("GET", "/v1/embeddings", host.clone(), "", 404),
+        ("GET", "/v1/models/gpt-4", host.clone(), "", 404),
+        ("GET", "/v1/models", "Host: example.org\r\n".to_owned(), "", 403),
+        ("GET", "/v1/models", String::new(), "", 403),
+        ("GET", "/v1/models", format!("{host}Origin: http://example.org\r\n"), "", 403),
+        ("GET", "/v1/models", host.clone(), "", 200),
+        ("GET", "/v1/models/quickstart", host.clone(), "", 200),
+        ("GET", "/health", host.clone(), "", 200),
+    ] {
+        let (found, text) = server.ask_with(method, path, &headers, body);
+        assert_eq!(found, status, "{method} {path}: {text}");
+        let is_error = serde_json::from_str::<Value>(&text).is_ok_and(|answer| answer["error"].is_object());
+        assert_eq!(is_error, status != 200, "{text}");
+    }
+    // A body over the limit is refused by its length alone.
+    let length = 1u64 << 40;
+    let (status, text) =
+        receive(server.send(&format!("POST {CHAT} HTTP/1.1\r\n{host}Content-Length: {length}\r\n\r\n")));
+    assert_eq!(status, 413, "{text}");
+    let chunks = "2\r\n{}\r\nzz\r\n";
+    let head = format!("POST {CHAT} HTTP/1.1\r\n{host}Transfer-Encoding: chunked\r\n\r\n");
+    assert_eq!(receive(server.send(&format!("{head}{chunks}"))).0, 400);
+    // Unknown fields are ignored, and counted.
+    let before = server.counter("rloss_unknown_fields_total");
+    let (status, _) = server.post(CHAT, &chat(&json!({"a": 1, "b": null, "max_tokens": 1})));
+    assert_eq!((status, server.counter("rloss_unknown_fields_total")), (200, before + 2));
+}
+
+#[test]
+fn a_body_in_chunks_is_read() {
+    let server = Server::start(&[]);
+    let body = chat(&json!({"max_tokens": 4})).to_string();
+    let (a, b) = body.split_at(30);
+    let stream = server.send(&format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nTransfer-Encoding: chunked\r\n\r\n{:x}\r\n{a}\r\n{:X};x=y\r\n{b}\r\n0\r\n\r\n",
+        server.address,
+        a.len(),
+        b.len()
+    ));
+    assert_eq!(receive(stream).0, 200);
+}
+
+#[test]
+fn tools_are_rendered_and_never_run() {
+    let server = Server::start(&[]);
+    let tools = json!([{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]);
+    let ask = |more: &Value| {
+        let (status, answer) = server.post(CHAT, &chat(more));
+        assert_eq!(status, 200, "{answer}");
+        answer["usage"]["prompt_tokens"].as_u64().unwrap()
+    };
+    let none = ask(&json!({"max_tokens": 1}));
+    let with = ask(&json!({"max_tokens": 1, "tools": tools}));
+    assert!(with > none);
+    assert_eq!(ask(&json!({"max_tokens": 1, "tools": tools, "tool_choice": "none"})), none);
+    let history = json!({"max_tokens": 1, "messages": [
+        {"role": "user", "content": "1+1"},
+        {"role": "assistant", "content": null, "refusal": null,
+         "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{\"a\": 1}"}}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+    ]});
+    assert!(ask(&history) > none);
+}
+
+#[test]
+fn a_client_that_hangs_up_frees_its_samples() {
+    let server = Server::start(&["--queue", "4"]);
+    let body = chat(&json!({"n": 4, "stream": true})).to_string();
+    for _ in 0..20 {
+        let stream = server.send(&format!(
+            "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{body}",
+            server.address,
+            body.len()
+        ));
+        drop(stream.shutdown(Shutdown::Both));
+        // Half a request, and one that never ends.
+        drop(server.send("POST / HTTP/1.1\r\nContent-Le"));
+    }
+    while server.counter("rloss_open_samples") > 0 {}
+    let (status, answer) = server.post(CHAT, &chat(&json!({"n": 4, "max_tokens": 2})));
+    assert_eq!(status, 200, "{answer}");
+}
+
+#[test]
+fn a_full_queue_answers_429() {
+    let server = Server::start(&["--queue", "2"]);
+    let (status, answer) = server.post(CHAT, &chat(&json!({"n": 3})));
+    assert_eq!((status, &answer["error"]["code"]), (429, &json!("rate_limit_exceeded")));
+    assert_eq!(server.post(CHAT, &chat(&json!({"n": 2}))).0, 200);
+}
+
+#[test]
+fn a_token_is_asked_for_where_one_is_set() {
+    let server = Server::start_with(&[], Some("secret"));
+    let host = format!("Host: {}\r\n", server.address);
+    for (header, status) in
+        [("", 401), ("Authorization: Bearer wrong\r\n", 401), ("Authorization: Bearer secret\r\n", 200)]
+    {
+        assert_eq!(
+            server.ask_with("GET", "/v1/models", &format!("{host}{header}"), "").0,
+            status,
+            "{header}"
+        );
+    }
+    assert_eq!(server.ask("GET", "/health", "").0, 200);
+    let output = rloss().arg("serve").arg(quickstart()).args(["--address", "0.0.0.0"]).output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("RLOSS_SERVE_TOKEN"), "{text}");
+}
+
+#[test]
+fn sigterm_finishes_open_answers() {
+    let mut server = Server::start(&[]);
+    let body = chat(&json!({"n": 8, "stream": true})).to_string();
+    let stream = server.send(&format!(
+        "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{body}",
+        server.address,
+        body.len()
+    ));
+    let mut first = [0; 1];
+    stream.peek(&mut first).unwrap();
+    server.signal();
+    let (status, text) = receive(stream);
+    assert_eq!(status, 200);
+    assert!(text.contains("data: [DONE]"), "{text}");
+    assert_eq!(server.child.wait().unwrap().code(), Some(0));
+}
