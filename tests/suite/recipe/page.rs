@@ -14,7 +14,8 @@ unless a resume changed `[eval]` or `[checkpoint]`.
 
 - `base = \"FILE\"`, before any table, names a recipe to start from. The keys of this recipe override the keys
   of its base. The path is relative to this recipe's folder. A name without a file, such as
-  `base = \"gsm8k_qwen\"`, is a built-in recipe. A base may have a base. The resolved recipe has the keys of all.
+  `base = \"gsm8k_qwen\"`, is a built-in recipe. A base may have a base. The resolved recipe has all their
+  keys.
 - `rloss init NAME --from RECIPE --model FOLDER` writes such a recipe with sizes for this machine.
 - `rloss schema > recipe.schema.json` writes the keys as JSON Schema. An editor with taplo completes and
   checks a recipe whose first line is `#:schema ./recipe.schema.json`.
@@ -29,8 +30,8 @@ unless a resume changed `[eval]` or `[checkpoint]`.
 - All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
 - A run resumed with `--resume` may differ in `device`, `train.steps`, `train.on_bad_step`,
   `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. A new
-  `train.steps` does not change the learning-rate schedule: the schedule ends at the same step as before, which
-  the run's recipe then has in `schedule_steps`.
+  `train.steps` does not change the learning-rate schedule: the schedule ends at the same step as before. The
+  run's recipe then has this step in `schedule_steps`.
 
 This page is generated from the settings types in `src/`, and a test compares the two. To generate it again
 after a change, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
