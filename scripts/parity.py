@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Random models of a family, computed by transformers and by rloss, compared.
 
-    scripts/parity.py [--family gpt_oss|qwen2|qwen3|qwen3_moe] [--cases N] [--seed S] [--keep FOLDER]
+    scripts/parity.py [--family gpt_oss|qwen2|qwen3|qwen3_moe] [--cases N] [--seed S] [--keep FOLDER] [--exact]
 
 Draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, tied heads,
 sizes that are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
@@ -13,12 +13,14 @@ each model anew in f32; the script loads those folders in transformers and compa
 
 Prints the worst difference a case: logits and cached decode over the largest logit (bar 2e-5), log-probs likewise,
 the loss over itself, gradients and what the step changed over the largest of each tensor (bar 1e-4), logits of the
-saved folder over the largest (bar 1e-5). Ends with status 1 if any is over its bar.
+saved folder over the largest (bar 1e-5). Ends with status 1 if any is over its bar. `--exact` (Qwen's families) compares
+the gradients of both programs with PyTorch's in double precision too, norms, softmax and angles included.
 
 Needs cargo, torch, transformers 5 and safetensors.
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -30,7 +32,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, logging
 
 from make_fixtures import ADAMW, CLAMP_MARGIN_MIN, EAGER, ROUTER_MARGIN_MIN, masked_loss, stored, write_model
@@ -142,6 +144,48 @@ def cancellation(folder):
     return worst
 
 
+def exact_norm(norm, x):
+    return norm.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon))
+
+
+def exact_rotation(rotary, x, position_ids):
+    angles = position_ids[..., None].double() * rotary.inv_freq.double()
+    angles = torch.cat((angles, angles), -1)
+    return angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
+
+
+def exact_gradients(folder):
+    """The gradients in f64 throughout: transformers computes norms, softmax and angles in f32 whatever the model's type."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER).eval()
+    for module in model.modules():
+        for ending, forward in [("RMSNorm", exact_norm), ("RotaryEmbedding", exact_rotation)]:
+            if type(module).__name__.endswith(ending):
+                module.forward = functools.partial(forward, module)
+    softmax = torch.nn.functional.softmax
+    torch.nn.functional.softmax = lambda x, dim=None, dtype=None: softmax(x, dim=dim)
+    try:
+        masked_loss(model, read_rows(folder))[2].backward()
+    finally:
+        torch.nn.functional.softmax = softmax
+    return stored(((name, tensor.grad) for name, tensor in model.named_parameters()), model.config.model_type)
+
+
+def compare_exactly(folder, twins):
+    """Compares gradients with exact ones: the worst of rloss and of transformers, each with its case and tensor."""
+    theirs = []
+    for case in sorted(folder.iterdir()):
+        shutil.copytree(case, twins / case.name, ignore=shutil.ignore_patterns("saved"))
+        expected = load_file(case / "expected.safetensors")
+        for name, exact in exact_gradients(case).items():
+            largest = exact.abs().max().item()
+            difference = (exact - expected[f"grad.{name}"]).abs().max().item()
+            theirs.append((difference / largest if difference else 0.0, f"{case.name} {name}"))
+            expected[f"grad.{name}"] = exact.float().contiguous()
+        save_file(expected, twins / case.name / "expected.safetensors")
+    figures, _ = compare(twins)
+    return max((*row["gradients"], name) for name, row in figures.items()), max(theirs)
+
+
 def write_case(folder, family, sizes, lengths, generator):
     """Draws one case until no gradient cancels; returns what was drawn again, by reason."""
     redrawn = Counter()
@@ -208,7 +252,10 @@ def main():
     parser.add_argument("--cases", type=int, default=20, help="configurations to draw (default 20)")
     parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and rows (default 0)")
     parser.add_argument("--keep", type=Path, help="leave the cases in this folder, which must be new")
+    parser.add_argument("--exact", action="store_true", help="compare gradients with those of double precision too")
     arguments = parser.parse_args()
+    if arguments.exact and not arguments.family.startswith("qwen"):
+        parser.error("--exact knows the norms of Qwen's families alone")
     if arguments.keep and arguments.keep.exists():
         parser.error(f"{arguments.keep} exists")
     if arguments.cases < 1:
@@ -233,6 +280,9 @@ def main():
             saved = saved_difference(folder / name)
             figures[name]["saved"] = (saved, "")
             passed &= saved <= SAVED_BAR
+        if arguments.exact:
+            (ours, tensor, name), (theirs, place) = compare_exactly(folder, Path(temporary) / "exact")
+            print(f"gradients against f64: rloss {ours:.1e} ({name} {tensor}), transformers {theirs:.1e} ({place})")
     if not figures:
         sys.exit(f"parity.py: {TEST} compared nothing")
     kinds = list(next(iter(figures.values())))

@@ -220,6 +220,7 @@ const std::vector<Shape>& small_shapes() {
     // Rows of all heads in an odd number: the last warp of delta is not full.
     list.push_back({"small, extreme", {71}, {}, 1, 5, 0, 20, {50, -50, -1e9f, 0}});
     list.push_back({"small, many keys", {20, 2}, {470, 523}, 1, 2});
+    list.push_back({"small, blocks of keys that nobody sees", {5, 3}, {140, 9}, 1, 3, 20});
     list.push_back({"small, paged", {1, 3, 20, 0}, {130, 64, 85, 0}, 1, 8, 70, 1, {0.5f}, 0, true});
     return list;
   }();

@@ -27,8 +27,8 @@ g++ -std=c++17 -O1 -Wall -Wextra seed.cpp -o $out/seed || exit 1
 run_check() { timeout 600 $out/$1 >"$out/logs/${1//[\/ ]/_}" 2>&1; }
 export -f run_check
 checks() {
-  local mode check checks=("plain/suite hopper" "plain/suite mma" "plain/suite ops" "plain/suite small hopper_128"
-    "plain/suite small mma_128" "asan/suite small" "tsan/suite small" "plain/engine_tests" "asan/engine_tests" "tsan/engine_tests")
+  local mode check checks=("plain/suite hopper" "plain/suite mma" "plain/suite ops" "asan/suite small" "tsan/suite small"
+    "plain/engine_tests" "asan/engine_tests" "tsan/engine_tests")
   # The file in which the host twins and a GPU's instructions must agree.
   for mode in plain asan tsan; do checks+=("$mode/primitive_checks ../../kernels/primitive_checks.txt"); done
   # One of these at a time would leave cores idle.
