@@ -145,7 +145,7 @@ pub trait Handler: Sync {
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r>;
 }
 
-/// The number of open connections, and the idle ones, oldest first.
+/// The number of open connections, and the idle ones. The first one is closed first.
 struct Connections {
     connections_max: usize,
     state: Mutex<State>,
@@ -193,7 +193,7 @@ impl Connections {
         self.lock().idle.retain(|(other, _)| *other != number);
     }
 
-    /// Marks the connection as idle after its response, and first to be closed.
+    /// Marks the connection as idle after its response. It is then the first to be closed.
     fn mark_idle(&self, number: u64, stream: &TcpStream) {
         if let Ok(kept) = stream.try_clone() {
             self.lock().idle.push_front((number, kept));

@@ -80,8 +80,8 @@ impl ChatFormat {
 /// A tool call at the end of a turn. It needs a reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
-    /// A valid call: a message with a recipient. The reply's author is the recipient, even if no such tool
-    /// exists.
+    /// A call that could be read: a message with a recipient, which need not be an existing tool. The author
+    /// of the tool's reply is this recipient.
     Ready(Message),
     /// A call that could not be read: its recipient, if known, and the error that the model gets as reply.
     Malformed { recipient: Option<String>, reply: String },

@@ -55,7 +55,7 @@ pub enum Part {
     Device,
     /// Every instruction of kernels/primitives.cuh against its emulation on the CPU
     Primitives,
-    /// Every op on small seeded inputs against its outputs on the emulated driver
+    /// The outputs of every op on small seeded inputs, compared with those of the emulated driver
     Seeded,
     /// Properties of the tensor cores that the equality of rows depends on
     Facts,

@@ -17,7 +17,7 @@ pub enum TurnError {
     UnfinishedHeader,
     /// A message begins with another author.
     WrongAuthor { author: String },
-    /// Tokens follow a closed message without `<|start|>`.
+    /// Tokens follow a closed message, and the first of them is not `<|start|>`.
     TextAfterEnd,
     /// `<|call|>` closed a message without a recipient.
     CallWithoutRecipient,

@@ -230,7 +230,8 @@ struct SequenceGroup {
     /// Number of rows that the group adds to a micro-batch with earlier sequences, or the number of its
     /// targets if that is larger.
     added_tokens: usize,
-    /// Number of rows if the group is the first of a micro-batch, where it shares no rows.
+    /// Number of rows if the group is the first of a micro-batch. It then shares no rows with earlier
+    /// sequences.
     tokens: usize,
 }
 

@@ -97,8 +97,8 @@ impl Console {
         }
     }
 
-    /// Records that a step of the planned stage `name` begins while another stage is current.
-    /// [`Self::count_step`] ends the step.
+    /// Records that a step of the planned stage `name` begins inside a step of another stage, such as an
+    /// evaluation during training. [`Self::count_step`] ends it.
     pub fn begin_step(&self, name: &str) {
         if let Some(eta) = &mut *lock(&self.0.eta) {
             eta.begin(name);

@@ -52,7 +52,7 @@ impl Eta {
         }
     }
 
-    /// Records that a step of stage `name` begins while another stage is current.
+    /// Records that a step of stage `name` begins inside a step of another stage.
     pub fn begin(&mut self, name: &str) {
         self.current_stage = Some(name.to_owned());
     }

@@ -120,7 +120,7 @@ impl<'a> AblationMeasurement<'a> {
         Ok(ResultLine { name: name.to_owned(), metrics, cause: Some(cause) })
     }
 
-    /// Returns whether the rollout under `ablations` is the one that sampled the tokens.
+    /// Returns whether the tokens were sampled with the rollout settings of `ablations`.
     fn has_rollout_of_samples(&self, ablations: &Ablations) -> bool {
         let rollout_settings = |ablations: &Ablations| {
             (ablations.rollout_noise(), ablations.rollout_mantissa_limit(), ablations.rollout_mxfp4)

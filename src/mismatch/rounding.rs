@@ -22,7 +22,7 @@ const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
 const STABLE_ROUTING_FACTORS: (f64, f64) = (2.5, 4.0);
 /// Differences below this always count as f32 rounding, in nats.
 pub const F32_FLOOR: f64 = 2e-5;
-/// Number of mantissa bits that simulates another order of summation in f32.
+/// Rounding to this number of mantissa bits simulates another order of summation in f32.
 const F32_BITS: u32 = 21;
 /// Number of mantissa bits of bf16.
 const BF16_BITS: u32 = 7;

@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// Maximum number of parameters of a small model. Copies of a small model's weights are cheap, so its causes
 /// run in parallel, one per thread. Its rounding and its causes are computed on all rows.
 pub const SMALL_PARAMETERS_MAX: u128 = 1 << 24;
-/// For a larger model, the sample has about the number of targets divided by this.
+/// For a larger model, rounding and causes are computed on a sample: about one target in this many.
 const SAMPLE_DIVISOR: usize = 3;
 /// Minimum number of targets of a sample.
 const SAMPLE_TARGETS_MIN: usize = 512;

@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(Heads::even(2, 4).of_rank, [[0], [0], [1], [1]]);
         assert_eq!(Heads::even(2, 4).keys_and_values().of_rank, [[0, 2], [0, 2], [1, 3], [1, 3]]);
         assert_eq!(head_split_error(64, 8, 16), None);
-        assert!(head_split_error(12, 2, 8).unwrap().contains("12 heads"));
+        assert!(head_split_error(12, 2, 8).unwrap().contains("12 attention heads"));
         assert!(head_split_error(12, 4, 6).unwrap().contains("4 key-value heads"));
     }
 }

@@ -80,9 +80,9 @@ table! {
         pub factor: f64 = 32.0 => from(1.0).to(1e6),
         /// Context length before the extension, in tokens.
         pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
-        /// Number of rotations within the original context above which a frequency is not scaled.
+        /// A frequency with more rotations than this within the original context is not scaled.
         pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
-        /// Number of rotations within the original context below which a frequency is divided by `factor`.
+        /// A frequency with fewer rotations than this within the original context is divided by `factor`.
         pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
         /// Whether the bounds of the ramp are rounded to whole dimensions.
         pub truncate: bool = false,

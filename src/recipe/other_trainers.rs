@@ -220,6 +220,19 @@ mod tests {
                 "[actor_rollout_ref.rollout]\nn = 8",
                 "r.toml:2: actor_rollout_ref.rollout.n: unknown key; use rollout.samples_per_prompt",
             ),
+            (
+                "[data]\nmax_response_length = 8",
+                "r.toml:2: data.max_response_length: unknown key; use rollout.response_tokens_max",
+            ),
+            // [trainer] is similar to [train].
+            (
+                "[trainer]\nsave_freq = 8",
+                "r.toml:2: trainer.save_freq: unknown key; use checkpoint.every_steps",
+            ),
+            (
+                "[algorithm.filter_groups]\nenable = true",
+                "r.toml:1: algorithm.filter_groups: unknown key; use rollout.resample_rounds_max; 0 means off",
+            ),
             ("[adapter]\nr = 8", "r.toml:2: adapter.r: unknown key; use adapter.rank"),
             ("[lora]\nr = 8", "r.toml:2: lora.r: unknown key; use adapter.rank"),
             ("[adapter]\nlora_alpha = 8", "r.toml:2: adapter.lora_alpha: unknown key; use adapter.alpha"),
@@ -234,13 +247,13 @@ mod tests {
             (
                 "[train]\nbatch_size = 8",
                 "r.toml:2: train.batch_size: unknown key; use rollout.prompts_per_step, with \
-                 rollout.samples_per_prompt samples each; in [cold_start] it is batch_size",
+                 rollout.samples_per_prompt samples per prompt; in [cold_start] use batch_size",
             ),
         ] {
             assert_eq!(refused(text), answer);
         }
         let all = refused("[adapter]\ntargets = \"all-linear\"");
-        assert!(all.contains("; use adapter.targets = []: every matrix"), "{all}");
+        assert!(all.contains("; use adapter.targets = []: it adapts every matrix"), "{all}");
         let set = resolve(Path::new("r.toml"), "", &["device=gpu".to_owned()]).unwrap_err().to_string();
         assert!(set.ends_with("use device = \"cuda\""), "{set}");
         let dapo = refused("[policy]\nloss = \"dapo\"");

@@ -82,7 +82,7 @@ mod tests {
             ),
             (
                 "[parallel]\nrollout_weights = \"by_layer\"\n",
-                "r.toml:2: parallel.rollout_weights: \"by_layer\" was removed; give \"by_expert\" or \"whole\"",
+                "r.toml:2: parallel.rollout_weights: \"by_layer\" was removed; give \"by_expert\", \"whole\" or \"auto\"",
             ),
         ] {
             let message = refused(written);

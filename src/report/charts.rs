@@ -114,7 +114,7 @@ const SPECS: [ChartSpec; 21] = {
     ]
 };
 
-/// Returns whether the value 0 at every step of `metric` is an alarm, because nothing was learned.
+/// Returns whether a `metric` that is 0 at every step is an alarm: the run learned nothing.
 fn is_alarm_at_zero(metric: &str) -> bool {
     is_held_out(metric)
         || named_reward(metric).is_some()

@@ -116,7 +116,7 @@ impl SampleCounts {
         let show = |what: &str| match cold_start_steps {
             0 => format!("show {what} to the model in an SFT warm-up ([cold_start])"),
             steps => {
-                format!("raise cold_start.steps, which is {steps}, with {what} among the demonstrations")
+                format!("raise cold_start.steps (now {steps}), and have {what} in the demonstrations")
             }
         };
         let show_calls = show("calls");
@@ -300,7 +300,7 @@ mod tests {
         let truncated = messages(&[(TruncatedLength, true, "and so on"); 16]);
         assert_eq!(truncated.len(), 1, "{truncated:?}");
         assert!(
-            truncated[0].starts_with("16 of 16 trajectories were cut at response_tokens_max = 1;"),
+            truncated[0].starts_with("16 of 16 trajectories reached response_tokens_max = 1;"),
             "{truncated:?}"
         );
         let block = (Finished, false, "```python\nprint(12)\n```");
@@ -308,7 +308,7 @@ mod tests {
         assert_eq!(without_call.len(), 1, "{without_call:?}");
         assert!(
             without_call[0].starts_with(
-                "0 of 4 trajectories called the tool; 3 of 4 answers hold a code block in place of a call; ask"
+                "0 of 4 trajectories called the tool; 3 of 4 answers have a code block instead of a call; ask"
             ),
             "{without_call:?}"
         );
@@ -324,7 +324,7 @@ mod tests {
         assert!(
             ended.len() == 1
                 && ended[0]
-                    .starts_with("4 of 4 trajectories were cut where the model's context of 64 tokens ends"),
+                    .starts_with("4 of 4 trajectories reached the end of the model's context of 64 tokens"),
             "{ended:?}"
         );
     }
@@ -336,11 +336,11 @@ mod tests {
         let answers = [(Outcome::Finished, false, call), (Outcome::Finished, false, &fenced)];
         let unused = messages(&answers);
         let said =
-            "0 of 2 trajectories called the tool; 2 of 2 answers hold a call without its tags; show the tags";
+            "0 of 2 trajectories called the tool; 2 of 2 answers have a call without its tags; show the tags";
         assert!(unused[0].starts_with(said), "{unused:?}");
         let half = messages(&[answers[0], (Outcome::Finished, true, "12")]);
         assert!(
-            half.len() == 1 && half[0].starts_with("1 of 2 answers hold a call without its tags, so nothing"),
+            half.len() == 1 && half[0].starts_with("1 of 2 answers have a call without its tags, so nothing"),
             "{half:?}"
         );
         for text in ["{\"name\": \"Ann\"}", "12", "\"name\" {", "{\"name\": 1, \"arguments\": 2}"] {

@@ -103,7 +103,8 @@ impl RunContext {
         preflight.load(console)
     }
 
-    /// Rejects a recipe of the same model that has keys which the model's family does not support.
+    /// Rejects `plan`, another recipe for this context's model, if it has keys that the family of the model does
+    /// not support.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.

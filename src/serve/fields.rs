@@ -21,7 +21,7 @@ impl<'v> Fields<'v> {
         Ok(Self { map, known: RefCell::default() })
     }
 
-    /// Returns the number of fields that nobody asked for.
+    /// Returns the number of the body's fields that the server does not read.
     pub fn unknown_count(&self) -> usize {
         let known = self.known.borrow();
         self.map.keys().filter(|name| !known.contains(name.as_str())).count()

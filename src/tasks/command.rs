@@ -37,7 +37,8 @@ const WARNINGS_MAX: usize = 10;
 /// Defaults of `task.command_timeout_s` and `task.command_processes`.
 pub(super) const TIMEOUT_S: f64 = 60.0;
 pub(super) const PROCESSES: usize = 4;
-/// Key in the answer of a problem that the program did not give.
+/// A key of `answer`: it marks a placeholder for a problem that the program failed to give. Its value is the
+/// error.
 const FAILURE_KEY: &str = "task_failed";
 
 /// The task `command`.

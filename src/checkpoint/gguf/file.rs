@@ -163,7 +163,8 @@ impl Header {
 struct Bytes<'a> {
     file: BufReader<&'a File>,
     left: u64,
-    /// Whether `left` ends at the end of the file. Otherwise it ends at [`HEADER_BYTES_MAX`].
+    /// Whether `left` counts the bytes up to the end of the file. Otherwise it counts those up to
+    /// [`HEADER_BYTES_MAX`].
     is_cut: bool,
 }
 

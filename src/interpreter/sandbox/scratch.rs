@@ -12,8 +12,8 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Path of the scratch folder, a subfolder of [`SCRATCH_PARENT`]. Landlock checks the folders above a mount, but not
-/// the folder that the mount covers.
+/// Path of the scratch folder, on which a file system is mounted. It is a subfolder of [`SCRATCH_PARENT`], to
+/// which the rule of Landlock applies: Landlock ignores a rule for a folder that a mount covers.
 pub const SCRATCH_PATH: &str = "/tmp/scratch";
 /// Parent of the scratch folder. In the server's namespace it is read-only, and otherwise empty.
 const SCRATCH_PARENT: &str = "/tmp";

@@ -25,7 +25,8 @@ struct DecodeLayer {
     plan: LaunchPlan,
     /// The range of the layer in the arrays of the step.
     arrays: Range<usize>,
-    /// The range of the layer in the cache rows of the step, to which the new keys and values are written.
+    /// The range of the layer's slots in the arrays of the step. A slot is the cache row to which a new key
+    /// and value are written.
     slots: Range<usize>,
 }
 

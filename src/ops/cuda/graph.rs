@@ -6,7 +6,7 @@ use candle_core::cuda_backend::cudarc::driver::CudaGraph;
 use candle_core::cuda_backend::cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
 use candle_core::{Device, Result, bail};
 
-/// A captured CUDA graph. A replay reads and writes the addresses of the capture.
+/// A captured CUDA graph. A replay uses the memory at the addresses of the capture.
 pub struct RecordedGraph(CudaGraph);
 
 impl RecordedGraph {

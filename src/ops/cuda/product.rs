@@ -2,7 +2,7 @@
 //! or each row by the matrix of its group in `[E, in, out]`.
 //!
 //! Rows, matrices and gradients of activations are bf16. Sums, biases and gradients of parameters are f32. A
-//! matrix may be packed as MXFP4. The result then has the bits of the product by the decoded matrix.
+//! matrix may be packed as MXFP4. The result is then bit for bit that of the decoded matrix.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};

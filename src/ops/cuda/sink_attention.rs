@@ -89,7 +89,7 @@ pub struct DeviceLaunchPlan {
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
     arrays: CudaSlice<i32>,
-    /// The values that are passed as sinks in the ablation without sinks.
+    /// Sinks without effect, for the ablation without sinks, because the kernel always takes sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
 
@@ -308,7 +308,7 @@ impl DeviceLaunchPlan {
     }
 
     /// Returns a launch plan as [`DeviceLaunchPlan::new`] does, but with a given choice: chunks of keys in
-    /// parallel, or one block per tile. A check that both choices give the same bits uses this function.
+    /// parallel, or one block per tile. It serves the check that both choices give the same bits.
     ///
     /// # Errors
     /// Errors of [`DeviceLaunchPlan::new`].

@@ -36,7 +36,7 @@ pub struct Correction {
     /// The mask without the rejected tokens. A rejected token counts neither in the loss nor in its
     /// denominators.
     pub mask: Vec<bool>,
-    /// Metrics `rollout_corr/…`. All of them cover the mask before rejection.
+    /// Metrics `rollout_corr/…`. All of them are computed over the tokens of the mask before rejection.
     pub metrics: MetricMap,
 }
 

@@ -39,7 +39,7 @@ impl Rules<'_> {
         if !adapter.cold_start && recipe.cold_start.steps > 0 && recipe.model.adapter.is_some() {
             self.refuse(
                 &["adapter.cold_start", "model.adapter"],
-                "SFT warm-up would change the whole model, which is the base of the adapter in model.adapter; write true",
+                "SFT warm-up would change the whole model, which is the base of the adapter in model.adapter; write adapter.cold_start = true",
             );
         }
     }

@@ -117,7 +117,8 @@ pub enum Instruction {
     ForbiddenWords(Vec<Regex>),
     /// The number of occurrences of a keyword is within a bound.
     KeywordFrequency { keyword: Regex, bound: Bound },
-    /// The number of occurrences of a lower-cased letter, in either case, is within a bound.
+    /// The number of occurrences of a letter, upper or lower case, is within a bound. `letter` is in lower
+    /// case.
     LetterFrequency { letter: char, bound: Bound },
     /// The whole response is in this language.
     Language(&'static str),
