@@ -1,8 +1,8 @@
 //! `rloss report --follow`: serves the page of live runs to this machine's browser.
 //!
 //! The server answers two paths, both under a random token: the page, and a digest that changes when the page
-//! does. No path opens a file. A request with another host name is refused. So no page of another site, and no other
-//! user without the token, can read a run.
+//! does. No path opens a file. A request with another host name is refused. So no page of another site, and
+//! no other user without the token, can read a run.
 
 use crate::bad_input;
 use crate::error::EXIT_SUCCESS;

@@ -23,7 +23,7 @@ const LAUNCHER_VARIABLES: [(Launcher, [&str; 2]); 4] = [
     (Launcher::Slurm, ["SLURM_STEP_NUM_TASKS", "SLURM_PROCID"]),
 ];
 
-/// What the launcher says about this process.
+/// The launcher's information about this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct LaunchInfo {
     launcher: Launcher,

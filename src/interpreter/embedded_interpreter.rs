@@ -25,7 +25,8 @@ const WELCOME_BYTES_MAX: usize = 64 << 10;
 /// Size of a reply's header: the outcome, and the state change of the variables.
 const REPLY_HEADER_BYTES: usize = 2;
 
-/// Python without any installation. Its [`InterpreterSettings::workers`] confined processes are started on demand.
+/// Python without any installation. Its [`InterpreterSettings::workers`] confined processes are started on
+/// demand.
 ///
 /// Dropping it kills all workers. The death of the parent kills them too, whatever its cause.
 pub struct EmbeddedInterpreter {
@@ -46,8 +47,8 @@ impl EmbeddedInterpreter {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a limit is out of range, or the kernel cannot confine a worker and
-    /// [`InterpreterSettings::dangerously_allow_unsandboxed`] is false. Any other error when the worker cannot be
-    /// started.
+    /// [`InterpreterSettings::dangerously_allow_unsandboxed`] is false. Any other error when the worker
+    /// cannot be started.
     pub fn new(settings: InterpreterSettings, program: PathBuf) -> Result<Self> {
         settings.check()?;
         let spawner = Spawner::new().context("starting the thread that spawns interpreter workers")?;

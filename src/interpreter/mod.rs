@@ -49,7 +49,8 @@ pub struct SessionId(pub u64);
 #[derive(Debug, Clone, PartialEq)]
 pub struct Reply {
     /// Text for the model: printed output and the last expression's value, or the exception. If it is longer
-    /// than [`InterpreterSettings::output_chars_max`], its middle is removed. It depends only on the session's code.
+    /// than [`InterpreterSettings::output_chars_max`], its middle is removed. It depends only on the
+    /// session's code.
     pub text: String,
     pub outcome: CallOutcome,
     /// Seconds from the call to the reply, including the time to wait for a free worker.

@@ -41,8 +41,8 @@ impl BatchRunner<'_> {
     /// of the batch.
     ///
     /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
-    /// its gradients by the token count of the whole batch. `settings.load_balance_coefficient` is the coefficient for
-    /// the whole batch.
+    /// its gradients by the token count of the whole batch. `settings.load_balance_coefficient` is the
+    /// coefficient for the whole batch.
     ///
     /// # Errors
     /// When a pass or the objective fails.

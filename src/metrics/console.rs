@@ -56,8 +56,8 @@ enum ConsoleOutput {
 
 impl Console {
     /// Shows bars if stderr is a terminal, else plain lines. A stage prints a line every `every_steps` steps
-    /// and after its last step, at least [`LINE_INTERVAL_MIN`] apart. If no line was printed for [`LINE_INTERVAL_MAX`],
-    /// one is printed. No progress is shown when `every_steps` is 0.
+    /// and after its last step, at least [`LINE_INTERVAL_MIN`] apart. If no line was printed for
+    /// [`LINE_INTERVAL_MAX`], one is printed. No progress is shown when `every_steps` is 0.
     pub fn stderr(every_steps: u64) -> Self {
         if every_steps > 0 && std::io::stderr().is_terminal() {
             return Self::with_output(ConsoleOutput::Bars(MultiProgress::new()));

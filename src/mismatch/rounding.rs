@@ -15,9 +15,9 @@ use anyhow::Result;
 /// A mismatch counts as f32 rounding up to these multiples of the f32 bound. The first multiple is for
 /// median, p90 and mean; the second is for p99 and above.
 const F32_FACTORS: (f64, f64) = (4.0, 8.0);
-/// The same multiples for bf16 rounding.
+/// The multiples for bf16 rounding.
 const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
-/// The same multiples for bf16 rounding of targets with stable routing. For such targets even the largest
+/// The multiples for bf16 rounding of targets with stable routing. For such targets even the largest
 /// differences are noise.
 const STABLE_ROUTING_FACTORS: (f64, f64) = (2.5, 4.0);
 /// Differences below this always count as f32 rounding, in nats.

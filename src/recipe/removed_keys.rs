@@ -11,7 +11,7 @@ struct RemovedKey {
     value: Option<&'static str>,
     /// The value (TOML) that gives today's behaviour. In a stored recipe, a line with this value is ignored.
     ignorable_value: &'static str,
-    /// What to write instead.
+    /// The replacement, as the end of a message.
     remedy: &'static str,
 }
 

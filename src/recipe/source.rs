@@ -33,7 +33,7 @@ pub const BUILT_IN: [(&str, &str); 17] = [
 /// Suffix of a built-in recipe's name in messages.
 pub(super) const BUILT_IN_SUFFIX: &str = " (inside rloss)";
 
-/// What a RECIPE argument refers to.
+/// The recipe that a RECIPE argument names.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RecipeSource {
     /// A recipe file.

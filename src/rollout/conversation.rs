@@ -391,8 +391,8 @@ impl<'a> Conversation<'a> {
     }
 }
 
-/// Returns how many tokens may still be sampled. The conversation has `tokens` tokens in all, and `sampled` of
-/// its response are already sampled.
+/// Returns how many tokens may still be sampled. The conversation has `tokens` tokens in all, and `sampled`
+/// of its response are already sampled.
 fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
     let response = rollout.plan.settings.response_tokens_max.saturating_sub(sampled);
     response.min(rollout.context_tokens_max().saturating_sub(tokens))

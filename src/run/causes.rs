@@ -358,6 +358,6 @@ mod tests {
         assert!(told.iter().all(|line| !line.contains("developer_instructions")), "{told:?}");
         let facts = SampleFacts { cold_start_steps: 3, ..facts };
         let told = messages_with(facts, &[(Outcome::Finished, false, "x"); 4]);
-        assert!(told.iter().all(|line| line.contains("raise cold_start.steps, which is 3")), "{told:?}");
+        assert!(told.iter().all(|line| line.contains("raise cold_start.steps (now 3)")), "{told:?}");
     }
 }

@@ -11,7 +11,8 @@ use crate::recipe::Plan;
 use crate::rollout::SystemPromptSettings;
 use crate::settings::Choice;
 
-/// Returns an error message for each key of the recipe that the family does not support, with location and remedy.
+/// Returns an error message for each key of the recipe that the family does not support, with location and
+/// remedy.
 pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut keys = vec![];

@@ -124,8 +124,8 @@ impl Reader<'_> {
         let (other_trainer_name, suggested) =
             ((self.other_trainer_key)(name, None), self.suggest(table, name));
         let inner_keys = written.value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys));
-        // A table of another trainer, such as [trainer], may be similar to one of the recipe.
-        let is_other_table = suggested.is_none() || table.is_empty();
+        // verl's [trainer] is similar to [train].
+        let is_other_table = suggested.is_none() || (table.is_empty() && name == "trainer");
         if let (None, true, Some(keys)) = (other_trainer_name, is_other_table, inner_keys) {
             return self.refuse_other_trainer_keys(&written.path, keys);
         }

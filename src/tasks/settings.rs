@@ -128,7 +128,7 @@ impl TaskSettings {
     }
 }
 
-/// What a command needs from a task.
+/// The needs of a command, for the construction of a task.
 #[derive(Debug, Clone)]
 pub struct TaskContext {
     /// Whether training problems are required_file.

@@ -357,7 +357,7 @@ fn what_we_do_not_have_is_named_with_the_remedy() {
         ("bias", "all".into(), ["bias is \"all\"", "bias \"none\""]),
         ("rank_pattern", serde_json::json!({"q_proj": 4}), ["rank_pattern", merge]),
         ("peft_type", "IA3".into(), ["peft_type is \"IA3\"", "only \"LORA\""]),
-        ("init_lora_weights", "pissa".into(), ["changes the base too", merge]),
+        ("init_lora_weights", "pissa".into(), ["also changes the base", merge]),
         ("r", 0.into(), ["r is 0", "1 or more"]),
         ("lora_alpha", "x".into(), ["lora_alpha", "above 0"]),
         // Its factors were infinite.

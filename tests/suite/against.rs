@@ -182,8 +182,8 @@ fn bad_rows_are_named_and_the_others_are_compared() {
         (8, "temperature = 0"),
         (9, "not a row"),
         (10, "all log-probs after the first are null"),
-        (11, "one of verl's agent-loop rows, but the file began with rows of tokens and logprobs"),
-        (12, "text alone"),
+        (11, "a record of verl's agent-loop rows, but the file began with rows of tokens and logprobs"),
+        (12, "only text"),
     ]) {
         assert!(bad_rows.contains(&format!("row {row}: ")) && bad_rows.contains(what), "{bad_rows}");
     }
@@ -217,7 +217,7 @@ fn another_tokenizer_and_a_missing_prompt_are_named() {
             r#"{"text": "a", "meta_info": {"output_token_logprobs": [[-1, 5, null]]}}"#.into(),
             "logprob_start_len",
         ),
-        (r#"{"prompt": "a", "completion": "b", "advantage": 1}"#.into(), "text alone"),
+        (r#"{"prompt": "a", "completion": "b", "advantage": 1}"#.into(), "only text"),
     ] {
         let error = read_text(&text).unwrap_err().to_string();
         assert!(error.contains(what), "{error}");

@@ -217,7 +217,7 @@ fn stored_trajectories_are_checked_row_by_row() {
                 let at = first_sampled(row);
                 row["logprobs"][at] = 0.5.into()
             }),
-            "no log-probability",
+            "is not a log-probability",
         ),
         (
             third(&|row| {

@@ -97,7 +97,7 @@ fn what_is_no_set_of_figures_is_refused_with_place_and_remedy() {
     let empty = MANIFEST.replace("broken", "not-run").replace("\"sound\"", "\"not-run\"");
     assert_eq!(
         one(&empty),
-        "…: holds figures.toml but no run of any of its recipes. Run scripts/reproduce_figures.sh first."
+        "…: has figures.toml but no run of any of its recipes. Run scripts/reproduce_figures.sh first."
     );
     let both = refused(&[other.path().join("sound/seed-0"), other.path().to_owned()]);
     assert!(both.contains("it is a set of figures; report it alone"), "{both}");

@@ -151,7 +151,7 @@ fn bad_files_are_refused_in_one_line() {
         (header(0, 2, &[entry(7, &[1]), entry(7, &[1])].concat()), "\"k\" occurs twice"),
         (header(1, 0, &tensor("t", &[1; 9], 0, 0)), "9 dimensions"),
         (header(1, 0, &tensor("t", &[256], 10, 0)), "the unsupported type 10"),
-        (header(1, 0, &tensor("t", &[33, 2], 8, 0)), "whole blocks of 32"),
+        (header(1, 0, &tensor("t", &[33, 2], 8, 0)), "must be multiples of 32"),
         (header(1, 0, &tensor("t", &[1 << 40, 1 << 40], 0, 0)), "shape"),
         (header(1, 0, &tensor("t", &[4], 0, u64::MAX)), "`t` has 16 bytes at offset"),
         (header(1, 0, &tensor("t", &[4], 0, 1 << 40)), "the file ends before"),

@@ -291,7 +291,10 @@ fn a_folder_without_weights_is_told_from_one_with_unreadable_weights() {
     }
     std::fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
     assert!(has_weights(folder.path()));
-    refused(load(folder.path(), &config()), &["weights are read from safetensors, or from a GGUF file"]);
+    refused(
+        load(folder.path(), &config()),
+        &["weights are read from safetensors files, or from a GGUF file"],
+    );
 }
 
 #[test]
@@ -357,7 +360,7 @@ fn broken_weight_files_are_refused_by_name() {
     refused(with(&[&whole[..], &[0]].concat()), &["model.safetensors", "1 bytes follow"]);
     refused(
         with(&[&u64::MAX.to_le_bytes()[..], &whole[8..]].concat()),
-        &["model.safetensors", "header claims"],
+        &["model.safetensors", "the header has"],
     );
     let mut damaged = whole.clone();
     damaged[9] = b'!';

@@ -403,3 +403,26 @@ fn a_folder_without_chatml_tokens_is_refused() {
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("tokenizer.json") && text.contains("<|im_start|>, <|im_end|>"), "{text}");
 }
+
+/// Regression test: `init` wrote recipes that its own next command refused, for keys that a built-in base has
+/// for another family.
+#[test]
+fn init_writes_a_recipe_that_check_accepts_from_a_base_of_another_family() {
+    let folder = TempDir::new().unwrap();
+    let run = folder.path().join("run");
+    done(&train(&run, &["cold_start.steps=1", "train.steps=1"]));
+    let model = run.join("checkpoints/step-000001");
+    for base in ["quickstart", "quickstart_ppo", "quickstart_dense", "quickstart_qwen3_moe", "format_rules"] {
+        let init = |arguments: &[&str]| {
+            std::process::Command::new(env!("CARGO_BIN_EXE_rloss"))
+                .current_dir(folder.path())
+                .args(arguments)
+                .output()
+                .unwrap()
+        };
+        done(&init(&["init", base, "--from", base, "--model", model.to_str().unwrap()]));
+        let recipe = std::fs::read_to_string(folder.path().join(base).with_extension("toml")).unwrap();
+        assert!(!recipe.contains("999"), "{recipe}");
+        done(&init(&["check", &format!("{base}.toml")]));
+    }
+}

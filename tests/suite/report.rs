@@ -420,7 +420,7 @@ fn bad_input_names_the_place() {
     std::fs::write(&file, format!("{good}{{\"phase\":\"rl\"}}\n{good}")).unwrap();
 
     for (path, place) in [
-        (at("nowhere"), "nowhere: there is no such run folder"),
+        (at("nowhere"), "nowhere: no such run folder"),
         (no_metrics, "no-metrics: has no metrics.jsonl"),
         (line, "metrics.jsonl: line 2: "),
         (recipe, "recipe.toml: line 3: "),

@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 pub use launcher::main as launcher_main;
 pub use server::LAUNCHER_ARGUMENT;
 
-/// CPython with its installed packages. [`InterpreterSettings::workers`] confined fork servers run as many calls
-/// concurrently.
+/// CPython with its installed packages. [`InterpreterSettings::workers`] confined fork servers run as many
+/// calls concurrently.
 ///
 /// Dropping it kills all servers. The death of the parent kills them too, whatever its cause.
 pub struct CPython {
@@ -56,8 +56,9 @@ impl CPython {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a setting is out of range, Python is not found, a module to preload is
-    /// missing, or the kernel cannot confine a worker and [`InterpreterSettings::dangerously_allow_unsandboxed`] is
-    /// false. Any other error when the server cannot be started.
+    /// missing, or the kernel cannot confine a worker and
+    /// [`InterpreterSettings::dangerously_allow_unsandboxed`] is false. Any other error when the server
+    /// cannot be started.
     pub fn new(settings: InterpreterSettings, program: PathBuf, sessions_max: usize) -> Result<Self> {
         settings.check()?;
         resources::probe_pidfds()?;

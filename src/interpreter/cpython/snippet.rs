@@ -82,8 +82,8 @@ impl SnippetProcess {
         (outcome, clip.finish())
     }
 
-    /// Stops the process until the next [`SnippetProcess::run`]. So timers that its code has set do not run in the
-    /// meantime.
+    /// Stops the process until the next [`SnippetProcess::run`]. So timers that its code has set do not run
+    /// in the meantime.
     pub fn suspend(&self) {
         self.signal(libc::SIGSTOP);
     }

@@ -82,8 +82,8 @@ impl PassShape<'_> {
 
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        // Of the hidden size: both norms, o, both residual sums, the experts' output. Of the query size: q twice,
-        // and attention's output. Of the key size: k, v, and their pair.
+        // Of the hidden size: both norms, o, both residual sums, the experts' output. Of the query size: q
+        // twice, and attention's output. Of the key size: k, v, and their pair.
         6 * self.hidden_bytes()
             + 3 * self.query_bytes()
             + 4 * self.key_bytes()

@@ -198,7 +198,7 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     let path = named(&other);
     refused(
         &mut resumed(&out, &with(&[&path])),
-        &["its base was changed", "are not those that the adapter was trained on"],
+        &["its base was changed", "the adapter was trained with another config or other weights"],
     );
     let eval = |model: &str| {
         let mut command = rloss();

@@ -146,9 +146,12 @@ fn a_task_program_that_dies_or_prints_garbage_is_named_at_whatever_it_was_asked(
             ("print('garbage', flush=True)", "is not JSON: expected value"),
             (
                 "print(json.dumps({'reward': float('nan')}), flush=True); continue",
-                "is not JSON: NaN is no number",
+                "is not JSON: NaN is not a number",
             ),
-            ("print('{\"a\": [1, -Infinity]}', flush=True); continue", "is not JSON: Infinity is no number"),
+            (
+                "print('{\"a\": [1, -Infinity]}', flush=True); continue",
+                "is not JSON: Infinity is not a number",
+            ),
         ] {
             let folder = TempDir::new().unwrap();
             let recipe = task_program(&folder, ask, instead);

@@ -25,8 +25,10 @@ fn plain_lines_name_both_stages_and_the_end() {
     }
     assert!(text.contains(&format!("folder   {}\n", out.display())), "{text}");
     let program = rloss::error::shell_quote(env!("CARGO_BIN_EXE_rloss"));
-    let report =
-        format!("to see it: {program} report {}", rloss::error::shell_quote(&out.display().to_string()));
+    let report = format!(
+        "to see the results: {program} report {}",
+        rloss::error::shell_quote(&out.display().to_string())
+    );
     assert_eq!(last[last.len() - 2..], [format!("done: {}", out.display()), report]);
     assert!(text.chars().all(|c| c == '\n' || !c.is_control()), "{text:?}");
 }

@@ -101,7 +101,7 @@ fn a_checkpoint_without_its_critic_is_refused() {
     assert_eq!(output.status.code(), Some(2));
     let text = stderr(&output);
     assert!(text.contains("critic.safetensors: damaged: cannot be read"), "{text}");
-    assert!(text.contains("cold-start-000004; to go on from it"), "{text}");
+    assert!(text.contains("cold-start-000004; to continue from it"), "{text}");
 }
 
 #[test]

@@ -121,7 +121,7 @@ fn recipes_are_inside_the_binary_and_a_name_that_is_none_lists_them() {
             .join(" ");
         assert!(
             help.contains("quickstart, quickstart_cuda, quickstart_dense, ")
-                && help.contains("one of a run's checkpoints"),
+                && help.contains("a checkpoint of a run"),
             "{help}"
         );
     }
@@ -396,7 +396,7 @@ fn a_run_folder_trained_without_resume_says_that_it_starts_afresh() {
     train.arg("train").arg(baseline()).arg("--out").arg(&out);
     let sets = ["cold_start.steps=0", "train.steps=0", "eval.problems_max=4"];
     let said = stderr(&done(train.args(sets.map(|set| ["--set", set]).concat())));
-    assert!(said.contains("from its beginning") && said.contains("--resume continues that run"), "{said}");
+    assert!(said.contains("from the start") && said.contains("--resume continues that run"), "{said}");
 }
 
 #[test]

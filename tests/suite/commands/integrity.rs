@@ -121,7 +121,7 @@ fn a_changed_step_is_found_not_followed() {
     refused(&mut verify(&[&run.path()]), &["step-000001/manifest.b3: is missing"]);
     replace(&state, "\"metrics_digest\"", "\"was\"");
     replace(&state, "\"reference_digest\"", "\"was_too\"");
-    refused(&mut verify(&[&run.path()]), &["step-000001/trainer.json", "state of step-000009"]);
+    refused(&mut verify(&[&run.path()]), &["step-000001/trainer.json", "it belongs to step-000009"]);
 }
 
 #[test]

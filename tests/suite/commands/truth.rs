@@ -167,7 +167,7 @@ fn a_resumed_run_says_from_where_and_keeps_the_course_of_its_learning_rate() {
     let moved = ["train.steps=8", "train.optimizer.schedule_steps=8"];
     let text = stderr(&done(&mut resumed(&out, &moved)));
     assert!(
-        text.contains("jumps to another schedule: train.optimizer.schedule_steps is now 8, and was 4"),
+        text.contains("changes to another schedule: train.optimizer.schedule_steps is now 8, and was 4"),
         "{text}"
     );
     assert!(rates(&out)[6] > after[5]);

@@ -52,14 +52,14 @@ fn clip_ranges_outside_their_interval_are_refused() {
 
 #[test]
 fn bounds_of_the_correction_are_checked() {
-    refused(WeightBound::new(&[2.0, 0.5]), "reversed");
+    refused(WeightBound::new(&[2.0, 0.5]), "is above the upper bound");
     refused(WeightBound::new(&[0.0]), "positive");
     refused(WeightBound::new(&[-1.0, 2.0]), "give a positive bound");
     refused(WeightBound::new(&[1.0, 2.0, 3.0]), "a low and a high");
 
     use RejectOption::{SeqSumK2, TokenK1, TokenK3};
     refused(RejectionRule::new(TokenK1, &[0.5]), "empty");
-    refused(RejectionRule::new(TokenK1, &[2.0, 0.5]), "reversed");
+    refused(RejectionRule::new(TokenK1, &[2.0, 0.5]), "is above the upper bound");
     refused(RejectionRule::new(TokenK1, &[0.0, 2.0]), "positive");
     refused(RejectionRule::new(TokenK1, &[f64::INFINITY]), "positive");
     refused(RejectionRule::new(TokenK1, &[]), "one bound on the ratio");

@@ -18,7 +18,7 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
         (
             "policy.loss = \"vespo\"\npolicy.correction.is = \"token\"",
             "policy.correction.is",
-            "vespo takes one ratio a sequence",
+            "vespo has one ratio per sequence",
         ),
         (
             "policy.advantage = \"maxrl\"",

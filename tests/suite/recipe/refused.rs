@@ -296,12 +296,8 @@ fn missing_files_are_named_with_their_absolute_path() {
     for (text, key, remedy) in [
         ("model.path = \"no/folder\"", "model.path", "pass --set model.path=FOLDER"),
         ("model.tokenizer = \"no/folder\"", "model.tokenizer", "name a tokenizer.json or its folder"),
-        ("cold_start.train_file = \"no/folder\"", "cold_start.train_file", "name a file that is there"),
-        (
-            "cold_start.validation_file = \"no/folder\"",
-            "cold_start.validation_file",
-            "name a file that is there",
-        ),
+        ("cold_start.train_file = \"no/folder\"", "cold_start.train_file", "name an existing file"),
+        ("cold_start.validation_file = \"no/folder\"", "cold_start.validation_file", "name an existing file"),
         (
             "task = { name = \"gsm8k\", train_file = \"no/folder\", validation_file = \"Cargo.toml\" }",
             "task.train_file",
@@ -448,15 +444,19 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         ),
         (correction("normalize = true"), "policy.correction.normalize", "no weights to normalise"),
         (correction("is = \"token\"\nthreshold = []"), "policy.correction.threshold", "give one number"),
-        (correction("is = \"token\"\nthreshold = [2.0, 0.5]"), "policy.correction.threshold", "reversed"),
-        (correction("threshold = [2.0, 0.5]"), "policy.correction.threshold", "reversed"),
+        (
+            correction("is = \"token\"\nthreshold = [2.0, 0.5]"),
+            "policy.correction.threshold",
+            "is above the upper bound",
+        ),
+        (correction("threshold = [2.0, 0.5]"), "policy.correction.threshold", "is above the upper bound"),
         (correction("is = \"token\"\nthreshold = [-1]"), "policy.correction.threshold", "positive"),
         (correction("reject = [\"token_k1\"]"), "policy.correction.reject_bounds", "0 bounds for 1 options"),
         (correction("reject = [\"seq_max_k1\"]"), "policy.correction.reject", "seq_max_k"),
         (
             correction("reject = [\"token_k1\"]\nreject_bounds = [[2.0, 0.5]]"),
             "policy.correction.reject_bounds",
-            "of token_k1: the bounds are reversed",
+            "is above the upper bound",
         ),
         (
             correction("reject = [\"token_k1\"]\nreject_bounds = [[0.5]]"),

@@ -8,7 +8,7 @@ fn a_duplicate_key_is_named_with_both_lines() {
     for (text, told) in [
         (
             "[train]\nsteps = 3\n\nsteps = 4",
-            "r.toml:4: not TOML: duplicate key steps, which line 2 has, too; remove one of the two",
+            "r.toml:4: not TOML: duplicate key steps, already on line 2; remove one of them",
         ),
         (
             "[train]\nsteps = 3\n[eval] # last\nsamples = 1\n[train]\nseed = 1",
@@ -35,7 +35,7 @@ fn a_folder_in_place_of_a_file_is_told_with_the_files_in_it() {
     for name in ["train.jsonl", "test.jsonl.gz", "notes.txt"] {
         std::fs::write(folder.path().join(name), "").unwrap();
     }
-    assert_eq!(mistake(&text, &[]), format!("{told} in it: test.jsonl.gz, train.jsonl"));
+    assert_eq!(mistake(&text, &[]), format!("{told} in that folder: test.jsonl.gz, train.jsonl"));
 }
 
 #[test]

@@ -205,7 +205,7 @@ fn a_prompt_that_is_too_long_is_refused_by_name() {
     assert!(error.contains("questions/") && error.contains("rollout.prompt_tokens_max = 25"), "{error}");
     let world = World::new(Config { max_position_embeddings: 25, ..tiny::config(false) }, 1);
     let error = refused(&world);
-    assert!(error.contains("questions/") && error.contains("context of 25"), "{error}");
+    assert!(error.contains("questions/") && error.contains("context has 25"), "{error}");
 }
 
 #[test]

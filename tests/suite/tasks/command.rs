@@ -139,7 +139,7 @@ fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_
         (2, "no answer within 10 s", true),
         (3, "is not JSON", true),
         (4, "`reward` of the answer is \"high\", not a number", true),
-        (5, "the program says: no grade for this", false),
+        (5, "the program reports an error: no grade for this", false),
         (6, "unknown key `rewrd` in the answer; did you mean `reward`?", true),
         (7, "unknown key `sucess` in the answer; did you mean `success`?", true),
         (8, "the answer has no `reward`", true),
@@ -232,7 +232,7 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
             "print('{\"rows\": 1}')",
             "unknown key `rows` in the answer; it may have version, name, validation_problems",
         ),
-        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat \""),
+        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat the request's, \""),
         ("print('{\"request_id\": \"x\"}')", "no `version`; add \"version\": 2"),
         (
             "import json; print(json.dumps({**json.loads(input()), 'version': 3, 'request': None}))",
