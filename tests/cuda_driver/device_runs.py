@@ -139,7 +139,7 @@ def sampled_and_killed(world):
 
 def goes_on_elsewhere(world):
     said = world.run(world.gpu, "check-mismatch", "sampled", "--out", "mismatch", *sets(rollout__prompts_per_step=2, rollout__samples_per_prompt=2))
-    assert "agree to the last bit" in said, said
+    assert "rollout and training are bitwise equal" in said, said
     assert re.search(r"rollout_equals_training +\d+ +0 +1\n", said), said
     shutil.copytree(world.place / "sampled", world.place / "moved")
     more = sets(model__path=world.model, device="cpu", cold_start__steps=2, checkpoint__every_steps=4, train__steps=STEPS + 1)
@@ -195,7 +195,7 @@ def wide_heads(world):
         if family == "qwen2":
             continue
         said = world.run(world.gpu, "check-mismatch", out, "--out", f"mismatch_{family}")
-        assert "agree to the last bit" in said, said
+        assert "rollout and training are bitwise equal" in said, said
         links = dict(re.findall(r"^(\w+) +(\d+) +0 +1$", said, re.M))
         wanted = {"batch_invariance", "prefill_equals_training", "decode_equals_prefill", "rollout_equals_training"}
         assert links.keys() == wanted and all(map(int, links.values())), said

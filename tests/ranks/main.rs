@@ -214,7 +214,7 @@ fn check_mismatch_finds_no_gap_between_processes() {
         let held = format!("parallel.rollout_weights={held}");
         let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split, &held];
         let found = Launch::command("check-mismatch", "quickstart", &sets).ranks(ranks).run();
-        assert!(found.stdout.contains("agree to the last bit"), "{}", found.stdout);
+        assert!(found.stdout.contains("rollout and training are bitwise equal"), "{}", found.stdout);
         assert_eq!(
             found.stdout.matches("batch_invariance").count(),
             1,

@@ -53,7 +53,7 @@ fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
     let output = output(&mut check);
     assert!(output.status.success(), "{}", stderr(&output));
     assert!(
-        String::from_utf8_lossy(&output.stdout).contains("bit-equal"),
+        String::from_utf8_lossy(&output.stdout).contains("rollout and training are bitwise equal"),
         "{}",
         String::from_utf8_lossy(&output.stdout)
     );
