@@ -376,7 +376,10 @@ fn broken_weight_files_are_refused_by_name() {
     std::fs::remove_file(&first).unwrap();
     assert!(has_weights(folder.path()), "the other shards are there");
     let name = first.file_name().unwrap().to_string_lossy().into_owned();
-    refused(load(folder.path(), &config), &["index.json", "absent", "model-00001-of-", &name]);
+    refused(
+        load(folder.path(), &config),
+        &["index.json", "files that are missing", "model-00001-of-", &name],
+    );
     let index = folder.path().join("model.safetensors.index.json");
     for (text, part) in [
         ("{", "not valid JSON"),

@@ -383,7 +383,7 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     assert!(recipe.contains("# Fetch its data with: rloss fetch gsm8k\n"), "{recipe}");
     assert!(recipe.contains(" # 16000000 in the base: longer answers are truncated\n"), "{recipe}");
     assert!(
-        told.contains(" tokens, 16000000 in ") && told.contains("rollout.response_tokens_max\n"),
+        told.contains(" tokens (16000000 in ") && told.contains("rollout.response_tokens_max\n"),
         "{told}"
     );
 }

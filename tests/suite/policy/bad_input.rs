@@ -55,7 +55,7 @@ fn bounds_of_the_correction_are_checked() {
     refused(WeightBound::new(&[2.0, 0.5]), "is above the upper bound");
     refused(WeightBound::new(&[0.0]), "positive");
     refused(WeightBound::new(&[-1.0, 2.0]), "give a positive bound");
-    refused(WeightBound::new(&[1.0, 2.0, 3.0]), "a low and a high");
+    refused(WeightBound::new(&[1.0, 2.0, 3.0]), "a lower and an upper bound");
 
     use RejectOption::{SeqSumK2, TokenK1, TokenK3};
     refused(RejectionRule::new(TokenK1, &[0.5]), "empty");

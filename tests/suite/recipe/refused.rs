@@ -501,13 +501,13 @@ fn contradictions_of_the_policy_are_refused_with_the_reason() {
         (
             "policy.loss = \"gspo\"\npolicy.correction.is = \"token\"".to_owned(),
             "policy.correction.is",
-            "one ratio a sequence",
+            "one ratio per sequence",
         ),
         (
             "policy.loss = \"geo_mean\"\npolicy.correction = { is = \"token\", threshold = [0.5, 2.0] }"
                 .to_owned(),
             "policy.correction.threshold",
-            "which one weight of 0 undoes",
+            "which is 0 if one weight is 0",
         ),
         (
             "policy.advantage = \"remax\"\ntrain.trajectories = \"Cargo.toml\"".to_owned(),

@@ -12,11 +12,11 @@ fn a_duplicate_key_is_named_with_both_lines() {
         ),
         (
             "[train]\nsteps = 3\n[eval] # last\nsamples = 1\n[train]\nseed = 1",
-            "r.toml:5: not TOML: duplicate key [train], which line 1 has, too; remove one of the two",
+            "r.toml:5: not TOML: duplicate key [train], already on line 1; remove one of them",
         ),
         (
             "[eval]\nsamples = 1\n[train]\nsteps = 1\noptimizer.lr = 1.0\noptimizer.lr = 2.0",
-            "r.toml:6: not TOML: duplicate key optimizer.lr, which line 5 has, too; remove one of the two",
+            "r.toml:6: not TOML: duplicate key optimizer.lr, already on line 5; remove one of them",
         ),
     ] {
         assert_eq!(mistakes(text, &[])[0], told, "{text}");
