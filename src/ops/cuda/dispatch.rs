@@ -49,9 +49,9 @@ kernel_params! {
     }
 }
 
-/// Computes the plan of [`crate::ops::Dispatch`] for the routed experts `routes [T, K]`. The plan is `[2·T·K
-/// + experts + 1]`. Routed experts must be below `experts`. They are not checked, because a check would wait
-/// for the GPU.
+/// Computes the plan of [`crate::ops::Dispatch`] for the routed experts `routes [T, K]`. The plan has the
+/// shape `[2·T·K + experts + 1]`. Routed experts must be below `experts`. They are not checked, because a
+/// check would wait for the GPU.
 pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> Result<(CudaStorage, Shape)> {
     const OP: Op = Op("sort_by_expert");
     let (tokens, top_k) = routes.1.shape().dims2()?;
