@@ -99,7 +99,7 @@ impl<'a> Response<'a> {
     }
 }
 
-/// The client's end of a connection, for a response under way.
+/// The client's end of a connection, for a response that is being made.
 #[derive(Clone, Copy)]
 pub struct Peer<'a>(&'a TcpStream);
 
@@ -140,7 +140,7 @@ impl Stream<'_> {
     }
 }
 
-/// Answers requests: whole ones, and those that the server refuses.
+/// Answers requests, also those that the server refuses.
 pub trait Handler: Sync {
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r>;
 }

@@ -27,16 +27,16 @@ pub struct ServeArgs {
     /// Port; 0 takes a free one
     #[arg(long, default_value_t = 8000)]
     port: u16,
-    /// Address to listen on. Another one than this machine's own needs a token in RLOSS_SERVE_TOKEN
+    /// Address to listen on. Any address but a loopback one needs a token in RLOSS_SERVE_TOKEN
     #[arg(long, default_value_t = IpAddr::V4(Ipv4Addr::LOCALHOST))]
     address: IpAddr,
     /// The model's name in requests [default: the name of the folder or recipe]
     #[arg(long)]
     name: Option<String>,
-    /// Samples that wait or are under way at most; further requests get status 429
+    /// Maximum samples that wait or are being sampled; further requests get status 429
     #[arg(long, default_value_t = 256)]
     queue: usize,
-    /// Start the programs that a run folder of somebody else names
+    /// Start the programs named in another user's run folder
     #[arg(long)]
     trust: bool,
 }
@@ -44,8 +44,8 @@ pub struct ServeArgs {
 /// The environment variable with the token.
 const TOKEN_VARIABLE: &str = "RLOSS_SERVE_TOKEN";
 
-/// The recipe of a server of a model's folder.
-const USUAL: &str = "task.name = \"arithmetic_single\"
+/// The recipe for serving a model's folder.
+const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"
 rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
 ";
 
@@ -53,12 +53,12 @@ rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a model that cannot be opened, an address that is not available, and
-/// another address than this machine's own without a token.
+/// an address that is not a loopback one, without a token.
 pub fn run(args: &ServeArgs) -> Result<u8> {
     let token = std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.trim().is_empty());
     if !args.address.is_loopback() && token.is_none() {
         return Err(bad_input!(
-            "--address {}: anybody who reaches this address could use the model; set {TOKEN_VARIABLE} to a secret token, or \
+            "--address {}: everyone who can reach this address could use the model; set {TOKEN_VARIABLE} to a secret token, or \
              leave --address out",
             args.address
         ));
@@ -69,7 +69,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     })?;
     let address = listener.local_addr().context("the server's address")?;
     let console = Console::plain();
-    let opened = open_model(("rloss serve", &args.recipe, USUAL), &args.sets, args.trust, &console)?;
+    let opened = open_model(("rloss serve", &args.recipe, MODEL_RECIPE), &args.sets, args.trust, &console)?;
     let (plan, step) = opened;
     let context = RunContext::open(plan, ModelCommand::Serve, &console)?;
     context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
@@ -84,7 +84,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
         engine: &engine,
         chat: &context.chat,
         system_prompt: &recipe.harmony,
-        model_name: args.name.clone().unwrap_or_else(|| usual_name(args)),
+        model_name: args.name.clone().unwrap_or_else(|| default_name(args)),
         sampling: SamplingParameters {
             temperature: eval.temperature,
             top_p: eval.top_p,
@@ -109,7 +109,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
 }
 
 /// Returns the name of the model's folder or recipe.
-fn usual_name(args: &ServeArgs) -> String {
+fn default_name(args: &ServeArgs) -> String {
     let path = std::path::absolute(&args.recipe).unwrap_or_else(|_| args.recipe.clone());
     let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())

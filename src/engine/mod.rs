@@ -21,7 +21,8 @@ use queue::Queue;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use worker::Worker;
 
-/// Tokens per forward. Decode has priority; long prompts take the rest, so they are fed in chunks.
+/// Maximum tokens per forward pass. Decode has priority; long prompts take the rest, so they are fed in
+/// chunks.
 pub const FORWARD_TOKENS_MAX: usize = 1024;
 
 /// Maximum bytes of all weights, times the number of threads, for which each thread runs a worker of its
@@ -48,15 +49,14 @@ pub struct EngineLimits {
 /// The owner of requests. Its methods are called from the engine's threads, never while a lock of the engine
 /// is held, so they may submit further requests.
 pub trait Client: Sync {
-    /// Takes the next token of `sample`; returns false to end the sample after it.
+    /// Receives the next token of `sample`. Returns false to end the sample after this token.
     fn token(&self, sample: u64, token: &NewToken) -> bool;
 
-    /// Takes the result of `sample`.
+    /// Receives the result of `sample`.
     fn finished(&self, sample: u64, completion: Completion);
 
-    /// Is called before each forward and while the engine is idle. `sampled` is the number of tokens drawn
-    /// by the calling worker since its last call. Returns false when no request is to be worked on any
-    /// more.
+    /// Is called before each forward pass and while the engine is idle. `sampled` is the number of tokens
+    /// that the calling worker drew since its last call. Returns false to end the work on all requests.
     fn goes_on(&self, sampled: u64) -> bool;
 }
 
@@ -75,7 +75,7 @@ pub struct Engine<'m> {
 }
 
 impl<'m> Engine<'m> {
-    /// Returns an engine for `policy`, whose weights completions name `version`.
+    /// Returns an engine for `policy`. Its completions name the weights by `version`.
     ///
     /// # Errors
     /// When a GPU's memory does not suffice for the caches.
@@ -88,7 +88,7 @@ impl<'m> Engine<'m> {
         let device = policy.weights.device();
         let workers = match policy.weights.mesh() {
             None if device.is_cpu() => worker_count(policy.weights.bytes(), threads.count()),
-            // A GPU runs one forward at a time.
+            // A GPU runs one forward pass at a time.
             _ => 1,
         };
         let caches = CacheFactory::new(&policy.model.config, device, limits.cache_capacity)?;
@@ -125,10 +125,10 @@ impl<'m> Engine<'m> {
         Ok(())
     }
 
-    /// Goes on with a sequence that was kept.
+    /// Continues a sequence that was kept.
     ///
     /// # Errors
-    /// When there is none of that id, or it might outgrow the model's context.
+    /// When no kept sequence has that id, or it might outgrow the model's context.
     pub fn continue_sequence(&self, continuation: Continuation) -> Result<()> {
         let context = self.context_tokens_max();
         self.lock().continue_sequence(continuation, context)?;
@@ -136,7 +136,7 @@ impl<'m> Engine<'m> {
         Ok(())
     }
 
-    /// Forgets a sequence that was kept, if there is one of that id.
+    /// Removes a kept sequence. Does nothing if no kept sequence has that id.
     pub fn release(&self, id: u64) {
         self.lock().release(id);
         self.work.notify_one();
@@ -154,22 +154,22 @@ impl<'m> Engine<'m> {
         self.work.notify_all();
     }
 
-    /// Wakes idle workers, so that they ask their client whether to go on.
+    /// Wakes idle workers, so that they call [`Client::goes_on`].
     pub fn wake(&self) {
         self.work.notify_all();
     }
 
-    /// Forgets all requests and sequences, and a failure. Nothing may run.
+    /// Removes all requests, sequences and a failure. [`Self::run`] must not be active.
     pub fn clear(&self) {
         let slots = self.slots();
         *self.lock() = Queue::new(slots);
     }
 
-    /// Works on requests until `client` says that it is over. Where the ranks of a mesh run every forward
-    /// together, a rank without work takes part, until no rank has any.
+    /// Works on requests until [`Client::goes_on`] returns false. If the ranks of a mesh run every forward
+    /// pass together, a rank without work joins the passes of the others.
     ///
     /// # Errors
-    /// When a forward fails, gives logits that are not finite, or [`Self::fail`] was called.
+    /// When a forward pass fails, gives logits that are not finite, or [`Self::fail`] was called.
     pub fn run(&self, client: &dyn Client) -> Result<()> {
         let mesh = self.policy.weights.mesh();
         let run = || {

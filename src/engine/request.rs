@@ -8,10 +8,10 @@ use rand_chacha::ChaCha8Rng;
 pub struct EngineRequest {
     /// The prompt, at least one token.
     pub tokens: Vec<u32>,
-    /// At least one. Ids are unique among the sequences of an engine.
+    /// At least one sample. The ids are unique among the sequences of an engine.
     pub samples: Vec<SampleRequest>,
     pub sampling: SamplingParameters,
-    /// Tokens that end a sample, which then holds the token.
+    /// Tokens that end a sample. The token is part of the sample.
     pub stop_tokens: Vec<u32>,
     /// Maximum number of new tokens of a sample; 0 only reads the prompt.
     pub new_tokens_max: usize,
@@ -32,7 +32,7 @@ pub struct EngineRequest {
 pub struct SampleRequest {
     /// The client's name for it.
     pub id: u64,
-    /// Gives one number a token. So a token depends on weights, request and position alone.
+    /// Gives one random number per token. So a token depends only on weights, request and position.
     pub random: ChaCha8Rng,
     /// The first tokens of the sample, which are scored and not drawn.
     pub forced: Vec<u32>,
@@ -85,7 +85,7 @@ pub struct Completion {
     pub finish_reason: FinishReason,
     /// The weights that sampled it.
     pub policy_version: u64,
-    /// `[tokens read] × [layers × experts a token]`, of the request's or the continuation's own tokens. The
+    /// `[tokens read] × [layers × experts per token]`, of the request's or the continuation's own tokens. The
     /// last token is not read.
     pub routed_experts: Vec<Vec<u16>>,
     /// Scores of the prompt's tokens from the second on, with [`EngineRequest::prompt_log_probs`].

@@ -106,7 +106,7 @@ impl StageEstimate {
 /// The amounts and the time of a stage. The next stage of the same name is estimated from them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StageSpeed {
-    /// Items that are done, or in all.
+    /// Number of finished items.
     pub items: f64,
     pub tokens: f64,
     pub seconds: f64,
@@ -116,9 +116,9 @@ pub(super) struct StageSpeed {
 const FRACTION_MIN: f64 = 0.25;
 
 impl StageSpeed {
-    /// Returns the seconds left of a stage with `tokens_left` tokens, of which `done` is done, in all
-    /// `items`. `earlier` is the last stage of the same name. Its speed counts as much as half of a stage:
-    /// passes and trajectories that run side by side finish late, so a stage seems slow at first.
+    /// Returns the seconds left of a stage of `items` items. `done` is what it has done, and `tokens_left` is
+    /// the estimate of its remaining tokens. `earlier` is the last stage of the same name, and has the weight
+    /// of half a stage: parallel passes and trajectories finish late, so a stage seems slow at first.
     pub fn seconds_left(done: Self, items: f64, tokens_left: f64, earlier: Option<Self>) -> Option<f64> {
         let fraction = done.items / items.max(1.0);
         let Some(earlier) = earlier.filter(|earlier| earlier.tokens > 0.0 && earlier.items > 0.0) else {

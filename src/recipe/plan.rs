@@ -98,15 +98,13 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         if !is_set("model.adapter") {
             recipe.model.adapter = None;
         }
-    } else if !locations.is_from_base("model.path") {
+    } else if recipe.model.path.is_some() && !locations.is_from_base("model.path") {
         // A recipe's folder replaces the model of its base.
-        for table in ["model.architecture", "model.tokenizer"] {
-            if recipe.model.path.is_some() && locations.is_from_base(table) {
-                match table {
-                    "model.architecture" => recipe.model.architecture = None,
-                    _ => recipe.model.tokenizer = None,
-                }
-            }
+        if locations.is_from_base("model.architecture") {
+            recipe.model.architecture = None;
+        }
+        if locations.is_from_base("model.tokenizer") {
+            recipe.model.tokenizer = None;
         }
     }
     if recipe.model.path.is_none() {

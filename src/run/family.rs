@@ -54,9 +54,14 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
     };
-    // A base may be for another family, and its file may be built in: its keys are ignored.
-    let is_own = |key: &str| plan.reads(key) && !plan.is_from_base(key);
-    keys.into_iter().filter(|(key, _)| is_own(key)).map(message).collect()
+    let is_refused = |key: &str| plan.reads(key) && !(has_no_effect(key) && plan.is_from_base(key));
+    keys.into_iter().filter(|(key, _)| is_refused(key)).map(message).collect()
+}
+
+/// Returns whether the model computes the same with and without `key` if its family does not support it. A
+/// base for another family may set such a key. Other keys, such as ablations, are refused from a base too.
+fn has_no_effect(key: &str) -> bool {
+    key.starts_with("harmony.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
 }
 
 /// A key, and the reason why the family does not support it.

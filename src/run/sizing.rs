@@ -27,7 +27,7 @@ const PROMPTS_MIN: usize = 2;
 
 /// Proposed steps between two checkpoints, because a step takes minutes.
 const CHECKPOINT_STEPS: u64 = 5;
-/// A model with more parameters does not train at a toy's learning rate.
+/// Maximum parameters of a toy model. A larger model does not learn at a toy model's learning rate.
 const TOY_PARAMETERS: f64 = 1e7;
 /// Usual learning rates for a model of more than [`TOY_PARAMETERS`].
 const LORA_RATE: f64 = 1e-4;
@@ -141,13 +141,17 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         peak = peak_bytes(&changes)?;
     }
     // `check` and `train` keep all activations if the memory is free.
-    let fastest = {
+    let with_all_activations = {
         let mut preflight = preflight(file, text, &changes)?;
         preflight.choose_sharding(1, free.as_ref());
         MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes()
     };
-    let memory = match fastest > peak as u64 {
-        true => format!("{}, or {} with less memory", gigabytes(fastest), gigabytes(peak as u64)),
+    let memory = match with_all_activations > peak as u64 {
+        true => format!(
+            "{}, or {} if activations are recomputed",
+            gigabytes(with_all_activations),
+            gigabytes(peak as u64)
+        ),
         false => gigabytes(peak as u64),
     };
     let task = &plan.recipe.task;
@@ -158,7 +162,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     Ok(Sizing { changes, memory, machine, shorter_response, missing_data })
 }
 
-/// Returns whether the base trains a toy model, and the recipe a larger one.
+/// Returns whether the learning rate of the base is that of a toy model, and the recipe's model is larger.
 fn is_toy(plan: &Plan, parameters: f64) -> bool {
     plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS
 }

@@ -50,7 +50,7 @@ struct Choice<'r> {
     sent_tokens: usize,
 }
 
-/// An answer under way.
+/// An answer that is being sampled.
 pub(super) struct Answer<'r> {
     chat: &'r Chat,
     model: &'r str,
@@ -173,7 +173,7 @@ impl<'r> Answer<'r> {
         self.report.echo && self.report.log_probs.is_some()
     }
 
-    /// Takes what the engine tells of a sample.
+    /// Applies an event of the engine to its sample.
     fn take(&mut self, ticket: &Ticket, index: usize, event: Event) {
         let waits_for_scores = self.scores_prompt();
         let choice = &mut self.choices[index];
@@ -354,7 +354,7 @@ impl<'r> Answer<'r> {
         self.chat.vocabulary().decode(&[token])
     }
 
-    /// Returns a chat's log-probabilities, null if they were not asked for.
+    /// Returns a chat's log-probabilities, or null if the request does not ask for them.
     fn chat_log_probs(&self, tokens: &[NewToken]) -> Value {
         if self.report.log_probs.is_none() {
             return Value::Null;
@@ -372,7 +372,8 @@ impl<'r> Answer<'r> {
         json!({ "content": tokens.iter().map(token).collect::<Vec<_>>() })
     }
 
-    /// Returns a text's log-probabilities, those of an echoed prompt first; null if they were not asked for.
+    /// Returns a text's log-probabilities, those of an echoed prompt first. Null if the request does not ask
+    /// for them.
     /// `first` is the index of `tokens` within the sample.
     fn text_log_probs(&self, index: usize, tokens: &[NewToken], first: usize) -> Value {
         if self.report.log_probs.is_none() {

@@ -10,7 +10,7 @@ type Found<T> = Result<Option<T>, ApiError>;
 /// The fields of a JSON object. A null counts as absent.
 pub(super) struct Fields<'v> {
     map: &'v Map<String, Value>,
-    /// Names that were asked for.
+    /// Names that the server reads.
     known: RefCell<BTreeSet<&'static str>>,
 }
 

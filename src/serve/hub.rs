@@ -76,7 +76,7 @@ impl<'a> Hub<'a> {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// Returns the number of samples that wait or are under way.
+    /// Returns the number of samples that wait or are being sampled.
     pub fn open_samples(&self) -> usize {
         self.lock().open.len()
     }

@@ -30,7 +30,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const JSON: &str = "application/json";
 
-/// Maximum connections; twice as many may be open for a moment.
+/// Maximum connections. Twice as many may be open for a moment.
 const CONNECTIONS_MAX: usize = 256;
 /// Maximum bytes of a request's body.
 pub const BODY_BYTES_MAX: usize = 4 << 20;
@@ -39,17 +39,17 @@ pub const BODY_BYTES_MAX: usize = 4 << 20;
 pub struct ServeSettings<'a> {
     pub engine: &'a Engine<'a>,
     pub chat: &'a Chat,
-    /// The system prompt of conversations that bring none.
+    /// The system prompt of conversations without one.
     pub system_prompt: &'a SystemPromptSettings,
     /// The model's name in requests and answers.
     pub model_name: String,
-    /// Sampling where a request says nothing.
+    /// Default sampling parameters of a request.
     pub sampling: SamplingParameters,
-    /// Maximum new tokens of a chat's answer where a request says nothing.
+    /// Default maximum of new tokens in a chat's answer.
     pub answer_tokens_max: usize,
     /// Maximum tokens of a prompt with its answer.
     pub tokens_max: usize,
-    /// Maximum samples that wait or are under way; a further request is refused with status 429.
+    /// Maximum samples that wait or are being sampled. A further request gets status 429.
     pub open_samples_max: usize,
     /// The server's address.
     pub address: SocketAddr,
@@ -59,7 +59,7 @@ pub struct ServeSettings<'a> {
     pub nonce: u64,
 }
 
-/// A server under way.
+/// A running server.
 struct Server<'a> {
     settings: ServeSettings<'a>,
     hub: &'a Hub<'a>,
@@ -80,7 +80,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
-            // Also after a panic, nobody waits for the engine any more.
+            // After a panic too, no request waits for the engine.
             let _closed = hub.close_at_end();
             engine.run(&hub)
         });
@@ -156,7 +156,7 @@ impl Server<'_> {
         Err(ApiError::model_not_found(format!("the model {name:?} is not served here; {served:?} is")))
     }
 
-    /// Refuses other host names, and pages of other sites: a browser on this machine must not be their tool.
+    /// Refuses other host names and pages of other sites, because a page could use this machine's browser.
     fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
         let address = &self.settings.address;
         let port = address.port();

@@ -19,7 +19,7 @@ const TOP_MAX: i64 = 20;
 /// Texts that end an answer, and their length in bytes.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1 << 10;
-/// New tokens of a text completion where the request says nothing, as at OpenAI.
+/// Default maximum of new tokens in a text completion, which is OpenAI's.
 const TEXT_TOKENS: usize = 16;
 
 type Read<'r> = (Answer<'r>, Requests, bool);

@@ -1,4 +1,4 @@
-//! The text of an answer under way: what of it is certain and may be sent.
+//! The text of an answer that is being sampled, and the part of it that is final and may be sent.
 
 use super::messages::call_json;
 use crate::chat::{Call, Chat, ChatTurnParser};

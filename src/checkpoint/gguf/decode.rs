@@ -1,6 +1,7 @@
 //! Decodes the blocks of a GGUF tensor to f32, with the bits of the `gguf` package. The formats are those of
 //! ggml (`ggml-common.h`): a block has one or two f16 scales, and a K format also scales of parts of a block.
-//! candle has such functions, but through three copies and without vectors: loading took twice as long.
+//! candle has these decoders too, but copies the values three times and uses no vectors. With candle's,
+//! loading took 2.4 times as long.
 
 use super::tensor_type::from_gguf_block;
 use crate::ops::mxfp4;

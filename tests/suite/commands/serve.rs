@@ -309,8 +309,13 @@ fn a_client_that_hangs_up_frees_its_samples() {
         // Half a request, and one that never ends.
         drop(server.send("POST / HTTP/1.1\r\nContent-Le"));
     }
-    while server.counter("rloss_open_samples") > 0 {}
-    let (status, answer) = server.post(CHAT, &chat(&json!({"n": 4, "max_tokens": 2})));
+    // On a busy machine, the server may read some of these requests late.
+    let (status, answer) = loop {
+        let (status, answer) = server.post(CHAT, &chat(&json!({"n": 4, "max_tokens": 2})));
+        if status != 429 {
+            break (status, answer);
+        }
+    };
     assert_eq!(status, 200, "{answer}");
 }
 
