@@ -6,11 +6,12 @@
 //! A code is the index of the nearest of 256 values in [−1, 1], or in [0, 1] for a moment that is never
 //! negative. The values are spaced like floating-point numbers, over seven powers of ten. For d from 0 to 6
 //! they are `10^−d` times the midpoints of `n · 2^(6−d)` equal parts of [0.1, 1]. 0 and 1 are also values.
-//! The signed map has n = 1 and both signs of every value except 1. The unsigned map has n = 2.
+//! The signed map has n = 1. It has every value with both signs, but no −1. The unsigned map has n = 2.
 //!
-//! The value with the largest magnitude of a block is exact, or has an error of 0.7% if it is negative.
-//! Values of at least a tenth of the largest magnitude have an error of at most 0.7% (signed) or 0.35%
-//! (unsigned) of this magnitude. Smaller values have fewer significant digits.
+//! In each block, the value with the largest magnitude is exact if it is positive. If it is negative, its
+//! error is 0.7%, because the signed map has no −1. Values of at least a tenth of the largest magnitude have
+//! an error of at most 0.7% (signed) or 0.35% (unsigned) of this magnitude. Smaller values have fewer
+//! significant digits.
 
 use super::cpu::{edit, edit_codes, host_values, should_parallelize};
 use super::cuda;
@@ -28,7 +29,7 @@ pub const VALUES_MIN: usize = 4096;
 /// The 256 values of a code map, in ascending order.
 struct CodeMap {
     values: [f32; 256],
-    /// `bounds[i]` is the midpoint between values i and i + 1. No number exceeds the last bound.
+    /// `bounds[i]` is the midpoint between values i and i + 1. The last bound is infinite.
     bounds: [f32; 256],
 }
 
@@ -114,7 +115,7 @@ pub struct Moment<'a> {
 /// Updates weights by AdamW, as [`super::optimizer::adamw`] does, with 8-bit moments. The moments are decoded
 /// and updated. The update of the weights uses the exact new moments, which are then encoded. Codes have the
 /// shape of the weights, and scales have the shape `[⌈n / 256⌉]`. Blocks follow the order of the values, so
-/// the number of threads changes no bit.
+/// the result has the same bits on any number of threads.
 ///
 /// # Errors
 /// When shapes differ.

@@ -3,7 +3,7 @@
 
 use candle_core::{DType, Layout, Result, bail};
 
-/// The type and the layout of a tensor, and its names in messages.
+/// The type and the layout of a tensor, and the names of its op and of the tensor in messages.
 #[derive(Debug, Clone, Copy)]
 pub struct Argument<'a> {
     /// The name of the op in messages.
@@ -42,7 +42,7 @@ impl Argument<'_> {
         if dtype == DType::BF16 && layout.start_offset() % 8 != 0 {
             let offset = layout.start_offset();
             bail!(
-                "{op}: {name} {dims:?} starts {offset} elements into its storage, no multiple of 8; call \
+                "{op}: {name} {dims:?} starts {offset} elements into its storage, not at a multiple of 8; call \
                  force_contiguous() first"
             );
         }

@@ -24,8 +24,9 @@ pub fn zeros(len: usize) -> Vec<f32> {
     vec![0.0; len]
 }
 
-/// Makes newly allocated memory count as initialized, without writing to it. Reading uninitialized memory is
-/// undefined behaviour in Rust. The compiler must assume that this call writes all of the memory.
+/// Makes newly allocated memory count as initialized, without writing to it. Reads of uninitialized memory
+/// are undefined behaviour in Rust. Here they are defined, because the compiler must assume that the assembly
+/// writes all of the memory.
 #[inline(always)]
 fn assume_initialized(memory: *mut f32) {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]

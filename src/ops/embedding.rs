@@ -104,7 +104,7 @@ impl Operation<1> for Rows {
 pub(super) struct TokensById {
     /// The distinct ids, ascending.
     pub ids: Vec<u32>,
-    /// The start of the tokens of each id in `order`. The last entry is the length of `order`.
+    /// For each id, the index in `order` of its first token. The last entry is the length of `order`.
     pub starts: Vec<u32>,
     /// Token indices sorted by id, then by position.
     pub order: Vec<u32>,

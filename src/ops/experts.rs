@@ -85,7 +85,7 @@ impl Dispatch {
     /// rows.
     pub(super) fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
         if rows != self.rows() {
-            bail!("{rows} rows, a plan of {}", self.rows());
+            bail!("{rows} rows, but the dispatch plan has {}", self.rows());
         }
         Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
     }
@@ -158,7 +158,7 @@ type ExpertSlice<'v> = (usize, Range<usize>, &'v mut [f32]);
 
 /// Runs the tasks of all experts. `rows` returns the number of rows of a task. If there are enough tasks to
 /// keep all threads busy, each task runs on one thread. Otherwise tasks run one after the other, and each may
-/// use all threads. The choice changes no bit.
+/// use all threads. Both choices give the same bits.
 pub(super) fn run_expert_tasks<T: Send>(
     mut tasks: Vec<T>,
     rows: impl Fn(&T) -> usize,
@@ -220,7 +220,7 @@ impl Operation<1> for SortByExpert {
 /// When `x` has another number of tokens.
 pub fn dispatch(x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
     if x.dim(0)? != plan.tokens {
-        bail!("dispatch: x {:?} for {} tokens", x.dims(), plan.tokens);
+        bail!("dispatch: x {:?}, but the dispatch plan has {} tokens", x.dims(), plan.tokens);
     }
     apply([&contiguous(x)?], DispatchRows { plan: plan.clone() })
 }

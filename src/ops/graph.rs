@@ -5,7 +5,7 @@
 //! is freed when its gradient has been propagated. The additions and their order are the same as in candle.
 //! Outside of [`differentiate`], ops are nodes of candle's graph.
 
-#![expect(clippy::disallowed_methods, reason = "here ops become nodes")]
+#![expect(clippy::disallowed_methods, reason = "this module turns ops into nodes")]
 
 use super::buffer::buffer;
 use super::cpu::{for_each_row, host_values};
@@ -73,12 +73,12 @@ impl Drop for TapeGuard {
 }
 
 /// Returns the gradients of `leaves`, in their order. `forward` computes outputs from the leaves. It returns
-/// each output with the gradient of the loss with respect to it, which has the same shape.
+/// each output together with the gradient of the loss with respect to this output. Both have the same shape.
 ///
 /// Gradients of parameters go to their sinks. A leaf that no output depends on has no gradient. If a leaf is
 /// listed twice, both entries are its gradient.
 ///
-/// Only ops of this module that `forward` runs on this thread are differentiated.
+/// Only ops that `forward` applies through this module, on this thread, are differentiated.
 ///
 /// # Errors
 /// Errors of `forward` and of the ops. When shapes differ. When calls of this function are nested.

@@ -109,8 +109,8 @@ impl Linear {
             weight.add(|dw| {
                 let (x, dy) = (StridedMatrix::column_major(&xs, k), StridedMatrix::row_major(&dy, n));
                 if n == 1 {
-                    // The `gemm` crate would add a single column row by row to the previous value, so the
-                    // bits of the sum would depend on this value.
+                    // The column is summed before it is added. The `gemm` crate would add the product of each
+                    // row to the previous value, and this value would then affect the rounding.
                     let mut column = buffer(k);
                     product(self.means, &mut column, x, dy, (k, m, n), false);
                     return add_values(dw, &column);
@@ -149,7 +149,7 @@ pub(super) fn to_bf16(gradient: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Returns `rows` copies of `row`. A product is added to such copies of its bias.
+/// Returns `rows` copies of `row`. A layer adds its product to copies of its bias.
 pub(super) fn repeat_row(row: &[f32], rows: usize) -> Vec<f32> {
     let mut out = buffer(row.len() * rows);
     for_each_row(&mut out, row.len(), row.len(), |_, out| out.copy_from_slice(row));

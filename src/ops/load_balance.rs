@@ -70,7 +70,7 @@ impl LoadBalance {
         Ok(counts.iter().map(|&c| c as f32 / self.tokens(rows).max(1) as f32).collect())
     }
 
-    /// Returns the number of sequences that share each row, on a device.
+    /// Returns `sequences_per_row` as a tensor on `device`; `None` if no row is shared.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn sequences_per_row_on(&self, device: &Device) -> Result<Option<Tensor>> {
         let Some(sequences_per_row) = &self.sequences_per_row else { return Ok(None) };
@@ -86,7 +86,7 @@ impl LoadBalance {
             .map_or(rows, |sequences_per_row| sequences_per_row.iter().map(|&h| h as usize).sum())
     }
 
-    /// Returns the number of tokens that `row` counts as.
+    /// Returns the weight of `row` in the sums: the number of sequences that share it.
     fn weight(&self, row: usize) -> f32 {
         self.sequences_per_row.as_ref().map_or(1.0, |sequences_per_row| sequences_per_row[row] as f32)
     }

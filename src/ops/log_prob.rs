@@ -3,7 +3,8 @@
 //!
 //! With `z = (h · W) / τ`: `log p_t = z_t − LSE(z)` and `H = LSE(z) − Σ_j p_j z_j`. Forward and backward
 //! passes have one chunk of logits in memory at a time, never the whole matrix `[T, V]`. Backward pass: `dz_j
-//! = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`.
+//! = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`. `dL` is the
+//! gradient of `log p_t`, and `dH` that of `H`.
 //!
 //! On a GPU `h` and `W` are bf16, and logits and results are f32.
 //!
@@ -63,8 +64,8 @@ pub(super) fn row_stats_and_blocks(
     (stats, max_logit)
 }
 
-/// Returns the statistics of a row of `z`. Calls `each_block` with the lane sums of the weights of each
-/// block.
+/// Returns the statistics of a row of `z`. Calls `each_block` once per block, with the sum of `e^{z_j −
+/// max_logit}` in each lane.
 #[inline(always)]
 fn sum_up(row: &[f32], max_logit: f32, mut each_block: impl FnMut([f32; LANES])) -> RowStats {
     let (mut sums, mut moments) = ([0f32; LANES], [0f32; LANES]);
@@ -126,7 +127,7 @@ struct Head {
     targets: Arc<Vec<u32>>,
     inverse_temperature: f32,
     weight: Weight,
-    /// The target of the gradient of the weight.
+    /// Receives the gradient of the weight, if the weight is trainable.
     gradient: Option<GradientTarget>,
 }
 

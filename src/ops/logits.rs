@@ -1,8 +1,8 @@
 //! Sampling from the head: logits of rows, tokens drawn from them, and log-probabilities of tokens.
 //!
-//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed like in the training
-//! forward's head, so `z_t − LSE(z)` has the same bits there. Logits stay on the model's device; only
-//! tokens and their log-probabilities are copied to the host.
+//! `z = (h · W) / τ` and its [`RowStats`](super::log_prob::RowStats) are computed as in the head of a
+//! training pass, so `z_t − LSE(z)` has the same bits in sampling and in training. Logits stay on the model's
+//! device; only tokens and their log-probabilities are copied to the host.
 
 use super::buffer::buffer;
 use super::cpu::{host_values, should_parallelize};
@@ -20,7 +20,7 @@ use std::borrow::Cow;
 pub struct SamplingParameters {
     /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
     pub temperature: f64,
-    /// Keeps the most likely tokens up to this probability, including the one that reaches it; 1 keeps all.
+    /// Keeps the most likely tokens until their total probability reaches this value; 1 keeps all.
     pub top_p: f64,
     /// Keeps the k most likely tokens (ties: the lowest ids); 0 keeps all.
     pub top_k: usize,
@@ -47,24 +47,24 @@ pub struct Logits {
 
 /// Cumulative weights of rows of logits, block by block.
 pub(super) struct BlockSums {
-    /// Each row's reference: weights are `e^{z_j − highest}`. `[R]`.
+    /// The highest logit of each row, `[R]`. Weights are `e^{z_j − highest}`.
     highest: Vec<f32>,
     /// The cumulative weight at the end of each block, `[R, ⌈V / BLOCK⌉]`.
     ends: Vec<f64>,
 }
 
-/// Returns the number of rows whose logits are computed at a time, which bounds their memory.
+/// Returns the maximum number of rows whose logits are computed at a time. It bounds the memory of logits.
 pub fn logits_rows_max(vocabulary: usize) -> usize {
     chunk_rows(vocabulary)
 }
 
-/// Maximum number of logits a GPU's head holds at a time: half a gigabyte, enough rows to keep it busy.
-/// Tests use less, to have several chunks.
+/// Maximum number of logits that the head on a GPU holds at a time: half a gigabyte, which is enough rows to
+/// keep the GPU busy. Tests use fewer, so that they have several chunks.
 const DEVICE_LOGITS_MAX: usize = if cfg!(test) { 1 << 14 } else { 1 << 27 };
-/// Rows of a tile of the head's product; a chunk is whole tiles.
+/// Number of rows per tile of the head's product. A chunk consists of whole tiles.
 const DEVICE_TILE_ROWS: usize = 128;
 
-/// Returns the number of rows whose logits a GPU's head computes at a time.
+/// Returns the number of rows whose logits the head on a GPU computes at a time.
 pub fn device_logits_rows(vocabulary: usize) -> usize {
     (DEVICE_LOGITS_MAX / vocabulary.max(1) / DEVICE_TILE_ROWS).max(1) * DEVICE_TILE_ROWS
 }
@@ -117,7 +117,7 @@ impl Logits {
     /// Draws one token for each of `draws`: a row, and a uniform number in [0, 1).
     ///
     /// # Errors
-    /// When a row does not exist or holds no distribution.
+    /// When a row does not exist, or its logits are not finite.
     pub fn draw(&self, sampling: &SamplingParameters, draws: &[(usize, f64)]) -> Result<Vec<SampledToken>> {
         let greedy = sampling.temperature == 0.0;
         if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
@@ -144,8 +144,8 @@ impl Logits {
         })
     }
 
-    /// Returns the `count` likeliest tokens of each (row, count), the first the likeliest (ties: the lowest
-    /// ids), with log-probabilities of the untruncated distribution.
+    /// Returns the `count` most likely tokens of each (row, count), the most likely token first (ties: the
+    /// lowest ids). Log-probabilities are those of the untruncated distribution.
     ///
     /// # Errors
     /// When a row does not exist.
@@ -164,8 +164,8 @@ impl Logits {
         })
     }
 
-    /// Calls `f` on every requested row, on several threads if the work is large. A GPU's rows are copied
-    /// to the host; only truncated sampling, used in evaluation, does that.
+    /// Calls `f` on every requested row. On the CPU several threads are used if the work is large. Rows on a
+    /// GPU are copied to the host: only truncated sampling and [`Self::likeliest`] need this.
     fn map_rows<A: Sync, R: Send>(
         &self,
         pairs: &[(usize, A)],
@@ -206,12 +206,12 @@ struct Row<'a> {
     /// `[V]`.
     z: &'a [f32],
     log_sum_exp: f32,
-    /// The reference of the weights and their cumulative sums per block, if computed.
+    /// The highest logit and the cumulative weights per block, if the head computed them.
     blocks: Option<(f32, &'a [f64])>,
 }
 
 impl BlockSums {
-    /// Returns the reference and the cumulative sums of one row.
+    /// Returns the highest logit and the cumulative weights per block of one row.
     fn row(&self, row: usize, vocabulary: usize) -> (f32, &[f64]) {
         let blocks = vocabulary.div_ceil(BLOCK);
         (self.highest[row], &self.ends[row * blocks..(row + 1) * blocks])
@@ -315,7 +315,7 @@ fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
 /// Returns `total`, the sum of a row's weights.
 ///
 /// # Errors
-/// When it is not finite or not positive: the weights are not a distribution.
+/// When `total` is not finite or not positive, so that the weights are not a distribution.
 fn check_total(total: f64) -> Result<f64> {
     if total.is_finite() && total > 0.0 { Ok(total) } else { not_finite_error() }
 }
@@ -345,7 +345,7 @@ impl<'a> Blocks<'a> {
         self.ends.last().copied().unwrap_or(0.0)
     }
 
-    /// Selects like [`pick`] over all weights.
+    /// Returns the token that [`pick`] would return for the weights of all blocks.
     fn pick(&self, row: Row, target: f64) -> Option<usize> {
         let block = self.ends.iter().position(|&end| end > target);
         // If rounding leaves no block, this takes the last one with a nonzero weight.
@@ -414,7 +414,7 @@ mod tests {
     use candle_core::Device;
     use rand::Rng;
 
-    /// A row of the given logits: multiplication by 1 is exact.
+    /// Returns a row with the logits `values`. They are multiplied by a hidden state of 1, which is exact.
     fn row(values: &[f32], sampling: &SamplingParameters) -> Logits {
         let weight = Tensor::from_slice(values, (1, values.len()), &Device::Cpu).unwrap();
         let weight = Weight::dense(&weight);
@@ -470,7 +470,7 @@ mod tests {
         let mut random = stream(2, Purpose::Sampling, &[]);
         for vocabulary in [1, 5, BLOCK - 1, BLOCK, BLOCK + 1, 7 * BLOCK + 300] {
             let mut values: Vec<f32> = (0..vocabulary).map(|_| random.random_range(-4.0..4.0)).collect();
-            // Blocks without weight at the start and at the end, if there are several.
+            // If there are many blocks, the first and the last have only weights of 0.
             let empty = if vocabulary > 4 * BLOCK { BLOCK + 7 } else { 0 };
             values[..empty].fill(-1e4);
             values[vocabulary - empty..].fill(-1e4);
@@ -478,7 +478,7 @@ mod tests {
             let mut ends = vec![0.0; vocabulary.div_ceil(BLOCK)];
             let (stats, highest) = row_stats_and_blocks(&mut z, 1.0, &mut ends);
             assert_eq!(stats, row_stats(&mut values.clone(), 1.0));
-            // Cumulative sums computed by the draw, and by the head.
+            // The cumulative sums are computed by the draw, then by the head.
             for (noted, precision) in [(None, 1e-12), (Some((highest, &ends[..])), 1e-6)] {
                 let row = Row { z: &values, log_sum_exp: stats.log_sum_exp, blocks: noted };
                 let blocks = Blocks::from_row(row);

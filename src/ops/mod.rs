@@ -7,7 +7,7 @@
 //! size, `V` vocabulary, `R` rows.
 
 pub mod adamw_8bit;
-// Plain Rust in every build, so that tests can use it. Otherwise only GPU code uses it.
+// Compiled in every build for its tests. In the program only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod argument;
 pub mod buffer;
@@ -30,7 +30,7 @@ pub mod optimizer;
 pub mod packed_weights;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod skinny_gemm;
-// Plain Rust in every build, so that tests can use it. Otherwise only GPU code uses it.
+// Compiled in every build for its tests. In the program only GPU code uses it.
 pub mod device_copies;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod page_allocator;

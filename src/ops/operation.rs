@@ -86,8 +86,7 @@ pub(super) struct CandleOp<O, const N: usize>(pub O);
 
 /// Converts an array of `M` values to an array of `N` values. Fails if the lengths differ.
 fn into_array<T, const N: usize, const M: usize>(given: [T; M]) -> Result<[T; N]> {
-    <[T; N]>::try_from(Vec::from(given))
-        .or_else(|given| bail!("an op of {N} tensors is given {}", given.len()))
+    <[T; N]>::try_from(Vec::from(given)).or_else(|given| bail!("an op of {N} tensors got {}", given.len()))
 }
 
 /// Returns the gradients of `N` inputs of which only the first has a gradient in the graph.

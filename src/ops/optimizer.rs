@@ -13,8 +13,7 @@ use rayon::prelude::*;
 pub struct AdamW {
     /// `1 − lr · λ`.
     pub shrink: f32,
-    /// `1 − β₁`. It is computed in f64, because `1 − β₂` of an f32 β₂ = 0.999 would have a relative error of
-    /// 1e-5.
+    /// `1 − β₁`, computed in f64 like `1 − β₂`. In f32, `1 − 0.999` would have a relative error of 1e-5.
     pub one_minus_beta1: f32,
     pub beta2: f32,
     /// `1 − β₂`.
@@ -78,7 +77,7 @@ impl AdamW {
 }
 
 /// Updates weights by SGD: `w ← w · shrink − rate · g`. The last product and the subtraction are one fused
-/// operation, which gives the bits of PyTorch.
+/// operation, so the result is bit for bit that of PyTorch.
 ///
 /// # Errors
 /// When shapes differ.
@@ -118,8 +117,8 @@ pub fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Res
     })
 }
 
-/// Computes `w ← bf16(x)`. `x` are the master weights, and `w` the weights of the forward pass. They are
-/// stored as f32 on a CPU and as bf16 on a GPU.
+/// Computes `w ← bf16(x)`. `x` are the master weights in f32. `w` are the weights of the forward pass, stored
+/// as f32 on a CPU and as bf16 on a GPU.
 ///
 /// # Errors
 /// When shapes differ.

@@ -47,7 +47,7 @@ pub struct PagedSequence {
 pub struct PageSpan {
     /// Index of the first token among all new tokens.
     pub token: usize,
-    /// The row of the first token in the cache, which is page · 64 + index in the page.
+    /// The cache row of the first token: page · 64 + index in the page.
     pub row: usize,
     /// Number of tokens of the span.
     pub rows: usize,
@@ -56,7 +56,7 @@ pub struct PageSpan {
 /// A copy of rows of a shared page, for a sequence that is about to write to this page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CopiedRows {
-    /// The first row in the cache. `to` is the destination of this row.
+    /// The first cache row to copy. It is copied to row `to`.
     pub from: usize,
     pub to: usize,
     pub rows: usize,
@@ -97,7 +97,8 @@ impl PageAllocator {
     }
 
     /// Allocates pages for `counts[i]` new tokens at the end of `sequences[i]`. Allocates either for all
-    /// sequences or for none. Returns the rows of the cache for the keys and values of the new tokens.
+    /// sequences or for none. Returns the cache rows to which the keys and values of the new tokens must be
+    /// written.
     ///
     /// # Errors
     /// When there are too few free pages. Nothing is changed then.
@@ -194,8 +195,8 @@ impl PagedSequence {
         if count == 0 || self.len.is_multiple_of(PAGE_POSITIONS) { None } else { self.pages.last()?.as_ref() }
     }
 
-    /// Returns the index in the cache of the page with index `page` in the sequence. For a freed page, which
-    /// no kernel reads, returns 0.
+    /// Returns the index in the cache of the sequence's page number `page`. Returns 0 for a freed page, which
+    /// no kernel reads.
     fn index(&self, page: usize) -> usize {
         self.pages.get(page).and_then(Option::as_ref).map_or(0, |page| page.index as usize)
     }
@@ -278,7 +279,7 @@ mod tests {
         runs(&pages, &mut [&mut prompt], &[70]);
         let (mut a, mut b) = (prompt.clone(), prompt.clone());
         assert_eq!(pages.free_pages(), 3, "clones take nothing");
-        // The prompt is kept, so both sequences copy its six rows of the second page.
+        // The prompt stays alive, so both sequences copy its six rows of the second page.
         let update = pages.extend(&mut [&mut a, &mut b], &[1, 2]).unwrap();
         let copy = |to| CopiedRows { from: 64, to, rows: 6 };
         assert_eq!(update.copies, [copy(128), copy(192)]);

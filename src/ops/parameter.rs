@@ -22,7 +22,8 @@ pub trait GradientSink: Send + Sync {
     fn add(&self, parameter: usize, add: &mut dyn FnMut(&Tensor) -> Result<()>) -> Result<()>;
 }
 
-/// The values of a tensor, the sink of its gradient, and the precision of matrix products by it on a CPU.
+/// A tensor of a model: its values, the sink of its gradient, and the precision of matrix products by it on a
+/// CPU.
 #[derive(Clone)]
 pub struct Parameter {
     values: Tensor,
@@ -30,7 +31,7 @@ pub struct Parameter {
     precision: Precision,
 }
 
-/// The sink of the gradient of one parameter.
+/// The sink of gradients, and the index of the buffer of one parameter.
 #[derive(Clone)]
 pub(super) struct GradientTarget {
     sink: Arc<dyn GradientSink>,
@@ -64,7 +65,7 @@ impl Parameter {
         Self::constant(values).with_precision(self.precision)
     }
 
-    /// Returns the parameter with its gradient going to buffer `parameter` of `sink`.
+    /// Returns a copy of the parameter whose gradient goes to buffer `parameter` of `sink`.
     pub fn with_gradient(&self, sink: Arc<dyn GradientSink>, parameter: usize) -> Self {
         Self { gradient: Some(GradientTarget { sink, parameter }), ..self.clone() }
     }
@@ -84,13 +85,13 @@ impl Parameter {
         &self.values
     }
 
-    /// Returns the target of the gradient, which an op keeps for its backward pass.
+    /// Returns the target of the gradient. An op keeps the target for its backward pass.
     pub(super) fn gradient(&self) -> Option<GradientTarget> {
         self.gradient.clone()
     }
 
     /// Returns the values as a tensor of the graph, for ops whose small parameters are inputs. The gradient
-    /// of this tensor is added to the gradient of the parameter. On a GPU both are f32.
+    /// of this tensor is added to the gradient of the parameter. On a GPU both gradients are f32.
     ///
     /// # Errors
     /// When the values are not contiguous, or the GPU does not support their type.

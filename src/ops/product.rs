@@ -49,8 +49,8 @@ pub enum Precision {
     /// f32. Each step is a fused multiply-add.
     #[default]
     F32,
-    /// Operands are rounded to bf16. Dot-product instructions of the processor add two neighbouring k per
-    /// step in f32.
+    /// Operands are rounded to bf16. Dot-product instructions of the processor add the products of two
+    /// neighbouring k per step, in f32.
     Bf16Dot,
 }
 
@@ -182,7 +182,8 @@ pub fn product(
     assert!(last(&a, m, k) < a.values.len() && last(&b, k, n) < b.values.len(), "product: operands");
     let threads = threads.threads(m * n * k);
     let tiled = match precision {
-        // The crate gives other bits for a single row or column, and for chunks with one or two values of k.
+        // The bits of tiles differ from those of the crate for a single row or column, and for chunks with
+        // one or two values of k.
         Precision::F32 => {
             let same_bits = m > 1 && n > 1 && !matches!(k % K_CHUNK, 1 | 2);
             b.row_stride == 1 && k * n >= TRANSPOSED_MIN && same_bits
@@ -328,7 +329,7 @@ mod tests {
                 shapes.push((k, n));
             }
         }
-        // These shapes have few rows, and are computed in strips of columns.
+        // This matrix has few rows and many columns, so it is multiplied in strips of columns.
         shapes.push((64, 2100));
         for (k, n) in shapes {
             let rows = 131;

@@ -61,8 +61,8 @@ impl Operation<1> for Route {
 /// Differentiable in the logits.
 ///
 /// # Errors
-/// When the number of tokens differs, or an expert is not below `E`. On a GPU the experts are not checked:
-/// the weights of a token with such an expert are NaN.
+/// When `logits` and `routed_experts` have different numbers of tokens, or an expert is not below `E`. On a
+/// GPU the experts are not checked: the weights of a token with such an expert are NaN.
 pub fn top_k_softmax(logits: &Tensor, routed_experts: &Tensor) -> Result<Tensor> {
     if routed_experts.dim(0)? != logits.dim(0)? {
         bail!("top_k_softmax: routed experts {:?} for logits {:?}", routed_experts.dims(), logits.dims());

@@ -18,7 +18,7 @@ mod backward;
 mod cached_attention;
 mod chunks;
 mod forward;
-// Plain Rust in every build, so that tests can use it. Otherwise only GPU code uses it.
+// Compiled in every build for its tests. In the program only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod kernels;
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
@@ -82,7 +82,8 @@ impl Attention {
 /// Differentiable in all three inputs.
 ///
 /// `sequence_rows` is the layout of the sequences. On the CPU all tensors are f32, and sequences may share
-/// prefixes. On a GPU `q` and `kv` are bf16, `sinks` is f32, `D` is 64, and all tensors are contiguous.
+/// prefixes. On a GPU `q` and `kv` are bf16, `sinks` is f32, `D` is 64 or 128, and all tensors are
+/// contiguous.
 ///
 /// # Errors
 /// When shapes disagree with `attention` or `sequence_rows`. On a GPU also when [`plan`] does not support the
@@ -153,7 +154,8 @@ impl PackedSinkAttention {
         }
     }
 
-    /// Returns the keys and values of each sequence. Sequences share the blocks that are equal as a whole.
+    /// Returns the keys and values of each sequence. Sequences share the blocks that lie completely in their
+    /// common prefix.
     fn caches(&self, kv: &[f32]) -> Vec<KvBlocks> {
         let Attention { kv_heads, head_dim, .. } = self.attention;
         let width = 2 * kv_heads * head_dim;
@@ -243,7 +245,8 @@ impl PackedSinkAttention {
         let (out, grad) = (host_values(out)?, host_values(grad)?);
         let caches = self.caches(&kv_values);
         let kv_width = 2 * kv_heads * d;
-        // The gradients of shared keys from the own queries of each sequence are added in sequence order.
+        // The own queries of a sequence also give gradients to the keys of its shared prefix. These gradients
+        // are added in sequence order.
         let sequences = 0..self.sequence_rows.sequences();
         let mut shared: Vec<Vec<f32>> =
             sequences.clone().map(|s| zeros(self.sequence_rows.first_own_position(s) * kv_width)).collect();

@@ -3,10 +3,10 @@
 //! Each weight is read once, in memory order. The `gemm` crate reads strips of 64 columns for a few rows of
 //! `x`, and reads the strips again for the next rows.
 //!
-//! The bits equal those of products of many rows. For each chunk of k, an element is one chain of fused
-//! multiply-adds or of bf16 dot products, which starts from 0 and is then added to the previous value. In f32
-//! these are the bits of the `gemm` crate, as the tests of [`super::product`] check. In bf16 they are those
-//! of [`super::tiles`].
+//! A row has the same bits as in a product of many rows. For each chunk of k, an element is one chain of
+//! fused multiply-adds or of bf16 dot products, which starts from 0 and is then added to the previous value.
+//! In f32 the result is bit for bit that of the `gemm` crate, as the tests of [`super::product`] check. In
+//! bf16 it is that of [`super::tiles`].
 
 use super::prefetch::prefetch_second;
 use super::product::{K_CHUNK, Precision};
@@ -24,7 +24,8 @@ const WEIGHTS_MIN: usize = 1 << 17;
 /// Minimum number of columns per thread. If the whole matrix has fewer columns, the crate is faster.
 const COLUMNS_MIN: usize = 256;
 
-/// Granularity of the columns of a thread and of a strip: two wide vectors, or four short vectors.
+/// The columns of a thread and of a strip are a multiple of this number: two wide vectors, or four short
+/// vectors.
 const COLUMNS: usize = 32;
 
 /// Minimum prefetch distance, in rows of the weights.
@@ -188,7 +189,7 @@ unsafe fn add_columns<W: SimdWords>(operands: &Operands, start: usize, out: &mut
 
 /// Sizes of the loops that read the weights.
 struct BlockSizes {
-    /// Number of words of each column of the weights that are multiplied before the sums are stored.
+    /// Number of words that are multiplied, in each column of the weights, before the sums are stored.
     depth: usize,
     /// Maximum number of sums in a strip of columns, for all rows together.
     sums_max: usize,
@@ -234,7 +235,8 @@ impl Weights<'_> {
     }
 }
 
-/// Words of the rows of `x`. Rows are `stride` words apart.
+/// The rows of `x` in words. A word is one f32 value, or the bf16 values of two neighbouring k. Rows are
+/// `stride` words apart.
 #[derive(Clone, Copy)]
 struct Rows<'a> {
     words: &'a [u32],
@@ -314,8 +316,8 @@ unsafe fn add_block<W: SimdWords, const R: usize>(
     let Weights { values, n, columns } = weights;
     let end = |row: usize| (row + R * per_word - 1) * n + columns;
     assert!(values.len() >= end(0), "skinny_gemm: weights");
-    // The prefetch distance in rows. The same columns are prefetched, if the matrix has rows at this
-    // distance.
+    // The prefetch distance in rows. If the matrix has rows at this distance, the same columns of these rows
+    // are prefetched.
     let distance = (R * per_word).max(ROWS_AHEAD_MIN);
     let prefetch_offset = if values.len() >= end(distance) { distance * n } else { 0 };
     let mut column = 0;

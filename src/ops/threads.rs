@@ -60,7 +60,7 @@ impl Threads {
     }
 
     /// Runs `f(worker)` once on every single-thread pool, in parallel. Returns the results in worker order.
-    /// It starts no thread, so it cannot fail because the system has no thread left.
+    /// All threads exist already, so a lack of threads in the system cannot make the call fail.
     pub fn run_on_each<R: Send>(&self, f: impl Fn(usize) -> R + Sync) -> Vec<R> {
         let mut results = Vec::new();
         results.resize_with(self.singles.len(), || None);
@@ -104,8 +104,8 @@ impl Threads {
 /// for work instead of sleeping. Waking a sleeping thread takes tens of microseconds, as long as many ops of
 /// decode take. Threads of rayon would sleep after fifteen microseconds.
 ///
-/// A thread that has no work for [`SPIN_MAX`] still sleeps. On a GPU, outside of a pool and in a pool of one
-/// thread, this function only calls `f()`.
+/// A thread that has no work for [`SPIN_MAX`] still sleeps. This function only calls `f()` if `device` is a
+/// GPU, or the thread belongs to no pool or to a pool of one thread.
 pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
     if !device.is_cpu() || own.is_none() || rayon::current_num_threads() == 1 {
@@ -139,8 +139,8 @@ impl Drop for SetOnDrop<'_> {
     }
 }
 
-/// Runs `f` once on each pool of `pools`, and stores its result in the entry of `results`. The first pool is
-/// worker `worker`. This thread waits for all pools.
+/// Runs `f` once on each pool of `pools`, and stores the result in the pool's entry of `results`. The number
+/// of the first pool is `worker`. This thread waits for all pools.
 fn run_on_pools<R: Send>(
     pools: &[ThreadPool],
     worker: usize,

@@ -27,7 +27,7 @@ const VECTORS: usize = 2;
 /// Number of words per cache line.
 pub(super) const LINE_WORDS: usize = 16;
 
-/// A cache line of words. Panels are allocated in cache lines, so that no vector crosses two of them.
+/// A cache line of words. Panels are allocated in cache lines, so that no vector lies in two cache lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
 struct CacheLine([u32; LINE_WORDS]);
@@ -42,9 +42,9 @@ pub(super) fn has_bf16_dot() -> bool {
     false
 }
 
-/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` on at most `threads` threads. The number of threads changes no
-/// bit. Returns false without doing anything if the processor has no vector instructions or an operand has no
-/// contiguous dimension.
+/// Computes `out[m, n] (+)= a[m, k] · b[k, n]` on at most `threads` threads. The result has the same bits on
+/// any number of threads. Returns false without doing anything if the processor has no vector instructions or
+/// an operand has no contiguous dimension.
 pub(super) fn product(
     precision: Precision,
     threads: usize,
@@ -131,7 +131,7 @@ struct TiledProduct<'a> {
 
 /// Allocates cache lines for `words` words.
 fn alloc_cache_lines(words: usize) -> Vec<CacheLine> {
-    // A transposed block is stored whole, so it may extend past the last line of a narrower panel.
+    // A transposed block is stored whole, so it may extend past the last word of a narrower panel.
     vec![CacheLine([0; LINE_WORDS]); words.div_ceil(LINE_WORDS) + 2]
 }
 
@@ -199,7 +199,7 @@ impl TiledProduct<'_> {
         let width = VECTORS * W::LANES;
         let steps = chunk.steps::<W>();
         let add = self.accumulate || chunk.start > 0;
-        // A part consists of whole blocks of steps. So all tiles except the last few pack a part.
+        // A part consists of whole blocks of steps, so nothing may be left to pack for the last tiles.
         let steps_per_tile = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] = scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);
@@ -404,7 +404,7 @@ mod tests {
         (0..len).map(|_| rng.random_range(-1f32..1.0)).collect()
     }
 
-    /// Rows, k and columns near every size of a tile, a transposed block and a chunk.
+    /// Shapes (rows, k, columns) near the sizes of tiles, transposed blocks and chunks.
     const SHAPES: [(usize, usize, usize); 15] = [
         (1, 1, 1),
         (1, 64, 33),
@@ -476,8 +476,8 @@ mod tests {
         out
     }
 
-    /// Computes the product under Miri, which cannot run the `gemm` crate because of its assembly. Adds one
-    /// chain of fused multiply-adds per chunk of k, which gives the bits of the crate.
+    /// Computes the product under Miri, which cannot run the assembly in the `gemm` crate. Adds one chain of
+    /// fused multiply-adds per chunk of k, as the crate does.
     fn add_chains(out: &mut [f32], a: &[f32], b: &[f32], (m, k, n): (usize, usize, usize)) {
         for start in (0..k).step_by(K_CHUNK) {
             for (row, column) in (0..m).flat_map(|row| (0..n).map(move |column| (row, column))) {

@@ -77,7 +77,7 @@ pub struct DecodeBatch {
     device: CudaDevice,
     layers: Vec<DecodeLayer>,
     arrays: CudaSlice<i32>,
-    /// Used instead of sinks in layers without sinks.
+    /// Passed as the sinks of layers without sinks, because the kernel always takes sinks.
     no_sinks: CudaSlice<f32>,
 }
 
@@ -109,7 +109,7 @@ impl DecodeBatch {
     /// When `step` has another shape, or the driver fails.
     pub fn load(&mut self, step: &DecodeStep) -> Result<()> {
         if !self.has_shape_of(step) || self.arrays.len() != step.arrays.len() {
-            bail!("decode: a step of another shape");
+            bail!("decode: the step and the buffers have different shapes");
         }
         self.device.memcpy_htod(&step.arrays, &mut self.arrays)
     }

@@ -13,8 +13,9 @@ use candle_core::{Device, Error, Result};
 /// Opens GPU `ordinal` with one stream for all threads. Tensors may be created, used and dropped on any OS
 /// thread.
 ///
-/// `Device::new_cuda` would give every OS thread its own stream, and streams are not ordered. A second thread
-/// could then read a tensor before it was written. The process keeps the memory that it frees.
+/// `Device::new_cuda` would give every OS thread its own stream, and work on different streams has no order.
+/// A second thread could then read a tensor before it was written. The process keeps the memory that it
+/// frees.
 ///
 /// # Errors
 /// When the driver fails.
@@ -85,7 +86,7 @@ pub fn free_memory(device: &CudaDevice) -> Result<u64> {
     Ok(free as u64 + kept.reserved - kept.used)
 }
 
-/// Returns freed memory that the process keeps to the driver.
+/// Releases all freed memory that the process keeps. The driver gets it back.
 ///
 /// # Errors
 /// When the driver fails.
@@ -131,19 +132,19 @@ pub struct Gpu {
 }
 
 const DRIVER: &str = "an NVIDIA driver of release 580 or newer must be loaded (nvidia-smi shows it), and its \
-                      libcuda.so.1 come before the toolkit's stub on LD_LIBRARY_PATH";
+                      libcuda.so.1 must come before the toolkit's stub on LD_LIBRARY_PATH";
 
 /// Opens GPU `ordinal` and checks that every op runs on it.
 ///
 /// # Errors
-/// One line with the reason and the remedy, when the GPU cannot be used.
+/// When the GPU cannot be used. The message is one line with the reason and the remedy.
 pub fn open_gpu(ordinal: usize) -> Result<Gpu> {
     let refused = |why: &str| {
         // The text may have a backtrace after its first line.
         let why = why.lines().next().unwrap_or_default();
         Error::Msg(format!("GPU {ordinal} cannot be used: {why}; {DRIVER}"))
     };
-    // The CUDA library panics when another library is missing.
+    // The CUDA bindings (cudarc) panic when a CUDA library is missing.
     let device = catch_panic(|| open(ordinal))
         .map_err(|_| refused("a CUDA library is missing"))?
         .map_err(|error| refused(&error.to_string()))?;

@@ -99,7 +99,7 @@ struct Operands<'a> {
     top_k: usize,
 }
 
-/// Launches a kernel with one block per row that it writes. It writes `blocks` rows.
+/// Launches a kernel that writes `blocks` rows, one per thread block.
 fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<CudaStorage> {
     let Operands { x, weights, rows, top_k } = *operands;
     let width = x.1.shape().dims2()?.1;

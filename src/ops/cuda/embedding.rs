@@ -89,13 +89,13 @@ fn take(
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((ids.len(), width))))
 }
 
-/// Adds each row of `dy` to the row of `table [V, H]` with the id of the row.
+/// Adds each row of `dy` to the row of `table [V, H]` that the row's id selects.
 pub(in crate::ops) fn add_rows(table: &Tensor, dy: &Tensor, by_id: &TokensById) -> Result<()> {
     let (rows, width) = table.dims2()?;
     add(&ADD_ROWS, table, dy, by_id, (rows, width, 0))
 }
 
-/// Adds each row of `dy` to the column of `table [H, V]` with the id of the row.
+/// Adds each row of `dy` to the column of `table [H, V]` that the row's id selects.
 pub(in crate::ops) fn add_columns(table: &Tensor, dy: &Tensor, by_id: &TokensById) -> Result<()> {
     let (width, columns) = table.dims2()?;
     add(&ADD_COLUMNS, table, dy, by_id, (columns, width, columns))
@@ -143,7 +143,7 @@ struct SumPlaces {
     width: usize,
 }
 
-/// Launches `kernel` with one block per id and 256 columns.
+/// Launches `kernel` with one block for each id and each 256 columns.
 ///
 /// # Safety
 /// The addresses must point to live memory with `offsets` rows or columns of the given width.

@@ -31,8 +31,9 @@ impl RecordedGraph {
         // SAFETY: as above.
         unsafe { context.enable_event_tracking() };
         let Some(graph) = result? else { bail!("the captured CUDA graph is empty") };
-        // The allocations of the graph do not come from the memory pool, which may have all free memory. The
-        // driver keeps these allocations for later captures.
+        // The graph's allocations do not come from the memory pool. If the pool holds all free memory, the
+        // upload fails, and the pool must release memory first. The driver keeps the graph's allocations for
+        // later captures.
         if graph.upload().is_err() {
             release_unused(device)?;
             graph.upload().w()?;

@@ -2,7 +2,7 @@
 //! rows.
 //!
 //! The sampler and the training pass compute logits by the same product with the same sums. So the
-//! log-probability of a token has the same bits in both.
+//! log-probability of a token has the same bits in sampling and in training.
 
 use super::arguments::{Op, from_storage, output, tensor};
 use super::log_prob::{logits_gradient, row_stats};
@@ -117,7 +117,8 @@ pub(in crate::ops) fn head_backward(
     };
     match learns {
         None => each_chunk(&mut |dz, _| add_dh(&dz))?,
-        // One call of `add` covers all chunks, because a pass adds to a parameter once per use.
+        // One call of `add` covers all chunks, because a pass may call `add` only once per use of a
+        // parameter.
         Some(learns) => learns.add(|dw| {
             each_chunk(&mut |dz, h| {
                 add_dh(&dz)?;

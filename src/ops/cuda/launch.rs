@@ -29,11 +29,11 @@ macro_rules! kernel_params {
 
 pub(super) use kernel_params;
 
-/// Returns the kernel set of this device for heads of `head_dim`. It depends on nothing else, so a run never
-/// uses two sets.
+/// Returns the kernel set of this device for heads of `head_dim`. The choice depends on nothing else, so a
+/// run never mixes two sets.
 ///
 /// # Errors
-/// When the kernels do not run on this device, or do not know this head size.
+/// When the kernels do not run on this device, or do not support this head size.
 pub fn kernel_set(device: &CudaDevice, head_dim: usize) -> Result<&'static KernelSet> {
     let context = device.cuda_stream().context().clone();
     check_device(&context.name().w()?, context.compute_capability().w()?)?;
@@ -68,8 +68,8 @@ pub(super) unsafe fn launch<A: DeviceRepr>(
     Ok(())
 }
 
-/// The addresses of the arguments of a launch. It must be dropped after the launch. Later uses of the memory
-/// then wait for the launch. This holds on a device from [`super::open`].
+/// Holds the addresses of the arguments of a launch. Drop this value after the launch. On a device from
+/// [`super::open`], later uses of the memory then wait for the launch.
 pub(super) struct Addresses<'a> {
     stream: &'a CudaStream,
     guards: Vec<SyncOnDrop<'a>>,

@@ -67,7 +67,7 @@ unsafe fn run(
     let (tokens, of_experts) = (op.plan.tokens(), op.plan.expert_count());
     if tokens != rows || of_experts != experts {
         bail!(
-            "load_balance: router logits [{rows}, {experts}], a plan of {tokens} tokens and {of_experts} experts"
+            "load_balance: router logits [{rows}, {experts}], but the plan has {tokens} tokens and {of_experts} experts"
         );
     }
     let plan = [op.plan.token_of()?, op.plan.starts()?];

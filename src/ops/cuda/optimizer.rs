@@ -161,7 +161,7 @@ unsafe fn for_each<P: DeviceRepr>(
     unsafe { launch(device, kernel, params, count.div_ceil(kernel.threads * VALUES)) }
 }
 
-/// Updates weights by AdamW, as [`crate::ops::optimizer::adamw`].
+/// Updates weights by AdamW, as [`crate::ops::optimizer::adamw`] does.
 pub(in crate::ops) fn adamw(
     weights: &Tensor,
     [first, second]: [&Tensor; 2],
@@ -191,7 +191,7 @@ pub(in crate::ops) fn adamw(
     })
 }
 
-/// Updates weights by SGD, as [`crate::ops::optimizer::sgd`].
+/// Updates weights by SGD, as [`crate::ops::optimizer::sgd`] does.
 pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
     edit_by(("weights", weights), gradient, |device, weights, gradient| {
         let stream = device.cuda_stream();
@@ -203,7 +203,7 @@ pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate
     })
 }
 
-/// Updates the momentum buffer, as [`crate::ops::optimizer::update_momentum`].
+/// Updates the momentum buffer, as [`crate::ops::optimizer::update_momentum`] does.
 pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
         let stream = device.cuda_stream();
@@ -215,7 +215,7 @@ pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, moment
     })
 }
 
-/// Multiplies `x` by `factor`, as [`crate::ops::optimizer::scale`].
+/// Multiplies `x` by `factor`, as [`crate::ops::optimizer::scale`] does.
 pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
     check("x", x, DType::F32, x.dims())?;
     OP.edit(x, |device, x: &mut CudaViewMut<f32>| {
@@ -250,7 +250,7 @@ pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> 
     })
 }
 
-/// Returns the sum of squares, as [`crate::ops::optimizer::sum_of_squares`]. The order of the additions
+/// Returns the sum of squares, as [`crate::ops::optimizer::sum_of_squares`] does. The order of the additions
 /// depends only on the length.
 pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let opened = x.storage_and_layout();
@@ -279,8 +279,8 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     Ok(device.clone_dtoh(&sum)?[0])
 }
 
-/// Updates weights by AdamW with 8-bit moments, as [`crate::ops::adamw_8bit::adamw_8bit`]. `maps` has the
-/// code values of the first moment and the bounds between them, then those of the second moment.
+/// Updates weights by AdamW with 8-bit moments, as [`crate::ops::adamw_8bit::adamw_8bit`] does. `maps` has
+/// the code values of the first moment and the bounds between them, then those of the second moment.
 pub(in crate::ops) fn adamw_8bit(
     weights: &Tensor,
     [first, second]: [Moment; 2],

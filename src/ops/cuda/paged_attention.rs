@@ -21,7 +21,7 @@ pub struct KvPool {
     memory: Mutex<CudaSlice<bf16>>,
     kv_heads: usize,
     head_dim: usize,
-    /// The allocator of pages to sequences.
+    /// Assigns pages to sequences.
     pages: Arc<PageAllocator>,
 }
 
@@ -77,13 +77,13 @@ impl KvPool {
         self.write(kv, &self.device.clone_htod(&slots)?.as_view())
     }
 
-    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the index in the cache of each new row.
+    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the cache row of each new row.
     ///
     /// # Errors
     /// When the cache is too small. Nothing is changed then.
     pub(super) fn extend(&self, sequences: &mut [&mut KvPages], counts: &[usize]) -> Result<Vec<i32>> {
         if sequences.iter().any(|sequence| !std::ptr::eq(&*sequence.pool, self)) {
-            bail!("key-value cache: a sequence of another cache");
+            bail!("key-value cache: a sequence belongs to another cache");
         }
         let growth = self.pages.extend(&mut paged_sequences(sequences), counts)?;
         let mut memory = self.memory();

@@ -57,7 +57,7 @@ const INPUT_GRADIENT_MXFP4: Kernel = kernel("product_input_gradient_mxfp4", 256,
 const WEIGHT_GRADIENT: Kernel = kernel("product_weight_gradient", 256, WIDE_BYTES);
 const BIAS_COLUMNS: usize = 64;
 const BIAS_GRADIENT: Kernel = kernel("product_bias_gradient", 512, 16 * BIAS_COLUMNS * size_of::<f32>());
-/// Maximum number of rows per group for narrow tiles. The choice changes no bit.
+/// Maximum number of rows per group for narrow tiles. Wide and narrow tiles give the same bits.
 const NARROW_ROWS_MAX: usize = 64;
 
 kernel_params! {
@@ -188,7 +188,7 @@ pub(in crate::ops) fn product_forward(
     product_with_epilogue(Op(op), x, weight, starts, &Epilogue::with_bias(bias), out)
 }
 
-/// Returns `x · W` with the epilogue `epilogue`, as [`product_forward`] does with a bias.
+/// Returns `x · W` after the epilogue `epilogue`. [`product_forward`] is the case with only a bias.
 pub(super) fn product_with_epilogue(
     op: Op,
     x: DeviceArgument,

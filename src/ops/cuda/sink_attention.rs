@@ -89,17 +89,17 @@ pub struct DeviceLaunchPlan {
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
     arrays: CudaSlice<i32>,
-    /// Sinks without effect, for the ablation without sinks, because the kernel always takes sinks.
+    /// Sinks of no effect, for the ablation without sinks: the kernel always takes sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
 
 /// Whether a launch splits the keys of a query into chunks that run in parallel.
 #[derive(Clone, Copy)]
 pub(super) enum SplitKv {
-    /// As the flag says: true means one block per chunk.
+    /// Splits if the flag is true.
     Exactly(bool),
-    /// Depending on the load. The number of blocks is rounded up, by repeating the last chunk, so that it
-    /// stays the same while sequences grow a little.
+    /// As [`LaunchSequences::should_split_keys`] decides. The last chunk is repeated until the number of
+    /// blocks is a multiple of [`CHUNK_STEP`]. So the number stays the same while sequences grow a little.
     InSteps,
 }
 

@@ -1,8 +1,7 @@
 //! The inner loops of products by packed weights, compiled for each vector width.
 //!
-//! Every element is one chain of fused multiply-adds over a chunk of k, as in the `gemm` crate. A weight is
-//! decoded to the same f32 as in the decoded matrix. So a product by packed weights has the bits of a product
-//! by the decoded matrix.
+//! Every element is one chain of fused multiply-adds over a chunk of k, as in the `gemm` crate. Decoding is
+//! exact. So the product by packed weights is bit for bit the product by the decoded matrix.
 
 mod lanes;
 
@@ -15,7 +14,7 @@ use lanes::SimdLanes;
 use lanes::x86;
 use std::ops::Range;
 
-/// Number of vectors of columns per pass over a panel.
+/// Number of vectors of neighbouring columns that are computed in one pass over a panel.
 const VECTORS: usize = 4;
 
 /// Prefetch distance in a panel, in bytes.
@@ -74,7 +73,7 @@ impl OutputColumns {
     pub fn read(&self, column: usize, to: &mut [f32]) {
         let address = self.address(0, column, to.len());
         for (i, value) in to.iter_mut().enumerate() {
-            // SAFETY: `address` checked all of them, and no other thread uses these columns.
+            // SAFETY: `address` checked all these values, and no other thread uses these columns.
             *value = unsafe { *address.add(i) };
         }
     }
@@ -83,7 +82,7 @@ impl OutputColumns {
     pub fn write(&self, row: usize, column: usize, sums: &[f32], add: bool) {
         let address = self.address(row, column, sums.len());
         for (i, &sum) in sums.iter().enumerate() {
-            // SAFETY: `address` checked all of them, and no other thread uses these columns.
+            // SAFETY: `address` checked all these values, and no other thread uses these columns.
             unsafe {
                 let out = address.add(i);
                 *out = if add { *out + sum } else { sum };
@@ -134,8 +133,8 @@ impl OutputColumns {
     }
 }
 
-/// Calls `on_weights(k, weights)` for every k of `rows` in order. `weights` are the weights of the columns
-/// from `column` on.
+/// Calls `on_weights(k, weights)` for every k in `rows`, in ascending order. `weights` are the weights of the
+/// columns from `column` on.
 ///
 /// # Safety
 /// As for [`SimdLanes`]. `rows` and the columns must be in the panel, and `rows` must consist of whole MXFP4
@@ -192,7 +191,7 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
     }
 }
 
-/// Multiplies `R` rows of `x`, from `row` on, by the weights of the panel for the k of `rows`.
+/// Multiplies `R` rows of `x`, from `row` on, by the weights of the panel for every k in `rows`.
 ///
 /// # Safety
 /// As for [`for_each_weight_row`]. The rows of `x`, which are `stride` values apart, must be valid.
@@ -270,7 +269,7 @@ unsafe fn multiply_rows<L: SimdLanes>(
     }
 }
 
-/// Decodes the weights of the panel for the k of `rows` to `to`, `[rows][width]`.
+/// Decodes the weights of the panel for every k in `rows`. Writes them to `to`, `[rows][width]`.
 ///
 /// # Safety
 /// As for [`for_each_weight_row`]. Every row of `to` must have space for [`PANEL_COLUMNS`] values.
@@ -358,9 +357,8 @@ impl VectorInstructions {
         VectorInstructions::Plain
     }
 
-    /// Multiplies the rows of `x [m, in]` by `panel`. `x` is the values and their row width, and `out` is the
-    /// output and its first column. Returns false without doing anything if the processor has no vector
-    /// instructions.
+    /// Multiplies the rows of `x [m, in]` by `panel`. `x` is (values, row width), and `out` is (output, first
+    /// column). Returns false without doing anything if the processor has no vector instructions.
     pub fn skinny_gemm(
         self,
         panel: Panel,
@@ -383,7 +381,7 @@ impl VectorInstructions {
         true
     }
 
-    /// Decodes the weights for the k of `rows` into `tile`, from `column` on. Rows of `tile` have `width`
+    /// Decodes the weights for every k in `rows` into `tile`, from `column` on. Rows of `tile` have `width`
     /// values.
     ///
     /// Missing columns of a last panel are written as 0, so each row must have space for a whole panel.

@@ -1,8 +1,8 @@
 //! The linear layer with a packed matrix `W`, or with one packed matrix per expert: `y = x · W + b`. Backward
 //! pass: `dx = dy · Wᵀ`, and `db` if the bias is trainable.
 //!
-//! On a GPU `W` is MXFP4 in device memory and `x` is bf16. The result has the bits of the product by the
-//! decoded matrix in bf16.
+//! On a GPU `W` is MXFP4 in device memory and `x` is bf16. The result is bit for bit the product by the
+//! matrix decoded to bf16.
 
 use super::PackedMatrix;
 use crate::ops::buffer::{buffer, zeros};
@@ -47,7 +47,7 @@ pub fn packed_grouped_linear(
     }
     if plan.expert_count() != experts {
         bail!(
-            "packed_grouped_linear: weight {:?}, a plan of {} experts",
+            "packed_grouped_linear: weight {:?}, but the dispatch plan has {} experts",
             weight.shape(),
             plan.expert_count()
         );
@@ -70,7 +70,7 @@ fn apply_linear(
 
 struct PackedLinear {
     weight: Arc<PackedMatrix>,
-    /// The target of the gradient of the bias.
+    /// Receives the gradient of the bias, if the bias is trainable.
     bias: Option<GradientTarget>,
     /// The rows of each expert. If `None`, the matrix has one expert, and all rows belong to it.
     plan: Option<Dispatch>,

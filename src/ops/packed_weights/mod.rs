@@ -2,12 +2,13 @@
 //! disk.
 //!
 //! A product decodes weights while it multiplies, and adds in the order of [`super::product`]. **The result
-//! has the bits of the product by the decoded matrix**, in the forward pass and in the gradient of the input.
+//! is bit for bit the product by the decoded matrix**, in the forward pass and in the gradient of the input.
 //! Packed matrices are not trainable.
 //!
-//! A matrix is stored in panels of [`PANEL_COLUMNS`] columns. A panel has all k in order. So a product reads
-//! memory sequentially, and a vector has neighbouring columns. An MXFP4 panel is stored block by block. A
-//! block has [`PANEL_COLUMNS`] scales, then, for each pair of k, one byte per column.
+//! A matrix is stored in panels of [`PANEL_COLUMNS`] columns. A panel has one row of weights per k, in
+//! ascending order. So a product reads memory sequentially, and a vector holds neighbouring columns. An MXFP4
+//! panel is stored block by block. A block has [`PANEL_COLUMNS`] scales, then, for each pair of k, one byte
+//! per column.
 //!
 //! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). Only products support a
 //! matrix on a GPU. Functions that need the bytes on the host return an error.
@@ -77,8 +78,8 @@ pub struct PackedMatrix {
     bytes: PackedStorage,
 }
 
-/// Buffers for the stored weights of one panel, which a reader fills. They hold `columns` rows of the stored
-/// matrix `[out, in]`.
+/// Buffers for the stored weights of one panel, which a reader fills. They hold the rows `columns` of the
+/// stored matrix `[out, in]`.
 pub struct StoredRows<'a> {
     pub expert: usize,
     pub columns: Range<usize>,
@@ -174,7 +175,7 @@ impl PackedMatrix {
         Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) }
     }
 
-    /// Returns a matrix with a range of the experts.
+    /// Returns a copy with only the experts in the range `experts`.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -254,7 +255,7 @@ impl PackedMatrix {
         !matches!(self.input % K_CHUNK, 1 | 2)
     }
 
-    /// Computes `out (+)= x · W` for the matrix of one expert. The result has the bits of
+    /// Computes `out (+)= x · W` for the matrix of one expert. The result is bit for bit that of
     /// [`super::product::forward_product`] by the decoded matrix.
     ///
     /// # Errors
@@ -394,8 +395,8 @@ impl PackedMatrix {
         }
     }
 
-    /// Computes `dx = dy · Wᵀ` for the matrix of one expert. The result has the bits of [`product`] by the
-    /// decoded matrix.
+    /// Computes `dx = dy · Wᵀ` for the matrix of one expert. The result is bit for bit that of [`product`] by
+    /// the decoded matrix.
     ///
     /// # Errors
     /// When the matrix is on a device.

@@ -4,10 +4,10 @@ use super::{PackedFormat, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
 
-/// The storage of the bytes of a packed matrix.
+/// The bytes of a packed matrix, and where they are stored.
 pub(super) enum PackedStorage {
     Host(Vec<u8>),
-    /// The shard of this process of a matrix that is sharded over several processes.
+    /// This process's shard of a matrix that is sharded over several processes.
     Shard(Vec<u8>),
     /// A u8 tensor on a device.
     Device(Tensor),
@@ -68,7 +68,7 @@ impl PackedMatrix {
         Ok(Self { bytes: PackedStorage::Shard(self.bytes()?[own].to_vec()), ..*self })
     }
 
-    /// Returns the bytes of the shard of this process.
+    /// Returns the bytes of this process's shard.
     ///
     /// # Errors
     /// When the matrix is not sharded.

@@ -44,7 +44,8 @@ pub(super) fn attend_backward(
     dkv: &Rows,
     dkv_shared: &Rows,
 ) -> Vec<f32> {
-    // The sizes use all registers. The order of the additions does not depend on the sizes.
+    // Tiles of these sizes fill the vector registers. The order of the additions does not depend on the
+    // sizes.
     if multiversion::target::target_cfg_f!(target_feature = "avx512f") {
         attend_backward_by::<8, 16>(attention, kv_head, cache, up, dq, dkv, dkv_shared)
     } else {
@@ -83,7 +84,7 @@ fn attend_backward_by<const R: usize, const W: usize>(
     let [mut keys, mut values_t, mut dk, mut dv] = [(); 4].map(|()| buffer(BLOCK * d));
     for b in 0..length.div_ceil(BLOCK) {
         let last_key = ((b + 1) * BLOCK).min(length) - 1;
-        // With a window, the block is not visible to queries far behind it.
+        // With a window, later queries do not see the block.
         let end = attention.window.map_or(length, |w| length.min(last_key + w));
         let begin = first.max(b * BLOCK);
         if begin >= end {

@@ -14,9 +14,9 @@ use rayon::prelude::*;
 /// Number of rows per task.
 const TILE: usize = 32;
 
-/// Computes attention of new tokens over cached sequences, and appends their keys and values to the caches.
-/// `counts[i]` rows of `q` and `kv` belong to `caches[i]`. The caches must be on the device of the tensors.
-/// Not differentiable. Returns `[T, N·D]`.
+/// Computes attention of new tokens over cached sequences, and appends the keys and values of these tokens to
+/// the caches. `counts[i]` rows of `q` and `kv` belong to `caches[i]`. The caches must be on the device of
+/// the tensors. Not differentiable. Returns `[T, N·D]`.
 ///
 /// # Errors
 /// When shapes disagree with `attention` or `counts`, or a cache is on another device. On a GPU also when
@@ -37,7 +37,8 @@ pub fn cached_sink_attention(
     {
         bail!("cached_sink_attention: q {:?}, kv {:?}, counts {counts:?}", q.dims(), kv.dims());
     }
-    let elsewhere = || Error::Msg(format!("cached_sink_attention: q on {:?}, a cache elsewhere", q.device()));
+    let elsewhere =
+        || Error::Msg(format!("cached_sink_attention: q on {:?}, a cache on another device", q.device()));
     if q.device().is_cuda() {
         let pages = caches.iter_mut().map(|cache| cache.pages_mut().ok_or_else(elsewhere));
         let mut pages = pages.collect::<Result<Vec<_>>>()?;

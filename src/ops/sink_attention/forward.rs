@@ -37,7 +37,7 @@ pub(super) fn query_key_products<const G: usize>(
     keys: &[f32],
     high: [usize; G],
 ) -> [[f32; BLOCK]; G] {
-    // For many queries at the beginning of the block, the second half of the block is not visible.
+    // Queries in the first half of the block do not see its second half.
     if high.iter().all(|&high| high <= LANES) {
         products_of_vectors::<G, 1>(queries, keys)
     } else {

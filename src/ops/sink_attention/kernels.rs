@@ -1,9 +1,10 @@
 //! Rust mirror of `kernels/sink_attention.cuh`: parameter struct, kernel names and launch sizes.
 //!
-//! Compiled in every build without CUDA types, so a test can compare it with the header anywhere.
+//! It has no CUDA types and is compiled in every build, so a test can compare it with the header without a
+//! GPU.
 
-/// The header's `Tile`: a part of one sequence. A query tile has 128 packed rows, a key tile has
-/// [`KernelSet::dkv_keys`] keys; both begin at `first`.
+/// `Tile` of the header: a part of one sequence, from `first` on. A query tile has 128 packed rows. A key
+/// tile has [`KernelSet::dkv_keys`] keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
@@ -19,7 +20,7 @@ pub struct Tile {
 pub struct ChunkTile {
     /// The rows.
     pub tile: Tile,
-    /// Index of the chunk: its keys start at [`CHUNK_KEYS`] times this.
+    /// Index of the chunk. Its first key is [`CHUNK_KEYS`] times this index.
     pub chunk: i32,
 }
 
@@ -65,14 +66,14 @@ const _: () = assert!(size_of::<ChunkTile>() == 12 && align_of::<ChunkTile>() ==
 
 /// The head sizes of the kernels.
 pub const HEAD_DIMS: [usize; 2] = [64, 128];
-/// Packed query rows per block of the forward and of dQ.
+/// Number of packed query rows per thread block of the forward pass and of dQ.
 pub const TILE_ROWS: usize = 128;
-/// Keys per step and per page.
+/// Number of keys per step of a kernel, and per page of the cache.
 pub const BLOCK_KEYS: usize = 64;
-/// Keys per chunk; the softmax starts anew at multiples of it.
+/// Number of keys per chunk. The softmax starts anew with each chunk.
 pub const CHUNK_KEYS: usize = 512;
-/// Number of floats of a part's softmax state: maximum and sum of four lanes. A part is a row's state over
-/// one chunk; the rest is its output, a float per element of the head.
+/// Number of f32 values of the softmax state in a part: the maximum and the sum of four lanes. A part is the
+/// result of one row for one chunk. It also has an output of one f32 per element of the head.
 pub const PART_SUMS: usize = 8;
 
 /// A kernel: its location and launch configuration.
@@ -80,7 +81,7 @@ pub const PART_SUMS: usize = 8;
 pub struct Kernel {
     /// Name of its function.
     pub function: &'static str,
-    /// Stem of its file in `kernels/`.
+    /// Name of its file in `kernels/`, without the extension.
     pub file: &'static str,
     /// Threads per block.
     pub threads: usize,
@@ -96,7 +97,7 @@ pub fn kernel_sets(head_dim: usize) -> Option<&'static [KernelSet; 2]> {
     HEAD_DIMS.iter().position(|&known| known == head_dim).map(|i| &KERNEL_SETS[i])
 }
 
-/// The kernels of a forward and its backward. A run uses one set on all its paths: two sets round
+/// The kernels of a forward pass and of its backward pass. A run uses only one set, because the sets round
 /// differently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct KernelSet {
@@ -110,7 +111,7 @@ pub struct KernelSet {
     pub chunk: Kernel,
     /// Merges the chunks. Number of blocks: query tiles × key-value heads.
     pub merge: Kernel,
-    /// Number of blocks: rows of [T, N] by [`DELTA_ROWS`].
+    /// Number of blocks: `T · N` divided by [`DELTA_ROWS`].
     pub delta: Kernel,
     /// Number of blocks: key tiles × key-value heads.
     pub dkv: Kernel,
@@ -197,7 +198,7 @@ const fn row_state_bytes(head_dim: usize) -> usize {
     TILE_ROWS / 16 * 32 * (head_dim / 8 + 3) * 16
 }
 
-/// Returns the bytes of `stages` stages of two blocks, with two barriers each.
+/// Returns the bytes of shared memory of `stages` stages. A stage has two blocks of keys and two barriers.
 const fn ring_bytes(head_dim: usize, stages: usize) -> usize {
     stages * (2 * block_bytes(head_dim) + 2 * 8)
 }

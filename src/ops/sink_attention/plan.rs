@@ -119,8 +119,8 @@ impl LaunchSequences {
         let sequences = self.keys.len();
         if pages_max < needed || entries != sequences * pages_max {
             bail!(
-                "sink_attention: a page table of {entries} entries, {pages_max} a sequence, for {sequences} sequences of up \
-                 to {longest} keys, which take {needed} pages of {BLOCK_KEYS} each; make the table wider"
+                "sink_attention: a page table of {entries} entries, {pages_max} for each of {sequences} sequences, does not \
+                 cover {longest} keys, which need {needed} pages of {BLOCK_KEYS}; make the table wider"
             );
         }
         Ok(())
@@ -153,7 +153,7 @@ impl LaunchSequences {
         tiles
     }
 
-    /// Returns the tiles of the forward pass and of dQ, in descending order of visible keys.
+    /// Returns the tiles of the forward pass and of dQ, in descending order of the number of visible keys.
     pub fn query_tiles(&self, attention: &Attention) -> Vec<Tile> {
         let tiles = self.rows_and_keys(attention).into_iter();
         let blocks = |seen: Range<usize>| seen.end.div_ceil(BLOCK_KEYS) - seen.start / BLOCK_KEYS;
@@ -199,15 +199,15 @@ impl LaunchSequences {
         // A tile may extend past the last row.
         if (longest * group + TILE_ROWS).saturating_mul(group) >= 1 << 31 {
             bail!(
-                "sink_attention: a sequence of {longest} queries by {group} heads a key-value head has more rows than the \
-                 kernels count; split the sequence"
+                "sink_attention: a sequence of {longest} queries, with {group} query heads per key-value head, has more \
+                 rows than the kernels can count; split the sequence"
             );
         }
         Ok(())
     }
 
-    /// Returns the tiles of dK and dV, with `tile_keys` keys each, in descending order of queries to which
-    /// they are visible.
+    /// Returns the tiles of dK and dV, with `tile_keys` keys each, in descending order of the number of
+    /// queries that see their keys.
     pub fn key_tiles(&self, attention: &Attention, tile_keys: usize) -> Vec<Tile> {
         let mut tiles = vec![];
         for (s, (&queries, &keys)) in self.queries.iter().zip(&self.keys).enumerate() {

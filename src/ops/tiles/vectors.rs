@@ -32,9 +32,9 @@ pub trait SimdWords {
     /// Transposes the first [`Self::LANES`] vectors: swaps word `i` of vector `j` with word `j` of vector
     /// `i`.
     unsafe fn transpose(block: &mut [Self::Vector; 16]);
-    /// Calls [`super::tile`] for `rows` rows, compiled for the vectors.
+    /// Calls [`super::tile`], compiled for these vectors, for `rows` rows.
     unsafe fn tile(rows: usize, panels: TileOperands, to: TileOutput, columns: usize, add: bool);
-    /// Calls [`super::pack_panel`], compiled for the vectors.
+    /// Calls [`super::pack_panel`], compiled for these vectors.
     unsafe fn pack(
         operand: UnpackedOperand,
         line: usize,

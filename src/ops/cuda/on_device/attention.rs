@@ -27,7 +27,8 @@ fn counting_values(count: usize) -> Vec<bf16> {
     (0..count).map(|i| bf16::from_f32((i % 251) as f32)).collect()
 }
 
-/// Uses a tensor here, on another thread and here again. Drops another one there while its work is pending.
+/// Uses a tensor on this thread, on another thread, and on this thread again. The other thread drops a second
+/// tensor while the work on it is pending.
 fn cross_threads(device: &Device) -> candle_core::Result<Vec<f32>> {
     let made = Tensor::arange(0f32, 1000f32, device)?.affine(2.0, 1.0)?;
     let dropped = made.affine(0.0, 5.0)?;
@@ -52,7 +53,7 @@ fn crossing_with_a_stream_a_thread() {
     assert_eq!(cross_threads(&Device::new_cuda(0).unwrap()).unwrap(), expected);
 }
 
-/// Shows that the test of `open` does not pass by chance.
+/// Shows that [`a_tensor_may_cross_threads`] does not pass by chance: with one stream per thread, it fails.
 #[test]
 fn a_stream_a_thread_loses_the_order() {
     let late = std::env::var("CUDA_EMULATOR").is_ok_and(|mode| mode == "late");
@@ -98,8 +99,9 @@ fn numbers(shape: &[usize], dtype: DType, device: &Device) -> Var {
     Var::from_tensor(&all.to_device(device).unwrap()).unwrap()
 }
 
-/// Returns the gradients of the sinks and of an empty call's `q`. A call of five tokens follows; with
-/// `with_empty` the empty call's output is part of the result.
+/// Runs an empty call and a call of five tokens, then a backward pass. Returns the gradient of the sinks, and
+/// the shape of the gradient of the empty call's `q`. If `with_empty` is true, the loss includes the output
+/// of the empty call.
 fn run_with_backward(
     device: &Device,
     dtype: DType,
@@ -199,7 +201,7 @@ fn new_rows_go_to_their_pages_and_nowhere_else() {
     assert!(error.contains("256 elements for 2 rows of 256"), "{error}");
     let mut elsewhere = KvPool::new(gpu, kv_heads, 64, 1).unwrap().new_sequence();
     let error = cache.append(&kv.as_view(), &mut [&mut elsewhere], &[1]).unwrap_err().to_string();
-    assert!(error.contains("a sequence of another cache"), "{error}");
+    assert!(error.contains("a sequence belongs to another cache"), "{error}");
 }
 
 #[test]
@@ -219,7 +221,7 @@ fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
     assert_eq!(cache.free_pages(), 2);
     drop(prompt);
     append(&mut [&mut a, &mut b], &[1, 1], &[100.0, 200.0]);
-    // One of the two has copied the prompt's last rows: both pages begin with them.
+    // One of the two sequences has copied the prompt's last rows, so both pages begin with these rows.
     let seen = cache.values().unwrap();
     let at = |row: usize| seen[row * width].to_f32();
     assert_eq!((at(0), at(63), cache.free_pages()), (0.0, 63.0, 1));
@@ -241,7 +243,7 @@ fn the_forward_finds_its_keys_where_the_tensors_are() {
     assert_eq!(held.len(), 1);
     let mut elsewhere = KvSequence::Host(KvBlocks::new(2, 64));
     let error = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut elsewhere], &[1], ATTENTION);
-    assert!(error.unwrap_err().to_string().contains("a cache elsewhere"));
+    assert!(error.unwrap_err().to_string().contains("a cache on another device"));
 }
 
 /// Returns the words that a launch would read at an address.

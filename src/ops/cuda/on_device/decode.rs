@@ -31,7 +31,7 @@ fn sinks(layer: usize, gpu: &Device) -> Tensor {
     numbers(9, 1, LAYERS[layer].heads, 1.0).reshape(LAYERS[layer].heads).unwrap().to_device(gpu).unwrap()
 }
 
-/// Returns each layer's pool and its caches of sequences of these lengths.
+/// Returns, for each layer, its pool and caches of sequences with these lengths.
 fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 3]) {
     let device = gpu.as_cuda_device().unwrap();
     let pools =
@@ -123,7 +123,7 @@ fn steps_of_another_shape_do_not_fit() {
     assert!(batch.has_shape_of(&step(&mut three)));
     let of_two = step(&mut two);
     assert!(!batch.has_shape_of(&of_two));
-    assert_refused(batch.load(&of_two), "a step of another shape");
+    assert_refused(batch.load(&of_two), "the step and the buffers have different shapes");
     // A sequence of 65 positions or more has two pages.
     assert!(!batch.has_shape_of(&step(&mut three)));
     let mut fewer = DecodeStep::default();

@@ -69,7 +69,7 @@ fn linear_gives_the_cpus_values_and_gradients() {
     }
 }
 
-/// Results from the routed experts to the weighted sum, forward and backward.
+/// The results of a mixture of experts, from dispatch to the weighted sum, forward and backward.
 struct MixtureResult {
     plan: Vec<u32>,
     y: Tensor,

@@ -68,7 +68,7 @@ fn no_rows_are_no_loss_and_what_does_not_fit_is_refused() {
     let logits = Tensor::zeros((3, 8), DType::F32, &gpu).unwrap();
     assert_refused(
         load_balance(&logits, &plan_of(2), None),
-        "logits [3, 8], a plan of 2 tokens and 8 experts",
+        "logits [3, 8], but the plan has 2 tokens and 8 experts",
     );
     assert_refused(
         load_balance(&logits, &plan_of(3), Some(&Arc::new(vec![1; 2]))),

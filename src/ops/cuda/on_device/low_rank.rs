@@ -18,7 +18,8 @@ fn plan(rows: usize, experts: usize, device: &Device) -> Dispatch {
     Dispatch::new(&Tensor::from_vec(routes, (rows, 1), device).unwrap(), experts).unwrap()
 }
 
-/// The result, the gradients of `y` and `x`, and those of the factors, whose buffers held 0.5.
+/// The result, the gradients of `y` and `x`, and the gradients of the factors. The buffers of the factors
+/// start at 0.5.
 struct Results {
     z: Tensor,
     inputs: Vec<Tensor>,

@@ -1,4 +1,4 @@
-//! Tests of the optimizer on a GPU or the emulated driver: every value has the CPU's bits.
+//! Tests of the optimizer on a GPU or the emulated driver: every value is bit for bit that of the CPU.
 
 use super::{floats, numbers};
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};

@@ -1,4 +1,4 @@
-//! Tests of products by packed matrices: they have the bits of products by decoded ones.
+//! Tests of products by packed matrices: the results are bit for bit the products by the decoded matrices.
 
 use super::{
     assert_refused, assert_rounded, floats, numbers, output_and_gradients, to_gpu, trainable_parameter,
@@ -107,7 +107,10 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let one = Tensor::zeros((1, 32), DType::BF16, &gpu).unwrap();
     assert_refused(packed_grouped_linear(&one, &on_gpu, Some(&bias), &plan), "x [1, 32], weight [1, 32, 8]");
     let two = Dispatch::new(&Tensor::zeros((1, 1), DType::U32, &gpu).unwrap(), 2).unwrap();
-    assert_refused(packed_grouped_linear(&one, &on_gpu, Some(&bias), &two), "a plan of 2 experts");
+    assert_refused(
+        packed_grouped_linear(&one, &on_gpu, Some(&bias), &two),
+        "the dispatch plan has 2 experts",
+    );
     let host = Arc::new(packed);
     assert_refused(
         packed_linear(&one, &host, None),
