@@ -1,7 +1,7 @@
-//! The communication thread. This one thread makes every call of the library that sends bytes between ranks.
+//! The communication thread. This one thread makes every call to the library that sends bytes between ranks.
 //!
 //! No call blocks. The thread polls pending exchanges. So an exchange that a rank never joins ends with an
-//! error.
+//! error at its time limit.
 
 use super::{Communicator, Exchange, PendingMessages};
 use anyhow::{Context, Result, anyhow};
@@ -108,7 +108,7 @@ impl Communicator for Connection {
     fn disconnect(&self) {
         let (reply, receiver) = channel();
         if self.send(Request::Disconnect(reply)).is_ok() {
-            // Do not wait longer for a launcher that does not return.
+            // This process must end, even if the disconnect of the library does not return.
             let _ = receiver.recv_timeout(DISCONNECT_TIMEOUT);
         }
     }
@@ -154,7 +154,7 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
                 let _ = reply.send(());
                 return;
             }
-            // The process ends without a disconnect. The launcher cleans up.
+            // This process ends without a disconnect. The launcher cleans up.
             Err(TryRecvError::Disconnected) => return,
             Err(TryRecvError::Empty) => {}
         }

@@ -51,8 +51,8 @@ pub fn process_count() -> usize {
     launch_info(variable).map_or(1, |info| info.processes)
 }
 
-/// Returns an error that occurs in every process before the processes are connected. Rank 0 prints `message`;
-/// the other ranks print nothing.
+/// Returns the error `message`, which occurs in every process before the processes are connected. Only rank 0
+/// prints the message.
 fn report_once(message: String) -> anyhow::Error {
     match launch_info(variable) {
         None | Some(LaunchInfo { rank: 0, .. }) => BadInput(message).into(),
@@ -100,7 +100,7 @@ pub(super) fn transport() -> Result<Transport> {
                 ("MPI for mpirun and srun, NCCL for torchrun and srun", "set RLOSS_RANKS_BY to mpi or nccl")
             }
         };
-        let by = requested.map_or(String::new(), |requested| format!(" by RLOSS_RANKS_BY={requested}"));
+        let by = requested.map_or(String::new(), |requested| format!(" with RLOSS_RANKS_BY={requested}"));
         report_once(format!(
             "this is one of {} processes, but this build cannot connect them{by}: it has {has}; {remedy}",
             process_count()
@@ -113,7 +113,7 @@ fn transport_by(
     launcher: Option<Launcher>,
     requested: Option<&str>,
 ) -> Option<Transport> {
-    // mpirun does not give the address of rank 0, and torchrun does not start MPI.
+    // NCCL needs the address of rank 0, which mpirun does not give. torchrun does not start MPI.
     let by_mpi =
         mpi && launcher != Some(Launcher::Torchrun) && requested.is_none_or(|requested| requested == "mpi");
     let by_nccl =
@@ -156,7 +156,7 @@ pub(super) fn rank_address() -> Result<RankAddress> {
 
 /// The remedy for a missing or unreadable user key.
 #[cfg(feature = "nccl")]
-const SECRET_REMEDY: &str = "set RLOSS_JOB_TOKEN to a secret of this job, the same on all ranks";
+const SECRET_REMEDY: &str = "set RLOSS_JOB_TOKEN to the same secret on all ranks of this job";
 
 #[cfg(any(test, feature = "nccl"))]
 fn rank_address_by(

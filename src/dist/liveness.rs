@@ -1,8 +1,8 @@
 //! Detects that another process is dead or stopped.
 //!
 //! A killed process sends nothing, and MPI would wait for it. But the system closes its sockets, so every
-//! rank keeps a connection to rank 0. Both sides send a heartbeat every few seconds. A stopped process or an
-//! unreachable machine sends none.
+//! rank keeps a connection to rank 0. Both sides send a heartbeat every few seconds. If no heartbeat arrives,
+//! the process is stopped or its machine is unreachable.
 
 use super::Mesh;
 use super::tcp::{TOKEN_BYTES, Token, accept, join};

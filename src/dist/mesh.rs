@@ -270,7 +270,7 @@ impl Mesh {
         };
         let verdicts = self.all_gather_records(name, &verdict)?;
         let Some(first) = verdicts.iter().position(|verdict| verdict.error.is_some()) else { return result };
-        // All ranks end now, which must not count as a failure.
+        // All ranks end now. After a disconnect, no rank reports another rank as lost.
         self.disconnect();
         let RankResult { error, is_bad_input } = &verdicts[first];
         if first != self.rank() {
@@ -332,7 +332,7 @@ impl Mesh {
     }
 
     /// Sends rank 0's request to the other ranks. Outside [`Self::run_on_rank_zero`] it does nothing, because
-    /// all ranks make the same calls.
+    /// all ranks then make the same calls themselves.
     ///
     /// # Errors
     /// The errors of [`Self::all_gather`].

@@ -90,7 +90,7 @@ impl TransportBackend for World {
                 // SAFETY: as above.
                 let mut request: ffi::MPI_Request = unsafe { std::mem::zeroed() };
                 let (start, count) = (part.as_ptr().cast::<c_void>(), part.len() as c_int);
-                // SAFETY: the conditions are those of receiving. MPI only reads the bytes.
+                // SAFETY: as for `MPI_Irecv` above. MPI only reads the bytes.
                 let code = unsafe {
                     let world = ffi::RSMPI_COMM_WORLD;
                     ffi::MPI_Isend(start, count, ffi::RSMPI_UINT8_T, *to as c_int, tag, world, &mut request)

@@ -183,7 +183,7 @@ impl Comm {
     }
 }
 
-/// Allocates memory for a part of `bytes`. `stream` must be the first to use it.
+/// Allocates memory for a part of `bytes`. `stream` must be the first stream that uses the memory.
 fn memory(stream: &Arc<CudaStream>, bytes: usize) -> Result<CudaSlice<u8>, DriverError> {
     // SAFETY: a copy or NCCL writes every byte before it is read.
     unsafe { stream.alloc(HEADER_BYTES + bytes) }

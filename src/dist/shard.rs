@@ -17,7 +17,7 @@ pub fn shard_range(values: usize, index: usize, rank: usize, ranks: usize) -> Ra
     at(place)..at(place + 1)
 }
 
-/// Returns the ranks in the order of their shards of tensor `index`.
+/// Returns the ranks in the order of their shards within tensor `index`.
 pub fn ranks_in_shard_order(index: usize, ranks: usize) -> impl Iterator<Item = usize> {
     (0..ranks).map(move |place| (place + index) % ranks)
 }

@@ -30,8 +30,8 @@ pub enum ChecksumStatus {
 }
 
 impl ChecksumStatus {
-    /// Checks the checksum of `text`, the recipe of the run folder `run`. If the checkpoints of the run have
-    /// manifests, the recipe must have a checksum.
+    /// Compares `text`, the recipe of the run folder `run`, with its checksum. If the checkpoints of the run
+    /// have manifests, the recipe must have a checksum.
     pub fn check(text: &str, run: &Path) -> Self {
         let body = text.strip_suffix('\n').unwrap_or(text);
         let start = body.rfind('\n').map_or(0, |at| at + 1);
