@@ -87,7 +87,8 @@ impl EqualityChecks<'_> {
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
         };
         let sequences: Vec<Sequence> = trajectories.iter().map(all_targets).collect();
-        // Several processes compute `training` together. It is also one of the packings that are compared.
+        // All processes compute `training` together. The batch-invariance check uses it as one of the
+        // packings.
         let training = self.distributed_log_probs(&sequences)?;
 
         let mut invariance = EqualityCheck::new("batch_invariance");

@@ -19,9 +19,9 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// The rounding bounds of a cause are not computed if two conditions hold. Its statistics exceed the
-/// unchanged model's bf16 bound by more than this factor. Its scale exceeds [`DROPPED_SCALE_SHARE`] of the
-/// unchanged model's scale.
+/// The rounding bounds of a cause are not computed if two conditions hold. The cause's statistics exceed the
+/// unchanged model's bf16 bound by more than this factor. The scale of its [`StudentTFit`] exceeds
+/// [`DROPPED_SCALE_SHARE`] of the unchanged model's scale.
 const DROPPED_BOUND_FACTOR: f64 = 2.0;
 /// Fraction of the unchanged model's scale; see [`DROPPED_BOUND_FACTOR`].
 const DROPPED_SCALE_SHARE: f64 = 0.5;
@@ -105,7 +105,7 @@ impl Verdict {
     pub fn to_text(&self) -> String {
         match self {
             Verdict::Agrees => "agrees".into(),
-            Verdict::Rounding => "rounding: the mismatch is no larger than bf16 rounding makes".into(),
+            Verdict::Rounding => "rounding: the mismatch is no larger than that of bf16 rounding".into(),
             Verdict::Explained(cause) => cause.description(),
             Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause explains the mismatch".into(),
@@ -128,9 +128,9 @@ pub struct Diagnosis {
     /// Mismatch that remains under the verdict's first cause; for the verdict `Agrees`, the mismatch of the
     /// unchanged model. Excludes [`Self::ties`].
     pub remaining: Option<DifferenceStats>,
-    /// Mismatch between this model and itself with mantissas slightly shorter than in f32.
+    /// Mismatch between this model in f32 and this model with slightly shorter mantissas.
     pub f32_bound: DifferenceStats,
-    /// Mismatch between this model and itself in bf16.
+    /// Mismatch between this model in f32 and this model in bf16.
     pub bf16_bound: DifferenceStats,
     /// Whether every statistic is within the bf16 bound, regardless of the verdict.
     pub within_bf16: bool,
@@ -224,7 +224,8 @@ impl UnmodifiedModel<'_> {
             diagnosis.remaining = Some(stats_without_ties);
             return Ok(diagnosis);
         }
-        // bf16 changes every token. If only a few tokens of an f32 file differ, bf16 is not the reason.
+        // bf16 changes every token. If most tokens agree to the digits of f32, bf16 is not the reason for the
+        // few that differ.
         let is_rounding = diagnosis.within_bf16 && !baseline.bounds.is_f32_rounding(&stats_without_ties);
         (settings.announce)(&diagnosis.to_text_before_search(is_rounding))?;
         search.start_limit(settings.limit);
@@ -387,7 +388,7 @@ fn decide(baseline: &BoundedFit, bounded_fits: &[BoundedFit]) -> Option<Verdict>
 }
 
 /// Returns whether `bounded` fits better than `baseline`, the unchanged model. Compares them in f32, and also
-/// in the better precision of each. A cause that fits only in bf16 fits by chance.
+/// each in the precision in which it fits better. A cause that fits only in bf16 fits by chance.
 fn is_supported(baseline: &BoundedFit, bounded: &BoundedFit) -> bool {
     is_better_fit(baseline, &baseline.student_t, &bounded.student_t)
         && is_better_fit(baseline, &baseline.fit.student_t, &bounded.fit.student_t)
@@ -415,7 +416,7 @@ impl Diagnosis {
             false => "Verdict: differs.",
         };
         format!(
-            "{verdict} |Δlogp| has median {}, mean {}, maximum {}; rounding this model to bf16 changes it by {} (median) and {} (maximum).",
+            "{verdict} |Δlogp| has median {}, mean {}, maximum {}; bf16 rounding of this model alone gives {} (median) and {} (maximum).",
             format_number(self.stats.median),
             format_number(self.stats.mean),
             format_number(self.stats.max),

@@ -149,7 +149,7 @@ fn weight(difference: f64, scale: f64) -> f64 {
     4.0 / (3.0 + (difference / scale).powi(2))
 }
 
-/// Regresses `before` on `before − after`: the differences without the cause on the change that the cause
+/// Regresses `before`, the differences without the cause, on `before − after`, the change that the cause
 /// makes. Outliers have a smaller weight. Returns the slope and its standard error. The slope is 1 for the
 /// correct cause, and 0 for a cause whose change is unrelated to the differences.
 pub fn regression_slope(before: &[f64], after: &[f64]) -> (f64, f64) {

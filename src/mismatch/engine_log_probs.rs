@@ -9,8 +9,8 @@ pub struct EngineBatch {
     pub micro_batch: MicroBatch,
     /// The temperature that the file states for the log-probs.
     pub temperature: f64,
-    /// Whether each target was sampled. Targets of the prompt were not sampled: engines report their
-    /// log-probs at temperature 1 and without filters.
+    /// Whether each target was sampled. Targets of the prompt were not sampled: engines report the log-probs
+    /// of such targets at temperature 1 and without filters.
     pub sampled: Vec<bool>,
 }
 

@@ -203,8 +203,9 @@ fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, V
     (observed, row_of_target)
 }
 
-/// Returns the difference, in nats, above which a target counts as different. It is larger than rounding: the
-/// bound is that of f32 if the median is f32 rounding, else that of bf16.
+/// Returns the difference, in nats, above which a target counts as different. It is four times the p90 of a
+/// rounding bound, but at least 1e-4. The bound is that of f32 if the median is as small as f32 rounding,
+/// else that of bf16.
 fn threshold(diagnosis: &Diagnosis) -> f64 {
     let f32_like = diagnosis.stats.median <= 4.0 * diagnosis.f32_bound.median.max(1e-6);
     let bound = if f32_like { &diagnosis.f32_bound } else { &diagnosis.bf16_bound };
@@ -273,7 +274,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
             )
         }
         Verdict::Rounding => format!(
-            "No mistake found: over {tokens} tokens the mismatch is no larger than bf16 rounding makes in this model."
+            "No mistake found: over {tokens} tokens the mismatch is no larger than that of bf16 rounding in this model."
         ),
         Verdict::Explained(cause) => format!("Differs: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
@@ -308,7 +309,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
         ));
     }
     text.push_str(&format!(
-        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; rounding this model to bf16 changes it by {} (median) and {} (maximum).",
+        " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; bf16 rounding of this model alone gives {} (median) and {} (maximum).",
         number(stats.median),
         number(stats.mean),
         number(stats.p99),
@@ -376,7 +377,7 @@ fn describe_location(
         (mean("within"), mean("past"), is_within_f32(&diagnosis.stats, &diagnosis.f32_bound))
     {
         text.push_str(&format!(
-            " Mean |Δlogp| within the window {}, past it {}.",
+            " Mean |Δlogp| is {} within the window and {} past it.",
             format_number(within),
             format_number(past)
         ));

@@ -172,7 +172,7 @@ fn boundaries(targets: &TargetPositions, differing: &[bool], longest: usize) -> 
     let differing_count: usize = counts.iter().map(|count| count.0).sum();
     let targets_count: usize = counts.iter().map(|count| count.1).sum();
     // The fraction of the differing targets that are before a boundary, minus the fraction of all targets
-    // that are before it. Its minimum is where differences begin, and its maximum is where they end.
+    // that are before it. This value is lowest where differences begin, and highest where they end.
     let (mut differing_before, mut targets_before) = (0usize, 0usize);
     let ((mut lowest, mut begin), (mut highest, mut end)) = ((0.0f64, 0usize), (0.0f64, 0usize));
     for (position, (differing, targets)) in counts.iter().enumerate() {

@@ -20,7 +20,7 @@ const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
 /// The multiples for bf16 rounding of targets with stable routing. For such targets even the largest
 /// differences are noise.
 const STABLE_ROUTING_FACTORS: (f64, f64) = (2.5, 4.0);
-/// Differences below this always count as f32 rounding, in nats.
+/// Differences below this value, in nats, always count as f32 rounding.
 pub const F32_FLOOR: f64 = 2e-5;
 /// Rounding to this number of mantissa bits simulates another order of summation in f32.
 const F32_BITS: u32 = 21;

@@ -19,7 +19,8 @@ const LOG_PROB_MAX: f64 = 1e-3;
 const RECORD_BYTES_MAX: u64 = 64 << 20;
 /// Maximum size of a file, in bytes of text.
 const FILE_BYTES_MAX: u64 = 2 << 30;
-/// Maximum number of bad rows. With more bad rows, reading stops, because the file then has other content.
+/// Maximum number of bad rows. With more bad rows, reading stops, because the file then probably contains
+/// something else.
 const BAD_ROWS_MAX: usize = 100_000;
 /// Maximum number of bad rows that are printed. `mismatch.json` has all of them.
 const BAD_ROWS_PRINTED_MAX: usize = 10;
@@ -34,7 +35,7 @@ pub struct TokenRow {
     /// One value per token; `None` if the engine gave no value. The first token's value is ignored, because
     /// nothing predicts that token.
     pub log_probs: Vec<Option<f32>>,
-    /// A trainer's log-probs, if the file has both.
+    /// A trainer's log-probs of the same tokens, if the file has them.
     pub trainer_log_probs: Option<Vec<Option<f32>>>,
     /// Temperature of the log-probs of sampled tokens.
     pub temperature: f64,
@@ -380,7 +381,7 @@ impl FileState<'_> {
 
 /// Returns the reason why a line cannot be parsed.
 fn parse_error_text(line: &[u8], error: &serde_json::Error) -> String {
-    // Some programs write these words for such values, but the words are not JSON.
+    // Some programs write NaN and Infinity, which are not JSON.
     let text = String::from_utf8_lossy(line);
     match ["NaN", "Infinity"].iter().any(|word| text.contains(word)) {
         true => "a log-prob is NaN or infinite; write null where there is none".to_owned(),

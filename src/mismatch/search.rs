@@ -247,7 +247,7 @@ impl<'a> CauseSearch<'a> {
     }
 
     /// Returns a search over `observed`, a subset whose targets have the indices `indices` in this search.
-    /// Uses the forward pass of this search again.
+    /// Reuses the forward pass of this search.
     fn restrict_to(&self, observed: EngineLogProbs, indices: &[usize]) -> Result<CauseSearch<'a>> {
         let HeadInput { model, weights, forward, normed, .. } = &self.unmodified_input;
         let normed = Tensor::cat(normed, 0)?;

@@ -63,8 +63,8 @@ pub(super) fn is_completion(value: &Value) -> bool {
     choice["logprobs"].get("token_logprobs").is_some() || choice.get("message").is_none() && has_prompt(value)
 }
 
-/// Returns whether the first choice or the response has `prompt_logprobs`. They are the response to a scoring
-/// request.
+/// Returns whether the first choice or the response has `prompt_logprobs`. A scoring request gives such a
+/// response.
 fn has_prompt(value: &Value) -> bool {
     [value, &value["choices"][0]].iter().any(|object| object["prompt_logprobs"].is_array())
 }
@@ -182,7 +182,7 @@ fn join_sequence(
     if values.len() != response.len() {
         return Err(format!("{} token ids but {} log-probs of the response", response.len(), values.len()));
     }
-    // With `echo` and without prompt ids, the end of the prompt is unknown, so no token counts as raw.
+    // With `echo` and without prompt ids, the end of the prompt is unknown, so `raw_tokens` is 0.
     let raw_tokens = prompt_ids.len();
     let first = if token_texts.len() == response.len() { prompt_ids.len() } else { 0 };
     let token_texts = token_texts.into_iter().filter(|_| !from_texts).enumerate();

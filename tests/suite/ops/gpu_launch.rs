@@ -225,7 +225,7 @@ fn sequences_that_cannot_be_launched_are_refused() {
     assert!(long.check_rows(&attention(8, 1, None)).is_ok());
     assert_says(
         &message(long.check_rows(&attention(16, 1, None))),
-        &["9000000 queries by 16 heads", "split the sequence"],
+        &["9000000 queries, with 16 query heads", "split the sequence"],
     );
 }
 
@@ -235,7 +235,7 @@ fn a_page_table_that_is_too_small_is_refused() {
     assert!(sequences.check_page_table(4, 2).is_ok());
     for (entries, pages_max) in [(2, 1), (3, 2), (0, 0)] {
         let text = message(sequences.check_page_table(entries, pages_max));
-        assert_says(&text, &["2 sequences of up to 65 keys", "2 pages of 64", "wider"]);
+        assert_says(&text, &["of 2 sequences, does not cover 65 keys", "2 pages of 64", "wider"]);
     }
 }
 
