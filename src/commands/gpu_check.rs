@@ -37,7 +37,7 @@ pub struct GpuCheckArgs {
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
-    /// Write this device's outputs of the part "seeded" to a file, and do nothing else
+    /// Write the outputs that the part "seeded" compares to a file, and do nothing else
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
     /// Index of the GPU
@@ -51,24 +51,24 @@ pub struct GpuCheckArgs {
 /// A part of the check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Part {
-    /// The device's name and its kernels
+    /// Prints the device's name and its kernels
     Device,
-    /// Every instruction of kernels/primitives.cuh against its emulation on the CPU
+    /// Compares every instruction of kernels/primitives.cuh with its emulation on the CPU
     Primitives,
-    /// The outputs of every op on small seeded inputs, compared with those of the emulated driver
+    /// Compares every op's outputs for small seeded inputs with the outputs of the emulated driver
     Seeded,
-    /// Properties of the tensor cores that the equality of rows depends on
+    /// Checks the properties of the tensor cores on which the equality of rows depends
     Facts,
-    /// Values and gradients against those of the CPU
+    /// Compares outputs and gradients of all ops with those of the CPU
     Oracle,
-    /// Decode = chunked prefill = training; split over blocks = serial; repeated backward = first backward
+    /// Checks bitwise equality: decode and training, split and serial decode, alone and in a batch, two runs
     Links,
-    /// NCCL with one rank, which sends to itself
+    /// Tests NCCL with one rank, which sends to itself
     #[cfg(feature = "nccl")]
     Nccl,
-    /// TFLOP/s and GB/s
+    /// Measures TFLOP/s and GB/s
     Speed,
-    /// Tokens per second of whole models of gpt-oss-20b's shape
+    /// Measures the tokens per second of whole models with gpt-oss-20b's shape
     Model,
 }
 

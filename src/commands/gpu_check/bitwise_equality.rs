@@ -184,7 +184,7 @@ fn compare_rollout_with_training(
         if counts.iter().sum::<usize>() == 0 {
             continue;
         }
-        // The rows of these tokens among the rows of the whole problem.
+        // The indices of these tokens' rows in the whole problem.
         let problem_rows: Vec<usize> = (0..counts.len())
             .flat_map(|s| (0..counts[s]).map(move |i| (s, i)))
             .map(|(s, i)| starts[s] + sequences[s].len() + i)
@@ -246,7 +246,7 @@ fn compare_split_with_serial(
     let batch = LaunchSequences::for_cached_sequences(&counts, &before)?;
 
     let pages_max = lengths.iter().map(|length| length.div_ceil(64)).max().unwrap_or(0);
-    // The pages of a sequence are in reverse order. After its end they contain NaN.
+    // The pages of a sequence are in reverse order. They contain NaN after the end of the sequence.
     let mut pool = vec![bf16::NAN; lengths.len() * pages_max * 64 * kv_row];
     let mut table = vec![];
     let mut q = vec![];

@@ -30,7 +30,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
                 Ok(reference.and_then(|reference| compare_with_plain_bf16(&outputs, &reference, &plain)))
             });
         }
-        verdicts.check(&format!("oracle: {}, the op in a graph = its kernels", shape.name), || {
+        verdicts.check(&format!("oracle: {}, the op in a graph gives its kernels' bits", shape.name), || {
             let kernels = kernel_set(device.as_cuda_device()?, shape.head_dim)?;
             let kernel_outputs = decode_bits(training_bits(&problem, device, kernels)?);
             let op_outputs = run_op(&problem, device)?;
@@ -125,9 +125,9 @@ fn compare_with_plain_bf16(
     compare(outputs, reference, bound)
 }
 
-/// Returns the maximum error of a tensor's elements, computed from the distance between plain bf16 and
-/// `exact`. In a small tensor, plain bf16 may be exact by chance, so at least one rounding step of bf16 is
-/// allowed.
+/// Returns the maximum allowed error of a tensor's elements, computed from the distance between plain bf16
+/// and `exact`. In a small tensor, plain bf16 may be exact by chance, so at least one rounding step of bf16
+/// is allowed.
 pub(super) fn error_bound(plain: &[f64], exact: &[f64]) -> f64 {
     let floor = if exact.len() < 32 { 2f64.powi(-7) } else { FLOOR };
     REFERENCE_ERROR_FACTOR * distance(plain, exact).largest.max(floor * largest(exact))

@@ -40,7 +40,8 @@ impl Tolerance {
 
 /// Tolerance of an f32 sum that is rounded once to bf16.
 const ONE_ROUNDING: Tolerance = Tolerance::Bf16Rounding(1e-5);
-/// Tolerance of an f32 sum of values that were rounded to bf16, itself rounded to bf16.
+/// Tolerance of a result with two roundings to bf16: the values of an f32 sum were rounded, and so is the
+/// sum.
 const TWO_ROUNDINGS: Tolerance = Tolerance::Bf16Rounding(1.0 / 128.0);
 const F32_SUM: Tolerance = Tolerance::F32Sum(1e-5);
 

@@ -124,8 +124,8 @@ pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
     measure_full_training(device, &cases)
 }
 
-/// Prints a row of the table. The memory in it is the peak since the previous row. `processed` is the number
-/// of tokens that took `seconds`.
+/// Prints a row of the table. The last column is the peak memory since the previous row. `processed` is the
+/// number of tokens that took `seconds`.
 fn print_row(
     device: &Device,
     work: &str,

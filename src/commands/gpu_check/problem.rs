@@ -100,7 +100,7 @@ impl AttentionProblem {
             (0..count).map(|_| to_bf16(normal() * size as f64) as f32).collect()
         };
         let tokens = shape.tokens();
-        // The scale is 1/√D, so a score therefore has the magnitude of q.
+        // Scores are scaled by 1/√D, so a score has about the magnitude of the values of q.
         let q = normals(tokens * shape.heads * shape.head_dim, shape.score_size);
         let kv = normals(tokens * 2 * shape.kv_heads * shape.head_dim, 1.0);
         let dout = normals(q.len(), 1.0);

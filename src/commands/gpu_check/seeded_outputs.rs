@@ -1,8 +1,8 @@
 //! Compares each op's outputs for seeded inputs with the outputs of the emulated driver. This is the first
 //! check on a new GPU.
 //!
-//! Values may differ by twice the error of plain bf16. A value that is exactly zero on the emulator, such as
-//! a masked element, must be zero. Counts and positions must be equal.
+//! Values may differ by twice the error of plain bf16 ([`super::cpu_reference`]). A value that is exactly
+//! zero on the emulator, such as a masked element, must be zero. Counts and positions must be equal.
 
 use super::Verdicts;
 use super::bitwise_equality::training_bits;
@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// The expected outputs. `gpu-check seeded --write FILE` writes the file on the emulated driver.
+/// The expected outputs. `gpu-check --write-seeded FILE`, on the emulated driver, writes the file.
 const EXPECTED: &str = include_str!("../../../kernels/seeded_outputs.txt");
 
 /// Outputs by name. The words of an output are bits of f32 numbers, or counts.
@@ -66,8 +66,8 @@ fn run_ops(device: &Device) -> Result<Outputs> {
     Ok(outputs)
 }
 
-/// Appends numbered rows to a cache. For each row of the cache's memory, returns the number (from 1) of the
-/// row that it has.
+/// Appends numbered rows to a cache. Returns, for each row of the cache's memory, the number (from 1) of the
+/// appended row that it contains.
 fn append_to_cache(device: &Device) -> Result<Vec<u32>> {
     let gpu = device.as_cuda_device()?;
     let (width, pages) = (2 * 64, 3);
