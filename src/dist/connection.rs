@@ -1,7 +1,7 @@
 //! The communication thread. This one thread makes every call to the library that sends bytes between ranks.
 //!
-//! No call blocks. The thread polls pending exchanges. So an exchange that a rank never joins ends with an
-//! error at its time limit.
+//! No call waits without a time limit. The thread polls pending exchanges. So an exchange that a rank never
+//! joins ends with an error at its time limit.
 
 use super::{Communicator, Exchange, PendingMessages};
 use anyhow::{Context, Result, anyhow};
@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Number of polls without sleep. Most exchanges end within them.
+/// Number of polls without a sleep in between. Most exchanges end before the first sleep.
 const SPIN_POLLS: u32 = 200;
 /// Sleep between later polls.
 const POLL_SLEEP: Duration = Duration::from_micros(50);
@@ -18,12 +18,14 @@ pub(super) const TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit of the disconnect.
 pub(super) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A library that sends bytes between ranks. One thread calls it, and no call blocks on another rank.
+/// A library that sends bytes between ranks. One thread calls it. No call waits for another rank without a
+/// time limit.
 pub(super) trait TransportBackend {
     /// A pending exchange, with its buffers.
     type Active;
 
-    /// Whether [`Self::missing_ranks`] returns exactly the ranks whose parts are missing.
+    /// Whether [`Self::missing_ranks`] returns exactly the ranks whose parts are missing. If not, it returns
+    /// all ranks of the exchange until no part is missing.
     const NAMES_MISSING_RANKS: bool;
 
     /// Returns this process's rank.

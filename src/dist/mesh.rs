@@ -111,8 +111,8 @@ impl Mesh {
         self.ranks_on_cores
     }
 
-    /// Makes each `ranks` consecutive ranks one sequence-parallel group. `ranks` must divide the number of
-    /// all ranks.
+    /// Groups every `ranks` consecutive ranks into one sequence-parallel group. `ranks` must divide the
+    /// number of all ranks.
     pub fn set_sequence_ranks(&self, ranks: usize) {
         self.sequence_ranks.store(ranks.max(1), Ordering::Relaxed);
     }

@@ -5,8 +5,8 @@ use std::ops::Range;
 /// Alignment of shards, in values. It is the block size of 8-bit moments, so each block is on one rank.
 pub const SHARD_ALIGNMENT: usize = 256;
 
-/// Returns the range of the values of tensor `index` that rank `rank` of `ranks` holds. The tensor has
-/// `values` values.
+/// Returns the shard of tensor `index` that rank `rank` of `ranks` holds, as a range of values. The tensor
+/// has `values` values.
 ///
 /// Shards are equal ranges of whole blocks, without padding. The last shards may be shorter or empty. The
 /// rank of the first shard depends on the index, so that small tensors are not all on one rank.

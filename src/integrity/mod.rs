@@ -1,4 +1,4 @@
-//! Integrity of files: BLAKE3 digests of the files of a folder, and the checksum of a run's recipe.
+//! Integrity of files: BLAKE3 digests of a folder's files, and the checksum of a run's recipe.
 //!
 //! Digests detect accidents, such as a flipped bit, a truncated file or a partial edit. They do not detect an
 //! attacker, because an attacker can write new digests.

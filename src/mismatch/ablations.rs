@@ -4,10 +4,9 @@
 use crate::model::ablations::Ablations;
 use std::fmt::Write;
 
-/// Default standard deviation of router noise. It is larger than in practice, so that the effect is clear.
+/// Default standard deviation of router noise. It is larger than real noise, so that the effect is clear.
 const ROUTER_NOISE: &str = "0.3";
-/// Default number of mantissa bits, which is that of FP8 E4M3. It is lower than in practice, so that the
-/// effect is clear.
+/// Default number of mantissa bits: that of FP8 E4M3. Real rollouts keep more bits, with a smaller effect.
 const MANTISSA_BITS: &str = "3";
 
 /// One row: its name, and the `key=value` settings that enable its ablations.

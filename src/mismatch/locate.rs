@@ -3,7 +3,7 @@
 use super::engine_log_probs::EngineLogProbs;
 use std::collections::BTreeMap;
 
-/// Minimum fraction of all differing targets that must be in a group that locates the mismatch.
+/// A group locates the mismatch only if it has at least this fraction of all differing targets.
 const RECALL_MIN: f64 = 0.8;
 /// Minimum fraction of the group's targets that must differ.
 const PRECISION_MIN: f64 = 0.5;

@@ -1,5 +1,5 @@
 //! New buffers of values. Buffers that the caller overwrites completely are not cleared first. Clearing took
-//! 10% of the update of a tiny model.
+//! 10% of the time of a tiny model's update.
 
 /// Whether new buffers are filled with NaN, so that tests find reads of unwritten values. True in tests, in
 /// builds with debug assertions (`just unwritten`), and on architectures other than x86-64 and AArch64.

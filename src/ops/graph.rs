@@ -97,7 +97,8 @@ pub fn differentiate<E: From<candle_core::Error>>(
     Ok(leaves.iter().map(|leaf| gradients.get(&leaf.id()).cloned()).collect())
 }
 
-/// Returns whether gradients reach `x`: `x` is a leaf or a variable, or was computed from one.
+/// Returns whether gradients reach `x`: `x` is a leaf or a variable, or was computed from a leaf or a
+/// variable.
 pub fn is_tracked(x: &Tensor) -> bool {
     x.track_op() || TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.tracked.contains(&x.id())))
 }

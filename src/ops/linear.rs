@@ -24,7 +24,7 @@ pub fn linear(x: &Tensor, weight: &Parameter, bias: Option<&Parameter>) -> Resul
 }
 
 /// Computes the linear layer in f32, even if the precision of the weight is lower. On a GPU the output is f32
-/// too. Router logits and values of a critic need this.
+/// too. Router logits and values of a critic need this precision.
 ///
 /// # Errors
 /// When shapes disagree.

@@ -181,8 +181,7 @@ impl Operation<3> for LowRank {
         } else {
             None
         };
-        // Adds leftᵀ · right, computed over the rows of `expert`, to the gradient of the matrix of this
-        // expert.
+        // Adds leftᵀ · right, computed over the rows of `expert`, to the gradient of this expert's matrix.
         let add = |gradient: &GradientTarget, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
             gradient.add(|sum| {
                 edit(sum, |sum| {

@@ -3,8 +3,8 @@
 
 use multiversion::multiversion;
 
-/// Number of lanes of a row sum. Element `i` is added to lane `i % LANES`. Then the lanes are added as a
-/// tree.
+/// Number of lanes of a row sum. Element `i` is added to lane `i % LANES`. Then the lanes are added pairwise,
+/// as a tree.
 pub const LANES: usize = 16;
 
 /// Returns `e^x` with an error of about one unit in the last place. The result is exactly 0 below −87, and

@@ -1,10 +1,10 @@
 //! Tensor operations. Each op is one file with its formula, its forward pass and its backward pass.
 //!
 //! Forward passes are batch-invariant: **a row of the result has the same bits in every batch** and with any
-//! number of threads. The order of the sums of a row depends only on the row. Backward passes also add in a
-//! fixed order, so two runs give the same gradients. Shapes use these letters: `T` tokens, `H` hidden size,
-//! `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts per token, `I` intermediate
-//! size, `V` vocabulary, `R` rows.
+//! number of threads. The order of the additions in a row depends only on the row. Backward passes also add
+//! in a fixed order, so two runs give the same gradients. Shapes use these letters: `T` tokens, `H` hidden
+//! size, `N` query heads, `M` key-value heads, `D` head size, `E` experts, `K` experts per token, `I`
+//! intermediate size, `V` vocabulary, `R` rows.
 
 pub mod adamw_8bit;
 // Compiled in every build for its tests. In the program only GPU code uses it.

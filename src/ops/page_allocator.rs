@@ -1,4 +1,4 @@
-//! Allocation of the pages of a key-value cache on a device. It records which page belongs to which sequence.
+//! Allocates the pages of a key-value cache on a device, and records which page belongs to which sequence.
 //! The module has only host code.
 //!
 //! A page holds the keys and values of 64 consecutive positions, the block size of the attention kernels.
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Number of positions per page.
 pub const PAGE_POSITIONS: usize = BLOCK_KEYS;
 
-/// The allocator of the pages of one cache.
+/// The allocator of one cache's pages.
 #[derive(Debug)]
 pub struct PageAllocator {
     /// The free pages. Allocation takes the last page.

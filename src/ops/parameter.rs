@@ -12,7 +12,7 @@ use super::product::Precision;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use std::sync::Arc;
 
-/// A receiver of the gradients of one pass.
+/// Receives the gradients of one pass.
 pub trait GradientSink: Send + Sync {
     /// Waits until it is the turn of this pass. Then calls `add` with the gradient buffer of `parameter`,
     /// which has the shape of the parameter.
@@ -31,7 +31,7 @@ pub struct Parameter {
     precision: Precision,
 }
 
-/// The sink of gradients, and the index of the buffer of one parameter.
+/// The gradient buffer of one parameter: the sink that has the buffer, and the buffer's index.
 #[derive(Clone)]
 pub(super) struct GradientTarget {
     sink: Arc<dyn GradientSink>,

@@ -1,8 +1,8 @@
 //! Batch-invariant matrix products.
 //!
-//! The `gemm` crate adds over k in one chain per element under three conditions. The weights are contiguous
-//! K×N. k is processed in chunks that fit into the blocks of the crate. A single row does not use the
-//! matrix-vector path of the crate.
+//! The `gemm` crate adds over k in one chain per element under three conditions: the weights are contiguous
+//! K×N; k is processed in chunks that fit into the blocks of the crate; and the product has more than one
+//! row, because a single row takes the matrix-vector path of the crate.
 //!
 //! So k is split into chunks of [`K_CHUNK`], one row is padded to two, and one column uses [`dot_column`].
 //! [`SkinnyGemm`] multiplies few rows, and adds in the same chains. [`tiles`] also adds in these chains. It

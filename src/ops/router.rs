@@ -74,7 +74,7 @@ struct TopKSoftmax {
     routed_experts: Tensor,
 }
 
-/// Appends the weights of the experts of one token to `out`.
+/// Appends the weights of one token's experts to `out`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn append_weights(row: &[f32], routed_experts: &[u32], out: &mut Vec<f32>) {
     let highest = routed_experts.iter().fold(f32::NEG_INFINITY, |m, &e| m.max(row[e as usize]));

@@ -84,8 +84,8 @@ pub(super) struct SkinnyGemm(Kernel);
 
 impl SkinnyGemm {
     /// Returns the kernel for a product of shape `(m, k, n)`. Returns `None` if the kernel would be slower
-    /// than the alternatives or would give other bits. The latter happens in f32 if the last chunk has one or
-    /// two values of k, for which the crate uses another code path.
+    /// than the alternatives, or would give other bits than the crate. The bits differ in f32 if the last
+    /// chunk has one or two values of k, for which the crate uses another code path.
     pub(super) fn for_shape(precision: Precision, (m, k, n): (usize, usize, usize)) -> Option<Self> {
         let same_bits = precision != Precision::F32 || !matches!(k % K_CHUNK, 1 | 2);
         let is_faster = m <= ROWS_MAX && n >= COLUMNS_MIN && k * n >= WEIGHTS_MIN;

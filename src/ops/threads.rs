@@ -1,8 +1,7 @@
 //! The thread pools of a run: one pool with all threads for large tasks, and single-thread pools for many
 //! small tasks.
 //!
-//! Results do not depend on the choice, because the bits of every op are independent of the number of
-//! threads.
+//! Results do not depend on the pool, because every op gives the same bits on any number of threads.
 
 use anyhow::{Context, Result, bail};
 use candle_core::Device;

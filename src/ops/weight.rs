@@ -59,7 +59,7 @@ impl Weight {
         }
     }
 
-    /// Returns a range of the experts of a weight with an expert dimension.
+    /// Returns only the experts in the range `experts`. The weight must have an expert dimension.
     ///
     /// # Errors
     /// When the weight is packed and on a device.

@@ -266,7 +266,7 @@ fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
     ensure!(decoder.replay_count() > 0, "decode was not recorded");
-    println!("| decode, recorded beside kernel by kernel: the same bits | 2 | 61 | | | |");
+    println!("| decode, recorded and kernel by kernel: the same bits | 2 | 61 | | | |");
     Ok(())
 }
 

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 /// Experiments that decide between causes.
-const FIRST_TOKENS: &str = "the first tokens of rows, where sinks take the largest share";
+const FIRST_TOKENS: &str = "the first tokens of rows, where sinks take the largest share of the softmax";
 const LONG_ROWS: &str = "rows longer than the sliding window";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {

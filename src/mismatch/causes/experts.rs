@@ -67,5 +67,5 @@ fn tied_head() -> Cause {
         });
         Ok(change)
     });
-    Cause::in_weights("tied head", "the embedding stands in for lm_head", RELOADED_WEIGHTS, edit)
+    Cause::in_weights("tied head", "the embedding is used as lm_head", RELOADED_WEIGHTS, edit)
 }

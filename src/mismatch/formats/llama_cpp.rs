@@ -38,9 +38,9 @@ struct Settings {
 const LEFT_OUT: &str = "completion_probabilities has no entry for some tokens, because llama.cpp writes no entry for a token that ends within a character; \
     send \"return_tokens\": true to get all ids";
 
-/// Returns the index in `ids` of the token of an entry. The search begins at `start`. `id` and `bytes` are
-/// those of the entry. A token that ends within a character has no entry; the bytes of the next entry include
-/// its bytes.
+/// Returns the index of an entry's token in `ids`. The search begins at `start`. `id` and `bytes` are those
+/// of the entry. A token that ends within a character has no entry; the bytes of the next entry include its
+/// bytes.
 fn find_token(
     ids: &[u64],
     start: usize,

@@ -94,7 +94,7 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
 struct Operands<'a> {
     x: DeviceArgument<'a>,
     weights: Option<DeviceArgument<'a>>,
-    /// Indices of the rows of `x`.
+    /// Indices of the rows of `x` that the kernel reads.
     rows: &'a Tensor,
     top_k: usize,
 }

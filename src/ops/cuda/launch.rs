@@ -68,7 +68,7 @@ pub(super) unsafe fn launch<A: DeviceRepr>(
     Ok(())
 }
 
-/// Holds the addresses of the arguments of a launch. Drop this value after the launch. On a device from
+/// Holds the addresses of a launch's arguments. Drop this value after the launch. On a device from
 /// [`super::open`], later uses of the memory then wait for the launch.
 pub(super) struct Addresses<'a> {
     stream: &'a CudaStream,

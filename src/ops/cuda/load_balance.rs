@@ -46,9 +46,9 @@ kernel_params! {
 
 /// The output of a launch.
 enum LaunchOutput {
-    /// The address of the losses of the rows, and the address of their sum.
+    /// The address of each row's loss, and the address of the sum of these losses.
     Loss { of_rows: u64, loss: u64 },
-    /// The address of the gradient of the loss, and the address of the gradient of the logits.
+    /// The addresses of the loss's gradient (input) and of the logits' gradient (output).
     Gradient { dloss: u64, dlogits: u64 },
 }
 

@@ -125,8 +125,8 @@ fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
 }
 
-/// Calls `f` with the values of `changed` and the address of the values of `read`, unless the tensors are
-/// empty.
+/// Calls `f` with the values of `changed` and the address of the values of `read`. Does nothing if the
+/// tensors are empty.
 fn edit_by(
     (name, changed): (&str, &Tensor),
     read: &Tensor,

@@ -135,7 +135,7 @@ fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
 }
 
 /// Calls `f` with the offsets of the groups, u32 `[E + 1]`: the first row of each group, then the number of
-/// rows. If there is one group, calls `f` with `None`.
+/// rows. Without groups, calls `f` with `None`.
 fn with_starts<R>(
     op: Op,
     starts: Option<&Tensor>,

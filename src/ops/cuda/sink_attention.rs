@@ -103,7 +103,7 @@ pub(super) enum SplitKv {
     InSteps,
 }
 
-/// The granularity of the number of chunks with [`SplitKv::InSteps`].
+/// With [`SplitKv::InSteps`], the number of chunk tiles is a multiple of this number.
 const CHUNK_STEP: usize = 32;
 
 impl LaunchPlan {

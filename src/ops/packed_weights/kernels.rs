@@ -41,7 +41,8 @@ pub(super) struct OutputColumns {
     stride: usize,
 }
 
-// SAFETY: threads write through copies, but never to the same columns. `PackedMatrix::products` ensures this.
+// SAFETY: threads write through copies, but never to the same element, because
+// `PackedMatrix::forward_grouped` gives each element of the output to one task.
 unsafe impl Send for OutputColumns {}
 // SAFETY: as above.
 unsafe impl Sync for OutputColumns {}

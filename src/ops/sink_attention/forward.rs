@@ -233,8 +233,8 @@ macro_rules! each_set_of_heads {
     }};
 }
 
-/// Computes the outputs and the log-sum-exps of the group of one key-value head, for rows at the positions
-/// from `first` on.
+/// Computes the outputs and the log-sum-exps of one group: the query heads of key-value head `kv_head`. The
+/// rows are at positions from `first` on.
 ///
 /// `q` and `out` are `[rows][N][D]`, and `lse` is `[rows][N]`.
 #[allow(clippy::too_many_arguments)]

@@ -70,7 +70,7 @@ pub const HEAD_DIMS: [usize; 2] = [64, 128];
 pub const TILE_ROWS: usize = 128;
 /// Number of keys per step of a kernel, and per page of the cache.
 pub const BLOCK_KEYS: usize = 64;
-/// Number of keys per chunk. The softmax starts anew with each chunk.
+/// Number of keys per chunk. The softmax starts again with each chunk.
 pub const CHUNK_KEYS: usize = 512;
 /// Number of f32 values of the softmax state in a part: the maximum and the sum of four lanes. A part is the
 /// result of one row for one chunk. It also has an output of one f32 per element of the head.
