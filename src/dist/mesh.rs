@@ -17,7 +17,7 @@ use std::time::Duration;
 /// The name of the exchange that sends rank 0's requests.
 const REQUEST: &str = "a request of rank 0";
 
-/// All processes of a run. For a single process, it is a mesh of one rank, which exchanges nothing.
+/// All processes of a run. A single process is a mesh of one rank, which exchanges nothing.
 pub struct Mesh {
     /// `None` for a single process.
     communicator: Option<Box<dyn Communicator>>,

@@ -19,8 +19,8 @@ use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use anyhow::Result;
 
-/// The rounding bounds of a cause are not computed if two conditions hold. The cause's statistics exceed the
-/// unchanged model's bf16 bound by more than this factor. The scale of its [`StudentTFit`] exceeds
+/// The rounding bounds of a cause are not computed if two conditions hold: the cause's statistics exceed the
+/// unchanged model's bf16 bound by more than this factor, and the scale of its [`StudentTFit`] exceeds
 /// [`DROPPED_SCALE_SHARE`] of the unchanged model's scale.
 const DROPPED_BOUND_FACTOR: f64 = 2.0;
 /// Fraction of the unchanged model's scale; see [`DROPPED_BOUND_FACTOR`].
@@ -32,9 +32,11 @@ const SCALE_SHARE_MAX: f64 = 0.95;
 /// Replaces [`SCALE_SHARE_MAX`] for a mismatch that could be rounding. For such a mismatch likelihood is weak
 /// evidence, because one token with other experts changes many tokens after it.
 const SCALE_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
-/// A cause fits as well as the best cause if its log-likelihood is lower by less than this, in nats.
+/// A cause fits as well as the best cause if its log-likelihood is less than this, in nats, below that of the
+/// best cause.
 const INDISTINGUISHABLE_NATS: f64 = 15.0;
-/// A cause also fits as well as the best cause if its scale is larger by less than this factor.
+/// A cause also fits as well as the best cause if its scale is less than this factor times the scale of the
+/// best cause.
 const INDISTINGUISHABLE_SCALE_FACTOR: f64 = 1.02;
 /// Tolerance of the regression slope, which is 1 for a correct cause. Four standard errors are added to the
 /// tolerance.
@@ -264,8 +266,8 @@ impl UnmodifiedModel<'_> {
         Ok(diagnosis)
     }
 
-    /// Checks a cause on all rows. The cause of `bounded` explains the sample; returns whether it also
-    /// explains all rows. Sets the diagnosis' remaining mismatch and ties to those of all rows.
+    /// Returns whether the cause of `bounded`, which explains the sample, also explains all rows. Sets the
+    /// diagnosis' remaining mismatch and ties to those of all rows.
     fn explains_all_rows(
         &self,
         full_search: &CauseSearch,

@@ -53,7 +53,7 @@ impl EngineLogProbs {
     }
 
     /// Selects evenly spaced sequences with about `targets_max` targets in total. The last sequence may be
-    /// truncated. Also returns the indices of their targets among all targets.
+    /// truncated. Also returns the indices of the selected targets among all targets.
     pub fn select_sequences(&self, targets_max: usize) -> (Self, Vec<usize>) {
         let stride = self.log_probs.len().div_ceil(targets_max.max(1)).max(1);
         let (mut subset, mut indices) = (Self::default(), vec![]);

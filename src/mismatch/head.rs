@@ -19,7 +19,7 @@ pub enum Filter {
 /// The experiment that decides between causes in the head.
 pub const TOP_LOG_PROBS: &str = "the log-probs of several tokens at one position (top_logprobs)";
 
-/// Declares the cause that the engine's log-probs are computed after `filter`.
+/// Declares a cause: the engine computes its log-probs after `filter`.
 fn filter_cause(filter: Filter) -> Cause {
     let (name, setting) = match filter {
         Filter::TopP(p) => ("log-probs after top-p", format!("top_p = {p:.3}")),
@@ -47,8 +47,9 @@ impl Default for HeadSettings {
 }
 
 impl HeadSettings {
-    /// Returns the log-probabilities of `batch`'s targets from `normed [R, H]`; −∞ if the filter removes the
-    /// target. For targets that were not sampled, temperature is 1 and no filter is applied.
+    /// Returns the log-probabilities of `batch`'s targets from the head's input `normed [R, H]`; −∞ if the
+    /// filter removes the target. For targets that were not sampled, temperature is 1 and no filter is
+    /// applied.
     ///
     /// # Errors
     /// When shapes do not match.

@@ -27,7 +27,7 @@ impl PolicyView<'_> {
         stack.final_norm_rows(&last, &batch.rows)
     }
 
-    /// Returns the log-probabilities of the batch's targets, `[R]`, computed from `normed`.
+    /// Returns the log-probabilities of the batch's targets, `[R]`, computed from the head's input `normed`.
     ///
     /// # Errors
     /// When shapes do not match.

@@ -27,13 +27,14 @@ const F32_BITS: u32 = 21;
 /// Number of mantissa bits of bf16.
 const BF16_BITS: u32 = 7;
 /// Number of mantissa bits of coarse activations. Other engines round at more points than this model: the
-/// noise of transformers is about twice that of 7 bits.
+/// noise of Hugging Face transformers is about twice that of 7 bits.
 const COARSE_BITS: u32 = 6;
 /// Routing is stable if the lowest score of a chosen expert is far above the next score. The difference must
 /// be at least this multiple of the median change that bf16 makes to a score.
 const ROUTING_MARGIN_MIN: f32 = 12.0;
 
-/// Mismatch between the model with and without rounding. The model may be unchanged, or under a cause.
+/// Mismatch between the model with and without rounding. The model is the unchanged one, or the one under a
+/// cause.
 pub struct RoundingBounds {
     pub f32: DifferenceStats,
     pub bf16: DifferenceStats,

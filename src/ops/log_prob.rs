@@ -3,8 +3,8 @@
 //!
 //! With `z = (h · W) / τ`: `log p_t = z_t − LSE(z)` and `H = LSE(z) − Σ_j p_j z_j`. Forward and backward
 //! passes have one chunk of logits in memory at a time, never the whole matrix `[T, V]`. Backward pass: `dz_j
-//! = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`. `dL` is the
-//! gradient of `log p_t`, and `dH` that of `H`.
+//! = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`. `dL` and
+//! `dH` are the gradients with respect to `log p_t` and `H`.
 //!
 //! On a GPU `h` and `W` are bf16, and logits and results are f32.
 //!

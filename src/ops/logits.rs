@@ -348,7 +348,7 @@ impl<'a> Blocks<'a> {
     /// Returns the token that [`pick`] would return for the weights of all blocks.
     fn pick(&self, row: Row, target: f64) -> Option<usize> {
         let block = self.ends.iter().position(|&end| end > target);
-        // If rounding leaves no block, this takes the last one with a nonzero weight.
+        // If rounding leaves no such block, the last block with a nonzero weight is taken.
         let block = block.or_else(|| self.ends.iter().position(|&end| end == self.total()))?;
         let before = if block == 0 { 0.0 } else { self.ends[block - 1] };
         let start = block * BLOCK;

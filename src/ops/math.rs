@@ -1,5 +1,5 @@
-//! Elementwise functions and row sums. Their bits do not depend on the vector width, the position in the row
-//! or the machine.
+//! Elementwise functions and row sums. The bits of a result do not depend on the vector width, the position
+//! in the row or the machine.
 
 use multiversion::multiversion;
 

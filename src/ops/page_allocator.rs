@@ -160,8 +160,8 @@ impl PageAllocator {
 
 /// Returns the number of pages for `counts[i]` new tokens of `sequences[i]`, copies of shared pages included.
 fn pages_needed(sequences: &[&mut PagedSequence], counts: &[usize]) -> usize {
-    // The number of sequences that will write to each page, and the number that share it. The last sequence
-    // that shares a page writes to it without a copy.
+    // For each page: the number of sequences that will write to it, and the number of sequences that share
+    // it. The last sequence that shares a page writes to it without a copy.
     let mut written: HashMap<*const Page, (usize, usize)> = HashMap::new();
     let mut needed = 0;
     for (sequence, &count) in sequences.iter().zip(counts) {

@@ -155,8 +155,8 @@ pub fn forward_product(
 }
 
 /// Computes `out[m, n] (+)= a[m, k] · b[k, n]` with any strides, for backward passes. Rows are not
-/// batch-invariant, which backward passes do not need. The bits are equal in every run and for every number
-/// of threads.
+/// batch-invariant, because backward passes do not need this. The bits are equal in every run and for every
+/// number of threads.
 pub fn product(
     config: impl Into<GemmConfig>,
     out: &mut [f32],

@@ -34,7 +34,7 @@ impl Threads {
     }
 
     /// Creates pools with `threads` threads for one of `processes` processes that share the cores of this
-    /// machine; 0 means an equal share of the cores.
+    /// machine. If `threads` is 0, the pools get an equal share of the cores.
     ///
     /// # Errors
     /// Errors of [`Self::new`].

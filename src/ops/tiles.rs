@@ -199,7 +199,7 @@ impl TiledProduct<'_> {
         let width = VECTORS * W::LANES;
         let steps = chunk.steps::<W>();
         let add = self.accumulate || chunk.start > 0;
-        // A part consists of whole blocks of steps, so nothing may be left to pack for the last tiles.
+        // A part consists of whole blocks of steps, so the last tiles may have nothing left to pack.
         let steps_per_tile = steps.div_ceil(m.div_ceil(W::ROWS)).next_multiple_of(W::LANES);
         let [mut panel, mut next] = scratch.each_mut().map(|lines| lines.as_mut_ptr().cast::<u32>());
         self.pack_columns::<W>(panel, chunk, panels.start * width, 0..steps);

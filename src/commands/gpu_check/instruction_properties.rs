@@ -119,7 +119,7 @@ fn check_independence(instruction: &Instruction, gpu: &CudaDevice) -> CheckResul
     compare(instruction, gpu, &before, &after, &positions)
 }
 
-/// Checks that an element stays the same if only factors change that are multiplied by zero.
+/// Changes factors that are multiplied by zero, and checks that the element stays the same.
 fn check_zeros(instruction: &Instruction, gpu: &CudaDevice) -> CheckResult {
     let mut rng = stream(4, Purpose::Evaluation, &[]);
     let (mut before, mut after, mut positions) = (vec![], vec![], vec![]);

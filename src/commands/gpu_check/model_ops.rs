@@ -136,7 +136,7 @@ pub(super) fn trainable_parameter(values: &Tensor) -> Result<(Parameter, Tensor)
     Ok((Parameter::with_gradient_sink(variable.as_tensor(), sink, 0), buffer))
 }
 
-/// Applies `op` to `inputs`. Returns its output, and the gradients of the inputs if the output's gradient is
+/// Applies `op` to `inputs`. Returns its output, and the gradients of the inputs for the output gradient
 /// `dy`.
 fn run_with_backward(
     inputs: &[Tensor],

@@ -23,7 +23,8 @@ pub struct RawRow {
     /// A trainer's log-probs of the same tokens, if the file has them.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
-    /// Number of prompt tokens at the start that have raw log-probs. These tokens were not sampled.
+    /// Number of prompt tokens at the start whose log-probs are raw: at temperature 1 and without filters,
+    /// because these tokens were not sampled.
     pub raw_tokens: usize,
     pub routed_experts: Option<RawRoutedExperts>,
     /// Index and text of tokens, if the file has texts in addition to ids.

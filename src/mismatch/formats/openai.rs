@@ -165,8 +165,8 @@ fn join_sequence(
     }
     let routed_experts = routed_experts.map(|text| npy::read_routed_experts(&text)).transpose()?;
     let prompt_ids = match (prompt.ids, echoed) {
-        // Without prompt ids, an echoed response also holds the prompt. With prompt ids, only its values
-        // include the prompt.
+        // Without prompt ids, an echoed response also holds the prompt. With prompt ids, only the response's
+        // values include the prompt.
         (_, true) if from_texts || values.len() == response.len() => vec![],
         (Some(ids), _) => ids,
         (None, _) => return Err(NO_PROMPT.into()),

@@ -143,7 +143,7 @@ struct SumPlaces {
     width: usize,
 }
 
-/// Launches `kernel` with one block for each id and each 256 columns.
+/// Launches `kernel` with one block for each pair of an id and a range of 256 columns.
 ///
 /// # Safety
 /// The addresses must point to live memory with `offsets` rows or columns of the given width.

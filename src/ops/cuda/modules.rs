@@ -84,7 +84,8 @@ fn load(context: &Arc<CudaContext>, file: &str) -> Result<Arc<CudaModule>> {
     match context.load_module(Ptx::from_binary(code.to_vec())) {
         Ok(module) => Ok(module),
         Err(refusal) => {
-            // The driver compiles code that was not audited, so the user gets a note.
+            // The checks of the shipped machine code do not cover code that the driver compiles, so the user
+            // gets a note.
             eprintln!(
                 "note: {file}: the driver refuses its machine code ({refusal}) and compiles its PTX instead"
             );

@@ -98,8 +98,9 @@ pub struct DeviceLaunchPlan {
 pub(super) enum SplitKv {
     /// Splits if the flag is true.
     Exactly(bool),
-    /// As [`LaunchSequences::should_split_keys`] decides. The last chunk is repeated until the number of
-    /// blocks is a multiple of [`CHUNK_STEP`]. So the number stays the same while sequences grow a little.
+    /// As [`LaunchSequences::should_split_keys`] decides. The last chunk tile is repeated until the number of
+    /// chunk tiles is a multiple of [`CHUNK_STEP`]. So this number stays the same while sequences grow a
+    /// little.
     InSteps,
 }
 

@@ -30,10 +30,10 @@ struct Tile<const R: usize> {
     high: usize,
 }
 
-/// Computes the gradients of the group of one key-value head from the own rows of one sequence. Writes `dq`
-/// `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared` `[positions before][2][M][D]` at the indices of
-/// this group. `dkv` and `dkv_shared` must be zero before the call. Returns the gradient of the sinks,
-/// `[group]`.
+/// Computes the gradients of one group, the query heads of key-value head `kv_head`, from the own rows of one
+/// sequence. Writes `dq` `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared` `[positions
+/// before][2][M][D]` at the indices of this group. `dkv` and `dkv_shared` must be zero before the call.
+/// Returns the gradient of the sinks, `[group]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_backward(
     attention: &Attention,

@@ -95,7 +95,7 @@ impl NewRows<'_> {
         self.q.len() / (self.attention.heads * self.attention.head_dim)
     }
 
-    /// Computes rows `start..start + count` for the group of one key-value head.
+    /// Computes rows `start..start + count` for the query heads of one key-value head.
     fn attend(&self, kv_head: usize, start: usize, count: usize) {
         let Attention { heads, head_dim, .. } = self.attention;
         let width = heads * head_dim;
@@ -111,8 +111,8 @@ impl NewRows<'_> {
         );
     }
 
-    /// Computes all rows for the group of one key-value head. If there are several rows, tasks are ranges of
-    /// rows. If there is a single row, tasks are chunks of its keys.
+    /// Computes all rows for the query heads of one key-value head. If there are several rows, tasks are
+    /// ranges of rows. If there is a single row, tasks are chunks of its keys.
     fn attend_in_parallel(&self, kv_head: usize) {
         let Self { attention, cache, first, q, sinks, out, lse } = self;
         let count = self.count();

@@ -295,7 +295,7 @@ pub(super) fn attend_chunk(
     ChunkState { softmaxes, o }
 }
 
-/// Merges the visible chunks of a single row, in order, for the group of one key-value head. Writes the
+/// Merges the visible chunks of a single row, in order, for the query heads of one key-value head. Writes the
 /// outputs and the log-sum-exps.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn merge_chunks(

@@ -86,7 +86,7 @@ pub(super) fn trainable_parameter(values: &Tensor, held: &Tensor) -> (ops::Param
     (ops::Parameter::with_gradient_sink(variable.as_tensor(), Arc::new(Buffer(buffer.clone())), 0), buffer)
 }
 
-/// Returns the output of `forward`, and the gradients of `leaves` if the gradient of the output is `dy`.
+/// Returns the output of `forward`, and the gradients of `leaves` for the output gradient `dy`.
 pub(super) fn forward_and_backward(
     leaves: &[&Tensor],
     dy: &Tensor,
@@ -101,8 +101,8 @@ pub(super) fn forward_and_backward(
     (y.unwrap(), gradients.unwrap())
 }
 
-/// Returns the output of the op for `inputs`, and the gradients of `inputs` if the gradient of the output is
-/// `dy`, on the device of the inputs.
+/// Returns the output of the op for `inputs`, and the gradients of `inputs` for the output gradient `dy`.
+/// Everything is computed on the device of the inputs.
 pub(super) fn output_and_gradients(
     inputs: &[&Tensor],
     dy: &Tensor,
