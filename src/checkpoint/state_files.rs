@@ -170,9 +170,9 @@ impl StateFiles {
         self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { names(file) }).collect()
     }
 
-    /// Reads the values `own` of the tensor `name`. Either the tensor is sharded, and file m of M has the
-    /// values `range_of(m, M)`, or the first file has the whole tensor. Returns `None` if no file has the
-    /// tensor, and an error if the size or the type differs.
+    /// Reads the range `own` of the values of the tensor `name`. If the tensor is sharded, file m of M has
+    /// the values `range_of(m, M)`. Otherwise the first file has the whole tensor. Returns `None` if no file
+    /// has the tensor, and an error if its size or type is wrong.
     fn read(
         &self,
         name: &str,

@@ -55,7 +55,8 @@ pub struct ForwardResult {
 }
 
 impl Batch {
-    /// Packs the trained tokens of `groups` into a batch. The other columns are empty.
+    /// Creates a batch from `groups` and packs it. Of its columns, only the log-probabilities of sampling are
+    /// filled in.
     pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, log_probs, .. } in groups.iter().flat_map(|g| &g.trajectories) {

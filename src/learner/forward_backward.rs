@@ -1,8 +1,8 @@
 //! Forward and backward pass of one micro-batch, layer by layer.
 //!
 //! With recomputation, the forward pass keeps only the input of each layer, and the backward pass computes
-//! one layer at a time again. Without recomputation, one graph holds all activations. Both give the same
-//! bits.
+//! one layer at a time again. Without recomputation, one graph holds all activations. The results of both are
+//! bit-identical.
 
 use super::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;

@@ -134,7 +134,7 @@ pub fn write(
     })
 }
 
-/// Checks that GGUF has keys for all properties of the model.
+/// Checks that llama.cpp can compute the model from a GGUF file in `format`.
 fn check(config: &Config, format: GgufFormat) -> Result<()> {
     let family = config.family;
     if format == GgufFormat::Mxfp4 && !family.has_mxfp4 {
@@ -201,7 +201,7 @@ fn put_text(to: &mut Vec<u8>, text: &str) {
     to.extend_from_slice(text.as_bytes());
 }
 
-/// The entries of the metadata, in file order.
+/// The entries of the metadata: their number, and their bytes in file order.
 #[derive(Default)]
 struct Entries(u64, Vec<u8>);
 
