@@ -152,7 +152,7 @@ impl Parameters {
         &self.backend
     }
 
-    /// Returns the processes that make passes together.
+    /// Returns the processes that run passes together.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.backend.mesh
     }

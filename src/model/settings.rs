@@ -230,7 +230,7 @@ impl Scalar for Tokenizer {
 choice! {
     /// The device of a run.
     pub enum DeviceKind {
-        /// A GPU, if the build supports it and it can run the recipe; otherwise the CPU.
+        /// A GPU, if the build supports GPUs and the GPU can run the recipe; otherwise the CPU.
         Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
