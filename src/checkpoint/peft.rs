@@ -450,7 +450,7 @@ fn stored_factors(lora: &Lora, spec: &ParameterSpec, factor: usize) -> Option<Ve
     Some((0..spec.stored_shape[0]).map(|expert| (name(expert), shape.clone())).collect())
 }
 
-/// Returns the stored shape of a factor of `spec` whose experts are in one tensor.
+/// Returns the stored shape of a factor of `spec` if one stored tensor holds the factor of all experts.
 fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<usize>> {
     Some(match (spec.working_shape().as_slice(), factor) {
         (&[input, _], 0) => vec![rank, input],
@@ -484,7 +484,8 @@ struct FactorLayout {
 }
 
 impl FactorLayout {
-    /// Returns the layout of one stored tensor of a factor that has `stored` stored tensors.
+    /// Returns the layout of a stored tensor of the factor `spec`. The factor has `stored` stored tensors:
+    /// one, or one per expert.
     fn from_spec(spec: &ParameterSpec, stored: usize) -> Self {
         let (experts, rows, columns) = match *spec.working_shape() {
             [_, rows, columns] if stored > 1 => (None, rows, columns),

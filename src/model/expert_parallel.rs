@@ -66,7 +66,8 @@ impl ExpertParallel {
         Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
     }
 
-    /// Computes the rows of the other ranks when this rank has no rows.
+    /// Takes part in a pass in which this rank has no rows. Computes the expert outputs for rows of other
+    /// ranks.
     ///
     /// # Errors
     /// Errors of [`Self::forward`].

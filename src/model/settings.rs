@@ -235,7 +235,7 @@ choice! {
         /// The CPU.
         Cpu = "cpu",
         /// NVIDIA GPUs of compute capability 9.0, one per process. They need `model.dtype = "bf16"` and heads
-        /// of width 64.
+        /// of width 64 or 128.
         Cuda = "cuda",
     }
 }

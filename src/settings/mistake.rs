@@ -43,7 +43,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// All mistakes in a recipe. At least one, if returned as an error.
+/// All mistakes in a recipe. If this is returned as an error, there is at least one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mistakes {
     /// The mistakes that are reported individually.

@@ -124,12 +124,12 @@ impl Reader<'_> {
         let (other_trainer_name, suggested) =
             ((self.other_trainer_key)(name, None), self.suggest(table, name));
         let inner_keys = written.value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys));
-        // verl's [trainer] is similar to [train].
+        // verl's [trainer] looks like a misspelling of [train], but is another table.
         let is_other_table = suggested.is_none() || (table.is_empty() && name == "trainer");
         if let (None, true, Some(keys)) = (other_trainer_name, is_other_table, inner_keys) {
             return self.refuse_other_trainer_keys(&written.path, keys);
         }
-        // A key of the same table is nearer.
+        // If this table has a key with a similar name, that key is meant, not the key of another trainer.
         let is_sibling = |known: &String| !table.is_empty() && known.starts_with(&join(table, ""));
         let other_trainer_name = other_trainer_name.filter(|_| !suggested.as_ref().is_some_and(is_sibling));
         let message = match (other_trainer_name, suggested) {

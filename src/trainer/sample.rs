@@ -65,7 +65,7 @@ impl Trainer {
             return Ok(SampleOutput { rollouts, training_indices, rounds: None, seconds: 0.0 });
         }
         let started = std::time::Instant::now();
-        // The weights do not change within a step, and so one engine samples it.
+        // The weights do not change while a step samples, so one engine samples all of its rounds.
         let engine = self.context.engine(self.context.rollout_policy()?, step - 1, &recipe.rollout)?;
         let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);

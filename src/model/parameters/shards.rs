@@ -27,9 +27,9 @@ impl Parameters {
         GatherPart { index, spec: self.specs[index].clone(), stored, is_trained: self.is_trained(index) }
     }
 
-    /// Returns the weights after `change` for expert parallelism. Each rank holds its own experts with their
-    /// adapters, and all other tensors whole. All ranks run passes together, one at a time. If every rank
-    /// already holds whole packed experts, each rank gets all weights instead.
+    /// Returns weights for expert parallelism, with `change` applied to each tensor. Each rank holds its own
+    /// experts with their adapters, and all other tensors whole. All ranks run passes together, one at a
+    /// time. If every rank already holds whole packed experts, each rank gets all weights instead.
     ///
     /// # Errors
     /// When a rank does not respond in time, or `change` fails.
