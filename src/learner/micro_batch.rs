@@ -328,7 +328,7 @@ mod tests {
         };
         assert_eq!(of(&[60; 16], 1000), [960], "sequences that fit in one micro-batch are not split");
         assert_eq!(of(&[60; 16], 512), [480; 2]);
-        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "three micro-batches would leave one thread idle");
+        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "with three, one thread would be idle");
         assert_eq!(of(&[60; 15], 500), [420, 480]);
         assert_eq!(of(&[100; 3], 100), [100; 3], "there are no more sequences");
         assert!(of(&[], 100).is_empty());

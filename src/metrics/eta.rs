@@ -157,7 +157,7 @@ mod tests {
         eta.stages[1].advance(1, 3.0);
         assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known");
         let within = |s| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(s));
-        assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "the current step is never expected to take less than 0 more seconds");
+        assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step has at least 0 seconds left");
         eta.stages[1].advance(3, 9.0);
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
     }
