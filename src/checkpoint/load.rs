@@ -47,7 +47,7 @@ pub struct ModelFolder {
     /// The weights, if they are in a GGUF file.
     gguf: Option<GgufWeights>,
     files: Vec<TensorFile>,
-    /// The index of the file of each tensor in `files`, by stored name.
+    /// For each tensor, by its stored name: the index of its file in `files`.
     file_index: BTreeMap<String, usize>,
 }
 

@@ -37,7 +37,7 @@ fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
     }
 }
 
-/// Returns the dtype in the file of a tensor with the dtype `dtype`.
+/// Converts the dtype of a tensor in memory to its dtype in the file.
 fn stored_dtype(dtype: DType) -> Dtype {
     if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
@@ -97,7 +97,7 @@ fn write_own(
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<Hash> {
     let mesh = parameters.mesh();
-    // The index of the tensor and the kind of its values, by the name in the file.
+    // By name in the file: the index of the tensor, and the kind of its values.
     let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
         // Packed tensors are in the model's files only.

@@ -42,7 +42,7 @@ pub struct CheckArgs {
     no_run: bool,
 }
 
-/// An answer that replaces the model's, because no model is loaded.
+/// An answer that stands in for the model's answer, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
 /// Prints the recipe (all keys, or those that differ from the defaults) and its warnings. Then prints the

@@ -274,7 +274,7 @@ fn print_note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-/// Checks that rollout and training agree. Then measures each of `ablations`, which have names.
+/// Checks that rollout and training agree. Then measures `ablations`, each with its name.
 fn check_ablations(
     context: &RunContext,
     ablations: &[(String, Ablations)],

@@ -132,7 +132,7 @@ impl Pass<'_> {
         DecoderStack { model: self.model, weights: self.weights, forward: self.settings.forward }
     }
 
-    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to those experts.
+    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to the experts in `replay`.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());

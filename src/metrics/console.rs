@@ -319,7 +319,7 @@ struct ProgressStage {
     name: String,
     total: u64,
     kind: StageKind,
-    /// The last stage of the same name.
+    /// The speed of the last finished stage with the same name.
     earlier: Option<StageSpeed>,
     state: Mutex<StageState>,
 }
@@ -477,7 +477,7 @@ impl ProgressStage {
         is_known.then(|| elapsed / done_here as f64 * (self.total - state.done) as f64)
     }
 
-    /// Returns the amounts and the time so far.
+    /// Returns the finished items, the tokens and the seconds of this stage so far.
     fn speed(&self, state: &StageState, now: Instant) -> StageSpeed {
         let seconds = now.saturating_duration_since(state.start).as_secs_f64();
         let items = state.done.saturating_sub(state.done_at_start) as f64;

@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// Number of recent steps of a stage that count. Their mean time is the expected time of the stage's next
-/// step. Older steps do not count, because the tokens of a step change during a run.
+/// Number of most recent steps of a stage. Their mean time is the expected time of the stage's next step.
+/// Older steps are ignored, because the number of tokens per step changes during a run.
 const RECENT_STEPS: usize = 10;
 
 /// Estimates the time left of a run with alternating stages. A stage without a finished step is estimated
@@ -103,7 +103,8 @@ impl StageEstimate {
     }
 }
 
-/// The amounts and the time of a stage. The next stage of the same name is estimated from them.
+/// The finished items, the tokens and the time of a stage. The next stage of the same name is estimated from
+/// them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StageSpeed {
     /// Number of finished items.

@@ -93,7 +93,8 @@ impl SequenceCache {
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         let resident_positions = |layer: &LayerType| match layer {
-            // A window may begin and end in the middle of a block, so it touches up to two more blocks.
+            // A window may begin and end in the middle of a block, so it touches up to two blocks more than
+            // its length fills.
             LayerType::Sliding => tokens.min(config.sliding_window + 2 * BLOCK),
             LayerType::Full => tokens,
         };

@@ -2,8 +2,8 @@
 //! kernel.
 //!
 //! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to
-//! buffers on the GPU before the launch. So one captured graph can replay every later step of its shape, and
-//! the results do not change by a bit. The second step of a shape is captured.
+//! buffers on the GPU before the launch. So one captured graph can replay every later step of its shape. The
+//! results are bit-identical to those of separate launches. The second step of a shape is captured.
 
 use super::attention::AttentionMode;
 use super::cache::SequenceCache;

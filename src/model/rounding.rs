@@ -28,7 +28,7 @@ pub struct WeightRounding {
 }
 
 impl WeightRounding {
-    /// Returns the rounding of the policy that samples under `ablations`.
+    /// Returns the rounding of the rollout's weights under `ablations`.
     pub fn from_ablations(ablations: &Ablations) -> Self {
         Self { mxfp4: ablations.rollout_mxfp4, bits: ablations.rollout_mantissa_limit() }
     }

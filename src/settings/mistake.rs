@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Where a value was written. Mistakes are reported in this order.
+/// The location of a written value. Mistakes are reported in the order of their locations.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SourceLocation {
     /// In the text of the recipe or its base. `line` is `None` for a key that is absent.

@@ -54,8 +54,8 @@ pub(crate) struct Reader<'a> {
     pub text: &'a str,
     /// Returns the message for a removed key or value, with its remedy.
     pub removed_key: fn(&str, &DeValue) -> Option<String>,
-    /// Returns the recipe keys that correspond to a key of another trainer or, if a word is given, to its
-    /// value.
+    /// Returns the recipe keys that correspond to a key of another trainer. If a word is given, returns the
+    /// recipe keys that correspond to this value of another trainer.
     pub other_trainer_key: fn(&str, Option<&str>) -> Option<&'static OtherTrainerName>,
     /// The end of each line of the text, as a byte offset.
     pub line_ends: &'a [usize],

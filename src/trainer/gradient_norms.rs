@@ -4,7 +4,7 @@ use crate::metrics::{Metrics, format_number};
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
-/// Number of recent steps whose median norm is used.
+/// Number of recent steps over whose norms the median is computed.
 const MEDIAN_WINDOW: usize = 32;
 /// Minimum number of norms from which a limit is computed.
 const NORMS_MIN: usize = 8;

@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 
 /// The rollouts of a step, and the groups used for training.
 pub(super) struct SampleOutput {
-    /// All sampled groups, including discarded groups. The rollout metrics cover all of them.
+    /// All sampled groups, including discarded groups. The rollout metrics are computed over all of them.
     pub rollouts: Rollouts,
     /// Indices in `rollouts.groups` of the groups used for training.
     training_indices: Vec<usize>,

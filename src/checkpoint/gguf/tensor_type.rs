@@ -19,7 +19,8 @@ pub struct TensorType {
     /// Number of bytes per block.
     pub bytes: usize,
     decode: Decode,
-    /// The type of candle, which encodes the values. `None` for MXFP4, which candle does not have.
+    /// The corresponding type in candle, which encodes the values. `None` for MXFP4, which candle does not
+    /// have.
     dtype: Option<GgmlDType>,
 }
 
@@ -66,7 +67,7 @@ impl TensorType {
         count / self.block * self.bytes
     }
 
-    /// Decodes whole blocks to `values`, whose length must be the number of their values.
+    /// Decodes whole blocks. `values` must have one entry for each value of these blocks.
     pub fn decode(&self, bytes: &[u8], values: &mut [f32]) {
         (self.decode)(bytes, values);
     }

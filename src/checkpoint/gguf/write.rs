@@ -166,8 +166,8 @@ fn check(config: &Config, format: GgufFormat) -> Result<()> {
     Ok(())
 }
 
-/// Writes one part of a parameter, row by row. Returns the number of bytes written. The rows of the parts
-/// alternate in the parameter.
+/// Writes one of the GGUF tensors of a parameter, row by row. Returns the number of bytes written. If a
+/// parameter has several GGUF tensors, their rows alternate in the parameter.
 fn write_part(
     out: &mut impl Write,
     spec: &ParameterSpec,

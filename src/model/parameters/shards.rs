@@ -202,8 +202,8 @@ impl Parameters {
         store.gather(*index, kind).map(drop)
     }
 
-    /// Returns the range of these values ([`Self::local_state`]) that this rank holds. A tensor that is not
-    /// sharded has `length` values, and this rank holds all of them.
+    /// Returns the range that the values of [`Self::local_state`] have in the whole tensor. If the tensor is
+    /// not sharded, the range is `0..length`.
     pub fn local_range(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
         if !self.is_sharded(index) {
             return 0..length;
@@ -211,8 +211,8 @@ impl Parameters {
         self.range_of_rank(index, kind, self.mesh().rank(), self.mesh().ranks())
     }
 
-    /// Returns the range of the values of a sharded tensor ([`Self::local_state`]) that `rank` of `ranks`
-    /// holds.
+    /// Returns the range of values of a sharded tensor that `rank` of `ranks` holds. `kind` names the values
+    /// ([`Self::gather`]).
     pub fn range_of_rank(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
         let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
         let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
