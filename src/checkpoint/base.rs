@@ -1,4 +1,4 @@
-//! The base model of an adapter. The digest of its files identifies it, not its path.
+//! The base model of an adapter. The digest of its config and weights identifies it; its folder may move.
 
 use super::gguf::{self, is_gguf};
 use super::load::weight_files;
@@ -10,7 +10,7 @@ use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 
-/// The subfolder of a run for a base model that has no folder elsewhere.
+/// The subfolder of a run folder that holds the base model of an adapter, if no other folder holds it.
 pub const BASE_FOLDER: &str = "base";
 
 /// The base model of an adapter.
@@ -33,11 +33,12 @@ impl BaseModel {
         Ok(Self { digest: digest(&path)?, path })
     }
 
-    /// Returns the folder of the base of the adapter in `adapter`. Checks the recorded folder, then the run
-    /// of the adapter, then `user_path`, and returns the first folder with the recorded digest.
+    /// Finds the folder or GGUF file of this model. `adapter` is the folder of the adapter. Candidates are
+    /// the recorded path, then [`BASE_FOLDER`] in the adapter's run folder, then `user_path`. Returns the
+    /// first candidate with the recorded digest.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when no folder has that digest.
+    /// [`crate::error::BadInput`] when no candidate has that digest.
     pub fn find(&self, adapter: &Path, user_path: Option<&Path>) -> Result<PathBuf> {
         let in_run = adapter.parent().and_then(Path::parent).map(|run| run.join(BASE_FOLDER));
         let candidates = [Some(self.path.clone()), in_run, user_path.map(Path::to_owned)];

@@ -47,7 +47,7 @@ pub struct ModelFolder {
     /// The weights, if they are in a GGUF file.
     gguf: Option<GgufWeights>,
     files: Vec<TensorFile>,
-    /// The index of the file of each tensor in `files`, by stored name.
+    /// For each tensor, by its stored name: the index of its file in `files`.
     file_index: BTreeMap<String, usize>,
 }
 
@@ -55,8 +55,8 @@ impl ModelFolder {
     /// Opens the weight files and checks names, shapes and dtypes against `config`.
     ///
     /// # Errors
-    /// `BadInput` that lists tensors that are missing, unexpected, of a wrong shape or of a dtype that cannot
-    /// be read, or that names a damaged or missing file.
+    /// `BadInput` lists every tensor that is missing or unexpected, or has a wrong shape or an unsupported
+    /// dtype. If a file is missing or damaged, it names that file.
     pub fn open(folder: &Path, config: &Config) -> Result<Self> {
         config.check()?;
         let listed = listed_files(folder)?;
@@ -132,7 +132,7 @@ impl ModelFolder {
     }
 
     /// Returns the stored format of a tensor: MXFP4 if the files have its blocks or scales, otherwise bf16 or
-    /// f32. Returns f32 for f16 too, because f16 values are read as f32.
+    /// f32. Returns f32 also for a tensor in f16, because f16 values are read as f32.
     pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
         if let Some(gguf) = &self.gguf {
             return gguf.format_of(spec);
@@ -318,7 +318,7 @@ fn header_mistake(wanted: &StoredTensor, info: &TensorInfo) -> Option<String> {
     }
 }
 
-/// Returns the stored values in the layout in memory.
+/// Converts stored values to the working layout.
 fn in_working_layout(layout: Layout, shape: &[usize], stored: impl Iterator<Item = f32>) -> Vec<f32> {
     match (layout, shape) {
         (Layout::Transposed | Layout::PerExpert, &[out, input]) => {
@@ -332,7 +332,7 @@ fn in_working_layout(layout: Layout, shape: &[usize], stored: impl Iterator<Item
     }
 }
 
-/// Returns the index in the file of the value at index `at` in memory.
+/// Converts the index of a value in working layout to its index in the stored tensor.
 fn stored_index(spec: &ParameterSpec, at: usize) -> usize {
     match (spec.layout, spec.stored_shape.as_slice()) {
         (Layout::Transposed, &[out, input]) => at % out * input + at / out,

@@ -222,8 +222,8 @@ pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, request: &Sha
     }
 }
 
-/// Restores the weights and the optimizer state from the checkpoint `folder`, with the same bits. Then the
-/// caller must let the optimizer write the working weights.
+/// Restores the weights and the optimizer state from the checkpoint `folder`, bit for bit. The caller must
+/// then let the optimizer write the working weights.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the state of the checkpoint does not match the model.

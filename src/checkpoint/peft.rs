@@ -9,8 +9,8 @@
 //! | `…mlp.experts.3.up_proj.lora_A.weight`, `…lora_B.weight`: Qwen3's expert 3 | `[r, in]`, `[out, r]` |
 //!
 //! In an `A` of experts, rank `j` of expert `e` is row `e·r + j`. In a `B` of experts, it is column `j·E +
-//! e`. PEFT wraps one expert parameter in the other. If only one of the two expert parameters has an adapter,
-//! its name has no `base_layer`.
+//! e`. PEFT wraps the experts once for each of the two parameters. The inner wrapper has the name
+//! `base_layer`; if only one parameter has an adapter, there is no such name.
 
 use super::BaseModel;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
@@ -352,8 +352,8 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value 
             modules.insert(last.unwrap_or_else(|| module.to_owned()));
         }
     }
-    // PEFT wraps the first parameter of the list first, and its wrapper is the inner one. So gate_up must
-    // come first.
+    // PEFT wraps the parameters in the order of this list. The first one gets the inner wrapper, which must
+    // be that of gate_up.
     let parameters: Vec<String> = parameters.into_iter().rev().collect();
     json!({
         "peft_type": "LORA",
@@ -450,7 +450,7 @@ fn stored_factors(lora: &Lora, spec: &ParameterSpec, factor: usize) -> Option<Ve
     Some((0..spec.stored_shape[0]).map(|expert| (name(expert), shape.clone())).collect())
 }
 
-/// Returns the stored shape of a factor of `spec` whose experts are in one tensor.
+/// Returns the stored shape of a factor of `spec` if one stored tensor holds the factor of all experts.
 fn factor_shape(spec: &ParameterSpec, rank: usize, factor: usize) -> Option<Vec<usize>> {
     Some(match (spec.working_shape().as_slice(), factor) {
         (&[input, _], 0) => vec![rank, input],
@@ -484,7 +484,8 @@ struct FactorLayout {
 }
 
 impl FactorLayout {
-    /// Returns the layout of one stored tensor of a factor that has `stored` stored tensors.
+    /// Returns the layout of a stored tensor of the factor `spec`. The factor has `stored` stored tensors:
+    /// one, or one per expert.
     fn from_spec(spec: &ParameterSpec, stored: usize) -> Self {
         let (experts, rows, columns) = match *spec.working_shape() {
             [_, rows, columns] if stored > 1 => (None, rows, columns),
@@ -495,7 +496,7 @@ impl FactorLayout {
         Self { experts, rows, columns, is_a: spec.name.ends_with("lora_A") }
     }
 
-    /// Returns the index in memory of the value at index `at` in the file.
+    /// Converts the index of a value in the file to its index in memory.
     fn memory_index(&self, at: usize) -> usize {
         let Self { experts, rows, columns, is_a } = *self;
         let experts = experts.unwrap_or(1);

@@ -110,7 +110,8 @@ pub fn newest_intact_checkpoint(run: &Path) -> Result<Option<ResumePoint>> {
     ))
 }
 
-/// Checks every checkpoint of `run` and the files that it depends on. Returns the results, oldest first.
+/// Checks every checkpoint of `run`, and the files of the run that the checkpoint depends on. Returns the
+/// results, oldest first.
 ///
 /// # Errors
 /// When the folder cannot be read.
@@ -168,7 +169,7 @@ fn check_folder(folder: &Path) -> Result<bool> {
     Ok(verified)
 }
 
-/// Checks the checkpoint `folder` of `run`, and the files of the run that it depends on.
+/// Checks the checkpoint `folder` of `run`, and the files of the run that the checkpoint depends on.
 fn check_in_run(run: &Path, folder: &Path) -> Result<ResumePoint> {
     let is_verified = check_folder(folder)?;
     let state = read_state(folder)?;

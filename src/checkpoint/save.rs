@@ -1,5 +1,5 @@
-//! Writes a Hugging Face folder: config.json, tokenizer files and safetensors, which are sharded above a
-//! size.
+//! Writes a Hugging Face folder: config.json, tokenizer files and safetensors. Weights above a size are
+//! sharded.
 //!
 //! The bytes of the files depend only on the arguments. Files are synced. Existing files are never
 //! overwritten. For an atomic save, save into a new folder and rename the folder.

@@ -37,7 +37,7 @@ fn file_name(stem: &str, rank: usize, ranks: usize) -> String {
     }
 }
 
-/// Returns the dtype in the file of a tensor with the dtype `dtype`.
+/// Converts the dtype of a tensor in memory to its dtype in the file.
 fn stored_dtype(dtype: DType) -> Dtype {
     if dtype == DType::U8 { Dtype::U8 } else { Dtype::F32 }
 }
@@ -97,7 +97,7 @@ fn write_own(
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<Hash> {
     let mesh = parameters.mesh();
-    // The index of the tensor and the kind of its values, by the name in the file.
+    // By name in the file: the index of the tensor, and the kind of its values.
     let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {
         // Packed tensors are in the model's files only.
@@ -170,9 +170,9 @@ impl StateFiles {
         self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { names(file) }).collect()
     }
 
-    /// Reads the values `own` of the tensor `name`. Either the tensor is sharded, and file m of M has the
-    /// values `range_of(m, M)`, or the first file has the whole tensor. Returns `None` if no file has the
-    /// tensor, and an error if the size or the type differs.
+    /// Reads the range `own` of the values of the tensor `name`. If the tensor is sharded, file m of M has
+    /// the values `range_of(m, M)`. Otherwise the first file has the whole tensor. Returns `None` if no file
+    /// has the tensor, and an error if its size or type is wrong.
     fn read(
         &self,
         name: &str,

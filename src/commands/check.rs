@@ -42,7 +42,7 @@ pub struct CheckArgs {
     no_run: bool,
 }
 
-/// An answer that replaces the model's, because no model is loaded.
+/// An answer that stands in for the model's answer, because no model is loaded.
 const ANSWER: &str = "I do not know.";
 
 /// Prints the recipe (all keys, or those that differ from the defaults) and its warnings. Then prints the
@@ -51,7 +51,7 @@ const ANSWER: &str = "I do not know.";
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with every mistake in the recipe, its model and its task. Also when training
-/// does not fit in memory, or when sampling does not if the recipe does not train.
+/// does not fit in memory. If the recipe does not train: when sampling does not fit.
 pub fn run(args: &CheckArgs) -> Result<u8> {
     let CheckArgs { recipe: args, all, processes, no_run } = args;
     let source = locate(&args.recipe)?;

@@ -56,7 +56,8 @@ pub struct CheckMismatchArgs {
     /// Temperature of the file's log-probs, if the file does not give it
     #[arg(long, value_name = "T", default_value_t = 1.0, requires = "against")]
     temperature: f64,
-    /// Folder with the weights of an earlier update; tests whether the file was sampled from them
+    /// Folder with the weights of an earlier update; tests whether these weights sampled the tokens of the
+    /// file
     #[arg(long, value_name = "FOLDER", requires = "against")]
     earlier: Option<PathBuf>,
     /// Time limit in minutes of the search for the cause of a difference; 0 prints only the verdict [default:
@@ -200,7 +201,8 @@ struct CheckResult {
     code: u8,
 }
 
-/// Compares the files of `--against` with the model, one side at a time.
+/// Compares the files of `--against` with the model: the engine's log-probs and, if the files have them,
+/// those of a trainer.
 fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<CheckResult> {
     let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
     let token_rows = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
@@ -272,7 +274,7 @@ fn print_note(line: &str) {
     let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(line));
 }
 
-/// Checks that rollout and training agree. Then measures each of `ablations`, which have names.
+/// Checks that rollout and training agree. Then measures `ablations`, each with its name.
 fn check_ablations(
     context: &RunContext,
     ablations: &[(String, Ablations)],

@@ -56,7 +56,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let engine = context.engine(context.policy_without_ablations()?, step, &plan.settings)?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
-        // The name ends with the number of the step. A report finds the newest evaluation by it.
+        // The name ends with the number of the step, by which a report finds the newest evaluation.
         let name = match sets.len() {
             1 => format!("eval-{step:06}"),
             _ => format!("eval-{}-{step:06}", set.name),

@@ -28,7 +28,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     let stop = StopFlag::listen()?;
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
-    console.print("open it in a browser on this machine; Ctrl-C ends");
+    console.print("open it in a browser on this machine; Ctrl-C stops the server");
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0 };
     serve(&listener, limits, &follower, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
@@ -50,14 +50,14 @@ fn token() -> Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Connections of browsers.
+/// Maximum number of simultaneous connections.
 const CONNECTIONS_MAX: usize = 64;
 
 struct Follower<'a> {
     runs: &'a [PathBuf],
     token: String,
     address: SocketAddr,
-    /// The last page, after the state of the runs that it shows.
+    /// The digest of the runs' state, and the page that shows this state.
     cache: Mutex<Option<(String, Arc<str>)>>,
 }
 

@@ -55,7 +55,8 @@ pub struct ForwardResult {
 }
 
 impl Batch {
-    /// Packs the trained tokens of `groups` into a batch. The other columns are empty.
+    /// Creates a batch from `groups` and packs it. Of its columns, only the log-probabilities of sampling are
+    /// filled in.
     pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for Trajectory { tokens, mask, log_probs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
@@ -114,9 +115,9 @@ impl Batch {
         Sequences::new(&self.cu_seqlens, &self.mask)
     }
 
-    /// Returns the sequence indices of each of the `count` minibatches of an epoch. One minibatch has all
-    /// sequences in order. Several minibatches are equal parts of a shuffle, which depends only on `seed`,
-    /// `step` and `epoch`.
+    /// Returns the sequence indices of each of the `count` minibatches of an epoch. A single minibatch has
+    /// all sequences in order. For several minibatches, the sequences are shuffled and split evenly. The
+    /// shuffle depends only on `seed`, `step` and `epoch`.
     pub fn minibatches(&self, count: usize, seed: u64, step: u64, epoch: u64) -> Vec<Vec<usize>> {
         let total = self.sequences.len();
         let count = count.clamp(1, total.max(1));

@@ -12,14 +12,14 @@ use crate::ops::threads::{Threads, with_spinning_threads};
 use anyhow::{Context, Result, ensure};
 use std::sync::{Mutex, PoisonError};
 
-/// Maximum weight bytes of a model whose micro-batches run in parallel, one per thread. For a larger model,
-/// one micro-batch runs at a time and its ops use all threads.
+/// Maximum bytes of a model's weights for which micro-batches run in parallel, one per thread. For a larger
+/// model, one micro-batch runs at a time and its ops use all threads.
 const PARALLEL_BYTES_MAX: u64 = 256 << 20;
 
 /// Fraction of a pass's time that the forward pass takes, for the progress display.
 const FORWARD_SHARE: f64 = 1.0 / 3.0;
 
-/// Returns whether micro-batches of a model of `weight_bytes` run in parallel.
+/// Returns whether micro-batches of a model with `weight_bytes` bytes of weights run in parallel.
 pub fn runs_in_parallel(weight_bytes: u64) -> bool {
     weight_bytes <= PARALLEL_BYTES_MAX
 }
@@ -85,7 +85,8 @@ impl BatchRunner<'_> {
                 false => objective(slot.index, columns),
             };
             let on_layer = || progress.advance_tokens(progress_tokens * FORWARD_SHARE / self.layers());
-            // Several ranks exchange the gradients of every pass.
+            // With several ranks, no backward pass is skipped, because the ranks exchange the gradients of
+            // every pass.
             match mesh.ranks() {
                 1 => pass.forward_backward_if_nonzero(&objective, &on_layer),
                 _ => pass.forward_backward(&objective, &on_layer),

@@ -100,7 +100,7 @@ pub struct CriticStep<'a> {
     /// Runs batches with the critic's parameters.
     pub runner: BatchRunner<'a>,
     pub settings: &'a CriticSettings,
-    /// The aggregation, which is that of the policy loss.
+    /// The aggregation of the value loss. It is the aggregation that the policy loss uses.
     pub aggregation: Aggregation,
     pub response_tokens_max: usize,
     pub pass: PassSettings,
@@ -149,8 +149,8 @@ impl CriticStep<'_> {
         Ok(ValueEstimate { advantages, returns: estimate.returns, metrics })
     }
 
-    /// Computes the gradients of the value loss over `batch`, which may be a minibatch. The critic's
-    /// parameters hold the gradients. Returns the metrics; `None` when every token was rejected.
+    /// Computes the gradients of the value loss over `batch`, which may be a minibatch, and stores them in
+    /// the critic's parameters. Returns the metrics; `None` when every token was rejected.
     ///
     /// # Errors
     /// When a pass fails, a value is NaN, or the batch has no values or no returns.

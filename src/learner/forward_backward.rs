@@ -1,8 +1,8 @@
 //! Forward and backward pass of one micro-batch, layer by layer.
 //!
 //! With recomputation, the forward pass keeps only the input of each layer, and the backward pass computes
-//! one layer at a time again. Without recomputation, one graph holds all activations. Both give the same
-//! bits.
+//! one layer at a time again. Without recomputation, one graph holds all activations. The results of both are
+//! bit-identical.
 
 use super::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
@@ -132,7 +132,7 @@ impl Pass<'_> {
         DecoderStack { model: self.model, weights: self.weights, forward: self.settings.forward }
     }
 
-    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to those experts.
+    /// Calls `f` with the batch's rows. With `replay`, the rows are routed to the experts in `replay`.
     fn with_rows<R>(&self, replay: Option<&[Tensor]>, f: impl FnOnce(&mut Rows) -> R) -> R {
         let sequence_rows = self.batch.sequence_rows.clone();
         let rotation = self.model.rotation(self.batch.positions.clone());

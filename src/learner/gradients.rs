@@ -37,7 +37,7 @@ pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
-/// The gradient buffers of one batch. For each buffer, also the index of the pass that may add to it next.
+/// The gradient buffers of one batch, and the record of the passes that have added to each buffer.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
     /// Number of times that one pass adds to each parameter. It is 2 for an embedding that is tied to the
@@ -84,7 +84,8 @@ struct PassOrder {
 }
 
 impl PassOrder {
-    /// Returns the number of passes before `pass` that add gradients, as far as is known.
+    /// Returns the number of passes before `pass` that add gradients. A pass counts as long as it is not
+    /// known to be skipped.
     fn passes_before(&self, pass: usize) -> usize {
         pass - self.skipped_passes.iter().filter(|skipped| **skipped < pass).count()
     }
@@ -207,8 +208,8 @@ impl GradientSink for PassGradientSink {
 }
 
 impl Reduction {
-    /// Calls `add` with a tensor of zeros, which then waits to be sent. Sends the waiting tensors when they
-    /// have at least [`EXCHANGE_BYTES_MIN`] bytes.
+    /// Calls `add` with a tensor of zeros. The resulting gradient waits to be sent. Sends the waiting tensors
+    /// when they have at least [`EXCHANGE_BYTES_MIN`] bytes.
     fn add(
         &self,
         pass: usize,

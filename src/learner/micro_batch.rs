@@ -61,9 +61,8 @@ pub struct PackingParameters {
 pub struct MicroBatchLimits {
     /// Maximum number of input tokens of a micro-batch.
     pub tokens_max: usize,
-    /// Whether the number of micro-batches must be 1 or even, so that two threads have equal work. It does
-    /// not depend on the actual number of threads, because the result of a run must not depend on that
-    /// number.
+    /// Whether the number of micro-batches must be 1 or even, so that two threads have equal work. This holds
+    /// for any actual number of threads, because the result of a run must not depend on that number.
     pub needs_even_count: bool,
 }
 
@@ -217,7 +216,8 @@ impl MicroBatch {
     }
 }
 
-/// Returns the mean of `values`, which has one value per micro-batch, weighted by the number of rows.
+/// Returns the mean of `values`. There is one value per micro-batch, weighted by the number of rows of that
+/// micro-batch.
 pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<Item = f64>) -> f64 {
     let rows: usize = micro_batches.iter().map(|batch| batch.tokens.len()).sum();
     let weighted = values.zip(micro_batches).map(|(value, batch)| value * batch.tokens.len() as f64);
@@ -271,7 +271,8 @@ fn split_into(parts: usize, total: usize, groups: &[SequenceGroup], tokens_max: 
     let mut ranges: Vec<Range<usize>> = vec![];
     let (mut tokens, mut part, mut before) = (0, 0, 0);
     for group in groups {
-        // The equal part of `total` in which the middle of the group is.
+        // With `total` divided into `parts` equal parts, the index of the part that contains the middle of
+        // the group.
         let group_part = (2 * before + group.added_tokens) * parts / (2 * total).max(1);
         before += group.added_tokens;
         match ranges.last_mut() {
@@ -325,9 +326,9 @@ mod tests {
             assert!(batches.iter().all(|batch| batch.tokens.len() <= tokens_max));
             batches.iter().map(|batch| batch.tokens.len()).collect()
         };
-        assert_eq!(of(&[60; 16], 1000), [960], "what fits is not cut");
+        assert_eq!(of(&[60; 16], 1000), [960], "sequences that fit in one micro-batch are not split");
         assert_eq!(of(&[60; 16], 512), [480; 2]);
-        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "three would leave one thread idle");
+        assert_eq!(of(&[60; 18], 512), [240, 300, 240, 300], "with three, one thread would be idle");
         assert_eq!(of(&[60; 15], 500), [420, 480]);
         assert_eq!(of(&[100; 3], 100), [100; 3], "there are no more sequences");
         assert!(of(&[], 100).is_empty());
@@ -351,7 +352,7 @@ mod tests {
         assert_eq!(spans(130, false), [0..8, 8..16, 16..24]);
         assert_eq!(spans(130, true), [0..4, 4..12, 12..16, 16..24]);
         assert_eq!(spans(70, true), [0..4, 4..8, 8..12, 12..16, 16..20, 20..24]);
-        assert!(spans(50, true).len() % 2 == 0, "groups that do not fit are cut");
+        assert!(spans(50, true).len() % 2 == 0, "groups that do not fit are split");
     }
 
     #[test]

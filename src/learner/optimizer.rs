@@ -33,8 +33,8 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Returns the bytes of optimizer state of a tensor of `values` values, of which `local_values` are in this
-/// process.
+/// Returns the number of bytes of optimizer state that this process needs for a tensor. The tensor has
+/// `values` values, of which this process holds `local_values`.
 pub fn state_bytes(settings: &Settings, values: usize, local_values: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
     buffers(settings, values, &Shape::from(local_values)).into_iter().map(bytes).sum()

@@ -59,7 +59,7 @@ impl<const N: usize> PassOutput<N> {
                 Some(batch_shards) => batch_shards.join_columns(&columns.collect::<Vec<_>>()),
             };
         }
-        // Several ranks skip no backward pass.
+        // With several ranks, no backward pass is skipped.
         Ok(Self { head, routed_experts, load_balance_loss, has_gradients: true })
     }
 }

@@ -11,8 +11,8 @@ use crate::policy::{BatchSize, KlPlacement, Normalizer, PolicySettings, Sequence
 use anyhow::Result;
 use std::collections::BTreeMap;
 
-/// The loss of an update over a batch or a minibatch. The loss of every micro-batch is divided by the token
-/// count of the whole update. So the split into micro-batches does not change the result.
+/// The loss of an update over a batch or a minibatch. Every micro-batch uses the normaliser of the whole
+/// update. So the split into micro-batches does not change the result.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,

@@ -67,8 +67,8 @@ fn layer_to_host(layer: &Tensor) -> Result<(Vec<u16>, usize)> {
     Ok((experts.collect(), layer.dim(1)?))
 }
 
-/// Returns the fraction of (input token, layer) pairs with the same set of experts in `a` and `b`; 1 without
-/// pairs.
+/// Compares the routed experts `a` and `b`. Returns the fraction of (input token, layer) pairs that have the
+/// same set of experts; 1 if there are no pairs.
 pub(super) fn agreement(a: &[RoutedExperts], b: &[RoutedExperts], top_k: usize) -> f64 {
     let layers = a.iter().flatten().zip(b.iter().flatten());
     let pairs = layers.flat_map(|(a, b)| a.chunks_exact(top_k).zip(b.chunks_exact(top_k)));
@@ -78,8 +78,7 @@ pub(super) fn agreement(a: &[RoutedExperts], b: &[RoutedExperts], top_k: usize) 
     if all == 0 { 1.0 } else { same as f64 / all as f64 }
 }
 
-/// Returns the length of the common prefix on which two sequences have the same `top_k` experts in all
-/// layers.
+/// Returns the number of leading tokens for which two sequences have the same `top_k` experts in all layers.
 pub(super) fn common_prefix_length(a: &RoutedExperts, b: &RoutedExperts, top_k: usize) -> usize {
     let layers = a.iter().zip(b).map(|(a, b)| a.iter().zip(b).take_while(|(a, b)| a == b).count());
     layers.min().unwrap_or(0) / top_k.max(1)

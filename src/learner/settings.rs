@@ -14,25 +14,25 @@ table! {
         /// trajectory has a micro-batch of its own. On a CPU, micro-batches of models of up to 256 MiB run in
         /// parallel, and the number of micro-batches is made even.
         pub micro_batch_tokens: usize = 1280 => from(1.0).to(16777216.0),
-        /// Optimizer updates per epoch. Trajectories are shuffled and split evenly; with 1, they keep their
-        /// order. With more than 1, a forward pass over the whole batch runs before the first update, and the
-        /// mismatch is measured with its log-probabilities.
+        /// Number of optimizer updates per epoch. With 1, trajectories keep their order. With more than 1,
+        /// they are shuffled and split evenly. Then a forward pass over the whole batch runs before the first
+        /// update, and its log-probabilities are used to measure the mismatch.
         pub minibatches: usize = 1 => from(1.0).to(1e6),
         /// Number of epochs over the step's trajectories.
         pub epochs: usize = 1 => from(1.0).to(1e6),
         /// Weight of the experts' load-balancing loss in reinforcement learning; 0 means no such loss.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),
         /// Activation checkpointing: keep only the input of each layer, and compute the layer again in the
-        /// backward pass. It needs less memory and more time, and gives the same bits. If absent, it is
-        /// enabled automatically: on a CPU, if the memory plan would otherwise need more than 90% of the
+        /// backward pass. This needs less memory and more time, and does not change the result. If absent, it
+        /// is enabled automatically: on a CPU, if the memory plan would otherwise need more than 90% of the
         /// available memory; on a GPU, if a micro-batch would keep more than 1 GiB.
         pub recompute_layers: Option<bool> = None,
         /// Frozen parameters: patterns for their names, in which `*` matches any characters.
         pub freeze: Vec<String> = Vec::new(),
-        /// File of trajectories to train on instead of sampling, as `rloss rollout` writes it. A step uses
-        /// `rollout.prompts_per_step` groups. After the last group, training continues with the first group.
-        /// Rewards and log-probabilities keep their stored values: set `rollout.temperature` to the
-        /// temperature of sampling.
+        /// File of trajectories, written by `rloss rollout`. The run trains on these trajectories and samples
+        /// none. A step uses `rollout.prompts_per_step` groups. After the last group, training continues with
+        /// the first group. Rewards and log-probabilities keep their stored values: set `rollout.temperature`
+        /// to the temperature of sampling.
         pub trajectories: Option<PathBuf> = None,
         /// Reaction to an update whose gradient norm is not finite. `"stop"` ends the run. `"skip"` does not
         /// change the weights and prints a warning. It also skips an update whose norm exceeds 10 times the

@@ -16,8 +16,8 @@ pub struct SupervisedOutput {
     pub tokens: usize,
 }
 
-/// Computes the gradients of the mean negative log-likelihood of `sequences`. The runner's parameters hold
-/// the gradients.
+/// Computes the gradients of the mean negative log-likelihood of `sequences`, and stores them in the runner's
+/// parameters.
 ///
 /// # Errors
 /// When a pass fails.

@@ -39,7 +39,8 @@ struct Stages {
     /// Time of the last printed line of progress.
     printed: Option<Instant>,
     status: Option<StatusFile>,
-    /// The last finished stage of each name that counts tokens.
+    /// For each stage name, the speed of the last finished stage of that name. Only stages that count tokens
+    /// are here.
     earlier: HashMap<String, StageSpeed>,
 }
 
@@ -84,8 +85,9 @@ impl Console {
         Self(Arc::new(ConsoleState { output, eta: Mutex::new(None), stages: Mutex::default() }))
     }
 
-    /// Shows one time left for all of the alternating `stages`. Each stage has a name, the number of steps
-    /// left, and the work of one step in a unit that all stages share.
+    /// Sets a plan of `stages` whose steps alternate. From then on, the time left is that of all these stages
+    /// together. Each stage has a name, the number of steps left, and the work of one step in a unit that all
+    /// stages share.
     pub fn set_plan(&self, stages: &[(&str, u64, f64)]) {
         *lock(&self.0.eta) = Some(Eta::new(stages));
     }
@@ -113,7 +115,8 @@ impl Console {
         }
     }
 
-    /// Keeps the current stage in a file of `folder`, until [`Self::remove_status_file`] is called.
+    /// Writes the current stage to a file in `folder` again and again, until [`Self::remove_status_file`] is
+    /// called.
     pub fn start_status_file(&self, folder: &Path) {
         lock(&self.0.stages).status = Some(StatusFile::new(folder));
         self.start_ticks();
@@ -236,8 +239,8 @@ impl Console {
         }
     }
 
-    /// Formats the current stages on one line. The innermost stage has its values; the outermost stage has
-    /// its step and the time left.
+    /// Formats the current stages on one line: the step of the outermost stage, the values of the innermost
+    /// stage, and the time left of the outermost stage.
     fn format_current_stages(&self, open: &[Arc<ProgressStage>], now: Instant) -> Option<String> {
         let inner = open.last()?;
         let line = inner.line(&lock(&inner.state), now);
@@ -316,7 +319,7 @@ struct ProgressStage {
     name: String,
     total: u64,
     kind: StageKind,
-    /// The last stage of the same name.
+    /// The speed of the last finished stage with the same name.
     earlier: Option<StageSpeed>,
     state: Mutex<StageState>,
 }
@@ -467,13 +470,14 @@ impl ProgressStage {
             );
         }
         let done_here = state.done.saturating_sub(state.done_at_start);
-        // Finished trajectories do not tell the length of the other trajectories.
+        // The time per finished trajectory does not predict the time left, because long trajectories finish
+        // last.
         let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
         let is_known = counts && done_here > 0 && state.done < self.total;
         is_known.then(|| elapsed / done_here as f64 * (self.total - state.done) as f64)
     }
 
-    /// Returns the amounts and the time so far.
+    /// Returns the finished items, the tokens and the seconds of this stage so far.
     fn speed(&self, state: &StageState, now: Instant) -> StageSpeed {
         let seconds = now.saturating_duration_since(state.start).as_secs_f64();
         let items = state.done.saturating_sub(state.done_at_start) as f64;

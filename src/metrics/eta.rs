@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::time::Instant;
 
-/// Number of recent steps of a stage whose mean time is used, because the tokens of a step change during a
-/// run.
+/// Number of most recent steps of a stage. Their mean time is the expected time of the stage's next step.
+/// Older steps are ignored, because the number of tokens per step changes during a run.
 const RECENT_STEPS: usize = 10;
 
 /// Estimates the time left of a run with alternating stages. A stage without a finished step is estimated
@@ -13,7 +13,7 @@ pub(super) struct Eta {
     stages: Vec<StageEstimate>,
     /// The end of the last step of any stage.
     last_step_end: Instant,
-    /// The stage of the current step, if this stage is not the one that calls.
+    /// The stage of the current step, if that step began inside a step of another stage ([`Eta::begin`]).
     current_stage: Option<String>,
 }
 
@@ -103,7 +103,8 @@ impl StageEstimate {
     }
 }
 
-/// The amounts and the time of a stage. The next stage of the same name is estimated from them.
+/// The finished items, the tokens and the time of a stage. The next stage of the same name is estimated from
+/// them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct StageSpeed {
     /// Number of finished items.
@@ -157,7 +158,7 @@ mod tests {
         eta.stages[1].advance(1, 3.0);
         assert_eq!(seconds(&eta, "rl"), Some(3.0 * 3.0), "its own speed is known");
         let within = |s| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(s));
-        assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step takes its share, however long");
+        assert_eq!([within(2), within(50)], [Some(7.0), Some(6.0)], "a step has at least 0 seconds left");
         eta.stages[1].advance(3, 9.0);
         assert_eq!(seconds(&eta, "rl"), None, "nothing is left");
     }
@@ -169,7 +170,7 @@ mod tests {
         eta.stages[0].advance(1, 30.0);
         let seconds =
             |eta: &Eta, later| eta.seconds_left("rl", eta.last_step_end + Duration::from_secs(later));
-        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 10.0), "by the work");
+        assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 10.0), "estimated from the work");
         eta.expect("evaluation", 25.0);
         assert_eq!(seconds(&eta, 0), Some(3.0 * 30.0 + 2.0 * 25.0));
         eta.begin("evaluation");

@@ -13,8 +13,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes rows as scalars with x = step. Each phase has a subfolder, which TensorBoard shows as one run.
 ///
-/// A resumed run starts a new file. Because of its first event, TensorBoard drops the events of earlier files
-/// from that step on. So no step appears twice.
+/// A resumed run starts a new file. The first event of that file names the first step after the checkpoint.
+/// TensorBoard then drops the events of earlier files from that step on, so no step appears twice.
 #[derive(Debug)]
 pub struct TensorBoard {
     folder: PathBuf,

@@ -27,7 +27,7 @@ pub(super) fn wrap_lines(text: &str, columns: usize) -> String {
         let indent = label.filter(|at| *at <= LABEL_MAX).unwrap_or(2);
         let (mut broken, mut width) = (String::new(), 0);
         for word in line.split_inclusive(' ') {
-            // A space at the end of a line is invisible.
+            // Spaces at the end of a line are invisible, so they do not count.
             if width + word.trim_end().width() > columns && width > indent {
                 broken = format!("{}\n{}", broken.trim_end(), " ".repeat(indent));
                 width = indent;

@@ -53,8 +53,9 @@ impl CacheCapacity {
     pub fn pages(&self, config: &Config, layer: &LayerType) -> usize {
         let sequence_pages = self.tokens.div_ceil(PAGE_POSITIONS);
         let resident_pages = match layer {
-            // A window that starts and ends within pages touches up to two more pages. The factor is 2,
-            // because the samples of a group free the pages of their prompt at different times.
+            // A window may begin and end in the middle of a page, so it touches up to two pages more than its
+            // length fills. The samples of a group free the pages of their prompt at different times. Hence
+            // the factor 2.
             LayerType::Sliding => 2 * sequence_pages.min(config.sliding_window.div_ceil(PAGE_POSITIONS) + 2),
             // Each sample has its own copy of the page in which the prompt ends.
             LayerType::Full => sequence_pages + 1,
@@ -92,7 +93,8 @@ impl SequenceCache {
     pub fn bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         let resident_positions = |layer: &LayerType| match layer {
-            // A window that starts and ends within blocks touches up to two more blocks.
+            // A window may begin and end in the middle of a block, so it touches up to two blocks more than
+            // its length fills.
             LayerType::Sliding => tokens.min(config.sliding_window + 2 * BLOCK),
             LayerType::Full => tokens,
         };

@@ -110,8 +110,8 @@ impl Config {
         Self::from_json(&value).map_err(|e| bad_input!("{}: {e}", path.display()))
     }
 
-    /// Checks a config that was built from values. A `BadInput` error names the keys that contradict each
-    /// other.
+    /// Checks a config whose fields were set by code, not read from a file. A `BadInput` error names the keys
+    /// that contradict each other.
     pub fn check(&self) -> Result<()> {
         let mistakes = self.mistakes();
         if mistakes.is_empty() { Ok(()) } else { Err(bad_input!("{}", mistakes.join("; "))) }

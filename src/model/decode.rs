@@ -2,8 +2,8 @@
 //! kernel.
 //!
 //! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to
-//! buffers on the GPU before the launch. So one captured graph can replay every later step of its shape, with
-//! the same bits. The second step of a shape is captured.
+//! buffers on the GPU before the launch. So one captured graph can replay every later step of its shape. The
+//! results are bit-identical to those of separate launches. The second step of a shape is captured.
 
 use super::attention::AttentionMode;
 use super::cache::SequenceCache;
@@ -124,8 +124,8 @@ fn step(stack: &DecoderStack, caches: &mut [&mut SequenceCache]) -> Result<Decod
             layers.map(|layer| layer.pages_mut().context("a cache on host")).collect::<Result<Vec<_>>>()?;
         step.add_layer(attention, &mut pages)?;
         if let Some(window) = attention.window {
-            // The page table of this step already has the evicted pages. No other step can reuse them before
-            // the launches of this step.
+            // The pages that are freed here stay intact for this step: its page table already names them, and
+            // no other step can reuse them before the launches of this step.
             pages.iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
         }
     }

@@ -92,8 +92,8 @@ impl DecoderStack<'_> {
         layer.forward(x, &mut LayerPass { model: self.model, index, options: &self.forward, rows })
     }
 
-    /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` holds, concatenated,
-    /// `counts[i]` ids for `caches[i]`.
+    /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` is the concatenation of the
+    /// new ids of all sequences: `counts[i]` ids for `caches[i]`.
     ///
     /// # Errors
     /// When a sequence would exceed the context, or `keep` fails.

@@ -52,9 +52,9 @@ impl ExpertParallel {
         expert_range(self.experts, rank, self.mesh.ranks())
     }
 
-    /// Returns the expert outputs for rows `x [T·K, H]`, which are sorted by `plan`, in the same order.
-    /// `products` computes the experts of this rank for the rows of all ranks. Every rank must call this
-    /// method or [`Self::serve`].
+    /// Returns the expert outputs for the rows `x [T·K, H]`, which are sorted by expert as `plan` says.
+    /// Output i belongs to row i. `products` computes the experts of this rank for the rows of all ranks.
+    /// Every rank must call this method or [`Self::serve`].
     ///
     /// # Errors
     /// When a rank does not respond in time, or `products` fails.
@@ -66,7 +66,8 @@ impl ExpertParallel {
         Ok(Tensor::from_vec(values, (rows, width), &Device::Cpu)?)
     }
 
-    /// Computes the rows of the other ranks when this rank has no rows.
+    /// Takes part in a pass in which this rank has no rows. Computes the expert outputs for rows of other
+    /// ranks.
     ///
     /// # Errors
     /// Errors of [`Self::forward`].

@@ -11,9 +11,9 @@ use std::sync::Arc;
 /// Options of a forward pass, which ablations change. The default is the correct forward pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ForwardOptions {
-    /// False leaves the sinks out of the softmax.
+    /// If false, the softmax leaves out the sinks.
     pub sinks: bool,
-    /// False gives the sinks no gradient.
+    /// If false, the sinks get no gradient.
     pub sink_gradient: bool,
     /// Noise on the router logits, before experts are selected and weighted.
     pub router_noise: Option<RouterNoise>,
@@ -23,7 +23,7 @@ pub struct ForwardOptions {
     /// The gain of the sigmoid in the experts. Other values reproduce a known bug of other implementations,
     /// so that `check-mismatch` can recognise the bug.
     pub swiglu_alpha: f64,
-    /// True weights the selected experts by a softmax over all experts, without renormalising. This
+    /// If true, the selected experts are weighted by a softmax over all experts, without renormalising. This
     /// reproduces a known bug of other implementations.
     pub softmax_before_top_k: bool,
 }

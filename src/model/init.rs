@@ -1,5 +1,5 @@
-//! Random initialisation. Its values are a function of the config, the settings and the seed, with the same
-//! bits on every machine.
+//! Random initialisation. Its values depend only on the config, the settings and the seed. They are
+//! bit-identical on every machine.
 
 use super::config::Config;
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -54,9 +54,9 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
     Ok(specs.into_par_iter().map(draw).collect())
 }
 
-/// Returns the tensors of a critic in [`value_model_specs`] order: the decoder stack, which `stack` reads,
-/// and a new value head. The weight of the head is normally distributed with standard deviation 1 / (H + 1),
-/// so initial values are near 0. The bias is 0.
+/// Returns the tensors of a critic in [`value_model_specs`] order: the decoder stack and a new value head.
+/// `stack` returns a tensor of the decoder stack. The weight of the head is normally distributed with
+/// standard deviation 1 / (H + 1), so initial values are near 0. The bias is 0.
 pub fn value_model(
     config: &Config,
     seed: u64,

@@ -200,7 +200,8 @@ impl Experts {
         Ok((output, Routing { routed_experts, plan, router_logits }))
     }
 
-    /// Computes the rows of the other ranks when this rank has no rows.
+    /// Takes part in a pass in which this rank has no rows. Computes the expert outputs for rows of other
+    /// ranks.
     ///
     /// # Errors
     /// When a rank does not respond in time.

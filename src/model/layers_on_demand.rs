@@ -1,6 +1,6 @@
-//! Layers that are built each time a pass reaches them, so that memory holds one layer at a time. If the
-//! model is larger than memory, the tensors of a layer are read from disk. If changed tensors would be much
-//! larger than the tensors in memory, they are computed from the tensors in memory.
+//! Layers that are built each time a pass reaches them, so that memory holds one built layer at a time. They
+//! have two uses. If the model is larger than memory, the tensors of a layer are read from disk. If a change
+//! such as rounding makes the tensors much larger, each layer is changed when the pass reaches it.
 
 use super::config::Config;
 use super::layer::Layer;
@@ -43,7 +43,8 @@ impl TensorSource for HashMap<String, Weight> {
 pub struct LayersOnDemand {
     pub source: Arc<dyn TensorSource>,
     pub config: Config,
-    /// First the rounding of `model.dtype`, then ablations or changes that reproduce a known bug.
+    /// The changes, in the order in which they are applied: first the rounding of `model.dtype`, then
+    /// ablations or changes that reproduce a known bug.
     pub changes: Vec<WeightChange>,
     /// The adapters by the names of the adapted matrices.
     pub adapters: HashMap<String, Adapter>,

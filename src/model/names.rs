@@ -14,10 +14,10 @@ pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {
     AsStored,
-    /// Stored as [out, in], in memory contiguous [in, out]. This is the K × N layout whose rows a matmul
-    /// reads. A tied embedding, which is also the LM head, has this layout.
+    /// Stored as [out, in]; in memory [in, out], contiguous. A matmul reads rows of this layout. A tied
+    /// embedding, which is also the LM head, has this layout.
     Transposed,
-    /// Stored as one tensor [out, in] per expert, in memory contiguous [E, in, out].
+    /// Stored as one tensor [out, in] per expert; in memory [E, in, out], contiguous.
     PerExpert,
 }
 

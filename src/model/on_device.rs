@@ -1,5 +1,5 @@
-//! Tests of whole models on a GPU or the emulated driver. Training, prefill and decode have the same bits,
-//! and gradients are close to the gradients of the CPU.
+//! Tests of whole models on a GPU or the emulated driver. They check that training, prefill and decode give
+//! the same bits, and that gradients are close to those of the CPU.
 
 mod adapted;
 
@@ -129,8 +129,9 @@ impl Learner {
         self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
     }
 
-    /// Returns the log-probabilities of the targets as a sampler computes them. A pass has up to `pace` new
-    /// tokens of each sequence. If `decoder` is given, it runs the passes, which then have single tokens.
+    /// Returns the log-probabilities of the targets as a sampler computes them. A forward pass has up to
+    /// `pace` new tokens of each sequence. If `decoder` is given, it runs the passes. Each pass then has one
+    /// new token of each sequence.
     fn sample(
         &self,
         caches: &CacheFactory,
@@ -193,7 +194,7 @@ fn decode_and_chunks_have_the_bits_of_training() {
     }
 }
 
-/// Checks that sampling has the bits of training at every pace.
+/// Checks at every pace that the log-probabilities of sampling and training are bit-identical.
 fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     let lengths = [70, 1, 9];
     let tokens = ids(lengths.iter().sum());

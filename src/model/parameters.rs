@@ -152,7 +152,7 @@ impl Parameters {
         &self.backend
     }
 
-    /// Returns the processes that make passes together.
+    /// Returns the processes that run passes together.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.backend.mesh
     }
@@ -300,9 +300,9 @@ impl Parameters {
         }
     }
 
-    /// Makes exactly the tensors with `trained[index]` trainable, and sets their gradients to 0. `trained`
-    /// has [`Self::len`] values. If there are several processes, each then keeps only its shard of the
-    /// trained tensors.
+    /// Makes tensor `i` trainable if `trained[i]` is true, and frozen otherwise. Sets the gradients of
+    /// trainable tensors to 0. `trained` has [`Self::len`] values. If there are several processes, each then
+    /// keeps only its shard of the trainable tensors.
     ///
     /// # Errors
     /// When a tensor cannot be trained, or memory runs out.
@@ -343,8 +343,8 @@ impl Parameters {
         self.entries[index].gradient.is_some()
     }
 
-    /// Returns the gradient of tensor `index`, if the tensor is trained. It is the sum over the last batch of
-    /// [`crate::learner`]. For a sharded tensor, returns the shard of this rank.
+    /// Returns the gradient of tensor `index`, if the tensor is trained. It is the sum over the last batch
+    /// that [`crate::learner`] ran. For a sharded tensor, returns the shard of this rank.
     pub fn gradient(&self, index: usize) -> Option<&Tensor> {
         self.entries[index].gradient.as_ref()
     }

@@ -33,7 +33,7 @@ impl<'a> PolicyView<'a> {
         })
     }
 
-    /// Returns the policy that samples for training under `ablations`.
+    /// Returns the policy of the rollout, with `ablations` applied.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when `rollout_mxfp4` is on and the number of inputs of an expert matrix is
@@ -47,8 +47,9 @@ impl<'a> PolicyView<'a> {
         Self::across_processes(model, parameters, Some(ablations), seed, RolloutWeightPlacement::Whole)
     }
 
-    /// Returns the policy that all processes of a run sample with, under `ablations` if given. Every process
-    /// must run the same passes at the same time, unless `weights` gives each process all weights.
+    /// Returns the policy of a rollout that all processes of a run share, with `ablations` applied if given.
+    /// Every process must run the same passes at the same time, unless `weights` gives each process all
+    /// weights.
     ///
     /// # Errors
     /// Errors of [`Self::for_rollout`], and when a rank does not respond in time.
@@ -71,7 +72,7 @@ impl<'a> PolicyView<'a> {
         Ok(Self { model, weights: Arc::new(weights), forward })
     }
 
-    /// Returns the policy as training computes it under `ablations`.
+    /// Returns the policy of the training forward pass, with `ablations` applied.
     ///
     /// # Errors
     /// When a tensor of the architecture is missing.

@@ -28,7 +28,7 @@ pub struct WeightRounding {
 }
 
 impl WeightRounding {
-    /// Returns the rounding of the policy that samples under `ablations`.
+    /// Returns the rounding of the rollout's weights under `ablations`.
     pub fn from_ablations(ablations: &Ablations) -> Self {
         Self { mxfp4: ablations.rollout_mxfp4, bits: ablations.rollout_mantissa_limit() }
     }
@@ -46,7 +46,7 @@ impl WeightRounding {
         let becomes_mxfp4 = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
         let loses_bits =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
-        // Rounding an MXFP4 tensor further decodes it to f32.
+        // An MXFP4 tensor that is rounded to fewer bits is decoded to f32.
         let format =
             if loses_bits && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { format };
         if becomes_mxfp4 || loses_bits { spec.resident_bytes(format) } else { 0 }

@@ -230,12 +230,12 @@ impl Scalar for Tokenizer {
 choice! {
     /// The device of a run.
     pub enum DeviceKind {
-        /// A GPU, if the build supports it and it can run the recipe; otherwise the CPU.
+        /// A GPU, if the build supports GPUs and the GPU can run the recipe; otherwise the CPU.
         Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
         /// NVIDIA GPUs of compute capability 9.0, one per process. They need `model.dtype = "bf16"` and heads
-        /// of width 64.
+        /// of width 64 or 128.
         Cuda = "cuda",
     }
 }

@@ -13,7 +13,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// The weight of a tensor and its placement. Only variables can be trained. They are always dense.
+/// The weight of a tensor and its placement. Only a variable can be trained. A variable is always dense.
 #[derive(Clone)]
 pub struct TensorStorage {
     /// `None` if the tensor is on disk. The weight of a shard has flat values or packed bytes.
@@ -40,7 +40,7 @@ impl TensorStorage {
         Self::variable(spec, weight.decode(&spec.working_shape())?.flatten_all()?.to_vec1()?)
     }
 
-    /// Returns the shard of this rank of a trainable tensor, from the flat values of the shard.
+    /// Returns this rank's shard of a trainable tensor. `values` are the flat values of the shard.
     ///
     /// # Errors
     /// When memory runs out.

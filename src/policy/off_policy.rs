@@ -18,8 +18,8 @@ use crate::bad_input;
 /// Over all sequences, where a sequence without valid tokens has log-perplexity 0:
 /// - `training_log_ppl` = −mean T, and its exponential `training_ppl`; `rollout_log_ppl` and `rollout_ppl`
 ///   are the same for R
-/// - `log_ppl_diff` = mean R − mean T, and its absolute mean, maximum and minimum; `ppl_ratio` is its
-///   exponential
+/// - `log_ppl_diff` = mean R − mean T. Of its values over sequences: the mean, the mean of the absolute
+///   values (`log_ppl_abs_diff`), the maximum and the minimum. `ppl_ratio` is the mean of the exponentials
 /// - `chi2_seq` = mean(exp(clamp(Σ(T − R), ±20))²) − 1
 ///
 /// Without `rollout_log_prob` only the two metrics `training_…` are returned.

@@ -61,7 +61,11 @@ const KEYS: &[OtherTrainerName] = &[
         &["rollout.prompts_per_step"],
         ", with rollout.samples_per_prompt samples per prompt; in [cold_start] use batch_size",
     ),
-    with_note("use_vllm", &["rollout"], "; one forward samples and trains, without a second engine"),
+    with_note(
+        "use_vllm",
+        &["rollout"],
+        "; sampling and training use one forward pass, without a second engine",
+    ),
     same_meaning("gradient_checkpointing", &["train.recompute_layers"]),
     same_meaning("bf16", &["model.dtype"]),
     with_note("report_to", &["logging.tensorboard"], "; `rloss report` writes a page"),

@@ -198,8 +198,8 @@ fn read_text(recipe: &mut Recipe, reader: &mut Reader, base_error: Option<&str>)
     reader.mistakes.listed.extend(read.into_iter().filter(|mistake| !is_consequence(mistake)));
 }
 
-/// Returns the message of a syntax error. For a duplicate key, it gives the key and the line of the first
-/// one.
+/// Returns the message of a syntax error. For a duplicate key, the message names the key and the line of its
+/// first occurrence.
 fn syntax_error(error: &toml::de::Error, text: &str) -> String {
     let written = error.span().filter(|_| error.message() == "duplicate key");
     let Some(before) = written.as_ref().and_then(|span| text.get(..span.start)) else {

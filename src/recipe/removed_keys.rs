@@ -42,8 +42,8 @@ pub(super) fn removed_key_error(key: &str, value: &DeValue) -> Option<String> {
     })
 }
 
-/// Blanks the lines of a run folder's recipe that have a removed key or value without effect on the run. The
-/// other lines keep their numbers.
+/// Blanks the lines of a run folder's recipe whose removed key or value has no effect on the run. The other
+/// lines keep their numbers.
 pub(super) fn blank_removed_keys(recipe: &str) -> String {
     let mut table = "";
     let mut text = String::with_capacity(recipe.len());

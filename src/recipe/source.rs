@@ -104,7 +104,7 @@ impl RecipeSource {
         }
     }
 
-    /// Returns the name of the default run folder `runs/<stem>`.
+    /// Returns the stem of the default run folder `runs/<stem>`.
     pub fn stem(&self) -> String {
         let path = match self {
             RecipeSource::BuiltIn { name, .. } => return (*name).to_owned(),

@@ -60,10 +60,10 @@ macro_rules! choice {
     };
 }
 
-/// Declares a value that is selected by the name of an entry, and the modules of the entries. Each module has
-/// an `ENTRY` with `name` and `meaning`. A new entry needs one new file and one new line; an enum would need
-/// a change at every match. `cargo fmt` does not find modules that a macro declares, so `just format` names
-/// their files.
+/// Declares a type whose values are entries of a list, selected by name. Also declares the modules of the
+/// entries. Each module has an `ENTRY` with `name` and `meaning`. A new entry needs one new file and one new
+/// line; an enum would need a change at every match. `cargo fmt` does not find modules that a macro declares,
+/// so `just format` names their files.
 macro_rules! registry {
     (
         $(#[doc = $doc:literal])*
@@ -128,7 +128,7 @@ macro_rules! registry {
 
 pub(crate) use {choice, registry};
 
-/// Returns the word in `known` that is most similar to `written`, if it is similar enough to be intended.
+/// Returns the word in `known` that is most similar to `written`; `None` if no word is similar.
 pub fn closest_word<'k>(written: &str, known: impl Iterator<Item = &'k str>) -> Option<&'k str> {
     similar_words(written, known).first().copied()
 }

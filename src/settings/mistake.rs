@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// Where a value was written. Mistakes are reported in this order.
+/// The location of a written value. Mistakes are reported in the order of their locations.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SourceLocation {
     /// In the text of the recipe or its base. `line` is `None` for a key that is absent.
@@ -43,7 +43,7 @@ impl fmt::Display for Mistake {
     }
 }
 
-/// All mistakes in a recipe. At least one, if returned as an error.
+/// All mistakes in a recipe. If this is returned as an error, there is at least one.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Mistakes {
     /// The mistakes that are reported individually.

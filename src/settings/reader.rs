@@ -54,8 +54,8 @@ pub(crate) struct Reader<'a> {
     pub text: &'a str,
     /// Returns the message for a removed key or value, with its remedy.
     pub removed_key: fn(&str, &DeValue) -> Option<String>,
-    /// Returns the recipe keys that correspond to a key of another trainer or, if a word is given, to its
-    /// value.
+    /// Returns the recipe keys that correspond to a key of another trainer. If a word is given, returns the
+    /// recipe keys that correspond to this value of another trainer.
     pub other_trainer_key: fn(&str, Option<&str>) -> Option<&'static OtherTrainerName>,
     /// The end of each line of the text, as a byte offset.
     pub line_ends: &'a [usize],
@@ -124,12 +124,12 @@ impl Reader<'_> {
         let (other_trainer_name, suggested) =
             ((self.other_trainer_key)(name, None), self.suggest(table, name));
         let inner_keys = written.value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys));
-        // verl's [trainer] is similar to [train].
+        // verl's [trainer] looks like a misspelling of [train], but is another table.
         let is_other_table = suggested.is_none() || (table.is_empty() && name == "trainer");
         if let (None, true, Some(keys)) = (other_trainer_name, is_other_table, inner_keys) {
             return self.refuse_other_trainer_keys(&written.path, keys);
         }
-        // A key of the same table is nearer.
+        // If this table has a key with a similar name, that key is meant, not the key of another trainer.
         let is_sibling = |known: &String| !table.is_empty() && known.starts_with(&join(table, ""));
         let other_trainer_name = other_trainer_name.filter(|_| !suggested.as_ref().is_some_and(is_sibling));
         let message = match (other_trainer_name, suggested) {

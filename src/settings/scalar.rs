@@ -262,7 +262,7 @@ fn absolute(text: &str) -> Result<PathBuf, String> {
     match path.to_str() {
         Some(_) => Ok(path),
         None => {
-            Err("the working directory's path is not valid UTF-8; run from a folder whose path is".to_owned())
+            Err("the path of the working directory is not valid UTF-8; run from another folder".to_owned())
         }
     }
 }

@@ -73,7 +73,7 @@ fn open_validation(context: &RunContext, examples: &Examples) -> Result<Vec<Sequ
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
-    // A task without demonstrations is an error before any work.
+    // This call reports a task without demonstrations before any work.
     examples.batch(&renderer, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
         return renderer.read_rows(path, Some(cold_start.validation_rows_max));

@@ -4,7 +4,7 @@ use crate::metrics::{Metrics, format_number};
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
-/// Number of steps whose median is used.
+/// Number of recent steps over whose norms the median is computed.
 const MEDIAN_WINDOW: usize = 32;
 /// Minimum number of norms from which a limit is computed.
 const NORMS_MIN: usize = 8;
@@ -28,8 +28,8 @@ impl GradientNorms {
         Self { name, norms: VecDeque::new(), skipped_steps: 0 }
     }
 
-    /// Returns the limit; an update with a larger norm is skipped. It is infinite for fewer than
-    /// [`NORMS_MIN`] norms.
+    /// Returns the limit of the norm; an update with a larger norm is skipped. With fewer than [`NORMS_MIN`]
+    /// norms, the limit is infinite.
     pub fn limit(&self) -> f64 {
         let mut sorted: Vec<f64> = self.norms.iter().copied().collect();
         sorted.sort_by(f64::total_cmp);
@@ -44,7 +44,7 @@ impl GradientNorms {
         match (get("grad_norm"), bad_updates) {
             (Some(norm), _) => {
                 self.skipped_steps = 0;
-                // The norm of a step without signal is 0.
+                // The norm of a step without signal is 0, and does not count.
                 if norm > 0.0 {
                     self.norms.push_back(norm);
                 }

@@ -286,7 +286,7 @@ impl Trainer {
         }
         let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let count = evaluation.rows().count();
-        // Stop before training. The steps would fail too, each of them only after its time limits.
+        // Stop before training. Each step would fail too, but only after the time limits of its trajectories.
         ensure!(
             step > 0 || failed < count,
             "every trajectory of the first evaluation failed, because the task's program or the tool's workers failed; the \

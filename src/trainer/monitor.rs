@@ -9,7 +9,7 @@ use crate::run::causes::CAUSE_COUNT;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
-/// Number of steps of the success rate's moving average.
+/// Number of steps over which the success rate is averaged.
 const WINDOW_STEPS: usize = 5;
 /// Minimum fall of the success rate, in standard errors. A smaller fall may be chance.
 const FALL_ERRORS_MIN: f64 = 3.0;
@@ -26,7 +26,8 @@ pub(super) struct Monitor {
     failing_steps: u64,
     /// Number of consecutive steps, including the last one, in which no group had a signal.
     no_signal_steps: u64,
-    /// Number of consecutive steps, including the last one, with each cause.
+    /// For each cause that makes samples useless for learning: the number of consecutive steps with this
+    /// cause, including the last one.
     cause_steps: [u64; CAUSE_COUNT],
     /// Number of successes and of trajectories of each recent step.
     window: VecDeque<(f64, f64)>,
@@ -172,7 +173,7 @@ impl Monitor {
         self.window.clear();
         self.best_window = None;
         Some(format!(
-            "the success rate fell from {} (the {WINDOW_STEPS} steps to {best_step}) to {}; look at actor/grad_norm, actor/entropy, \
+            "the success rate fell from {} (mean of {WINDOW_STEPS} steps up to step {best_step}) to {}; look at actor/grad_norm, actor/entropy, \
              response_length/mean and mismatch/log_ppl_abs_diff_max since then, and try a lower train.optimizer.lr",
             format_number(best_rate),
             format_number(rate)

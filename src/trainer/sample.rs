@@ -11,7 +11,7 @@ use anyhow::{Context, Result};
 
 /// The rollouts of a step, and the groups used for training.
 pub(super) struct SampleOutput {
-    /// All sampled groups, including discarded groups. The rollout metrics cover all of them.
+    /// All sampled groups, including discarded groups. The rollout metrics are computed over all of them.
     pub rollouts: Rollouts,
     /// Indices in `rollouts.groups` of the groups used for training.
     training_indices: Vec<usize>,
@@ -65,7 +65,7 @@ impl Trainer {
             return Ok(SampleOutput { rollouts, training_indices, rounds: None, seconds: 0.0 });
         }
         let started = std::time::Instant::now();
-        // The weights do not change within a step, and so one engine samples it.
+        // The weights do not change while a step samples, so one engine samples all of its rounds.
         let engine = self.context.engine(self.context.rollout_policy()?, step - 1, &recipe.rollout)?;
         let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);

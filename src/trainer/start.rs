@@ -34,7 +34,7 @@ impl Trainer {
         if context.parameters.adapter().is_none() || context.base.is_some() {
             return Ok(());
         }
-        // The format of the weights' own precision, so that nothing is rounded.
+        // The format has the precision of the weights, so nothing is rounded.
         let format = match context.plan.recipe.model.dtype {
             Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
             Dtype::F32 => WeightFormat::F32,

@@ -230,8 +230,8 @@ impl PolicyStep<'_> {
         Ok(forward)
     }
 
-    /// Runs `work` as a stage of the progress display without a count. `timing` is the stage's name in the
-    /// timings, and `label` its name on the console.
+    /// Runs `work` as a stage of the progress display. The stage shows no count. `timing` is the stage's name
+    /// in the timings, and `label` its name on the console.
     fn run_stage<T>(&self, (timing, label): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
         let stage = self.console.start_inner_stage(label, 0);
         let result = self.timings.time(timing, work)?;

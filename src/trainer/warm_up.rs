@@ -1,4 +1,4 @@
-//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning. They use the same
+//! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning. Both use the same
 //! forward and backward pass.
 
 use super::{Trainer, WARM_UP_STAGE};

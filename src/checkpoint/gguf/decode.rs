@@ -1,14 +1,18 @@
-//! Decodes the blocks of a GGUF tensor to f32, with the bits of the `gguf` package. The formats are those of
-//! ggml (`ggml-common.h`): a block has one or two f16 scales, and a K format also scales of parts of a block.
-//! candle has these decoders too, but copies the values three times and uses no vectors. With candle's,
-//! loading took 2.4 times as long.
+//! Decodes the blocks of a GGUF tensor to f32, bit for bit as the Python package `gguf` does. The formats are
+//! those of ggml (`ggml-common.h`). A block has one or two f16 scales. A block of a K format consists of
+//! parts, and each part has its own scale too. An MXFP4 block has an 8-bit exponent as its scale.
+//!
+//! In the formulas below, `q` is the stored integer, `d` is the scale of a block, and `m` is its minimum.
+//!
+//! candle has decoders for these formats too, but copies the values three times and uses no vectors. With
+//! candle's decoders, loading took 2.4 times as long.
 
 use super::tensor_type::from_gguf_block;
 use crate::ops::mxfp4;
 use half::{bf16, f16};
 use multiversion::multiversion;
 
-/// Decodes whole blocks of one type: bytes, values.
+/// A function that decodes whole blocks of one type, from bytes to values.
 pub(super) type Decode = fn(&[u8], &mut [f32]);
 
 /// Reads the f16 at byte `at` of a block.
@@ -48,7 +52,7 @@ pub(super) fn q8_0(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Decodes Q4_0: `d · (q - 8)`; the low nibbles come first.
+/// Decodes Q4_0: `d · (q - 8)`. The low nibbles hold the first 16 values of a block.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn q4_0(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.as_chunks::<18>().0.iter().zip(values.as_chunks_mut::<32>().0) {
@@ -72,14 +76,14 @@ pub(super) fn q4_1(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns the fifth bits of a block of 32 values, in place: 16 or 0.
+/// Returns the fifth bit of each of the 32 values of a block, shifted to its place in `q`: 16 or 0.
 #[inline]
 fn fifth_bits(bits: [u8; 4]) -> [u8; 32] {
     let bits = u32::from_le_bytes(bits);
     std::array::from_fn(|i| ((bits >> i & 1) << 4) as u8)
 }
 
-/// Decodes Q5_0: `d · (q - 16)`; the fifth bits lie before the nibbles.
+/// Decodes Q5_0: `d · (q - 16)`. A block stores the fifth bits before the nibbles.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn q5_0(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.as_chunks::<22>().0.iter().zip(values.as_chunks_mut::<32>().0) {
@@ -105,7 +109,8 @@ pub(super) fn q5_1(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns scale and minimum of part `part` of 8, from the 12 bytes of a Q4_K or Q5_K block: 6 bits each.
+/// Returns the scale and the minimum of part `part`, one of 8 parts, of a Q4_K or Q5_K block. `packed` holds
+/// those of all parts in 12 bytes, 6 bits each.
 #[inline]
 fn part_scales(packed: &[u8], part: usize) -> (f32, f32) {
     let (scale, min) = match part {
@@ -118,7 +123,7 @@ fn part_scales(packed: &[u8], part: usize) -> (f32, f32) {
     (f32::from(scale), f32::from(min))
 }
 
-/// Decodes Q4_K: `(d · scale) · q - dmin · min`, by parts of 32.
+/// Decodes Q4_K: `(d · scale) · q - d_min · min`. Each part of 32 values has its own `scale` and `min`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn q4_k(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.as_chunks::<144>().0.iter().zip(values.as_chunks_mut::<256>().0) {
@@ -134,7 +139,8 @@ pub(super) fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Decodes Q5_K: as Q4_K, with the fifth bits of part `p` in bit `p` of 32 bytes.
+/// Decodes Q5_K by the formula of Q4_K. The fifth bits have 32 bytes: bit `p` of byte `i` is that of value
+/// `i` of part `p`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn q5_k(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.as_chunks::<176>().0.iter().zip(values.as_chunks_mut::<256>().0) {
@@ -152,15 +158,15 @@ pub(super) fn q5_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Decodes Q6_K: `(d · scale) · (q - 32)`, by parts of 16. Each half of a block has 64 bytes of low nibbles
-/// and 32 of high pairs of bits.
+/// Decodes Q6_K: `(d · scale) · (q - 32)`. Each part of 16 values has its own `scale`. Each half of a block
+/// stores the low 4 bits of its values in 64 bytes, and the high 2 bits in 32 bytes.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn q6_k(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.as_chunks::<210>().0.iter().zip(values.as_chunks_mut::<256>().0) {
         let d = scale(block, 208);
         let (low, high, scales) = (&block[..128], &block[128..192], &block[192..208]);
         for (half, values) in values.as_chunks_mut::<128>().0.iter_mut().enumerate() {
-            // Four groups of 32 values share the bytes of the high bits.
+            // Four groups of 32 values share the 32 bytes with the high bits.
             for (group, values) in values.as_chunks_mut::<32>().0.iter_mut().enumerate() {
                 let low = &low[half * 64 + group % 2 * 32..][..32];
                 let high = &high[half * 32..][..32];

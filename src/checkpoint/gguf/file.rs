@@ -149,7 +149,7 @@ impl Header {
             let end = data.checked_add(tensor.start).and_then(|start| start.checked_add(bytes));
             if end.is_none_or(|end| end > length) {
                 return Err(format!(
-                    "truncated: `{name}` has {bytes} bytes at offset {}, but the file ends before; fetch the file again",
+                    "truncated: `{name}` has {bytes} bytes at offset {}, but the file ends before the last of them; fetch the file again",
                     tensor.start
                 ));
             }
@@ -163,8 +163,9 @@ impl Header {
 struct Bytes<'a> {
     file: BufReader<&'a File>,
     left: u64,
-    /// Whether `left` counts the bytes up to the end of the file. Otherwise it counts those up to
-    /// [`HEADER_BYTES_MAX`].
+    /// Whether `left` counts the bytes up to the end of the file. Otherwise `left` counts the bytes up to
+    /// [`HEADER_BYTES_MAX`]. When `left` is too small, the file is truncated in the first case; in the second
+    /// case, the header is too long.
     is_cut: bool,
 }
 
@@ -236,7 +237,7 @@ impl Bytes<'_> {
         };
         if count.checked_mul(bytes).is_none_or(|bytes| bytes > self.left) {
             return Err(format!(
-                "truncated: {key:?} has {count} values, but the header ends before; fetch the file again"
+                "truncated: {key:?} has {count} values, but the header ends before the last of them; fetch the file again"
             ));
         }
         Ok(match kind {

@@ -24,7 +24,7 @@ pub(super) struct PreTokenizer {
     pub(super) pattern: &'static str,
     /// Whether a text is normalized to NFC before the split.
     normalizes: bool,
-    /// Whether a part of the text that is an entry of the vocabulary is encoded without merges.
+    /// Whether merges are skipped for a part of the text that is itself an entry of the vocabulary.
     ignores_merges: bool,
 }
 
@@ -155,7 +155,7 @@ impl Metadata<'_> {
             json["sliding_window"] = of("attention.sliding_window");
         }
         if family.has_swiglu_limit {
-            // The clamp is a constant in llama.cpp.
+            // The clamp of SwiGLU is a constant in llama.cpp.
             json["swiglu_limit"] = json!(7.0);
         }
         Config::from_json(&json)
@@ -190,7 +190,7 @@ impl Metadata<'_> {
         };
         if tokens.len() != kinds.len() {
             return Err(refused(format!(
-                "{} tokens have {} types; fetch the file again",
+                "the tokenizer has {} tokens, but {} token types; fetch the file again",
                 tokens.len(),
                 kinds.len()
             )));

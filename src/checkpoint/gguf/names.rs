@@ -30,8 +30,8 @@ const LAYER_NAMES: [(&str, &str); 16] = [
     ("mlp.experts.down_proj", "ffn_down_exps"),
 ];
 
-/// Returns the GGUF tensors of the parameter `spec`. Gate and up of experts are two GGUF tensors, whose rows
-/// alternate in the parameter. GGUF stores every matrix as [.., out, in].
+/// Returns the GGUF tensors of the parameter `spec`. Experts have separate GGUF tensors for gate and up; the
+/// parameter alternates the rows of both. GGUF stores every matrix as [.., out, in].
 pub(super) fn parts(spec: &ParameterSpec, family: Family) -> Vec<GgufTensorSpec> {
     let [experts, output, input] = geometry(spec);
     let names = part_names(&spec.name, family);

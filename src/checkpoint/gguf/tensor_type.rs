@@ -1,4 +1,4 @@
-//! Types of a GGUF tensor's values.
+//! The types of values in a GGUF tensor.
 
 use super::decode::{self, Decode};
 use crate::bad_input;
@@ -8,18 +8,19 @@ use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
 use half::f16;
 
-/// A type of values. Two types are equal if their ids are.
+/// A type of values. Two types are equal if their ids are equal.
 #[derive(Debug)]
 pub struct TensorType {
     /// The number in the file.
     pub id: u32,
     pub name: &'static str,
-    /// Values of a block.
+    /// Number of values per block.
     pub block: usize,
-    /// Bytes of a block.
+    /// Number of bytes per block.
     pub bytes: usize,
     decode: Decode,
-    /// candle's type, which encodes; `None` for MXFP4.
+    /// The corresponding type in candle, which encodes the values. `None` for MXFP4, which candle does not
+    /// have.
     dtype: Option<GgmlDType>,
 }
 
@@ -34,7 +35,7 @@ macro_rules! types {
         impl TensorType {
             $(pub const $name: Self =
                 Self { id: $id, name: $shown, block: $block, bytes: $bytes, decode: decode::$decode, dtype: $dtype };)*
-            /// Every type that is read.
+            /// All types that can be read.
             pub const ALL: &'static [Self] = &[$(Self::$name),*];
         }
     };
@@ -61,12 +62,12 @@ impl TensorType {
         Self::ALL.iter().find(|found| found.id == id)
     }
 
-    /// Returns the bytes of `count` values, which fill whole blocks.
+    /// Returns the number of bytes of `count` values. `count` must be a multiple of the block size.
     pub fn bytes_of(&self, count: usize) -> usize {
         count / self.block * self.bytes
     }
 
-    /// Decodes whole blocks to `values`, which has room for all of them.
+    /// Decodes whole blocks. `values` must have one entry for each value of these blocks.
     pub fn decode(&self, bytes: &[u8], values: &mut [f32]) {
         (self.decode)(bytes, values);
     }
@@ -74,7 +75,8 @@ impl TensorType {
     /// Encodes whole blocks of finite values, rounded to nearest.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] for a value that is too large for the type; NaN and infinite values.
+    /// [`crate::error::BadInput`] when a value is too large for the type. Another error when a value is NaN
+    /// or infinite.
     pub(super) fn encode(&self, values: Vec<f32>) -> Result<Vec<u8>> {
         if let Some(value) = values.iter().find(|value| !value.is_finite()) {
             bail!("it holds {value}: the model diverged, nothing is written");
@@ -94,18 +96,19 @@ impl TensorType {
     }
 }
 
-/// Bytes of a block of MXFP4 in GGUF: the scale, then 16 bytes.
+/// Number of bytes of an MXFP4 block in GGUF: 1 for the scale, and 16 for the nibbles.
 pub(super) const MXFP4_BYTES: usize = 1 + mxfp4::BLOCK / 2;
 
-/// Converts a block of MXFP4 to the released order of values. GGUF has the first 16 values in the low
-/// nibbles, and the other 16 in the high ones.
+/// Converts an MXFP4 block from GGUF's order of values to the order of the released GPT-OSS weights. Returns
+/// the nibbles and the scale. In GGUF, the low nibbles hold the first 16 values, and the high nibbles hold
+/// the other 16.
 pub(super) fn from_gguf_block(block: &[u8; MXFP4_BYTES]) -> ([u8; 16], u8) {
     let [scale, bytes @ ..] = block;
     let nibble = |value: usize| if value < 16 { bytes[value] & 15 } else { bytes[value - 16] >> 4 };
     (std::array::from_fn(|pair| nibble(2 * pair) | nibble(2 * pair + 1) << 4), *scale)
 }
 
-/// Encodes a block of MXFP4 in GGUF's order of values.
+/// Encodes values as an MXFP4 block in GGUF's order of values.
 fn to_gguf_block(values: &[f32; mxfp4::BLOCK]) -> [u8; MXFP4_BYTES] {
     let (bytes, scale) = mxfp4::encode_block(values);
     let nibble = |value: usize| bytes[value / 2] >> (value % 2 * 4) & 15;

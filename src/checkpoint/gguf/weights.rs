@@ -1,5 +1,5 @@
-//! The weights of a GGUF file, decoded on demand. MXFP4 experts stay packed. All other tensors are rounded to
-//! bf16, also the F32 vectors of a quantized file; a file of F32 and F16 alone is held as f32.
+//! The weights of a GGUF file, decoded on demand. If all tensors are F32 or F16, they are held as f32. In any
+//! other file, MXFP4 experts stay packed, and all other tensors are rounded to bf16, even F32 vectors.
 
 use super::file::{GgufFile, GgufTensor, MetadataValue};
 use super::names::{GgufTensorSpec, geometry, parts};
@@ -19,14 +19,15 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Most mistakes that one error lists.
+/// Maximum number of mistakes that one error lists.
 const MISTAKES_SHOWN_MAX: usize = 16;
-/// Most files of a split model.
+/// Maximum number of files of a split model.
 const FILES_MAX: i128 = 1000;
-/// Values that are decoded at a time, unless a row has more. The allocator keeps buffers of this size; larger
-/// ones come from the system anew each time, filled with zeros.
+/// Number of values that are decoded at a time. A row is never split, so a longer row exceeds this number.
+/// The allocator reuses buffers of this size. It requests larger buffers from the system each time, and the
+/// system fills them with zeros.
 const DECODED_VALUES: usize = 16 * 1024;
-/// Rows that are transposed at a time, so that as many values of a column are written side by side.
+/// Number of rows that are transposed at a time. This many values of a column are then written side by side.
 const TRANSPOSED_ROWS: usize = 64;
 
 /// The open files of a GGUF model, one or several.
@@ -34,12 +35,13 @@ pub struct GgufWeights {
     path: PathBuf,
     files: Vec<GgufFile>,
     family: Family,
-    /// Whether all tensors are F32 or F16, which are held as f32.
+    /// Whether all tensors are F32 or F16. All tensors are then held as f32.
     is_float: bool,
 }
 
 impl GgufWeights {
-    /// Opens the model in `path`, and the other files of a split one. Returns its metadata beside it.
+    /// Opens the model in the file `path`. If the model is split, also opens its other files. Returns the
+    /// weights and the metadata of the first file.
     ///
     /// # Errors
     /// Those of [`GgufFile::open`], and [`crate::error::BadInput`] when a file of a split model is absent.
@@ -110,7 +112,7 @@ impl GgufWeights {
         ))
     }
 
-    /// Returns the format in memory.
+    /// Returns the format in which the parameter is held in memory.
     pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
         let is_mxfp4 = |part: &GgufTensorSpec| {
             self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4)
@@ -125,7 +127,7 @@ impl GgufWeights {
     /// Reads one parameter in packed format; `None` when it is held as f32.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] where a value is NaN or infinite, or the file cannot be read.
+    /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
     pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
         let (Some(format), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
         else {
@@ -194,8 +196,8 @@ impl GgufWeights {
         Ok(values)
     }
 
-    /// Decodes rows of one expert of the parameter `[experts, out, in]`. `put` gets each row's index among
-    /// `rows` and its values.
+    /// Decodes the rows `rows` of one expert. The parameter has the shape `[experts, out, in]`. For each row,
+    /// `put` receives its index within `rows` and its values.
     fn decode_rows(
         &self,
         spec: &ParameterSpec,
@@ -222,7 +224,8 @@ impl GgufWeights {
         })
     }
 
-    /// Passes each MXFP4 block of the rows to `put`, with its place among them.
+    /// Passes each MXFP4 block of the rows `rows` of one expert to `put`. `put` also receives the index of
+    /// the block among all blocks of `rows`.
     fn read_blocks(
         &self,
         spec: &ParameterSpec,
@@ -239,8 +242,9 @@ impl GgufWeights {
         })
     }
 
-    /// Reads rows of one expert, part by part and a few rows at a time. `take` gets the type, the bytes, the
-    /// distance of the part's rows in the parameter, and the index of the first one among `rows`.
+    /// Reads the rows `rows` of one expert, one GGUF tensor after the other, a few rows at a time. `take`
+    /// receives the type and the bytes of these rows, the distance between two of them in the parameter, and
+    /// the index of the first one within `rows`.
     fn read(
         &self,
         spec: &ParameterSpec,
@@ -279,7 +283,7 @@ impl GgufWeights {
     }
 }
 
-/// Rounds finite values to the nearest bf16, ties to even. An infinite value or NaN stays one.
+/// Rounds finite values to the nearest bf16, ties to even. Infinite values and NaN do not change.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn round_to_bf16(values: &mut [f32]) {
     for value in values {
@@ -291,11 +295,11 @@ fn round_to_bf16(values: &mut [f32]) {
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn is_finite(values: &[f32]) -> bool {
-    // A comparison of the largest exponent runs in vectors; `all` would stop at each value.
+    // Vector instructions compute this maximum of all exponents. `all` would test value by value.
     values.iter().fold(0, |most, value| most.max(value.to_bits() & 0x7fff_ffff)) < f32::INFINITY.to_bits()
 }
 
-/// Writes values that are bf16 already.
+/// Writes values as bf16. Each value must be exact in bf16.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 fn write_bf16(to: &mut [u8], values: &[f32]) {
     for (to, value) in to.as_chunks_mut().0.iter_mut().zip(values) {

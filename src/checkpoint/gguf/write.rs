@@ -134,7 +134,7 @@ pub fn write(
     })
 }
 
-/// Checks that GGUF has keys for all properties of the model.
+/// Checks that llama.cpp can compute the model from a GGUF file in `format`.
 fn check(config: &Config, format: GgufFormat) -> Result<()> {
     let family = config.family;
     if format == GgufFormat::Mxfp4 && !family.has_mxfp4 {
@@ -166,8 +166,8 @@ fn check(config: &Config, format: GgufFormat) -> Result<()> {
     Ok(())
 }
 
-/// Writes one part of a parameter, row by row. Returns the number of bytes written. The rows of the parts
-/// alternate in the parameter.
+/// Writes one of the GGUF tensors of a parameter, row by row. Returns the number of bytes written. If a
+/// parameter has several GGUF tensors, their rows alternate in the parameter.
 fn write_part(
     out: &mut impl Write,
     spec: &ParameterSpec,
@@ -201,7 +201,7 @@ fn put_text(to: &mut Vec<u8>, text: &str) {
     to.extend_from_slice(text.as_bytes());
 }
 
-/// The entries of the metadata, in file order.
+/// The entries of the metadata: their number, and their bytes in file order.
 #[derive(Default)]
 struct Entries(u64, Vec<u8>);
 

@@ -1,4 +1,4 @@
-//! Tests of a model whose experts stay packed in MXFP4 and of which only the adapters are trained.
+//! Tests of a model with packed MXFP4 experts in which only the adapters are trained.
 
 use super::*;
 use crate::model::config::WeightFormat;

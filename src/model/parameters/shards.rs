@@ -27,9 +27,9 @@ impl Parameters {
         GatherPart { index, spec: self.specs[index].clone(), stored, is_trained: self.is_trained(index) }
     }
 
-    /// Returns the weights after `change` for expert parallelism. Each rank holds its own experts with their
-    /// adapters, and all other tensors whole. All ranks run passes together, one at a time. If every rank
-    /// already holds whole packed experts, each rank gets all weights instead.
+    /// Returns weights for expert parallelism, with `change` applied to each tensor. Each rank holds its own
+    /// experts with their adapters, and all other tensors whole. All ranks run passes together, one at a
+    /// time. If every rank already holds whole packed experts, each rank gets all weights instead.
     ///
     /// # Errors
     /// When a rank does not respond in time, or `change` fails.
@@ -102,8 +102,8 @@ impl Parameters {
         Weights::new(&self.config, self.is_critic(), self.bytes(), Some(Arc::new(layers)), tensors)
     }
 
-    /// Returns the [`MASTER`] values, the [`VALUES`] or another optimizer state of tensor `index`, as `kind`
-    /// says. A sharded tensor is gathered. The result is in host memory. Gathered optimizer states are flat.
+    /// Returns the values of tensor `index` that `kind` names: [`VALUES`], [`MASTER`] or another optimizer
+    /// state. A sharded tensor is gathered. The result is in host memory. Gathered optimizer states are flat.
     /// Either every rank calls this method, or rank 0 calls it and the other ranks call [`Self::serve`].
     ///
     /// # Errors
@@ -164,8 +164,8 @@ impl Parameters {
         stored.assemble(&self.specs[index], self.gather_shards(index, own)?)
     }
 
-    /// Returns the type of the values of tensor `index` under `kind`, and the number of values of the whole
-    /// tensor.
+    /// Returns the dtype of the values of tensor `index` that `kind` names, and the number of these values in
+    /// the whole tensor. For `kind` see [`Self::gather`].
     ///
     /// # Errors
     /// When there is no such tensor.
@@ -177,7 +177,7 @@ impl Parameters {
         Ok((if dtype == DType::U8 { dtype } else { DType::F32 }, length))
     }
 
-    /// Returns the values of tensor `index` under `kind` that this rank holds. For the meaning of `kind` see
+    /// Returns the values of tensor `index` that `kind` names, as far as this rank holds them. For `kind` see
     /// [`Self::gather`].
     ///
     /// # Errors
@@ -202,8 +202,8 @@ impl Parameters {
         store.gather(*index, kind).map(drop)
     }
 
-    /// Returns the range of the values of tensor `index` under `kind` that this rank holds. If the tensor is
-    /// not sharded, these are all `length` values.
+    /// Returns the range that the values of [`Self::local_state`] have in the whole tensor. If the tensor is
+    /// not sharded, the range is `0..length`.
     pub fn local_range(&self, index: usize, kind: &str, length: usize) -> Range<usize> {
         if !self.is_sharded(index) {
             return 0..length;
@@ -211,7 +211,8 @@ impl Parameters {
         self.range_of_rank(index, kind, self.mesh().rank(), self.mesh().ranks())
     }
 
-    /// Returns the range of the values of a sharded tensor that `rank` of `ranks` holds.
+    /// Returns the range of values of a sharded tensor that `rank` of `ranks` holds. `kind` names the values
+    /// ([`Self::gather`]).
     pub fn range_of_rank(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
         let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
         let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };

@@ -31,8 +31,8 @@ pub fn dr_grpo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     scale_rewards(rewards, group_sizes, |_| 1.0)
 }
 
-/// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6), where mean is the
-/// group's, and std is the standard deviation (n − 1) of all rewards of the batch. A group of one keeps its
+/// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6). Here mean is that of the
+/// group, and std is the standard deviation (n − 1) of all rewards of the batch. A group of one keeps its
 /// reward, divided by the same std + 1e-6.
 ///
 /// # Errors

@@ -21,7 +21,7 @@ choice! {
         Rloo = "rloo",
         /// Reward minus the group's mean, divided by that mean. Rewards must be 0 or more.
         Maxrl = "maxrl",
-        /// Reward minus the group's mean reward, where each response has its length as weight.
+        /// Reward minus the group's mean reward, in which each response is weighted by its length.
         Opo = "opo",
         /// Return of each token (the sum of the rewards from that token on), normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",

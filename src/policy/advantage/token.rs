@@ -9,7 +9,7 @@ use super::group::dr_grpo;
 use crate::bad_input;
 use crate::policy::sequences::Sequences;
 
-/// Added to the variance, which [`whiten`] divides by.
+/// Added to the variance before [`whiten`] divides by its square root.
 const VARIANCE_EPSILON: f64 = 1e-8;
 
 /// Advantages and returns, with one value per token.

@@ -123,7 +123,8 @@ pub struct ImportanceWeights {
     pub metrics: MetricMap,
 }
 
-/// Computes the weight of every token of a whole batch from `log_ratio` = T − R.
+/// Computes the weight of every token of a whole batch. `log_ratio` is T − R, where T are the log-probs of
+/// training and R those of the rollout.
 ///
 /// The metrics describe the bounded weights before batch normalisation:
 /// - `rollout_is_{mean,std,eff_sample_size}`: statistics over valid tokens.

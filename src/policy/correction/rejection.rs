@@ -17,8 +17,8 @@ pub struct Rejection {
     pub metrics: MetricMap,
 }
 
-/// Applies `rules` to `log_ratio` = T − R. Every rule sees the mask before rejection. A token is kept if all
-/// rules accept it.
+/// Applies `rules` to `log_ratio` = T − R, where T are the log-probs of training and R those of the rollout.
+/// Every rule sees the mask before rejection. A token is kept if all rules accept it.
 ///
 /// The log ratio of each token is clamped to ±20 before a statistic is computed.
 ///

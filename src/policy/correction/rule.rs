@@ -59,7 +59,7 @@ impl Statistic {
         match self {
             Statistic::K1 => -x,
             Statistic::K2 => 0.5 * x * x,
-            // Rounding alone can make it negative.
+            // k3 is never negative, except by rounding.
             Statistic::K3 => (x.exp_m1() - x).max(0.0),
         }
     }

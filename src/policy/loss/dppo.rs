@@ -17,7 +17,7 @@ pub enum BinaryDivergence {
     Kl,
 }
 
-/// Keeps the logarithm finite if the sampled token has probability 1.
+/// Added to 1 − p and 1 − q, so that the logarithm of their ratio is finite if a probability is 1.
 const COMPLEMENT_EPSILON: f64 = 1e-8;
 
 impl BinaryDivergence {

@@ -6,7 +6,7 @@ use super::dppo::{BinaryDivergence, DppoBounds};
 
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "dppo_tv",
-    meaning: "A token has no loss where the total variation of its probability exceeds `clip_low` or `clip_high`.",
+    meaning: "A token has no loss if its probability has moved too far in the direction of its advantage: the total variation from the old probability exceeds `clip_low` or `clip_high`.",
     build: |settings| DppoBounds::build(BinaryDivergence::Tv, settings),
     ..LossEntry::DEFAULT
 };

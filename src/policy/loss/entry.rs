@@ -23,8 +23,8 @@ pub struct LossEntry {
     /// Description of the loss in the recipe reference.
     pub meaning: &'static str,
     pub build: fn(&PolicySettings) -> Result<Box<dyn LossFunction>>,
-    /// Whether the loss has an importance ratio to the old log-probs. If so, importance weights against the
-    /// rollout would correct the mismatch a second time.
+    /// Whether the loss has an importance ratio to the old log-probs. If these are the log-probs of the
+    /// rollout, importance weights of the rollout correction would correct the mismatch a second time.
     pub has_ratio: bool,
     /// Whether the clip bounds a weight instead of a ratio. The bounds of a weight may reach 1 and more.
     pub clips_weight: bool,

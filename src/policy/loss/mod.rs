@@ -84,8 +84,8 @@ impl LossInput<'_> {
     }
 }
 
-/// The loss of one micro-batch. Over the micro-batches of a batch, `loss` adds up, and so do the sums and
-/// weights of `metrics`.
+/// The loss of one micro-batch. Over the micro-batches of a batch, `loss` adds up, and so do the sums and the
+/// token counts of `metrics`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PolicyLoss {
     pub loss: f64,
@@ -112,7 +112,7 @@ impl TokenMean {
     }
 }
 
-/// ε on both sides: the ratio is clipped to [1 − low, 1 + high].
+/// The clip range of the ratio: [1 − low, 1 + high].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClipRange {
     low: f64,

@@ -22,7 +22,7 @@ impl Rules<'_> {
             self.warn(
                 &["critic.warmup_steps", "train.steps"],
                 format!(
-                    "the policy is never trained: until step {} only the critic is, and train.steps is {steps}",
+                    "the policy is never trained: only the critic is trained in the first {} steps, and train.steps is {steps}",
                     critic.warmup_steps
                 ),
             );
