@@ -109,10 +109,10 @@ impl CallOutcome {
 pub struct Turn {
     /// Index of the first sampled token in [`Trajectory::tokens`].
     pub start: usize,
-    /// One past the last sampled token.
+    /// Index after the last sampled token.
     pub end: usize,
-    /// Outcomes of the tool calls at the end of the turn, in order. Malformed calls are included. Calls that
-    /// did not run are not included: no turns or tokens were left for their replies.
+    /// Outcomes of the tool calls at the end of the turn, in order. Malformed calls are included. Calls are
+    /// not included if no turns or tokens were left for their replies, because such calls do not run.
     #[serde(default, alias = "call", deserialize_with = "one_or_many")]
     pub calls: Vec<CallOutcome>,
 }

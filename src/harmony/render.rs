@@ -9,8 +9,9 @@ use anyhow::Result;
 /// Options for rendering a conversation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RenderOptions {
-    /// Drops analysis messages before the first final message if the last assistant message is final, as a
-    /// chat does between turns. Off for trajectories, which keep all sampled tokens.
+    /// Whether analysis messages before the first final message are dropped, as a chat does between turns.
+    /// They are kept if the last assistant message is not final. Trajectories keep all sampled tokens, so
+    /// for them this is false.
     pub auto_drop_analysis: bool,
 }
 

@@ -158,8 +158,8 @@ impl InterpreterSettings {
         Ok(())
     }
 
-    /// Returns the text for the model when its code was stopped. The text contains no times, process ids or
-    /// causes.
+    /// Returns the text that the model gets when its code was stopped. The text contains no measured times,
+    /// process ids or causes.
     fn explain(&self, outcome: CallOutcome) -> String {
         let Self { time_limit_s, wall_clock_s, memory_mib, .. } = *self;
         match outcome {
