@@ -7,7 +7,8 @@ use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// Returns a metric's first and last value under the name `name`. If there is only one value, only the last.
+/// Returns the first and the last value of `metric`, labelled `name`. Returns only the last value if there is
+/// no other one.
 fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
     let series = run.series(phase, metric);
     let (first, last) = (series.first()?.1, series.last()?.1);

@@ -98,7 +98,8 @@ impl RunFolder {
     /// resumes from the start. Removes results after that point.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the run is in use, or continued after `point` was read.
+    /// [`crate::error::BadInput`] when the run is in use, or when another process has resumed it after
+    /// `point` was read.
     pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
         if checkpoint::newest_checkpoint(path)?.as_ref() != point.map(|point| &point.folder) {
@@ -176,8 +177,8 @@ impl RunFolder {
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
-    /// Returns the reason for a failed write: whether the folder was moved or removed. Otherwise returns
-    /// `error`.
+    /// Returns an error with the reason for the failed write: the folder was moved or removed. If it was not,
+    /// returns `error`, the error of the write.
     pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
         let path_check = self.files.as_ref().map(|files| files.metrics.check_path());
         path_check.and_then(Result::err).unwrap_or(error)

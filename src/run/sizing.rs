@@ -41,10 +41,10 @@ pub struct Sizing {
     pub memory: String,
     /// Threads and memory of this machine, as text.
     pub machine: String,
-    /// The proposed and the recipe's response length, if the proposed one is smaller.
+    /// The proposed `response_tokens_max` and that of the recipe, if the proposed one is smaller.
     pub shorter_response: Option<(usize, usize)>,
     /// The recipe's missing data files, and the argument of `rloss fetch` that fetches them. The argument is
-    /// empty if none does.
+    /// empty if `rloss fetch` cannot fetch them.
     pub missing_data: (Vec<PathBuf>, &'static str),
 }
 

@@ -68,8 +68,8 @@ impl ModelSource {
         Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
-    /// Marks all tensors as unpacked if the recipe multiplies in bf16. Products with packed weights are in
-    /// f32.
+    /// Marks all tensors as unpacked if the recipe multiplies in bf16, because products with packed weights
+    /// are in f32.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
             self.formats.fill(WeightFormat::F32);
@@ -137,8 +137,8 @@ impl ModelSource {
         Ok(source)
     }
 
-    /// Adds the adapter in `folder`. Its shapes must match the base, and so must the digest of its base, if
-    /// it has one.
+    /// Adds the adapter in `folder`. Its shapes must match the base. If the adapter's folder has the digest
+    /// of a base, the base must have this digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
         checkpoint::verify_folder(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 pub struct AvailableMemory {
     /// Available bytes, including those that the process already uses.
     pub bytes: u64,
-    /// The limit of the memory, as the end of a message "… GB are". Example: "free on this machine".
+    /// Text that names the limit. It completes a message "… GB are", as "free on this machine" does.
     pub limit: String,
 }
 

@@ -108,9 +108,9 @@ impl PassShape<'_> {
     /// Returns the peak bytes of one layer's backward pass, without the graph.
     ///
     /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they
-    /// take `2I + 3H`: the input has a second gradient, and the sum of both. The plan uses `7I`, which is
-    /// larger. It was measured with candle's backward pass; a smaller number would need a measurement of this
-    /// backward pass.
+    /// take `2I + 3H`: there is a second gradient of the input, and the sum of the two. The plan uses `7I`,
+    /// which is larger. The number 7 was measured with candle's backward pass. A smaller number would need a
+    /// measurement of this program's backward pass.
     fn layer_backward_bytes(&self) -> u64 {
         2 * self.hidden_bytes() + self.expert_rows_bytes(7 * self.config.intermediate_size)
     }

@@ -50,7 +50,7 @@ impl MemoryPlanInput<'_> {
         remedies
     }
 
-    /// Returns each change with the peak that it gives.
+    /// Returns each change with the peak memory of the changed plan.
     fn changes(&self, bytes: u64) -> Vec<(String, u64)> {
         let mut changes = vec![];
         let peak_of = |change: &dyn Fn(&mut Recipe)| {

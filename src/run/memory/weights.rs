@@ -136,8 +136,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns whether other processes can compute experts, so that rows are sent to them. They cannot if
-    /// each process has all experts, packed.
+    /// Returns whether rows can be sent to other processes, which then compute their experts. Rows are not
+    /// sent if each process has all experts in packed form.
     pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed = |(index, spec): (usize, ParameterSpec)| {

@@ -66,7 +66,7 @@ impl Preflight {
     }
 
     /// Opens everything as [`Self::open`] does, for a run on the processes of `mesh`. `checkpoint` is the
-    /// checkpoint to resume from, if any. It has the path of an adapter's base.
+    /// checkpoint to resume from, if any. If it has an adapter, it also has the path of the adapter's base.
     ///
     /// # Errors
     /// The errors of [`Self::open`].
