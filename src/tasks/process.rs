@@ -130,7 +130,7 @@ impl Process {
         Ok(answer)
     }
 
-    /// Adds to `error` how the process ended, if it ended.
+    /// Returns `error`, with the exit status of the process if the process has ended.
     fn with_end(&self, error: anyhow::Error) -> anyhow::Error {
         match self.group.exit_status(END_WAIT) {
             Some(status) => anyhow!("{error:#} ({status})"),
@@ -160,8 +160,8 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStd
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // A separate process group: it is killed as a whole, and it does not receive the terminal's Ctrl-C,
-        // after which a step still finishes.
+        // A process group of its own can be killed as a whole. It also does not receive the terminal's
+        // Ctrl-C: after Ctrl-C the current step still needs the program.
         .process_group(0);
     let die_with_the_thread = || {
         // SAFETY: `prctl` with these arguments accesses no memory.

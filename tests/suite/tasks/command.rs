@@ -232,7 +232,7 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
             "print('{\"rows\": 1}')",
             "unknown key `rows` in the answer; it may have version, name, validation_problems",
         ),
-        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat the request's, \""),
+        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat the id of the request, \""),
         ("print('{\"request_id\": \"x\"}')", "no `version`; add \"version\": 2"),
         (
             "import json; print(json.dumps({**json.loads(input()), 'version': 3, 'request': None}))",
