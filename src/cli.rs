@@ -85,7 +85,7 @@ pub fn run() -> u8 {
         Ok(cli) => cli,
         Err(error) => {
             return match error.print() {
-                // A closed pipe is ignored, because no output is left for the report.
+                // A closed pipe is not a failure: the reader of the output has ended.
                 Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
                 _ if error.use_stderr() => EXIT_BAD_INPUT,
                 _ => EXIT_SUCCESS,
@@ -127,7 +127,7 @@ pub fn run() -> u8 {
         }
         // Text from files may carry control characters.
         let text = sanitize_terminal(&format!("{error:#}")).into_owned();
-        // A closed stderr is ignored, because no other output is left for the report.
+        // If stderr is closed, the message is lost: there is no other place for it.
         let word = console::style("error:").for_stderr().red().bold();
         let _ = writeln!(std::io::stderr(), "{word} {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }

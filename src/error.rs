@@ -27,8 +27,8 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
-/// The error of a process that prints nothing, because another rank prints the error. Both processes exit
-/// with the same code.
+/// The error of a process that must print nothing, because another rank prints the actual error. Both
+/// processes exit with the same code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorOnOtherRank {
     pub is_bad_input: bool,

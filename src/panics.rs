@@ -37,7 +37,7 @@ pub fn install_panic_hook(exit_failed: u8) {
             std::process::exit(exit_failed.into());
         }
         if !IS_CATCHING.get() {
-            // A closed stderr is ignored, because no other output is left for the report.
+            // If stderr is closed, the message is lost: there is no other place for it.
             let _ = writeln!(std::io::stderr(), "{}", line(panic));
         }
     }));

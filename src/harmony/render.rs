@@ -9,9 +9,9 @@ use anyhow::Result;
 /// Options for rendering a conversation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RenderOptions {
-    /// Whether analysis messages before the first final message are dropped, as a chat does between turns.
-    /// They are kept if the last assistant message is not final. Trajectories keep all sampled tokens, so
-    /// for them this is false.
+    /// Whether to drop the analysis messages before the first final message. They are dropped only if the
+    /// last assistant message is final. A chat drops them between turns. A trajectory keeps all sampled
+    /// tokens, so this is false for a trajectory.
     pub auto_drop_analysis: bool,
 }
 

@@ -140,7 +140,7 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> CallResult {
     let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut ClippedWriter(&mut clip)));
     if is_time_limit(&result, session.tracker().elapsed() > limit) {
         // The speed of the machine decides how far the code got before the timeout. A reply must not depend
-        // on it, so neither the code's output nor its effects are kept.
+        // on that speed, so neither the code's output nor its effects are kept.
         let text = format!(
             "TimeoutError: the code ran longer than {} s and was stopped.{}",
             hello.time_limit_s,

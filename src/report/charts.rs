@@ -122,8 +122,8 @@ fn is_alarm_at_zero(metric: &str) -> bool {
         || metric.ends_with("grad_norm")
 }
 
-/// Returns whether the value 0 at every step is a result for `metric`, which the page shows. It means that
-/// rollout and training agree.
+/// Returns whether the value 0 at every step is a result for `metric`, which the page shows. The value 0 then
+/// means that rollout and training agree.
 fn is_result_at_zero(metric: &str) -> bool {
     metric == "mismatch/log_ppl_abs_diff_max"
 }

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The contents of one run folder.
 #[derive(Clone, Default)]
 pub(super) struct Run {
-    /// The folder's name. If another run's folder has the same name, the path as the user gave it.
+    /// The folder's name. If another run's folder has the same name, this is the path that the user gave.
     pub label: String,
     pub folder: PathBuf,
     /// Index among the page's curves. Seeds of one recipe share a curve.

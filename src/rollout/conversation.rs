@@ -8,11 +8,11 @@
 //!   call: the call is not executed, and the trajectory ends as [`Outcome::TurnsExhausted`]. A malformed last
 //!   turn ends it as [`Outcome::Malformed`].
 //! - A trajectory that has used up its tokens or its context ends as [`Outcome::TruncatedLength`]; a call at
-//!   its end is not executed. It ends in the same way if the next insertion would leave no space for a
-//!   further token. Then nothing is inserted.
+//!   its end is not executed. The trajectory ends in the same way if the next insertion would leave no space
+//!   for a further token. Then nothing is inserted.
 //! - A call to an unknown recipient gets an error reply, whose author is that recipient. A malformed call
-//!   also gets one. Its author is the recipient if known, otherwise the Python tool. If there is neither, the
-//!   trajectory ends as malformed.
+//!   also gets an error reply. The author is the call's recipient if known, otherwise the Python tool. If
+//!   there is neither, the trajectory ends as malformed.
 //! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
 //! - Sampled tokens never change, including the stop token before a further user message.
 

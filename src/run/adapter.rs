@@ -25,8 +25,8 @@ pub struct RunAdapter {
 }
 
 impl RunAdapter {
-    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, if there is one.
-    /// Otherwise, if the command `trains`, the adapter that the recipe requests.
+    /// Returns the adapter of the run. It is `existing`, the adapter in the model's folder, if there is one.
+    /// Otherwise it is the adapter that the recipe requests, if the command `trains`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no

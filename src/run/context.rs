@@ -103,8 +103,8 @@ impl RunContext {
         preflight.load(console)
     }
 
-    /// Rejects `plan`, another recipe for this context's model, if it has keys that the family of the model
-    /// does not support.
+    /// Rejects `plan` if it has keys that the family of this context's model does not support. `plan` is
+    /// another recipe for this model.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.

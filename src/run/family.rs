@@ -58,7 +58,7 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     keys.into_iter().filter(|(key, _)| is_refused(key)).map(message).collect()
 }
 
-/// Returns whether `key` does not change the results of a model whose family does not support it. Such a key
+/// Returns whether `key`, which the family does not support, leaves the model's results unchanged. Such a key
 /// is ignored if it comes from the recipe's base, which may be for another family. Other unsupported keys,
 /// such as ablations, are refused even if they come from the base.
 fn has_no_effect(key: &str) -> bool {

@@ -297,7 +297,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     if !file.exists() {
         return Ok(None);
     }
-    // An adapter's base may have moved since the run started. Its digest identifies it.
+    // An adapter's base may have moved since the run started. The digest of the base identifies it.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
     let base_override: Vec<String> =

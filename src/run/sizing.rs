@@ -162,7 +162,8 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     Ok(Sizing { changes, memory, machine, shorter_response, missing_data })
 }
 
-/// Returns whether the learning rate of the base is that of a toy model, and the recipe's model is larger.
+/// Returns whether the recipe's base has the learning rate of a toy model, although the recipe's model is
+/// larger than one.
 fn is_toy(plan: &Plan, parameters: f64) -> bool {
     plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS
 }

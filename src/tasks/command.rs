@@ -29,8 +29,8 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, context| Ok(Box::new(CommandTask::start(settings, context)?)),
 };
 
-/// Attempts to get a problem during a run. After them, the problem counts as failed. The problems that are
-/// requested at the start get one attempt.
+/// Number of attempts to get a problem during a run. If all of them fail, the problem counts as failed. For a
+/// problem that is requested at the start, there is only one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
 /// Maximum number of failures that the console shows. The metrics count all failures.
 const WARNINGS_MAX: usize = 10;

@@ -90,8 +90,8 @@ impl Process {
         let (sender, receiver) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
-        // The process dies with the thread that started it, so a thread that lives as long as the process
-        // starts it.
+        // The kernel kills the process when the thread that started it ends. So it is started by a thread
+        // that lives as long as the process.
         std::thread::Builder::new()
             .name("task-process".into())
             .spawn(move || match spawn(&command) {

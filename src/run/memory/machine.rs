@@ -15,7 +15,7 @@ pub struct AvailableMemory {
 }
 
 impl AvailableMemory {
-    /// Returns the part of one of `processes` processes on the same machine.
+    /// Returns the share of one process if `processes` processes share the memory of the machine.
     pub fn process_share(self, processes: usize) -> Self {
         match processes {
             1 => self,
@@ -37,7 +37,7 @@ pub fn min_over_processes(mesh: &Mesh, local: Option<AvailableMemory>) -> Result
     Ok(smallest.map(|(bytes, limit)| AvailableMemory { bytes, limit }))
 }
 
-/// Returns the memory that the machine, control groups and `ulimit -v` all allow. `None` if no limit is
+/// Returns the smallest of what the machine, the control groups and `ulimit -v` allow. `None` if no limit is
 /// known. The memory that this process already uses counts as available, because a memory plan includes it.
 pub fn available_memory() -> Option<AvailableMemory> {
     let status = read_file("/proc/self/status");

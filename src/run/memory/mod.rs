@@ -59,7 +59,7 @@ pub enum ModelCommand {
     Eval,
     /// A chat or an export. It samples at most one sequence at a time.
     Chat,
-    /// Answers of requests: as many sequences as an engine takes.
+    /// The HTTP server. It samples as many sequences at a time as an engine takes.
     Serve,
     CheckMismatch(SecondWeights),
 }
@@ -409,7 +409,7 @@ impl MemoryPlanInput<'_> {
         items.push(weights);
         let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         if self.command.trains() {
-            // The gradients and the optimizer of the stage that needs more memory for them.
+            // The plan counts the gradients and the optimizer of the stage that needs more memory for them.
             let stages = [
                 (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
                 (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),

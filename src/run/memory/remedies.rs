@@ -23,7 +23,7 @@ impl std::fmt::Display for Remedy {
     }
 }
 
-/// Matches the expert weights. They are most parameters of an MoE model.
+/// A pattern that matches the expert weights, which are most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
 /// Minimum of a proposed number of tokens.
