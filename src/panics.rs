@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 /// The panic message of the standard library when a new thread gets no memory for the stack of its signal
 /// handlers.
 const NO_ALTERNATIVE_STACK: &str = "failed to allocate an alternative stack";
-/// The message to the user in that case.
+/// The message to the user if a new thread gets no memory.
 const NO_THREAD_MEMORY: &str =
     "no memory is left for a new thread; lower parallel.threads, or raise the memory limit (ulimit -v)";
 

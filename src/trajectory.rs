@@ -63,9 +63,10 @@ pub enum CallOutcome {
     Answered,
     /// The code raised an exception or had a syntax error. The model received the message.
     Raised,
-    /// The interpreter stopped the code at its own time limit.
+    /// The interpreter stopped the code, which ran longer than `interpreter.time_limit_s`.
     TimeLimit,
-    /// The parent process killed the worker after a wall-clock time limit. The run is then not reproducible.
+    /// The parent process killed the worker after `interpreter.wall_clock_s`. The run is then not
+    /// reproducible.
     ToolTimeout,
     /// The code requested more memory than allowed.
     MemoryLimit,

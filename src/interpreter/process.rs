@@ -119,8 +119,8 @@ impl Process {
         frames::read(&mut DeadlinePipe { pipe: &self.stdout, deadline }, bytes_max)
     }
 
-    /// Kills the worker and its process group. Returns its standard error. Also returns its exit status if it
-    /// had already ended.
+    /// Kills the worker and its process group. Returns the worker's standard error and, if the worker had
+    /// already ended, the exit status.
     pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
         let ended = self.group.exit_status(END_WAIT);
         self.group.kill();

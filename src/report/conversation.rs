@@ -19,8 +19,8 @@ pub(super) struct SelectedTrajectory {
     pub why: &'static str,
 }
 
-/// The trajectories of one step with the highest and the lowest reward. If several have that reward, the
-/// first of them.
+/// The trajectories of one step with the highest and the lowest reward. Of several with an equal reward, the
+/// first one is taken.
 struct Extremes {
     best: TrajectoryRow,
     worst: Option<TrajectoryRow>,

@@ -36,9 +36,9 @@ const FAILED: Reward = Reward::new(0.0, false);
 pub(super) enum NextAction {
     /// Sample another token.
     Sample,
-    /// Run its tool calls.
+    /// Run the conversation's tool calls.
     Call,
-    /// Ask its task for a further user message, which may take long.
+    /// Ask the task for a further user message. This may take long.
     Turn,
     /// Nothing: the conversation is over.
     Finish,
@@ -63,7 +63,7 @@ pub(super) struct Conversation<'a> {
     parser: ChatTurnParser,
     /// The action after the last token.
     next: NextAction,
-    /// Tokens that the engine has not seen yet.
+    /// Inserted tokens that the engine has not read yet.
     inserted: Vec<u32>,
     /// Messages after the prompt.
     messages: Vec<Message>,

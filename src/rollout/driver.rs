@@ -304,7 +304,7 @@ impl Client for ScopedDriver<'_, '_, '_> {
     fn goes_on(&self, sampled: u64) -> bool {
         let driver = self.driver;
         let mut state = driver.lock();
-        // When the last trajectory ended, `finish` has counted all tokens.
+        // After the end of the last trajectory nothing is added, because `finish` has counted all tokens.
         if sampled > 0 && state.unfinished > 0 {
             state.progress.sampled_tokens += sampled;
             (driver.hooks.progress)(state.progress);

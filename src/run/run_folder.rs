@@ -350,7 +350,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
         true => {
             let all =
                 if steps == 1 { "the one step is".to_owned() } else { format!("all {steps} steps are") };
-            format!("resuming {}: {all} done; for more, --set train.steps=N", path.display())
+            format!("resuming {}: {all} done; for more steps, add --set train.steps=N", path.display())
         }
         false => format!("resuming {} after step {done} of {steps}", path.display()),
     }];

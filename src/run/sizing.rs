@@ -140,7 +140,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         changes.push(("train.recompute_layers", "true".to_owned(), String::new()));
         peak = peak_bytes(&changes)?;
     }
-    // `check` and `train` keep all activations if the memory is free.
+    // `check` and `train` keep all activations if enough memory is free.
     let with_all_activations = {
         let mut preflight = preflight(file, text, &changes)?;
         preflight.choose_sharding(1, free.as_ref());

@@ -40,9 +40,9 @@ pub(super) struct ModelSource {
     pub(super) companions: CompanionFiles,
     /// The weight files. `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
-    /// The folder, if it has no weights, for a warning.
+    /// The model's folder, if it has no weights. A warning names it.
     pub(super) folder_without_weights: Option<PathBuf>,
-    /// The GGUF file, if its chat template is not the family's, for a warning.
+    /// The GGUF file, if its chat template is not the family's. A warning names it.
     pub(super) unknown_template: Option<PathBuf>,
     /// The storage format of each tensor. f32 for random weights.
     pub(super) formats: Vec<WeightFormat>,
@@ -146,7 +146,7 @@ impl ModelSource {
             && BaseModel::from_folder(base)?.digest != expected.digest
         {
             return Err(bad_input!(
-                "model.adapter: {} was trained on another base than {}: their weights or configs differ; set model.path to \
+                "model.adapter: {} was trained on another base than {}: the two differ in weights or config; set model.path to \
                  the base that it was trained on: {}",
                 folder.display(),
                 base.display(),

@@ -29,7 +29,7 @@ pub trait GeneratedProblem: Sized + 'static {
     /// When `problem` belongs to another task.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward>;
 
-    /// Draws problems from `rng` up to one whose [`Self::is_held_out`] equals `held_out`. Returns that one.
+    /// Draws problems from `rng` until [`Self::is_held_out`] equals `held_out`. Returns the last one.
     fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
         loop {
             let drawn = Self::draw(rng);

@@ -128,7 +128,7 @@ impl TaskSettings {
     }
 }
 
-/// The needs of a command, for the construction of a task.
+/// Requirements of a command for the task that it builds.
 #[derive(Debug, Clone)]
 pub struct TaskContext {
     /// Whether the command needs training problems.

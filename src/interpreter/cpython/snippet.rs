@@ -130,7 +130,7 @@ impl SnippetProcess {
             match self.result.read(&mut verdict) {
                 Ok(0) => return CallOutcome::WorkerDied,
                 Ok(_) => {
-                    // All output was written before the result.
+                    // The process writes all output before the result, so all of it can be read now.
                     while Instant::now() < deadline && self.read_output(&mut buffer, &mut pieces, clip) {}
                     clip.push(&pieces.finish());
                     return match verdict {

@@ -44,7 +44,7 @@ struct Panel {
 }
 
 impl FigureLayout {
-    /// Lays out one panel for each metric that a curve has values of.
+    /// Lays out one panel for each metric for which a curve has values.
     pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> FigureLayout {
         let mut panels: Vec<Panel> = metrics.iter().filter_map(|metric| panel(metric, curves)).collect();
         let columns = panels.len().clamp(1, 2);

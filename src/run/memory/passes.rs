@@ -13,7 +13,7 @@ pub struct PassShape<'a> {
     pub config: &'a Config,
     /// Number of input tokens.
     pub tokens: usize,
-    /// Number of rows that the head computes logits for.
+    /// Number of rows for which the head computes logits.
     pub targets: usize,
     /// Whether matrices have adapters. Each adapter computes a second product of the same shape.
     pub has_adapter: bool,
@@ -82,8 +82,8 @@ impl PassShape<'_> {
 
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        // Of the hidden size: both norms, o, both residual sums, the experts' output. Of the query size: q
-        // twice, and attention's output. Of the key size: k, v, and their pair.
+        // Tensors of the hidden size: both norms, o, both residual sums, the experts' output. Tensors of the
+        // query size: q twice, and attention's output. Tensors of the key size: k, v, and their pair.
         6 * self.hidden_bytes()
             + 3 * self.query_bytes()
             + 4 * self.key_bytes()

@@ -52,7 +52,7 @@ impl ProgramReply {
                 bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to the answer")
             }
             (asked, Some(answered)) if *asked != answered => {
-                bail!("the answer is to request {answered}, not to {asked}")
+                bail!("the answer belongs to request {answered}, not to {asked}")
             }
             (_, Some(_)) => {}
         }
