@@ -67,7 +67,7 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
             let worst = worst.map(|row| SelectedTrajectory { row, why: "lowest reward of the step" });
             picked.extend(worst);
             let why =
-                if alone { "first of the step; all have the same reward" } else { "highest reward of the step" };
+                if alone { "first of the step; all rewards are equal" } else { "highest reward of the step" };
             picked.push(SelectedTrajectory { row: best, why });
         }
     }

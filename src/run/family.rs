@@ -130,7 +130,8 @@ fn unsupported_harmony_keys(harmony: &SystemPromptSettings) -> Vec<UnsupportedKe
         "its system message has no such line",
     );
     let has_no_place = harmony.system_message == Some(false) && harmony.developer_instructions.is_some();
-    let reason = "its template writes these instructions into the system message; set harmony.system_message = true";
+    let reason =
+        "its template writes these instructions into the system message; set harmony.system_message = true";
     keys.extend(select_keys([("harmony.developer_instructions", has_no_place)], reason));
     keys
 }
