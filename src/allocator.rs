@@ -37,14 +37,14 @@ unsafe impl GlobalAlloc for ExitingAllocator {
 }
 
 /// Returns `pointer`. Exits if `pointer` is null, which means that the allocation of `bytes` bytes failed.
-/// The parent process of the interpreter recognises the first words of the error line.
+/// The parent process of a Python tool's worker recognises the first words of the error line.
 fn check_pointer(pointer: *mut u8, bytes: usize) -> *mut u8 {
     if pointer.is_null() {
         let mut line = [0; 160];
         let mut rest = &mut line[..];
         let _ = writeln!(
             rest,
-            "error: memory allocation of {bytes} bytes was refused; free memory, raise its limit (ulimit -v), or make the model or batches smaller"
+            "error: memory allocation of {bytes} bytes was refused; free memory, raise the limit (ulimit -v), or make the model or batches smaller"
         );
         let length = 160 - rest.len();
         // SAFETY: the buffer outlives the call. `_exit` runs no destructor, which might allocate.
@@ -56,22 +56,24 @@ fn check_pointer(pointer: *mut u8, bytes: usize) -> *mut u8 {
     pointer
 }
 
-/// `mi_option_purge_delay`, equal in all versions of the library.
+/// Number of the option `mi_option_purge_delay`, which is the same in all versions of mimalloc.
 const PURGE_DELAY: c_int = 15;
 
-/// `mi_option_arena_reserve`: address space in KiB that the library reserves per arena, 1 GiB by default.
+/// Number of the option `mi_option_arena_reserve`: the address space that mimalloc reserves per arena, in
+/// KiB. The default is 1 GiB.
 const ARENA_RESERVE: c_int = 23;
 const ARENA_RESERVE_MAX: u64 = 1 << 30;
-/// Minimum number of arenas that a limited address space (`ulimit -v`) holds. With arenas of 1 GiB, a limit
-/// of one or two GiB would leave no memory for threads.
+/// Number of arenas that must fit in a limited address space (`ulimit -v`). With arenas of 1 GiB, a limit of
+/// one or two GiB would leave no memory for threads.
 const ARENAS_MIN: u64 = 16;
 
 unsafe extern "C" {
     fn mi_option_set(option: c_int, value: c_long);
 }
 
-/// Keeps freed memory instead of returning it to the system after a delay. Each pass allocates as much memory
-/// as the previous pass freed. The system would clear every page before it returned the page to the process.
+/// Keeps freed memory for later allocations. By default mimalloc returns it to the system after a delay. But
+/// each pass allocates as much as the previous pass freed, and the system clears every page that it hands
+/// out.
 pub fn retain_freed_memory() {
     // SAFETY: the library allows this call at any time. The call writes one number.
     unsafe { mi_option_set(PURGE_DELAY, -1) };
@@ -85,7 +87,7 @@ pub fn retain_freed_memory() {
 #[unsafe(link_section = ".init_array")]
 static BEFORE_MAIN: extern "C" fn() = reserve_within_limit;
 
-/// Limits the library's arenas to a small part of the address space of this process.
+/// Makes mimalloc's arenas smaller if this process has a limited address space (`ulimit -v`).
 #[cfg(target_os = "linux")]
 extern "C" fn reserve_within_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
@@ -95,7 +97,8 @@ extern "C" fn reserve_within_limit() {
         let bytes = (limit.rlim_cur / ARENAS_MIN).min(ARENA_RESERVE_MAX);
         // SAFETY: as in `retain_freed_memory`.
         unsafe { mi_option_set(ARENA_RESERVE, (bytes >> 10) as c_long) };
-        // glibc reserves 128 MiB for each thread that calls its `malloc`.
+        // Makes all threads share one arena of glibc's `malloc`. By default glibc reserves 128 MiB of address
+        // space for each thread that calls it.
         #[cfg(target_env = "gnu")]
         // SAFETY: the library allows this call at any time. The call writes one number.
         unsafe {

@@ -49,8 +49,8 @@ pub fn replace_folder(path: &Path, write: impl FnOnce(&Path) -> Result<()>) -> R
     replace_with(path, replace, |temporary| fs::remove_dir_all(temporary))
 }
 
-/// Removes the folder `path`. A process that is killed during the removal may leave a partial folder, but
-/// never an incomplete `path`.
+/// Removes the folder `path`. A process that is killed during the removal may leave a folder under a
+/// temporary name, but never an incomplete `path`.
 ///
 /// # Errors
 /// When the folder cannot be renamed or removed.

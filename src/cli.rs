@@ -32,7 +32,7 @@ enum Command {
     Check(commands::check::CheckArgs),
     /// Chat with a model in the terminal; the model can use the tool of the recipe
     Chat(commands::chat::ChatArgs),
-    /// Answer OpenAI's HTTP interface with a model: a server for chats and completions
+    /// Serve a model over OpenAI's HTTP interface: chats and completions
     Serve(commands::serve::ServeArgs),
     /// Sample from the prompts of one step and write the trajectories with their log-probabilities
     Rollout(commands::rollout::RolloutArgs),
@@ -75,7 +75,8 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
     format!("{} (features: {features}{commit})", env!("CARGO_PKG_VERSION"))
 });
 
-/// Delay before this process exits. Within it, the process that prints the shared error exits first.
+/// Delay before this process exits because of an error that another process prints. The other process exits
+/// during the delay.
 const REPORT_DELAY: Duration = Duration::from_millis(500);
 
 /// Runs the command line of this process and returns its exit code.
@@ -84,7 +85,7 @@ pub fn run() -> u8 {
         Ok(cli) => cli,
         Err(error) => {
             return match error.print() {
-                // A closed pipe is ignored, because no output is left for the report.
+                // A closed pipe is not a failure: the reader of the output has ended.
                 Err(e) if e.kind() != std::io::ErrorKind::BrokenPipe => EXIT_FAILED,
                 _ if error.use_stderr() => EXIT_BAD_INPUT,
                 _ => EXIT_SUCCESS,
@@ -119,14 +120,14 @@ pub fn run() -> u8 {
     unload_kernels();
     result.unwrap_or_else(|error| {
         if let Some(other) = error.downcast_ref::<ErrorOnOtherRank>() {
-            // A launcher ends all processes when one fails. So the process that prints the error must exit
-            // first.
+            // A launcher kills all processes when one of them fails. So the process that prints the error
+            // must be the first to exit.
             std::thread::sleep(REPORT_DELAY);
             return if other.is_bad_input { EXIT_BAD_INPUT } else { EXIT_FAILED };
         }
         // Text from files may carry control characters.
         let text = sanitize_terminal(&format!("{error:#}")).into_owned();
-        // A closed stderr is ignored, because no other output is left for the report.
+        // If stderr is closed, the message is lost: there is no other place for it.
         let word = console::style("error:").for_stderr().red().bold();
         let _ = writeln!(std::io::stderr(), "{word} {text}");
         if error.chain().any(|cause| cause.is::<BadInput>()) { EXIT_BAD_INPUT } else { EXIT_FAILED }

@@ -7,7 +7,7 @@ pub const EXIT_SUCCESS: u8 = 0;
 pub const EXIT_FAILED: u8 = 1;
 /// Bad input: a mistake in a recipe, in data, in a checkpoint or on the command line.
 pub const EXIT_BAD_INPUT: u8 = 2;
-/// Success of a comparison whose results differ.
+/// A comparison ran to its end and found a difference.
 pub const EXIT_DIFFERS: u8 = 3;
 /// Stopped by a signal, after writing a checkpoint.
 pub const EXIT_STOPPED: u8 = 130;
@@ -27,8 +27,8 @@ impl std::fmt::Display for BadInput {
 
 impl std::error::Error for BadInput {}
 
-/// The error of a process that prints nothing, because another rank prints the error. Both processes exit
-/// with the same code.
+/// The error of a process that must print nothing, because another rank prints the actual error. Both
+/// processes exit with the same code.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ErrorOnOtherRank {
     pub is_bad_input: bool,

@@ -3,8 +3,8 @@ mod allocator;
 use std::io::Write;
 use std::process::ExitCode;
 
-// In the binary, the compiler reports items that no command uses as dead code. In a library it cannot,
-// because a library may have other users.
+// An item that no command uses is dead code, and in the binary the compiler reports it. In a library the
+// compiler cannot report it, because the library may have other users.
 #[cfg(feature = "whole")]
 #[path = "lib.rs"]
 mod rloss;

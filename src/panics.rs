@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
 /// The panic message of the standard library when a new thread gets no memory for the stack of its signal
 /// handlers.
 const NO_ALTERNATIVE_STACK: &str = "failed to allocate an alternative stack";
-/// The message to the user in that case.
+/// The message to the user if a new thread gets no memory.
 const NO_THREAD_MEMORY: &str =
     "no memory is left for a new thread; lower parallel.threads, or raise the memory limit (ulimit -v)";
 
@@ -37,7 +37,7 @@ pub fn install_panic_hook(exit_failed: u8) {
             std::process::exit(exit_failed.into());
         }
         if !IS_CATCHING.get() {
-            // A closed stderr is ignored, because no other output is left for the report.
+            // If stderr is closed, the message is lost: there is no other place for it.
             let _ = writeln!(std::io::stderr(), "{}", line(panic));
         }
     }));

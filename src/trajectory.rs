@@ -63,9 +63,10 @@ pub enum CallOutcome {
     Answered,
     /// The code raised an exception or had a syntax error. The model received the message.
     Raised,
-    /// The interpreter stopped the code at its own time limit.
+    /// The interpreter stopped the code, which ran longer than `interpreter.time_limit_s`.
     TimeLimit,
-    /// The parent process killed the worker after a wall-clock time limit. The run is then not reproducible.
+    /// The parent process killed the worker after `interpreter.wall_clock_s`. The run is then not
+    /// reproducible.
     ToolTimeout,
     /// The code requested more memory than allowed.
     MemoryLimit,
@@ -109,10 +110,10 @@ impl CallOutcome {
 pub struct Turn {
     /// Index of the first sampled token in [`Trajectory::tokens`].
     pub start: usize,
-    /// One past the last sampled token.
+    /// Index after the last sampled token.
     pub end: usize,
-    /// Outcomes of the tool calls at the end of the turn, in order. Malformed calls are included. Calls that
-    /// did not run are not included: no turns or tokens were left for their replies.
+    /// Outcomes of the tool calls at the end of the turn, in order. Malformed calls are included. Calls are
+    /// not included if no turns or tokens were left for their replies, because such calls do not run.
     #[serde(default, alias = "call", deserialize_with = "one_or_many")]
     pub calls: Vec<CallOutcome>,
 }

@@ -2,8 +2,8 @@
 //! tokens, tool calls.
 //!
 //! GPT-OSS uses [Harmony](crate::harmony), Qwen uses [ChatML](chatml). Other modules use only [`Chat`] and
-//! [`Message`]. ChatML has no channels. Its text is put on the channel `final` if the text ends a turn, and
-//! on `commentary` if tool calls follow.
+//! [`Message`]. ChatML has no channels. A ChatML text gets the channel `final` if it ends a turn, and the
+//! channel `commentary` if tool calls follow it.
 
 pub mod chatml;
 pub mod functions;
@@ -237,9 +237,9 @@ impl ChatTurnParser {
         }
     }
 
-    /// Returns the calls to answer, in order. Valid after a step that ended the turn with
-    /// [`TurnEnd::Called`](harmony::TurnEnd::Called) (at least one call is [`Call::Ready`]) or with
-    /// [`TurnEnd::Malformed`](harmony::TurnEnd::Malformed) (no call is).
+    /// Returns the calls that need replies, in order. The turn must have ended with
+    /// [`TurnEnd::Called`](harmony::TurnEnd::Called) or [`TurnEnd::Malformed`](harmony::TurnEnd::Malformed).
+    /// In the first case at least one call is [`Call::Ready`], in the second case none.
     pub fn calls(&self) -> Vec<Call> {
         match self {
             ChatTurnParser::Harmony(parser) => match (parser.call(), parser.error()) {

@@ -167,8 +167,8 @@ fn namespace_text(namespace: &ToolNamespace) -> String {
 pub const PYTHON_DESCRIPTION: &str = "Runs the Python code of a message sent to python and answers with its output. \
     Use it to compute and to check your reasoning. The user sees neither code nor output.";
 
-/// The recipe's system message. Only what the recipe gives is in the message; for example, there is no date
-/// by default.
+/// The system message that a recipe describes. It contains only what the recipe gives. By default, for
+/// example, it has no date.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SystemSettings {
     pub model_identity: Option<String>,

@@ -12,13 +12,15 @@ pub(super) fn is_word(text: &str) -> bool {
     !text.is_empty() && !text.contains(char::is_whitespace) && !text.contains("<|")
 }
 
-/// Returns whether `text` is a content type: a word, with or without the marker of constrained output.
+/// Returns whether `text` is a content type: a word, the marker of constrained output, or a word after the
+/// marker.
 pub(super) fn is_content_type(text: &str) -> bool {
     let kind = text.strip_prefix(CONSTRAIN).unwrap_or(text);
     !text.is_empty() && (kind.is_empty() || is_word(kind))
 }
 
-/// Returns whether `text` is a valid tool name: a word that is not another role's name.
+/// Returns whether `text` is a valid tool name: a word whose part before the first `:` is not the name of
+/// another role.
 pub(super) fn is_tool_name(text: &str) -> bool {
     let author = text.split(':').next().unwrap_or(text);
     is_word(text) && Role::from_name(author).is_none_or(|role| role == Role::Tool)

@@ -12,7 +12,7 @@ use anyhow::{Context, Result, bail};
 pub enum ParseMode {
     /// The closing token becomes part of the header.
     Strict,
-    /// If the author is known, the header's words become the message's content, except the channel.
+    /// If the author is known, all words of the header except the channel become the message's content.
     Lenient,
 }
 

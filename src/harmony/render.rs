@@ -9,8 +9,9 @@ use anyhow::Result;
 /// Options for rendering a conversation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RenderOptions {
-    /// Drops analysis messages before the first final message if the last assistant message is final, as a
-    /// chat does between turns. Off for trajectories, which keep all sampled tokens.
+    /// Whether to drop the analysis messages before the first final message. They are dropped only if the
+    /// last assistant message is final. A chat drops them between turns. A trajectory keeps all sampled
+    /// tokens, so this is false for a trajectory.
     pub auto_drop_analysis: bool,
 }
 

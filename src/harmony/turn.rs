@@ -15,7 +15,7 @@ pub enum TurnError {
     MalformedHeader { leftover: String },
     /// The message closed before `<|message|>`.
     UnfinishedHeader,
-    /// A message begins with another author.
+    /// A message begins with an author other than the assistant.
     WrongAuthor { author: String },
     /// Tokens follow a closed message, and the first of them is not `<|start|>`.
     TextAfterEnd,
@@ -69,7 +69,7 @@ pub enum TurnEnd {
     Called,
     /// The turn is malformed. [`TurnError::reply`] gives the reply.
     Malformed,
-    /// The tokens ended.
+    /// The tokens ended before the turn did.
     Truncated,
 }
 
@@ -90,14 +90,15 @@ pub struct ParsedCompletion {
     /// The messages in order. All have the role assistant. The last one may be malformed or unfinished.
     pub messages: Vec<Message>,
     pub end: TurnEnd,
-    /// The error that ended the turn. If none did: the first error in a text that is not a call, if any.
+    /// The error that ended the turn. If no error ended the turn: the first error in the content of a message
+    /// that is not a call, if there is one.
     pub error: Option<TurnError>,
 }
 
 #[derive(Clone)]
 enum State {
-    /// `has_start_token`: `<|start|>` was sampled again after the prompt's own, so the author's name comes
-    /// first.
+    /// A header. `has_start_token`: the model sampled `<|start|>`, so the header begins with the author's
+    /// name. In the first header of a turn, `<|start|>` and the author are usually part of the prompt.
     Header {
         has_start_token: bool,
         bytes: Vec<u8>,
@@ -141,7 +142,7 @@ impl TurnParser {
         self.error.as_ref()
     }
 
-    /// Returns the call to answer, after a step that was [`TurnEnd::Called`].
+    /// Returns the call that needs a reply, if the turn ended with [`TurnEnd::Called`].
     pub fn call(&self) -> Option<&Message> {
         match self.state {
             State::Ended(TurnEnd::Called) => self.messages.last(),
@@ -149,7 +150,7 @@ impl TurnParser {
         }
     }
 
-    /// Reads the next token. Every token after the end of the turn is [`TurnError::TextAfterEnd`].
+    /// Reads the next token. A token after the end of a valid turn is the error [`TurnError::TextAfterEnd`].
     pub fn push(&mut self, token: u32) -> TurnStep {
         let control = self.tokenizer.control_tokens();
         match std::mem::replace(&mut self.state, State::Between) {

@@ -55,7 +55,8 @@ fn default_note(schema: &Value) -> Option<String> {
     })
 }
 
-/// Returns the type of a schema with `oneOf` at the top level: one variant per line, each with its notes.
+/// Returns the type of a schema with `oneOf` at the top level: one variant per line, each with its
+/// description and default.
 fn union_of(variants: &[Value], indent: &str) -> String {
     let mut out = String::new();
     for variant in variants {
@@ -92,7 +93,7 @@ fn object_of(schema: &Value, indent: &str) -> String {
     out
 }
 
-/// Adds one property: its notes as comments, then `key: type,` on the next line.
+/// Adds one property: comments such as its title, description and examples, then the line `key: type,`.
 fn push_property(out: &mut String, key: &str, property: &Value, indent: &str) {
     if let Some(title) = property["title"].as_str() {
         out.push_str(&format!("{indent}// {title}\n{indent}//\n"));
@@ -119,9 +120,9 @@ fn push_property(out: &mut String, key: &str, property: &Value, indent: &str) {
 }
 
 /// Adds a property with `oneOf`: one variant per line. The property's description is written above the
-/// variants, unless the first variant has the same description. A variant's own description follows the
-/// variant. It is omitted if it equals the property's, and for the first variant also if one is written
-/// above.
+/// variants, unless the first variant has the same description. A variant's description follows the variant.
+/// It is omitted if it equals the property's description. The first variant's description is also omitted if
+/// the property's description is written above.
 fn push_choice(out: &mut String, key: &str, property: &Value, variants: &[Value], indent: &str) {
     let first = variants.first().and_then(|variant| variant["description"].as_str());
     let description = property["description"].as_str();

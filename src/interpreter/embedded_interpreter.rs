@@ -17,7 +17,8 @@ use std::process::Command;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Maximum size of a stored session. With the number of trajectories, it limits the parent's memory.
+/// Maximum size of a stored session, in bytes. The parent stores one session per live trajectory, so this
+/// value limits the parent's memory.
 const STATE_BYTES_MAX: usize = 4 << 20;
 /// Maximum start time. A worker starts in milliseconds. A busy machine may need longer.
 const START_S_MAX: u64 = 30;
@@ -25,15 +26,15 @@ const WELCOME_BYTES_MAX: usize = 64 << 10;
 /// Size of a reply's header: the outcome, and the state change of the variables.
 const REPLY_HEADER_BYTES: usize = 2;
 
-/// Python without any installation. Its [`InterpreterSettings::workers`] confined processes are started on
-/// demand.
+/// A Python that needs no installation. Up to [`InterpreterSettings::workers`] confined processes are started
+/// on demand.
 ///
 /// Dropping it kills all workers. The death of the parent kills them too, whatever its cause.
 pub struct EmbeddedInterpreter {
     settings: InterpreterSettings,
     program: PathBuf,
     confinement: String,
-    // Declared before the spawner: when the thread of the spawner ends, the workers are killed.
+    // Declared, and so dropped, before the spawner: the end of the spawner's thread kills the workers.
     pool: Pool<Process>,
     /// Stored sessions. The parent does not read them; only confined workers decode them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
@@ -134,7 +135,7 @@ impl EmbeddedInterpreter {
         Ok((outcome, state_change, String::from_utf8_lossy(text).into_owned(), state))
     }
 
-    /// Returns the text for the model when the worker could not reply.
+    /// Returns the text that the model gets when the worker could not reply.
     fn explain(&self, outcome: CallOutcome) -> String {
         self.settings.explain(outcome) + lost_state_note(self.settings.state == InterpreterState::Trajectory)
     }

@@ -1,7 +1,7 @@
 //! The embedded interpreter's worker. It confines itself, then serves one call after the other.
 //!
-//! It keeps nothing between calls, because each call contains the trajectory's variables. So any worker can
-//! serve any trajectory, and a failure of one trajectory does not affect other trajectories.
+//! The worker keeps nothing between calls: the parent sends the trajectory's variables with each call. So any
+//! worker can serve any trajectory, and a failure of one trajectory does not affect other trajectories.
 
 use super::FRAME_BYTES_MAX;
 use super::output::OutputClipper;
@@ -112,7 +112,7 @@ fn serve(mut input: File, mut output: File) -> Result<()> {
     Ok(())
 }
 
-/// Returns the note for a reply whose effects on variables are not kept.
+/// Returns the note for the reply to a call whose effects on variables are not kept.
 pub fn lost_state_note(keep_state: bool) -> &'static str {
     if keep_state { " Variables are as they were before this call." } else { "" }
 }
@@ -139,8 +139,8 @@ fn run(code: &str, state: &[u8], hello: &WorkerHello) -> CallResult {
     session.tracker_mut().set_max_duration(limit);
     let result = session.feed_run(code, Vec::new(), PrintWriter::Callback(&mut ClippedWriter(&mut clip)));
     if is_time_limit(&result, session.tracker().elapsed() > limit) {
-        // How far the code got before a timeout depends on speed. So neither its output nor its effects are
-        // kept.
+        // The speed of the machine decides how far the code got before the timeout. A reply must not depend
+        // on that speed, so neither the code's output nor its effects are kept.
         let text = format!(
             "TimeoutError: the code ran longer than {} s and was stopped.{}",
             hello.time_limit_s,

@@ -101,8 +101,8 @@ table! {
         pub kind: InterpreterKind = InterpreterKind::Embedded,
         /// Which calls share state.
         pub state: InterpreterState = InterpreterState::Call,
-        /// Maximum running time of a call inside the interpreter, in seconds. With `"cpython"`, only time on
-        /// a processor counts.
+        /// Maximum running time of a call inside the interpreter, in seconds. With `"cpython"`, only CPU time
+        /// counts.
         pub time_limit_s: f64 = 1.0 => above(0.0).to(86400.0),
         /// Wall-clock time in seconds after which the worker is killed. It must exceed `time_limit_s`,
         /// because it is a second limit in case the first one fails.
@@ -158,8 +158,8 @@ impl InterpreterSettings {
         Ok(())
     }
 
-    /// Returns the text for the model when its code was stopped. The text contains no times, process ids or
-    /// causes.
+    /// Returns the text that the model gets when its code was stopped. The text contains no measured times,
+    /// process ids or causes.
     fn explain(&self, outcome: CallOutcome) -> String {
         let Self { time_limit_s, wall_clock_s, memory_mib, .. } = *self;
         match outcome {

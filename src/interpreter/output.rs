@@ -52,7 +52,8 @@ impl OutputClipper {
         self.tail.push_str(&rest[start..]);
         self.tail_chars += rest_chars - skipped;
         self.cut += skipped;
-        // The tail is trimmed only at twice its size, so that the cost of many small texts is linear.
+        // The tail is trimmed only when it has reached twice its maximum, so that the cost of many small
+        // texts is linear in their total length.
         if self.tail_chars > 2 * self.tail_max {
             self.trim();
         }
@@ -123,7 +124,7 @@ fn incomplete_bytes(bytes: &[u8]) -> usize {
     if open { invalid.len() } else { 0 }
 }
 
-/// Removes the memory addresses that Python prints for objects without a better name: `<f at 0x…>`.
+/// Replaces the digits of the memory addresses that Python prints for some objects: `<f at 0x…>`.
 pub fn remove_addresses(text: &str) -> String {
     const MARK: &str = " at 0x";
     let mut parts = text.split(MARK);

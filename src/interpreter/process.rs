@@ -13,10 +13,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Environment variable for mimalloc. By default, mimalloc reserves address space in units of 1 GiB, so a
-/// limit on address space would have no effect. With this variable it reserves only what is requested.
+/// limit on address space would not limit the memory in use. With this variable it reserves only what is
+/// requested.
 const ALLOCATOR: (&str, &str) = ("MIMALLOC_DISALLOW_ARENA_ALLOC", "1");
 
-/// Library path for the loader of a GPU build. A worker uses none of these libraries.
+/// Environment variable with the library path. The loader of a GPU build needs it to start the binary,
+/// although a worker uses none of those libraries.
 #[cfg(any(feature = "cuda", feature = "nccl"))]
 const LIBRARIES: &str = "LD_LIBRARY_PATH";
 
@@ -117,8 +119,8 @@ impl Process {
         frames::read(&mut DeadlinePipe { pipe: &self.stdout, deadline }, bytes_max)
     }
 
-    /// Kills the worker and its process group. Returns its standard error. Also returns its exit status if it
-    /// had already ended.
+    /// Kills the worker and its process group. Returns the worker's standard error and, if the worker had
+    /// already ended, the exit status.
     pub fn kill(&mut self) -> (String, Option<ExitStatus>) {
         let ended = self.group.exit_status(END_WAIT);
         self.group.kill();

@@ -16,8 +16,8 @@ pub(super) struct Section {
     /// Whether the section is collapsed when the page opens.
     folded: bool,
     charts: Vec<Chart>,
-    /// Charts whose curves are exactly 0 at every step. One line lists them. A chart stays in `charts` if the
-    /// value 0 is an alarm or a result.
+    /// Charts whose curves are exactly 0 at every step. The page only lists their titles in one line. But if
+    /// the value 0 is an alarm or a result, the chart stays in `charts`.
     zeros: Vec<Chart>,
     /// Titles of charts without values.
     absent: Vec<&'static str>,
@@ -114,7 +114,7 @@ const SPECS: [ChartSpec; 21] = {
     ]
 };
 
-/// Returns whether a `metric` that is 0 at every step is an alarm: the run learned nothing.
+/// Returns whether the value 0 at every step is an alarm for `metric`: it means that the run learned nothing.
 fn is_alarm_at_zero(metric: &str) -> bool {
     is_held_out(metric)
         || named_reward(metric).is_some()
@@ -122,7 +122,8 @@ fn is_alarm_at_zero(metric: &str) -> bool {
         || metric.ends_with("grad_norm")
 }
 
-/// Returns whether the value 0 at every step of `metric` is a result to show: rollout and training agree.
+/// Returns whether the value 0 at every step is a result for `metric`, which the page shows. The value 0 then
+/// means that rollout and training agree.
 fn is_result_at_zero(metric: &str) -> bool {
     metric == "mismatch/log_ppl_abs_diff_max"
 }

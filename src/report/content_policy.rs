@@ -1,5 +1,5 @@
-//! The page's Content-Security-Policy. It gives the SHA-256 of the page's own script and style, so that a
-//! browser uses no others.
+//! The page's Content-Security-Policy. It has the SHA-256 of the page's own script and of its style. A
+//! browser then uses no other script or style.
 
 use base64::prelude::{BASE64_STANDARD, Engine};
 

@@ -19,7 +19,8 @@ pub(super) struct SelectedTrajectory {
     pub why: &'static str,
 }
 
-/// The trajectories of one step with the highest and the lowest reward. Among equal rewards, the first one.
+/// The trajectories of one step with the highest and the lowest reward. Of several with an equal reward, the
+/// first one is taken.
 struct Extremes {
     best: TrajectoryRow,
     worst: Option<TrajectoryRow>,
@@ -66,7 +67,7 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
             let worst = worst.map(|row| SelectedTrajectory { row, why: "lowest reward of the step" });
             picked.extend(worst);
             let why =
-                if alone { "first of the step, all equal in reward" } else { "highest reward of the step" };
+                if alone { "first of the step; all rewards are equal" } else { "highest reward of the step" };
             picked.push(SelectedTrajectory { row: best, why });
         }
     }

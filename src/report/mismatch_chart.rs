@@ -14,7 +14,7 @@ const BAR_HEIGHT: f64 = 13.0;
 const ABLATION_HEIGHT: f64 = 3.0 * BAR_HEIGHT + 12.0;
 /// Height of the ticks, the tick labels and the axis label.
 const FOOTER_HEIGHT: f64 = 38.0;
-/// Maximum number of characters of a name. A longer name is truncated; the pointer shows all of it.
+/// Maximum number of characters of a name. A longer name is truncated; a tooltip shows the whole name.
 const NAME_CHARS_MAX: usize = 26;
 /// Decades of the axis if no value is above 0.
 const DEFAULT_DECADES: (f64, f64) = (-6.0, 0.0);
@@ -32,8 +32,8 @@ const METRICS: [(&str, &str, usize); 3] = [
 struct Decades(f64, f64);
 
 impl Decades {
-    /// Returns decades that cover `values`, from the power of ten below the smallest positive value. At least
-    /// one.
+    /// Returns decades that cover `values`, from the power of ten below the smallest positive value. There is
+    /// at least one decade.
     fn covering(values: impl Iterator<Item = f64>) -> Self {
         let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
         let range = logs.fold(None, |range, v| match range {
@@ -103,7 +103,7 @@ fn bar(
     let end = value.filter(|v| *v > 0.0).map(|v| axis.x_of(v.log10()));
     let zero = value == Some(0.0);
     let label = match value {
-        // Differences that cancel within a sequence also give 0.
+        // The value alone does not show equal bits: differences that cancel within a sequence also give 0.
         Some(_) if zero && same_bits => "0: same bits".to_owned(),
         value => value.map_or("–".to_owned(), format_number),
     };

@@ -96,8 +96,8 @@ pub fn page(runs: &[PathBuf], for_server: bool) -> Result<String> {
     render(Run::load_all(runs)?, for_server)
 }
 
-/// Returns a checksum of the lengths and modification times of the files from which the page of `runs` is
-/// made.
+/// Returns a checksum that changes when a source file of the page of `runs` changes. It covers the lengths
+/// and modification times of these files.
 pub fn state_digest(runs: &[PathBuf]) -> String {
     let mut hash = crc32fast::Hasher::new();
     for run in runs {
@@ -115,8 +115,8 @@ pub fn state_digest(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the current stage of each of `runs` that is running. With several runs, each stage follows the
-/// run's folder.
+/// Returns the current stage of each run in `runs` that is in progress. With several runs, each text begins
+/// with the run's folder.
 pub fn stages_under_way(runs: &[PathBuf]) -> Vec<String> {
     let stage = |run: &PathBuf| {
         let stage = sanitize_line(&current_stage(run)?).into_owned();

@@ -65,13 +65,14 @@ pub(super) struct Plot {
     bottom: f64,
     log: bool,
     thinned: bool,
-    /// Whether a curve is smoothed, or has a band.
+    /// Whether a curve is smoothed.
     smoothed: bool,
+    /// Whether a curve has a band.
     shaded: bool,
     x_ticks: Vec<Tick>,
     y_ticks: Vec<Tick>,
     lines: Vec<Line>,
-    /// SVG y-coordinates of the alarm limits within the axis.
+    /// SVG y-coordinates of the alarm limits that are within the axis.
     levels: Vec<String>,
     /// Notes below the chart, such as "exactly 0 at all 80 steps".
     notes: Vec<Note>,
@@ -341,7 +342,8 @@ fn path(points: impl Iterator<Item = (u64, f64)>, x: &Axis, y: &Axis) -> String 
     path
 }
 
-/// Draws the area between the two ends of the interval, over the steps that have both ends.
+/// Draws the area between the lower and the upper end of the interval. Empty if the two ends have different
+/// numbers of points, fewer than two points, or a value that is not finite.
 fn band((low, high): &(Points, Points), x: &Axis, y: &Axis) -> String {
     if low.len() != high.len() || low.len() < 2 || low.iter().chain(high).any(|p| !p.1.is_finite()) {
         return String::new();

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 /// The contents of one run folder.
 #[derive(Clone, Default)]
 pub(super) struct Run {
-    /// The folder's name, with as much of its path as distinguishes it from the other runs.
+    /// The folder's name. If another run's folder has the same name, this is the path that the user gave.
     pub label: String,
     pub folder: PathBuf,
     /// Index among the page's curves. Seeds of one recipe share a curve.
@@ -108,7 +108,7 @@ fn sampling_kind(path: &Path) -> Option<String> {
     Some(marker.get("kind")?.as_str()?.to_owned())
 }
 
-/// Returns the folders' names. Folders with equal names get their full paths.
+/// Returns the folders' names. For folders with equal names, returns their paths as the user gave them.
 fn labels(folders: &[PathBuf]) -> Vec<String> {
     let name = |folder: &PathBuf| {
         let full = std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());

@@ -43,8 +43,8 @@ fn without_seed(recipe: &toml::Table) -> toml::Table {
     recipe
 }
 
-/// Merges runs into one. At each step, a metric is the mean over the runs that have the metric. The lowest
-/// and the highest value become the ends of the interval that charts draw.
+/// Merges runs into one. At each step, the value of a metric is the mean over the runs that have it. The
+/// lowest and the highest value become the ends of the band that charts draw.
 fn merge_runs(runs: &[&Run]) -> Run {
     let [only] = runs else {
         let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();

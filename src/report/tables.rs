@@ -7,7 +7,8 @@ use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// Returns a metric's first and last value under the name `name`. If there is only one value, only the last.
+/// Returns the first and the last value of `metric`, labelled `name`. Returns only the last value if there is
+/// no other one.
 fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
     let series = run.series(phase, metric);
     let (first, last) = (series.first()?.1, series.last()?.1);
@@ -123,8 +124,8 @@ fn model(run: &Run) -> Option<String> {
     ))
 }
 
-/// Returns whether `name` is a held-out success metric. The ends of its confidence interval are not: they are
-/// drawn in its chart.
+/// Returns whether `name` is a held-out success metric. The ends of a confidence interval do not count as
+/// metrics, because they are drawn in the metric's chart.
 pub(super) fn is_held_out(name: &str) -> bool {
     name.starts_with("val-core/") && !is_interval_end(name)
 }
@@ -170,7 +171,7 @@ fn wall_time(rows: &[Row]) -> String {
 pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
     let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
     let mut all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
-    // Without a tool, its counts carry no information.
+    // If all counts of tool calls are 0, they carry no information.
     let is_zero = |name: &str| {
         let rows = runs.iter().flat_map(|run| &run.rows);
         rows.filter_map(|row| row.metrics.get(name)).all(|count| count == 0.0)

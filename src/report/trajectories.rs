@@ -1,8 +1,9 @@
 //! Packs all stored trajectories of the runs for the page's trajectory viewer: tokens, log-probs, advantages
 //! and log-prob mismatches.
 //!
-//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into the vocabulary. Its
-//! numbers are single bytes. Both are encoded as base64, so that ten thousand trajectories fit in a page.
+//! `vocabulary` has each token's text once. The tokens of a trajectory are indices into the vocabulary. Each
+//! number of a token, such as its log-prob, is one byte. Indices and bytes are encoded as base64. Ten
+//! thousand trajectories then fit in a page.
 
 use super::run::Run;
 use crate::harmony::Role;
@@ -20,7 +21,7 @@ use std::path::PathBuf;
 
 /// Maximum size of a page's packed trajectories, in bytes.
 const BYTES_MAX: usize = 50 << 20;
-/// The lowest log-prob that a byte represents. Lower values are replaced by it.
+/// The lowest log-prob that a byte represents. Lower log-probs are raised to it.
 const LOG_PROB_MIN: f64 = -16.0;
 /// The smallest mismatch that a byte represents.
 const MISMATCH_MIN: f64 = 1e-8;
@@ -293,8 +294,8 @@ fn token_text(tokenizer: &Vocabulary, token: u32) -> String {
     }
 }
 
-/// Returns a log-prob as a byte: the square root of its ratio to [`LOG_PROB_MIN`]. The root gives likely
-/// tokens a finer resolution.
+/// Returns a log-prob as a byte: 255 times the square root of its ratio to [`LOG_PROB_MIN`]. The root gives
+/// likely tokens a finer resolution.
 fn log_prob_byte(log_prob: f32) -> u8 {
     let share = (f64::from(log_prob) / LOG_PROB_MIN).clamp(0.0, 1.0);
     (share.sqrt() * 255.0).round() as u8
@@ -314,9 +315,8 @@ fn pack_advantages(values: Option<Vec<f32>>) -> (Option<f32>, Option<String>) {
     }
 }
 
-/// Encodes the sign and the magnitude of each log-prob difference, on a logarithmic scale. The byte 0 means
-/// exactly
-/// 0. The result is empty if all differences are 0.
+/// Encodes each log-prob difference as a byte: the sign, and the magnitude on a logarithmic scale. The byte 0
+/// means exactly 0. The result is empty if all differences are 0.
 fn pack_mismatches(diffs: &[f32]) -> String {
     if diffs.iter().all(|diff| *diff == 0.0) {
         return String::new();

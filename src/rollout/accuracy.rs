@@ -38,8 +38,8 @@ pub struct Vote {
     pub success: bool,
 }
 
-/// Counts the votes of each answer. The answer with the most votes comes first; of equally many votes, the
-/// earlier answer comes first. Samples without an answer do not vote.
+/// Counts the votes of each answer. The answer with the most votes comes first. Of two answers with the same
+/// number of votes, the earlier one comes first. Samples without an answer do not vote.
 pub fn count_votes(task: &dyn Task, samples: &[SampleResult]) -> Vec<Vote> {
     let mut votes: Vec<Vote> = vec![];
     for sample in samples {
@@ -56,8 +56,8 @@ pub fn count_votes(task: &dyn Task, samples: &[SampleResult]) -> Vec<Vote> {
     votes
 }
 
-/// Returns 1 if the answer with the most votes is right, else 0. A tie is broken at random, so for a tie the
-/// result is the fraction of tied answers that are right. The result is 0 without any answer.
+/// Returns 1 if the answer with the most votes is right, else 0. For a tie, returns the fraction of tied
+/// answers that are right, as if one of them were chosen at random. Returns 0 if there is no answer.
 pub fn majority(votes: &[Vote]) -> f64 {
     let votes_max = votes.first().map_or(0, |vote| vote.votes);
     let first = votes.iter().take_while(|vote| vote.votes == votes_max);

@@ -4,14 +4,15 @@
 //! Rules, in the order of their checks:
 //! - Only a stop token ends an answer. In Harmony a `final` message closed by `<|end|>` is an ordinary
 //!   message: sampling continues.
-//! - A turn is a run of sampled tokens between insertions. A call on the last turn is not run
-//!   ([`Outcome::TurnsExhausted`]); a malformed last turn ends as [`Outcome::Malformed`].
-//! - A trajectory out of tokens or context is [`Outcome::TruncatedLength`]. So is one whose next insertion
-//!   would leave no space for a token after it; then nothing is inserted. A call that could no longer be
-//!   answered is not run.
-//! - A call to a recipient other than `python` and the task's own tools is answered in the recipient's
-//!   name. A malformed call is answered in the Python tool's name. Without a tool nobody can report the
-//!   mistake, and the trajectory ends as malformed.
+//! - A turn consists of the tokens sampled between two insertions. The last allowed turn must not end in a
+//!   call: the call is not executed, and the trajectory ends as [`Outcome::TurnsExhausted`]. A malformed last
+//!   turn ends it as [`Outcome::Malformed`].
+//! - A trajectory that has used up its tokens or its context ends as [`Outcome::TruncatedLength`]; a call at
+//!   its end is not executed. The trajectory ends in the same way if the next insertion would leave no space
+//!   for a further token. Then nothing is inserted.
+//! - A call to an unknown recipient gets an error reply, whose author is that recipient. A malformed call
+//!   also gets an error reply. The author is the call's recipient if known, otherwise the Python tool. If
+//!   there is neither, the trajectory ends as malformed.
 //! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
 //! - Sampled tokens never change, including the stop token before a further user message.
 
@@ -35,9 +36,9 @@ const FAILED: Reward = Reward::new(0.0, false);
 pub(super) enum NextAction {
     /// Sample another token.
     Sample,
-    /// Run its tool calls.
+    /// Run the conversation's tool calls.
     Call,
-    /// Ask its task for a further user message, which may take long.
+    /// Ask the task for a further user message. This may take long.
     Turn,
     /// Nothing: the conversation is over.
     Finish,
@@ -54,7 +55,7 @@ pub(super) struct Conversation<'a> {
     prompt_tokens: usize,
     mask: Vec<bool>,
     log_probs: Vec<f32>,
-    /// Routed experts of the tokens fed so far, if kept.
+    /// Routed experts of the tokens that the model has read so far. Empty if they are not kept.
     routes: Vec<Vec<u16>>,
     turns: Vec<Turn>,
     turn_start: usize,
@@ -62,7 +63,7 @@ pub(super) struct Conversation<'a> {
     parser: ChatTurnParser,
     /// The action after the last token.
     next: NextAction,
-    /// Tokens that the engine has not seen yet.
+    /// Inserted tokens that the engine has not read yet.
     inserted: Vec<u32>,
     /// Messages after the prompt.
     messages: Vec<Message>,
@@ -72,7 +73,7 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Returns the request for the first turns of a prompt's samples, which the engine knows by the numbers
+    /// Returns the request for the first turn of each of a prompt's samples. The engine numbers these samples
     /// from `first` on.
     pub(super) fn request(
         rollout: &Rollout,
@@ -89,7 +90,7 @@ impl<'a> Conversation<'a> {
             tokens: prompt.tokens.clone(),
             samples: (0..samples).map(sample).collect(),
             sampling: rollout.plan.settings.sampling(),
-            // The parser tells where a turn ends.
+            // The parser detects the end of a turn, so the engine needs no stop tokens.
             stop_tokens: vec![],
             new_tokens_max: tokens_left(rollout, 0, prompt.tokens.len()),
             top_log_probs: None,
@@ -147,19 +148,19 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Takes the routed experts of the tokens read in this turn, and returns what follows the turn.
+    /// Stores the routed experts of the tokens that the model read in this turn. Returns the next action.
     pub(super) fn end_request(&mut self, routed_experts: Vec<Vec<u16>>) -> NextAction {
         self.routes.extend(routed_experts);
         self.next
     }
 
-    /// Appends the next token. Returns whether the turn goes on.
+    /// Appends the next sampled token. Returns whether the turn goes on.
     pub(super) fn push_token(&mut self, drawn: SampledToken) -> bool {
         self.next = self.take_token(drawn);
         self.next == NextAction::Sample && self.inserted.is_empty()
     }
 
-    /// Appends the next token and decides what follows.
+    /// Appends the next sampled token. Returns the next action.
     fn take_token(&mut self, drawn: SampledToken) -> NextAction {
         self.tokens.push(drawn.token);
         self.mask.push(true);
@@ -214,12 +215,13 @@ impl<'a> Conversation<'a> {
         self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
     }
 
-    /// Answers the pending calls and blocks until the last reply. A call that runs something is answered on
-    /// a tool thread.
+    /// Answers the calls of this turn and blocks until the last reply. If the Python tool or the task may
+    /// have to run something, this function is called on a tool thread.
     pub(super) fn run_calls(&mut self) -> NextAction {
         let (mut outcomes, mut replies) = (vec![], vec![]);
-        // The task reads the conversation up to its call. The turn's other messages are taken when it
-        // closes.
+        // A task that answers a call reads the conversation up to that call, so `messages` gets calls and
+        // replies one by one. `close_turn` then adds all messages of the turn, so the calls are removed
+        // before.
         let before = self.messages.len();
         let mut ended = None;
         for call in self.parser.calls() {
@@ -292,8 +294,8 @@ impl<'a> Conversation<'a> {
         if self.rollout.task.may_take_long() { NextAction::Turn } else { self.request_user_turn() }
     }
 
-    /// Asks the task for the next user message and blocks until it answers. Runs on a tool thread if that
-    /// may take long.
+    /// Asks the task for the next user message and blocks until the task answers. If the task may take long,
+    /// this function is called on a tool thread.
     pub(super) fn request_user_turn(&mut self) -> NextAction {
         let next = self.rollout.task.next_user_message(self.problem, &self.transcript(Outcome::Finished));
         match next {
@@ -314,8 +316,8 @@ impl<'a> Conversation<'a> {
         self.messages.extend(parser.finish());
     }
 
-    /// Appends messages and the assistant's next opening, all masked. `encoding_failure` is the outcome
-    /// when a message cannot be encoded.
+    /// Appends `messages` and the start of the assistant's next turn. The mask is false for all these tokens.
+    /// `encoding_failure` is the outcome if a message cannot be encoded.
     fn insert(&mut self, messages: Vec<Message>, encoding_failure: Outcome) -> NextAction {
         let tokens_left = self.rollout.context_tokens_max().saturating_sub(self.tokens.len());
         let bytes = messages.iter().map(|message| message.content.len()).sum();
@@ -364,7 +366,7 @@ impl<'a> Conversation<'a> {
             })
         };
         if self.rollout.plan.settings.keep_routes {
-            // The last token was never fed.
+            // The model has not read the last token, so this token has no routed experts.
             self.routes.resize(self.tokens.len(), Vec::new());
         }
         let mut messages = self.rollout.system_prompt.to_vec();

@@ -1,4 +1,5 @@
-//! The client of the engine that samples a rollout: conversations under way, tool calls, results.
+//! The engine's client for a rollout. It holds the conversations in progress, the pending tool calls and the
+//! results.
 
 use super::conversation::{Conversation, NextAction};
 use super::prompt::RenderedPrompt;
@@ -36,7 +37,7 @@ pub(super) struct Driver<'a> {
     /// The conversation of each trajectory, `[prompts × samples]`, from its first token to its end.
     conversations: Vec<Mutex<Option<Box<Conversation<'a>>>>>,
     state: Mutex<State<'a>>,
-    /// Signals a tool call, or the end.
+    /// Signals to the tool threads that a call is pending, or that the rollout is over.
     calls: Condvar,
 }
 
@@ -94,7 +95,7 @@ impl<'a> Driver<'a> {
         let engine = self.rollout.engine;
         let result = std::thread::scope(|scope| {
             let result = self.submit().and_then(|()| engine.run(&ScopedDriver { driver: self, scope }));
-            // Tool threads end, also after an error.
+            // Makes the tool threads end, also after an error.
             self.lock().failed |= result.is_err();
             self.calls.notify_all();
             result
@@ -124,7 +125,7 @@ impl<'a> Driver<'a> {
         Box::new(Conversation::new(self.rollout, &self.prompts[prompt], sample as u64, session))
     }
 
-    /// Passes a conversation on to its next action.
+    /// Starts the next action of a conversation.
     fn dispatch<'s>(
         &'s self,
         scope: &'s Scope<'s, '_>,
@@ -148,8 +149,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Queues a tool call or a question to the task. Starts a thread for it, unless one is idle or the
-    /// maximum is reached.
+    /// Queues a tool call or a question to the task. Starts a tool thread, unless a tool thread is idle or
+    /// their maximum number is reached.
     fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, conversation: Box<Conversation<'a>>, next: NextAction)
     where
         'a: 's,
@@ -226,7 +227,7 @@ impl<'a> Driver<'a> {
             *result = Some((trajectory, messages));
         }
         if state.unfinished == 0 {
-            // Workers report the tokens of their last forward later.
+            // `sampled_tokens` may lack the tokens of the last forward passes: workers report them later.
             state.progress.sampled_tokens = state.progress.finished_tokens;
             (self.hooks.progress)(state.progress);
             self.wake_all();
@@ -303,7 +304,7 @@ impl Client for ScopedDriver<'_, '_, '_> {
     fn goes_on(&self, sampled: u64) -> bool {
         let driver = self.driver;
         let mut state = driver.lock();
-        // The last trajectory's end has counted all tokens.
+        // After the end of the last trajectory nothing is added, because `finish` has counted all tokens.
         if sampled > 0 && state.unfinished > 0 {
             state.progress.sampled_tokens += sampled;
             (driver.hooks.progress)(state.progress);

@@ -1,4 +1,4 @@
-//! Metrics of a step's groups. They have verl's names where verl has the same metric.
+//! Metrics of a step's groups. A metric that verl also has gets verl's name.
 
 use crate::metrics::Accumulator;
 use crate::trajectory::{CallOutcome, Group, Outcome};

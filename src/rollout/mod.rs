@@ -40,7 +40,8 @@ pub struct TurnPosition {
     pub turn: u64,
 }
 
-/// Returns the first tokens of a turn, which are scored and not drawn; none where the model draws them all.
+/// Returns the forced tokens at the start of a turn. The engine computes their log-probabilities, but does
+/// not draw them. Empty if the model draws all tokens of the turn.
 pub type ForcedTokens<'a> = dyn Fn(TurnPosition) -> Vec<u32> + Sync + 'a;
 
 /// The inputs of a rollout.
@@ -64,18 +65,18 @@ pub struct RolloutProgress {
     pub finished: usize,
     /// Number of all trajectories.
     pub trajectories: usize,
-    /// Tokens sampled, including those of unfinished trajectories.
+    /// Number of sampled tokens, including those of unfinished trajectories.
     pub sampled_tokens: u64,
-    /// Trajectories that have begun to sample or read their prompt, finished ones included.
+    /// Number of trajectories with at least one sampled token, including finished ones.
     pub started: usize,
-    /// Tokens sampled of finished trajectories.
+    /// Number of sampled tokens of finished trajectories.
     pub finished_tokens: u64,
     /// Sum of the rewards of finished trajectories.
     pub reward_sum: f64,
 }
 
 impl RolloutProgress {
-    /// Shows the rollout's progress as that of `stage`, in units of trajectories.
+    /// Returns a callback that shows a rollout's progress on `stage`, in finished trajectories.
     pub fn show_on(stage: &Progress) -> impl Fn(Self) + Sync {
         let before = Mutex::new(Self::default());
         move |now| {
@@ -88,8 +89,9 @@ impl RolloutProgress {
         }
     }
 
-    /// Estimates the tokens still to sample; `None` before a trajectory has ended. A trajectory under way
-    /// counts as half a length: the short ones end first, so finished ones alone would give too small a mean.
+    /// Estimates the number of tokens still to sample; `None` before a trajectory has ended. The mean length
+    /// is computed over all started trajectories, where an unfinished one counts as half a trajectory. Short
+    /// trajectories end first, so the mean over finished ones alone would be too small.
     fn tokens_left(&self) -> Option<f64> {
         let in_progress = self.started.saturating_sub(self.finished) as f64;
         let length = self.sampled_tokens as f64 / (self.finished as f64 + in_progress / 2.0);
@@ -102,7 +104,8 @@ impl RolloutProgress {
 /// Amounts of work, for `perf/` metrics.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct WorkCounts {
-    /// Tokens fed that were not sampled: each group's prompt once, and inserted messages.
+    /// Number of tokens that the model read but did not sample: each group's prompt once, and inserted
+    /// messages.
     pub prefilled_tokens: usize,
     pub sampled_tokens: usize,
     /// Calls that reached the interpreter.
@@ -194,7 +197,7 @@ impl Rollout<'_> {
         self.engine.context_tokens_max()
     }
 
-    /// Checks that every prompt fits.
+    /// Checks that no prompt is too long.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem.

@@ -119,7 +119,7 @@ impl PromptLimits<'_> {
         Ok(tokens)
     }
 
-    /// Returns a note on the length of the messages before the problem, which may make the prompt too long.
+    /// Returns a note on the number of tokens before the problem. These tokens may make the prompt too long.
     fn system_prompt_note(&self) -> String {
         match self.chat.render_training(self.system_prompt).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),

@@ -24,7 +24,7 @@ table! {
         /// Sample from the tokens whose probability is at least this fraction of the most likely token's
         /// probability. Training allows only 0 (off).
         pub min_p: f64 = 0.0 => from(0.0).to(1.0),
-        /// Maximum number of assistant turns of a trajectory. Answered tool calls use all turns but one.
+        /// Maximum number of assistant turns of a trajectory. A tool call in the last turn is not executed.
         pub turns_max: usize = 3 => from(1.0).to(1e6),
         /// Maximum number of tokens of a prompt. A longer prompt is an error.
         pub prompt_tokens_max: usize = 2048 => from(1.0).to(16777216.0),

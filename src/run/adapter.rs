@@ -25,8 +25,8 @@ pub struct RunAdapter {
 }
 
 impl RunAdapter {
-    /// Returns the adapter of the run: `existing`, the adapter in the model's folder, if there is one.
-    /// Otherwise, if the command `trains`, the adapter that the recipe requests.
+    /// Returns the adapter of the run. It is `existing`, the adapter in the model's folder, if there is one.
+    /// Otherwise it is the adapter that the recipe requests, if the command `trains`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when both exist and differ, when a pattern of `adapter.targets` matches no
@@ -44,7 +44,7 @@ impl RunAdapter {
             && existing != settings
         {
             let reason = format!(
-                "the model has an adapter of {}, but the recipe requests {}; remove [adapter], or make them equal",
+                "the model has an adapter of {}, but the recipe requests {}; remove [adapter], or request the adapter that the model has",
                 adapter_text(existing),
                 adapter_text(settings)
             );
@@ -118,8 +118,9 @@ fn requested_lora(
     Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })
 }
 
-/// Returns the mistake of a `pattern` that matches no parameter. For a name of PEFT, such as `q_proj`, the
-/// message gives the corresponding pattern. `known` has the names of all matrices that can have an adapter.
+/// Returns the error message for a `pattern` that matches no parameter. For a name of PEFT, such as `q_proj`,
+/// the message proposes the corresponding pattern. `known` has the names of all matrices that can have an
+/// adapter.
 fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
     if pattern == "all-linear" {
         return "instead of PEFT's \"all-linear\", remove adapter.targets: every matrix that can have an adapter gets one"

@@ -8,7 +8,7 @@ use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 /// Number of causes that [`SampleCounts::messages`] distinguishes.
 pub const CAUSE_COUNT: usize = 5;
 
-/// Counts of trajectories by what they have.
+/// Counts of the trajectories that have certain properties.
 #[derive(Default)]
 pub struct SampleCounts {
     count: usize,
@@ -156,7 +156,7 @@ impl SampleCounts {
                 format!("{} of {count} trajectories called the tool{other_formats}; {ask_for_tool}", count - without_call)
             }),
             (has_tool && !is_tool_unused && are_untagged).then(|| {
-                format!("{calls_outside_tags}, so nothing answered it; show the tags in harmony.developer_instructions, or {show_calls}")
+                format!("{calls_outside_tags}, so nothing executed the call; show the tags in harmony.developer_instructions, or {show_calls}")
             }),
             is_most(without_answer, ended).then(|| {
                 format!(
@@ -167,7 +167,7 @@ impl SampleCounts {
     }
 }
 
-/// The facts about a run that the sentences need.
+/// Facts about a run, for the sentences of [`SampleCounts::messages`].
 #[derive(Debug, Clone, Copy)]
 pub struct SampleFacts {
     /// Whether the model may call a tool.

@@ -94,7 +94,7 @@ impl RunContext {
         // The collective call comes first, because the code below may fail on only one process.
         let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host()));
         let available = min_over_processes(mesh, local)?;
-        // Reading the first weights may take a minute.
+        // This line is printed first, because reading the first weights may take a minute.
         if let Some(model) = reading_note(&plan.recipe) {
             console.print(&model);
         }
@@ -103,8 +103,8 @@ impl RunContext {
         preflight.load(console)
     }
 
-    /// Rejects `plan`, another recipe for this context's model, if it has keys that the family of the model
-    /// does not support.
+    /// Rejects `plan` if it has keys that the family of this context's model does not support. `plan` is
+    /// another recipe for this model.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.

@@ -82,7 +82,7 @@ fn choose_by_key(
         true => match ComputeDevice::gpu(plan, mesh) {
             Ok(compute_device) => return Ok(compute_device),
             Err(error) => {
-                // The other lines may be a backtrace.
+                // Only the first line is used, because the other lines may be a backtrace.
                 let text = error.to_string();
                 let reason = text.lines().next().unwrap_or_default().to_owned();
                 vec![plan.mistake("device", reason).to_string()]
@@ -97,7 +97,7 @@ fn choose_by_key(
     Ok(ComputeDevice::cpu())
 }
 
-/// Lists what the recipe requests and no GPU supports, as pairs of a key and the reason.
+/// Lists the recipe's settings that no GPU supports, as pairs of a key and the reason.
 fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut obstacles = vec![];

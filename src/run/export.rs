@@ -63,8 +63,8 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
 /// Writes the adapter of the recipe's model to `out`, in PEFT's format.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no adapter, or when its base is not the one that it was trained
-/// on.
+/// [`crate::error::BadInput`] when there is no adapter, or when `model.path` is not the base on which the
+/// adapter was trained.
 pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
@@ -129,7 +129,7 @@ pub fn export_merged_model(
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };
     let before = log_probs("log-probs with the adapter", parameters)?;
-    // The folder is read back, so that the comparison is with what other programs will read.
+    // The folder is read back, so that the comparison uses the weights that other programs will read.
     let after = log_probs("log-probs merged", &context.load_weights(out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =

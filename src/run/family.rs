@@ -58,8 +58,9 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
     keys.into_iter().filter(|(key, _)| is_refused(key)).map(message).collect()
 }
 
-/// Returns whether the model computes the same with and without `key` if its family does not support it. A
-/// base for another family may set such a key. Other keys, such as ablations, are refused from a base too.
+/// Returns whether `key`, which the family does not support, leaves the model's results unchanged. Such a key
+/// is ignored if it comes from the recipe's base, which may be for another family. Other unsupported keys,
+/// such as ablations, are refused even if they come from the base.
 fn has_no_effect(key: &str) -> bool {
     key.starts_with("harmony.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
 }
@@ -129,7 +130,8 @@ fn unsupported_harmony_keys(harmony: &SystemPromptSettings) -> Vec<UnsupportedKe
         "its system message has no such line",
     );
     let has_no_place = harmony.system_message == Some(false) && harmony.developer_instructions.is_some();
-    let reason = "without a system message they cannot be written; set harmony.system_message = true";
+    let reason =
+        "its template writes these instructions into the system message; set harmony.system_message = true";
     keys.extend(select_keys([("harmony.developer_instructions", has_no_place)], reason));
     keys
 }

@@ -98,7 +98,8 @@ impl RunFolder {
     /// resumes from the start. Removes results after that point.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the run is in use, or continued after `point` was read.
+    /// [`crate::error::BadInput`] when the run is in use, or when another process has resumed it after
+    /// `point` was read.
     pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
         let lock = lock(path)?;
         if checkpoint::newest_checkpoint(path)?.as_ref() != point.map(|point| &point.folder) {
@@ -176,8 +177,8 @@ impl RunFolder {
         Ok((files.metrics.sync()?, files.metrics.digest()))
     }
 
-    /// Returns the reason for a failed write: whether the folder was moved or removed. Otherwise returns
-    /// `error`.
+    /// Returns an error with the reason for the failed write: the folder was moved or removed. If it was not,
+    /// returns `error`, the error of the write.
     pub fn explain_write_error(&self, error: anyhow::Error) -> anyhow::Error {
         let path_check = self.files.as_ref().map(|files| files.metrics.check_path());
         path_check.and_then(Result::err).unwrap_or(error)
@@ -296,7 +297,7 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     if !file.exists() {
         return Ok(None);
     }
-    // An adapter's base may have moved since the run started. Its digest identifies it.
+    // An adapter's base may have moved since the run started. The digest of the base identifies it.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
     let base_override: Vec<String> =
@@ -349,7 +350,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
         true => {
             let all =
                 if steps == 1 { "the one step is".to_owned() } else { format!("all {steps} steps are") };
-            format!("resuming {}: {all} done; for more, --set train.steps=N", path.display())
+            format!("resuming {}: {all} done; for more steps, add --set train.steps=N", path.display())
         }
         false => format!("resuming {} after step {done} of {steps}", path.display()),
     }];

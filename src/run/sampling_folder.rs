@@ -396,7 +396,7 @@ fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
         return Err(error(&format!("the results of rloss {}", stored.kind)));
     }
     if stored.step != marker.step || stored.model_files != marker.model_files {
-        return Err(error("results of another model, or the model's files were changed since"));
+        return Err(error("results of another model, or of this model before its files were changed"));
     }
     if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }

@@ -25,7 +25,7 @@ struct StopRequest {
     requested: AtomicBool,
     /// Callback for the first stop request.
     notice: Mutex<Option<Box<dyn FnOnce() + Send>>>,
-    /// Is called before the second signal ends the program.
+    /// Callback before a second signal ends the program.
     at_exit: Mutex<Option<Box<dyn FnOnce() + Send>>>,
 }
 
@@ -88,7 +88,7 @@ impl StopFlag {
         *self.0.at_exit.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(at_exit));
     }
 
-    /// Returns whether a stop was requested. After the first request, returns only after the notice.
+    /// Returns whether a stop was requested. If so, returns only after the notice was given.
     pub fn is_requested(&self) -> bool {
         let requested = self.0.requested.load(Ordering::Relaxed);
         if requested {

@@ -41,10 +41,10 @@ pub struct Sizing {
     pub memory: String,
     /// Threads and memory of this machine, as text.
     pub machine: String,
-    /// The proposed and the recipe's response length, if the proposed one is smaller.
+    /// The proposed `response_tokens_max` and that of the recipe, if the proposed one is smaller.
     pub shorter_response: Option<(usize, usize)>,
     /// The recipe's missing data files, and the argument of `rloss fetch` that fetches them. The argument is
-    /// empty if none does.
+    /// empty if `rloss fetch` cannot fetch them.
     pub missing_data: (Vec<PathBuf>, &'static str),
 }
 
@@ -140,7 +140,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         changes.push(("train.recompute_layers", "true".to_owned(), String::new()));
         peak = peak_bytes(&changes)?;
     }
-    // `check` and `train` keep all activations if the memory is free.
+    // `check` and `train` keep all activations if enough memory is free.
     let with_all_activations = {
         let mut preflight = preflight(file, text, &changes)?;
         preflight.choose_sharding(1, free.as_ref());
@@ -162,7 +162,8 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     Ok(Sizing { changes, memory, machine, shorter_response, missing_data })
 }
 
-/// Returns whether the learning rate of the base is that of a toy model, and the recipe's model is larger.
+/// Returns whether the recipe's base has the learning rate of a toy model, although the recipe's model is
+/// larger than one.
 fn is_toy(plan: &Plan, parameters: f64) -> bool {
     plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS
 }

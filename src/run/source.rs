@@ -40,9 +40,9 @@ pub(super) struct ModelSource {
     pub(super) companions: CompanionFiles,
     /// The weight files. `None` for random weights.
     pub(super) weights: Option<Arc<ModelFolder>>,
-    /// The folder, if it has no weights, for a warning.
+    /// The model's folder, if it has no weights. A warning names it.
     pub(super) folder_without_weights: Option<PathBuf>,
-    /// The GGUF file, if its chat template is not the family's, for a warning.
+    /// The GGUF file, if its chat template is not the family's. A warning names it.
     pub(super) unknown_template: Option<PathBuf>,
     /// The storage format of each tensor. f32 for random weights.
     pub(super) formats: Vec<WeightFormat>,
@@ -68,8 +68,8 @@ impl ModelSource {
         Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
-    /// Marks all tensors as unpacked if the recipe multiplies in bf16. Products with packed weights are in
-    /// f32.
+    /// Marks all tensors as unpacked if the recipe multiplies in bf16, because products with packed weights
+    /// are in f32.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         if precision(recipe) == Precision::Bf16Dot {
             self.formats.fill(WeightFormat::F32);
@@ -137,8 +137,8 @@ impl ModelSource {
         Ok(source)
     }
 
-    /// Adds the adapter in `folder`. Its shapes must match the base, and so must the digest of its base, if
-    /// it has one.
+    /// Adds the adapter in `folder`. Its shapes must match the base. If the adapter's folder has the digest
+    /// of a base, the base must have this digest.
     fn with_adapter(mut self, folder: &Path) -> Result<Self> {
         checkpoint::verify_folder(folder)?;
         let adapter = AdapterFolder::open(folder, &self.specs())?;
@@ -146,7 +146,7 @@ impl ModelSource {
             && BaseModel::from_folder(base)?.digest != expected.digest
         {
             return Err(bad_input!(
-                "model.adapter: {} was trained on another base than {}: their weights or configs differ; set model.path to \
+                "model.adapter: {} was trained on another base than {}: the two differ in weights or config; set model.path to \
                  the base that it was trained on: {}",
                 folder.display(),
                 base.display(),

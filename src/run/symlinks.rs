@@ -12,7 +12,7 @@ const IN_PLACE: [&str; 5] = [".lock", "metrics.jsonl", "checkpoints", "eval", "r
 /// Folders that are written in place, together with the files in them.
 const IN_PLACE_FOLDERS: [&str; 3] = ["trajectories", "tensorboard", "token_exports"];
 
-/// Checks that no path in `folder` that this program writes in place is a symbolic link.
+/// Checks the paths in `folder` that this program writes in place. None of them may be a symbolic link.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] with the first link.

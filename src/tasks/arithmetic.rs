@@ -35,7 +35,8 @@ const SKIPS_TOOL: u32 = 55;
 const MALFORMED: u32 = 20;
 /// Percentage of demonstrations with a tool call that have a wrong operator or lost parentheses.
 const WRONG_CODE: u32 = 25;
-/// Percentage of demonstrations with a syntax error in which the second call is right. The others guess.
+/// Percentage of demonstrations with a syntax error in which a second call is right. The other ones guess the
+/// answer.
 const RETRIES: u32 = 50;
 /// Percentage of demonstrations that copy the tool's output into the answer with one wrong digit.
 const MISCOPIED: u32 = 15;

@@ -1,9 +1,9 @@
 //! A user's own task: a program that gives problems, continues conversations and grades them. It communicates
 //! in JSON lines.
 //!
-//! docs/TASKS.md defines the protocol. Only `command/protocol.rs` reads it. The reply to a request must not
-//! depend on earlier requests: several processes run in any order, and a process is restarted after a
-//! failure.
+//! docs/TASKS.md defines the protocol. Only `command/protocol.rs` parses the program's answers. An answer
+//! must not depend on earlier requests: several processes share the requests, and a process is restarted
+//! after a failure.
 
 mod protocol;
 
@@ -29,16 +29,16 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     make: |settings, context| Ok(Box::new(CommandTask::start(settings, context)?)),
 };
 
-/// Attempts to get a problem during a run. After them, the problem counts as failed. The problems that are
-/// requested at the start get one attempt.
+/// Number of attempts to get a problem during a run. If all of them fail, the problem counts as failed. For a
+/// problem that is requested at the start, there is only one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
 /// Maximum number of failures that the console shows. The metrics count all failures.
 const WARNINGS_MAX: usize = 10;
 /// Defaults of `task.command_timeout_s` and `task.command_processes`.
 pub(super) const TIMEOUT_S: f64 = 60.0;
 pub(super) const PROCESSES: usize = 4;
-/// A key of `answer`: it marks a placeholder for a problem that the program failed to give. Its value is the
-/// error.
+/// A key in [`Problem::answer`]. It marks a placeholder for a problem that the program failed to give. The
+/// value of the key is the error.
 const FAILURE_KEY: &str = "task_failed";
 
 /// The task `command`.
@@ -195,7 +195,7 @@ struct Program {
 
 impl Program {
     /// Sends a request and parses the program's answer with `read`. An error includes the request. After a
-    /// wrong answer the process is ended, because later answers may belong to other requests too.
+    /// wrong answer the process is ended, because its later answers may belong to the wrong requests.
     fn ask<T>(
         &self,
         mut request: Value,

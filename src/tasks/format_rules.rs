@@ -1,5 +1,5 @@
-//! The built-in formatting task: a line in capitals, with a given number of words, with a given prefix. Rules
-//! check the line.
+//! The built-in formatting task. It asks for one line that follows one to three rules: in capitals, with a
+//! given number of words, with a given prefix.
 //!
 //! Problems are generated, so nothing is downloaded. A hash of a problem's text decides whether it is held
 //! out (about one in ten). Only the form of the line is graded, not its content. The demonstrations are noisy
@@ -81,7 +81,8 @@ impl Rules {
         }
     }
 
-    /// Returns a line that follows these rules. Its words are drawn, in lower case.
+    /// Returns a line of drawn words that follows these rules. Without the rule `capitals`, the drawn words
+    /// are in lower case.
     fn line(&self, rng: &mut impl Rng) -> String {
         let count = self.words.unwrap_or_else(|| rng.random_range(WORDS));
         let words: Vec<&str> = (0..count).map(|index| self.word(index, rng)).collect();

@@ -29,7 +29,7 @@ pub trait GeneratedProblem: Sized + 'static {
     /// When `problem` belongs to another task.
     fn reward(problem: &Problem, transcript: &Transcript) -> Result<Reward>;
 
-    /// Returns the first problem drawn from `rng` that is held out, or that is not, as `held_out` says.
+    /// Draws problems from `rng` until [`Self::is_held_out`] equals `held_out`. Returns the last one.
     fn draw_split(rng: &mut impl Rng, held_out: bool) -> Self {
         loop {
             let drawn = Self::draw(rng);
@@ -39,8 +39,8 @@ pub trait GeneratedProblem: Sized + 'static {
         }
     }
 
-    /// Returns at most `count` distinct held-out problems, the same in every run. Draws at most a hundred
-    /// times as many.
+    /// Returns at most `count` distinct held-out problems, the same in every run. Draws at most `100 * count`
+    /// problems.
     fn validation(count: usize) -> Vec<Problem> {
         let mut rng = stream(0, Purpose::Problem, &[u64::MAX]);
         let mut problems: Vec<Problem> = Vec::with_capacity(count);

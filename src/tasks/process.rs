@@ -90,8 +90,8 @@ impl Process {
         let (sender, receiver) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
         let (outbox, answers) = mpsc::channel();
-        // The process dies with the thread that started it, so a thread that lives as long as the process
-        // starts it.
+        // The kernel kills the process when the thread that started it ends. So it is started by a thread
+        // that lives as long as the process.
         std::thread::Builder::new()
             .name("task-process".into())
             .spawn(move || match spawn(&command) {
@@ -130,7 +130,7 @@ impl Process {
         Ok(answer)
     }
 
-    /// Adds to `error` how the process ended, if it ended.
+    /// Returns `error`, with the exit status of the process if the process has ended.
     fn with_end(&self, error: anyhow::Error) -> anyhow::Error {
         match self.group.exit_status(END_WAIT) {
             Some(status) => anyhow!("{error:#} ({status})"),
@@ -160,8 +160,8 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStd
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // A separate process group: it is killed as a whole, and it does not receive the terminal's Ctrl-C,
-        // after which a step still finishes.
+        // A process group of its own can be killed as a whole. It also does not receive the terminal's
+        // Ctrl-C: after Ctrl-C the current step still needs the program.
         .process_group(0);
     let die_with_the_thread = || {
         // SAFETY: `prctl` with these arguments accesses no memory.

@@ -128,12 +128,12 @@ impl TaskSettings {
     }
 }
 
-/// The needs of a command, for the construction of a task.
+/// Requirements of a command for the task that it builds.
 #[derive(Debug, Clone)]
 pub struct TaskContext {
-    /// Whether training problems are required_file.
+    /// Whether the command needs training problems.
     pub reads_training: bool,
-    /// Whether held-out problems are required_file.
+    /// Whether the command needs held-out problems.
     pub reads_held_out: bool,
     /// Maximum number of held-out problems to request from the task `command`.
     pub validation_problems_max: usize,

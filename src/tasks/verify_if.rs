@@ -135,8 +135,8 @@ impl PromptSource {
 /// The task `verify_if`. Its reward comes from the checkers in [`super::instructions`], applied strictly.
 ///
 /// In a conversation of several turns, each answer is graded on its own turn's instructions. The reward is
-/// the mean over the turns. The success is that of the last turn, because in Multi-IF the last turn includes
-/// the instructions of earlier turns.
+/// the mean over the turns. `success` is true if the last answer follows all instructions of the last turn,
+/// because in Multi-IF the last turn includes the instructions of earlier turns.
 pub struct VerifyIf {
     train: Vec<PromptSource>,
     order: EpochOrder,

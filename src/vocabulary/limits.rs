@@ -1,5 +1,6 @@
-//! Limits of a `tokenizer.json`. The `tokenizers` crate runs every step of the file, and a small file can
-//! have steps that lengthen a text without bound. Such steps are refused before the crate reads the file.
+//! Limits of a `tokenizer.json`. The file lists steps, such as normalizers and pre-tokenizers, and the
+//! `tokenizers` crate runs all of them. Even a small file can have steps that lengthen a text without bound.
+//! Such steps are refused before the crate reads the file.
 
 use anyhow::{Result, bail};
 use serde::Deserialize;
@@ -25,8 +26,8 @@ const STEPS_MAX: usize = 16;
 const NORMALIZERS: &[&str] =
     &["Sequence", "NFC", "NFD", "NFKC", "NFKD", "Lowercase", "StripAccents", "Strip"];
 const NORMALIZER_KEYS: &[&str] = &["type", "normalizers", "strip_left", "strip_right"];
-/// Allowed pre-tokenizers. They split a text without changing it. The exception is `ByteLevel`, which may
-/// double the length of the text and therefore may occur once.
+/// Allowed pre-tokenizers. They split a text without changing it. The exception is `ByteLevel`: it may double
+/// the length of the text, so it is allowed only once.
 const PRE_TOKENIZERS: &[&str] = &[
     "Sequence",
     "Split",
@@ -101,7 +102,7 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
         }
         let count = |names: &[String], wanted: &str| names.iter().filter(|name| *name == wanted).count();
         if count(&steps.types, "ByteLevel").max(count(&steps.keys, "add_prefix_space")) > 1 {
-            bail!("{section} has \"ByteLevel\" more than once, which doubles a text each time");
+            bail!("{section} has \"ByteLevel\" more than once; each one may double the length of a text");
         }
         pattern_bytes += steps.pattern_bytes;
         repetitions += steps.repetitions;
@@ -115,7 +116,7 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
     Ok(())
 }
 
-/// A section of steps.
+/// A section that lists steps.
 struct Steps(SectionContents);
 
 /// A section whose values are counted and not kept.
@@ -150,10 +151,10 @@ impl<'de> Deserialize<'de> for SectionCounter {
 struct SectionContents {
     values_left: usize,
     bytes_left: usize,
-    /// Values of the keys `type`.
+    /// Values of all keys named `type`.
     types: Vec<String>,
     keys: Vec<String>,
-    /// Bytes of the values of the keys `Regex`.
+    /// Total length of the values of all keys named `Regex`, in bytes.
     pattern_bytes: usize,
     repetitions: usize,
 }

@@ -144,8 +144,8 @@ impl Vocabulary {
         bytes <= tokens.saturating_mul(self.0.token_bytes_max)
     }
 
-    /// Encodes `text` and recognises special tokens in it. The author of the text must be trusted, as for the
-    /// prompt of an engine.
+    /// Encodes `text` and recognises special tokens in it. The author of the text must be trusted: special
+    /// tokens can imitate another role's message.
     ///
     /// # Errors
     /// When a regular expression of the tokenizer fails on the text.
@@ -189,8 +189,8 @@ impl Vocabulary {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Normalises, splits and merges `text`. Does not search for added tokens, as
-    /// [`Self::encode_with_special`] does.
+    /// Normalises, splits and merges `text`. Unlike [`Self::encode_with_special`], it does not search for
+    /// added tokens.
     fn encode_ordinary(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         let inner = &self.0.inner;
         let mut normalized = NormalizedString::from(text);

@@ -362,7 +362,7 @@ fn a_run_that_has_only_begun_is_shown() {
     let empty = run(folder.path(), "empty", &[]);
     std::fs::write(empty.join("metrics.jsonl"), r#"{"step":1,"ph"#).unwrap();
     let nothing = page(std::slice::from_ref(&empty));
-    assert!(nothing.contains("<h1>empty</h1>") && nothing.contains("empty has measured nothing yet"));
+    assert!(nothing.contains("<h1>empty</h1>") && nothing.contains("empty has no measurements yet"));
     let one = run(folder.path(), "one", &rising(0.1)[..1]);
     assert!(page(&[one, empty]).contains("<b>-1</b>"));
 }
@@ -374,7 +374,7 @@ fn the_page_goes_where_it_is_asked_to_and_that_of_two_runs_leaves_the_first_ones
     let alone = page(&runs[..1]);
     page(&runs);
     assert_eq!(std::fs::read_to_string(runs[0].join("report.html")).unwrap(), alone);
-    assert!(!alone.contains("measured nothing yet"));
+    assert!(!alone.contains("has no measurements yet"));
     let file = folder.path().join("page.html");
     assert_eq!(write_report(&runs, Some(&file)).unwrap(), file);
     assert_eq!(write_report(&runs, Some(folder.path())).unwrap(), folder.path().join("report.html"));

@@ -34,8 +34,8 @@ impl Formatter for SpacedFormatter {
         writer.write_all(b": ")
     }
 
-    /// Writes the shortest digits that parse to the same number. The exponent is used below 1e-4 and from
-    /// 1e16.
+    /// Writes `value` with the shortest digits that parse to it. A magnitude below 1e-4, or of 1e16 or more,
+    /// is written with an exponent.
     fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
         let text = format!("{value:e}");
         let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));

@@ -26,8 +26,8 @@ use crate::vocabulary::{Vocabulary, embedded_json};
 use anyhow::{Result, ensure};
 use std::path::Path;
 
-/// The text before and after the code in a call to the Python tool. Each is a token of the embedded
-/// vocabulary.
+/// The text before the code in a call to the Python tool. It is one token of the embedded vocabulary, and so
+/// is [`CALL_END`], the text after the code.
 const PYTHON_CALL: &str = "{\"name\": \"python\", \"arguments\": {\"code\": \"";
 const CALL_END: &str = "\"}}";
 
@@ -42,7 +42,8 @@ const TOOL_RESPONSE: [&str; 2] = ["<tool_response>", "</tool_response>"];
 
 /// Control tokens of the embedded vocabulary, with ids from 0. [`TOOL_CALL`] has ids 3 and 4.
 const SPECIAL: [&str; 3] = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
-/// Template words of the embedded vocabulary, with ids from 5. In content, every byte is one token.
+/// Template words of the embedded vocabulary. Their ids begin at 5 or, with [`THINK`], at 7. In content,
+/// every byte is one token.
 const WORDS: [&str; 7] =
     ["system", "user", "assistant", PYTHON_CALL, CALL_END, TOOL_RESPONSE[0], TOOL_RESPONSE[1]];
 

@@ -25,8 +25,8 @@ impl ChatMl {
     }
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
-    /// after it. With thinking off, each turn after the last query begins with an empty thought, as sampled
-    /// turns do. Qwen3's template writes an empty thought only in the last turn.
+    /// after it. With thinking off, each turn after the last user message begins with an empty thought,
+    /// as sampled turns do. Qwen3's template writes an empty thought only in the last turn.
     pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
         out.empty_thought_in_every_turn = self.thinking == Some(false);
@@ -37,8 +37,8 @@ impl ChatMl {
     }
 }
 
-/// Splits messages into turns. Consecutive tool replies form one turn. A text of the assistant and the calls
-/// after it form one turn too.
+/// Splits messages into turns. Consecutive tool replies form one turn. The assistant's text and the calls
+/// after it also form one turn.
 fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     messages.chunk_by(|a, b| match (a.role, b.role) {
         (Role::Tool, Role::Tool) => true,
@@ -48,8 +48,8 @@ fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     })
 }
 
-/// Returns whether a message is a user's own. A user message that consists of a `<tool_response>` block is a
-/// tool's reply.
+/// Returns whether `message` is a query: a message that the user wrote. A user message that consists of a
+/// `<tool_response>` block is a tool's reply instead.
 fn is_query(message: &Message) -> bool {
     let [open, close] = TOOL_RESPONSE;
     message.role == Role::User && !(message.content.starts_with(open) && message.content.ends_with(close))
@@ -108,8 +108,8 @@ impl<'a> Writer<'a> {
         self.mask.push(self.sampled);
     }
 
-    /// Writes a template word. The word becomes one token if the vocabulary has it as an entry that merges do
-    /// not produce.
+    /// Writes a template word. It becomes one token if it is an added token, or an entry of the vocabulary
+    /// that merges do not produce.
     fn template_word(&mut self, word: &str) {
         let vocabulary = &self.chat.vocabulary;
         let whole = vocabulary.added_id(word).or_else(|| {

@@ -39,7 +39,7 @@ impl HostPython {
         serde_json::from_slice(&output.stdout).map_err(|_| {
             let errors = String::from_utf8_lossy(&output.stderr);
             let last = errors.lines().last().unwrap_or("it wrote something else");
-            bad_input!("interpreter.python: {named} did not answer as a Python ({last}): {remedy}")
+            bad_input!("interpreter.python: {named} is not a working Python ({last}): {remedy}")
         })
     }
 }

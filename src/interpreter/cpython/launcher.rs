@@ -1,7 +1,8 @@
 //! The launcher between this binary and the fork server. It is a new process that confines itself and then
 //! executes Python.
 //!
-//! It is a separate process, because a parent with threads must not allocate between fork and exec.
+//! Confinement allocates memory. A child that a parent with threads has forked must not allocate before exec,
+//! so the launcher is a program of its own.
 
 use super::host::HostPython;
 use crate::interpreter::embedded_worker::StartupReply;
@@ -31,7 +32,8 @@ pub const RULES_DESCRIPTOR: i32 = CONTROL + 1;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
 /// The complete environment of the server. It has a fixed hash seed, so that the order of sets depends only
-/// on the code. Libraries use one thread, there is no user folder, and tracebacks are equal in every version.
+/// on the code. Libraries use one thread, there is no user folder, and all versions of Python print the same
+/// tracebacks.
 const ENVIRONMENT: [(&str, &str); 8] = [
     ("HOME", "/nonexistent"),
     ("LC_ALL", "C.UTF-8"),
@@ -55,7 +57,7 @@ fn become_server() -> Result<()> {
         sandbox::confine_fork_server(hello.parent_id, &hello.host.files, CONTROL + 1, hello.scratch_mib);
     let welcome = match confined {
         Ok(active) => StartupReply::Ready(active),
-        // One of the confinement steps creates the scratch folder, so they are required.
+        // One of the confinement steps creates the scratch folder, so all steps are required.
         Err(e) if hello.scratch_mib > 0 => StartupReply::Refused(format!("{e:#}")),
         Err(e) if hello.dangerously_allow_unsandboxed => {
             StartupReply::Ready(format!("NOT SANDBOXED ({e:#})"))
@@ -66,7 +68,8 @@ fn become_server() -> Result<()> {
     if matches!(welcome, StartupReply::Refused(_)) {
         return Ok(());
     }
-    // `-I` would also ignore the hash seed. With this environment, its only other effect is that of `-s`.
+    // The arguments have `-s` instead of `-I`, which would also ignore the hash seed. In this environment
+    // `-I` has no further effect.
     let arguments = ["-s", "-B", "-W", "ignore", "-X", "utf8", "-c", SERVER_PROGRAM];
     let error = Command::new(&hello.host.executable).args(arguments).env_clear().envs(ENVIRONMENT).exec();
     Err(error).context("executing Python")

@@ -26,8 +26,8 @@ use std::time::{Duration, Instant};
 pub use launcher::main as launcher_main;
 pub use server::LAUNCHER_ARGUMENT;
 
-/// CPython with its installed packages. [`InterpreterSettings::workers`] confined fork servers run as many
-/// calls concurrently.
+/// CPython with its installed packages. It has up to [`InterpreterSettings::workers`] confined fork servers;
+/// each serves one call at a time.
 ///
 /// Dropping it kills all servers. The death of the parent kills them too, whatever its cause.
 pub struct CPython {
@@ -38,7 +38,7 @@ pub struct CPython {
     /// Live trajectories. Used only with [`InterpreterState::Trajectory`].
     sessions: Mutex<HashMap<SessionId, LiveSession>>,
     deaths: WorkerDeaths,
-    // Declared before the spawner: when the thread of the spawner ends, the servers are killed.
+    // Declared, and so dropped, before the spawner: the end of the spawner's thread kills the servers.
     pool: Pool<Arc<Server>>,
     spawner: Spawner,
 }
@@ -188,7 +188,7 @@ impl CPython {
         drop(ended);
     }
 
-    /// Returns the text for the model when the process of its code was stopped.
+    /// Returns the text that the model gets when the process of its code was stopped.
     fn explain(&self, outcome: CallOutcome) -> String {
         let lost = match self.settings.state {
             InterpreterState::Call => "",

@@ -133,7 +133,7 @@ class Snippets:
 
     @staticmethod
     def compiled(code, name):
-        """Returns all statements except a last expression, and that expression, whose value is shown."""
+        """Returns two code objects: the statements, and the last one if it is an expression, whose value is shown."""
         tree = ast.parse(code, name)
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
@@ -208,8 +208,8 @@ def become_snippet(control, descriptors, server_id, setup, snippet_filter, memor
         if os.getppid() != server_id:
             os._exit(SETUP_FAILED)
         code_from, output_to, result_to = descriptors
-        # Opens its own file. A shared file has shared flags and a shared offset, which could pass messages
-        # between trajectories.
+        # Opens /dev/null for this process alone. A file that processes share has shared flags and a shared
+        # offset, which could pass messages between trajectories.
         null = os.open("/dev/null", os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -231,7 +231,7 @@ def become_snippet(control, descriptors, server_id, setup, snippet_filter, memor
 
 
 def prepare(setup):
-    """Imports the modules that every snippet uses without loading them. Returns an error message if an import fails."""
+    """Imports the modules that snippets then need not load again. Returns an error message if an import fails."""
     for name in setup["preload"]:
         try:
             importlib.import_module(name)
@@ -240,8 +240,8 @@ def prepare(setup):
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed(0)
     libc.prctl(PR_SET_DUMPABLE, ctypes.c_ulong(0))
-    # Loaded objects stay in memory that is shared with the children. Without a freeze, the collector would
-    # write to all of it, which copies it.
+    # Loaded objects stay in memory that the children share. Without a freeze, the garbage collector of a child
+    # would write to all of this memory, and the kernel would copy it.
     gc.collect()
     gc.disable()
     gc.freeze()

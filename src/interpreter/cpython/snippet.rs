@@ -68,7 +68,8 @@ impl SnippetProcess {
     /// Runs `code`. Returns its printed output, followed by its last value or its exception.
     ///
     /// After [`CallOutcome::Answered`] and [`CallOutcome::Raised`] the process can run more code. After
-    /// [`CallOutcome::MemoryLimit`] it can if it survived. After every other outcome it must be dropped.
+    /// [`CallOutcome::MemoryLimit`] it can run more code if it is still alive. After every other outcome it
+    /// must be dropped.
     pub fn run(&mut self, code: &[u8], limits: CallLimits) -> (CallOutcome, String) {
         let deadline = Instant::now() + limits.wall;
         let mut clip = OutputClipper::new(limits.output_chars_max);
@@ -82,8 +83,8 @@ impl SnippetProcess {
         (outcome, clip.finish())
     }
 
-    /// Stops the process until the next [`SnippetProcess::run`]. So timers that its code has set do not run
-    /// in the meantime.
+    /// Stops the process until the next [`SnippetProcess::run`], so that no timer set by its code fires in
+    /// the meantime.
     pub fn suspend(&self) {
         self.signal(libc::SIGSTOP);
     }
@@ -129,7 +130,7 @@ impl SnippetProcess {
             match self.result.read(&mut verdict) {
                 Ok(0) => return CallOutcome::WorkerDied,
                 Ok(_) => {
-                    // All output was written before the result.
+                    // The process writes all output before the result, so all of it can be read now.
                     while Instant::now() < deadline && self.read_output(&mut buffer, &mut pieces, clip) {}
                     clip.push(&pieces.finish());
                     return match verdict {
@@ -161,8 +162,8 @@ impl SnippetProcess {
     fn wait(&self, at_most: Duration) {
         let entry = |pipe: &File| libc::pollfd { fd: pipe.as_raw_fd(), events: libc::POLLIN, revents: 0 };
         let mut both = [entry(&self.result), entry(&self.output)];
-        // Poll reports an output that the code has closed as always ready. Then the parent would loop without
-        // waiting.
+        // If the code has closed its output, poll returns at once. The sleep below keeps the parent from
+        // looping without a pause.
         let ms = i32::try_from(at_most.as_millis()).unwrap_or(i32::MAX).saturating_add(1);
         // SAFETY: two valid entries, which outlive the call.
         let ready = unsafe { libc::poll(both.as_mut_ptr(), 2, ms) };
@@ -201,7 +202,8 @@ impl SnippetProcess {
 
 impl Drop for SnippetProcess {
     fn drop(&mut self) {
-        // Fails if the process has ended, or if the server has died, which ends its snippets.
+        // This fails if the process has already ended, or if the server has died. The death of the server
+        // ends its snippets too.
         let _ = self.end();
     }
 }

@@ -13,8 +13,8 @@ const STACK_BYTES: u64 = 16 << 20;
 /// Confines this process before it executes the fork server. All steps are required; the first error is
 /// returned. Descriptors from `first_unused` on are closed. The process must have one thread.
 ///
-/// If `scratch_mib` is above 0, the server has a mount namespace. There, each snippet's process mounts a
-/// scratch folder, and then applies landlock itself, with the rules in descriptor `first_unused`.
+/// If `scratch_mib` is above 0, the server gets a mount namespace of its own. Each snippet's process then
+/// mounts a scratch folder and applies landlock itself. Descriptor `first_unused` holds the landlock rules.
 ///
 /// Returns a description of the active confinement.
 pub fn confine_fork_server(
@@ -224,8 +224,8 @@ fn one_of<const N: usize>(index: u8, values: [u64; N]) -> Result<Vec<SeccompRule
         .collect()
 }
 
-/// Allows the server the calls of its snippets, and the calls that start snippets. This is the last step,
-/// because its setup needs calls that it denies.
+/// Allows the server only the system calls of its snippets, and those that start snippets. It must be the
+/// last step, because it denies calls that the other steps need.
 fn allow_only_serving(with_scratch: bool) -> Result<()> {
     let arch = std::env::consts::ARCH.try_into()?;
     let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());

@@ -49,7 +49,7 @@ const COMPUTE_CALLS: [libc::c_long; 20] = [
 ];
 
 /// Allows all threads of this process only the system calls of a computation. Every other call fails with
-/// `EPERM`. This is the last step, because its setup needs calls that it denies.
+/// `EPERM`. It must be the last step, because it denies calls that the other steps need.
 fn allow_only_computation() -> Result<()> {
     let mut allowed: AllowedCalls = COMPUTE_CALLS.into_iter().map(|call| (call, Vec::new())).collect();
     for call in [libc::SYS_mmap, libc::SYS_mprotect] {

@@ -182,7 +182,7 @@ fn allow_list(allowed: AllowedCalls) -> Result<BpfProgram> {
     Ok(filter.try_into()?)
 }
 
-/// Checks the last step: detects a filter that the kernel accepted but does not enforce.
+/// Checks the system-call filter: detects a filter that the kernel accepted but does not enforce.
 fn ensure_filtered() -> Result<()> {
     // SAFETY: plain system calls with integer arguments.
     let (socket, signal) =

@@ -116,7 +116,8 @@ pub(super) fn store_rules(files: &AllowedFiles, descriptor: i32) -> Result<i32> 
     if rules.as_raw_fd() == descriptor {
         std::mem::forget(rules);
     }
-    // SAFETY: a plain system call with integer arguments. Landlock would set this flag, and seccomp needs it.
+    // Seccomp needs this flag. Landlock sets it elsewhere, but landlock is not applied to this process.
+    // SAFETY: a plain system call with integer arguments.
     super::check(unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) }, "PR_SET_NO_NEW_PRIVS")?;
     Ok(abi)
 }

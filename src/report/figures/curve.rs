@@ -9,7 +9,7 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-/// The fewest mantissa bits with which rollouts are rounded in practice: bf16 stores 7.
+/// The lowest number of mantissa bits that rollout engines use in practice: the 7 stored bits of bf16.
 const MANTISSA_BITS_REAL: i64 = 7;
 
 /// The runs of one recipe.
@@ -41,8 +41,8 @@ impl Curve {
         Ok(Curve { label: curve.label.clone(), seeds })
     }
 
-    /// Returns whether an ablation of the runs is stronger than errors in practice: noise on the router's
-    /// logits, or rollout weights with a shorter mantissa than bf16.
+    /// Returns whether an ablation of the runs causes larger errors than rollout engines make in practice:
+    /// noise on the router's logits, or rollout weights with fewer mantissa bits than bf16.
     pub fn has_strong_ablation(&self) -> bool {
         let Some(arms) = self.seeds.first().and_then(|(_, run)| run.recipe.get("arms")) else { return false };
         let noise = ["router_noise", "router_noise_rollout", "router_noise_train"];
@@ -57,8 +57,9 @@ impl Curve {
         self.seeds.iter().map(|(_, run)| run.series(phase, metric)).collect()
     }
 
-    /// Returns the mean over the seeds. The band is from the smallest to the largest value. On a log axis,
-    /// the mean is that of the logarithm, and values below `floor` are replaced by `floor`.
+    /// Returns the curve: the mean over the seeds, and a band from the smallest to the largest value. `floor`
+    /// is the lower end of a log axis. On such an axis, the mean is the geometric one, and values below
+    /// `floor` are replaced by `floor`.
     pub fn series(&self, index: usize, phase: Phase, metric: &str, floor: Option<f64>) -> Series {
         let mut steps: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
         for (step, value) in

@@ -6,7 +6,7 @@ use anyhow::Result;
 use serde::Deserialize;
 use std::path::Path;
 
-/// The file whose presence makes a folder a set of figures.
+/// Name of the manifest. A folder with this file is a set of figures.
 pub(crate) const FILE: &str = "figures.toml";
 
 #[derive(Deserialize)]

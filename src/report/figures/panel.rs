@@ -15,10 +15,11 @@ const TITLE: f64 = 30.0;
 const PANEL_TITLE: f64 = 24.0;
 /// Height of a row of the legend.
 const LEGEND_ROW: f64 = 18.0;
-/// Width of a character in the title. It bounds the width of the figure from below.
+/// Width of a character in the title. The figure is at least as wide as its title.
 const TITLE_CHARACTER: f64 = 8.5;
-/// A log axis begins at its smallest value, but not below the smaller of `AXIS_MIN_CAP` and this share of the
-/// largest value. Otherwise vanishing gradients would fill the axis.
+/// Lower limit for the start of a log axis, as a fraction of the largest value. The axis begins at the
+/// smallest value, but not below this limit or [`AXIS_MIN_CAP`], whichever is smaller. Without the limit,
+/// vanishing gradients would take up most of the axis.
 const FLOOR_SHARE: f64 = 1e-4;
 const AXIS_MIN_CAP: f64 = 1e-3;
 
@@ -43,7 +44,7 @@ struct Panel {
 }
 
 impl FigureLayout {
-    /// Lays out one panel for each metric that a curve has values of.
+    /// Lays out one panel for each metric for which a curve has values.
     pub fn new(title: &str, metrics: &[String], curves: &[Curve]) -> FigureLayout {
         let mut panels: Vec<Panel> = metrics.iter().filter_map(|metric| panel(metric, curves)).collect();
         let columns = panels.len().clamp(1, 2);
@@ -73,8 +74,8 @@ impl FigureLayout {
     }
 }
 
-/// Lays out the panel of one metric. `None` if no run has a value. A curve's colour is its index among all
-/// curves.
+/// Lays out the panel of one metric. `None` if no run has a value. The index of a curve among all curves
+/// selects its colour.
 fn panel(metric: &str, curves: &[Curve]) -> Option<Panel> {
     let (title, unit, phase, scale) = charts::chart_style(metric);
     let (scale, floor, floored) = match scale {

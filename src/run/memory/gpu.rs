@@ -121,8 +121,8 @@ impl MemoryPlanInput<'_> {
                 (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
             });
         let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        // With several processes, each has its shards in host memory, and on the GPU one whole gradient at a
-        // time.
+        // With several processes, each process has its shards in host memory. Its GPU holds one whole
+        // gradient at a time.
         let is_alone = self.processes == 1;
         let largest_gradient = |tensors: &[TrainableTensor]| {
             let bytes = tensors.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
@@ -165,8 +165,8 @@ impl MemoryPlanInput<'_> {
         PassShape { config: self.config, tokens, targets, has_adapter: self.adapter.is_some(), on_gpu: true }
     }
 
-    /// Returns the bytes of partial attention results. In decode of few long sequences, several blocks share
-    /// a sequence, and their partial results are merged.
+    /// Returns the bytes of partial attention results. When few long sequences are decoded, several thread
+    /// blocks share a sequence, and their partial results are merged.
     fn partial_attention_bytes(&self) -> u64 {
         let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
         let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);

@@ -10,12 +10,12 @@ use std::path::{Path, PathBuf};
 pub struct AvailableMemory {
     /// Available bytes, including those that the process already uses.
     pub bytes: u64,
-    /// The limit of the memory, as the end of a message "… GB are". Example: "free on this machine".
+    /// Text that names the limit. It completes a message "… GB are", as "free on this machine" does.
     pub limit: String,
 }
 
 impl AvailableMemory {
-    /// Returns the part of one of `processes` processes on the same machine.
+    /// Returns the share of one process if `processes` processes share the memory of the machine.
     pub fn process_share(self, processes: usize) -> Self {
         match processes {
             1 => self,
@@ -37,7 +37,7 @@ pub fn min_over_processes(mesh: &Mesh, local: Option<AvailableMemory>) -> Result
     Ok(smallest.map(|(bytes, limit)| AvailableMemory { bytes, limit }))
 }
 
-/// Returns the memory that the machine, control groups and `ulimit -v` all allow. `None` if no limit is
+/// Returns the smallest of what the machine, the control groups and `ulimit -v` allow. `None` if no limit is
 /// known. The memory that this process already uses counts as available, because a memory plan includes it.
 pub fn available_memory() -> Option<AvailableMemory> {
     let status = read_file("/proc/self/status");

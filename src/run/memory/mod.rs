@@ -42,7 +42,8 @@ const WARNING_FRACTION: f64 = 0.9;
 /// Number of tokens that the chat format adds around a tool's reply.
 const REPLY_FRAME_TOKENS: usize = 32;
 
-/// Maximum bytes of activations that all concurrent passes save, if the available memory is unknown.
+/// Maximum bytes of activations that all concurrent passes save, if the available memory is unknown. If they
+/// would save more, layers are recomputed.
 const SAVED_BYTES_MAX: u64 = 1 << 30;
 
 /// Returns the number of passes that run concurrently.
@@ -58,7 +59,7 @@ pub enum ModelCommand {
     Eval,
     /// A chat or an export. It samples at most one sequence at a time.
     Chat,
-    /// Answers of requests: as many sequences as an engine takes.
+    /// The HTTP server. It samples as many sequences at a time as an engine takes.
     Serve,
     CheckMismatch(SecondWeights),
 }
@@ -68,7 +69,7 @@ pub enum ModelCommand {
 pub enum SecondWeights {
     /// The rounded weights from which ablations sample.
     Rounded(WeightRounding),
-    /// The weights as a possible cause of mismatch changes them, one layer at a time.
+    /// Weights that a possible cause of mismatch has changed. Only one layer is in memory at a time.
     Changed,
 }
 
@@ -103,7 +104,7 @@ pub struct MemoryPlanInput<'a> {
     pub command: ModelCommand,
     pub recipe: &'a Recipe,
     pub config: &'a Config,
-    /// Storage format of each of the policy's tensors, while it is frozen.
+    /// Storage format of each of the policy's tensors. It holds while the tensor is frozen.
     pub formats: &'a [WeightFormat],
     /// Trainable flags of the policy's tensors.
     pub trainable: Vec<bool>,
@@ -227,8 +228,8 @@ impl MemoryPlan {
         self.resident_bytes() + self.phases.iter().map(|(_, items)| total_bytes(items)).max().unwrap_or(0)
     }
 
-    /// Returns an error if the plan needs more than `available`; it lists remedies with their savings.
-    /// Returns a warning if the plan nearly fills the memory.
+    /// Compares the plan with the `available` memory. Returns a warning if the plan nearly fills it. An error
+    /// lists remedies with their savings.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when there is not enough memory.
@@ -286,7 +287,8 @@ pub fn gigabytes(bytes: u64) -> String {
 }
 
 fn plain_gigabytes(bytes: u64) -> String {
-    // The plan of a GPU can be small, because it does not include the program.
+    // The plan of a GPU can be small, because it does not include the program. Small numbers get more
+    // decimals.
     let decimals = if bytes < 50_000_000 { 4 } else { 2 };
     format!("{:.decimals$}", bytes as f64 / 1e9)
 }
@@ -311,8 +313,8 @@ impl MemoryPlanInput<'_> {
         match self.processes {
             _ if self.gpu_sequences.is_some() => saved,
             1 => concurrent_passes(self.weight_bytes(), self.threads).saturating_mul(saved),
-            // Without recomputation, sharded weights are gathered for the graph of all layers. This excludes
-            // the base of an adapter, unless the base is sharded.
+            // Without recomputation, the graph of all layers holds the gathered weights. The base of an
+            // adapter is gathered only if it is sharded.
             _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
             _ => saved,
         }
@@ -407,7 +409,7 @@ impl MemoryPlanInput<'_> {
         items.push(weights);
         let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         if self.command.trains() {
-            // The gradients and the optimizer of the stage that needs more memory for them.
+            // The plan counts the gradients and the optimizer of the stage that needs more memory for them.
             let stages = [
                 (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
                 (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
@@ -429,7 +431,7 @@ impl MemoryPlanInput<'_> {
             }
             // With an adapter, the reference policy is the model without the adapter.
             if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
-                // The reference policy is sharded as the trainable weights are.
+                // The reference policy is sharded in the same way as the trainable weights.
                 let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
                 let frozen = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
                 add("reference", frozen + self.f32_shard_bytes(&tensors));

@@ -13,7 +13,7 @@ pub struct PassShape<'a> {
     pub config: &'a Config,
     /// Number of input tokens.
     pub tokens: usize,
-    /// Number of rows that the head computes logits for.
+    /// Number of rows for which the head computes logits.
     pub targets: usize,
     /// Whether matrices have adapters. Each adapter computes a second product of the same shape.
     pub has_adapter: bool,
@@ -82,8 +82,8 @@ impl PassShape<'_> {
 
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        // Of the hidden size: both norms, o, both residual sums, the experts' output. Of the query size: q
-        // twice, and attention's output. Of the key size: k, v, and their pair.
+        // Tensors of the hidden size: both norms, o, both residual sums, the experts' output. Tensors of the
+        // query size: q twice, and attention's output. Tensors of the key size: k, v, and their pair.
         6 * self.hidden_bytes()
             + 3 * self.query_bytes()
             + 4 * self.key_bytes()
@@ -108,9 +108,9 @@ impl PassShape<'_> {
     /// Returns the peak bytes of one layer's backward pass, without the graph.
     ///
     /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they
-    /// take `2I + 3H`: the input has a second gradient, and the sum of both. The plan uses `7I`, which is
-    /// larger. It was measured with candle's backward pass; a smaller number would need a measurement of this
-    /// backward pass.
+    /// take `2I + 3H`: there is a second gradient of the input, and the sum of the two. The plan uses `7I`,
+    /// which is larger. The number 7 was measured with candle's backward pass. A smaller number would need a
+    /// measurement of this program's backward pass.
     fn layer_backward_bytes(&self) -> u64 {
         2 * self.hidden_bytes() + self.expert_rows_bytes(7 * self.config.intermediate_size)
     }

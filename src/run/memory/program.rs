@@ -10,14 +10,14 @@ const MIB: u64 = 1 << 20;
 const PROGRAM_BYTES: u64 = 48 * MIB;
 /// Memory of a thread: the used part of its stack, and the blocks that the allocator keeps for it.
 const THREAD_BYTES: u64 = MIB * 3 / 4;
-/// Number of threads that every command starts: main, signals, console, and the spawner of the tool's
-/// workers.
+/// Number of threads of every command: the first thread, the thread that runs the command, signals, console,
+/// and the spawner of the tool's workers.
 const COMMON_THREADS: usize = 5;
 /// Memory of an idle worker of the embedded interpreter. The worker shares the program's code.
 const EMBEDDED_WORKER_BYTES: u64 = 2 * MIB;
 /// Memory of an idle worker of CPython, without preloaded modules.
 const CPYTHON_WORKER_BYTES: u64 = 16 * MIB;
-/// Memory for each entry of the vocabulary and its merges, while the tokenizer is read. Most of it is freed
+/// Memory per entry of the vocabulary while the tokenizer is read, including the merges. Most of it is freed
 /// later, but in blocks that are too small for other uses.
 const TOKENIZER_ENTRY_BYTES: u64 = 730;
 /// Peak memory of reading a tokenizer, as a multiple of the file's size.
@@ -46,7 +46,7 @@ impl MemoryPlanInput<'_> {
             0 => 0,
             _ => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
-        // There is one pool with all threads, and as many pools of one thread.
+        // There is one pool of `threads` threads, and there are `threads` pools of one thread each.
         let threads = (COMMON_THREADS + 2 * self.threads + calls) as u64;
         let worker = match self.recipe.interpreter.kind {
             InterpreterKind::Embedded => EMBEDDED_WORKER_BYTES,

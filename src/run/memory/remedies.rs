@@ -23,7 +23,7 @@ impl std::fmt::Display for Remedy {
     }
 }
 
-/// Matches the expert weights. They are most parameters of an MoE model.
+/// A pattern that matches the expert weights, which are most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
 /// Minimum of a proposed number of tokens.
@@ -50,7 +50,7 @@ impl MemoryPlanInput<'_> {
         remedies
     }
 
-    /// Returns each change with the peak that it gives.
+    /// Returns each change with the peak memory of the changed plan.
     fn changes(&self, bytes: u64) -> Vec<(String, u64)> {
         let mut changes = vec![];
         let peak_of = |change: &dyn Fn(&mut Recipe)| {

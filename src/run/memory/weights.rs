@@ -103,8 +103,8 @@ impl MemoryPlanInput<'_> {
             .collect()
     }
 
-    /// Returns how a process holds the weights while it samples. `Whole` without sharding, or if other
-    /// processes cannot compute experts.
+    /// Returns how a process holds the weights while it samples. This is `Whole` if weights are not sharded,
+    /// or if other processes cannot compute experts.
     pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
             _ if self.processes == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
@@ -136,8 +136,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns whether other processes can compute experts, so that rows are sent to them. They cannot if
-    /// each process has all experts, packed.
+    /// Returns whether rows can be sent to other processes, which then compute their experts. Rows are not
+    /// sent if each process has all experts in packed form.
     pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed = |(index, spec): (usize, ParameterSpec)| {
@@ -201,7 +201,7 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes of the second set of weights, from which ablations sample. A layer that is read on
-    /// demand is rounded as it is read, so it has no copy.
+    /// demand is rounded during reading, so no second copy of it exists.
     pub(super) fn rounded_weight_bytes(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let copied = specs.filter(|(_, spec)| !self.layers_on_demand || spec.layer.is_none());

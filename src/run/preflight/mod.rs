@@ -66,7 +66,7 @@ impl Preflight {
     }
 
     /// Opens everything as [`Self::open`] does, for a run on the processes of `mesh`. `checkpoint` is the
-    /// checkpoint to resume from, if any. It has the path of an adapter's base.
+    /// checkpoint to resume from, if any. If it has an adapter, it also has the path of the adapter's base.
     ///
     /// # Errors
     /// The errors of [`Self::open`].
@@ -274,7 +274,7 @@ fn check_budgets(plan: &Plan, config: &Config) -> Result<()> {
     if plan.reads("checkpoint.dtype") && plan.recipe.checkpoint.dtype == WeightFormat::Mxfp4 && !is_divisible
     {
         let reason = format!(
-            "MXFP4 has blocks of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; save \"bf16\"",
+            "MXFP4 needs sizes that are multiples of {}, but hidden_size = {hidden} and intermediate_size = {intermediate}; write \"bf16\"",
             mxfp4::BLOCK
         );
         return Err(plan.mistake("checkpoint.dtype", reason).into());

@@ -223,7 +223,7 @@ fn shape(expr: &Expr) -> String {
 
 /// Returns the value of an unknown function. Equal arguments give equal values.
 fn opaque(name: &str, values: &[Complex64]) -> Complex64 {
-    // Ten digits are used, because rounding errors in the arguments must not change the value.
+    // Only ten digits are used, because rounding errors in the arguments must not change the value.
     let digits = |x: f64| format!("{:.9e}", if x.abs() < 1e-9 { 0.0 } else { x });
     let key: String = values.iter().map(|v| format!("{},{};", digits(v.re), digits(v.im))).collect();
     random_value(&format!("{name}({key})"), &[0, 0]).into()

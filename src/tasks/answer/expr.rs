@@ -21,7 +21,8 @@ pub enum Expr {
     Power(Box<Expr>, Box<Expr>),
     /// `±x` (`true`) or `∓x` (`false`). All signs of an answer change together.
     PlusMinus(bool, Box<Expr>),
-    /// A known or unknown function of its arguments. A name with a subscript is a function of its subscript.
+    /// A known or unknown function with its arguments. A name with a subscript, such as `x_1`, counts as a
+    /// function of the subscript.
     Call(String, Vec<Expr>),
     Percent(Box<Expr>),
     /// `(a, b]`: a tuple, a point or an interval. The brackets decide which.

@@ -40,13 +40,13 @@ impl AnswerEquality {
     }
 }
 
-/// ComparisonOptions of [`is_equivalent`].
+/// Options of [`is_equivalent`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ComparisonOptions {
     /// Number of decimals that are compared if a number has a decimal point.
     pub decimals: u32,
-    /// Whether `2 < x < 5` is accepted for the reference answer `(2, 5)`. `(2, 5)` is always accepted for
-    /// `2 < x < 5`.
+    /// Whether the answer `2 < x < 5` is accepted for the reference `(2, 5)`. The answer `(2, 5)` is always
+    /// accepted for the reference `2 < x < 5`.
     pub relation_for_set: bool,
 }
 

@@ -183,7 +183,7 @@ pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
     out + rest
 }
 
-/// Replaces the doubled backslash between the rows of a matrix in cleaned text.
+/// The end of a matrix row in normalised text. It replaces the doubled backslash of LaTeX.
 pub const ROW_END: &str = "¶";
 
 /// Converts doubled backslashes. In a matrix they end a row. Elsewhere they are escaped backslashes, as in

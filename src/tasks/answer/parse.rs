@@ -31,7 +31,7 @@ struct Parser<'a> {
     thousands: bool,
 }
 
-/// Longer spellings come before their prefixes.
+/// The spellings of relations. A spelling comes before its own prefixes, so that the longest one matches.
 const RELATIONS: [(&str, Relation); 30] = [
     ("\\leqslant", Relation::LessOrEqual),
     ("\\geqslant", Relation::GreaterOrEqual),
@@ -116,7 +116,7 @@ impl<'a> Parser<'a> {
         result
     }
 
-    /// Parses `a, b; c, d`: groups of lists.
+    /// Parses `a, b; c, d`: lists, separated by semicolons.
     fn groups(&mut self) -> Option<Expr> {
         let mut groups = vec![self.items()?];
         while self.take(";") {

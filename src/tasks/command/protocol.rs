@@ -47,12 +47,12 @@ impl ProgramReply {
         match (&request[REQUEST_ID], answer.remove(REQUEST_ID)) {
             (Value::Null, None) => {}
             (_, None) if first => {}
-            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat the request's, {asked}"),
+            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat the id of the request, {asked}"),
             (_, Some(_)) if first => {
                 bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to the answer")
             }
             (asked, Some(answered)) if *asked != answered => {
-                bail!("the answer is to request {answered}, not to {asked}")
+                bail!("the answer belongs to request {answered}, not to {asked}")
             }
             (_, Some(_)) => {}
         }
@@ -86,8 +86,8 @@ impl ProgramReply {
         self.text("content")
     }
 
-    /// Reads a reward: one number, or one number for each name in `weights`. The reward is then their
-    /// weighted sum.
+    /// Reads a reward: one number, or one number for each name in `weights`. The reward is the weighted sum
+    /// of the named numbers.
     pub(super) fn reward(&self, weights: &BTreeMap<String, f32>) -> Result<Reward> {
         let one = self.number("reward")?;
         let named = self.numbers("rewards")?;

@@ -97,7 +97,7 @@ pub enum Instruction {
     TwoResponses,
     /// The response has at least this many `[placeholders]`.
     Placeholders(u64),
-    /// The response has a postscript with this marker, in lower case.
+    /// The response has a postscript. Its marker matches this pattern after the response is lower-cased.
     Postscript(Regex),
     /// The response is one of three fixed answers.
     ConstrainedResponse,
@@ -255,7 +255,7 @@ fn nth_paragraph(id: &str, kwargs: &Value) -> Result<Instruction> {
 fn unknown_id_error(id: &str) -> anyhow::Error {
     let nearest = IDS.iter().min_by_key(|known| strsim::levenshtein(known, id)).unwrap_or(&IDS[0]);
     bad_input!(
-        "unknown_id_error instruction id `{id}`; the most similar of the {} known ids is `{nearest}`",
+        "unknown instruction id `{id}`; the most similar of the {} known ids is `{nearest}`",
         IDS.len()
     )
 }

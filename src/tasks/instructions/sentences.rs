@@ -36,7 +36,7 @@ struct Candidate {
     next_word: Option<usize>,
     /// First byte of the word that ends with the mark.
     word: usize,
-    /// End of the text after the mark that the decision depends on.
+    /// Byte index up to which the text after the mark affects the decision.
     context_end: usize,
 }
 

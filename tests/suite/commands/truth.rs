@@ -163,7 +163,7 @@ fn a_resumed_run_says_from_where_and_keeps_the_course_of_its_learning_rate() {
     assert_eq!(rates(&again), after);
     // Nothing left to do is said; a course that is moved by hand jumps, and is said to.
     let text = stderr(&done(&mut resumed(&out, &["train.steps=6"])));
-    assert!(text.contains("all 6 steps are done; for more, --set train.steps=N"), "{text}");
+    assert!(text.contains("all 6 steps are done; for more steps, add --set train.steps=N"), "{text}");
     let moved = ["train.steps=8", "train.optimizer.schedule_steps=8"];
     let text = stderr(&done(&mut resumed(&out, &moved)));
     assert!(

@@ -340,7 +340,7 @@ fn bad_settings_are_refused_by_key() {
             |s| s.python = "/nonexistent/python3".into(),
             "interpreter.python: /nonexistent/python3 cannot be run",
         ),
-        (|s| s.python = "/bin/true".into(), "interpreter.python: /bin/true did not answer as a Python"),
+        (|s| s.python = "/bin/true".into(), "interpreter.python: /bin/true is not a working Python"),
         (
             |s| s.preload = vec!["no_such_module".into()],
             "`interpreter.preload`: no_such_module cannot be imported",

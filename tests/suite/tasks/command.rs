@@ -232,13 +232,16 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
             "print('{\"rows\": 1}')",
             "unknown key `rows` in the answer; it may have version, name, validation_problems",
         ),
-        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat the request's, \""),
+        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat the id of the request, \""),
         ("print('{\"request_id\": \"x\"}')", "no `version`; add \"version\": 2"),
         (
             "import json; print(json.dumps({**json.loads(input()), 'version': 3, 'request': None}))",
             "`version` of the answer is 3; give 1 or 2",
         ),
-        ("print('{\"version\": 2, \"request_id\": \"x\"}')", "the answer is to request \"x\", not to \""),
+        (
+            "print('{\"version\": 2, \"request_id\": \"x\"}')",
+            "the answer belongs to request \"x\", not to \"",
+        ),
         ("print('{\"validation_problems\": \"64\"}')", "`validation_problems` of the answer is \"64\""),
         ("for line in __import__('sys').stdin: print('{}', flush=True)", "neither `prompt`"),
     ];
