@@ -176,8 +176,8 @@ impl MicroBatch {
     }
 
     /// Works like [`Self::split`], but a sequence shares its common prefix with the previous sequence, up to
-    /// `shared_max(index)` tokens. Toward the limit, a shared token counts once, and a target counts once per
-    /// sequence.
+    /// `shared_max(index)` tokens. For the limit, a sequence counts as the larger of two numbers: its tokens
+    /// that are not shared, and its targets.
     pub fn split_with_prefixes(
         sequences: &[impl Borrow<Sequence>],
         limits: impl Into<MicroBatchLimits>,

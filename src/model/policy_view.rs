@@ -114,8 +114,8 @@ impl ForwardOptions {
         }
     }
 
-    /// Returns the options of the second forward pass, for the old log-probs; `None` unless the ablation is
-    /// on.
+    /// Returns the options of the second forward pass, for the old log-probs; `None` unless the ablation
+    /// `second_forward_old_logprobs` is on.
     pub fn for_old_log_probs(ablations: &Ablations, seed: u64) -> Option<Self> {
         let router_noise = noise(ablations.train_noise(), seed, NoisyPass::SecondForward);
         ablations

@@ -8,12 +8,23 @@ const FILLS_WITH_NAN: bool =
 
 /// Returns `len` unspecified values. The caller must overwrite every value before it reads any.
 pub fn buffer(len: usize) -> Vec<f32> {
+    unspecified(len, f32::NAN)
+}
+
+/// Returns `len` unspecified bytes. The caller must overwrite every byte before it reads any.
+pub fn byte_buffer(len: usize) -> Vec<u8> {
+    unspecified(len, 0xff)
+}
+
+/// Returns `len` unspecified values, or `len` times `unwritten` where reads of unwritten values are sought.
+#[inline(always)]
+fn unspecified<T: bytemuck::Pod>(len: usize, unwritten: T) -> Vec<T> {
     if FILLS_WITH_NAN {
-        return vec![f32::NAN; len];
+        return vec![unwritten; len];
     }
-    let mut values: Vec<f32> = Vec::with_capacity(len);
+    let mut values: Vec<T> = Vec::with_capacity(len);
     assume_initialized(values.as_mut_ptr());
-    // SAFETY: `len` values are reserved, every bit pattern is a valid f32, and `assume_initialized` makes the
+    // SAFETY: `len` values are reserved, every bit pattern is a valid `T`, and `assume_initialized` makes the
     // memory initialized.
     unsafe { values.set_len(len) };
     values
@@ -28,7 +39,7 @@ pub fn zeros(len: usize) -> Vec<f32> {
 /// are undefined behaviour in Rust. Here they are defined, because the compiler must assume that the assembly
 /// writes all of the memory.
 #[inline(always)]
-fn assume_initialized(memory: *mut f32) {
+fn assume_initialized<T>(memory: *mut T) {
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     // SAFETY: the assembly has no instructions.
     unsafe {

@@ -100,11 +100,11 @@ impl Threads {
 }
 
 /// Runs `f`, a pass on `device`, on this thread of a pool. Meanwhile the other threads of the pool spin-wait
-/// for work instead of sleeping. Waking a sleeping thread takes tens of microseconds, as long as many ops of
-/// decode take. Threads of rayon would sleep after fifteen microseconds.
+/// for work instead of sleeping. Waking a sleeping thread takes tens of microseconds, which is also the
+/// duration of many ops of decode. Threads of rayon would sleep after fifteen microseconds.
 ///
-/// A thread that has no work for [`SPIN_MAX`] still sleeps. This function only calls `f()` if `device` is a
-/// GPU, or the thread belongs to no pool or to a pool of one thread.
+/// A thread that has no work for [`SPIN_MAX`] still sleeps. If `device` is a GPU, or the thread belongs to no
+/// pool or to a pool of one thread, this function just calls `f()`, and no thread spins.
 pub fn with_spinning_threads<R>(device: &Device, f: impl FnOnce() -> R) -> R {
     let own = rayon::current_thread_index();
     if !device.is_cpu() || own.is_none() || rayon::current_num_threads() == 1 {

@@ -21,12 +21,12 @@ pub(crate) const fn above(low: f64) -> Limits {
 }
 
 impl Limits {
-    /// Adds the upper bound `high`, which is allowed.
+    /// Adds the inclusive upper bound `high`.
     pub const fn to(self, high: f64) -> Limits {
         Limits { high: Bound::Included(high), ..self }
     }
 
-    /// Adds the upper bound `high`, which is not allowed.
+    /// Adds the exclusive upper bound `high`.
     pub const fn below(self, high: f64) -> Limits {
         Limits { high: Bound::Excluded(high), ..self }
     }

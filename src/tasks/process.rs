@@ -199,8 +199,9 @@ fn show(bytes: &[u8]) {
     let _ = std::io::stderr().write_all(bytes);
 }
 
-/// Starts a shell that waits for the end of this process and then kills the process group `id`. The program
-/// itself dies with the thread that started it, but its child processes would survive.
+/// Starts a shell that waits for the end of this process and then kills process group `id`, which is that of
+/// the task's program. The kernel kills the task's program when the thread that started it ends, but not the
+/// program's child processes.
 fn watch(id: u32) -> Result<ProcessGroup> {
     let child = Command::new(SHELL)
         // Nothing is ever written to the shell, so its input ends only when this process does.

@@ -137,15 +137,15 @@ impl EpochOrder {
         if self.len == 0 {
             return 0;
         }
-        let (epoch, path_text) = (index / self.len as u64, (index % self.len as u64) as usize);
+        let (epoch, position) = (index / self.len as u64, (index % self.len as u64) as usize);
         // A poisoned lock holds a whole permutation or none. Both are usable.
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         match &*last {
-            Some((s, e, rows)) if (*s, *e) == (seed, epoch) => rows[path_text] as usize,
+            Some((s, e, rows)) if (*s, *e) == (seed, epoch) => rows[position] as usize,
             _ => {
                 let mut rows: Vec<u32> = (0..self.len as u32).collect();
                 rows.shuffle(&mut stream(seed, self.purpose, &[epoch]));
-                let row = rows[path_text] as usize;
+                let row = rows[position] as usize;
                 *last = Some((seed, epoch, rows));
                 row
             }

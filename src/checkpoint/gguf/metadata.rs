@@ -6,7 +6,8 @@ use crate::bad_input;
 use crate::model::config::Config;
 use crate::model::families::Family;
 use anyhow::Result;
-use serde_json::{Map, Value as Json, json};
+use serde::{Serialize, Serializer};
+use serde_json::{Value as Json, json};
 use std::collections::HashMap;
 use std::path::Path;
 
@@ -195,35 +196,76 @@ impl Metadata<'_> {
                 kinds.len()
             )));
         }
-        let (mut vocabulary, mut added) = (Map::new(), vec![]);
+        let mut added = vec![];
         for (id, (token, kind)) in tokens.iter().zip(kinds).enumerate() {
-            match *kind {
-                CONTROL | USER_DEFINED => added.push(json!({
+            if [CONTROL, USER_DEFINED].contains(kind) {
+                added.push(json!({
                     "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
                     "normalized": false, "special": *kind == CONTROL,
-                })),
-                _ => {}
-            }
-            // An added token needs an entry in the vocabulary too. Otherwise readers would renumber the other
-            // tokens.
-            if *kind != UNUSED {
-                vocabulary.insert(token.clone(), json!(id));
+                }));
             }
         }
         let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
         let split = json!({"type": "Split", "pattern": {"Regex": pre_tokenizer.pattern}, "behavior": "Isolated", "invert": false});
-        let pairs: Vec<Vec<&str>> = merges.iter().map(|merge| merge.splitn(2, ' ').collect()).collect();
-        let normalizer = if pre_tokenizer.normalizes { json!({"type": "NFC"}) } else { Json::Null };
-        let tokenizer = json!({
-            "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": normalizer,
-            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
-            "post_processor": byte_level, "decoder": byte_level,
-            "model": {
-                "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": "",
-                "end_of_word_suffix": "", "fuse_unk": false, "byte_fallback": false,
-                "ignore_merges": pre_tokenizer.ignores_merges, "vocab": vocabulary, "merges": pairs,
+        let tokenizer = TokenizerJson {
+            version: "1.0",
+            added_tokens: added,
+            normalizer: if pre_tokenizer.normalizes { json!({"type": "NFC"}) } else { Json::Null },
+            pre_tokenizer: json!({"type": "Sequence", "pretokenizers": [split, byte_level]}),
+            post_processor: byte_level.clone(),
+            decoder: byte_level,
+            model: Bpe {
+                kind: "BPE",
+                ignore_merges: pre_tokenizer.ignores_merges,
+                vocab: Entries { tokens, kinds },
+                merges: Merges(merges),
             },
-        });
-        Ok(tokenizer.to_string().into_bytes())
+        };
+        Ok(serde_json::to_vec(&tokenizer)?)
+    }
+}
+
+/// A `tokenizer.json`. It is written without intermediate values, because a vocabulary has hundreds of
+/// thousands of entries.
+#[derive(Serialize)]
+struct TokenizerJson<'a> {
+    version: &'static str,
+    added_tokens: Vec<Json>,
+    normalizer: Json,
+    pre_tokenizer: Json,
+    post_processor: Json,
+    decoder: Json,
+    model: Bpe<'a>,
+}
+
+#[derive(Serialize)]
+struct Bpe<'a> {
+    #[serde(rename = "type")]
+    kind: &'static str,
+    ignore_merges: bool,
+    vocab: Entries<'a>,
+    merges: Merges<'a>,
+}
+
+/// The ids of all tokens that are in use. An added token is also an entry. Otherwise readers of the file
+/// would renumber the other tokens.
+struct Entries<'a> {
+    tokens: &'a [String],
+    kinds: &'a [i32],
+}
+
+impl Serialize for Entries<'_> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        let entries = self.tokens.iter().zip(self.kinds).enumerate();
+        to.collect_map(entries.filter(|(_, (_, kind))| **kind != UNUSED).map(|(id, (token, _))| (token, id)))
+    }
+}
+
+/// The merges, each as a list of its two parts.
+struct Merges<'a>(&'a [String]);
+
+impl Serialize for Merges<'_> {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_seq(self.0.iter().map(|merge| merge.splitn(2, ' ').collect::<Vec<_>>()))
     }
 }

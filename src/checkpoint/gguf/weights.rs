@@ -8,6 +8,7 @@ use crate::bad_input;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::families::Family;
 use crate::model::names::{Layout, ParameterSpec, parameter_specs};
+use crate::ops::buffer::byte_buffer;
 use crate::ops::mxfp4::BLOCK;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, block_is_finite};
 use crate::ops::weight::Weight;
@@ -136,7 +137,7 @@ impl GgufWeights {
         let [_, output, input] = geometry(spec);
         let matrix = match format {
             PackedFormat::Bf16Rows => {
-                let mut bytes = vec![0; format.bytes(shape)];
+                let mut bytes = byte_buffer(format.bytes(shape));
                 let rows = (DECODED_VALUES / input).max(1);
                 bytes.par_chunks_mut(2 * rows * input).enumerate().try_for_each(|(index, to)| {
                     let first = index * rows;

@@ -70,7 +70,7 @@ impl OutputColumns {
         Self { first: unsafe { self.first.add(start) }, len: self.len - start, stride: self.stride }
     }
 
-    /// Copies the values of the first row from `column` on to `to`.
+    /// Copies values of the first row to `to`, starting at `column`.
     pub fn read(&self, column: usize, to: &mut [f32]) {
         let address = self.address(0, column, to.len());
         for (i, value) in to.iter_mut().enumerate() {
@@ -79,7 +79,7 @@ impl OutputColumns {
         }
     }
 
-    /// Writes `sums` to the columns of `row` from `column` on. If `add` is true, adds them instead.
+    /// Writes `sums` to the columns of `row`, starting at `column`. If `add` is true, adds them instead.
     pub fn write(&self, row: usize, column: usize, sums: &[f32], add: bool) {
         let address = self.address(row, column, sums.len());
         for (i, &sum) in sums.iter().enumerate() {

@@ -21,6 +21,7 @@ mod table;
 pub use linear::{packed_grouped_linear, packed_linear};
 pub use table::{packed_columns, packed_rows};
 
+use super::buffer::byte_buffer;
 use super::cpu::should_parallelize;
 use super::mxfp4::{self, BLOCK};
 use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
@@ -102,7 +103,8 @@ impl PackedMatrix {
     ) -> Result<Self, E> {
         assert!(format != PackedFormat::Bf16Rows, "a table is not read in panels");
         assert!(format == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
-        let mut bytes = vec![0u8; format.bytes([experts, input, output])];
+        // Each thread writes first to its panels, so the system clears their memory in parallel.
+        let mut bytes = byte_buffer(format.bytes([experts, input, output]));
         let panels = output.div_ceil(PANEL_COLUMNS);
         let (width, scales) = match format {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => (2 * input, 0),
@@ -115,6 +117,9 @@ impl PackedMatrix {
                 let columns = first..(first + PANEL_COLUMNS).min(output);
                 let (values, of_scales) =
                     (&mut values[..columns.len() * width], &mut of_scales[..columns.len() * scales]);
+                if columns.len() < PANEL_COLUMNS {
+                    panel.fill(0);
+                }
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
                 match format {
                     PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose::<2>(panel, values, width),
@@ -446,10 +451,14 @@ struct Task {
 
 /// Transposes rows of `width` bytes, with elements of `N` bytes, to columns of a panel.
 fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
-    for (column, row) in rows.chunks_exact(width).enumerate() {
-        for (k, element) in row.as_chunks::<N>().0.iter().enumerate() {
-            let at = (k * PANEL_COLUMNS + column) * N;
-            panel[at..at + N].copy_from_slice(element);
+    // The part of the panel that these elements fill stays in the first-level cache.
+    const ELEMENTS: usize = 64;
+    for (part, to) in panel.chunks_mut(ELEMENTS * PANEL_COLUMNS * N).enumerate() {
+        for (column, row) in rows.chunks_exact(width).enumerate() {
+            let elements = row.as_chunks::<N>().0.iter().skip(part * ELEMENTS);
+            for (to, element) in to.chunks_exact_mut(PANEL_COLUMNS * N).zip(elements) {
+                to[column * N..][..N].copy_from_slice(element);
+            }
         }
     }
 }

@@ -9,7 +9,8 @@ use crate::ops::kv_cache::{BLOCK, KvBlocks};
 use crate::ops::math::{exp, sum_lanes};
 use multiversion::multiversion;
 
-/// Inputs of [`attend_backward`]: the own rows of one sequence, which are the last positions of its cache.
+/// Inputs of [`attend_backward`] for the rows that one sequence does not share with the previous sequence.
+/// These rows are the last positions of its cache.
 pub(super) struct BackwardInputs<'a> {
     pub q: &'a [f32],
     pub out: &'a [f32],
@@ -30,10 +31,10 @@ struct Tile<const R: usize> {
     high: usize,
 }
 
-/// Computes the gradients of one group, the query heads of key-value head `kv_head`, from the own rows of one
-/// sequence. Writes `dq` `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared` `[positions
-/// before][2][M][D]` at the indices of this group. `dkv` and `dkv_shared` must be zero before the call.
-/// Returns the gradient of the sinks, `[group]`.
+/// Computes the gradients of one group, the query heads of key-value head `kv_head`, from the rows of
+/// one sequence that it does not share. Writes `dq` `[rows][N][D]`, `dkv` `[rows][2][M][D]` and `dkv_shared`
+/// `[positions before][2][M][D]` at the indices of this group. `dkv` and `dkv_shared` must be zero before the
+/// call. Returns the gradient of the sinks, `[group]`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn attend_backward(
     attention: &Attention,

@@ -111,15 +111,16 @@ pub struct KernelSet {
     pub chunk: Kernel,
     /// Merges the chunks. Number of blocks: query tiles × key-value heads.
     pub merge: Kernel,
-    /// Number of blocks: `T · N` divided by [`DELTA_ROWS`].
+    /// Computes the dot products of outputs and their gradients. Number of blocks: `T · N` divided by
+    /// [`DELTA_ROWS`].
     pub delta: Kernel,
-    /// Number of blocks: key tiles × key-value heads.
+    /// Computes the gradients of keys and values. Number of blocks: key tiles × key-value heads.
     pub dkv: Kernel,
     /// Keys per key tile.
     pub dkv_keys: usize,
-    /// Number of blocks: query tiles × key-value heads.
+    /// Computes the gradient of queries. Number of blocks: query tiles × key-value heads.
     pub dq: Kernel,
-    /// Number of blocks: heads.
+    /// Computes the gradient of sinks. Number of blocks: heads.
     pub dsinks: Kernel,
 }
 

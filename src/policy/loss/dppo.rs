@@ -99,8 +99,9 @@ impl LossFunction for DppoBounds {
 ///
 /// Only the last factor depends on T, so l' = −A·min(r, c), or 0.
 ///
-/// Metrics: `actor/pg_clipfrac` is the fraction of masked tokens. `actor/pg_clipfrac_lower` is the fraction
-/// of tokens that are not masked and have r above c. `actor/ppo_kl` is the mean of the clamped O − T.
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens whose loss this rule sets to 0.
+/// `actor/pg_clipfrac_lower` is the fraction of tokens that keep their loss and have r above c.
+/// `actor/ppo_kl` is the mean of the clamped O − T.
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
