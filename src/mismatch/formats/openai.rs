@@ -49,15 +49,15 @@ struct Content {
 const NO_PROMPT: &str = "the prompt is missing, but log-probs depend on it; request it from vLLM with \"return_token_ids\": true, \
                          or from llama-cpp-python with echo=True";
 
-/// Returns whether the value is the response to a chat: its first choice has log-probs in `content`, or it
-/// has a message and the prompt's log-probs.
+/// Returns whether the value is the response to a chat. Its first choice has log-probs in `content`, or it
+/// has a message and the prompt's log-probs are given ([`has_prompt`]).
 pub(super) fn is_chat(value: &Value) -> bool {
     let choice = &value["choices"][0];
     choice["logprobs"].get("content").is_some() || choice.get("message").is_some() && has_prompt(value)
 }
 
-/// Returns whether the value is the response to a completion: its first choice has `token_logprobs`, or the
-/// prompt's log-probs.
+/// Returns whether the value is the response to a completion. Its first choice has `token_logprobs`, or it
+/// has no message and the prompt's log-probs are given ([`has_prompt`]).
 pub(super) fn is_completion(value: &Value) -> bool {
     let choice = &value["choices"][0];
     choice["logprobs"].get("token_logprobs").is_some() || choice.get("message").is_none() && has_prompt(value)
