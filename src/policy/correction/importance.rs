@@ -131,8 +131,8 @@ pub struct ImportanceWeights {
 /// - `rollout_is_{min,max}`: minimum and maximum over valid tokens. With sequence weights, they are taken
 ///   over the raw ratios of the sequences.
 /// - `rollout_is_seq_…`: statistics of the sequences' mean weights.
-/// - `…_fraction_{high,low}`: fraction of raw ratios outside the bounds. If there is only an upper bound c,
-/// the   lower bound counts as 1/c.
+/// - `…_fraction_{high,low}`: fraction of raw ratios outside the bounds. If there is only an upper bound
+///   c, the lower bound counts as 1/c.
 ///
 /// A sequence without valid tokens has ratio 1 and weight 0.
 ///
