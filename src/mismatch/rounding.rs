@@ -34,8 +34,8 @@ const COARSE_BITS: u32 = 6;
 /// makes to a score.
 const ROUTING_MARGIN_MIN: f32 = 12.0;
 
-/// Mismatch between the model with and without rounding. The model is the unchanged one, or the one under a
-/// cause.
+/// The mismatch that rounding makes: a model with rounding is compared with the same model without rounding.
+/// The model is the unchanged one, or the unchanged one with a cause applied.
 pub struct RoundingBounds {
     pub f32: DifferenceStats,
     pub bf16: DifferenceStats,

@@ -1,5 +1,5 @@
-//! `/v1/completions` and `/v1/chat/completions`: vLLM with token ids, and llama-cpp-python with the texts of
-//! tokens.
+//! Reads responses of `/v1/completions` and `/v1/chat/completions`. Those of vLLM have token ids, and those
+//! of llama-cpp-python have the texts of tokens.
 
 use super::{RawRow, TokenTexts, npy, parse};
 use serde::Deserialize;
@@ -144,8 +144,8 @@ struct Prompt {
     log_probs: Option<PromptLogProbs>,
 }
 
-/// Joins prompt and response into a row. With `echo`, `values` include those of the prompt. For a scoring
-/// request there are no `values`.
+/// Joins prompt and response into a row. `values` are the log-probs of the response. With `echo` they include
+/// those of the prompt; for a scoring request there are none.
 fn join_sequence(
     prompt: Prompt,
     ids: Option<Vec<u64>>,
