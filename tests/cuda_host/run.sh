@@ -42,7 +42,7 @@ checks() {
 
 # Heads and number of each bug: attention's are seeded for heads of 64 and of 128, unless they say which.
 mapfile -t pairs < <(awk '/^= / { number++; name = $0; print 64, number }
-  /^@ (sink_attention|ring|warp)/ && name !~ /heads of/ { print 128, number }' bugs.txt)
+  /^@ (sink_attention|ring|warp)/ && name !~ /heads of (64|128)/ { print 128, number }' bugs.txt)
 count=${#pairs[@]}
 step=1
 case ${1:-} in
