@@ -27,7 +27,7 @@ impl Interpreter for CPython {
 
     fn close(&self, _session: SessionId) {}
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         match *self {}
     }
 }

@@ -44,7 +44,7 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
             }
             TensorRole::Head => normals(settings.head_scale * matrix_std),
             TensorRole::Bias => vec![0.0; count],
-            TensorRole::Norm => vec![1.0; count],
+            TensorRole::Norm(_) => vec![1.0; count],
             TensorRole::Sinks => vec![settings.sink as f32; count],
             TensorRole::AdapterFactor => vec![0.0; count],
         };
