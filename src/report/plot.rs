@@ -24,7 +24,8 @@ const SMOOTHED_POINTS_MIN: usize = 30;
 /// Minimum number of points on each side of the smoothing window's centre. In long curves it is 1/50 of the
 /// points.
 const WINDOW_HALF_MIN: usize = 4;
-/// Ratio of the largest to the smallest value above which an axis is logarithmic.
+/// With [`Scale::LogWhenWide`], an axis is logarithmic if its largest value is at least this multiple of its
+/// smallest value.
 const LOG_RATIO_MIN: f64 = 50.0;
 
 /// (step, value), in ascending order of steps.
@@ -184,7 +185,7 @@ impl Plot {
         self.levels = levels.iter().filter(is_visible).map(|&level| y.at(level)).collect();
     }
 
-    /// Returns the data with which the page's script shows the values under the pointer.
+    /// Returns the data for the page's script, which shows the values under the pointer.
     pub fn data(&self) -> Value {
         let series = self.lines.iter().map(|line| {
             let (steps, values): (Vec<u64>, Vec<Value>) =

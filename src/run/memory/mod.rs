@@ -67,7 +67,7 @@ pub enum ModelCommand {
 /// The second set of weights of `check-mismatch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SecondWeights {
-    /// The rounded weights from which ablations sample.
+    /// Rounded weights. Ablations sample with them.
     Rounded(WeightRounding),
     /// Weights that a possible cause of mismatch has changed. Only one layer is in memory at a time.
     Changed,
