@@ -17,7 +17,7 @@ const RIGHT: f64 = WIDTH - 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
 
-/// Maximum number of points of a curve. A longer curve keeps only the smallest and largest value per segment.
+/// Maximum number of points of a curve. A longer curve is divided into segments; see [`thin`].
 const POINTS_MAX: usize = 600;
 /// Minimum number of points of a smoothed curve.
 const SMOOTHED_POINTS_MIN: usize = 30;
@@ -292,8 +292,8 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
     }
 }
 
-/// Returns the indices of the points to draw: all, or the smallest, largest and non-finite values of each
-/// segment.
+/// Returns the indices of the points to draw: all, or for each segment the points with the smallest, the
+/// largest and the first non-finite value.
 fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     if points.len() <= POINTS_MAX {
         return (0..points.len()).collect();

@@ -368,7 +368,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
 }
 
 /// Keeps the end of the learning-rate schedule, unless the user set another end. Returns a line for the
-/// console if the end differs from the last step.
+/// console if the user set another end, or if the kept end differs from the last step.
 fn keep_schedule_end(
     table: &str,
     old: &OptimizerSettings,

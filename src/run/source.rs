@@ -384,7 +384,7 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
 /// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or the
 /// checkpoint itself. `--set model.path=…` overrides this. For a run with an adapter, `--set model.path=…`
 /// names the adapter's base instead. Returns the training step after which the model was saved, or 0 if the
-/// model is not a checkpoint.
+/// model is not a checkpoint of reinforcement learning.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.

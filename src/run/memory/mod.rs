@@ -1,8 +1,9 @@
 //! Memory plan: the peak memory of a command, computed from the recipe and the config before any work.
 //!
 //! The peak is the resident memory (program, weights, gradients, optimizer, critic, reference) plus the
-//! largest phase. The phases are sampling, the policy's update and the critic's update; only one runs at a
-//! time. [`MemoryPlan::check_available`] compares the peak with the available memory.
+//! largest phase. The phases are sampling and the update; the update counts the larger of policy and critic.
+//! In `check-mismatch`, a comparison takes the place of the update. Only one phase runs at a time.
+//! [`MemoryPlan::check_available`] compares the peak with the available memory.
 
 mod gpu;
 mod machine;
