@@ -66,7 +66,7 @@ impl RunFolder {
         ))
     }
 
-    /// Returns the run folder for a rank other than 0. Such a rank reads and writes no files.
+    /// Returns the run folder for a rank other than 0. Such a rank writes no files.
     pub fn for_other_rank(path: &Path) -> Self {
         Self { path: path.to_owned(), files: None }
     }

@@ -46,7 +46,7 @@ pub(super) struct ModelSource {
     pub(super) unknown_template: Option<PathBuf>,
     /// The storage format of each tensor. f32 for random weights.
     pub(super) formats: Vec<WeightFormat>,
-    /// The folder of the weights.
+    /// The model's folder or GGUF file. `None` for the recipe's own architecture.
     pub(super) folder: Option<PathBuf>,
     /// The adapter for these weights, if any.
     pub(super) adapter: Option<AdapterFolder>,

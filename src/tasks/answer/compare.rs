@@ -22,7 +22,7 @@ pub fn is_same_answer(reference: &Expr, answer: &Expr, options: &ComparisonOptio
     comparison.same(&expand_plus_minus(reference), &expand_plus_minus(answer), false)
 }
 
-/// Returns the list of the two values of an expression with ±, such as `1 ± √2`.
+/// Replaces an expression with ±, such as `1 ± √2`, by the list of its two values.
 fn expand_plus_minus(expr: &Expr) -> Expr {
     let spread = |items: &[Expr]| items.iter().flat_map(Expr::expand_signs).collect();
     match expr {
