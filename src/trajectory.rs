@@ -26,7 +26,8 @@ pub enum Outcome {
     Finished,
     /// The trajectory reached its maximum of sampled tokens, or the end of the context.
     TruncatedLength,
-    /// The policy made a tool call after its last allowed turn.
+    /// The last allowed turn ended in a tool call, which was not executed, or the task had a further user
+    /// message after it.
     TurnsExhausted,
     /// The last turn could not be parsed, and no reply was possible.
     Malformed,

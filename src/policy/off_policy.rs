@@ -15,11 +15,12 @@ use crate::bad_input;
 /// - `k3_kl` = mean(e^(T−R) − (T−R) − 1)
 /// - `chi2_token` = mean(ρ²) − 1
 ///
-/// Over all sequences, where a sequence without valid tokens has log-perplexity 0:
-/// - `training_log_ppl` = −mean T, and its exponential `training_ppl`; `rollout_log_ppl` and `rollout_ppl`
-///   are the same for R
-/// - `log_ppl_diff` = mean R − mean T. Of its values over sequences: the mean, the mean of the absolute
-///   values (`log_ppl_abs_diff`), the maximum and the minimum. `ppl_ratio` is the mean of the exponentials
+/// Over all sequences, with the log-perplexities P = −mean T and Q = −mean R of each sequence (0 without
+/// valid tokens), and with d = P − Q:
+/// - `training_log_ppl` = mean(P), `training_ppl` = mean(e^P)
+/// - `rollout_log_ppl` = mean(Q), `rollout_ppl` = mean(e^Q)
+/// - `log_ppl_diff` = mean(d), `log_ppl_abs_diff` = mean(|d|), `ppl_ratio` = mean(e^d)
+/// - `log_ppl_diff_max` = max(d), `log_ppl_diff_min` = min(d)
 /// - `chi2_seq` = mean(exp(clamp(Σ(T − R), ±20))²) − 1
 ///
 /// Without `rollout_log_prob` only the two metrics `training_…` are returned.
@@ -95,8 +96,8 @@ pub fn agreement_metrics(
 /// Returns the mismatch in probabilities, with full names: |e^T − e^R| over valid tokens (mean, maximum, and
 /// standard deviation with n − 1) and the Pearson correlation of e^T and e^R.
 ///
-/// `…_valid` is 0 when no token is valid, else 1. A metric that is undefined, because there are no valid
-/// tokens or only one, is NaN.
+/// `training/rollout_probs_diff_valid` is 0 when no token is valid, else 1. A metric that is undefined,
+/// because there are no valid tokens or only one, is NaN.
 pub fn probs_diff_metrics(
     sequences: &Sequences,
     log_prob: &[f32],

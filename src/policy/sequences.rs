@@ -8,7 +8,8 @@ use anyhow::{Result, bail, ensure};
 ///
 /// Sequence `s` has the tokens `cu_seqlens[s]..cu_seqlens[s + 1]` of every per-token slice. `mask` is true
 /// for valid tokens: the policy sampled them, and no rejection removed them. It is false for prompts, tool
-/// output and padding. Values of masked tokens never affect a result, even if they are NaN.
+/// output and padding. Values of masked tokens never affect a result, even if they are NaN. The exception is
+/// [`Self::sequence_sums`].
 ///
 /// Every sum over tokens is computed in f64 in token order, so a result depends on its inputs alone.
 #[derive(Debug, Clone, Copy)]

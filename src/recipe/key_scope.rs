@@ -14,7 +14,7 @@ pub enum KeyScope {
     CheckMismatch,
     /// `check-mismatch --against`: compares the tokens of a file, without sampling.
     CheckMismatchAgainst,
-    /// Reads only the model, and the format in which the model is written.
+    /// Writes the model in a given format. Reads no problems and does not sample.
     Export,
 }
 

@@ -249,8 +249,8 @@ pub(super) fn is_in_table(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// Converts `key=value` to a TOML document. `None` if that fails. A value that is not TOML is read as a
-/// string without quotes.
+/// Converts `key=value` to a TOML document. `None` if that fails. A value that is not TOML becomes a
+/// string, so that strings need no quotes.
 fn set_document(set: &str) -> Option<String> {
     let (key, value) = set.split_once('=')?;
     if key.trim_start().starts_with(['[', '#']) || DeTable::parse(&format!("{key}=0")).is_err() {

@@ -380,7 +380,7 @@ impl Rules<'_> {
             self.warn(
                 &[&format!("{table}.warmup_steps"), steps_key],
                 format!(
-                    "the learning-rate warm-up takes {warmup} step{}, more than the {steps} of {steps_key}",
+                    "the learning-rate warm-up takes {warmup} step{}, but {steps_key} is only {steps}",
                     if warmup == 1 { "" } else { "s" }
                 ),
             );

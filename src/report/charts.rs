@@ -128,7 +128,7 @@ fn is_result_at_zero(metric: &str) -> bool {
     metric == "mismatch/log_ppl_abs_diff_max"
 }
 
-/// Returns the page's sections, and the data with which the page's script shows values under the pointer.
+/// Returns the page's sections, and the data for the page's script, which shows values under the pointer.
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut drawn: BTreeSet<(Phase, String)> = BTreeSet::new();
     let mut sections: Vec<Section> = Vec::new();

@@ -21,7 +21,8 @@ const DEFAULT_DECADES: (f64, f64) = (-6.0, 0.0);
 const TICKS_MAX: f64 = 8.0;
 
 const LOGP_MAX: &str = "mismatch/logprob_abs_diff_max";
-/// Key, name, colour. A row that has only the first metric is an equality check, not an ablation.
+/// The metrics of the bars: key, name and colour. A row of the table that has only the first metric is an
+/// equality check, not an ablation.
 const METRICS: [(&str, &str, usize); 3] = [
     (LOGP_MAX, "|Δlogp| max", 5),
     ("mismatch/logprob_abs_diff_mean", "|Δlogp| mean", 4),

@@ -35,9 +35,9 @@ use minijinja::{AutoEscape, Environment, Value, context, escape_formatter};
 use run::Run;
 use std::path::{Path, PathBuf};
 
-/// Writes one page for all `runs` and returns its path. The path is `out`, if given. Otherwise it is
-/// `report.html` in the run's folder or, for several runs, `report-N-runs-DIGEST.html` in the first run's
-/// folder. The page needs no network.
+/// Writes one page for all `runs` and returns its path. The path is `out`, if given, or `report.html` in
+/// `out` if `out` is a folder. Otherwise it is `report.html` in the run's folder or, for several runs,
+/// `report-N-runs-DIGEST.html` in the first run's folder. The page needs no network.
 ///
 /// A folder with a `figures.toml` is a set of figures, not a run. See `docs/FIGURES.md`.
 ///

@@ -17,14 +17,15 @@ const RIGHT: f64 = WIDTH - 12.0;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = HEIGHT - 38.0;
 
-/// Maximum number of points of a curve. A longer curve keeps only the smallest and largest value per segment.
+/// Maximum number of points of a curve. A longer curve is divided into segments; see [`thin`].
 const POINTS_MAX: usize = 600;
 /// Minimum number of points of a smoothed curve.
 const SMOOTHED_POINTS_MIN: usize = 30;
 /// Minimum number of points on each side of the smoothing window's centre. In long curves it is 1/50 of the
 /// points.
 const WINDOW_HALF_MIN: usize = 4;
-/// Ratio of the largest to the smallest value above which an axis is logarithmic.
+/// With [`Scale::LogWhenWide`], an axis is logarithmic if its largest value is at least this multiple of its
+/// smallest value.
 const LOG_RATIO_MIN: f64 = 50.0;
 
 /// (step, value), in ascending order of steps.
@@ -184,7 +185,7 @@ impl Plot {
         self.levels = levels.iter().filter(is_visible).map(|&level| y.at(level)).collect();
     }
 
-    /// Returns the data with which the page's script shows the values under the pointer.
+    /// Returns the data for the page's script, which shows the values under the pointer.
     pub fn data(&self) -> Value {
         let series = self.lines.iter().map(|line| {
             let (steps, values): (Vec<u64>, Vec<Value>) =
@@ -291,8 +292,8 @@ fn line(series: Series, x: &Axis, y: &Axis) -> Line {
     }
 }
 
-/// Returns the indices of the points to draw: all, or the smallest, largest and non-finite values of each
-/// segment.
+/// Returns the indices of the points to draw: all, or for each segment the points with the smallest, the
+/// largest and the first non-finite value.
 fn thin(points: &[(u64, f64)]) -> Vec<usize> {
     if points.len() <= POINTS_MAX {
         return (0..points.len()).collect();

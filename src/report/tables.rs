@@ -51,7 +51,7 @@ fn summarise(i: usize, run: &Run) -> Value {
     }
 }
 
-/// Returns the largest log-prob mismatch of all steps, as text.
+/// Returns the largest log-perplexity mismatch of a sequence over all steps, as text.
 fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, "mismatch/log_ppl_abs_diff_max");
     let largest =
@@ -223,7 +223,7 @@ pub(super) fn mismatches(runs: &[Run]) -> Vec<Value> {
         .collect()
 }
 
-/// Returns a value's text, and whether it is a number.
+/// Returns a value's text, and whether it is a number. An absent value counts as a number.
 fn cell(value: Option<&Json>) -> (String, bool) {
     match value {
         None | Some(Json::Null) => (ABSENT.into(), true),

@@ -25,7 +25,7 @@ const BYTES_MAX: usize = 50 << 20;
 const LOG_PROB_MIN: f64 = -16.0;
 /// The smallest mismatch that a byte represents.
 const MISMATCH_MIN: f64 = 1e-8;
-/// Number of mismatch bytes per power of ten.
+/// Resolution of mismatches: the number of byte values per power of ten.
 const STEPS_PER_DECADE: f64 = 12.0;
 /// Estimated size of a packed trajectory without its texts, in bytes.
 const ROW_BYTES: usize = 160;

@@ -74,11 +74,12 @@ pub struct Estimate {
 
 impl Estimate {
     /// Returns the mean of the problems' values in `0..=1`, and the interval of ±1.96 standard errors,
-    /// limited to 0 and 1. Each problem counts as one observation, because samples of one problem depend on
+    /// limited to `0..=1`. Each problem counts as one observation, because samples of one problem depend on
     /// each other.
     ///
-    /// If all values are equal, such as 0 for a few problems, the standard error is 0, which is not a useful
-    /// estimate. The interval is then that of Wilson (1927), with one yes-or-no outcome per problem.
+    /// If all values are equal, for example 0 for each of a few problems, the standard error is 0. That is
+    /// not a useful estimate. The interval is then that of Wilson (1927), with one yes-or-no outcome per
+    /// problem.
     pub fn from_problems(values: &[f64]) -> Self {
         let n = values.len().max(1) as f64;
         let mean = values.iter().sum::<f64>() / n;

@@ -73,8 +73,8 @@ pub(super) struct Conversation<'a> {
 }
 
 impl<'a> Conversation<'a> {
-    /// Returns the request for the first turn of each of a prompt's samples. The engine numbers these samples
-    /// from `first` on.
+    /// Returns the request for the first turns of all `samples` samples of a prompt. Their ids in the engine
+    /// are `first`, `first + 1`, and so on.
     pub(super) fn request(
         rollout: &Rollout,
         prompt: &RenderedPrompt,
@@ -393,14 +393,15 @@ impl<'a> Conversation<'a> {
     }
 }
 
-/// Returns how many tokens may still be sampled. The conversation has `tokens` tokens in all, and `sampled`
-/// of its response are already sampled.
+/// Returns how many tokens may still be sampled. The conversation has `tokens` tokens so far; the policy
+/// sampled `sampled` of them.
 fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
     let response = rollout.plan.settings.response_tokens_max.saturating_sub(sampled);
     response.min(rollout.context_tokens_max().saturating_sub(tokens))
 }
 
-/// Returns the engine's sample `id` for a turn. Each turn has a random stream of its own.
+/// Returns the request for a turn of one sample, which has the id `id` in the engine. Each turn has a random
+/// stream of its own.
 fn turn_sample(rollout: &Rollout, id: u64, turn: TurnPosition, forced: &ForcedTokens) -> SampleRequest {
     let coordinates = [rollout.plan.step, turn.prompt, turn.sample, turn.turn];
     let random = stream(rollout.plan.seed, rollout.plan.purpose, &coordinates);

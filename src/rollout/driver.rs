@@ -149,8 +149,8 @@ impl<'a> Driver<'a> {
         }
     }
 
-    /// Queues a tool call or a question to the task. Starts a tool thread, unless a tool thread is idle or
-    /// their maximum number is reached.
+    /// Queues a tool call or a question to the task. Starts another tool thread if there are more queued
+    /// actions than idle tool threads, and the maximum number of tool threads is not reached.
     fn call<'s>(&'s self, scope: &'s Scope<'s, '_>, conversation: Box<Conversation<'a>>, next: NextAction)
     where
         'a: 's,

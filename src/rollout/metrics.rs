@@ -8,7 +8,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 /// | name | statistics of |
 /// | --- | --- |
 /// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories |
-/// | `reward/<name>/mean` | trajectories that have a reward of this name from the task, before its weight |
+/// | `reward/<name>/mean` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
 /// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
 /// | `prompt_length/{mean,max,min}` | number of tokens of a trajectory's prompt |
 /// | `num_turns/{mean,max,min}` | number of turns of a trajectory |

@@ -138,7 +138,7 @@ impl PromptLimits<'_> {
 pub(super) struct RenderedPrompt<'a> {
     pub index: u64,
     pub problem: &'a Problem,
-    /// Tokens of the conversation so far, and of the header of the assistant's next turn.
+    /// Tokens of the prompt's messages, and of the header of the assistant's turn.
     pub tokens: Vec<u32>,
 }
 

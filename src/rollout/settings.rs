@@ -99,8 +99,7 @@ table! {
 #[derive(Debug, Clone, PartialEq)]
 pub struct RolloutPlan {
     pub settings: RolloutSettings,
-    /// The run's seed, the purpose of the rollout, and the step. Together with prompt, sample and turn they
-    /// select a random stream.
+    /// The run's seed. It selects a random stream together with the purpose, step, prompt, sample and turn.
     pub seed: u64,
     pub purpose: Purpose,
     pub step: u64,

@@ -20,9 +20,9 @@ pub struct SampleCounts {
     out_of_context: usize,
     /// Trajectories without a tool call.
     without_call: usize,
-    /// Trajectories with code blocks but no tool call.
+    /// Trajectories without a tool call, but with a Python code block.
     with_code_blocks: usize,
-    /// Trajectories with a call outside its tags but no tool call.
+    /// Trajectories without a tool call, but with the JSON text of a call outside the tags of calls.
     with_untagged_calls: usize,
     /// Trajectories that the policy itself ended.
     ended: usize,

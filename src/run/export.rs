@@ -51,7 +51,7 @@ fn no_adapter_error(recipe: &Recipe) -> anyhow::Error {
     )
 }
 
-/// Creates the folder `out` and its parent folders, atomically. `fill` writes the contents.
+/// Creates the folder `out` atomically, after its parent folders. `fill` writes the contents.
 fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     if let Some(parent) = out.parent() {
         std::fs::create_dir_all(parent)

@@ -133,7 +133,7 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
         .collect()
 }
 
-/// Returns a command line of this program. The program has the path with which it was started.
+/// Returns a command line of this program. Its first word is the path that started this process.
 pub fn command_line(arguments: &[&str]) -> String {
     let program = std::env::args().next().unwrap_or_else(|| "rloss".to_owned());
     let words = std::iter::once(program.as_str()).chain(arguments.iter().copied());

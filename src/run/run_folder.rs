@@ -66,7 +66,7 @@ impl RunFolder {
         ))
     }
 
-    /// Returns the run folder for a rank other than 0. Such a rank reads and writes no files.
+    /// Returns the run folder for a rank other than 0. Such a rank writes no files.
     pub fn for_other_rank(path: &Path) -> Self {
         Self { path: path.to_owned(), files: None }
     }
@@ -221,8 +221,7 @@ impl RunFolder {
         write_file(&self.path.join("model.json"), &format!("{model}\n"))
     }
 
-    /// Returns the name of the device on which the run in `path` last computed, as in
-    /// `RunContext::device_name`.
+    /// Returns the name of the last device of the run in `path`, as in `RunContext::device_name`.
     pub fn previous_device(path: &Path) -> Option<String> {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
@@ -290,8 +289,8 @@ pub fn lock(path: &Path) -> Result<File> {
     }
 }
 
-/// Returns the recipe with which the run was started, if it is stored. `plan` may differ from it only in keys
-/// that may change on resume.
+/// Returns the run's stored recipe, if there is one. `plan` may differ from it only in keys that may change
+/// on resume.
 fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
     if !file.exists() {
@@ -369,7 +368,7 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
 }
 
 /// Keeps the end of the learning-rate schedule, unless the user set another end. Returns a line for the
-/// console if the end differs from the last step.
+/// console if the user set another end, or if the kept end differs from the last step.
 fn keep_schedule_end(
     table: &str,
     old: &OptimizerSettings,

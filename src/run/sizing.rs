@@ -29,8 +29,9 @@ const PROMPTS_MIN: usize = 2;
 const CHECKPOINT_STEPS: u64 = 5;
 /// Maximum parameters of a toy model. A larger model does not learn at a toy model's learning rate.
 const TOY_PARAMETERS: f64 = 1e7;
-/// Usual learning rates for a model of more than [`TOY_PARAMETERS`].
+/// Usual learning rate of LoRA for a model of more than [`TOY_PARAMETERS`].
 const LORA_RATE: f64 = 1e-4;
+/// Usual learning rate of full training for a model of more than [`TOY_PARAMETERS`].
 const FULL_RATE: f64 = 1e-6;
 
 /// Proposed changes to a recipe.

@@ -46,7 +46,7 @@ pub(super) struct ModelSource {
     pub(super) unknown_template: Option<PathBuf>,
     /// The storage format of each tensor. f32 for random weights.
     pub(super) formats: Vec<WeightFormat>,
-    /// The folder of the weights.
+    /// The model's folder or GGUF file. `None` for the recipe's own architecture.
     pub(super) folder: Option<PathBuf>,
     /// The adapter for these weights, if any.
     pub(super) adapter: Option<AdapterFolder>,
@@ -384,7 +384,7 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
 /// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or the
 /// checkpoint itself. `--set model.path=…` overrides this. For a run with an adapter, `--set model.path=…`
 /// names the adapter's base instead. Returns the training step after which the model was saved, or 0 if the
-/// model is not a checkpoint.
+/// model is not a checkpoint of reinforcement learning.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for a run without a checkpoint.

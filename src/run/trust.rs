@@ -1,7 +1,7 @@
 //! Trust in the programs that a run folder names. Another user may have made the folder.
 //!
-//! A run folder that this user made has a file `programs.b3`. It has one digest per program, keyed with the
-//! user's key.
+//! If this user made the run folder, its file `programs.b3` has one digest per program, keyed with the user's
+//! key.
 
 use crate::atomic_file::write_file;
 use crate::bad_input;

@@ -31,14 +31,14 @@ pub const SYNTAX_ERROR: &str = "SyntaxError: Expected an expression";
 
 /// Percentage of demonstrations that skip the tool.
 const SKIPS_TOOL: u32 = 55;
-/// Percentage of demonstrations with tool calls in which the first call has a syntax error.
+/// Of the demonstrations with a tool call: percentage whose first call has a syntax error.
 const MALFORMED: u32 = 20;
-/// Percentage of demonstrations with a tool call that have a wrong operator or lost parentheses.
+/// Of the demonstrations with a tool call: percentage whose code has a wrong operator or lost parentheses.
 const WRONG_CODE: u32 = 25;
-/// Percentage of demonstrations with a syntax error in which a second call is right. The other ones guess the
-/// answer.
+/// Of the demonstrations with a syntax error: percentage with a second call, which is right. The other ones
+/// guess the answer.
 const RETRIES: u32 = 50;
-/// Percentage of demonstrations that copy the tool's output into the answer with one wrong digit.
+/// Of the demonstrations that copy a number into the answer: percentage with one wrong digit in the copy.
 const MISCOPIED: u32 = 15;
 
 /// A problem of three numbers. `operators[0]` joins the first two, `operators[1]` joins the result and the

@@ -34,8 +34,9 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 const PROBLEM_ATTEMPTS: usize = 3;
 /// Maximum number of failures that the console shows. The metrics count all failures.
 const WARNINGS_MAX: usize = 10;
-/// Defaults of `task.command_timeout_s` and `task.command_processes`.
+/// Default of `task.command_timeout_s`.
 pub(super) const TIMEOUT_S: f64 = 60.0;
+/// Default of `task.command_processes`.
 pub(super) const PROCESSES: usize = 4;
 /// A key in [`Problem::answer`]. It marks a placeholder for a problem that the program failed to give. The
 /// value of the key is the error.

@@ -36,10 +36,10 @@ pub struct Problem {
     pub answer: serde_json::Value,
 }
 
-/// A finished conversation: the input of a grader.
+/// A conversation as the task sees it: a finished one for the grader, or one in progress.
 #[derive(Debug, Clone)]
 pub struct Transcript<'a> {
-    /// The messages after the prompt, of the assistant and of tools, in order.
+    /// The messages after the prompt, in order: of the assistant, of tools, and further ones of the user.
     pub messages: &'a [Message],
     pub outcome: Outcome,
     /// Number of tool calls that got a reply, including error replies.

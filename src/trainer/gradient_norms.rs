@@ -4,9 +4,10 @@ use crate::metrics::{Metrics, format_number};
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
-/// Number of recent steps over whose norms the median is computed.
+/// Maximum number of norms in the median: the most recent ones. Norms of 0 and norms of skipped updates do
+/// not count.
 const MEDIAN_WINDOW: usize = 32;
-/// Minimum number of norms from which a limit is computed.
+/// Minimum number of norms in the median. With fewer norms, the limit is infinite.
 const NORMS_MIN: usize = 8;
 /// An update is skipped if its norm exceeds the median times this factor.
 const SKIP_FACTOR: f64 = 10.0;

@@ -145,8 +145,8 @@ impl Monitor {
         ))
     }
 
-    /// Records the success rate of a step. Returns a warning, once, when the moving average is below half of
-    /// its best value.
+    /// Records the success rate of a step. Returns one warning per fall: the moving average is below half of
+    /// its best value, and chance does not explain the difference.
     fn success_rate_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let count = trajectory_count(metrics);
         self.window.push_back((metrics.get("critic/success/mean")? * count, count));
@@ -186,8 +186,8 @@ fn trajectory_count(metrics: &Metrics) -> f64 {
     Outcome::ALL.iter().filter_map(|outcome| metrics.get(&format!("outcome/{}", outcome.name()))).sum()
 }
 
-/// Returns whether a warning is due after `steps` consecutive steps with a problem. The intervals between
-/// warnings grow.
+/// Returns whether a warning is due after `steps` consecutive steps with a problem: after 1 step, after 3
+/// steps, and then after every 10 steps.
 fn is_warning_due(steps: u64) -> bool {
     matches!(steps, 1 | 3) || (steps > 0 && steps.is_multiple_of(10))
 }

@@ -114,7 +114,8 @@ struct UpdateTarget<'a> {
 
 /// The updates of one model in a step.
 struct UpdateSummary {
-    /// Means over the updates, and the number of updates that were skipped because of their gradient.
+    /// Means over the updates. For updates that were skipped because of their gradient: their number, and
+    /// their largest finite gradient norm.
     metrics: Accumulator,
     /// Number of updates that changed the weights.
     updates: usize,

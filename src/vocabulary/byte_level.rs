@@ -4,8 +4,8 @@ use std::collections::HashMap;
 
 /// Returns the character of each byte.
 ///
-/// Printable Latin-1 bytes map to themselves. The other 68 bytes map to the characters from U+0100 on, in
-/// order.
+/// Printable Latin-1 bytes map to themselves. The other 68 bytes map to U+0100 and the characters after it,
+/// in order.
 pub(super) fn alphabet() -> [char; 256] {
     let mut chars = ['\0'; 256];
     let mut substitute = 0x100..;

@@ -7,13 +7,13 @@ use serde::Deserialize;
 use serde::de::{DeserializeSeed, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use std::fmt;
 
-/// Maximum number of values and keys of a section other than the vocabulary. The longest known section has
-/// about 50.
+/// Maximum number of values and keys of a section that lists steps. The longest known section has about 50.
 const STEP_VALUES_MAX: usize = 1000;
-/// Maximum total bytes of the strings of a section other than the vocabulary, patterns included. The longest
-/// known section has about 1 KiB.
+/// Maximum total bytes of the strings of a section that lists steps, patterns included. The longest known
+/// section has about 1 KiB.
 const STEP_BYTES_MAX: usize = 16 << 10;
-/// Maximum number of values and keys of the vocabulary. The vocabulary of GPT-OSS has 2 million.
+/// Maximum number of values and keys of the vocabulary, and of the added tokens. The vocabulary of GPT-OSS
+/// has 2 million.
 const VOCABULARY_VALUES_MAX: usize = 8_000_000;
 /// Maximum total bytes of all regular expressions.
 const PATTERN_BYTES_MAX: usize = 4096;

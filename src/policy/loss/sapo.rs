@@ -15,8 +15,8 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 };
 
 table! {
-    /// Gate of `loss = "sapo"`. The higher the temperature, the smaller the deviation from ratio 1 at which
-    /// the gate closes.
+    /// Gate of `loss = "sapo"`. With a higher temperature, the gate closes at a smaller distance of the
+    /// ratio from 1.
     pub struct SapoSettings {
         /// Temperature for tokens with a positive advantage.
         pub temperature_positive: f64 = 1.0 => above(0.0).to(1e6),

@@ -78,7 +78,7 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Describes the KV cache of one sequence, the smallest cache with which a GPU can sample.
+    /// Describes the KV cache of one sequence. A GPU needs at least this cache to sample.
     pub fn describe_sequence_cache(&self) -> String {
         let capacity = self.cache_capacity(1);
         let bytes = capacity.device_bytes(self.config);

@@ -1,8 +1,9 @@
 //! Memory plan: the peak memory of a command, computed from the recipe and the config before any work.
 //!
 //! The peak is the resident memory (program, weights, gradients, optimizer, critic, reference) plus the
-//! largest phase. The phases are sampling, the policy's update and the critic's update; only one runs at a
-//! time. [`MemoryPlan::check_available`] compares the peak with the available memory.
+//! largest phase. The phases are sampling and the update; the update counts the larger of policy and critic.
+//! In `check-mismatch`, a comparison takes the place of the update. Only one phase runs at a time.
+//! [`MemoryPlan::check_available`] compares the peak with the available memory.
 
 mod gpu;
 mod machine;
@@ -67,7 +68,7 @@ pub enum ModelCommand {
 /// The second set of weights of `check-mismatch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SecondWeights {
-    /// The rounded weights from which ablations sample.
+    /// Rounded weights. Ablations sample with them.
     Rounded(WeightRounding),
     /// Weights that a possible cause of mismatch has changed. Only one layer is in memory at a time.
     Changed,

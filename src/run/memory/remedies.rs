@@ -158,8 +158,7 @@ impl MemoryPlanInput<'_> {
         MemoryPlan::new(&changed_input).peak_bytes()
     }
 
-    /// Returns the peak if all experts of the policy and of a critic are frozen. `None` if nothing else is
-    /// trainable.
+    /// Returns the peak if all experts of the policy are frozen. `None` if nothing else is trainable.
     fn peak_with_frozen_experts(&self) -> Option<u64> {
         let specs = parameter_specs(self.config);
         let trainable: Vec<bool> = specs

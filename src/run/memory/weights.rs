@@ -26,8 +26,8 @@ impl ShardedTensor {
         self.spec.resident_bytes(self.format)
     }
 
-    /// Returns the layer with which the tensor is gathered. `None` for adapter factors and tensors outside
-    /// layers, which are gathered before the forward pass.
+    /// Returns the tensor's layer, if the tensor is gathered together with its layer. `None` for adapter
+    /// factors and tensors outside layers, which are gathered before the forward pass.
     pub fn layer(&self) -> Option<usize> {
         self.spec.layer.filter(|_| self.spec.role != TensorRole::AdapterFactor)
     }
@@ -136,8 +136,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns whether rows can be sent to other processes, which then compute their experts. Rows are not
-    /// sent if each process has all experts in packed form.
+    /// Returns whether processes can send rows to each other, so that each process computes only its own
+    /// experts. Rows are not sent if each process has all experts in packed form.
     pub fn has_remote_experts(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         let is_packed = |(index, spec): (usize, ParameterSpec)| {
@@ -200,8 +200,8 @@ impl MemoryPlanInput<'_> {
         copied.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
     }
 
-    /// Returns the bytes of the second set of weights, from which ablations sample. A layer that is read on
-    /// demand is rounded during reading, so no second copy of it exists.
+    /// Returns the bytes of the second set of weights: rounded weights for the ablations. A layer that is
+    /// read on demand is rounded during reading, so no second copy of it exists.
     pub(super) fn rounded_weight_bytes(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let copied = specs.filter(|(_, spec)| !self.layers_on_demand || spec.layer.is_none());

@@ -22,10 +22,11 @@ impl Preflight {
         self.compute_device.available.clone().or(host)
     }
 
-    /// Plans for `processes` processes. For keys with the value `"auto"`, selects the first option that fits
-    /// in the `available` memory. Unsharded packed weights come before sharded ones, and sampling with less
-    /// communication comes before sampling with more. On the CPU, all activations are saved for the backward
-    /// pass if they fit too.
+    /// Plans for `processes` processes. On a GPU, sets only the number of sequences in the KV cache.
+    ///
+    /// On the CPU, selects for keys with the value `"auto"` the first option that fits in the `available`
+    /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication comes
+    /// before sampling with more. All activations are saved for the backward pass if they fit too.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         self.processes = processes;
         if self.gpu_sequences.is_some() {

@@ -22,7 +22,7 @@ pub fn is_same_answer(reference: &Expr, answer: &Expr, options: &ComparisonOptio
     comparison.same(&expand_plus_minus(reference), &expand_plus_minus(answer), false)
 }
 
-/// Returns the list of the two values of an expression with ±, such as `1 ± √2`.
+/// Replaces an expression with ±, such as `1 ± √2`, by the list of its two values.
 fn expand_plus_minus(expr: &Expr) -> Expr {
     let spread = |items: &[Expr]| items.iter().flat_map(Expr::expand_signs).collect();
     match expr {
@@ -146,8 +146,9 @@ impl Comparison<'_> {
         }
     }
 
-    /// Compares two chains relation by relation. `a < b` is compared as `k·(a − b) < 0` with k > 0; for
-    /// equations, k may have either sign.
+    /// Compares two chains of relations, such as `a < b = c`, relation by relation. Two relations are the
+    /// same if their sides are, or if their differences left − right are proportional. For inequalities, the
+    /// factor must be positive, or negative if the relations have opposite directions.
     fn same_chains(
         &self,
         reference: &[Expr],
@@ -172,8 +173,9 @@ impl Comparison<'_> {
             })
     }
 
-    /// Returns whether `g1 − g2` is a constant multiple of `a1 − a2`. `positive` gives the required sign of
-    /// the constant, if any.
+    /// Returns whether the difference of the two expressions of `reference` is a constant multiple of that of
+    /// `answer`. `positive` gives the required sign of the constant, if any. False if one of the differences
+    /// has no variables.
     fn proportional(
         &self,
         reference: (&Expr, &Expr),

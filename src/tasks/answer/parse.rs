@@ -31,7 +31,8 @@ struct Parser<'a> {
     thousands: bool,
 }
 
-/// The spellings of relations. A spelling comes before its own prefixes, so that the longest one matches.
+/// The spellings of relations. A symbol comes before its own prefixes (`<=` before `<`), so that the longest
+/// one matches. A command matches only as a whole, so the order of commands has no effect.
 const RELATIONS: [(&str, Relation); 30] = [
     ("\\leqslant", Relation::LessOrEqual),
     ("\\geqslant", Relation::GreaterOrEqual),

@@ -104,7 +104,7 @@ fn filled_parts<'t>(parts: &[&'t str]) -> Option<Vec<&'t str>> {
 }
 
 /// Returns whether there are `paragraphs` paragraphs that are not blank, and whether paragraph `nth` starts
-/// with `first_word`. As in the reference, `nth` also counts blank paragraphs.
+/// with `first_word`. As in IFEval's reference implementation, `nth` also counts blank paragraphs.
 fn nth_paragraph_first_word(response: &str, paragraphs: u64, nth: u64, first_word: &str) -> bool {
     let parts: Vec<&str> = response.split("\n\n").collect();
     let filled = parts.iter().filter(|part| !strip(part).is_empty()).count() as u64;

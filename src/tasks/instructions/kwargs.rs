@@ -34,8 +34,8 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// Returns the value of `key`. A missing value is an error: the reference would replace it by a random
-    /// value, with which a response cannot be graded later.
+    /// Returns the value of `key`. A missing value is an error. IFEval's reference implementation would
+    /// replace it by a random value, so a response could not be graded later.
     fn get(&self, key: &str) -> Result<&'a Value> {
         self.object
             .and_then(|object| object.get(key))
@@ -84,8 +84,8 @@ impl<'a> Kwargs<'a> {
         }
     }
 
-    /// Returns one character. The reference replaces a character outside a-z by a random letter; this
-    /// function returns the character itself.
+    /// Returns one character. IFEval's reference implementation replaces a character outside a-z by a random
+    /// letter; this function returns the character itself.
     pub(super) fn character(&self, key: &str) -> Result<char> {
         let text = self.text(key)?;
         let mut characters = text.chars().flat_map(char::to_lowercase);

@@ -1,8 +1,8 @@
-//! Language identification with the verdicts of the reference.
+//! Language identification with the same verdicts as IFEval's reference implementation.
 //!
 //! The `langdetect` crate reproduces the Python library `langdetect` bit by bit. It agrees with all 374
-//! stored verdicts that depend on a language. The crate `whatlang` agrees with 354: it lacks Swahili, and
-//! fails on short English texts and English in capitals.
+//! stored verdicts of the reference implementation that depend on a language. The crate `whatlang` agrees
+//! with 354: it lacks Swahili, and fails on short English texts and English in capitals.
 
 use langdetect::{DetectorFactory, Seed};
 use std::sync::LazyLock;

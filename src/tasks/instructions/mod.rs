@@ -4,8 +4,8 @@
 //! one instruction. [`Instruction::is_followed_by`] and [`check_strictly`] grade a response by the rules of
 //! the reference implementation, including its quirks. [`compose`] draws instructions for training prompts.
 //!
-//! Known differences from the reference:
-//! - A kwarg that the reference would replace by a random value is rejected. A letter outside a-z is counted
+//! Known differences from the reference implementation:
+//! - A kwarg that it would replace by a random value is rejected. A letter outside a-z is counted
 //!   as given.
 //! - A keyword that is not a valid pattern is matched literally.
 //! - `NaN` and `Infinity` are not JSON.
@@ -91,7 +91,7 @@ pub enum Instruction {
     EnglishCapital,
     /// The response is English, in lower case only.
     EnglishLowercase,
-    /// The response starts with this text.
+    /// The response starts with this lower-cased text. Its case in the response does not matter.
     RepeatPrompt(String),
     /// The response has two different answers, separated by `******`.
     TwoResponses,
@@ -99,7 +99,7 @@ pub enum Instruction {
     Placeholders(u64),
     /// The response has a postscript. Its marker matches this pattern after the response is lower-cased.
     Postscript(Regex),
-    /// The response is one of three fixed answers.
+    /// The response contains one of three fixed answers.
     ConstrainedResponse,
     /// The whole response is JSON. A Markdown fence around it is allowed.
     JsonFormat,

@@ -13,8 +13,9 @@ pub(super) fn compile_pattern(source: &str) -> Regex {
 
 /// Compiles a row's keyword between two fixed parts. `fold_case`: whether to ignore case.
 ///
-/// As in the reference, a keyword **is** a regular expression (`P.S.` also matches `P-S,`). A keyword that is
-/// not a valid expression, such as `f(x`, is matched literally; the reference would fail on the row.
+/// As in IFEval's reference implementation, a keyword **is** a regular expression (`P.S.` also matches
+/// `P-S,`). A keyword that is not a valid expression, such as `f(x`, is matched literally; the reference
+/// implementation would fail on the row.
 pub(super) fn compile_keyword(before: &str, keyword: &str, after: &str, fold_case: bool) -> Regex {
     let build = |middle: &str| {
         RegexBuilder::new(&format!("{before}{middle}{after}")).case_insensitive(fold_case).build()

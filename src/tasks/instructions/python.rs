@@ -1,4 +1,4 @@
-//! String functions of Python that the reference uses and that differ from Rust's.
+//! Python's string functions that IFEval's reference implementation uses and that differ from Rust's.
 
 use regex::Regex;
 use std::sync::LazyLock;

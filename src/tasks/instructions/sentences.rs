@@ -1,9 +1,9 @@
 //! Sentence splitting by Punkt (Kiss and Strunk 2006) with a compact set of rules.
 //!
-//! The reference counts sentences with NLTK's Punkt. On 176 verdicts, the crate `sentencex` agrees with 160
-//! and `unicode-segmentation` with 147, which is too few. The crate `punkt` does not build on a stable
-//! compiler. This file therefore implements Punkt's decision procedure, with short word lists instead of the
-//! trained model of 20,000 words.
+//! IFEval's reference implementation counts sentences with NLTK's Punkt. On 176 of its verdicts, the crate
+//! `sentencex` agrees with 160 and `unicode-segmentation` with 147, which is too few. The crate `punkt` does
+//! not build on a stable compiler. This file therefore implements Punkt's decision procedure, with short word
+//! lists instead of the trained model of 20,000 words.
 
 use super::python::is_space;
 
@@ -36,7 +36,7 @@ struct Candidate {
     next_word: Option<usize>,
     /// First byte of the word that ends with the mark.
     word: usize,
-    /// Byte index up to which the text after the mark affects the decision.
+    /// End of the context, as a byte index. Later text does not affect the decision.
     context_end: usize,
 }
 
