@@ -142,7 +142,7 @@ mod tests {
     use super::FEATURES;
     use std::collections::BTreeSet;
 
-    /// Features of Cargo.toml that only checks use.
+    /// Features of Cargo.toml that are used by checks only.
     const CHECK_FEATURES: [&str; 2] = ["bench", "whole"];
 
     #[test]

@@ -102,8 +102,8 @@ fn type_of(schema: &Value) -> String {
     }
 }
 
-/// Returns the type of an array's items. There is no special case for an object without
-/// properties.
+/// Returns the type of an array's items. It is `any` if `items` is absent or empty, or if the type is longer
+/// than [`ITEM_CHARS_MAX`].
 fn item_of(items: &Value) -> String {
     match items["type"].as_str() {
         Some("string") => return "string".into(),
@@ -116,7 +116,8 @@ fn item_of(items: &Value) -> String {
     if inner == "object | object" || inner.chars().count() > ITEM_CHARS_MAX { "any".into() } else { inner }
 }
 
-/// Returns one alternative of `oneOf`. The number of spaces before the default value is that of the template.
+/// Returns one alternative of `oneOf`. The number of spaces before the default value is the same as in
+/// the template.
 fn variant_of(schema: &Value) -> String {
     let description = text(schema, "description").map(|text| format!("// {text}")).unwrap_or_default();
     let default = schema.get("default").map(|default| format!("{:20}// default: {}", "", json_text(default)));

@@ -9,7 +9,8 @@ use crate::ops::product::{GemmThreads, forward_product};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 
-/// Returns the tensor of `spec` in f32 with its adapter merged: `W + s · A · B`.
+/// Returns the tensor of `spec` in f32 with its adapter merged: `W + s · A · B`, where `s` is the adapter's
+/// scale. A tensor without an adapter is returned unchanged.
 ///
 /// # Errors
 /// When the tensor does not exist.

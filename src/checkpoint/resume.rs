@@ -192,7 +192,7 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
         Err(e) if e.kind() == ErrorKind::NotFound && bytes > 0 => {
             let model = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
             return Err(bad_input!(
-                "{path_text}: is missing, but the checkpoint was written after {bytes} bytes of it. Restore the file, or start a new run \
+                "{path_text}: is missing, but it had {bytes} bytes when the checkpoint was written. Restore the file, or start a new run \
                  from the weights: --out ANOTHER_FOLDER --set model.path={} --set cold_start.steps=0, without --resume",
                 model.display()
             ));
@@ -202,7 +202,7 @@ fn check_metrics(file: &Path, folder: &Path, state: &TrainerState) -> Result<()>
     };
     if length < bytes {
         return Err(bad_input!(
-            "{path_text}: has {length} bytes, but the checkpoint was written after {bytes}. The file was changed since then: restore it"
+            "{path_text}: has {length} bytes, but it had {bytes} when the checkpoint was written. The file was changed since then: restore it"
         ));
     }
     let Some(digest) = state.metrics_digest else { return Ok(()) };

@@ -322,8 +322,8 @@ fn generation_config(config: &Config) -> Value {
     Value::Object(json)
 }
 
-/// Returns the content of `tokenizer_config.json`, with which transformers loads `tokenizer.json`. It names
-/// the special tokens of the config.
+/// Returns the content of `tokenizer_config.json`. transformers needs this file to load `tokenizer.json`. The
+/// content includes the texts of the config's special tokens.
 fn tokenizer_config(config: &Config, tokenizer_json: &[u8]) -> Value {
     let tokenizer: Value = serde_json::from_slice(tokenizer_json).unwrap_or(Value::Null);
     let text_of = |id: u32| {

@@ -19,7 +19,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// Serves the page of `runs` on `port` of this machine until a signal.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for runs without a page, and for a port in use, with a free port as remedy.
+/// [`crate::error::BadInput`] when no page can be made from `runs`, or when the port is not available. The
+/// message about the port names a free one.
 pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     page(runs, true)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| port_in_use_error(port, &e))?;

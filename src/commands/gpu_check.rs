@@ -37,7 +37,7 @@ pub struct GpuCheckArgs {
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
-    /// Write the outputs that the part "seeded" compares to a file, and do nothing else
+    /// Only write a file with the outputs that the part "seeded" compares
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
     /// Index of the GPU
@@ -57,7 +57,7 @@ pub enum Part {
     Primitives,
     /// Compares every op's outputs for small seeded inputs with the outputs of the emulated driver
     Seeded,
-    /// Checks the properties of the tensor cores on which the equality of rows depends
+    /// Checks that the tensor cores have the properties on which the equality of rows depends
     Facts,
     /// Compares outputs and gradients of all ops with those of the CPU
     Oracle,

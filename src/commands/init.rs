@@ -28,7 +28,7 @@ pub struct InitArgs {
     /// Name of the task to learn: NAME.toml, NAME.py and NAME.jsonl are written here; with --from, only
     /// NAME.toml
     name: String,
-    /// Write a recipe that is based on this one, a file or a built-in recipe, with sizes for this machine
+    /// Write a recipe with sizes for this machine, based on RECIPE: a file or a built-in recipe
     #[arg(long, value_name = "RECIPE", requires = "model")]
     from: Option<PathBuf>,
     /// The folder of the model to train, with config.json, tokenizer.json and *.safetensors

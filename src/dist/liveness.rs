@@ -1,8 +1,9 @@
 //! Detects that another process is dead or stopped.
 //!
-//! A killed process sends nothing, and MPI would wait for it. But the system closes its sockets, so every
-//! rank keeps a connection to rank 0. Both sides send a heartbeat every few seconds. If no heartbeat arrives,
-//! the process is stopped or its machine is unreachable.
+//! A killed process sends nothing, and MPI would wait for it. But the system closes the sockets of a killed
+//! process. So every rank keeps a connection to rank 0, and detects when it is closed. Both sides send a
+//! heartbeat every few seconds. If no heartbeat arrives, the process is stopped or its machine is
+//! unreachable.
 
 use super::Mesh;
 use super::tcp::{TOKEN_BYTES, Token, accept, join};
@@ -23,8 +24,8 @@ const RANK_LOST: u8 = 2;
 /// The heartbeat, sent every [`HEARTBEAT_INTERVAL`].
 const HEARTBEAT: u8 = 3;
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(10);
-/// A rank counts as stopped if nothing arrives within two timeouts. One timeout is not enough, because this
-/// process may itself have been suspended.
+/// Timeout of one read from a connection. A rank counts as stopped if nothing arrives within two timeouts.
+/// One timeout is not enough, because this process may itself have been suspended.
 const READ_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The address where rank 0 listens, and the token of its ranks.

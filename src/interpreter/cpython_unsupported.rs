@@ -11,6 +11,8 @@ pub const LAUNCHER_ARGUMENT: &str = "cpython";
 pub enum CPython {}
 
 impl CPython {
+    /// Returns an error, because this system has no sandbox for CPython.
+    ///
     /// # Errors
     /// Always [`crate::error::BadInput`].
     pub fn new(_settings: InterpreterSettings, _program: PathBuf, _sessions_max: usize) -> Result<Self> {
@@ -25,7 +27,7 @@ impl Interpreter for CPython {
 
     fn close(&self, _session: SessionId) {}
 
-    fn confinement(&self) -> String {
+    fn sandbox_description(&self) -> String {
         match *self {}
     }
 }

@@ -1,6 +1,6 @@
 //! Extracts code from a Markdown fence, and shortens long output by removing its middle.
 
-/// Returns the code to run: the first fenced block of Python (or without a language), else the whole text.
+/// Returns the code to run: the first fenced block that names Python or no language, else the whole text.
 pub fn extract_code(text: &str) -> String {
     let mut lines = text.lines();
     while let Some(line) = lines.next() {

@@ -6,7 +6,8 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Mutex;
 
-/// Up to this number of deaths, nothing is reported, because model-written code may end its own worker.
+/// Maximum number of deaths without a warning. Model-written code may end its own worker, so a few deaths are
+/// normal.
 const UNREPORTED_MAX: u64 = 5;
 
 /// Number of deaths, and the cause of the last one.

@@ -94,8 +94,8 @@ impl AdvantageEstimator<'_> {
         OverlongPenalty::new(self.response_tokens_max, settings.buffer_tokens, settings.penalty).map(Some)
     }
 
-    /// Returns the KL penalty of each token, between the old and the reference log-probabilities; 0 if the
-    /// recipe has no KL penalty in the reward.
+    /// Returns the KL term of each token's reward: minus the coefficient times the estimated KL between the
+    /// old and the reference log-probabilities. It is 0 if the recipe has no KL penalty in the reward.
     fn kl_penalties(&self, batch: &Batch, sequences: &Sequences, metrics: &mut Metrics) -> Result<Vec<f32>> {
         let zeros = vec![0.0; sequences.tokens()];
         let (KlPlacement::Reward, Some(reference)) = (self.policy.kl.place, &batch.reference_log_probs)
@@ -127,8 +127,8 @@ fn rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>, metrics: &mut M
     rewards
 }
 
-/// Returns the reward of each token: the token's KL penalty, plus the reward of the response on its last
-/// token.
+/// Returns the reward of each token: its KL term from `penalties`. The last token of a response also gets the
+/// reward of the response.
 fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) -> Vec<f32> {
     let mut token_rewards = penalties;
     for (reward, row) in rewards.iter().zip(sequences.token_ranges()) {

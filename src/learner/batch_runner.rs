@@ -193,7 +193,7 @@ impl BatchRunner<'_> {
         MicroBatchLimits { tokens_max, needs_even_count: self.runs_passes_in_parallel() }
     }
 
-    /// Returns the parameters that pack trajectories into micro-batches of up to `tokens_max` tokens. On a
+    /// Returns the parameters for packing trajectories into micro-batches of up to `tokens_max` tokens. On a
     /// GPU, sequences share no rows, because the attention kernels read whole sequences.
     pub fn packing_parameters(&self, tokens_max: usize) -> PackingParameters {
         let shared_positions_max = if self.parameters.device().is_cpu() { usize::MAX } else { 0 };

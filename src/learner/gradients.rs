@@ -84,8 +84,8 @@ struct PassOrder {
 }
 
 impl PassOrder {
-    /// Returns the number of passes before `pass` that add gradients. A pass counts as long as it is not
-    /// known to be skipped.
+    /// Returns the number of passes before `pass` that add gradients. A pass counts until
+    /// [`GradientSum::skip`] is called for it.
     fn passes_before(&self, pass: usize) -> usize {
         pass - self.skipped_passes.iter().filter(|skipped| **skipped < pass).count()
     }

@@ -61,8 +61,8 @@ pub struct PackingParameters {
 pub struct MicroBatchLimits {
     /// Maximum number of input tokens of a micro-batch.
     pub tokens_max: usize,
-    /// Whether the number of micro-batches must be 1 or even, so that two threads have equal work. This holds
-    /// for any actual number of threads, because the result of a run must not depend on that number.
+    /// Whether the number of micro-batches should be 1 or even, if possible, so that two threads have equal
+    /// work. The actual number of threads does not matter, because a run's result must not depend on it.
     pub needs_even_count: bool,
 }
 
@@ -227,11 +227,12 @@ pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<I
 /// Consecutive sequences that stay together in one micro-batch.
 struct SequenceGroup {
     sequences: Range<usize>,
-    /// Number of rows that the group adds to a micro-batch with earlier sequences, or the number of its
-    /// targets if that is larger.
+    /// Number of tokens that the group adds to a micro-batch with earlier sequences. It is a sum over the
+    /// group's sequences. Each counts as the larger of two numbers: its rows that are not shared, and its
+    /// targets.
     added_tokens: usize,
-    /// Number of rows if the group is the first of a micro-batch. It then shares no rows with earlier
-    /// sequences.
+    /// The same sum if the group is the first of a micro-batch. Its first sequence then shares no rows, so
+    /// all rows of that sequence count.
     tokens: usize,
 }
 

@@ -12,7 +12,7 @@ table! {
         pub seed: u64 = 0,
         /// Maximum number of tokens of a micro-batch, the unit of a forward and backward pass. A longer
         /// trajectory has a micro-batch of its own. On a CPU, micro-batches of models of up to 256 MiB run in
-        /// parallel, and the number of micro-batches is made even.
+        /// parallel, and their number is made even if possible.
         pub micro_batch_tokens: usize = 1280 => from(1.0).to(16777216.0),
         /// Number of optimizer updates per epoch. With 1, trajectories keep their order. With more than 1,
         /// they are shuffled and split evenly. Then a forward pass over the whole batch runs before the first

@@ -54,8 +54,8 @@ impl Accumulator {
         Self::default()
     }
 
-    /// Adds to the mean Σ weight·value / Σ weight. `weight` is the number of tokens or sequences that `value`
-    /// was computed from.
+    /// Adds `value` to the metric `name`, which is the mean Σ weight·value / Σ weight. `weight` is the number
+    /// of tokens or sequences that `value` was computed from.
     pub fn mean(&mut self, name: &str, value: f64, weight: f64) {
         self.merge_value(name, Reduction::Mean { total: value * weight, weight });
     }

@@ -26,7 +26,7 @@ pub struct Console(Arc<ConsoleState>);
 
 struct ConsoleState {
     output: ConsoleOutput,
-    /// The time left over all planned stages, if there is a plan.
+    /// The estimate of the remaining time of all planned stages, if there is a plan.
     eta: Mutex<Option<Eta>>,
     /// Current stages, the outermost first.
     stages: Mutex<Stages>,
@@ -496,7 +496,8 @@ impl ProgressStage {
     }
 
     /// Formats the message, such as `reward 0.5  1,204 tokens/s  1:20 left`. The number of tokens is included
-    /// if the stage counts items. For a stage without any value, the message is the elapsed time.
+    /// if the stage counts items and the number of items is different. The elapsed time is included if an
+    /// unfinished stage does not count steps, and has neither tokens nor an estimate of the time left.
     fn message(&self, state: &StageState, now: Instant) -> String {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
         let mut parts: Vec<String> = state.values.iter().map(value).collect();

@@ -1,4 +1,4 @@
-//! Estimate of the time left over all stages of a run.
+//! Estimate of the remaining time of a run with several stages.
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -7,8 +7,8 @@ use std::time::Instant;
 /// Older steps are ignored, because the number of tokens per step changes during a run.
 const RECENT_STEPS: usize = 10;
 
-/// Estimates the time left of a run with alternating stages. A stage without a finished step is estimated
-/// from its relative `work`.
+/// Estimates the remaining time of a run with alternating stages. A stage without a finished step is
+/// estimated from its relative `work`.
 pub(super) struct Eta {
     stages: Vec<StageEstimate>,
     /// The end of the last step of any stage.
@@ -69,8 +69,8 @@ impl Eta {
 
     /// Returns the seconds left at `now`; `name` is the stage of the current step. The time of a step is the
     /// mean of the stage's recent steps. Without such steps it is the stage's expected seconds, else it is
-    /// derived from the other stages' time per unit of work. Returns `None` before the first step of all and
-    /// after the last one.
+    /// derived from the other stages' time per unit of work. Returns `None` until a step of any stage is
+    /// measured, and when no step is left.
     pub fn seconds_left(&self, name: &str, now: Instant) -> Option<f64> {
         let measured =
             || self.stages.iter().filter_map(|stage| Some((stage.mean_step_seconds()?, stage.work)));
@@ -189,7 +189,7 @@ mod tests {
         assert!((left - 20.0 * 20.0).abs() < 0.2 * 400.0, "{left}");
     }
 
-    /// Regression test: the time left of a phase was wrong by up to nine times in its first seconds.
+    /// Regression test: the time left of a phase was wrong by a factor of up to nine in its first seconds.
     #[test]
     fn a_stage_is_estimated_from_the_one_before_it_until_its_own_speed_is_known() {
         let of = |items, tokens, seconds| StageSpeed { items, tokens, seconds };

@@ -19,7 +19,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub struct TensorBoard {
     folder: PathBuf,
     files: BTreeMap<Phase, File>,
-    /// For a resumed run, the step from which on earlier events are dropped.
+    /// For a resumed run: for each phase, the first step whose events in earlier files are dropped.
     purge: BTreeMap<Phase, u64>,
 }
 
@@ -104,7 +104,8 @@ fn frame(data: &[u8]) -> Vec<u8> {
     record
 }
 
-/// Returns the CRC-32C, rotated and shifted as TFRecord requires, because the data may itself contain CRCs.
+/// Returns the CRC-32C in TFRecord's masked form: rotated by 15 bits, plus a constant. TFRecord masks CRCs,
+/// because the data may itself contain CRCs.
 fn masked_crc(data: &[u8]) -> u32 {
     const CRC32C: Crc<u32> = Crc::<u32>::new(&CRC_32_ISCSI);
     CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)

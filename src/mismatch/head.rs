@@ -16,7 +16,7 @@ pub enum Filter {
     MinP(f64),
 }
 
-/// The experiment that decides between causes in the head.
+/// The experiment that decides between causes in the head: the user requests these data from the engine.
 pub const TOP_LOG_PROBS: &str = "the log-probs of several tokens at one position (top_logprobs)";
 
 /// Declares a cause: the engine computes its log-probs after `filter`.
@@ -238,7 +238,8 @@ impl FitRows {
         Ok(Self { rows })
     }
 
-    /// Returns the best filters. Also returns the best temperature if it differs from the stated one.
+    /// Returns the causes that fit best: one for each kind of filter, and another temperature if the best
+    /// temperature differs from the stated one.
     pub fn causes(&self) -> Vec<Cause> {
         if self.rows.is_empty() {
             return vec![];

@@ -3,7 +3,9 @@
 use super::engine_log_probs::EngineLogProbs;
 use std::collections::BTreeMap;
 
-/// A group locates the mismatch only if it has at least this fraction of all differing targets.
+/// Minimum fraction of all differing targets that must be in a group. A group is a set of targets, such as
+/// the targets of some rows or of one token. It locates the mismatch only if it meets this limit and the next
+/// three.
 const RECALL_MIN: f64 = 0.8;
 /// Minimum fraction of the group's targets that must differ.
 const PRECISION_MIN: f64 = 0.5;

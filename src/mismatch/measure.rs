@@ -174,7 +174,7 @@ struct PassDivergence {
 }
 
 /// Runs both forward passes over the same batches. Returns their log-probabilities, and where the passes
-/// diverge. Calls `on_tokens` after each layer with the layer's share of the batch's tokens.
+/// diverge. Calls `on_tokens` after each layer with [`PolicyView::layer_tokens`] of the batch.
 ///
 /// # Errors
 /// When a forward pass fails.

@@ -36,7 +36,7 @@ impl PolicyView<'_> {
     }
 
     /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer
-    /// with the layer's share of the batch's tokens.
+    /// with [`Self::layer_tokens`] of the batch.
     ///
     /// # Errors
     /// When a batch does not fit the model.

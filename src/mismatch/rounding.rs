@@ -12,8 +12,8 @@ use super::distance::DifferenceStats;
 use super::search::{CauseSearch, LogProbTrace, elementwise_differences};
 use anyhow::Result;
 
-/// A mismatch counts as f32 rounding up to these multiples of the f32 bound. The first multiple is for
-/// median, p90 and mean; the second is for p99 and above.
+/// Maximum multiples of the f32 bound at which a mismatch still counts as f32 rounding. The first multiple is
+/// for median, p90 and mean; the second is for p99 and above.
 const F32_FACTORS: (f64, f64) = (4.0, 8.0);
 /// The multiples for bf16 rounding.
 const BF16_FACTORS: (f64, f64) = (2.5, 8.0);
@@ -29,12 +29,13 @@ const BF16_BITS: u32 = 7;
 /// Number of mantissa bits of coarse activations. Other engines round at more points than this model: the
 /// noise of Hugging Face transformers is about twice that of 7 bits.
 const COARSE_BITS: u32 = 6;
-/// Routing is stable if the lowest score of a chosen expert is far above the next score. The difference must
-/// be at least this multiple of the median change that bf16 makes to a score.
+/// Routing of a token is stable if the lowest score among its chosen experts is far above the highest score
+/// among the other experts. The difference must be more than this multiple of the median change that bf16
+/// makes to a score.
 const ROUTING_MARGIN_MIN: f32 = 12.0;
 
-/// Mismatch between the model with and without rounding. The model is the unchanged one, or the one under a
-/// cause.
+/// The mismatch that rounding makes: a model with rounding is compared with the same model without rounding.
+/// The model is the unchanged one, or the unchanged one with a cause applied.
 pub struct RoundingBounds {
     pub f32: DifferenceStats,
     pub bf16: DifferenceStats,

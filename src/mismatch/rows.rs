@@ -28,8 +28,9 @@ const BAD_ROWS_PRINTED_MAX: usize = 10;
 /// A valid row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenRow {
-    /// Number of the line or element in the file, from 1. If a record has several choices, the index of the
-    /// choice follows. If there are several files, the name of the file comes first.
+    /// Name of the row in messages: the number of its line or element in the file, from 1. If a record has
+    /// several choices, the index of the choice follows. If there are several files, the name of the file
+    /// comes first.
     pub name: String,
     pub tokens: Vec<u32>,
     /// One value per token; `None` if the engine gave no value. The first token's value is ignored, because

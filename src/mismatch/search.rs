@@ -35,10 +35,10 @@ const SUBSET_TARGETS: usize = 256;
 /// The subset is doubled until its mean difference is at least this fraction of the mean over all targets.
 /// Otherwise the subset could miss a cause that affects only few rows, or only late positions.
 const SUBSET_DIFFERENCE_SHARE_MIN: f64 = 0.5;
-/// Number of causes that run on all targets. They are the best causes on the subset.
+/// Maximum number of causes that run on all targets. They are the best causes on the subset.
 const FULL_RUN_CAUSES_MAX: usize = 12;
-/// A cause is dropped if its scale exceeds the scale of the best cause by more than this factor. Rounding
-/// cannot explain such a factor.
+/// A cause is dropped if the scale of its Student-t fit exceeds the smallest scale by more than this factor.
+/// Rounding cannot explain such a factor. The smallest scale is that of all causes except rounding.
 const SCALE_FACTOR_MAX: f64 = 8.0;
 /// A cause is dropped after the run on the subset if its log-likelihood is lower than that of the unchanged
 /// model by more than this, in nats.
@@ -54,7 +54,7 @@ pub struct CauseFit {
     pub differences: Vec<f64>,
     pub stats: DifferenceStats,
     pub student_t: StudentTFit,
-    /// Whether the cause gives a value for each target.
+    /// For each target, whether the cause gives a value.
     has_value: Vec<bool>,
 }
 
@@ -91,7 +91,7 @@ impl CauseFit {
     }
 
     /// Returns the `count` fits with the highest likelihood, best first. Keeps at most two variants of each
-    /// cause. Drops fits whose scale is much larger than the smallest scale.
+    /// cause. Drops fits whose scale is much larger than the smallest scale ([`SCALE_FACTOR_MAX`]).
     pub fn select_best(mut fits: Vec<Self>, count: usize) -> Vec<Self> {
         let is_rounding = |fit: &Self| fit.cause.as_ref().is_some_and(Cause::is_rounding);
         let scales = fits.iter().filter(|fit| !is_rounding(fit)).map(|fit| fit.student_t.scale);

@@ -1,5 +1,5 @@
-//! Decode on a GPU with CUDA graphs: in each step the host launches one captured graph instead of every
-//! kernel.
+//! Decode on a GPU with CUDA graphs: in each step the host launches one captured graph. It does not launch
+//! each kernel separately.
 //!
 //! The forward pass is [`DecoderStack::run_layers`]. Inputs that change from step to step are copied to
 //! buffers on the GPU before the launch. So one captured graph can replay every later step of its shape. The
@@ -23,7 +23,7 @@ const BATCHES_MAX: usize = 4;
 /// Runs decode steps, and captures one CUDA graph per shape.
 pub struct Decoder {
     device: Device,
-    /// Batch shapes in order of use. The most recent one is last.
+    /// Batches, one per shape, in order of use. The most recent one is last.
     batches: Vec<Batch>,
     /// False after a capture failed.
     can_capture: bool,

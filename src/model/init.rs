@@ -16,7 +16,7 @@ table! {
     pub struct InitSettings {
         /// Standard deviation of the embedding. Unused if the LM head shares the matrix.
         pub embedding_std: f64 = 0.5 => above(0.0).to(100.0),
-        /// Factor on d^-1/2, the standard deviation of the LM head.
+        /// Factor for the LM head, whose standard deviation is this factor times d^-1/2.
         pub head_scale: f64 = 0.5 => above(0.0).to(100.0),
         /// Value of every attention sink in GPT-OSS. With 4, sinks take a large part of the attention; with
         /// 0, very little.
@@ -44,7 +44,7 @@ pub fn init(config: &Config, settings: &InitSettings, seed: u64) -> Result<Vec<(
             }
             TensorRole::Head => normals(settings.head_scale * matrix_std),
             TensorRole::Bias => vec![0.0; count],
-            TensorRole::Norm => vec![1.0; count],
+            TensorRole::Norm(_) => vec![1.0; count],
             TensorRole::Sinks => vec![settings.sink as f32; count],
             TensorRole::AdapterFactor => vec![0.0; count],
         };

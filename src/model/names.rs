@@ -34,7 +34,8 @@ pub enum TensorRole {
     OutputProjection,
     Head,
     Bias,
-    Norm,
+    /// The weight of a norm, and the number of rows per token that it is applied to: 1, or the heads.
+    Norm(usize),
     Sinks,
     /// A factor of the adapter of a matrix. It is always f32.
     AdapterFactor,
@@ -89,7 +90,7 @@ impl ParameterSpec {
 
     /// Returns whether the tensor is a matrix or an embedding. All other tensors are vectors.
     pub fn is_matrix(&self) -> bool {
-        !matches!(self.role, TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks)
+        !matches!(self.role, TensorRole::Bias | TensorRole::Norm(_) | TensorRole::Sinks)
     }
 
     /// Returns whether the tensor is an expert matrix, which MXFP4 quantises. Apart from adapters, only
@@ -195,6 +196,12 @@ pub fn parameter_count(config: &Config) -> u128 {
     count(&outside) + config.num_hidden_layers as u128 * count(&(config.family.layer_specs)(config, 0))
 }
 
+/// Returns the number of values per token that the norms of one layer return.
+pub fn layer_norm_width(config: &Config) -> usize {
+    let rows = |spec: &ParameterSpec| if let TensorRole::Norm(rows) = spec.role { rows } else { 0 };
+    (config.family.layer_specs)(config, 0).iter().map(|spec| rows(spec) * spec.element_count()).sum()
+}
+
 /// Returns the specs of all trainable tensors of `config`. Files, optimizer state and seeds use this order:
 /// embedding, layers (attention, then experts or MLP), final norm, and the LM head unless it is tied.
 pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
@@ -223,7 +230,7 @@ fn stack_specs(config: &Config) -> Vec<ParameterSpec> {
     for layer in 0..config.num_hidden_layers {
         specs.extend((config.family.layer_specs)(config, layer));
     }
-    specs.push(whole("model.norm.weight", TensorRole::Norm, &[h], Layout::AsStored));
+    specs.push(whole("model.norm.weight", TensorRole::Norm(1), &[h], Layout::AsStored));
     specs
 }
 

@@ -36,7 +36,7 @@ fn config(family: Family, heads: usize, kv_heads: usize, window: usize) -> Confi
         num_hidden_layers: 2,
         num_attention_heads: heads,
         num_key_value_heads: kv_heads,
-        head_dim: if family.has_head_norms { 128 } else { 64 },
+        head_dim: if family.name().starts_with("qwen3") { 128 } else { 64 },
         intermediate_size: 24,
         num_local_experts: if experts { 6 } else { 0 },
         num_experts_per_tok: if experts { 2 } else { 0 },

@@ -33,8 +33,8 @@ pub fn frequencies(rope: &Rope, head_dim: usize) -> Vec<f32> {
 }
 
 /// Returns the bounds of the range of dimensions in which frequencies change from unscaled to scaled. Within
-/// the original context, the frequency at the lower bound makes `beta_fast` turns, and the frequency at the
-/// upper bound `beta_slow` turns.
+/// the original context, the frequency at the lower bound makes `beta_fast` turns. The frequency at the upper
+/// bound makes `beta_slow` turns.
 fn ramp_bounds(yarn: &Yarn, theta: f64, head_dim: usize) -> (f64, f64) {
     let original = yarn.original_max_position_embeddings as f64;
     let dimension =

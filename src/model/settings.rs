@@ -257,7 +257,7 @@ table! {
         /// expert matrices in GPT-OSS, the three MLP matrices in dense Qwen, the three matrices of each
         /// expert in `qwen3_moe`.
         pub targets: Vec<String> = Vec::new(),
-        /// Whether SFT warm-up (`[cold_start]`) also trains the adapter. If false, SFT warm-up trains the
+        /// Whether SFT warm-up (`[cold_start]`) trains only the adapter. If false, SFT warm-up trains the
         /// whole model, which then becomes the base of the adapter and is saved in the run folder. False
         /// suits models with random weights.
         pub cold_start: bool = true,

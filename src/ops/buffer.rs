@@ -16,7 +16,7 @@ pub fn byte_buffer(len: usize) -> Vec<u8> {
     unspecified(len, 0xff)
 }
 
-/// Returns `len` unspecified values, or `len` times `unwritten` where reads of unwritten values are sought.
+/// Returns `len` unspecified values. If [`FILLS_WITH_NAN`] is true, each value is `unwritten`.
 #[inline(always)]
 fn unspecified<T: bytemuck::Pod>(len: usize, unwritten: T) -> Vec<T> {
     if FILLS_WITH_NAN {

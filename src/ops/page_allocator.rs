@@ -195,8 +195,8 @@ impl PagedSequence {
         if count == 0 || self.len.is_multiple_of(PAGE_POSITIONS) { None } else { self.pages.last()?.as_ref() }
     }
 
-    /// Returns the index in the cache of the sequence's page number `page`. Returns 0 for a freed page, which
-    /// no kernel reads.
+    /// Returns the index, in the cache, of page number `page` of the sequence. Returns 0 for a freed page,
+    /// which no kernel reads.
     fn index(&self, page: usize) -> usize {
         self.pages.get(page).and_then(Option::as_ref).map_or(0, |page| page.index as usize)
     }

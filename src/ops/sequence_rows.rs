@@ -1,7 +1,7 @@
 //! The layout of sequences in the rows of a batch. Sequences are concatenated, and shared prefixes are stored
 //! once.
 //!
-//! The result of a row depends only on its own and earlier positions, so the common prefix of several
+//! The result of a row depends only on the tokens up to its position, so the common prefix of several
 //! sequences has the same bits in each. The samples of a group share the rows of their prompt. In the
 //! backward pass, the gradient of a shared row is the sum over the sequences that share it.
 

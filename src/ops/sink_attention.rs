@@ -55,10 +55,10 @@ pub struct Attention {
     pub head_dim: usize,
     /// Number of keys that are visible to a query, its own key included; `None` means all keys up to its own.
     pub window: Option<usize>,
-    /// False leaves the sink out of the softmax, for the ablation without sinks and for families without
+    /// False leaves the sink out of the softmax, for the ablation `no_train_sinks` and for families without
     /// sinks.
     pub sinks: bool,
-    /// False gives the sinks no gradient, for an ablation.
+    /// False gives the sinks no gradient, for the ablation `no_sink_gradient`.
     pub sink_gradient: bool,
 }
 

@@ -244,7 +244,7 @@ struct Rows<'a> {
 }
 
 impl Rows<'_> {
-    /// Returns the words from `word` of each row on.
+    /// Returns the words of each row, starting at `word`.
     #[inline(always)]
     fn skip(self, word: usize) -> Self {
         Self { words: &self.words[word..], ..self }

@@ -262,7 +262,7 @@ fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
             TensorRole::InputProjection | TensorRole::Router => 1.0 / 8.0,
             TensorRole::OutputProjection if spec.is_expert_matrix() => 32f64.powf(-0.5) / 2.0,
             TensorRole::OutputProjection => 1.0 / 8.0 / 2.0,
-            TensorRole::Bias | TensorRole::Norm | TensorRole::Sinks | TensorRole::AdapterFactor => 0.0,
+            TensorRole::Bias | TensorRole::Norm(_) | TensorRole::Sinks | TensorRole::AdapterFactor => 0.0,
         };
         // Six standard errors.
         let tolerance = 6.0 * expected / n.sqrt();
@@ -271,7 +271,7 @@ fn initialisation_has_the_stated_spread_and_depends_only_on_the_seed() {
             assert!(mean.abs() <= tolerance, "{}: mean {mean}", spec.name);
             assert!(bits(tensor) != bits(other), "{} does not depend on the seed", spec.name);
         } else {
-            let constant = [(TensorRole::Bias, 0.0), (TensorRole::Norm, 1.0), (TensorRole::Sinks, 4.0)];
+            let constant = [(TensorRole::Bias, 0.0), (TensorRole::Norm(1), 1.0), (TensorRole::Sinks, 4.0)];
             assert!(constant.contains(&(spec.role, mean)), "{}: {mean}", spec.name);
         }
     }

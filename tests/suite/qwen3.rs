@@ -14,8 +14,9 @@ use rloss::integrity::Manifest;
 use rloss::model::adapter::{Lora, Owner, default_targets};
 use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::families::Family;
-use rloss::model::names::{ParameterSpec, parameter_specs};
+use rloss::model::names::{ParameterSpec, layer_norm_width, parameter_specs};
 use rloss::model::parameters::Parameters;
+use rloss::run::memory::PassShape;
 use rloss::settings::Choice;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -84,6 +85,24 @@ fn the_published_shapes_have_the_published_numbers_of_parameters() {
         assert_eq!(rloss::model::names::parameter_count(&config), parameters);
         assert_eq!(config.head_dim, 128);
         assert_eq!(Config::from_json(&config.to_json(WeightFormat::Bf16)).unwrap(), config);
+    }
+}
+
+#[test]
+fn the_memory_plan_counts_norms_of_heads_from_the_specs_of_a_layer() {
+    for family in FAMILIES {
+        let config = config(family);
+        let heads = config.num_attention_heads + config.num_key_value_heads;
+        assert_eq!(layer_norm_width(&config), 2 * config.hidden_size + heads * config.head_dim, "{family}");
+        let pass = |config: &Config| {
+            let pass = PassShape { config, tokens: 100, targets: 100, has_adapter: false, on_gpu: false };
+            pass.forward_backward_bytes(false)
+        };
+        // Qwen2 has no norms of heads. The plan knows a model by its config alone.
+        let without = Config { family: Family::from_name("qwen2").unwrap(), ..config.clone() };
+        assert_eq!(layer_norm_width(&without), 2 * config.hidden_size, "{family}");
+        let normed_heads = config.num_hidden_layers * 100 * heads * config.head_dim * 4;
+        assert_eq!(pass(&config) - pass(&without), normed_heads as u64, "{family}");
     }
 }
 

@@ -4,7 +4,8 @@ use super::json;
 use crate::chat::PYTHON;
 use serde_json::{Value, json};
 
-/// The identity in the system message that Qwen2.5's template adds to a conversation without one.
+/// Qwen2.5's default identity. If a conversation has no system message, Qwen2.5's template adds one with this
+/// identity.
 pub const QWEN_IDENTITY: &str = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant.";
 
 /// Description of the Python tool.

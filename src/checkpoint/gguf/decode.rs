@@ -109,8 +109,8 @@ pub(super) fn q5_1(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Returns the scale and the minimum of part `part`, one of 8 parts, of a Q4_K or Q5_K block. `packed` holds
-/// those of all parts in 12 bytes, 6 bits each.
+/// Returns the scale and the minimum of part `part` (from 0) of a Q4_K or Q5_K block. `packed` holds the
+/// scales and minima of all 8 parts in 12 bytes, 6 bits each.
 #[inline]
 fn part_scales(packed: &[u8], part: usize) -> (f32, f32) {
     let (scale, min) = match part {
@@ -139,8 +139,8 @@ pub(super) fn q4_k(bytes: &[u8], values: &mut [f32]) {
     }
 }
 
-/// Decodes Q5_K by the formula of Q4_K. The fifth bits have 32 bytes: bit `p` of byte `i` is that of value
-/// `i` of part `p`.
+/// Decodes Q5_K by the formula of Q4_K. The fifth bits of all values are stored in 32 bytes: bit `p` of byte
+/// `i` belongs to value `i` of part `p`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
 pub(super) fn q5_k(bytes: &[u8], values: &mut [f32]) {
     for (block, values) in bytes.as_chunks::<176>().0.iter().zip(values.as_chunks_mut::<256>().0) {

@@ -44,7 +44,7 @@ pub struct GgufTensor {
     /// The shape, with the outermost dimension first.
     pub shape: Vec<usize>,
     pub dtype: &'static TensorType,
-    /// The offset of the first byte in the file.
+    /// The offset of the tensor's first byte in the file.
     start: u64,
 }
 

@@ -247,8 +247,8 @@ struct Bpe<'a> {
     merges: Merges<'a>,
 }
 
-/// The ids of all tokens that are in use. An added token is also an entry. Otherwise readers of the file
-/// would renumber the other tokens.
+/// The entries of the vocabulary: each token that is in use, with its id. Added tokens are entries too.
+/// Otherwise readers of the file would renumber the other tokens.
 struct Entries<'a> {
     tokens: &'a [String],
     kinds: &'a [i32],

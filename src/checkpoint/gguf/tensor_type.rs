@@ -11,7 +11,7 @@ use half::f16;
 /// A type of values. Two types are equal if their ids are equal.
 #[derive(Debug)]
 pub struct TensorType {
-    /// The number in the file.
+    /// The number of the type in a GGUF file.
     pub id: u32,
     pub name: &'static str,
     /// Number of values per block.

@@ -244,8 +244,8 @@ impl GgufWeights {
     }
 
     /// Reads the rows `rows` of one expert, one GGUF tensor after the other, a few rows at a time. `take`
-    /// receives the type and the bytes of these rows, the distance between two of them in the parameter, and
-    /// the index of the first one within `rows`.
+    /// receives the type and the bytes of these few rows. It also receives the step from one of these rows to
+    /// the next in the parameter, and the index of the first one within `rows`.
     fn read(
         &self,
         spec: &ParameterSpec,

@@ -30,7 +30,7 @@ pub(super) fn run(device: &Device, small: bool, verdicts: &mut Verdicts) {
                 Ok(reference.and_then(|reference| compare_with_plain_bf16(&outputs, &reference, &plain)))
             });
         }
-        verdicts.check(&format!("oracle: {}, the op in a graph gives its kernels' bits", shape.name), || {
+        verdicts.check(&format!("oracle: {}, the op in a graph has its kernels' bits", shape.name), || {
             let kernels = kernel_set(device.as_cuda_device()?, shape.head_dim)?;
             let kernel_outputs = decode_bits(training_bits(&problem, device, kernels)?);
             let op_outputs = run_op(&problem, device)?;

@@ -142,7 +142,8 @@ fn dot(a: &[f32], b: &[f32]) -> f64 {
 }
 
 /// Computes attention from its formulas. With `plain_bf16`, it rounds as an implementation without fused
-/// kernels does: scores, probabilities, their gradients and outputs are rounded to bf16, sums to f32.
+/// kernels does: scores, probabilities, their gradients and outputs are rounded to bf16. Sums are rounded to
+/// f32.
 pub(super) fn reference_attention(problem: &AttentionProblem, plain_bf16: bool) -> AttentionOutputs {
     let round = |x: f64| if plain_bf16 { to_bf16(x) } else { x };
     let sum = |x: f64| if plain_bf16 { x as f32 as f64 } else { x };

@@ -103,7 +103,7 @@ pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
     let mut names: Vec<&String> = outputs.keys().collect();
     names.sort();
     let mut text = String::from(
-        "# Seeded outputs of every op on the emulated driver, which `gpu-check seeded` compares a GPU's with.\n",
+        "# Seeded outputs of every op on the emulated driver. `gpu-check seeded` compares a GPU with them.\n",
     );
     for name in names {
         let words = &outputs[name];

@@ -1,8 +1,8 @@
 //! The launcher between this binary and the fork server. It is a new process that confines itself and then
 //! executes Python.
 //!
-//! Confinement allocates memory. A child that a parent with threads has forked must not allocate before exec,
-//! so the launcher is a program of its own.
+//! Confinement allocates memory. A forked child must not allocate before exec if its parent has several
+//! threads, so the launcher is a separate program.
 
 use super::host::HostPython;
 use crate::interpreter::embedded_worker::StartupReply;
@@ -32,8 +32,8 @@ pub const RULES_DESCRIPTOR: i32 = CONTROL + 1;
 const HELLO_BYTES_MAX: usize = 1 << 20;
 
 /// The complete environment of the server. It has a fixed hash seed, so that the order of sets depends only
-/// on the code. Libraries use one thread, there is no user folder, and all versions of Python print the same
-/// tracebacks.
+/// on the code. Libraries use one thread, the home folder does not exist, and all versions of Python print
+/// the same tracebacks.
 const ENVIRONMENT: [(&str, &str); 8] = [
     ("HOME", "/nonexistent"),
     ("LC_ALL", "C.UTF-8"),

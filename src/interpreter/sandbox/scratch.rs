@@ -12,14 +12,14 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::Path;
 
-/// Path of the scratch folder, on which a file system is mounted. It is a subfolder of [`SCRATCH_PARENT`], to
-/// which the rule of Landlock applies: Landlock ignores a rule for a folder that a mount covers.
+/// Path of the scratch folder, on which a file system is mounted. The landlock rule names its parent,
+/// [`SCRATCH_PARENT`], because landlock ignores a rule for a folder that a mount covers.
 pub const SCRATCH_PATH: &str = "/tmp/scratch";
 /// Parent of the scratch folder. In the server's namespace it is read-only, and otherwise empty.
 const SCRATCH_PARENT: &str = "/tmp";
 const SCRATCH_PARENT_C: &CStr = c"/tmp";
-/// Number of files and folders per MiB of scratch. It is limited because their names use additional kernel
-/// memory.
+/// Maximum number of files and folders per MiB of scratch. There is a limit because their names use
+/// additional kernel memory.
 pub const INODES_PER_MIB: u64 = 256;
 /// The capability to mount.
 pub(super) const CAP_SYS_ADMIN: u32 = 21;

@@ -68,7 +68,7 @@ fn sinks(config: &Config) -> Vec<Cause> {
     };
     per_kv_head("query head h takes sink h / group", &|h| h / group);
     per_kv_head("query head h takes sink h mod KV heads", &|h| h % kv);
-    per_kv_head("query head h takes that of its group's first head", &|h| h / group * group);
+    per_kv_head("query head h takes the sink of its group's first head", &|h| h / group * group);
     let other_layers = layers.saturating_sub(1);
     causes.extend([1, other_layers].into_iter().take(other_layers).map(|offset| {
         let detail = format!("layer i has the sinks of layer (i + {offset}) mod {layers}");

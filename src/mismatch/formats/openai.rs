@@ -1,5 +1,5 @@
-//! `/v1/completions` and `/v1/chat/completions`: vLLM with token ids, and llama-cpp-python with the texts of
-//! tokens.
+//! Reads responses of `/v1/completions` and `/v1/chat/completions`. Those of vLLM have token ids, and those
+//! of llama-cpp-python have the texts of tokens.
 
 use super::{RawRow, TokenTexts, npy, parse};
 use serde::Deserialize;
@@ -49,15 +49,15 @@ struct Content {
 const NO_PROMPT: &str = "the prompt is missing, but log-probs depend on it; request it from vLLM with \"return_token_ids\": true, \
                          or from llama-cpp-python with echo=True";
 
-/// Returns whether the value is the response to a chat: its first choice has log-probs in `content`, or it
-/// has a message and the prompt's log-probs.
+/// Returns whether the value is the response to a chat. Its first choice has log-probs in `content`, or it
+/// has a message and the prompt's log-probs are given ([`has_prompt`]).
 pub(super) fn is_chat(value: &Value) -> bool {
     let choice = &value["choices"][0];
     choice["logprobs"].get("content").is_some() || choice.get("message").is_some() && has_prompt(value)
 }
 
-/// Returns whether the value is the response to a completion: its first choice has `token_logprobs`, or the
-/// prompt's log-probs.
+/// Returns whether the value is the response to a completion. Its first choice has `token_logprobs`, or it
+/// has no message and the prompt's log-probs are given ([`has_prompt`]).
 pub(super) fn is_completion(value: &Value) -> bool {
     let choice = &value["choices"][0];
     choice["logprobs"].get("token_logprobs").is_some() || choice.get("message").is_none() && has_prompt(value)
@@ -144,8 +144,8 @@ struct Prompt {
     log_probs: Option<PromptLogProbs>,
 }
 
-/// Joins prompt and response into a row. With `echo`, `values` include those of the prompt. For a scoring
-/// request there are no `values`.
+/// Joins prompt and response into a row. `values` are the log-probs of the response. With `echo` they include
+/// those of the prompt; for a scoring request there are none.
 fn join_sequence(
     prompt: Prompt,
     ids: Option<Vec<u64>>,

@@ -26,7 +26,6 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     has_windows: true,
     has_swiglu_limit: true,
     has_mxfp4: true,
-    has_head_norms: false,
     may_tie_embeddings: false,
     layer_types: LayerType::alternate,
     read,
@@ -80,7 +79,7 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let (e, i) = (config.num_local_experts, config.intermediate_size);
     let mut specs = LayerSpecs::new(layer);
     let mut push = |name: &str, role, shape: &[usize]| specs.push(name, role, shape);
-    push("input_layernorm.weight", TensorRole::Norm, &[h]);
+    push("input_layernorm.weight", TensorRole::Norm(1), &[h]);
     for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
         push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
         push(&format!("self_attn.{name}.bias"), TensorRole::Bias, &[out]);
@@ -88,7 +87,7 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     push("self_attn.sinks", TensorRole::Sinks, &[config.num_attention_heads]);
     push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
     push("self_attn.o_proj.bias", TensorRole::Bias, &[h]);
-    push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
+    push("post_attention_layernorm.weight", TensorRole::Norm(1), &[h]);
     push("mlp.router.weight", TensorRole::Router, &[e, h]);
     push("mlp.router.bias", TensorRole::Bias, &[e]);
     push("mlp.experts.gate_up_proj", TensorRole::InputProjection, &[e, h, 2 * i]);

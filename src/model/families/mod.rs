@@ -45,8 +45,6 @@ pub struct FamilyEntry {
     pub has_swiglu_limit: bool,
     /// Whether the experts may be stored in MXFP4.
     pub has_mxfp4: bool,
-    /// Whether attention has a norm of each query head and each key head.
-    pub has_head_norms: bool,
     /// Whether the embedding and the LM head may share a matrix.
     pub may_tie_embeddings: bool,
     /// Returns the layer types of a model with the given number of layers. Used if `config.json` does not

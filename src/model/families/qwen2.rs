@@ -25,7 +25,6 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     has_windows: false,
     has_swiglu_limit: false,
     has_mxfp4: false,
-    has_head_norms: false,
     may_tie_embeddings: true,
     layer_types: |layers| vec![LayerType::Full; layers],
     read,
@@ -64,13 +63,13 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let i = config.intermediate_size;
     let mut specs = LayerSpecs::new(layer);
     let mut push = |name: &str, role, shape: &[usize]| specs.push(name, role, shape);
-    push("input_layernorm.weight", TensorRole::Norm, &[h]);
+    push("input_layernorm.weight", TensorRole::Norm(1), &[h]);
     for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
         push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
         push(&format!("self_attn.{name}.bias"), TensorRole::Bias, &[out]);
     }
     push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
-    push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
+    push("post_attention_layernorm.weight", TensorRole::Norm(1), &[h]);
     push("mlp.gate_proj.weight", TensorRole::InputProjection, &[i, h]);
     push("mlp.up_proj.weight", TensorRole::InputProjection, &[i, h]);
     push("mlp.down_proj.weight", TensorRole::OutputProjection, &[h, i]);

@@ -26,7 +26,6 @@ pub(super) const ENTRY: FamilyEntry = FamilyEntry {
     has_windows: false,
     has_swiglu_limit: false,
     has_mxfp4: false,
-    has_head_norms: true,
     may_tie_embeddings: true,
     layer_types: |layers| vec![LayerType::Full; layers],
     read,
@@ -78,14 +77,14 @@ pub(super) fn attention_specs(config: &Config, layer: usize) -> LayerSpecs {
     let (h, d) = (config.hidden_size, config.head_dim);
     let (q, k) = (config.num_attention_heads * d, config.num_key_value_heads * d);
     let mut specs = LayerSpecs::new(layer);
-    specs.push("input_layernorm.weight", TensorRole::Norm, &[h]);
+    specs.push("input_layernorm.weight", TensorRole::Norm(1), &[h]);
     for (name, out) in [("q_proj", q), ("k_proj", k), ("v_proj", k)] {
         specs.push(&format!("self_attn.{name}.weight"), TensorRole::InputProjection, &[out, h]);
     }
-    specs.push("self_attn.q_norm.weight", TensorRole::Norm, &[d]);
-    specs.push("self_attn.k_norm.weight", TensorRole::Norm, &[d]);
+    specs.push("self_attn.q_norm.weight", TensorRole::Norm(config.num_attention_heads), &[d]);
+    specs.push("self_attn.k_norm.weight", TensorRole::Norm(config.num_key_value_heads), &[d]);
     specs.push("self_attn.o_proj.weight", TensorRole::OutputProjection, &[h, q]);
-    specs.push("post_attention_layernorm.weight", TensorRole::Norm, &[h]);
+    specs.push("post_attention_layernorm.weight", TensorRole::Norm(1), &[h]);
     specs
 }
 

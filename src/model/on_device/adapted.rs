@@ -1,4 +1,4 @@
-//! Tests of a model with packed MXFP4 experts in which only the adapters are trained.
+//! Tests of a model whose experts are packed MXFP4 matrices. Only its adapters are trained.
 
 use super::*;
 use crate::model::config::WeightFormat;

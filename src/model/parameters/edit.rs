@@ -7,8 +7,8 @@ use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
 
 impl Parameters {
-    /// Overwrites the tensor that [`Self::local_state`] returns with `bytes`, which are little-endian f32 or
-    /// 8-bit codes.
+    /// Overwrites the values of the tensor that [`Self::local_state`] returns. `bytes` are the new values:
+    /// little-endian f32, or 8-bit codes.
     ///
     /// # Errors
     /// When the tensor does not exist, or the number of values differs.

@@ -1,4 +1,5 @@
-//! FlashAttention-2 without sinks, for the ablation "FA2 without the fix". It has only a forward pass.
+//! FlashAttention-2, which has no sinks. It shows the effect of a framework that leaves the sinks out, and
+//! has only a forward pass.
 
 use crate::ops::sink_attention::Attention;
 use candle_core::{Result, Tensor, bail};

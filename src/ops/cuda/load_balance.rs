@@ -10,7 +10,8 @@ use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
 const OP: Op = Op("load_balance");
-/// The kernel has one count per thread in shared memory.
+/// Computes the number of (token, slot) pairs of each expert, divided by the number of tokens. Shared memory
+/// has one count per thread.
 const FRACTIONS: Kernel = Kernel {
     function: "load_balance_fractions",
     file: "load_balance",
@@ -46,7 +47,7 @@ kernel_params! {
 
 /// The output of a launch.
 enum LaunchOutput {
-    /// The address of each row's loss, and the address of the sum of these losses.
+    /// The address of the losses, one per row, and the address of their sum.
     Loss { of_rows: u64, loss: u64 },
     /// The addresses of the loss's gradient (input) and of the logits' gradient (output).
     Gradient { dloss: u64, dlogits: u64 },
@@ -55,8 +56,8 @@ enum LaunchOutput {
 /// Counts how often each expert is selected, then computes `wanted`.
 ///
 /// # Safety
-/// The addresses must point to live memory with one number per row, with a scalar, and with one number per
-/// logit, as `LaunchOutput` names them.
+/// The addresses in `wanted` must point to live memory. `of_rows` has one number per row, `dlogits` one
+/// number per logit, and `loss` and `dloss` one number each.
 unsafe fn run(
     op: &LoadBalance,
     device: &CudaDevice,

@@ -10,7 +10,7 @@ use candle_core::{Result, bail};
 use half::bf16;
 
 const OP: Op = Op("log_prob");
-/// Shared memory has three numbers per warp.
+/// Computes the statistics of a row. Shared memory has three numbers per warp.
 const STATS: Kernel = Kernel {
     function: "log_prob_row_stats",
     file: "log_prob",

@@ -24,7 +24,7 @@ const SQUARES: Kernel =
     Kernel { function: "optimizer_squares", shared_bytes: 256 * size_of::<f64>(), ..ADAMW };
 const SUM: Kernel =
     Kernel { function: "optimizer_sum", threads: 1024, shared_bytes: 1024 * size_of::<f64>(), ..ADAMW };
-/// The shared memory has both code maps.
+/// Updates weights by AdamW with 8-bit moments. Shared memory has both code maps.
 const ADAMW_8BIT: Kernel = Kernel {
     function: "adamw_8bit",
     file: "adamw_8bit",

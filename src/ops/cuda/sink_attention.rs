@@ -89,7 +89,7 @@ pub struct DeviceLaunchPlan {
     plan: LaunchPlan,
     /// The arrays of the parameters, concatenated.
     arrays: CudaSlice<i32>,
-    /// Sinks of no effect, for the ablation without sinks: the kernel always takes sinks.
+    /// Sinks that have no effect, for attention without sinks: the kernel always takes sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
 

@@ -72,8 +72,8 @@ pub const TILE_ROWS: usize = 128;
 pub const BLOCK_KEYS: usize = 64;
 /// Number of keys per chunk. The softmax starts again with each chunk.
 pub const CHUNK_KEYS: usize = 512;
-/// Number of f32 values of the softmax state in a part: the maximum and the sum of four lanes. A part is the
-/// result of one row for one chunk. It also has an output of one f32 per element of the head.
+/// Number of f32 values of the softmax state in a part: a maximum and a sum for each of four lanes. A part is
+/// the result of one row for one chunk. A part also has an output, one f32 per element of the head.
 pub const PART_SUMS: usize = 8;
 
 /// A kernel: its location and launch configuration.
@@ -105,14 +105,14 @@ pub struct KernelSet {
     pub name: &'static str,
     /// Its head size.
     pub head_dim: usize,
-    /// Number of blocks: query tiles × key-value heads.
+    /// Computes the whole forward pass. Number of blocks: query tiles × key-value heads.
     pub forward: Kernel,
-    /// Computes one chunk of the forward. Number of blocks: chunk tiles × key-value heads.
+    /// Computes one chunk of the forward pass. Number of blocks: chunk tiles × key-value heads.
     pub chunk: Kernel,
     /// Merges the chunks. Number of blocks: query tiles × key-value heads.
     pub merge: Kernel,
     /// Computes the dot products of outputs and their gradients. Number of blocks: `T · N` divided by
-    /// [`DELTA_ROWS`].
+    /// [`DELTA_ROWS`], rounded up.
     pub delta: Kernel,
     /// Computes the gradients of keys and values. Number of blocks: key tiles × key-value heads.
     pub dkv: Kernel,
@@ -124,7 +124,7 @@ pub struct KernelSet {
     pub dsinks: Kernel,
 }
 
-/// Rows of `[T, N]` per block of delta.
+/// Number of (token, head) pairs per block of the kernel [`KernelSet::delta`].
 pub const DELTA_ROWS: usize = 32;
 
 const fn kernel(function: &'static str, file: &'static str, threads: usize, shared_bytes: usize) -> Kernel {

@@ -119,10 +119,10 @@ fn scale_rewards(
     Ok(advantages)
 }
 
-/// Returns whether each group changes the policy. Only a group with unequal rewards does.
+/// Returns, for each group, whether it changes the policy: its rewards are not all equal, or it is a group of
+/// one whose reward is not 0. The advantage of a group of one is proportional to its reward.
 ///
-/// DAPO's dynamic sampling replaces the other groups. A group of one has its reward as advantage, so it
-/// changes the policy unless that reward is 0.
+/// DAPO's dynamic sampling replaces the groups that do not change the policy.
 ///
 /// # Errors
 /// The errors of [`grpo`].

@@ -131,7 +131,8 @@ pub struct ImportanceWeights {
 /// - `rollout_is_{min,max}`: minimum and maximum over valid tokens. With sequence weights, they are taken
 ///   over the raw ratios of the sequences.
 /// - `rollout_is_seq_…`: statistics of the sequences' mean weights.
-/// - `…_fraction_{high,low}`: fraction of raw ratios outside the bounds.
+/// - `…_fraction_{high,low}`: fraction of raw ratios outside the bounds. If there is only an upper bound
+///   c, the lower bound counts as 1/c.
 ///
 /// A sequence without valid tokens has ratio 1 and weight 0.
 ///
@@ -245,7 +246,7 @@ impl ImportanceContext<'_> {
     }
 
     /// Returns the mean weight over valid tokens, or over sequences with a valid token if the weights are
-    /// ratios of sequences. Returns 1 when all weights are 0.
+    /// ratios of sequences. Returns 1 if this mean is at most [`MEAN_EPSILON`].
     fn normalisation_factor(&self) -> f64 {
         let factor = match self.settings.level {
             RatioLevel::Token => self.sequences.mean(|t| self.weights[t]),

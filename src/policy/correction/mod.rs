@@ -42,7 +42,8 @@ pub struct Correction {
 
 /// Computes the weights, the mask after rejection, and the mismatch metrics of a whole batch.
 ///
-/// `log_prob` holds the log-probs of training: T, or the old log-probs O. `rollout_log_prob` holds R.
+/// `log_prob` holds the log-probs of training, or the old log-probs. `rollout_log_prob` holds those of the
+/// rollout.
 /// Statistics run over `sequences`, which must be the whole batch.
 ///
 /// # Errors

@@ -27,10 +27,11 @@ pub struct Rejection {
 /// - `rollout_rs_seq_masked_fraction`: fraction of all sequences that lost a token.
 /// - `rollout_rs_<option>_{mean,max,min,std}`: the rule's statistic over valid tokens. `std` is computed
 ///   after clamping the statistic to the bounds.
-/// - `rollout_rs_<option>_fraction_{high,low}`: fraction above or below the bounds, of tokens or, with a
-///   sequence scope, of sequences.
+/// - `rollout_rs_<option>_fraction_{high,low}`: fraction of tokens above or below the bounds. With a sequence
+///   scope, fraction of sequences.
 /// - `rollout_rs_<option>_seq_…`: the same statistics over sequences with valid tokens.
-/// - `rollout_rs_<option>_[seq_]masked_fraction`: fraction that this rule rejects.
+/// - `rollout_rs_<option>_masked_fraction`: fraction of valid tokens that this rule rejects.
+/// - `rollout_rs_<option>_seq_masked_fraction`: fraction of sequences that lose a token by this rule.
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
@@ -53,8 +54,8 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
     Ok(Rejection { mask, metrics })
 }
 
-/// Returns the rule's statistic of every token; 0 for masked tokens. With a sequence scope, every token has
-/// the value of its sequence.
+/// Returns the rule's statistic of every token; 0 where the mask is false. With a sequence scope, every token
+/// has the value of its sequence.
 fn per_token(sequences: &Sequences, log_ratio: &[f32], rule: &RejectionRule) -> Vec<f64> {
     let of = |t: usize| {
         rule.option.statistic().evaluate(f64::from(log_ratio[t]).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))

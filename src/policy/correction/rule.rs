@@ -6,8 +6,8 @@ use crate::bad_input;
 use crate::settings::{Choice, choice};
 
 choice! {
-    /// Statistics of x = log ρ: k1 = −x, k2 = ½·x², k3 = eˣ − 1 − x. There is no maximum of k1: k1 has a
-    /// sign, so its maximum says nothing about large ratios, where k1 is negative.
+    /// Statistics of x = log ρ: k1 = −x, k2 = ½·x², k3 = eˣ − 1 − x. No option uses the maximum of k1: k1 is
+    /// negative where ratios are large, so its maximum says nothing about them.
     pub enum RejectOption {
         /// k1 of the token.
         TokenK1 = "token_k1",

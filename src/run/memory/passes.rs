@@ -2,6 +2,7 @@
 //! Shapes have the names of [`crate::ops`].
 
 use crate::model::config::Config;
+use crate::model::names::layer_norm_width;
 use crate::ops::logits::{device_logits_rows, logits_rows_max};
 
 const F32: u64 = 4;
@@ -75,20 +76,21 @@ impl PassShape<'_> {
         }
     }
 
-    /// Returns the bytes of normed queries and keys.
-    fn head_norm_bytes(&self) -> u64 {
-        if self.config.family.has_head_norms { self.query_bytes() + self.key_bytes() } else { 0 }
+    /// Returns the bytes of the outputs of one layer's norms: two of the hidden size, and those of heads.
+    fn norm_bytes(&self) -> u64 {
+        self.value_bytes(self.tokens, layer_norm_width(self.config))
     }
 
     fn saved_base_layer_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        // Tensors of the hidden size: both norms, o, both residual sums, the experts' output. Tensors of the
-        // query size: q twice, and attention's output. Tensors of the key size: k, v, and their pair.
-        6 * self.hidden_bytes()
+        // Tensors of the hidden size: o, both residual sums, the experts' output. Tensors of the
+        // query size: q twice, and
+        // attention's output. Tensors of the key size: k, v, and their pair.
+        4 * self.hidden_bytes()
+            + self.norm_bytes()
             + 3 * self.query_bytes()
             + 4 * self.key_bytes()
             + self.small_tensor_bytes()
-            + self.head_norm_bytes()
             + self.expert_rows_bytes(2 * h + 3 * i)
     }
 
@@ -96,8 +98,8 @@ impl PassShape<'_> {
     /// included.
     fn layer_forward_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        let attention =
-            2 * self.hidden_bytes() + 2 * self.query_bytes() + 6 * self.key_bytes() + self.head_norm_bytes();
+        // o has the size of the norm after attention, which does not exist yet.
+        let attention = self.norm_bytes() + 2 * self.query_bytes() + 6 * self.key_bytes();
         let experts = 4 * self.hidden_bytes() + self.expert_rows_bytes(3 * i + h);
         // An adapter's product is held together with the base's product.
         let adapter =

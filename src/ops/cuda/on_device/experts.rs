@@ -19,7 +19,7 @@ impl GradientSink for Buffers {
     }
 }
 
-/// Trainable parameters: matrices in the type of `device`, and gradient buffers with previous contents.
+/// Trainable parameters, and their gradient buffers, which start at 0.5. On a GPU matrices are bf16.
 struct TrainableLayer {
     parameters: Vec<Parameter>,
     gradients: Arc<Buffers>,

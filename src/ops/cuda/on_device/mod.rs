@@ -46,7 +46,7 @@ pub(super) fn floats(x: &Tensor) -> Vec<f32> {
 pub(super) fn assert_rounded(got: &Tensor, exact: &Tensor, floor: f32) {
     assert_eq!(got.dims(), exact.dims());
     for (i, (got, exact)) in floats(got).into_iter().zip(floats(exact)).enumerate() {
-        assert!((got - exact).abs() <= exact.abs() / 128.0 + floor, "element {i}: {got}, exactly {exact}");
+        assert!((got - exact).abs() <= exact.abs() / 128.0 + floor, "element {i}: {got} instead of {exact}");
     }
 }
 
@@ -56,7 +56,10 @@ pub(super) fn assert_close(got: &Tensor, exact: &Tensor, error: f32) {
     let (got, exact) = (floats(got), floats(exact));
     let size = exact.iter().fold(0f32, |size, x| size.max(x.abs()));
     for (i, (got, exact)) in got.into_iter().zip(exact).enumerate() {
-        assert!((got - exact).abs() <= error * size, "element {i}: {got}, exactly {exact} of {size}");
+        assert!(
+            (got - exact).abs() <= error * size,
+            "element {i}: {got} instead of {exact}; the largest value is {size}"
+        );
     }
 }
 
