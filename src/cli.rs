@@ -28,6 +28,8 @@ enum Command {
     Init(commands::init::InitArgs),
     /// Train as the recipe says: SFT warm-up, reinforcement learning, evaluations, checkpoints
     Train(commands::train::TrainArgs),
+    /// Fine-tune a model on conversations: the SFT warm-up of `train` alone
+    Sft(commands::sft::SftArgs),
     /// Show the resolved recipe, the first prompt and the memory plan; train nothing
     Check(commands::check::CheckArgs),
     /// Chat with a model in the terminal; the model can use the tool of the recipe
@@ -93,7 +95,7 @@ pub fn run() -> u8 {
         }
     };
     let one_process = match &cli.command {
-        Command::Train(_) | Command::CheckMismatch(_) => Ok(()),
+        Command::Train(_) | Command::Sft(_) | Command::CheckMismatch(_) => Ok(()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(_) => Ok(()),
         _ => require_single_process(&std::env::args().nth(1).unwrap_or_default()),
@@ -101,6 +103,7 @@ pub fn run() -> u8 {
     let result = one_process.and_then(|()| match cli.command {
         Command::Init(args) => commands::init::run(&args),
         Command::Train(args) => commands::train::run(&args),
+        Command::Sft(args) => commands::sft::run(&args),
         Command::Check(args) => commands::check::run(&args),
         Command::Chat(args) => commands::chat::run(&args),
         Command::Serve(args) => commands::serve::run(&args),

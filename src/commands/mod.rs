@@ -16,5 +16,6 @@ pub mod report;
 pub mod rollout;
 pub mod schema;
 pub mod serve;
+pub mod sft;
 pub mod train;
 pub mod verify;

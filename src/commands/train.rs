@@ -13,6 +13,7 @@ use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, contains_run, prepare_resume};
 use crate::run::signals::StopFlag;
+use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
 use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
@@ -31,7 +32,7 @@ pub struct TrainArgs {
 
 /// When a run is resumed.
 #[derive(ValueEnum, Debug, Clone, Copy, PartialEq, Eq)]
-enum Resume {
+pub(super) enum Resume {
     /// A folder without a run is an error
     Always,
     /// A run is started in a folder without one
@@ -43,9 +44,31 @@ enum Resume {
 /// # Errors
 /// [`crate::error::BadInput`] before any work. Other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
+    run_source(&locate(&args.run.recipe)?, &args.run, args.resume, StartingWeights::Recipe)
+}
+
+/// The weights from which a run starts, if its RECIPE is a run folder or a checkpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum StartingWeights {
+    /// Those that the recipe names.
+    Recipe,
+    /// Those of the last checkpoint.
+    Checkpoint,
+}
+
+/// Trains as the recipe `source` says, with the other arguments of `args`.
+///
+/// # Errors
+/// Those of [`run`].
+pub(super) fn run_source(
+    source: &RecipeSource,
+    args: &RunArgs,
+    resume: Option<Resume>,
+    starting_weights: StartingWeights,
+) -> Result<u8> {
     let mesh = Mesh::connect()?;
     let TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
-        mesh.require_success("the recipe", prepare(args, &mesh))?;
+        mesh.require_success("the recipe", prepare(source, args, resume, starting_weights, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
     let context = mesh.require_success("the model", context)?;
@@ -130,11 +153,16 @@ struct TrainInputs {
 }
 
 /// Reads the recipe and, if a run is resumed, the run. Writes nothing.
-fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<TrainInputs> {
-    let source = locate(&args.run.recipe)?;
-    let out = match (&args.run.out, &source) {
+fn prepare(
+    source: &RecipeSource,
+    args: &RunArgs,
+    resume: Option<Resume>,
+    starting_weights: StartingWeights,
+    mesh: &Mesh,
+) -> Result<TrainInputs> {
+    let out = match (&args.out, source) {
         (Some(out), _) => out.clone(),
-        (None, RecipeSource::Run(run)) if args.resume.is_some() => run.clone(),
+        (None, RecipeSource::Run(run)) if resume.is_some() => run.clone(),
         (None, RecipeSource::Checkpoint { folder, .. }) => {
             return Err(bad_input!(
                 "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from the checkpoint with --set model.path={}",
@@ -144,16 +172,19 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<TrainInputs> {
         }
         _ => PathBuf::from("runs").join(source.stem()),
     };
-    let mut plan = source.resolve(&args.run.sets)?;
+    let mut plan = source.resolve(&args.sets)?;
+    if starting_weights == StartingWeights::Checkpoint {
+        pin_model(&mut plan, source, &args.sets)?;
+    }
     processes::configure_mesh(mesh, &plan)?;
     let console = match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),
     };
     if mesh.is_rank_zero() {
-        ask_consent(&source, &plan.recipe, &args.run.sets, args.run.trust, &console)?;
+        ask_consent(source, &plan.recipe, &args.sets, args.trust, &console)?;
     }
-    let resumes = match args.resume {
+    let resumes = match resume {
         None => false,
         Some(Resume::Always) => true,
         Some(Resume::Auto) => contains_run(&out),
@@ -165,8 +196,8 @@ fn prepare(args: &TrainArgs, mesh: &Mesh) -> Result<TrainInputs> {
         }
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
-    let fresh_start_note = match &source {
-        RecipeSource::Run(run) if !resumes => Some(format!(
+    let fresh_start_note = match source {
+        RecipeSource::Run(run) if !resumes && starting_weights == StartingWeights::Recipe => Some(format!(
             "the recipe of {} is trained from the start, in another folder; --resume continues that run",
             run.display()
         )),

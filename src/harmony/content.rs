@@ -215,6 +215,23 @@ struct FileMessage {
     channel: Option<String>,
     content_type: Option<String>,
     content: Value,
+    weight: Option<f64>,
+}
+
+/// Returns whether `weight`, a key of OpenAI's fine-tuning files, leaves a message out of the loss.
+///
+/// # Errors
+/// If the weight is neither 0 nor 1, or the message is not the assistant's.
+pub(crate) fn has_no_loss(weight: Option<f64>, role: Role) -> Result<bool, String> {
+    match weight {
+        None => Ok(false),
+        Some(_) if role != Role::Assistant => Err(format!(
+            "\"weight\" in a message of role {}; only the assistant's messages have one",
+            role.name()
+        )),
+        Some(weight) if weight == 0.0 || weight == 1.0 => Ok(weight == 0.0),
+        Some(weight) => Err(format!("\"weight\" is {weight}; it must be 0 (no loss) or 1")),
+    }
 }
 
 #[derive(Deserialize)]
@@ -252,12 +269,14 @@ fn assemble(message: FileMessage, parts: &[Part], function_tools: bool) -> Messa
         Part::SystemContent(content) => content.text(function_tools),
         Part::DeveloperContent(content) => content.text(),
     });
-    let FileMessage { role, name, recipient, channel, content_type, .. } = message;
-    Message { role, name, recipient, channel, content_type, content: texts.collect() }
+    let FileMessage { role, name, recipient, channel, content_type, weight, .. } = message;
+    let no_loss = weight == Some(0.0);
+    Message { role, name, recipient, channel, content_type, content: texts.collect(), no_loss }
 }
 
 fn read_message(value: &Value) -> Result<(FileMessage, Vec<Part>), String> {
     let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
+    has_no_loss(message.weight, message.role)?;
     let parts = match &message.content {
         Value::String(text) => vec![Part::Text { text: text.clone() }],
         Value::Array(parts) => parts

@@ -44,7 +44,7 @@ impl Header {
 
     pub(super) fn message(self, content: String) -> Message {
         let Header { role, name, recipient, channel, content_type } = self;
-        Message { role, name, recipient, channel, content_type, content }
+        Message { role, name, recipient, channel, content_type, content, no_loss: false }
     }
 }
 

@@ -48,12 +48,23 @@ pub struct Message {
     pub content_type: Option<String>,
     /// The text between `<|message|>` and the closing token. It never contains control tokens.
     pub content: String,
+    /// Whether supervised training leaves this message of the assistant out of the loss.
+    #[serde(skip)]
+    pub no_loss: bool,
 }
 
 impl Message {
     /// Makes a message of `role` with only text.
     pub fn new(role: Role, content: impl Into<String>) -> Self {
-        Self { role, name: None, recipient: None, channel: None, content_type: None, content: content.into() }
+        Self {
+            role,
+            name: None,
+            recipient: None,
+            channel: None,
+            content_type: None,
+            content: content.into(),
+            no_loss: false,
+        }
     }
 
     /// Makes a user's message.

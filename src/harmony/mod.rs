@@ -15,6 +15,7 @@ mod tokenizer;
 mod turn;
 mod typescript;
 
+pub(crate) use content::has_no_loss;
 pub use content::{
     ChannelConfig, DeveloperContent, PYTHON_DESCRIPTION, ReasoningEffort, SystemContent, SystemSettings,
     ToolDescription, ToolNamespace, messages_from_json,

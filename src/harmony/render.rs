@@ -113,7 +113,8 @@ impl HarmonyTokenizer {
     /// `<|return|>`.
     ///
     /// Within one turn the model itself writes the next `<|start|>assistant`, so the mask is true there. A
-    /// call ends the turn, so the `<|start|>assistant` after a call is inserted, and the mask is false.
+    /// call ends the turn, so the `<|start|>assistant` after a call is inserted, and the mask is false. The mask
+    /// is also false in messages with [`Message::no_loss`].
     ///
     /// # Errors
     /// The errors of [`Self::render_message`].
@@ -128,7 +129,8 @@ impl HarmonyTokenizer {
         for message in select_messages(messages, options) {
             let rendered = self.render_message(message)?;
             let sampled = message.role == Role::Assistant;
-            mask.extend((0..rendered.len()).map(|i| sampled && (turn_open || i >= start)));
+            let has_loss = sampled && !message.no_loss;
+            mask.extend((0..rendered.len()).map(|i| has_loss && (turn_open || i >= start)));
             tokens.extend(rendered);
             turn_open = sampled && message.recipient.is_none();
         }

@@ -19,6 +19,7 @@ mod processes;
 mod refused;
 mod same_run;
 mod serve;
+mod sft;
 mod truth;
 
 use rloss::settings::Choice;

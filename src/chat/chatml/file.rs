@@ -4,7 +4,7 @@ use super::turn::split_thought;
 use super::{ANALYSIS, json, system_text};
 use crate::bad_input;
 use crate::chat::PYTHON;
-use crate::harmony::{Message, Role};
+use crate::harmony::{Message, Role, has_no_loss};
 use anyhow::Result;
 use serde::Deserialize;
 use serde_json::Value;
@@ -24,6 +24,8 @@ struct FileMessage {
     name: Option<String>,
     #[serde(default, rename = "tool_call_id")]
     _tool_call_id: Option<String>,
+    #[serde(default)]
+    weight: Option<f64>,
 }
 
 /// A tool call: `{"type": "function", "function": {...}}`, or the inner function object alone.
@@ -79,6 +81,7 @@ pub fn messages_from_json(
 
 fn read_message(value: &Value, has_thoughts: bool) -> Result<Vec<Message>, String> {
     let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
+    let no_loss = has_no_loss(message.weight, message.role)?;
     let mut content = message.content.unwrap_or_default();
     let mut thought = message.reasoning_content.unwrap_or_default();
     if !has_thoughts && !thought.is_empty() {
@@ -96,7 +99,7 @@ fn read_message(value: &Value, has_thoughts: bool) -> Result<Vec<Message>, Strin
     if message.role != Role::Assistant && !message.tool_calls.is_empty() {
         return Err(format!("\"tool_calls\" in a message of role {}", message.role.name()));
     }
-    Ok(match message.role {
+    let mut read = match message.role {
         Role::Tool => {
             vec![Message::tool(message.name.as_deref().unwrap_or("tool"), Some("commentary"), content)]
         }
@@ -109,7 +112,9 @@ fn read_message(value: &Value, has_thoughts: bool) -> Result<Vec<Message>, Strin
             thought.into_iter().chain(text).chain(calls).collect()
         }
         role => vec![Message::new(role, content)],
-    })
+    };
+    read.iter_mut().for_each(|message| message.no_loss = no_loss);
+    Ok(read)
 }
 
 fn read_call(call: FileCall) -> Result<Message, String> {

@@ -25,7 +25,7 @@ impl ChatMl {
     }
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
-    /// after it. With thinking off, each turn after the last user message begins with an empty thought,
+    /// after it, except in turns with [`Message::no_loss`]. With thinking off, each turn after the last user message begins with an empty thought,
     /// as sampled turns do. Qwen3's template writes an empty thought only in the last turn.
     pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
@@ -175,13 +175,14 @@ impl<'a> Writer<'a> {
             TurnPosition::AfterQuery => self.empty_thought_in_every_turn || !thought.is_empty(),
             TurnPosition::Last => thinks,
         };
+        let has_loss = turn.iter().all(|message| !message.no_loss);
         self.flush();
-        self.sampled = self.chat.thinking != Some(false) || !thought.is_empty() || !is_shown;
+        self.sampled = has_loss && (self.chat.thinking != Some(false) || !thought.is_empty() || !is_shown);
         if is_shown {
             self.thought(&thought);
             self.flush();
         }
-        self.sampled = true;
+        self.sampled = has_loss;
         for (i, message) in turn.iter().filter(|message| !is_thought(message)).enumerate() {
             self.text(if i == 0 { "" } else { "\n" });
             match &message.recipient {

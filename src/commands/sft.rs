@@ -1,0 +1,119 @@
+//! `rloss sft MODEL --data FILE`: supervised fine-tuning on conversations. It is the SFT warm-up of
+//! `rloss train` (`[cold_start]`), without reinforcement learning after it.
+
+use super::train::{Resume, StartingWeights, run_source};
+use crate::bad_input;
+use crate::checkpoint::gguf::is_gguf;
+use crate::commands::arguments::{RunArgs, recipe_help};
+use crate::recipe::{RecipeSource, locate, override_key};
+use crate::tasks::rows;
+use anyhow::Result;
+use clap::Args;
+use std::path::{Path, PathBuf};
+
+/// Number of passes over the rows unless `--epochs` says otherwise.
+const EPOCHS: u64 = 3;
+
+/// The recipe for a model's folder or file. The task is not used.
+const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"\n";
+
+/// Arguments of `rloss sft`.
+#[derive(Args, Debug, Clone)]
+pub struct SftArgs {
+    #[arg(help = format!("A model's folder or GGUF file; or as for other commands: {}", recipe_help()))]
+    recipe: PathBuf,
+    /// JSONL file with rows {"messages": [...]}; assistant messages are learned, except those with "weight": 0
+    #[arg(long, value_name = "FILE")]
+    data: PathBuf,
+    /// JSONL file with rows whose loss is measured after each epoch
+    #[arg(long, value_name = "FILE")]
+    validation: Option<PathBuf>,
+    /// Passes over the rows [default: 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    epochs: Option<u64>,
+    /// Replace a recipe's value, such as --set cold_start.optimizer.lr=1e-5 or --set adapter.rank=16
+    #[arg(long = "set", value_name = "KEY=VALUE")]
+    sets: Vec<String>,
+    /// Folder for the results [default: runs/<name>-sft]
+    #[arg(long)]
+    out: Option<PathBuf>,
+    /// Resume the run in the folder of --out from its last checkpoint; with =auto, start a run if there is none
+    #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "always")]
+    resume: Option<Resume>,
+    /// Start the programs named in another user's run folder
+    #[arg(long)]
+    trust: bool,
+}
+
+/// Fine-tunes. The exit code is 130 if a signal stopped it after a checkpoint.
+///
+/// # Errors
+/// [`crate::error::BadInput`] before any work. Other errors leave the last checkpoint intact.
+pub fn run(args: &SftArgs) -> Result<u8> {
+    let (source, mut sets) = model_source(&args.recipe)?;
+    let name = match &source {
+        RecipeSource::BuiltIn { name: MODEL_RECIPE_NAME, .. } => model_name(&args.recipe),
+        source => source.stem(),
+    };
+    let out = args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(format!("{name}-sft")));
+    let has_set = |key: &str| args.sets.iter().any(|set| override_key(set) == Some(key));
+    if args.epochs.is_some() && has_set("cold_start.steps") {
+        return Err(bad_input!("--epochs and cold_start.steps both set the length; leave one of them out"));
+    }
+    sets.extend(args.sets.iter().cloned());
+    sets.push("train.steps=0".into());
+    sets.push(file_set("cold_start.train_file", &args.data)?);
+    if let Some(validation) = &args.validation {
+        sets.push(file_set("cold_start.validation_file", validation)?);
+    }
+    let mut sets_with_a_length = sets.clone();
+    if !has_set("cold_start.steps") {
+        sets_with_a_length.push("cold_start.steps=1".into());
+    }
+    let recipe = source.resolve(&sets_with_a_length)?.recipe;
+    let row_count = rows::read(&args.data, None, "{\"messages\": [...]}", |_| Ok(()))?.len();
+    let epochs = row_count as u64 * args.epochs.unwrap_or(EPOCHS);
+    let batch_size = recipe.cold_start.batch_size.min(row_count);
+    if !has_set("cold_start.steps") {
+        sets.push(format!("cold_start.batch_size={batch_size}"));
+        sets.push(format!("cold_start.steps={}", epochs.div_ceil(batch_size as u64)));
+    }
+    if args.validation.is_some() && !has_set("cold_start.eval_every_steps") {
+        sets.push(format!("cold_start.eval_every_steps={}", row_count.div_ceil(batch_size)));
+    }
+    // Without this key, an adapter would be attached only after the warm-up.
+    if recipe.adapter.is_some() && !has_set("adapter.cold_start") {
+        sets.push("adapter.cold_start=true".into());
+    }
+    let run = RunArgs { recipe: args.recipe.clone(), sets, out: Some(out), trust: args.trust };
+    run_source(&source, &run, args.resume, StartingWeights::Checkpoint)
+}
+
+/// The name of [`MODEL_RECIPE`] in messages.
+const MODEL_RECIPE_NAME: &str = "rloss sft";
+
+/// Returns the recipe that `path` names, and the keys to set. A model alone has the recipe [`MODEL_RECIPE`].
+fn model_source(path: &Path) -> Result<(RecipeSource, Vec<String>)> {
+    let source = locate(path);
+    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
+        let source = RecipeSource::BuiltIn { name: MODEL_RECIPE_NAME, text: MODEL_RECIPE };
+        return Ok((source, vec![file_set("model.path", path)?]));
+    }
+    Ok((source?, vec![]))
+}
+
+/// Returns the argument of `--set` that sets `key` to the absolute form of `path`.
+fn file_set(key: &str, path: &Path) -> Result<String> {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    match path.to_str() {
+        Some(text) => Ok(format!("{key}={text}")),
+        None => Err(bad_input!("{}: the path must be UTF-8 in a recipe; rename the file", path.display())),
+    }
+}
+
+/// Returns the name of a model's folder or file.
+fn model_name(path: &Path) -> String {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}

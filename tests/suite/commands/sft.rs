@@ -1,0 +1,152 @@
+//! `rloss sft`: what it learns from, and that it is the SFT warm-up of `rloss train`.
+
+use super::{conversations, done, output, phase, quickstart, results, rloss, rows, stderr, train};
+use rloss::chat::ChatFormat;
+use rloss::harmony::Message;
+use serde_json::{Value, json};
+use std::path::Path;
+use std::process::Command;
+use tempfile::TempDir;
+
+/// `rloss sft` of the quickstart's model on `data`, in bit-exact checkpoints.
+fn sft(data: &Path, out: &Path, arguments: &[&str]) -> Command {
+    let mut command = rloss();
+    command.arg("sft").arg(quickstart()).arg("--data").arg(data).arg("--out").arg(out);
+    command.args(["--set", "parallel.threads=2", "--set", "checkpoint.dtype=f32"]).args(arguments);
+    command
+}
+
+fn weights(checkpoint: &Path) -> Vec<u8> {
+    std::fs::read(checkpoint.join("model.safetensors")).unwrap()
+}
+
+#[test]
+fn it_is_the_sft_warm_up_of_train() {
+    let folder = TempDir::new().unwrap();
+    let (data, out, same) =
+        (folder.path().join("rows.jsonl"), folder.path().join("sft"), folder.path().join("train"));
+    std::fs::write(&data, conversations()).unwrap();
+    let data_text = data.to_str().unwrap();
+    // 16 rows in batches of 3: 4 epochs take 22 steps, and an epoch 6.
+    let options = ["--validation", data_text, "--epochs", "4", "--set", "cold_start.batch_size=3"];
+    done(&mut sft(&data, &out, &[&options[..], &["--set", "cold_start.optimizer.lr=1e-3"]].concat()));
+    let file = format!("cold_start.train_file={data_text}");
+    let validation = format!("cold_start.validation_file={data_text}");
+    done(&mut train(
+        &same,
+        &[
+            &file,
+            &validation,
+            "cold_start.steps=22",
+            "cold_start.batch_size=3",
+            "cold_start.eval_every_steps=6",
+            "cold_start.optimizer.lr=1e-3",
+            "train.steps=0",
+            "parallel.threads=2",
+            "checkpoint.dtype=f32",
+        ],
+    ));
+    assert_eq!(results(&out), results(&same));
+    let last = |run: &Path| run.join("checkpoints/cold-start-000022");
+    assert_eq!(weights(&last(&out)), weights(&last(&same)));
+    let losses: Vec<f64> = phase(&rows(&out), "cold_start")
+        .filter_map(|row| row.get("cold_start/held_out_loss").and_then(Value::as_f64))
+        .collect();
+    assert_eq!(losses.len(), 5, "{losses:?}");
+    assert!(losses[4] < 0.7 * losses[0], "{losses:?}");
+
+    // The result is a model from which the next run starts.
+    let again = folder.path().join("again");
+    done(rloss().arg("sft").arg(&out).arg("--data").arg(&data).arg("--out").arg(&again).args([
+        "--validation",
+        data_text,
+        "--set",
+        "cold_start.steps=1",
+    ]));
+    let first = rows(&again)[0]["cold_start/held_out_loss"].as_f64().unwrap();
+    assert_eq!(Some(&first), losses.last());
+}
+
+#[test]
+fn an_adapter_is_what_learns() {
+    let folder = TempDir::new().unwrap();
+    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
+    std::fs::write(&data, conversations()).unwrap();
+    done(&mut sft(&data, &out, &["--epochs", "1", "--set", "adapter.rank=2"]));
+    let checkpoint = out.join("checkpoints/cold-start-000001");
+    assert!(checkpoint.join("adapter_model.safetensors").is_file());
+    assert!(!checkpoint.join("model.safetensors").is_file());
+}
+
+#[test]
+fn messages_of_weight_0_are_not_learned() {
+    let row = |weights: [Value; 2]| {
+        let [first, second] = weights;
+        let mut row = json!({"messages": [
+            {"role": "user", "content": "one"},
+            {"role": "assistant", "content": "first answer", "weight": first},
+            {"role": "user", "content": "two"},
+            {"role": "assistant", "content": "second answer", "weight": second},
+        ]});
+        for message in row["messages"].as_array_mut().unwrap() {
+            if message["weight"].is_null() {
+                message.as_object_mut().unwrap().remove("weight");
+            }
+        }
+        row
+    };
+    for format in [ChatFormat::Harmony, ChatFormat::ChatMl] {
+        let chat = format.from_embedded().unwrap();
+        let masked = |weights| -> (Vec<u32>, Vec<bool>) {
+            let messages: Vec<Message> = chat.read_messages(&row(weights), "row").unwrap();
+            let rendered = chat.render_training(&messages).unwrap();
+            (rendered.tokens, rendered.mask)
+        };
+        let (tokens, all) = masked([Value::Null, Value::Null]);
+        assert_eq!(masked([json!(1), json!(1.0)]), (tokens.clone(), all.clone()));
+        let (same, second) = masked([json!(0), Value::Null]);
+        let (_, first) = masked([Value::Null, json!(0)]);
+        assert_eq!(same, tokens);
+        // Together they are all, apart they share nothing, and each has its own answer.
+        assert!(all.iter().zip(&first).zip(&second).all(|((&all, &a), &b)| all == (a || b) && !(a && b)));
+        assert!(first.iter().position(|&m| m) < second.iter().position(|&m| m));
+        assert!(first.contains(&true) && second.contains(&true));
+    }
+}
+
+#[test]
+fn mistakes_are_named_before_any_work() {
+    let folder = TempDir::new().unwrap();
+    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
+    let user = json!({"role": "user", "content": "1+1"});
+    let answer = |weight: Value| json!({"role": "assistant", "content": "2", "weight": weight});
+    let cases = [
+        (json!({"messages": [user]}), "no token to train on; add an assistant message"),
+        (json!({"messages": [user, answer(json!(0))]}), "no token to train on"),
+        (
+            json!({"messages": [user, answer(json!(0.5))]}),
+            "message 2: \"weight\" is 0.5; it must be 0 (no loss) or 1",
+        ),
+        (
+            json!({"messages": [{"role": "user", "content": "1", "weight": 1}, answer(json!(1))]}),
+            "message 1: \"weight\" in a message of role user",
+        ),
+        (json!({"prompt": "1+1"}), "needs \"messages\""),
+    ];
+    let good = json!({"messages": [user, answer(json!(1))]});
+    for (row, reason) in cases {
+        std::fs::write(&data, format!("{good}\n{row}\n")).unwrap();
+        let refused = output(&mut sft(&data, &out, &[]));
+        let text = stderr(&refused);
+        assert_eq!(refused.status.code(), Some(2), "{text}");
+        assert!(text.contains("rows.jsonl: row 2: ") && text.contains(reason), "{text}");
+        assert!(!out.exists());
+    }
+    std::fs::write(&data, format!("{good}\n")).unwrap();
+    let both = output(&mut sft(&data, &out, &["--epochs", "2", "--set", "cold_start.steps=3"]));
+    assert_eq!(both.status.code(), Some(2));
+    assert!(stderr(&both).contains("--epochs and cold_start.steps"), "{}", stderr(&both));
+    let none = output(&mut sft(&folder.path().join("none.jsonl"), &out, &[]));
+    assert_eq!(none.status.code(), Some(2));
+    assert!(stderr(&none).contains("none.jsonl"), "{}", stderr(&none));
+}
