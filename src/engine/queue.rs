@@ -218,10 +218,18 @@ impl Engine<'_> {
         {
             let samples = request.samples.len();
             queue.admission.begin_group(group, samples);
-            batch.push(Work::Prefill(Box::new(Prefill::new(group, request, self.caches.sequence()))));
+            batch.push(Work::Prefill(Box::new(self.prefill(group, request))));
             load += samples;
         }
         if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
+    }
+
+    fn prefill(&self, group: u64, request: EngineRequest) -> Prefill {
+        let mut cache = self.caches.sequence();
+        if self.prefixes.is_some() {
+            cache.record_filled();
+        }
+        Prefill::new(group, request, cache, self.prefixes.is_some())
     }
 
     /// Waits until there may be work, but not longer than the interval of the client's checks.

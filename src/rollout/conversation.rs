@@ -18,7 +18,7 @@
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
-use crate::engine::{Continuation, EngineRequest, SampleRequest};
+use crate::engine::{Completion, Continuation, EngineRequest, SampleRequest};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
 use crate::ops::logits::SampledToken;
@@ -55,7 +55,9 @@ pub(super) struct Conversation<'a> {
     mask: Vec<bool>,
     log_probs: Vec<f32>,
     /// Routed experts of the tokens fed so far, if kept.
-    routes: Vec<Vec<u16>>,
+    routed_experts: Vec<Vec<u16>>,
+    /// Version of the weights that sampled the last turn.
+    policy_version: Option<u64>,
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
@@ -117,7 +119,8 @@ impl<'a> Conversation<'a> {
             prompt_tokens,
             mask: vec![false; prompt_tokens],
             log_probs: vec![0.0; prompt_tokens],
-            routes: Vec::new(),
+            routed_experts: Vec::new(),
+            policy_version: None,
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
@@ -147,9 +150,11 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Takes the routed experts of the tokens read in this turn, and returns what follows the turn.
-    pub(super) fn end_request(&mut self, routed_experts: Vec<Vec<u16>>) -> NextAction {
-        self.routes.extend(routed_experts);
+    /// Takes the engine's result for this turn, and returns the action after the turn. The tokens were taken
+    /// one by one.
+    pub(super) fn end_request(&mut self, completion: Completion) -> NextAction {
+        self.routed_experts.extend(completion.routed_experts);
+        self.policy_version = Some(completion.policy_version);
         self.next
     }
 
@@ -365,13 +370,14 @@ impl<'a> Conversation<'a> {
         };
         if self.rollout.plan.settings.keep_routes {
             // The last token was never fed.
-            self.routes.resize(self.tokens.len(), Vec::new());
+            self.routed_experts.resize(self.tokens.len(), Vec::new());
         }
         let mut messages = self.rollout.system_prompt.to_vec();
         messages.extend_from_slice(&self.problem.messages);
         messages.append(&mut self.messages);
         let trajectory = Trajectory {
             step: self.rollout.plan.step,
+            policy_version: self.policy_version,
             prompt: self.prompt,
             sample: self.sample,
             problem_id: self.problem.id.clone(),
@@ -379,7 +385,7 @@ impl<'a> Conversation<'a> {
             prompt_tokens: self.prompt_tokens,
             mask: self.mask,
             log_probs: self.log_probs,
-            routed_experts: self.routes,
+            routed_experts: self.routed_experts,
             turns: self.turns,
             outcome,
             reward: reward.value,

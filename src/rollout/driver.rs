@@ -295,7 +295,7 @@ impl Client for ScopedDriver<'_, '_, '_> {
     fn finished(&self, sample: u64, completion: Completion) {
         let conversation = self.driver.conversation(sample as usize).take();
         if let Some(mut conversation) = conversation {
-            let next = conversation.end_request(completion.routed_experts);
+            let next = conversation.end_request(completion);
             self.driver.dispatch(self.scope, conversation, next);
         }
     }
