@@ -139,10 +139,19 @@ impl<'a> Conversation<'a> {
         self.session.0 as usize
     }
 
+    /// Returns the place of the turn that is being sampled.
+    pub(super) fn position(&self) -> TurnPosition {
+        TurnPosition { prompt: self.prompt, sample: self.sample, turn: self.turns.len() as u64 }
+    }
+
+    /// Returns the messages of the turns so far, without the prompt.
+    pub(super) fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+
     /// Returns the engine's input for the next turn.
     pub(super) fn continuation(&mut self, forced: &ForcedTokens) -> Continuation {
-        let position =
-            TurnPosition { prompt: self.prompt, sample: self.sample, turn: self.turns.len() as u64 };
+        let position = self.position();
         Continuation {
             tokens: std::mem::take(&mut self.inserted),
             sample: turn_sample(self.rollout, self.session.0, position, forced),

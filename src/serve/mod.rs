@@ -10,7 +10,6 @@ mod hub;
 mod messages;
 mod metrics;
 mod request;
-mod turn;
 
 use crate::chat::Chat;
 use crate::engine::Engine;
