@@ -15,8 +15,8 @@ of clients, the tokens of all answers, the seconds from the first request to the
 the median and the maximum of the first-token time. The first round of each number of clients is discarded.
 
 `llama` starts llama.cpp's server in PYTHON, which must have the package xllamacpp. For weights of like size in
-memory, compare `serve --set model.dtype=bf16` with the file of `rloss export FOLDER --gguf FILE`, whose matrices
-are BF16. `rollout` samples the same prompts with `rloss rollout`; its time begins after the model is read.
+memory, compare `serve --set model.dtype=bf16` with the file of `rloss export RUN --gguf FILE`, whose matrices are
+BF16. `rollout` samples the same prompts with `rloss rollout`; its time begins after the model is read.
 `overhead` sends 64 requests for one token at once, many times, to a small model, and prints the server's processor
 time and the wall time per request.
 

@@ -117,8 +117,8 @@ impl Queue {
         Some(sequence)
     }
 
-    /// Takes out the cancelled samples that no forward is working on. A prompt that is read for several
-    /// samples ends when its samples begin.
+    /// Takes out the cancelled samples, before the next forward. A prompt is read on while one of its samples
+    /// is not cancelled; the others end when they begin.
     fn take_cancelled(&mut self, batch: &mut Vec<Work>) -> VecDeque<Box<Sequence>> {
         if self.cancelled.is_empty() {
             return VecDeque::new();
@@ -133,13 +133,16 @@ impl Queue {
             false => Some(sequence),
         };
         self.ready = std::mem::take(&mut self.ready).into_iter().filter_map(&mut retain).collect();
-        *batch = std::mem::take(batch)
-            .into_iter()
-            .filter_map(|work| match work {
-                Work::Sequence(sequence) => retain(sequence).map(Work::Sequence),
-                prefill => Some(prefill),
-            })
-            .collect();
+        for work in std::mem::take(batch) {
+            match work {
+                Work::Sequence(sequence) => batch.extend(retain(sequence).map(Work::Sequence)),
+                Work::Prefill(prefill) if prefill.ids().all(|id| cancelled.contains(&id)) => {
+                    // Each of them is ended here.
+                    prefill.into_sequences().for_each(|sequence| drop(retain(sequence)));
+                }
+                prefill => batch.push(prefill),
+            }
+        }
         ended
     }
 

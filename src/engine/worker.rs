@@ -67,8 +67,13 @@ impl Prefill {
         &self.keys[..blocks.min(self.keys.len())]
     }
 
-    /// Returns the sequences of a prompt that was read.
-    fn into_sequences(self) -> impl Iterator<Item = Box<Sequence>> {
+    /// Returns the ids of its samples.
+    pub(super) fn ids(&self) -> impl Iterator<Item = u64> {
+        self.request.samples.iter().map(|sample| sample.id)
+    }
+
+    /// Returns the sequences of a prompt that was read, or whose samples are cancelled.
+    pub(super) fn into_sequences(self) -> impl Iterator<Item = Box<Sequence>> {
         let Self { group, request, cache, keys, routed_experts, scores } = self;
         let options = Arc::new(SequenceOptions {
             sampling: request.sampling,

@@ -197,6 +197,61 @@ fn a_client_ends_a_sample_and_cancels_others() {
     assert_eq!((done[&3].finish_reason, done[&3].tokens.len()), (FinishReason::Cancelled, 0));
 }
 
+/// Cancels a request before the second forward, which reads the second part of its prompt.
+struct CancelsPrompt<'a> {
+    engine: &'a Engine<'a>,
+    forwards: Mutex<u64>,
+    done: Mutex<Option<Completion>>,
+}
+
+impl Client for CancelsPrompt<'_> {
+    fn token(&self, _: u64, _: &NewToken) -> bool {
+        panic!("no token is drawn for a cancelled prompt");
+    }
+
+    fn finished(&self, _: u64, completion: Completion) {
+        *self.done.lock().unwrap() = Some(completion);
+    }
+
+    fn goes_on(&self, _: u64) -> bool {
+        let mut forwards = self.forwards.lock().unwrap();
+        *forwards += 1;
+        if *forwards == 2 {
+            [1, 2].into_iter().for_each(|id| self.engine.cancel(id));
+        }
+        self.done.lock().unwrap().is_none()
+    }
+}
+
+/// Regression test: the prompts of clients that had left were read to their end.
+#[test]
+fn a_cancelled_prompt_is_not_read_on() {
+    let mut config = tiny::config(false);
+    config.max_position_embeddings = 4000;
+    let (model, parameters) = tiny::model(config, 11);
+    let policy = PolicyView::without_ablations(Box::leak(Box::new(model)), &parameters).unwrap();
+    let limits = EngineLimits {
+        sequences_max: 8,
+        cuda_graphs: false,
+        cache_capacity: CacheCapacity::default(),
+        prefix_tokens_max: 0,
+    };
+    let threads = Threads::new(1).unwrap();
+    let engine = Engine::new(&threads, policy, 7, limits).unwrap();
+    // A forward reads up to 1024 tokens.
+    let long = EngineRequest {
+        tokens: (0..3000).map(|i| 16 + i % 200).collect(),
+        samples: vec![sample(1, vec![]), sample(2, vec![])],
+        prompt_log_probs: None,
+        ..request(1)
+    };
+    engine.submit(long).unwrap();
+    let client = CancelsPrompt { engine: &engine, forwards: Mutex::default(), done: Mutex::default() };
+    engine.run(&client).unwrap();
+    assert_eq!(client.done.lock().unwrap().as_ref().unwrap().finish_reason, FinishReason::Cancelled);
+    assert_eq!(engine.prefill_counts().read, 1024);
+}
+
 #[test]
 fn requests_that_cannot_be_answered_are_refused() {
     let engine = engine(1, 2);
