@@ -161,8 +161,8 @@ struct Talk<'a> {
 /// Interval between two updates of the terminal.
 const REDRAW_INTERVAL: Duration = Duration::from_millis(50);
 
-/// An answer on the terminal while it is sampled. Text is shown as soon as it is final, calls and replies when
-/// their turn is over. Until the first text, a line counts the tokens.
+/// An answer on the terminal while it is sampled. Text is shown as soon as it is final, calls and replies
+/// when their turn is over. Until the first text, a line counts the tokens.
 struct LiveAnswer<'a> {
     chat: &'a Chat,
     counts: bool,
@@ -281,8 +281,8 @@ fn write_terminal(text: &str) {
 }
 
 impl Talk<'_> {
-    /// Returns the model's answer to `text`, or what is left to show of it at a terminal. A conversation that no longer fits
-    /// the context restarts with `text`.
+    /// Returns the model's answer to `text`, or what is left to show of it at a terminal. A conversation that
+    /// no longer fits the context restarts with `text`.
     fn answer(&mut self, text: &str) -> Result<String> {
         let mut shown = String::new();
         self.messages.push(Message::user(text));

@@ -248,3 +248,14 @@ impl<'m> Engine<'m> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
+
+/// Ends the engine's work when a worker's thread panics; otherwise the others would wait for its sequences.
+struct PanicGuard<'e, 'm>(&'e Engine<'m>);
+
+impl Drop for PanicGuard<'_, '_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(anyhow::anyhow!("a sampling thread panicked; this is a bug"));
+        }
+    }
+}

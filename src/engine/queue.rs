@@ -227,6 +227,12 @@ impl Engine<'_> {
         if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
     }
 
+    /// Hands over a sequence whose prompt was read.
+    pub(super) fn make_ready(&self, sequence: Box<Sequence>) {
+        self.lock().add_ready(sequence);
+        self.work.notify_one();
+    }
+
     fn prefill(&self, group: u64, request: EngineRequest) -> Prefill {
         let mut cache = self.caches.sequence();
         if self.prefixes.is_some() {

@@ -9,14 +9,14 @@ use super::queue::RefillResult;
 use super::request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
-use super::{Client, Engine, FORWARD_TOKENS_MAX};
+use super::{Client, Engine, FORWARD_TOKENS_MAX, PanicGuard};
 use crate::dist::Mesh;
 use crate::model::cache::{CacheBlock, SequenceCache};
 use crate::model::decode::Decoder;
 use crate::ops::kv_cache::BLOCK;
 use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_max};
 use crate::ops::threads::with_spinning_threads;
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use candle_core::Tensor;
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
@@ -590,22 +590,6 @@ impl Engine<'_> {
             policy_version: self.version,
             routed_experts: vec![],
             prompt_scores: vec![],
-        }
-    }
-
-    fn make_ready(&self, sequence: Box<Sequence>) {
-        self.lock().add_ready(sequence);
-        self.work.notify_one();
-    }
-}
-
-/// Ends the engine's work when a worker's thread panics; otherwise the others would wait for its sequences.
-struct PanicGuard<'e, 'm>(&'e Engine<'m>);
-
-impl Drop for PanicGuard<'_, '_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.fail(anyhow!("a sampling thread panicked; this is a bug"));
         }
     }
 }

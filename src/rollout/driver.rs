@@ -17,8 +17,8 @@ use std::thread::Scope;
 /// Called with each trajectory as it ends, in any order and from any thread.
 pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
 
-/// Called with each token before it is appended: its turn, its id, and the messages of the turns before, without
-/// the prompt. The tokens of a trajectory come in order.
+/// Called with each token before it is appended: its turn, its id, and the messages of the turns before,
+/// without the prompt. The tokens of a trajectory come in order.
 pub type TokenObserver<'a> = dyn Fn(TurnPosition, u32, &[Message]) + Sync + 'a;
 
 /// Callbacks of a rollout's caller: progress, tokens, results, an early stop, and tokens to force.
