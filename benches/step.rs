@@ -289,6 +289,7 @@ fn main() -> Result<()> {
                 sequences_max: SEQUENCES_MAX,
                 cuda_graphs: false,
                 cache_capacity: CacheCapacity::default(),
+                prefix_tokens_max: 0,
             };
             let rollout = Rollout {
                 engine: &Engine::new(&threads, policy, step, limits)?,

@@ -138,6 +138,9 @@ fn one_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOut
 pub struct Trajectory {
     /// Training step. For an evaluation, the step after which it runs.
     pub step: u64,
+    /// Version of the weights that sampled it: the number of training steps before. Absent in older files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub policy_version: Option<u64>,
     /// Index of the prompt within the step.
     pub prompt: u64,
     /// Index of the sample within its group.

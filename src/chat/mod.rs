@@ -7,6 +7,9 @@
 
 pub mod chatml;
 pub mod functions;
+mod turn_reader;
+
+pub use turn_reader::{Texts, TurnReader};
 
 use crate::harmony::{
     self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,

@@ -1,6 +1,7 @@
 //! `rloss chat MODEL|RECIPE|RUN`: a chat in the terminal with a model, and its tool if a recipe gives one.
 
 use crate::bounded_file;
+use crate::chat::{Chat, Texts, TurnReader};
 use crate::checkpoint::gguf::is_gguf;
 use crate::commands::arguments::recipe_help;
 use crate::engine::Engine;
@@ -8,7 +9,7 @@ use crate::error::EXIT_SUCCESS;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
 use crate::recipe::{KeyScope, Plan, locate, resolve_for};
-use crate::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress};
+use crate::rollout::{Prompt, Rollout, RolloutPlan, TurnPosition};
 use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
 use crate::run::sampling_folder::print_text;
@@ -21,7 +22,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Arguments of `rloss chat`.
@@ -157,45 +158,131 @@ struct Talk<'a> {
     interrupts: u64,
 }
 
-/// Interval between two updates of [`AnswerLine`].
-const REDRAW_INTERVAL: Duration = Duration::from_millis(200);
+/// Interval between two updates of the terminal.
+const REDRAW_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A line on the terminal that counts the tokens of an answer while it is sampled. The drop erases it.
-struct AnswerLine(Option<Mutex<Instant>>);
+/// An answer on the terminal while it is sampled. Text is shown as soon as it is final, calls and replies
+/// when their turn is over. Until the first text, a line counts the tokens.
+struct LiveAnswer<'a> {
+    chat: &'a Chat,
+    counts: bool,
+    state: Mutex<LiveState<'a>>,
+}
 
-impl AnswerLine {
-    fn new(at_terminal: bool) -> Self {
-        let line = Self((at_terminal && std::io::stderr().is_terminal()).then(|| Mutex::new(Instant::now())));
-        line.write("… reading the prompt");
-        line
+struct LiveState<'a> {
+    reader: TurnReader<'a>,
+    turn: u64,
+    tokens: u64,
+    /// Number of the answer's messages that are shown.
+    messages: usize,
+    /// Texts of this turn that are shown.
+    shown: Texts,
+    /// The header above the line that is being written.
+    header: Option<&'static str>,
+    drawn: Instant,
+}
+
+impl<'a> LiveAnswer<'a> {
+    fn new(chat: &'a Chat) -> Self {
+        let live = Self {
+            chat,
+            counts: std::io::stderr().is_terminal(),
+            state: Mutex::new(LiveState {
+                reader: TurnReader::chat(chat, vec![]),
+                turn: 0,
+                tokens: 0,
+                messages: 0,
+                shown: Texts::default(),
+                header: None,
+                drawn: Instant::now(),
+            }),
+        };
+        live.count("… reading the prompt");
+        live
     }
 
-    fn show(&self, tokens: u64) {
-        let Some(last) = &self.0 else { return };
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
-        if last.elapsed() >= REDRAW_INTERVAL {
-            *last = Instant::now();
-            self.write(&format!("… {}", format_count(tokens, "token")));
+    /// Takes the next token. `messages` are those of the turns before.
+    fn push(&self, turn: u64, token: u32, messages: &[Message]) {
+        let mut state = self.lock();
+        if turn != state.turn {
+            self.end_turn(&mut state, messages);
+            state.turn = turn;
+        }
+        state.tokens += 1;
+        state.reader.push(token);
+        if state.drawn.elapsed() >= REDRAW_INTERVAL {
+            let texts = state.reader.certain();
+            self.show(&mut state, texts);
+            if state.header.is_none() {
+                self.count(&format!("… {}", format_count(state.tokens, "token")));
+            }
+            state.drawn = Instant::now();
         }
     }
 
-    fn write(&self, text: &str) {
-        if self.0.is_some() {
+    /// Shows the rest. `messages` are all messages of the answer.
+    fn finish(&self, messages: &[Message]) {
+        let mut state = self.lock();
+        self.end_turn(&mut state, messages);
+    }
+
+    fn end_turn(&self, state: &mut LiveState<'a>, messages: &[Message]) {
+        let texts = state.reader.last();
+        self.show(state, texts);
+        match state.header.take() {
+            Some(_) => write_terminal("\n"),
+            None => self.count(""),
+        }
+        let is_text = |message: &&Message| {
+            message.role == Role::Assistant
+                && matches!(message.recipient.as_deref(), None | Some("assistant"))
+        };
+        let others = messages.iter().skip(state.messages).filter(|message| !is_text(message));
+        others.for_each(|message| write_terminal(&text_of(message)));
+        state.messages = messages.len();
+        (state.reader, state.shown) = (TurnReader::chat(self.chat, vec![]), Texts::default());
+    }
+
+    /// Shows what `texts` have more than the terminal.
+    fn show(&self, state: &mut LiveState<'a>, texts: Texts) {
+        let Texts { content, reasoning } = &texts;
+        for (header, now, before) in [
+            ("assistant, analysis", reasoning, &state.shown.reasoning),
+            ("assistant", content, &state.shown.content),
+        ] {
+            let Some(new) = now.strip_prefix(before.as_str()).filter(|new| !new.is_empty()) else { continue };
+            if state.header != Some(header) {
+                let before = if state.header.is_some() { "\n" } else { "" };
+                self.count("");
+                write_terminal(&format!("{before}{}\n  ", console::style(header).bold()));
+                state.header = Some(header);
+            }
+            write_terminal(&sanitize_terminal(new).replace('\n', "\n  "));
+        }
+        state.shown = texts;
+    }
+
+    /// Replaces the line that counts tokens.
+    fn count(&self, text: &str) {
+        if self.counts {
             // A failed write is ignored, because the count is only a display.
             let _ = write!(std::io::stderr(), "\r\x1b[K{text}");
         }
     }
-}
 
-impl Drop for AnswerLine {
-    fn drop(&mut self) {
-        self.write("");
+    fn lock(&self) -> MutexGuard<'_, LiveState<'a>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// Writes to the terminal. A failed write is ignored: the terminal is gone, and the next prompt reports it.
+fn write_terminal(text: &str) {
+    let _ = print_text(text);
+}
+
 impl Talk<'_> {
-    /// Returns the model's answer to `text`, formatted for the terminal. A conversation that no longer fits
-    /// the context restarts with `text`.
+    /// Returns the model's answer to `text`, or what is left to show of it at a terminal. A conversation that
+    /// no longer fits the context restarts with `text`.
     fn answer(&mut self, text: &str) -> Result<String> {
         let mut shown = String::new();
         self.messages.push(Message::user(text));
@@ -215,14 +302,19 @@ impl Talk<'_> {
             };
             return Ok(format!("{shown}({}{remedy})\n", sanitize_line(&format!("{error:#}"))));
         }
-        let line = AnswerLine::new(self.at_terminal);
-        let show = |progress: RolloutProgress| line.show(progress.sampled_tokens);
+        print_text(&std::mem::take(&mut shown))?;
+        let live = self.at_terminal.then(|| LiveAnswer::new(&self.context.chat));
+        let show = |position: TurnPosition, token: u32, messages: &[Message]| {
+            if let Some(live) = &live {
+                live.push(position.turn, token, messages);
+            }
+        };
         let stop = || self.interrupt.as_ref().is_some_and(AnswerInterrupt::is_requested);
         self.interrupt.iter().for_each(AnswerInterrupt::begin);
-        let rollouts = self.sampler(&plan).sample_groups(&prompt, 1, &show, &stop);
+        let rollouts = self.sampler(&plan).sample_with_tokens(&prompt, &show, &stop);
         self.interrupt.iter().for_each(AnswerInterrupt::end);
-        drop(line);
         let Some(rollouts) = rollouts? else {
+            live.iter().for_each(|live| live.finish(&[]));
             self.messages.pop();
             self.interrupts += 1;
             return Ok(shown + ended_note(self.interrupts));
@@ -231,7 +323,10 @@ impl Talk<'_> {
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;
         let new = all.get(given..).unwrap_or_default();
-        new.iter().for_each(|message| shown += &text_of(message));
+        match &live {
+            Some(live) => live.finish(new),
+            None => new.iter().for_each(|message| shown += &text_of(message)),
+        }
         shown += &self.ending(trajectory);
         self.messages.extend_from_slice(new);
         Ok(shown)

@@ -5,6 +5,7 @@
 //! batch or the number of threads. One queue lives as long as the weights.
 
 mod cache_admission;
+mod prefix_cache;
 mod queue;
 mod request;
 mod worker;
@@ -17,7 +18,9 @@ use crate::model::cache::{CacheCapacity, CacheFactory};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use anyhow::{Error, Result, ensure};
+use prefix_cache::PrefixCache;
 use queue::Queue;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use worker::Worker;
 
@@ -44,6 +47,27 @@ pub struct EngineLimits {
     pub cuda_graphs: bool,
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
     pub cache_capacity: CacheCapacity,
+    /// Tokens whose keys and values are kept for requests that begin alike; 0 keeps none. Only in host
+    /// memory.
+    pub prefix_tokens_max: usize,
+}
+
+/// Counts the prompt tokens of an engine.
+#[derive(Default)]
+struct PrefillCounters {
+    read: AtomicU64,
+    reused: AtomicU64,
+}
+
+/// Prompt tokens of an engine so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PrefillCounts {
+    /// Prompt tokens that passed through the model.
+    pub read: u64,
+    /// Prompt tokens whose keys and values an earlier request had left.
+    pub reused: u64,
+    /// Tokens that are kept for later requests.
+    pub kept: usize,
 }
 
 /// The owner of requests. Its methods are called from the engine's threads, never while a lock of the engine
@@ -70,6 +94,9 @@ pub struct Engine<'m> {
     workers: usize,
     caches: CacheFactory,
     queue: Mutex<Queue>,
+    /// Blocks of earlier requests; `None` if they are not kept.
+    prefixes: Option<Mutex<PrefixCache>>,
+    prefill: PrefillCounters,
     /// Signals work, or the end.
     work: Condvar,
 }
@@ -93,7 +120,11 @@ impl<'m> Engine<'m> {
         };
         let caches = CacheFactory::new(&policy.model.config, device, limits.cache_capacity)?;
         let queue = Mutex::new(Queue::new(0));
-        let engine = Self { threads, policy, version, limits, workers, caches, queue, work: Condvar::new() };
+        let keeps_prefixes = device.is_cpu() && limits.prefix_tokens_max > 0;
+        let prefixes = keeps_prefixes.then(|| Mutex::new(PrefixCache::new(limits.prefix_tokens_max)));
+        let (prefill, work) = (PrefillCounters::default(), Condvar::new());
+        let engine =
+            Self { threads, policy, version, limits, workers, caches, queue, prefixes, prefill, work };
         engine.clear();
         Ok(engine)
     }
@@ -111,6 +142,13 @@ impl<'m> Engine<'m> {
     /// Returns the maximum length of a sequence, in tokens.
     pub fn context_tokens_max(&self) -> usize {
         self.policy.model.context_tokens_max()
+    }
+
+    /// Returns the number of prompt tokens that were read, and of those that were not read again.
+    pub fn prefill_counts(&self) -> PrefillCounts {
+        let PrefillCounters { read, reused } = &self.prefill;
+        let kept = self.prefixes().map_or(0, |prefixes| prefixes.tokens());
+        PrefillCounts { read: read.load(Ordering::Relaxed), reused: reused.load(Ordering::Relaxed), kept }
     }
 
     /// Queues a request.
@@ -159,7 +197,7 @@ impl<'m> Engine<'m> {
         self.work.notify_all();
     }
 
-    /// Removes all requests, sequences and a failure. [`Self::run`] must not be active.
+    /// Removes all requests, sequences and a failure. Kept prefixes stay. [`Self::run`] must not be active.
     pub fn clear(&self) {
         let slots = self.slots();
         *self.lock() = Queue::new(slots);
@@ -202,7 +240,22 @@ impl<'m> Engine<'m> {
         Ok(())
     }
 
+    fn prefixes(&self) -> Option<MutexGuard<'_, PrefixCache>> {
+        self.prefixes.as_ref().map(|prefixes| prefixes.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Ends the engine's work when a worker's thread panics; otherwise the others would wait for its sequences.
+struct PanicGuard<'e, 'm>(&'e Engine<'m>);
+
+impl Drop for PanicGuard<'_, '_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.fail(anyhow::anyhow!("a sampling thread panicked; this is a bug"));
+        }
     }
 }

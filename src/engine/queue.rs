@@ -117,8 +117,8 @@ impl Queue {
         Some(sequence)
     }
 
-    /// Takes out the cancelled samples that no forward is working on. A prompt that is read for several
-    /// samples ends when its samples begin.
+    /// Takes out the cancelled samples, before the next forward. A prompt is read on while one of its samples
+    /// is not cancelled; the others end when they begin.
     fn take_cancelled(&mut self, batch: &mut Vec<Work>) -> VecDeque<Box<Sequence>> {
         if self.cancelled.is_empty() {
             return VecDeque::new();
@@ -133,13 +133,16 @@ impl Queue {
             false => Some(sequence),
         };
         self.ready = std::mem::take(&mut self.ready).into_iter().filter_map(&mut retain).collect();
-        *batch = std::mem::take(batch)
-            .into_iter()
-            .filter_map(|work| match work {
-                Work::Sequence(sequence) => retain(sequence).map(Work::Sequence),
-                prefill => Some(prefill),
-            })
-            .collect();
+        for work in std::mem::take(batch) {
+            match work {
+                Work::Sequence(sequence) => batch.extend(retain(sequence).map(Work::Sequence)),
+                Work::Prefill(prefill) if prefill.ids().all(|id| cancelled.contains(&id)) => {
+                    // Each of them is ended here.
+                    prefill.into_sequences().for_each(|sequence| drop(retain(sequence)));
+                }
+                prefill => batch.push(prefill),
+            }
+        }
         ended
     }
 
@@ -218,10 +221,24 @@ impl Engine<'_> {
         {
             let samples = request.samples.len();
             queue.admission.begin_group(group, samples);
-            batch.push(Work::Prefill(Box::new(Prefill::new(group, request, self.caches.sequence()))));
+            batch.push(Work::Prefill(Box::new(self.prefill(group, request))));
             load += samples;
         }
         if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
+    }
+
+    /// Hands over a sequence whose prompt was read.
+    pub(super) fn make_ready(&self, sequence: Box<Sequence>) {
+        self.lock().add_ready(sequence);
+        self.work.notify_one();
+    }
+
+    fn prefill(&self, group: u64, request: EngineRequest) -> Prefill {
+        let mut cache = self.caches.sequence();
+        if self.prefixes.is_some() {
+            cache.record_filled();
+        }
+        Prefill::new(group, request, cache, self.prefixes.is_some())
     }
 
     /// Waits until there may be work, but not longer than the interval of the client's checks.

@@ -4,21 +4,25 @@
 //! request share one prefill. Their caches are clones of the prompt's, and their first tokens are drawn from
 //! one row of logits.
 
+use super::prefix_cache::{BlockKey, extend_keys};
 use super::queue::RefillResult;
 use super::request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
-use super::{Client, Engine, FORWARD_TOKENS_MAX};
+use super::{Client, Engine, FORWARD_TOKENS_MAX, PanicGuard};
 use crate::dist::Mesh;
-use crate::model::cache::SequenceCache;
+use crate::model::cache::{CacheBlock, SequenceCache};
 use crate::model::decode::Decoder;
+use crate::ops::kv_cache::BLOCK;
 use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_max};
 use crate::ops::threads::with_spinning_threads;
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use candle_core::Tensor;
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
+use std::collections::HashSet;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// The parts of a request that its sequences need.
 pub(super) struct SequenceOptions {
@@ -34,18 +38,43 @@ pub(super) struct Prefill {
     group: u64,
     request: EngineRequest,
     cache: SequenceCache,
-    routes: Vec<Vec<u16>>,
+    /// Keys of the prompt's whole blocks; empty if prefixes are not kept.
+    keys: Vec<BlockKey>,
+    routed_experts: Vec<Vec<u16>>,
     scores: Vec<TokenScores>,
 }
 
 impl Prefill {
-    pub(super) fn new(group: u64, request: EngineRequest, cache: SequenceCache) -> Self {
-        Self { group, request, cache, routes: Vec::new(), scores: Vec::new() }
+    pub(super) fn new(
+        group: u64,
+        request: EngineRequest,
+        cache: SequenceCache,
+        keeps_prefixes: bool,
+    ) -> Self {
+        let mut keys = Vec::new();
+        if keeps_prefixes {
+            extend_keys(&mut keys, &request.tokens);
+        }
+        Self { group, request, cache, keys, routed_experts: Vec::new(), scores: Vec::new() }
     }
 
-    /// Returns the sequences of a prompt that was read.
-    fn into_sequences(self) -> impl Iterator<Item = Box<Sequence>> {
-        let Self { group, request, cache, routes, scores } = self;
+    /// Returns the keys of the blocks that other requests may have read for this one. The last token is
+    /// always read, because the first new token is drawn from its row.
+    fn reusable_keys(&self) -> &[BlockKey] {
+        // Scores and routed experts exist only for tokens that pass through the model.
+        let needs_rows = self.request.prompt_log_probs.is_some() || self.request.keep_routed_experts;
+        let blocks = if needs_rows { 0 } else { (self.request.tokens.len() - 1) / BLOCK };
+        &self.keys[..blocks.min(self.keys.len())]
+    }
+
+    /// Returns the ids of its samples.
+    pub(super) fn ids(&self) -> impl Iterator<Item = u64> {
+        self.request.samples.iter().map(|sample| sample.id)
+    }
+
+    /// Returns the sequences of a prompt that was read, or whose samples are cancelled.
+    pub(super) fn into_sequences(self) -> impl Iterator<Item = Box<Sequence>> {
+        let Self { group, request, cache, keys, routed_experts, scores } = self;
         let options = Arc::new(SequenceOptions {
             sampling: request.sampling,
             stop_tokens: request.stop_tokens,
@@ -61,11 +90,12 @@ impl Prefill {
                 options: options.clone(),
                 tokens: request.tokens.clone(),
                 cache: cache.clone(),
+                keys: keys.clone(),
                 random,
                 forced,
                 new_tokens: Vec::new(),
                 new_tokens_max: request.new_tokens_max,
-                routes: routes.clone(),
+                routed_experts: routed_experts.clone(),
                 prompt_scores: scores.clone(),
             })
         })
@@ -81,13 +111,15 @@ pub(super) struct Sequence {
     pub(super) options: Arc<SequenceOptions>,
     tokens: Vec<u32>,
     cache: SequenceCache,
+    /// Keys of the whole blocks in `cache`; empty if prefixes are not kept.
+    keys: Vec<BlockKey>,
     random: ChaCha8Rng,
     forced: Vec<u32>,
     /// Tokens drawn since the request or its last continuation.
     new_tokens: Vec<NewToken>,
     new_tokens_max: usize,
     /// Routed experts of the tokens read since then.
-    routes: Vec<Vec<u16>>,
+    routed_experts: Vec<Vec<u16>>,
     prompt_scores: Vec<TokenScores>,
 }
 
@@ -159,11 +191,26 @@ impl Work {
     }
 
     /// Returns where routed experts go, if they are kept.
-    fn routes(&mut self) -> Option<&mut Vec<Vec<u16>>> {
-        match self {
-            Work::Prefill(prefill) => prefill.request.keep_routed_experts.then_some(&mut prefill.routes),
-            Work::Sequence(sequence) => sequence.options.keep_routed_experts.then_some(&mut sequence.routes),
+    fn routed_experts(&mut self) -> Option<&mut Vec<Vec<u16>>> {
+        let (keeps, experts) = match self {
+            Work::Prefill(prefill) => (prefill.request.keep_routed_experts, &mut prefill.routed_experts),
+            Work::Sequence(sequence) => (sequence.options.keep_routed_experts, &mut sequence.routed_experts),
+        };
+        keeps.then_some(experts)
+    }
+
+    /// Returns the keys of all whole blocks in the cache, and the blocks that were filled since the last
+    /// call. The last key is that of the last block.
+    fn filled_blocks(&mut self) -> (&[BlockKey], Vec<CacheBlock>) {
+        let (tokens, keys, cache) = match self {
+            Work::Prefill(prefill) => (&prefill.request.tokens, &mut prefill.keys, &mut prefill.cache),
+            Work::Sequence(sequence) => (&sequence.tokens, &mut sequence.keys, &mut sequence.cache),
+        };
+        let blocks = cache.take_filled();
+        if !blocks.is_empty() {
+            extend_keys(keys, &tokens[..cache.len()]);
         }
+        (&keys[..keys.len().min(cache.len() / BLOCK)], blocks)
     }
 }
 
@@ -246,8 +293,10 @@ impl<'e, 'm> Worker<'e, 'm> {
     }
 
     fn forward_and_draw(&mut self) -> Result<()> {
+        self.reuse_prefixes();
         let mut feed = self.select_tokens();
         let hidden = self.forward(&mut feed)?;
+        self.keep_prefixes();
         for (index, first, targets) in std::mem::take(&mut feed.scored) {
             self.score_prompt(&hidden, index, first, &targets)?;
         }
@@ -291,15 +340,51 @@ impl<'e, 'm> Worker<'e, 'm> {
         Ok(())
     }
 
+    /// Gives each prompt the blocks that other requests have read for it.
+    fn reuse_prefixes(&mut self) {
+        let Some(mut prefixes) = self.engine.prefixes() else { return };
+        let mut reused = 0;
+        for work in &mut self.batch {
+            if let Work::Prefill(prefill) = work {
+                let count = prefill.reusable_keys().len();
+                reused += prefixes.extend(&prefill.keys[..count], &mut prefill.cache);
+            }
+        }
+        self.engine.prefill.reused.fetch_add(reused as u64, Ordering::Relaxed);
+    }
+
+    /// Keeps the blocks that the last forward filled, for later requests.
+    fn keep_prefixes(&mut self) {
+        let Some(mut prefixes) = self.engine.prefixes() else { return };
+        for work in &mut self.batch {
+            let (keys, blocks) = work.filled_blocks();
+            if !blocks.is_empty() {
+                prefixes.insert(keys, keys.len() - blocks.len(), blocks);
+            }
+        }
+    }
+
     /// Selects the tokens of the next forward: first the single tokens of decode, then chunks of longer
-    /// inputs.
+    /// inputs. A prompt waits if its next block is read in this forward for another prompt.
     fn select_tokens(&self) -> ForwardInputs {
         let pending: Vec<&[u32]> = self.batch.iter().map(Work::pending).collect();
         let decode = pending.iter().filter(|tokens| tokens.len() == 1).count();
+        let mut prefilled = 0;
         let mut token_budget = FORWARD_TOKENS_MAX.saturating_sub(decode).max(1);
         let mut feed = ForwardInputs { tokens: vec![], counts: vec![], complete: vec![], scored: vec![] };
+        let mut being_read: HashSet<&BlockKey> = HashSet::new();
         for (index, tokens) in pending.into_iter().enumerate() {
-            let count = if tokens.len() == 1 { 1 } else { tokens.len().min(token_budget) };
+            let mut count = if tokens.len() == 1 { 1 } else { tokens.len().min(token_budget) };
+            if let Work::Prefill(prefill) = &self.batch[index] {
+                let read = prefill.cache.len();
+                let next = prefill.reusable_keys().get(read / BLOCK).filter(|_| read.is_multiple_of(BLOCK));
+                if next.is_some_and(|next| being_read.contains(next)) {
+                    count = 0;
+                }
+                let blocks = read / BLOCK..(read + count).div_ceil(BLOCK).min(prefill.keys.len());
+                being_read.extend(prefill.keys.get(blocks).unwrap_or_default());
+                prefilled += count;
+            }
             if tokens.len() > 1 {
                 token_budget -= count;
             }
@@ -317,6 +402,7 @@ impl<'e, 'm> Worker<'e, 'm> {
                 feed.complete.push((index, feed.tokens.len() as u32 - 1));
             }
         }
+        self.engine.prefill.read.fetch_add(prefilled as u64, Ordering::Relaxed);
         feed
     }
 
@@ -328,30 +414,30 @@ impl<'e, 'm> Worker<'e, 'm> {
         let counts: Vec<usize> = fed().collect();
         let fed_entries = self.batch.iter_mut().zip(&feed.counts).filter(|(_, count)| **count > 0);
         let mut fed_entries: Vec<&mut Work> = fed_entries.map(|(work, _)| work).collect();
-        let keeps_routes = fed_entries.iter_mut().any(|work| work.routes().is_some());
+        let keeps_routed_experts = fed_entries.iter_mut().any(|work| work.routed_experts().is_some());
         let mut caches: Vec<_> = fed_entries.iter_mut().map(|work| work.cache()).collect();
         let tokens = std::mem::take(&mut feed.tokens);
         if let Some(decoder) = &mut self.decoder
-            && !keeps_routes
+            && !keeps_routed_experts
             && counts.iter().all(|&count| count == 1)
         {
             return decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches);
         }
-        let mut routes: Vec<Vec<u32>> = vec![];
+        let mut layers: Vec<Vec<u32>> = vec![];
         let hidden =
             policy.decoder_stack().forward_cached(tokens, &mut caches, &counts, &mut |_, _, output| {
-                if let (true, Some(layer)) = (keeps_routes, output.routed_experts()) {
-                    routes.push(layer.flatten_all()?.to_vec1()?);
+                if let (true, Some(layer)) = (keeps_routed_experts, output.routed_experts()) {
+                    layers.push(layer.flatten_all()?.to_vec1()?);
                 }
                 Ok(())
             })?;
-        if keeps_routes {
+        if keeps_routed_experts {
             let top_k = policy.model.config.num_experts_per_tok;
             let mut token = 0;
             for (work, count) in fed_entries.into_iter().zip(counts) {
-                if let Some(kept) = work.routes() {
+                if let Some(kept) = work.routed_experts() {
                     for t in token..token + count {
-                        let experts = routes.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
+                        let experts = layers.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
                         kept.push(experts.map(|&expert| expert as u16).collect());
                     }
                 }
@@ -450,7 +536,8 @@ impl<'e, 'm> Worker<'e, 'm> {
     }
 }
 
-/// Returns the scores of tokens, each with its row, and of the likeliest tokens of each row.
+/// Returns one entry for each (row, id) of `tokens`: the log-prob of the token, and the likeliest tokens of
+/// the row. `rows` has the same rows in the same order, each with the number of likeliest tokens.
 fn scores(logits: &Logits, tokens: &[(usize, u32)], rows: &[(usize, usize)]) -> Result<Vec<TokenScores>> {
     let raw = SamplingParameters::with_temperature(1.0);
     let log_probs = logits.log_probs(&raw, tokens)?;
@@ -489,7 +576,7 @@ impl Engine<'_> {
             tokens: std::mem::take(&mut sequence.new_tokens),
             finish_reason: reason,
             policy_version: self.version,
-            routed_experts: std::mem::take(&mut sequence.routes),
+            routed_experts: std::mem::take(&mut sequence.routed_experts),
             prompt_scores: std::mem::take(&mut sequence.prompt_scores),
         };
         self.lock().end(sequence);
@@ -504,22 +591,6 @@ impl Engine<'_> {
             policy_version: self.version,
             routed_experts: vec![],
             prompt_scores: vec![],
-        }
-    }
-
-    fn make_ready(&self, sequence: Box<Sequence>) {
-        self.lock().add_ready(sequence);
-        self.work.notify_one();
-    }
-}
-
-/// Ends the engine's work when a worker's thread panics; otherwise the others would wait for its sequences.
-struct PanicGuard<'e, 'm>(&'e Engine<'m>);
-
-impl Drop for PanicGuard<'_, '_> {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            self.0.fail(anyhow!("a sampling thread panicked; this is a bug"));
         }
     }
 }

@@ -227,7 +227,7 @@ pub(super) fn mean_of_rows(micro_batches: &[MicroBatch], values: impl Iterator<I
 /// Consecutive sequences that stay together in one micro-batch.
 struct SequenceGroup {
     sequences: Range<usize>,
-    /// Number of tokens that the group adds to a micro-batch with earlier sequences. It is a sum over the
+    /// Number of tokens that the group adds to a micro-batch that already has sequences. It is a sum over the
     /// group's sequences. Each counts as the larger of two numbers: its rows that are not shared, and its
     /// targets.
     added_tokens: usize,

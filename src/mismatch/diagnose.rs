@@ -35,8 +35,8 @@ const SCALE_SHARE_OF_ROUNDING_MAX: f64 = 0.75;
 /// A cause fits as well as the best cause if its log-likelihood is less than this, in nats, below that of the
 /// best cause.
 const INDISTINGUISHABLE_NATS: f64 = 15.0;
-/// A cause also fits as well as the best cause if its scale is less than this factor times the scale of the
-/// best cause.
+/// A cause whose log-likelihood is lower than that still fits as well as the best cause if its scale is less
+/// than this factor times the scale of the best cause.
 const INDISTINGUISHABLE_SCALE_FACTOR: f64 = 1.02;
 /// Tolerance of the regression slope, which is 1 for a correct cause. Four standard errors are added to the
 /// tolerance.
@@ -284,7 +284,7 @@ impl UnmodifiedModel<'_> {
         })
     }
 
-    /// Selects the best of `fits` and adds their rounding bounds. Returns the best fit first.
+    /// Selects the best few of `fits` and adds the rounding bounds of each. Returns the best fit first.
     fn bound_best_fits(
         &self,
         search: &CauseSearch,

@@ -6,8 +6,9 @@ use std::ops::Range;
 
 /// Mantissa bits of the forward passes that are tried. Their rounding decides ties differently.
 pub const TIE_BITS: [u32; 5] = [22, 21, 20, 19, 18];
-/// A rounded forward pass explains a difference, or all differences of a row together, if at most this
-/// fraction of them remains. Whole rows count because later tokens attend to the token with the tie.
+/// A rounded forward pass explains a difference if at most this fraction of the difference remains. It
+/// explains a row if at most this fraction of the sum of the row's differences remains: a tie at one token
+/// also changes the later tokens, which attend to it.
 const UNEXPLAINED_SHARE_MAX: f64 = 0.1;
 /// If a forward pass explains a row, it also explains each token whose remaining difference is at most this
 /// multiple of the row's 90th percentile.

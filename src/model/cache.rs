@@ -2,10 +2,11 @@
 
 use super::config::{Config, LayerType};
 use crate::ops::cuda::kv_pages;
-use crate::ops::kv_cache::{BLOCK, KvBlocks, KvSequence};
+use crate::ops::kv_cache::{BLOCK, KvBlock, KvBlocks, KvSequence};
 use crate::ops::page_allocator::PAGE_POSITIONS;
 use anyhow::Result;
 use candle_core::Device;
+use std::sync::Arc;
 
 /// Creates the KV caches of sequences, in host memory or in pages of a GPU. On a GPU each layer has a fixed
 /// number of pages.
@@ -74,6 +75,9 @@ impl CacheCapacity {
     }
 }
 
+/// Keys and values of [`BLOCK`] tokens at every layer, in host memory.
+pub type CacheBlock = Vec<Arc<KvBlock>>;
+
 /// The KV cache of one sequence. Clones share full blocks, so the samples of a group share the blocks of
 /// their prompt.
 #[derive(Debug, Clone)]
@@ -101,6 +105,37 @@ impl SequenceCache {
         let positions =
             config.layer_types.iter().map(|layer| resident_positions(layer).next_multiple_of(BLOCK) as u64);
         positions.sum::<u64>() * position as u64
+    }
+
+    /// Returns the host memory, in bytes, of `tokens` tokens in whole blocks, at every layer.
+    pub fn block_bytes(config: &Config, tokens: usize) -> u64 {
+        let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
+        (config.num_hidden_layers * position * tokens.next_multiple_of(BLOCK)) as u64
+    }
+
+    /// Records the blocks that are filled from now on. Does nothing on a GPU.
+    pub fn record_filled(&mut self) {
+        self.layers.iter_mut().filter_map(KvSequence::blocks_mut).for_each(KvBlocks::record_filled);
+    }
+
+    /// Returns the blocks that were filled since the last call, in order.
+    pub fn take_filled(&mut self) -> Vec<CacheBlock> {
+        let mut blocks: Vec<CacheBlock> = vec![];
+        for layer in self.layers.iter_mut().filter_map(KvSequence::blocks_mut) {
+            for (index, block) in layer.take_filled().into_iter().enumerate() {
+                match blocks.get_mut(index) {
+                    Some(layers) => layers.push(block),
+                    None => blocks.push(vec![block]),
+                }
+            }
+        }
+        blocks
+    }
+
+    /// Appends a whole block. The cache must be on the host and end at a block's end.
+    pub fn append_block(&mut self, block: &CacheBlock) {
+        let layers = self.layers.iter_mut().filter_map(KvSequence::blocks_mut);
+        layers.zip(block).for_each(|(layer, block)| layer.append_block(block.clone()));
     }
 
     /// Extends a GPU cache to `tokens` positions with uninitialised keys and values, for timings.

@@ -109,7 +109,7 @@ pub fn open_gpu(_: usize) -> Result<Gpu> {
 }
 
 fn refuse<T>() -> Result<T> {
-    bail!("this build is for CPUs; for a GPU build with --features cuda, or put the tensors on Device::Cpu")
+    bail!("this build is for CPUs; build with --features cuda, or put the tensors on Device::Cpu")
 }
 
 refused! { pub,

@@ -50,7 +50,8 @@ impl KvSequence {
         }
     }
 
-    pub(super) fn blocks_mut(&mut self) -> Option<&mut KvBlocks> {
+    /// Returns the blocks; `None` if the sequence is on a GPU.
+    pub fn blocks_mut(&mut self) -> Option<&mut KvBlocks> {
         match self {
             KvSequence::Host(blocks) => Some(blocks),
             KvSequence::Device(_) => None,
@@ -73,12 +74,15 @@ pub struct KvBlocks {
     head_dim: usize,
     len: usize,
     blocks: Vec<Arc<KvBlock>>,
+    /// Blocks filled since the last [`Self::take_filled`], forgotten ones included; `None` if they are not
+    /// recorded.
+    filled: Option<Vec<Arc<KvBlock>>>,
 }
 
 impl KvBlocks {
     /// Returns an empty sequence with `heads` key-value heads of size `head_dim`.
     pub fn new(heads: usize, head_dim: usize) -> Self {
-        Self { heads, head_dim, len: 0, blocks: Vec::new() }
+        Self { heads, head_dim, len: 0, blocks: Vec::new(), filled: None }
     }
 
     /// Returns the number of cached positions.
@@ -116,6 +120,9 @@ impl KvBlocks {
             }
             self.len += rows.len() / row;
             rest = others;
+            if let (Some(filled), 0) = (&mut self.filled, self.len % BLOCK) {
+                filled.push(self.blocks[last].clone());
+            }
         }
     }
 
@@ -128,7 +135,24 @@ impl KvBlocks {
             let d = self.head_dim;
             block.values.chunks_exact_mut(BLOCK * d).for_each(|values| values[cut * d..].fill(0.0));
         }
-        Self { len, blocks, ..*self }
+        Self { heads: self.heads, head_dim: self.head_dim, len, blocks, filled: None }
+    }
+
+    /// Records the blocks that are filled from now on.
+    pub fn record_filled(&mut self) {
+        self.filled = Some(Vec::new());
+    }
+
+    /// Returns the blocks that were filled since the last call.
+    pub fn take_filled(&mut self) -> Vec<Arc<KvBlock>> {
+        self.filled.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Appends a whole block. The sequence must end at a block's end.
+    pub fn append_block(&mut self, block: Arc<KvBlock>) {
+        debug_assert!(self.len.is_multiple_of(BLOCK), "a block within another");
+        self.blocks.push(block);
+        self.len += BLOCK;
     }
 
     /// Frees blocks whose keys are outside the `window` of every query at or after `position`.

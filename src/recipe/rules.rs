@@ -277,7 +277,7 @@ impl Rules<'_> {
             self.refuse(
                 &["interpreter.wall_clock_s", "interpreter.time_limit_s"],
                 format!(
-                    "{} must be above interpreter.time_limit_s, {}: a worker is killed only if its own time limit fails; raise interpreter.wall_clock_s",
+                    "{} must be above interpreter.time_limit_s, {}: it is the second limit, which kills the worker if the first limit fails; raise interpreter.wall_clock_s",
                     interpreter.wall_clock_s, interpreter.time_limit_s
                 ),
             );

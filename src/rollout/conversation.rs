@@ -19,7 +19,7 @@
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
-use crate::engine::{Continuation, EngineRequest, SampleRequest};
+use crate::engine::{Completion, Continuation, EngineRequest, SampleRequest};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
 use crate::ops::logits::SampledToken;
@@ -56,7 +56,9 @@ pub(super) struct Conversation<'a> {
     mask: Vec<bool>,
     log_probs: Vec<f32>,
     /// Routed experts of the tokens that the model has read so far. Empty if they are not kept.
-    routes: Vec<Vec<u16>>,
+    routed_experts: Vec<Vec<u16>>,
+    /// Version of the weights that sampled the last turn.
+    policy_version: Option<u64>,
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
@@ -118,7 +120,8 @@ impl<'a> Conversation<'a> {
             prompt_tokens,
             mask: vec![false; prompt_tokens],
             log_probs: vec![0.0; prompt_tokens],
-            routes: Vec::new(),
+            routed_experts: Vec::new(),
+            policy_version: None,
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
@@ -137,10 +140,19 @@ impl<'a> Conversation<'a> {
         self.session.0 as usize
     }
 
+    /// Returns the place of the turn that is being sampled.
+    pub(super) fn position(&self) -> TurnPosition {
+        TurnPosition { prompt: self.prompt, sample: self.sample, turn: self.turns.len() as u64 }
+    }
+
+    /// Returns the messages of the turns so far, without the prompt.
+    pub(super) fn messages(&self) -> &[Message] {
+        &self.messages
+    }
+
     /// Returns the engine's input for the next turn.
     pub(super) fn continuation(&mut self, forced: &ForcedTokens) -> Continuation {
-        let position =
-            TurnPosition { prompt: self.prompt, sample: self.sample, turn: self.turns.len() as u64 };
+        let position = self.position();
         Continuation {
             tokens: std::mem::take(&mut self.inserted),
             sample: turn_sample(self.rollout, self.session.0, position, forced),
@@ -148,9 +160,10 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Stores the routed experts of the tokens that the model read in this turn. Returns the next action.
-    pub(super) fn end_request(&mut self, routed_experts: Vec<Vec<u16>>) -> NextAction {
-        self.routes.extend(routed_experts);
+    /// Stores the engine's result for this turn. Returns the next action. The tokens were taken one by one.
+    pub(super) fn end_request(&mut self, completion: Completion) -> NextAction {
+        self.routed_experts.extend(completion.routed_experts);
+        self.policy_version = Some(completion.policy_version);
         self.next
     }
 
@@ -367,13 +380,14 @@ impl<'a> Conversation<'a> {
         };
         if self.rollout.plan.settings.keep_routes {
             // The model has not read the last token, so this token has no routed experts.
-            self.routes.resize(self.tokens.len(), Vec::new());
+            self.routed_experts.resize(self.tokens.len(), Vec::new());
         }
         let mut messages = self.rollout.system_prompt.to_vec();
         messages.extend_from_slice(&self.problem.messages);
         messages.append(&mut self.messages);
         let trajectory = Trajectory {
             step: self.rollout.plan.step,
+            policy_version: self.policy_version,
             prompt: self.prompt,
             sample: self.sample,
             problem_id: self.problem.id.clone(),
@@ -381,7 +395,7 @@ impl<'a> Conversation<'a> {
             prompt_tokens: self.prompt_tokens,
             mask: self.mask,
             log_probs: self.log_probs,
-            routed_experts: self.routes,
+            routed_experts: self.routed_experts,
             turns: self.turns,
             outcome,
             reward: reward.value,

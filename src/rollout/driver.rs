@@ -3,7 +3,7 @@
 
 use super::conversation::{Conversation, NextAction};
 use super::prompt::RenderedPrompt;
-use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts};
+use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
@@ -18,10 +18,15 @@ use std::thread::Scope;
 /// Called with each trajectory as it ends, in any order and from any thread.
 pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
 
-/// Callbacks of a rollout's caller: progress, results, an early stop, and tokens to force.
+/// Called with each token before it is appended: its turn, its id, and the messages of the turns before,
+/// without the prompt. The tokens of a trajectory come in order.
+pub type TokenObserver<'a> = dyn Fn(TurnPosition, u32, &[Message]) + Sync + 'a;
+
+/// Callbacks of a rollout's caller: progress, tokens, results, an early stop, and tokens to force.
 #[derive(Clone, Copy)]
 pub(super) struct Hooks<'a> {
     pub progress: &'a (dyn Fn(RolloutProgress) + Sync),
+    pub sampled: &'a TokenObserver<'a>,
     pub finished: &'a Observer<'a>,
     pub stop: &'a (dyn Fn() -> bool + Sync),
     pub forced: &'a ForcedTokens<'a>,
@@ -290,13 +295,14 @@ impl Client for ScopedDriver<'_, '_, '_> {
         let trajectory = sample as usize;
         let mut slot = self.driver.conversation(trajectory);
         let conversation = slot.get_or_insert_with(|| self.driver.begin(trajectory));
+        (self.driver.hooks.sampled)(conversation.position(), token.id, conversation.messages());
         conversation.push_token(SampledToken { token: token.id, log_prob: token.log_prob })
     }
 
     fn finished(&self, sample: u64, completion: Completion) {
         let conversation = self.driver.conversation(sample as usize).take();
         if let Some(mut conversation) = conversation {
-            let next = conversation.end_request(completion.routed_experts);
+            let next = conversation.end_request(completion);
             self.driver.dispatch(self.scope, conversation, next);
         }
     }

@@ -83,6 +83,7 @@ mod tests {
             step: 0,
             prompt: 0,
             sample: 0,
+            policy_version: None,
             problem_id: String::new(),
             tokens: vec![0; n],
             prompt_tokens: 3,

@@ -14,7 +14,7 @@ mod settings;
 pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
-pub use driver::Observer;
+pub use driver::{Observer, TokenObserver};
 pub use metrics::metrics;
 pub use prompt::{Prompt, PromptLimits, system_prompt};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
@@ -234,7 +234,25 @@ impl Rollout<'_> {
         finished: &Observer<'_>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(prompts, samples, Hooks { progress, finished, stop, forced: &|_| vec![] })
+        self.run(
+            prompts,
+            samples,
+            Hooks { progress, sampled: &|_, _, _| (), finished, stop, forced: &|_| vec![] },
+        )
+    }
+
+    /// Samples one conversation of each prompt, and passes each token to `sampled` as it is drawn.
+    ///
+    /// # Errors
+    /// Those of [`Self::sample_groups`].
+    pub fn sample_with_tokens(
+        &self,
+        prompts: &[Prompt],
+        sampled: &TokenObserver<'_>,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Rollouts>> {
+        let forced = &|_| vec![];
+        self.run(prompts, 1, Hooks { progress: &|_| (), sampled, finished: &|_, _| (), stop, forced })
     }
 
     /// Performs [`Self::sample_groups`] with the first tokens of each turn given by `forced`.
@@ -250,7 +268,11 @@ impl Rollout<'_> {
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(prompts, samples, Hooks { progress, finished: &|_, _| (), stop, forced })
+        self.run(
+            prompts,
+            samples,
+            Hooks { progress, sampled: &|_, _, _| (), finished: &|_, _| (), stop, forced },
+        )
     }
 
     fn run(&self, prompts: &[Prompt], samples: usize, hooks: Hooks) -> Result<Option<Rollouts>> {

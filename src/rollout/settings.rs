@@ -32,6 +32,9 @@ table! {
         pub response_tokens_max: usize = 72 => from(1.0).to(16777216.0),
         /// Maximum number of sequences that one engine decodes together.
         pub sequences_max: usize = 64 => from(1.0).to(65536.0),
+        /// Number of tokens whose keys and values `serve` and `chat` keep in host memory. A later prompt that
+        /// begins with the same tokens does not read them again. 0 keeps none. Does not change results.
+        pub prefix_tokens_max: usize = 16384 => from(0.0).to(16777216.0),
         /// Maximum number of tool calls that run at the same time.
         pub tool_calls_concurrent_max: usize = 64 => from(1.0).to(65536.0),
         /// Whether the routed experts of each token are stored in the trajectory.

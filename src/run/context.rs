@@ -50,6 +50,8 @@ pub struct RunContext {
     pub memory: String,
     /// Capacity of the GPU's KV cache.
     pub cache_capacity: CacheCapacity,
+    /// Tokens whose keys and values are kept for later requests.
+    pub prefix_tokens_max: usize,
     /// Whether the backward pass recomputes layers.
     pub recompute_layers: bool,
     /// How each process holds the weights while it samples.
@@ -230,6 +232,7 @@ impl RunContext {
             sequences_max: settings.sequences_max,
             cuda_graphs: settings.cuda_graphs,
             cache_capacity: self.cache_capacity,
+            prefix_tokens_max: self.prefix_tokens_max,
         };
         Engine::new(&self.threads, policy, version, limits)
     }

@@ -10,7 +10,7 @@ use crate::recipe::Recipe;
 use crate::rollout::RolloutSettings;
 use crate::settings::Choice;
 use serde_json::{Value, json};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Returns the contents of `model.json`: the model's name, family, device and size.
 pub fn model_facts(context: &RunContext) -> Value {
@@ -46,6 +46,9 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
             let whole = |steps: u64| format_number(steps as f64);
             let cold =
                 if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
+            if train == 0 && cold > 0 {
+                return ("steps", format!("{} of SFT", whole(cold)));
+            }
             let noun = if *samples_per_prompt == 1 { "sample" } else { "samples" };
             ("steps", format!("{cold}{} of reinforcement learning, {samples} {noun} each", whole(train)))
         }
@@ -75,6 +78,9 @@ fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)
     let held_out = task.validation_file.iter().chain(&task.validation_files);
     let files: Vec<_> = match command {
         ModelCommand::Eval => held_out.collect(),
+        ModelCommand::Train if sft_file(recipe, command).is_some() => {
+            sft_file(recipe, command).into_iter().chain(&recipe.cold_start.validation_file).collect()
+        }
         ModelCommand::Train => task.train_file.iter().chain(held_out).collect(),
         ModelCommand::Chat | ModelCommand::Serve | ModelCommand::CheckMismatch(SecondWeights::Changed) => {
             vec![]
@@ -85,6 +91,13 @@ fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)
     };
     let files: Vec<String> = files.into_iter().map(|file| file.display().to_string()).collect();
     (!files.is_empty()).then(|| ("data", files.join(", ")))
+}
+
+/// Returns the file of the rows if the run is SFT on a file alone. Such a run does not use the task.
+fn sft_file(recipe: &Recipe, command: ModelCommand) -> Option<&PathBuf> {
+    let is_sft_alone =
+        command == ModelCommand::Train && recipe.train.steps == 0 && recipe.cold_start.steps > 0;
+    recipe.cold_start.train_file.as_ref().filter(|_| is_sft_alone)
 }
 
 /// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the sandbox
@@ -118,7 +131,7 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{trainable}"));
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
-    let task = Some(task).filter(|_| !is_of_file);
+    let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
     let rest = [
         work_line(context, command),
         ("device", context.device_name.clone()),

@@ -3,9 +3,9 @@
 use super::ServeSettings;
 use super::api_error::ApiError;
 use super::hub::{Event, Ticket};
+use super::messages::call_json;
 use super::metrics::Metrics;
-use super::turn::{Texts, TurnReader};
-use crate::chat::Chat;
+use crate::chat::{Chat, Texts, TurnReader};
 use crate::engine::{FinishReason, NewToken, TokenScores};
 use crate::http::{Peer, Stream};
 use serde_json::{Map, Value, json};
@@ -241,7 +241,7 @@ impl<'r> Answer<'r> {
         let mut value = json!({"index": index, "finish_reason": choice.finish});
         match self.report.kind {
             AnswerKind::Chat => {
-                let calls = choice.reader.calls(&format!("{id}{index}"));
+                let calls = calls_json(&choice.reader, &format!("{id}{index}"));
                 let text = if content.is_empty() && !calls.is_empty() { Value::Null } else { content.into() };
                 let mut message = json!({"role": "assistant", "content": text});
                 if !reasoning.is_empty() {
@@ -317,7 +317,8 @@ impl<'r> Answer<'r> {
                 if !reasoning.is_empty() {
                     delta.insert("reasoning_content".into(), reasoning.into());
                 }
-                let calls = if is_over { choice.reader.calls(&format!("{id}{index}")) } else { vec![] };
+                let calls =
+                    if is_over { calls_json(&choice.reader, &format!("{id}{index}")) } else { vec![] };
                 if !calls.is_empty() {
                     let numbered = calls.into_iter().enumerate().map(|(number, mut call)| {
                         call["index"] = number.into();
@@ -412,6 +413,12 @@ impl<'r> Answer<'r> {
         let offsets: Vec<usize> = offsets.collect();
         json!({"tokens": texts, "token_logprobs": log_probs, "top_logprobs": tops, "text_offset": offsets})
     }
+}
+
+/// Returns the calls at the end of an answer in OpenAI's form; `id` names the answer.
+fn calls_json(reader: &TurnReader, id: &str) -> Vec<Value> {
+    let calls = reader.calls().into_iter().enumerate();
+    calls.map(|(number, call)| call_json(&call, format!("call_{id}_{number}"))).collect()
 }
 
 fn ids(tokens: &[NewToken]) -> Value {

@@ -1,5 +1,6 @@
 //! Counters in Prometheus' text format.
 
+use crate::engine::PrefillCounts;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -37,7 +38,7 @@ impl Metrics {
     }
 
     /// Returns all counters as text.
-    pub fn text(&self, open_samples: usize) -> String {
+    pub fn text(&self, open_samples: usize, prefill: PrefillCounts) -> String {
         let mut out =
             "# HELP rloss_responses_total Responses by status.\n# TYPE rloss_responses_total counter\n"
                 .to_owned();
@@ -45,24 +46,29 @@ impl Metrics {
             // Writing to a string cannot fail.
             let _ = writeln!(out, "rloss_responses_total{{code=\"{code}\"}} {count}");
         }
+        let load = |value: &AtomicU64| value.load(Ordering::Relaxed);
         let counters = [
-            ("unknown_fields_total", "Fields of requests that were ignored.", &self.unknown_fields),
-            ("prompt_tokens_total", "Tokens of prompts.", &self.prompt_tokens),
-            ("sampled_tokens_total", "Tokens sampled.", &self.sampled_tokens),
-            ("clients_left_total", "Answers whose client closed the connection.", &self.left),
+            ("unknown_fields_total", "Fields of requests that were ignored.", load(&self.unknown_fields)),
+            ("prompt_tokens_total", "Tokens of prompts.", load(&self.prompt_tokens)),
+            ("prefilled_tokens_total", "Prompt tokens that passed through the model.", prefill.read),
+            ("reused_tokens_total", "Prompt tokens that an earlier request had read.", prefill.reused),
+            ("sampled_tokens_total", "Tokens sampled.", load(&self.sampled_tokens)),
+            ("clients_left_total", "Answers whose client closed the connection.", load(&self.left)),
         ];
         for (name, help, value) in counters {
-            let value = value.load(Ordering::Relaxed);
             let _ = writeln!(
                 out,
                 "# HELP rloss_{name} {help}\n# TYPE rloss_{name} counter\nrloss_{name} {value}"
             );
         }
-        let help = "Samples that wait or are under way.";
-        let _ = writeln!(
-            out,
-            "# HELP rloss_open_samples {help}\n# TYPE rloss_open_samples gauge\nrloss_open_samples {open_samples}"
-        );
+        let gauges = [
+            ("open_samples", "Samples that wait or are under way.", open_samples),
+            ("kept_tokens", "Tokens whose keys and values are kept for later requests.", prefill.kept),
+        ];
+        for (name, help, value) in gauges {
+            let _ =
+                writeln!(out, "# HELP rloss_{name} {help}\n# TYPE rloss_{name} gauge\nrloss_{name} {value}");
+        }
         out
     }
 }

@@ -10,7 +10,6 @@ mod hub;
 mod messages;
 mod metrics;
 mod request;
-mod turn;
 
 use crate::chat::Chat;
 use crate::engine::Engine;
@@ -128,7 +127,7 @@ impl Server<'_> {
         match (path, model) {
             ("/health", _) => Ok(Response::text("200 OK", "")),
             ("/metrics", _) => {
-                let text = self.metrics.text(self.hub.open_samples());
+                let text = self.metrics.text(self.hub.open_samples(), self.settings.engine.prefill_counts());
                 Ok(Response::whole("200 OK", "text/plain; version=0.0.4", text.into()))
             }
             ("/v1/models", _) => Ok(ok(json!({"object": "list", "data": [self.model()]}))),

@@ -6,7 +6,7 @@ use super::api_error::ApiError;
 use super::fields::Fields;
 use super::hub::Requests;
 use super::messages::read_messages;
-use super::turn::TurnReader;
+use crate::chat::TurnReader;
 use crate::engine::EngineRequest;
 use crate::ops::logits::SamplingParameters;
 use serde_json::Value;

@@ -46,7 +46,8 @@ const MISTAKES_MAX: usize = 100;
 pub(crate) struct Reader<'a> {
     pub locations: &'a mut KeyLocations,
     pub mistakes: &'a mut Mistakes,
-    /// Keys whose value is unreliable: a key with a mistake, or the likely meaning of an unknown key.
+    /// Keys whose value is unreliable: a key with a mistake, or the known key that an unknown key
+    /// probably means.
     pub unreliable_keys: &'a mut Vec<String>,
     /// The path of every key.
     pub known: &'a [String],

@@ -120,8 +120,8 @@ pub trait Task: Send + Sync {
         Ok(None)
     }
 
-    /// Returns the tools of every problem, other than the Python tool, as functions in OpenAI's format. The
-    /// prompt declares them.
+    /// Returns the tools that all problems share, without the Python tool, as functions in OpenAI's format.
+    /// The prompt declares them. Tools of single problems are not among them.
     fn tools(&self) -> &[serde_json::Value] {
         &[]
     }

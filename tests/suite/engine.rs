@@ -37,10 +37,20 @@ impl Client for Collector<'_> {
 
 /// An engine for a tiny model, with up to `sequences_max` sequences a worker.
 fn engine(threads: usize, sequences_max: usize) -> Engine<'static> {
+    engine_with_prefixes(threads, sequences_max, 0)
+}
+
+/// The same engine, which keeps up to `prefix_tokens_max` tokens for requests that begin alike.
+fn engine_with_prefixes(threads: usize, sequences_max: usize, prefix_tokens_max: usize) -> Engine<'static> {
     let (model, parameters) = tiny::model(tiny::config(false), 11);
     // A test's model may live as long as the test program.
     let policy = PolicyView::without_ablations(Box::leak(Box::new(model)), &parameters).unwrap();
-    let limits = EngineLimits { sequences_max, cuda_graphs: false, cache_capacity: CacheCapacity::default() };
+    let limits = EngineLimits {
+        sequences_max,
+        cuda_graphs: false,
+        cache_capacity: CacheCapacity::default(),
+        prefix_tokens_max,
+    };
     Engine::new(Box::leak(Box::new(Threads::new(threads).unwrap())), policy, 7, limits).unwrap()
 }
 
@@ -187,6 +197,61 @@ fn a_client_ends_a_sample_and_cancels_others() {
     assert_eq!((done[&3].finish_reason, done[&3].tokens.len()), (FinishReason::Cancelled, 0));
 }
 
+/// Cancels a request before the second forward, which reads the second part of its prompt.
+struct CancelsPrompt<'a> {
+    engine: &'a Engine<'a>,
+    forwards: Mutex<u64>,
+    done: Mutex<Option<Completion>>,
+}
+
+impl Client for CancelsPrompt<'_> {
+    fn token(&self, _: u64, _: &NewToken) -> bool {
+        panic!("no token is drawn for a cancelled prompt");
+    }
+
+    fn finished(&self, _: u64, completion: Completion) {
+        *self.done.lock().unwrap() = Some(completion);
+    }
+
+    fn goes_on(&self, _: u64) -> bool {
+        let mut forwards = self.forwards.lock().unwrap();
+        *forwards += 1;
+        if *forwards == 2 {
+            [1, 2].into_iter().for_each(|id| self.engine.cancel(id));
+        }
+        self.done.lock().unwrap().is_none()
+    }
+}
+
+/// Regression test: the prompts of clients that had left were read to their end.
+#[test]
+fn a_cancelled_prompt_is_not_read_on() {
+    let mut config = tiny::config(false);
+    config.max_position_embeddings = 4000;
+    let (model, parameters) = tiny::model(config, 11);
+    let policy = PolicyView::without_ablations(Box::leak(Box::new(model)), &parameters).unwrap();
+    let limits = EngineLimits {
+        sequences_max: 8,
+        cuda_graphs: false,
+        cache_capacity: CacheCapacity::default(),
+        prefix_tokens_max: 0,
+    };
+    let threads = Threads::new(1).unwrap();
+    let engine = Engine::new(&threads, policy, 7, limits).unwrap();
+    // A forward reads up to 1024 tokens.
+    let long = EngineRequest {
+        tokens: (0..3000).map(|i| 16 + i % 200).collect(),
+        samples: vec![sample(1, vec![]), sample(2, vec![])],
+        prompt_log_probs: None,
+        ..request(1)
+    };
+    engine.submit(long).unwrap();
+    let client = CancelsPrompt { engine: &engine, forwards: Mutex::default(), done: Mutex::default() };
+    engine.run(&client).unwrap();
+    assert_eq!(client.done.lock().unwrap().as_ref().unwrap().finish_reason, FinishReason::Cancelled);
+    assert_eq!(engine.prefill_counts().read, 1024);
+}
+
 #[test]
 fn requests_that_cannot_be_answered_are_refused() {
     let engine = engine(1, 2);
@@ -198,4 +263,135 @@ fn requests_that_cannot_be_answered_are_refused() {
     ] {
         assert!(engine.submit(wrong).is_err());
     }
+}
+
+/// Requests whose prompts share 70 tokens, more than the window, and end with tokens of their own.
+fn alike(number: u64) -> EngineRequest {
+    let own = 1 + (number as u32 * 11) % 40;
+    EngineRequest {
+        tokens: (0..70)
+            .map(|i| 16 + i * 29 % 200)
+            .chain((0..own).map(|i| 16 + (i + number as u32) % 200))
+            .collect(),
+        new_tokens_max: 40,
+        stop_tokens: vec![],
+        ..request(number)
+    }
+}
+
+#[test]
+fn a_prefix_that_another_request_has_read_gives_the_same_bits() {
+    let plain: Vec<_> = (0..16).map(|n| run(&engine(1, 64), vec![alike(n)], &|_, _| true)).collect();
+    let plain: BTreeMap<u64, Completion> = plain.into_iter().flatten().collect();
+    for (threads, sequences_max, kept) in [(1, 64, 4096), (1, 3, 96), (1, 64, 32), (2, 64, 4096), (3, 5, 512)]
+    {
+        let engine = engine_with_prefixes(threads, sequences_max, kept);
+        let what = format!("{threads} threads, {sequences_max} sequences, {kept} tokens kept");
+        // At once, and again one after the other, when earlier requests have left their blocks.
+        let mut together = run(&engine, (0..16).map(alike).collect(), &|_, _| true);
+        assert!(together == plain, "{what}");
+        let first = engine.prefill_counts();
+        assert!(first.kept <= kept, "{what}: {first:?}");
+        (0..16).for_each(|n| together.extend(run(&engine, vec![alike(n)], &|_, _| true)));
+        assert!(together == plain, "{what}, again");
+        let prompts: usize = (0..16).map(|n| alike(n).tokens.len()).sum();
+        let second = engine.prefill_counts();
+        assert_eq!(second.read + second.reused, 2 * prompts as u64, "{what}");
+        if kept == 4096 && threads == 1 {
+            // Requests for scores of the prompt or for routed experts read all of it; the others read the two
+            // whole blocks of 32 tokens that they share once.
+            let needs_rows = |n: &u64| n.is_multiple_of(4) || n.is_multiple_of(5);
+            let others = (0..16).filter(|n| !needs_rows(n)).count() as u64;
+            assert_eq!(first.reused, 64 * others);
+            assert!(second.reused >= 2 * first.reused, "{second:?}");
+        }
+    }
+}
+
+#[test]
+fn a_chats_next_turn_reads_only_what_is_new() {
+    let engine = engine_with_prefixes(1, 8, 4096);
+    let turn = |tokens: Vec<u32>| EngineRequest {
+        tokens,
+        samples: vec![sample(1, vec![])],
+        new_tokens_max: 20,
+        stop_tokens: vec![],
+        prompt_log_probs: None,
+        keep_routed_experts: false,
+        ..request(1)
+    };
+    let mut tokens: Vec<u32> = (0..40).map(|i| 16 + i * 7 % 200).collect();
+    let (mut before, mut reused) = (0usize, 0);
+    for _ in 0..4 {
+        let request = turn(tokens.clone());
+        let answer = run(&engine, vec![request.clone()], &|_, _| true);
+        assert!(answer == run(&self::engine(1, 8), vec![request], &|_, _| true));
+        // The turns before have left all their whole blocks. Their last token was never read.
+        reused += before.saturating_sub(1) / 32 * 32;
+        assert_eq!(engine.prefill_counts().reused, reused as u64);
+        tokens.extend(answer[&1].tokens.iter().map(|token| token.id));
+        before = tokens.len();
+        tokens.extend([17, 18, 19]);
+    }
+}
+
+/// Counts the forwards of one worker, and submits a request before one of them.
+struct LateRequest<'a> {
+    engine: &'a Engine<'a>,
+    /// The forward before which it is submitted.
+    at: u64,
+    request: EngineRequest,
+    forwards: Mutex<(u64, Option<u64>)>,
+    done: Mutex<usize>,
+}
+
+impl Client for LateRequest<'_> {
+    fn token(&self, sample: u64, _: &NewToken) -> bool {
+        let mut forwards = self.forwards.lock().unwrap();
+        if sample == self.request.samples[0].id {
+            let now = forwards.0;
+            forwards.1.get_or_insert(now);
+        }
+        true
+    }
+
+    fn finished(&self, _: u64, _: Completion) {
+        *self.done.lock().unwrap() += 1;
+    }
+
+    fn goes_on(&self, _: u64) -> bool {
+        let now = {
+            let mut forwards = self.forwards.lock().unwrap();
+            forwards.0 += 1;
+            forwards.0
+        };
+        if now == self.at {
+            self.engine.submit(self.request.clone()).unwrap();
+        }
+        *self.done.lock().unwrap() < 33
+    }
+}
+
+#[test]
+fn a_late_requests_first_token_comes_with_the_forward_that_reads_its_prompt() {
+    let engine = engine(1, 64);
+    let decode = |id| EngineRequest {
+        stop_tokens: vec![],
+        new_tokens_max: 60,
+        samples: vec![sample(id, vec![])],
+        ..request(1)
+    };
+    (0..32).for_each(|id| engine.submit(decode(id)).unwrap());
+    let late =
+        EngineRequest { tokens: (0..140).map(|i| 16 + i % 200).collect(), new_tokens_max: 4, ..decode(99) };
+    let client = LateRequest {
+        engine: &engine,
+        at: 20,
+        request: late,
+        forwards: Mutex::default(),
+        done: Mutex::default(),
+    };
+    engine.run(&client).unwrap();
+    // It is submitted while forward 20 is chosen, and so is read by that one together with 32 decode steps.
+    assert_eq!(client.forwards.lock().unwrap().1, Some(20));
 }

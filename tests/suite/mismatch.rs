@@ -56,8 +56,12 @@ impl World {
         let prompts: Vec<Prompt> =
             (0..6).map(|index| Prompt { index, problem: task.training_problem(1, index) }).collect();
         let policy = PolicyView::for_rollout(&self.model, &self.parameters, arms, recipe.train.seed).unwrap();
-        let limits =
-            EngineLimits { sequences_max: 64, cuda_graphs: false, cache_capacity: CacheCapacity::default() };
+        let limits = EngineLimits {
+            sequences_max: 64,
+            cuda_graphs: false,
+            cache_capacity: CacheCapacity::default(),
+            prefix_tokens_max: 0,
+        };
         let rollout = Rollout {
             engine: &Engine::new(&self.threads, policy, 0, limits).unwrap(),
             chat: &ChatFormat::Harmony.from_embedded().unwrap(),

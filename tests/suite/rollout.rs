@@ -63,6 +63,7 @@ impl World {
             sequences_max: self.plan.settings.sequences_max,
             cuda_graphs: false,
             cache_capacity: CacheCapacity::default(),
+            prefix_tokens_max: 0,
         };
         let threads = self.threads;
         let engine = Engine::new(threads, self.policy.clone(), 3, limits).unwrap();

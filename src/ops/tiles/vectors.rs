@@ -26,8 +26,10 @@ pub trait SimdWords {
     unsafe fn store_columns(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
     /// Loads one vector from at most `left` values that are contiguous in memory.
     unsafe fn load_contiguous(from: *const f32, left: usize) -> Self::Vector;
-    /// Loads one word from each of the first `lines` lines. A line is a row of A or a column of B. Each line
-    /// has `left` more values, `stride` apart.
+    /// Loads the next word of each of the first `lines` lines. A line is a row of A or a column of B. `from`
+    /// is the next value of the first line; the next values of the other lines follow it contiguously. Within
+    /// a line, values are `stride` apart, and `left` of them remain, including the next one. If a bf16 pair
+    /// has no second value, 0 takes its place.
     unsafe fn load_strided(from: *const f32, stride: usize, left: usize, lines: usize) -> Self::Vector;
     /// Transposes the first [`Self::LANES`] vectors: swaps word `i` of vector `j` with word `j` of vector
     /// `i`.

@@ -26,7 +26,8 @@ pub struct LossEntry {
     /// Whether the loss has an importance ratio to the old log-probs. If these are the log-probs of the
     /// rollout, importance weights of the rollout correction would correct the mismatch a second time.
     pub has_ratio: bool,
-    /// Whether the clip bounds a weight instead of a ratio. The bounds of a weight may reach 1 and more.
+    /// Whether the loss clips a weight of the gradient instead of the ratio. Only then may `policy.clip_low`
+    /// and `policy.clip_high` be 1 or more.
     pub clips_weight: bool,
     pub token_weights: TokenWeights,
 }

@@ -551,6 +551,24 @@ impl MemoryPlanInput<'_> {
         (rollout.sequences_max * self.engines()).min(sequences)
     }
 
+    /// Returns the number of tokens whose keys and values the command keeps for later requests.
+    pub fn prefix_tokens_max(&self) -> usize {
+        match self.command {
+            ModelCommand::Chat | ModelCommand::Serve if self.gpu_sequences.is_none() => {
+                self.recipe.rollout.prefix_tokens_max
+            }
+            _ => 0,
+        }
+    }
+
+    /// Returns the bytes of kept prefixes, and of the blocks that a forward pass fills before they are kept.
+    fn prefix_bytes(&self) -> u64 {
+        match self.prefix_tokens_max() {
+            0 => 0,
+            kept => SequenceCache::block_bytes(self.config, kept + self.engines() * FORWARD_TOKENS_MAX),
+        }
+    }
+
     /// Returns the memory of sampling: KV caches at full length, one forward pass, and its logits.
     fn sampling_items(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
@@ -580,6 +598,7 @@ impl MemoryPlanInput<'_> {
                 name: "keys and values",
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
             },
+            MemoryItem { name: "kept prefixes", bytes: self.prefix_bytes() },
             MemoryItem {
                 name: "one forward pass and its logits",
                 bytes: engines as u64 * forward + row_copies,

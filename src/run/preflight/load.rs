@@ -17,6 +17,7 @@ impl Preflight {
         let memory_plan_input = self.memory_plan_input();
         let (cache_capacity, memory) =
             (memory_plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), memory_plan_input.to_text());
+        let prefix_tokens_max = memory_plan_input.prefix_tokens_max();
         let recompute_layers = memory_plan_input.recomputes_layers();
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
@@ -50,6 +51,7 @@ impl Preflight {
             parameters,
             device_name: self.compute_device.name,
             cache_capacity,
+            prefix_tokens_max,
             memory,
             recompute_layers,
             rollout_weights: self.rollout_weights,

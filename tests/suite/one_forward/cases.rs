@@ -312,6 +312,7 @@ impl Case {
             sequences_max: self.sequences_max,
             cuda_graphs: true,
             cache_capacity: CacheCapacity::default(),
+            prefix_tokens_max: 0,
         };
         let rollout = Rollout {
             engine: &Engine::new(threads, policy.clone(), step, limits)?,

@@ -233,7 +233,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[interpreter]\ntime_limit_s = 5",
-            "r.toml:1: interpreter.wall_clock_s: 3 must be above interpreter.time_limit_s, 5: a worker is killed only if its own time limit fails; raise interpreter.wall_clock_s",
+            "r.toml:1: interpreter.wall_clock_s: 3 must be above interpreter.time_limit_s, 5: it is the second limit, which kills the worker if the first limit fails; raise interpreter.wall_clock_s",
         ),
         (
             "[train]\nfreeze = [\"\"]",

@@ -1,24 +1,22 @@
-//! The text of an answer that is being sampled, and the part of it that is final and may be sent.
+//! The text of an answer that is being sampled, and the part of the text that is final and may be shown.
 
-use super::messages::call_json;
-use crate::chat::{Call, Chat, ChatTurnParser};
-use crate::harmony::{TurnEnd, TurnStep};
+use super::{Call, Chat, ChatTurnParser};
+use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::vocabulary::Vocabulary;
-use serde_json::Value;
 
 /// Tags of ChatML's calls and thoughts: text before one may still become part of it.
 const TAGS: [&str; 4] = ["<tool_call>", "</tool_call>", "<think>", "</think>"];
 
 /// The texts of an answer so far.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub(super) struct Texts {
+pub struct Texts {
     pub content: String,
     /// Thoughts: Harmony's channel `analysis`, Qwen3's thought.
     pub reasoning: String,
 }
 
 /// Reads the tokens of one sample.
-pub(super) struct TurnReader<'a> {
+pub struct TurnReader<'a> {
     /// The parser of a chat's turn; `None` for plain text.
     parser: Option<ChatTurnParser>,
     chat: &'a Chat,
@@ -31,10 +29,12 @@ pub(super) struct TurnReader<'a> {
 }
 
 impl<'a> TurnReader<'a> {
+    /// Returns a reader of a chat's turn. The first of the texts `stop` ends the answer.
     pub fn chat(chat: &'a Chat, stop: Vec<String>) -> Self {
         Self { parser: Some(chat.turn_parser()), ..Self::text(chat, stop) }
     }
 
+    /// Returns a reader of plain text.
     pub fn text(chat: &'a Chat, stop: Vec<String>) -> Self {
         Self { parser: None, chat, stop, bytes: vec![], end: None, cut: None }
     }
@@ -94,16 +94,16 @@ impl<'a> TurnReader<'a> {
         self.cut.clone().unwrap_or_else(|| self.texts(true))
     }
 
-    /// Returns the calls at the end, in OpenAI's form; `id` names the answer.
-    pub fn calls(&self, id: &str) -> Vec<Value> {
+    /// Returns the calls at the end that can be read.
+    pub fn calls(&self) -> Vec<Message> {
         let Some(parser) = self.parser.as_ref().filter(|_| self.reason() == "tool_calls") else {
             return vec![];
         };
-        let ready = parser.calls().into_iter().filter_map(|call| match call {
+        let ready = |call| match call {
             Call::Ready(message) => Some(message),
             Call::Malformed { .. } => None,
-        });
-        ready.enumerate().map(|(n, call)| call_json(&call, format!("call_{id}_{n}"))).collect()
+        };
+        parser.calls().into_iter().filter_map(ready).collect()
     }
 
     fn texts(&self, at_end: bool) -> Texts {
@@ -169,7 +169,7 @@ mod tests {
     use super::*;
     use crate::chat::ChatFormat;
 
-    fn read(chat: &Chat, text: &str, stop: &[&str]) -> (Vec<Texts>, Texts, &'static str, Vec<Value>) {
+    fn read(chat: &Chat, text: &str, stop: &[&str]) -> (Vec<Texts>, Texts, &'static str, Vec<Message>) {
         let stop = stop.iter().map(|&stop| stop.to_owned()).collect();
         let mut reader = TurnReader::chat(chat, stop);
         let mut seen = vec![];
@@ -180,7 +180,7 @@ mod tests {
                 break;
             }
         }
-        (seen, reader.last(), reader.reason(), reader.calls("7"))
+        (seen, reader.last(), reader.reason(), reader.calls())
     }
 
     /// Each text begins with the one before, so that a stream need not take anything back.
@@ -206,8 +206,8 @@ mod tests {
         let text = "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{\"city\": \"Ulm\"}<|call|>";
         let (_, last, reason, calls) = read(&chat, text.trim_start_matches("<|start|>assistant"), &[]);
         assert_eq!((last, reason), (Texts::default(), "tool_calls"));
-        assert_eq!(calls[0]["function"]["name"], "weather");
-        assert_eq!(calls[0]["function"]["arguments"], "{\"city\": \"Ulm\"}");
+        assert_eq!(calls[0].recipient.as_deref(), Some("functions.weather"));
+        assert_eq!(calls[0].content, "{\"city\": \"Ulm\"}");
     }
 
     #[test]

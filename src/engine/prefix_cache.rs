@@ -1,0 +1,163 @@
+//! Keys and values of prompts and answers, kept for later requests that begin with the same tokens.
+//!
+//! The unit is a block of [`BLOCK`] tokens at all layers. Sequences share the blocks and never change a whole
+//! block. A block has the same bits in whichever chunks its tokens were read, so a reused prefix changes no
+//! result.
+
+use crate::model::cache::{CacheBlock, SequenceCache};
+use crate::ops::kv_cache::BLOCK;
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, HashMap};
+
+/// Stands for all tokens up to the end of a block: a digest of the previous block's key and the block's
+/// tokens.
+pub(super) type BlockKey = [u8; 32];
+
+/// Appends the keys of the whole blocks of `tokens` that `keys` does not have yet.
+pub(super) fn extend_keys(keys: &mut Vec<BlockKey>, tokens: &[u32]) {
+    for block in tokens.chunks_exact(BLOCK).skip(keys.len()) {
+        let mut hasher = blake3::Hasher::new();
+        if let Some(previous) = keys.last() {
+            hasher.update(previous);
+        }
+        for token in block {
+            hasher.update(&token.to_le_bytes());
+        }
+        keys.push(*hasher.finalize().as_bytes());
+    }
+}
+
+/// Blocks by key, up to a maximum. The least recently used block is removed first; of the blocks of one
+/// prefix, the last.
+pub(super) struct PrefixCache {
+    blocks_max: usize,
+    /// Number of uses so far.
+    clock: u64,
+    blocks: HashMap<BlockKey, Entry>,
+    /// The blocks in the order of their removal.
+    order: BTreeSet<(u64, Reverse<usize>, BlockKey)>,
+}
+
+struct Entry {
+    block: CacheBlock,
+    /// Index of the block within its sequence.
+    index: usize,
+    /// The clock at its last use.
+    used: u64,
+}
+
+impl PrefixCache {
+    /// Returns an empty cache for up to `tokens_max` tokens.
+    pub fn new(tokens_max: usize) -> Self {
+        let blocks_max = tokens_max / BLOCK;
+        Self { blocks_max, clock: 0, blocks: HashMap::new(), order: BTreeSet::new() }
+    }
+
+    /// Returns the number of tokens that are kept.
+    pub fn tokens(&self) -> usize {
+        self.blocks.len() * BLOCK
+    }
+
+    /// Appends to `cache` the blocks with the next of `keys`, up to the first that is missing. Returns the
+    /// number of tokens appended. Does nothing if `cache` ends within a block.
+    pub fn extend(&mut self, keys: &[BlockKey], cache: &mut SequenceCache) -> usize {
+        let first = cache.len() / BLOCK;
+        if !cache.len().is_multiple_of(BLOCK)
+            || keys.get(first).is_none_or(|key| !self.blocks.contains_key(key))
+        {
+            return 0;
+        }
+        self.clock += 1;
+        for (index, key) in keys.iter().enumerate() {
+            if !self.touch(key) && index >= first {
+                break;
+            }
+            if let Some(entry) = self.blocks.get(key).filter(|_| index >= first) {
+                cache.append_block(&entry.block);
+            }
+        }
+        cache.len() - first * BLOCK
+    }
+
+    /// Keeps `blocks`, whose first one has the index `first`, for sequences that begin with `keys`.
+    pub fn insert(&mut self, keys: &[BlockKey], first: usize, blocks: Vec<CacheBlock>) {
+        self.clock += 1;
+        for key in keys.iter().take(first) {
+            self.touch(key);
+        }
+        for ((index, key), block) in keys.iter().enumerate().skip(first).zip(blocks) {
+            if !self.touch(key) {
+                self.blocks.insert(*key, Entry { block, index, used: self.clock });
+                self.order.insert((self.clock, Reverse(index), *key));
+            }
+        }
+        while self.blocks.len() > self.blocks_max
+            && let Some((_, _, key)) = self.order.pop_first()
+        {
+            self.blocks.remove(&key);
+        }
+    }
+
+    /// Marks a block as used now. Returns whether it is kept.
+    fn touch(&mut self, key: &BlockKey) -> bool {
+        let Some(entry) = self.blocks.get_mut(key) else { return false };
+        self.order.remove(&(entry.used, Reverse(entry.index), *key));
+        entry.used = self.clock;
+        self.order.insert((entry.used, Reverse(entry.index), *key));
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(tokens: impl IntoIterator<Item = u32>) -> Vec<BlockKey> {
+        let mut keys = vec![];
+        extend_keys(&mut keys, &tokens.into_iter().collect::<Vec<_>>());
+        keys
+    }
+
+    /// Returns how many blocks of a prefix are kept. A cache without layers has no length, so the blocks are
+    /// looked up.
+    fn kept(cache: &PrefixCache, keys: &[BlockKey]) -> usize {
+        keys.iter().take_while(|key| cache.blocks.contains_key(*key)).count()
+    }
+
+    fn insert(cache: &mut PrefixCache, keys: &[BlockKey]) {
+        cache.insert(keys, 0, keys.iter().map(|_| CacheBlock::default()).collect());
+    }
+
+    #[test]
+    fn a_key_stands_for_all_tokens_before_it() {
+        let all = keys(0..100);
+        assert_eq!(all.len(), 3, "whole blocks only");
+        let mut grown = keys(0..40);
+        let tokens: Vec<u32> = (0..100).collect();
+        extend_keys(&mut grown, &tokens);
+        assert_eq!(grown, all, "in any number of calls");
+        let other = keys((0..100).map(|i| if i == 0 { 7 } else { i }));
+        assert!(other.iter().all(|key| !all.contains(key)), "the first token changes every key");
+        let tail = keys((0..100).map(|i| if i == 50 { 7 } else { i }));
+        assert_eq!(tail[0], all[0]);
+        assert_ne!(tail[1], all[1]);
+    }
+
+    #[test]
+    fn the_least_recently_used_prefix_goes_first_and_its_end_before_its_beginning() {
+        let mut cache = PrefixCache::new(4 * BLOCK + 5);
+        let (a, b) = (keys(0..64), keys(1000..1064));
+        insert(&mut cache, &a);
+        insert(&mut cache, &b);
+        assert_eq!(cache.tokens(), 4 * BLOCK);
+        // A longer sequence that begins like `a`: `b` loses its second block.
+        let longer = keys(0..96);
+        cache.insert(&longer, 2, vec![CacheBlock::default()]);
+        assert_eq!((kept(&cache, &longer), kept(&cache, &b)), (3, 1));
+        // More than fits: the beginning stays.
+        let long = keys(5000..5000 + 32 * 9);
+        insert(&mut cache, &long);
+        assert_eq!((kept(&cache, &long), kept(&cache, &longer), kept(&cache, &b)), (4, 0, 0));
+        assert_eq!(cache.order.len(), cache.blocks.len());
+    }
+}
