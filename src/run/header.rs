@@ -44,11 +44,11 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
         ModelCommand::Train => {
             let (cold, train) = (recipe.cold_start.steps, recipe.train.steps);
             let whole = |steps: u64| format_number(steps as f64);
-            let cold =
-                if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
             if train == 0 && cold > 0 {
                 return ("steps", format!("{} of SFT", whole(cold)));
             }
+            let cold =
+                if cold > 0 { format!("{} of SFT warm-up, then ", whole(cold)) } else { String::new() };
             let noun = if *samples_per_prompt == 1 { "sample" } else { "samples" };
             ("steps", format!("{cold}{} of reinforcement learning, {samples} {noun} each", whole(train)))
         }
