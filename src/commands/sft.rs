@@ -22,7 +22,7 @@ const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"\n";
 pub struct SftArgs {
     #[arg(help = format!("A model's folder or GGUF file; or as for other commands: {}", recipe_help()))]
     recipe: PathBuf,
-    /// JSONL file with rows {"messages": [...]}; assistant messages are learned, except those with "weight": 0
+    /// JSONL file with rows {"messages": [...]}; an assistant message with "weight": 0 is not learned
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
     /// JSONL file with rows whose loss is measured after each epoch
@@ -37,7 +37,7 @@ pub struct SftArgs {
     /// Folder for the results [default: runs/<name>-sft]
     #[arg(long)]
     out: Option<PathBuf>,
-    /// Resume the run in the folder of --out from its last checkpoint; with =auto, start a run if there is none
+    /// Resume the run in the folder from its last checkpoint; with =auto, start a run if there is none
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "always")]
     resume: Option<Resume>,
     /// Start the programs named in another user's run folder

@@ -113,8 +113,8 @@ impl HarmonyTokenizer {
     /// `<|return|>`.
     ///
     /// Within one turn the model itself writes the next `<|start|>assistant`, so the mask is true there. A
-    /// call ends the turn, so the `<|start|>assistant` after a call is inserted, and the mask is false. The mask
-    /// is also false in messages with [`Message::no_loss`].
+    /// call ends the turn, so the `<|start|>assistant` after a call is inserted, and the mask is false. The
+    /// mask is also false in messages with [`Message::no_loss`].
     ///
     /// # Errors
     /// The errors of [`Self::render_message`].

@@ -231,8 +231,8 @@ struct SequenceGroup {
     /// group's sequences. Each counts as the larger of two numbers: its rows that are not shared, and its
     /// targets.
     added_tokens: usize,
-    /// The same sum if the group is the first of a micro-batch. Its first sequence then shares no rows, so
-    /// all rows of that sequence count.
+    /// This sum if the group is the first of a micro-batch. Its first sequence then shares no rows, so all
+    /// rows of that sequence count.
     tokens: usize,
 }
 

@@ -50,8 +50,8 @@ table! {
         pub steps: u64 = 0 => from(0.0).to(1e9),
         /// Demonstrations per step.
         pub batch_size: usize = 32 => from(1.0).to(1e6),
-        /// JSONL file with rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`. Assistant messages
-        /// with `"weight": 0` are not learned. If absent, the task's own demonstrations are used.
+        /// JSONL file with rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`. Assistant
+        /// messages with `"weight": 0` are not learned. If absent, the task's own demonstrations are used.
         pub train_file: Option<PathBuf> = None,
         /// Validation rows, in the format of `train_file`, for the validation loss. If absent, the task's own
         /// validation demonstrations are used.

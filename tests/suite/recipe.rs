@@ -223,7 +223,7 @@ fn a_later_mistake_is_placed_where_the_key_was_written() {
 fn what_is_likely_not_meant_is_a_warning() {
     let warnings = |text: &str| read(text, &[]).warnings;
     assert_eq!(warnings(""), Vec::<String>::new());
-    assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("more than the 80"));
+    assert!(warnings("train.optimizer.warmup_steps = 80")[0].contains("but train.steps is only 80"));
     let gae = "policy.advantage = \"gae\"\n";
     assert_eq!(warnings(&format!("{gae}rollout.samples_per_prompt = 1")).len(), 0);
     assert!(warnings(&format!("{gae}critic.warmup_steps = 80"))[0].contains("the policy is never trained"));

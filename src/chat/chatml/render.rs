@@ -25,8 +25,9 @@ impl ChatMl {
     }
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
-    /// after it, except in turns with [`Message::no_loss`]. With thinking off, each turn after the last user message begins with an empty thought,
-    /// as sampled turns do. Qwen3's template writes an empty thought only in the last turn.
+    /// after it, except in turns with [`Message::no_loss`]. With thinking off, each turn after the last user
+    /// message begins with an empty thought, as sampled turns do. Qwen3's template writes an empty thought
+    /// only in the last turn.
     pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
         let mut out = Writer::new(self);
         out.empty_thought_in_every_turn = self.thinking == Some(false);

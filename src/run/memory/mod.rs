@@ -10,6 +10,7 @@ mod machine;
 mod passes;
 mod program;
 mod remedies;
+mod sampling;
 mod traffic;
 mod weights;
 
@@ -22,13 +23,11 @@ pub use traffic::Traffic;
 use crate::bad_input;
 use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
 use crate::learner::optimizer::state_bytes;
 use crate::metrics::TextTable;
-use crate::model::cache::SequenceCache;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
@@ -518,94 +517,6 @@ impl MemoryPlanInput<'_> {
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         phases.push(("update", vec![MemoryItem { name, bytes }, gathered]));
         phases
-    }
-
-    /// Returns the number of prompts of a rollout, and the number of samples per prompt.
-    pub fn rollout_size(&self) -> (usize, usize) {
-        let recipe = self.recipe;
-        match self.command {
-            ModelCommand::Eval => (recipe.eval.problems_max, recipe.eval.samples),
-            ModelCommand::Chat => (1, 1),
-            ModelCommand::Serve => (recipe.rollout.sequences_max.saturating_mul(self.threads.max(1)), 1),
-            _ => (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt),
-        }
-    }
-
-    /// Returns the number of engines that decode in parallel.
-    fn engines(&self) -> usize {
-        match self.effective_rollout_weights() {
-            RolloutWeightPlacement::Whole => worker_count(self.weight_bytes(), self.threads),
-            _ => 1,
-        }
-    }
-
-    /// Returns the maximum number of sequences that this process samples at the same time, in a rollout or an
-    /// evaluation.
-    fn concurrent_sequences(&self) -> usize {
-        let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
-        let local_sequences =
-            |(prompts, samples): (usize, usize)| prompts.div_ceil(self.processes).saturating_mul(samples);
-        let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
-        let evaluation = if evaluates { local_sequences((eval.problems_max, eval.samples)) } else { 0 };
-        let sequences = local_sequences(self.rollout_size()).max(evaluation);
-        (rollout.sequences_max * self.engines()).min(sequences)
-    }
-
-    /// Returns the number of tokens whose keys and values the command keeps for later requests.
-    pub fn prefix_tokens_max(&self) -> usize {
-        match self.command {
-            ModelCommand::Chat | ModelCommand::Serve if self.gpu_sequences.is_none() => {
-                self.recipe.rollout.prefix_tokens_max
-            }
-            _ => 0,
-        }
-    }
-
-    /// Returns the bytes of kept prefixes, and of the blocks that a forward pass fills before they are kept.
-    fn prefix_bytes(&self) -> u64 {
-        match self.prefix_tokens_max() {
-            0 => 0,
-            kept => SequenceCache::block_bytes(self.config, kept + self.engines() * FORWARD_TOKENS_MAX),
-        }
-    }
-
-    /// Returns the memory of sampling: KV caches at full length, one forward pass, and its logits.
-    fn sampling_items(&self) -> Vec<MemoryItem> {
-        let (recipe, config) = (self.recipe, self.config);
-        let is_sharded = self.processes > 1 && self.command.trains();
-        let gathered = is_sharded.then(|| self.sampling_gather_item());
-        let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
-        let rounded = match self.command {
-            // Weights that are gathered by expert are rounded when they arrive, so no second set is needed.
-            ModelCommand::Train if is_distributed => 0,
-            ModelCommand::Train | ModelCommand::Rollout => {
-                self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
-            }
-            ModelCommand::Eval
-            | ModelCommand::Chat
-            | ModelCommand::Serve
-            | ModelCommand::CheckMismatch(_) => 0,
-        };
-        let (engines, sequences) = (self.engines(), self.concurrent_sequences());
-        let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
-        // Each sampling thread has a copy of one row of logits.
-        let row_copies = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
-        let targets = sequences.div_ceil(engines);
-        let has_adapter = self.adapter.is_some();
-        let forward = PassShape { config, tokens, targets, has_adapter, on_gpu: false }.forward_bytes();
-        let items = vec![
-            MemoryItem {
-                name: "keys and values",
-                bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
-            },
-            MemoryItem { name: "kept prefixes", bytes: self.prefix_bytes() },
-            MemoryItem {
-                name: "one forward pass and its logits",
-                bytes: engines as u64 * forward + row_copies,
-            },
-            MemoryItem { name: "weights, rounded", bytes: rounded },
-        ];
-        items.into_iter().chain(gathered).collect()
     }
 }
 
