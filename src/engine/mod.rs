@@ -157,7 +157,10 @@ impl<'m> Engine<'m> {
     /// # Errors
     /// When the request has no token or no sample, or its samples might outgrow the model's context.
     pub fn submit(&self, request: EngineRequest) -> Result<()> {
-        ensure!(!request.tokens.is_empty() && !request.samples.is_empty(), "the request has no token or no sample");
+        ensure!(
+            !request.tokens.is_empty() && !request.samples.is_empty(),
+            "the request has no token or no sample"
+        );
         self.check_length(request.tokens.len(), request.new_tokens_max)?;
         self.lock().submit(request);
         self.work.notify_one();

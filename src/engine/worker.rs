@@ -200,7 +200,7 @@ impl Work {
     }
 
     /// Returns the keys of all whole blocks in the cache, and the blocks that were filled since the last
-    /// call. The last key is that of the last block.
+    /// call. The last key is the key of the last filled block.
     fn filled_blocks(&mut self) -> (&[BlockKey], Vec<CacheBlock>) {
         let (tokens, keys, cache) = match self {
             Work::Prefill(prefill) => (&prefill.request.tokens, &mut prefill.keys, &mut prefill.cache),
@@ -407,8 +407,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         feed
     }
 
-    /// Runs the forward, which appends the tokens of `feed` to the caches. Returns their hidden states `[T,
-    /// H]`.
+    /// Runs the forward, which appends the tokens of `feed` to the caches. Returns hidden states `[T, H]`.
     fn forward(&mut self, feed: &mut ForwardInputs) -> Result<Tensor> {
         let policy = &self.engine.policy;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
