@@ -100,7 +100,7 @@ impl<'a> Response<'a> {
     }
 }
 
-/// The connection to the client, to check during the work on a response that the client is still there.
+/// The connection to the client. A handler uses it to check that the client is still there.
 #[derive(Clone, Copy)]
 pub struct Peer<'a>(&'a TcpStream);
 

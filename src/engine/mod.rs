@@ -2,7 +2,7 @@
 //!
 //! A client submits an [`EngineRequest`] and receives the tokens of its samples one by one, then a
 //! [`Completion`]. The result depends on request and weights alone: not on other requests, their order, the
-//! batch or the number of threads. One queue lives as long as the weights.
+//! batch or the number of threads. An engine and its queue live as long as one version of the weights.
 
 mod cache_admission;
 mod prefix_cache;
@@ -80,8 +80,8 @@ pub trait Client: Sync {
     /// Receives the result of `sample`.
     fn finished(&self, sample: u64, completion: Completion);
 
-    /// Is called before each forward pass and while the engine is idle. `sampled` is the number of tokens
-    /// that the calling worker drew since its last call. Returns false to end the work on all requests.
+    /// Is called by a worker before each forward pass and while it is idle. `sampled` is the number of tokens
+    /// that this worker drew since its last call. Returns false to end the work on all requests.
     fn goes_on(&self, sampled: u64) -> bool;
 }
 

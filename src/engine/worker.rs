@@ -545,7 +545,7 @@ fn scores(logits: &Logits, tokens: &[(usize, u32)], rows: &[(usize, usize)]) -> 
     Ok(log_probs.into_iter().zip(top).map(|(log_prob, top)| TokenScores { log_prob, top }).collect())
 }
 
-/// Replaces drawn tokens by forced tokens, where a sequence has one.
+/// Replaces the drawn token of each sequence that has a forced token at this position.
 fn force(
     logits: &Logits,
     sampling: &SamplingParameters,

@@ -120,7 +120,7 @@ impl Server<'_> {
     ) -> Read<'r> {
         let seed = common.seed.map_or_else(
             || {
-                // Each request without a seed gets a different one, also after a restart of the server.
+                // Each request without a seed gets a new seed, also after a restart of the server.
                 let digest = blake3::hash(
                     &[self.settings.nonce, self.hub.next_number()].map(u64::to_le_bytes).concat(),
                 );
