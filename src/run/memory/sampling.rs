@@ -38,7 +38,7 @@ impl MemoryPlanInput<'_> {
         (rollout.sequences_max * self.engines()).min(sequences)
     }
 
-    /// Returns the number of tokens whose keys and values the command keeps for later requests.
+    /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
     pub fn prefix_tokens_max(&self) -> usize {
         match self.command {
             ModelCommand::Chat | ModelCommand::Serve if self.gpu_sequences.is_none() => {
@@ -65,7 +65,8 @@ impl MemoryPlanInput<'_> {
         let gathered = is_sharded.then(|| self.sampling_gather_item());
         let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.command {
-            // Weights that are gathered by expert are rounded when they arrive, so no second set is needed.
+            // With expert parallelism, weights are rounded when they are gathered, so no second set is
+            // needed.
             ModelCommand::Train if is_distributed => 0,
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
