@@ -1,5 +1,5 @@
-//! A small HTTP/1.1 server: one request a connection, a thread each. Sizes, times and connections are
-//! bounded, so that no client can exhaust memory or block another client.
+//! A small HTTP/1.1 server with one request per connection and one thread per connection. Sizes, times and
+//! connections are bounded, so that no client can exhaust memory or block another client.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ const HEAD_BYTES_MAX: usize = 16 << 10;
 const HEAD_WAIT: Duration = Duration::from_secs(5);
 /// Time limit for a client to send its body.
 const BODY_WAIT: Duration = Duration::from_secs(30);
-/// Time limit for a client to receive a response, or a part of one that is streamed.
+/// Time limit for a client to receive a response, or one part of a streamed response.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
 /// Time for which the server discards input after the response. An earlier close could reset the connection
 /// before the client has read the response.
@@ -32,7 +32,8 @@ const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r
 /// The limits of a server.
 #[derive(Debug, Clone, Copy)]
 pub struct HttpLimits {
-    /// Maximum connections. A further one replaces the oldest connection without a response in progress.
+    /// If this many connections are open, a new one closes the oldest connection without a response in
+    /// progress. At most twice as many are open.
     pub connections_max: usize,
     /// Maximum bytes of a request's body; 0 refuses every body.
     pub body_bytes_max: usize,
@@ -46,17 +47,17 @@ pub struct HttpRequest {
     pub path: String,
     /// The value of its `Host` header, if there is exactly one.
     pub host: Option<String>,
-    /// The value of its `Origin` header: the site whose page sends it.
+    /// The value of its `Origin` header: the site whose page sent the request.
     pub origin: Option<String>,
     /// The value of its `Authorization` header.
     pub authorization: Option<String>,
     pub body: Vec<u8>,
     body_format: BodyFormat,
-    /// Whether the client waits for leave to send the body.
+    /// Whether the client waits for `100 Continue` before it sends the body.
     expects_continue: bool,
 }
 
-/// How the end of a body is told.
+/// How a request tells the end of its body.
 #[derive(Debug, Default, PartialEq)]
 enum BodyFormat {
     #[default]
@@ -65,7 +66,7 @@ enum BodyFormat {
     Chunked,
 }
 
-/// A request that is refused before it is whole.
+/// The status and message for a request that is refused while it is read.
 #[derive(Debug, PartialEq)]
 pub struct Refusal {
     /// Status code and phrase, such as `404 Not Found`.
@@ -93,13 +94,13 @@ impl<'a> Response<'a> {
         Self::whole(status, "text/plain; charset=utf-8", text.into())
     }
 
-    /// Returns a response whose body is known.
+    /// Returns a response with a body that is already complete.
     pub fn whole(status: &'static str, content_type: &'static str, body: Arc<str>) -> Self {
         Self { status, content_type, body: Body::Whole(body) }
     }
 }
 
-/// The client's end of a connection, for a response that is being made.
+/// The connection to the client. A handler uses it to check that the client is still there.
 #[derive(Clone, Copy)]
 pub struct Peer<'a>(&'a TcpStream);
 
@@ -126,7 +127,8 @@ pub struct Stream<'a> {
 }
 
 impl Stream<'_> {
-    /// Writes a part, which is not empty. Returns whether the client is still there.
+    /// Writes a part. It must not be empty, because an empty chunk ends the body. Returns whether the client
+    /// is still there.
     pub fn write(&mut self, part: &str) -> bool {
         let chunk = format!("{:x}\r\n{part}\r\n", part.len());
         let written = write(self.stream, chunk.as_bytes(), Instant::now() + ANSWER_WAIT);
@@ -140,12 +142,12 @@ impl Stream<'_> {
     }
 }
 
-/// Answers requests, also those that the server refuses.
+/// Answers requests, including those that the server refuses while it reads them.
 pub trait Handler: Sync {
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r>;
 }
 
-/// The number of open connections, and the idle ones. The first one is closed first.
+/// The number of open connections, and a list of the idle ones. The first in the list is closed first.
 struct Connections {
     connections_max: usize,
     state: Mutex<State>,
@@ -163,7 +165,8 @@ impl Connections {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a connection. If there are too many, closes the oldest idle one; returns false if none is idle.
+    /// Adds a connection. At `connections_max` open ones it closes the first idle one. Returns false if twice
+    /// as many stay open for [`ROOM_WAIT`].
     fn begin(&self, number: u64, stream: &TcpStream) -> bool {
         let Ok(kept) = stream.try_clone() else { return false };
         let begun = Instant::now();
@@ -172,7 +175,7 @@ impl Connections {
             if state.open >= self.connections_max
                 && let Some((_, oldest)) = state.idle.pop_front()
             {
-                // Its thread ends slightly later, so the count can exceed the limit for that time.
+                // Its thread ends slightly later, so the count can exceed `connections_max` for that time.
                 let _ = oldest.shutdown(Shutdown::Both);
             }
             if state.open < 2 * self.connections_max {
@@ -206,7 +209,7 @@ impl Connections {
     }
 }
 
-/// Serves requests with `handler`, each on its own thread, until `stopped`.
+/// Serves requests with `handler`, each on its own thread, until `stopped` returns true.
 ///
 /// # Errors
 /// When the socket's timeout cannot be set.
@@ -216,7 +219,7 @@ pub fn serve(
     handler: &dyn Handler,
     stopped: &dyn Fn() -> bool,
 ) -> Result<()> {
-    // On Linux, this also limits the time of an accept.
+    // On Linux, this also limits how long `accept` waits.
     rustix::net::sockopt::set_socket_timeout(listener, rustix::net::sockopt::Timeout::Recv, Some(POLL))
         .context("waiting for a request")?;
     let connections = &Connections { connections_max: limits.connections_max, state: Mutex::default() };
@@ -226,7 +229,7 @@ pub fn serve(
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => continue,
-                // File descriptors may have run out until other connections close, or the client left.
+                // The client left, or no file descriptor is free before another connection closes.
                 Err(_) => {
                     std::thread::sleep(POLL);
                     continue;
@@ -259,14 +262,15 @@ fn converse(
     connections: &Connections,
     number: u64,
 ) {
-    // A response is written in few parts, so none has to wait for the receipt of another.
+    // A response has few parts. Without Nagle's algorithm, no part waits until an earlier one is
+    // acknowledged.
     let _ = stream.set_nodelay(true);
     let request = read_request(stream, limits.body_bytes_max);
     connections.mark_busy(number);
     let request = match request {
         Some(Ok(request)) => Ok(request),
         Some(Err(refusal)) => Err(refusal),
-        // The client left, was too slow, or was closed in favour of another one.
+        // The client left or was too slow, or its connection was closed in favour of another one.
         None => return,
     };
     let response = match &request {
@@ -309,7 +313,7 @@ fn send(stream: &TcpStream, response: Response) -> Option<()> {
     }
 }
 
-/// Reads a request. Returns a refusal for an invalid one, and `None` if the client sends none.
+/// Reads a request. Returns a refusal for an invalid one, and `None` if the client does not send all of it.
 fn read_request(stream: &TcpStream, body_bytes_max: usize) -> Option<Result<HttpRequest, Refusal>> {
     let deadline = Instant::now() + HEAD_WAIT;
     let (mut bytes, mut searched) = (vec![], 0);
@@ -353,7 +357,7 @@ fn read_request(stream: &TcpStream, body_bytes_max: usize) -> Option<Result<Http
     Some(Ok(request))
 }
 
-/// Appends what the client sends next to `bytes`; `None` if nothing comes any more.
+/// Reads the client's next bytes and appends them to `bytes`; `None` if no more bytes come.
 fn read_more(stream: &TcpStream, bytes: &mut Vec<u8>, deadline: Instant) -> Option<()> {
     let mut piece = [0; 16 << 10];
     match read(stream, &mut piece, deadline)? {
@@ -365,7 +369,7 @@ fn read_more(stream: &TcpStream, bytes: &mut Vec<u8>, deadline: Instant) -> Opti
     }
 }
 
-/// Reads a chunked body, of which `bytes` has come already.
+/// Reads a chunked body. `bytes` is the part that was already received.
 fn read_chunks(
     stream: &TcpStream,
     mut bytes: Vec<u8>,
@@ -431,7 +435,7 @@ fn parsed(head: &[u8], body_bytes_max: usize) -> Result<HttpRequest, Refusal> {
             "host" => hosts.push(value.to_owned()),
             "origin" => request.origin = Some(value.to_owned()),
             "authorization" => request.authorization = Some(value.to_owned()),
-            // Two lengths are how requests are smuggled past a proxy.
+            // A request with two lengths could be smuggled past a proxy.
             "content-length" | "transfer-encoding" if request.body_format != BodyFormat::None => {
                 return Err(wrong());
             }
@@ -458,7 +462,7 @@ fn parsed(head: &[u8], body_bytes_max: usize) -> Result<HttpRequest, Refusal> {
     Ok(request)
 }
 
-/// Reads bytes until `deadline`; `None` after it or when the connection is broken.
+/// Reads bytes into `piece`. Returns `None` after `deadline` or if the connection is broken.
 fn read(mut stream: &TcpStream, piece: &mut [u8], deadline: Instant) -> Option<usize> {
     stream.set_read_timeout(Some(left(deadline)?)).ok()?;
     stream.read(piece).ok()

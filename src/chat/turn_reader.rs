@@ -4,7 +4,8 @@ use super::{Call, Chat, ChatTurnParser};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::vocabulary::Vocabulary;
 
-/// Tags of ChatML's calls and thoughts: text before one may still become part of it.
+/// Tags of ChatML's calls and thoughts. If a text ends with the start of a tag, further tokens may complete
+/// the tag, so this end is not shown yet.
 const TAGS: [&str; 4] = ["<tool_call>", "</tool_call>", "<think>", "</think>"];
 
 /// The texts of an answer so far.
@@ -29,7 +30,7 @@ pub struct TurnReader<'a> {
 }
 
 impl<'a> TurnReader<'a> {
-    /// Returns a reader of a chat's turn. The first of the texts `stop` ends the answer.
+    /// Returns a reader of a chat's turn. The answer ends before the first occurrence of a text of `stop`.
     pub fn chat(chat: &'a Chat, stop: Vec<String>) -> Self {
         Self { parser: Some(chat.turn_parser()), ..Self::text(chat, stop) }
     }
@@ -61,7 +62,7 @@ impl<'a> TurnReader<'a> {
         self.end.is_some() || self.cut.is_some()
     }
 
-    /// Returns the reason of an answer that [`Self::push`] ended.
+    /// Returns the `finish_reason` of the answer, once [`Self::push`] has returned true.
     pub fn reason(&self) -> &'static str {
         match self.end {
             Some(TurnEnd::Called) if self.cut.is_none() => "tool_calls",
@@ -69,7 +70,7 @@ impl<'a> TurnReader<'a> {
         }
     }
 
-    /// Returns the texts that no further token changes.
+    /// Returns the part of the texts that further tokens cannot change.
     pub fn certain(&self) -> Texts {
         if let Some(cut) = &self.cut {
             return cut.clone();
@@ -89,12 +90,12 @@ impl<'a> TurnReader<'a> {
         texts
     }
 
-    /// Returns the texts at the end.
+    /// Returns the texts of the answer after its last token.
     pub fn last(&self) -> Texts {
         self.cut.clone().unwrap_or_else(|| self.texts(true))
     }
 
-    /// Returns the calls at the end that can be read.
+    /// Returns the valid calls at the end of the answer.
     pub fn calls(&self) -> Vec<Message> {
         let Some(parser) = self.parser.as_ref().filter(|_| self.reason() == "tool_calls") else {
             return vec![];
@@ -128,7 +129,7 @@ impl<'a> TurnReader<'a> {
             });
             raw = before.into();
         }
-        // Calls that cannot be read are shown as they are written.
+        // Calls that cannot be parsed are shown as the model wrote them.
         let calls = parser.calls();
         let malformed = is_chatml && at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
         let mut texts = Texts::default();
@@ -155,7 +156,7 @@ impl<'a> TurnReader<'a> {
     }
 }
 
-/// Returns the length of the longest end of `text` with which `word` begins, shorter than `word`.
+/// Returns the length of the longest suffix of `text` that is a proper prefix of `word`, or 0.
 fn overlap(text: &str, word: &str) -> usize {
     let lengths = (1..word.len().min(text.len() + 1)).rev();
     lengths
@@ -183,7 +184,7 @@ mod tests {
         (seen, reader.last(), reader.reason(), reader.calls())
     }
 
-    /// Each text begins with the one before, so that a stream need not take anything back.
+    /// Checks that each text begins with the previous one, so that a stream need not take anything back.
     fn check_growth(seen: &[Texts], last: &Texts) {
         for pair in seen.windows(2) {
             assert!(pair[1].content.starts_with(&pair[0].content), "{pair:?}");

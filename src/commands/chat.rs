@@ -1,4 +1,5 @@
-//! `rloss chat MODEL|RECIPE|RUN`: a chat in the terminal with a model, and its tool if a recipe gives one.
+//! `rloss chat MODEL|RECIPE|RUN`: a chat with a model in the terminal, with the recipe's tool if there is
+//! one.
 
 use crate::bounded_file;
 use crate::chat::{Chat, Texts, TurnReader};
@@ -39,7 +40,7 @@ pub struct ChatArgs {
 }
 
 const HELP: &str =
-    "A line is a message; /new forgets the conversation, /quit or Ctrl-D ends. Ctrl-C ends an answer.\n";
+    "A line is a message; /new forgets the conversation, /quit or Ctrl-D leaves. Ctrl-C ends an answer.\n";
 
 /// The recipe for a chat with a model folder. It has no tool, and allows answers of ordinary length.
 const TALK: &str = "task.name = \"arithmetic_single\"
@@ -51,7 +52,7 @@ eval.temperature = 0.7
 /// `turns_max` and `response_tokens_max` limit an answer.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] before the first line; those of the rollout.
+/// [`crate::error::BadInput`] before the first line is read; errors of the rollout.
 pub fn run(args: &ChatArgs) -> Result<u8> {
     let console = Console::plain();
     let at_terminal = std::io::stdin().is_terminal();
@@ -112,18 +113,19 @@ fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
-/// Resolves the recipe or the run; the user must trust a run's programs. A model folder or a GGUF file is
-/// used without a task and without a tool.
+/// Resolves the recipe or the run; the user must trust a run's programs. With a model folder or a GGUF file
+/// the chat has no task and no tool.
 fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
     let ChatArgs { recipe, sets, trust } = args;
     Ok(open_model(("rloss chat", recipe, TALK), sets, *trust, console)?.0)
 }
 
-/// Resolves a recipe, a run or a model's folder or file for the command `name`. The recipe of a model alone
-/// is `usual`. Returns the plan and the number of the last training step.
+/// Resolves a recipe, a run, a model folder or a GGUF file for the command `name`. `usual` is the text of the
+/// recipe for a model folder or a GGUF file. Returns the plan and the number of the last training step.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] without consent to programs of somebody else, and for a recipe with mistakes.
+/// [`crate::error::BadInput`] if the user does not consent to another user's programs, and for a recipe with
+/// mistakes.
 pub(super) fn open_model(
     (name, path, usual): (&str, &Path, &str),
     sets: &[String],
@@ -152,7 +154,7 @@ struct Talk<'a> {
     /// Number of answers given. Each answer has its own random stream.
     answers: u64,
     at_terminal: bool,
-    /// Ctrl-C, at a terminal.
+    /// Catches Ctrl-C; `None` without a terminal.
     interrupt: Option<AnswerInterrupt>,
     /// Number of answers that Ctrl-C ended.
     interrupts: u64,
@@ -243,7 +245,7 @@ impl<'a> LiveAnswer<'a> {
         (state.reader, state.shown) = (TurnReader::chat(self.chat, vec![]), Texts::default());
     }
 
-    /// Shows what `texts` have more than the terminal.
+    /// Shows the part of `texts` that is not on the terminal yet.
     fn show(&self, state: &mut LiveState<'a>, texts: Texts) {
         let Texts { content, reasoning } = &texts;
         for (header, now, before) in [
@@ -262,7 +264,7 @@ impl<'a> LiveAnswer<'a> {
         state.shown = texts;
     }
 
-    /// Replaces the line that counts tokens.
+    /// Writes `text` in place of the line that counts tokens.
     fn count(&self, text: &str) {
         if self.counts {
             // A failed write is ignored, because the count is only a display.
@@ -281,8 +283,8 @@ fn write_terminal(text: &str) {
 }
 
 impl Talk<'_> {
-    /// Returns the model's answer to `text`, or what is left to show of it at a terminal. A conversation that
-    /// no longer fits the context restarts with `text`.
+    /// Answers `text`. Returns the text that is still to be printed: the whole answer, or at a terminal what
+    /// was not shown live. A conversation that no longer fits the context restarts with `text`.
     fn answer(&mut self, text: &str) -> Result<String> {
         let mut shown = String::new();
         self.messages.push(Message::user(text));
@@ -371,10 +373,10 @@ impl Talk<'_> {
     }
 }
 
-/// Returns what to print after the `nth` answer that Ctrl-C ended, from 1.
+/// Returns the note after an answer that Ctrl-C ended. `nth` counts such answers from 1.
 fn ended_note(nth: u64) -> &'static str {
     match nth {
-        1 => "(ended; this message is forgotten. Ctrl-C at the prompt, or Ctrl-D, leaves the chat)\n",
+        1 => "(ended; your message is forgotten. Ctrl-C at the prompt, or Ctrl-D, leaves the chat)\n",
         _ => "(ended)\n",
     }
 }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 /// Arguments of `rloss serve`.
 #[derive(Args, Debug, Clone)]
 pub struct ServeArgs {
-    #[arg(help = format!("A model's folder or GGUF file; or as for other commands: {}", recipe_help()))]
+    #[arg(help = format!("A model folder or a GGUF file, or one of these: {}", recipe_help()))]
     recipe: PathBuf,
     /// Replace a recipe's value, such as --set eval.temperature=0
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -44,16 +44,16 @@ pub struct ServeArgs {
 /// The environment variable with the token.
 const TOKEN_VARIABLE: &str = "RLOSS_SERVE_TOKEN";
 
-/// The recipe for serving a model's folder.
+/// The recipe for a model folder or a GGUF file.
 const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"
 rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
 ";
 
-/// Serves until a signal; open answers are finished. A second signal ends at once.
+/// Serves until a signal, then finishes open answers. A second signal ends the program at once.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a model that cannot be opened, an address that is not available, and
-/// an address that is not a loopback one, without a token.
+/// [`crate::error::BadInput`] for a model that cannot be opened, for an address that is not available, and
+/// for an address that is not a loopback one if there is no token.
 pub fn run(args: &ServeArgs) -> Result<u8> {
     let token = std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.trim().is_empty());
     if !args.address.is_loopback() && token.is_none() {
@@ -100,9 +100,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     };
     let stop = StopFlag::listen()?;
     let notice = console.clone();
-    stop.on_request(move || {
-        notice.print("stopping: open answers are finished; a second signal stops at once")
-    })?;
+    stop.on_request(move || notice.print("stopping after the open answers; a second signal stops at once"))?;
     console.print(&format!("serving {:?} at http://{address}/v1", settings.model_name));
     serve::run(&listener, settings, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
@@ -118,7 +116,7 @@ fn default_name(args: &ServeArgs) -> String {
 /// Returns a random number.
 fn nonce() -> Result<u64> {
     let mut bytes = [0; 8];
-    let mut source = std::fs::File::open("/dev/urandom").context("a random number")?;
-    source.read_exact(&mut bytes).context("a random number")?;
+    let mut source = std::fs::File::open("/dev/urandom").context("opening /dev/urandom")?;
+    source.read_exact(&mut bytes).context("reading /dev/urandom")?;
     Ok(u64::from_le_bytes(bytes))
 }

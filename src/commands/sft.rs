@@ -11,7 +11,7 @@ use anyhow::Result;
 use clap::Args;
 use std::path::{Path, PathBuf};
 
-/// Number of passes over the rows unless `--epochs` says otherwise.
+/// Default number of passes over the rows.
 const EPOCHS: u64 = 3;
 
 /// The recipe for a model's folder or file. The task is not used.
@@ -20,7 +20,7 @@ const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"\n";
 /// Arguments of `rloss sft`.
 #[derive(Args, Debug, Clone)]
 pub struct SftArgs {
-    #[arg(help = format!("A model's folder or GGUF file; or as for other commands: {}", recipe_help()))]
+    #[arg(help = format!("A model folder or a GGUF file, or one of these: {}", recipe_help()))]
     recipe: PathBuf,
     /// JSONL file with rows {"messages": [...]}; an assistant message with "weight": 0 is not learned
     #[arg(long, value_name = "FILE")]
@@ -45,7 +45,7 @@ pub struct SftArgs {
     trust: bool,
 }
 
-/// Fine-tunes. The exit code is 130 if a signal stopped it after a checkpoint.
+/// Fine-tunes a model. The exit code is 130 if a signal stopped the run after a checkpoint.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before any work. Other errors leave the last checkpoint intact.
@@ -107,7 +107,7 @@ fn file_set(key: &str, path: &Path) -> Result<String> {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     match path.to_str() {
         Some(text) => Ok(format!("{key}={text}")),
-        None => Err(bad_input!("{}: the path must be UTF-8 in a recipe; rename the file", path.display())),
+        None => Err(bad_input!("{}: a path in a recipe must be UTF-8; rename the file", path.display())),
     }
 }
 

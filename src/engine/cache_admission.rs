@@ -1,6 +1,6 @@
 //! KV-cache admission: decides which sequences may begin when the cache is limited.
 //!
-//! A slot is the cache that one sequence needs at its longest. The samples of a request form a group: they
+//! A slot is the cache space for one sequence of maximum length. The samples of a request form a group: they
 //! share their prompt's slot until they decode. A group with `n` decoding samples takes `max(1, n)` slots. A
 //! group without a decoding sample can therefore always start one, and no sample waits forever.
 
@@ -10,11 +10,11 @@ use std::collections::HashMap;
 pub(super) struct CacheAdmission {
     slots: usize,
     used: usize,
-    /// Groups that have begun and not ended, by number.
+    /// Groups that have begun but not ended, by number.
     groups: HashMap<u64, Group>,
 }
 
-/// A group that has begun and not ended.
+/// A group that has begun but not ended.
 #[derive(Clone, Copy, Default)]
 struct Group {
     /// Number of samples that do not decode yet.
@@ -30,7 +30,7 @@ impl Group {
 }
 
 impl CacheAdmission {
-    /// Returns `slots` free slots.
+    /// Returns the admission for a cache with `slots` slots. All are free.
     pub fn new(slots: usize) -> Self {
         Self { slots, used: 0, groups: HashMap::new() }
     }
@@ -114,20 +114,20 @@ mod tests {
         admission.begin_group(0, 2);
         assert!(admission.can_begin_sample(0));
         admission.begin_sample(0);
-        assert!(admission.can_begin_sample(0), "the prompt's place is the first sample's");
+        assert!(admission.can_begin_sample(0), "the first sample takes the prompt's slot");
         admission.begin_sample(0);
         assert!(admission.has_free_slot());
         admission.begin_group(1, 2);
         assert!(!admission.has_free_slot());
-        assert!(admission.can_begin_sample(1), "its first sample has its prompt's place");
+        assert!(admission.can_begin_sample(1), "its first sample takes its prompt's slot");
         admission.begin_sample(1);
         assert!(!admission.can_begin_sample(1), "a second one waits");
         admission.end_sample(0, true);
         assert!(admission.can_begin_sample(1));
         admission.begin_sample(1);
         assert!(!admission.has_free_slot());
-        // A sample that ended before it decoded had no slot of its own; the group's last one frees the
-        // slot.
+        // A sample that ends before it decodes has no slot of its own. The last sample of the group frees the
+        // prompt's slot.
         admission.end_sample(0, true);
         admission.begin_group(2, 2);
         admission.end_sample(2, false);
@@ -152,7 +152,8 @@ mod tests {
         assert!(admission.has_free_slot());
     }
 
-    /// Regression test: waiting samples held prompt pages that others had freed, and the pages ran out.
+    /// Regression test: waiting samples still held prompt pages that decoding samples had freed. So the pages
+    /// ran out.
     #[test]
     fn whoever_begins_finds_the_pages_it_needs() {
         let config = Config { sliding_window: 100, ..tiny() };

@@ -2,7 +2,7 @@
 //!
 //! A client submits an [`EngineRequest`] and receives the tokens of its samples one by one, then a
 //! [`Completion`]. The result depends on request and weights alone: not on other requests, their order, the
-//! batch or the number of threads. One queue lives as long as the weights.
+//! batch or the number of threads. An engine and its queue live as long as one version of the weights.
 
 mod cache_admission;
 mod prefix_cache;
@@ -28,12 +28,13 @@ use worker::Worker;
 /// chunks.
 pub const FORWARD_TOKENS_MAX: usize = 1024;
 
-/// Maximum bytes of all weights, times the number of threads, for which each thread runs a worker of its
-/// own. Larger models use one worker whose ops use all threads, so weights are read once per batch.
+/// Limit for the bytes of all weights multiplied by the number of threads. Up to this limit, each thread runs
+/// a worker of its own. Larger models use one worker whose ops use all threads, so weights are read once per
+/// batch.
 const PARALLEL_WORKERS_BYTES_MAX: u64 = 512 << 20;
 
-/// Returns the number of workers that decode in parallel, for a model of `weight_bytes` and `threads`
-/// threads.
+/// Returns the number of workers that decode in parallel, for `threads` threads and weights of `weight_bytes`
+/// bytes.
 pub fn worker_count(weight_bytes: u64, threads: usize) -> usize {
     if weight_bytes.saturating_mul(threads as u64) <= PARALLEL_WORKERS_BYTES_MAX { threads } else { 1 }
 }
@@ -41,14 +42,14 @@ pub fn worker_count(weight_bytes: u64, threads: usize) -> usize {
 /// Limits of an engine.
 #[derive(Debug, Clone, Copy)]
 pub struct EngineLimits {
-    /// Sequences that a worker decodes together.
+    /// Maximum number of sequences that a worker decodes together.
     pub sequences_max: usize,
-    /// Decode with CUDA graphs on a GPU.
+    /// Whether decoding on a GPU uses CUDA graphs.
     pub cuda_graphs: bool,
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
     pub cache_capacity: CacheCapacity,
-    /// Tokens whose keys and values are kept for requests that begin alike; 0 keeps none. Only in host
-    /// memory.
+    /// Maximum number of tokens whose keys and values are kept for later requests with the same first tokens.
+    /// 0 keeps none. On a GPU nothing is kept.
     pub prefix_tokens_max: usize,
 }
 
@@ -64,9 +65,9 @@ struct PrefillCounters {
 pub struct PrefillCounts {
     /// Prompt tokens that passed through the model.
     pub read: u64,
-    /// Prompt tokens whose keys and values an earlier request had left.
+    /// Prompt tokens whose keys and values were kept from another request.
     pub reused: u64,
-    /// Tokens that are kept for later requests.
+    /// Tokens whose keys and values are kept for later requests.
     pub kept: usize,
 }
 
@@ -79,8 +80,8 @@ pub trait Client: Sync {
     /// Receives the result of `sample`.
     fn finished(&self, sample: u64, completion: Completion);
 
-    /// Is called before each forward pass and while the engine is idle. `sampled` is the number of tokens
-    /// that the calling worker drew since its last call. Returns false to end the work on all requests.
+    /// Is called by a worker before each forward pass and while it is idle. `sampled` is the number of tokens
+    /// that this worker drew since its last call. Returns false to end the work on all requests.
     fn goes_on(&self, sampled: u64) -> bool;
 }
 
@@ -97,7 +98,7 @@ pub struct Engine<'m> {
     /// Blocks of earlier requests; `None` if they are not kept.
     prefixes: Option<Mutex<PrefixCache>>,
     prefill: PrefillCounters,
-    /// Signals work, or the end.
+    /// Wakes idle workers when there is work, or when the work ends.
     work: Condvar,
 }
 
@@ -144,7 +145,7 @@ impl<'m> Engine<'m> {
         self.policy.model.context_tokens_max()
     }
 
-    /// Returns the number of prompt tokens that were read, and of those that were not read again.
+    /// Returns how many prompt tokens were read and how many were reused, and how many tokens are kept now.
     pub fn prefill_counts(&self) -> PrefillCounts {
         let PrefillCounters { read, reused } = &self.prefill;
         let kept = self.prefixes().map_or(0, |prefixes| prefixes.tokens());
@@ -156,7 +157,10 @@ impl<'m> Engine<'m> {
     /// # Errors
     /// When the request has no token or no sample, or its samples might outgrow the model's context.
     pub fn submit(&self, request: EngineRequest) -> Result<()> {
-        ensure!(!request.tokens.is_empty() && !request.samples.is_empty(), "an empty request");
+        ensure!(
+            !request.tokens.is_empty() && !request.samples.is_empty(),
+            "the request has no token or no sample"
+        );
         self.check_length(request.tokens.len(), request.new_tokens_max)?;
         self.lock().submit(request);
         self.work.notify_one();
@@ -166,7 +170,7 @@ impl<'m> Engine<'m> {
     /// Continues a sequence that was kept.
     ///
     /// # Errors
-    /// When no kept sequence has that id, or it might outgrow the model's context.
+    /// When no kept sequence has that id, or the sequence might outgrow the model's context.
     pub fn continue_sequence(&self, continuation: Continuation) -> Result<()> {
         let context = self.context_tokens_max();
         self.lock().continue_sequence(continuation, context)?;
@@ -186,7 +190,7 @@ impl<'m> Engine<'m> {
         self.work.notify_one();
     }
 
-    /// Ends the work of all workers. Only the first failure is kept.
+    /// Ends the work of all workers with `error`. Only the first error is kept; [`Self::run`] returns it.
     pub fn fail(&self, error: Error) {
         self.lock().failure.get_or_insert(error);
         self.work.notify_all();
@@ -197,7 +201,8 @@ impl<'m> Engine<'m> {
         self.work.notify_all();
     }
 
-    /// Removes all requests, sequences and a failure. Kept prefixes stay. [`Self::run`] must not be active.
+    /// Removes all requests, all sequences and the failure, if there is one. Kept prefixes stay.
+    /// [`Self::run`] must not be active.
     pub fn clear(&self) {
         let slots = self.slots();
         *self.lock() = Queue::new(slots);
@@ -225,7 +230,7 @@ impl<'m> Engine<'m> {
         self.lock().failure.take().map_or(Ok(()), Err)
     }
 
-    /// Returns the number of sequences whose caches fit.
+    /// Returns the number of sequences whose caches fit in memory together. On the host it is unlimited.
     fn slots(&self) -> usize {
         let on_host = self.policy.weights.device().is_cpu();
         if on_host { usize::MAX } else { self.limits.cache_capacity.sequences }
@@ -235,7 +240,7 @@ impl<'m> Engine<'m> {
         let context = self.context_tokens_max();
         ensure!(
             tokens.saturating_add(new_tokens_max) <= context,
-            "a request of {tokens} tokens and {new_tokens_max} new ones, in a context of {context}"
+            "{tokens} tokens and up to {new_tokens_max} new ones exceed the context of {context}"
         );
         Ok(())
     }
@@ -249,7 +254,8 @@ impl<'m> Engine<'m> {
     }
 }
 
-/// Ends the engine's work when a worker's thread panics; otherwise the others would wait for its sequences.
+/// Ends the engine's work when a worker's thread panics; otherwise the other workers would wait for its
+/// sequences.
 struct PanicGuard<'e, 'm>(&'e Engine<'m>);
 
 impl Drop for PanicGuard<'_, '_> {

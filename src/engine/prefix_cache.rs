@@ -1,19 +1,19 @@
 //! Keys and values of prompts and answers, kept for later requests that begin with the same tokens.
 //!
-//! The unit is a block of [`BLOCK`] tokens at all layers. Sequences share the blocks and never change a whole
-//! block. A block has the same bits in whichever chunks its tokens were read, so a reused prefix changes no
-//! result.
+//! The unit is a block of [`BLOCK`] tokens at all layers. Sequences share the blocks, and a full block never
+//! changes. The bits of a block do not depend on the chunks in which its tokens were read, so a reused prefix
+//! changes no result.
 
 use crate::model::cache::{CacheBlock, SequenceCache};
 use crate::ops::kv_cache::BLOCK;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
-/// Stands for all tokens up to the end of a block: a digest of the previous block's key and the block's
-/// tokens.
+/// The key of a block: a digest of the previous block's key and the block's own tokens. So the key stands for
+/// all tokens of the sequence up to the end of the block.
 pub(super) type BlockKey = [u8; 32];
 
-/// Appends the keys of the whole blocks of `tokens` that `keys` does not have yet.
+/// Appends the missing keys to `keys`, so that it has one for each whole block of `tokens`.
 pub(super) fn extend_keys(keys: &mut Vec<BlockKey>, tokens: &[u32]) {
     for block in tokens.chunks_exact(BLOCK).skip(keys.len()) {
         let mut hasher = blake3::Hasher::new();
@@ -27,14 +27,14 @@ pub(super) fn extend_keys(keys: &mut Vec<BlockKey>, tokens: &[u32]) {
     }
 }
 
-/// Blocks by key, up to a maximum. The least recently used block is removed first; of the blocks of one
-/// prefix, the last.
+/// Up to `blocks_max` blocks, by key. The least recently used block is removed first. Among blocks with the
+/// same last use, the one that is last in its sequence goes first.
 pub(super) struct PrefixCache {
     blocks_max: usize,
-    /// Number of uses so far.
+    /// Number of calls so far that used blocks.
     clock: u64,
     blocks: HashMap<BlockKey, Entry>,
-    /// The blocks in the order of their removal.
+    /// Last use, index and key of each block, in the order of removal.
     order: BTreeSet<(u64, Reverse<usize>, BlockKey)>,
 }
 
@@ -58,8 +58,9 @@ impl PrefixCache {
         self.blocks.len() * BLOCK
     }
 
-    /// Appends to `cache` the blocks with the next of `keys`, up to the first that is missing. Returns the
-    /// number of tokens appended. Does nothing if `cache` ends within a block.
+    /// Appends blocks to `cache`, up to the first one that is not kept. `keys` has the keys of all blocks of
+    /// the sequence, including those that `cache` already has. Returns the number of tokens appended. Does
+    /// nothing if `cache` ends within a block.
     pub fn extend(&mut self, keys: &[BlockKey], cache: &mut SequenceCache) -> usize {
         let first = cache.len() / BLOCK;
         if !cache.len().is_multiple_of(BLOCK)
@@ -79,7 +80,8 @@ impl PrefixCache {
         cache.len() - first * BLOCK
     }
 
-    /// Keeps `blocks`, whose first one has the index `first`, for sequences that begin with `keys`.
+    /// Keeps `blocks`. Their indices within the sequence begin at `first`, and `keys` has the keys of the
+    /// sequence from its first block on.
     pub fn insert(&mut self, keys: &[BlockKey], first: usize, blocks: Vec<CacheBlock>) {
         self.clock += 1;
         for key in keys.iter().take(first) {
@@ -98,7 +100,7 @@ impl PrefixCache {
         }
     }
 
-    /// Marks a block as used now. Returns whether it is kept.
+    /// Marks a block as used now. Returns whether the block is kept.
     fn touch(&mut self, key: &BlockKey) -> bool {
         let Some(entry) = self.blocks.get_mut(key) else { return false };
         self.order.remove(&(entry.used, Reverse(entry.index), *key));

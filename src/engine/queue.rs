@@ -1,4 +1,4 @@
-//! The work shared by an engine's workers: requests that wait, sequences to continue, sequences kept.
+//! The work shared by an engine's workers: waiting requests, sequences to continue, and kept sequences.
 
 use super::cache_admission::CacheAdmission;
 use super::request::{Continuation, EngineRequest, FinishReason};
@@ -8,7 +8,7 @@ use anyhow::{Context, Error, Result, ensure};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
-/// How often an idle worker asks its client whether to go on.
+/// Interval at which an idle worker asks its client whether to go on.
 const IDLE_POLL: Duration = Duration::from_millis(50);
 
 /// The result of a worker's request for work.
@@ -17,7 +17,7 @@ pub(super) enum RefillResult {
     Work,
     /// Nothing now, but the client goes on.
     Nothing,
-    /// The client is through.
+    /// [`Client::goes_on`] returned false.
     Finished,
     Failure,
 }
@@ -26,14 +26,14 @@ pub(super) enum RefillResult {
 pub(super) struct Queue {
     /// Requests that have not begun, each with the number of its group.
     waiting: VecDeque<(u64, EngineRequest)>,
-    /// Sequences that decode, or have new tokens to read.
+    /// Sequences that wait for a worker: after their prefill, or with new tokens to read.
     ready: VecDeque<Box<Sequence>>,
     kept: HashMap<u64, Box<Sequence>>,
     admission: CacheAdmission,
     groups: u64,
-    /// Samples that have neither ended nor been kept.
+    /// Ids of the samples that have not ended.
     unfinished: HashSet<u64>,
-    /// Those of them to end at the next opportunity.
+    /// Ids of the unfinished samples that must end before the next forward.
     cancelled: HashSet<u64>,
     pub(super) failure: Option<Error>,
 }
@@ -96,7 +96,7 @@ impl Queue {
         }
     }
 
-    /// Hands over sequences whose prompt was read.
+    /// Adds a sequence whose prompt was read.
     pub(super) fn add_ready(&mut self, sequence: Box<Sequence>) {
         self.ready.push_back(sequence);
     }
@@ -117,8 +117,8 @@ impl Queue {
         Some(sequence)
     }
 
-    /// Takes out the cancelled samples, before the next forward. A prompt is read on while one of its samples
-    /// is not cancelled; the others end when they begin.
+    /// Removes the cancelled samples from `ready` and from `batch`, and returns them. A prefill continues
+    /// while one of its samples is not cancelled; its cancelled samples end after it.
     fn take_cancelled(&mut self, batch: &mut Vec<Work>) -> VecDeque<Box<Sequence>> {
         if self.cancelled.is_empty() {
             return VecDeque::new();
@@ -137,7 +137,7 @@ impl Queue {
             match work {
                 Work::Sequence(sequence) => batch.extend(retain(sequence).map(Work::Sequence)),
                 Work::Prefill(prefill) if prefill.ids().all(|id| cancelled.contains(&id)) => {
-                    // Each of them is ended here.
+                    // `retain` moves each of these samples to `ended`.
                     prefill.into_sequences().for_each(|sequence| drop(retain(sequence)));
                 }
                 prefill => batch.push(prefill),
@@ -146,7 +146,7 @@ impl Queue {
         ended
     }
 
-    /// Takes out waiting requests of which every sample is cancelled.
+    /// Removes the waiting requests whose samples are all cancelled. Returns the ids of these samples.
     fn take_cancelled_requests(&mut self) -> Vec<u64> {
         if self.cancelled.is_empty() {
             return vec![];
@@ -227,7 +227,7 @@ impl Engine<'_> {
         if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
     }
 
-    /// Hands over a sequence whose prompt was read.
+    /// Queues a sequence whose prompt was read, for any worker.
     pub(super) fn make_ready(&self, sequence: Box<Sequence>) {
         self.lock().add_ready(sequence);
         self.work.notify_one();
@@ -241,7 +241,7 @@ impl Engine<'_> {
         Prefill::new(group, request, cache, self.prefixes.is_some())
     }
 
-    /// Waits until there may be work, but not longer than the interval of the client's checks.
+    /// Waits until there may be work, but not longer than [`IDLE_POLL`].
     pub(super) fn wait_for_work(&self) {
         let queue = self.lock();
         let has_work =

@@ -11,26 +11,27 @@ pub struct EngineRequest {
     /// At least one sample. The ids are unique among the sequences of an engine.
     pub samples: Vec<SampleRequest>,
     pub sampling: SamplingParameters,
-    /// Tokens that end a sample. The token is part of the sample.
+    /// Tokens that end a sample. The sample includes the token that ended it.
     pub stop_tokens: Vec<u32>,
     /// Maximum number of new tokens of a sample; 0 only reads the prompt.
     pub new_tokens_max: usize,
-    /// Score each new token under the model's own distribution (temperature 1, nothing removed), with this
-    /// number of the likeliest tokens.
+    /// If present, each new token is scored under the model's own distribution (temperature 1, no token
+    /// removed). The value is the number of likeliest tokens in each score.
     pub top_log_probs: Option<usize>,
-    /// Score each prompt token but the first in the same way.
+    /// If present, each prompt token but the first is scored in the same way.
     pub prompt_log_probs: Option<usize>,
-    /// Return the experts of each token that was read.
+    /// Whether to return the routed experts of each token that was read.
     pub keep_routed_experts: bool,
-    /// Keep the cache when a sample ends: for [`Engine::continue_sequence`](super::Engine::continue_sequence)
-    /// or [`Engine::release`](super::Engine::release).
+    /// Whether to keep the cache when a sample ends, for
+    /// [`Engine::continue_sequence`](super::Engine::continue_sequence) or
+    /// [`Engine::release`](super::Engine::release).
     pub keep_sequence: bool,
 }
 
 /// One sample of a request.
 #[derive(Debug, Clone)]
 pub struct SampleRequest {
-    /// The client's name for it.
+    /// The client's id of the sample.
     pub id: u64,
     /// Gives one random number per token. So a token depends only on weights, request and position.
     pub random: ChaCha8Rng,
@@ -38,7 +39,7 @@ pub struct SampleRequest {
     pub forced: Vec<u32>,
 }
 
-/// More tokens for a sequence that was kept, and what to draw after them.
+/// More tokens for a kept sequence, and the sample to draw after them.
 #[derive(Debug, Clone)]
 pub struct Continuation {
     /// Tokens after the last one drawn.
@@ -53,7 +54,7 @@ pub struct NewToken {
     pub id: u32,
     /// The log-probability under the distribution it was drawn from.
     pub log_prob: f32,
-    /// Present with [`EngineRequest::top_log_probs`].
+    /// Present if [`EngineRequest::top_log_probs`] is.
     pub scores: Option<TokenScores>,
 }
 
@@ -61,7 +62,7 @@ pub struct NewToken {
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct TokenScores {
     pub log_prob: f32,
-    /// The likeliest tokens, the first the likeliest (ties: the lowest id).
+    /// The likeliest tokens, the most likely one first (ties: the lowest id first).
     pub top: Vec<SampledToken>,
 }
 
@@ -83,11 +84,11 @@ pub enum FinishReason {
 pub struct Completion {
     pub tokens: Vec<NewToken>,
     pub finish_reason: FinishReason,
-    /// The weights that sampled it.
+    /// Version of the weights that sampled it.
     pub policy_version: u64,
-    /// `[tokens read] × [layers × experts per token]`, of the request's or the continuation's own tokens. The
-    /// last token is not read.
+    /// Routed experts, `[tokens read] × [layers × experts per token]`, of the tokens read since the request
+    /// or its last continuation. The last sampled token is not read.
     pub routed_experts: Vec<Vec<u16>>,
-    /// Scores of the prompt's tokens from the second on, with [`EngineRequest::prompt_log_probs`].
+    /// Scores of all prompt tokens but the first; empty without [`EngineRequest::prompt_log_probs`].
     pub prompt_scores: Vec<TokenScores>,
 }

@@ -58,7 +58,7 @@ impl Prefill {
         Self { group, request, cache, keys, routed_experts: Vec::new(), scores: Vec::new() }
     }
 
-    /// Returns the keys of the blocks that other requests may have read for this one. The last token is
+    /// Returns the keys of the prompt's blocks that may be reused from other requests. The last token is
     /// always read, because the first new token is drawn from its row.
     fn reusable_keys(&self) -> &[BlockKey] {
         // Scores and routed experts exist only for tokens that pass through the model.
@@ -72,7 +72,7 @@ impl Prefill {
         self.request.samples.iter().map(|sample| sample.id)
     }
 
-    /// Returns the sequences of a prompt that was read, or whose samples are cancelled.
+    /// Returns one sequence per sample. The prompt was read, or all its samples are cancelled.
     pub(super) fn into_sequences(self) -> impl Iterator<Item = Box<Sequence>> {
         let Self { group, request, cache, keys, routed_experts, scores } = self;
         let options = Arc::new(SequenceOptions {
@@ -118,13 +118,13 @@ pub(super) struct Sequence {
     /// Tokens drawn since the request or its last continuation.
     new_tokens: Vec<NewToken>,
     new_tokens_max: usize,
-    /// Routed experts of the tokens read since then.
+    /// Routed experts of the tokens read since the request or its last continuation.
     routed_experts: Vec<Vec<u16>>,
     prompt_scores: Vec<TokenScores>,
 }
 
 impl Sequence {
-    /// Appends tokens to read, and begins the next run of new tokens.
+    /// Appends tokens to read, and sets what to draw after them.
     pub(super) fn extend(&mut self, continuation: Continuation) {
         let Continuation { tokens, sample: SampleRequest { random, forced, .. }, new_tokens_max } =
             continuation;
@@ -137,7 +137,7 @@ impl Sequence {
         self.tokens.len()
     }
 
-    /// Appends a token, and returns why the sample ends after it, if it does.
+    /// Appends a token. Returns the finish reason if the sample ends with this token.
     fn push(&mut self, token: NewToken, client: &dyn Client) -> Option<FinishReason> {
         self.tokens.push(token.id);
         let goes_on = client.token(self.id, &token);
@@ -190,7 +190,7 @@ impl Work {
         }
     }
 
-    /// Returns where routed experts go, if they are kept.
+    /// Returns the list that collects routed experts; `None` if they are not kept.
     fn routed_experts(&mut self) -> Option<&mut Vec<Vec<u16>>> {
         let (keeps, experts) = match self {
             Work::Prefill(prefill) => (prefill.request.keep_routed_experts, &mut prefill.routed_experts),
@@ -200,7 +200,7 @@ impl Work {
     }
 
     /// Returns the keys of all whole blocks in the cache, and the blocks that were filled since the last
-    /// call. The last key is that of the last block.
+    /// call. The last key is the key of the last filled block.
     fn filled_blocks(&mut self) -> (&[BlockKey], Vec<CacheBlock>) {
         let (tokens, keys, cache) = match self {
             Work::Prefill(prefill) => (&prefill.request.tokens, &mut prefill.keys, &mut prefill.cache),
@@ -220,7 +220,7 @@ struct ForwardInputs {
     counts: Vec<usize>,
     /// Entries whose tokens are all fed by this forward, and the row of each one's last token.
     complete: Vec<(usize, u32)>,
-    /// Prompts whose tokens are scored: the entry, the first row, and the tokens after each row.
+    /// Prompts whose tokens are scored: the entry, its first row, and for each row the token that follows.
     scored: Vec<(usize, u32, Vec<u32>)>,
 }
 
@@ -229,7 +229,7 @@ pub(super) struct Worker<'e, 'm> {
     engine: &'e Engine<'m>,
     client: &'e dyn Client,
     batch: Vec<Work>,
-    /// Feeds a batch when every entry has a single token and no layer state is kept.
+    /// Decodes with CUDA graphs. Used if every entry feeds one token and no routed experts are kept.
     decoder: Option<Decoder>,
     sampled: u64,
 }
@@ -241,7 +241,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         Self { engine, client, batch: Vec::new(), decoder, sampled: 0 }
     }
 
-    /// Works until the client is through. A failure, a panic included, ends all workers.
+    /// Works until the client ends the work. A failure or a panic ends all workers.
     pub(super) fn run(mut self) {
         let _guard = PanicGuard(self.engine);
         while self.engine.refill(self.client, &mut self.batch, std::mem::take(&mut self.sampled)) {
@@ -253,7 +253,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     }
 
     /// Works like [`Self::run`] when the ranks of `mesh` run every forward together. A rank without work
-    /// takes part with no tokens. Ends once no rank has work.
+    /// takes part with no tokens. Ends once the client of every rank has ended the work.
     pub(super) fn run_on_mesh(mut self, mesh: &Mesh) {
         let _guard = PanicGuard(self.engine);
         loop {
@@ -310,7 +310,8 @@ impl<'e, 'm> Worker<'e, 'm> {
             }
         }
         self.batch = waiting;
-        // Logits are divided by the temperature, so a head product has entries of one kind of sampling.
+        // Logits are divided by the temperature, so entries share a head product only if their sampling
+        // parameters are equal.
         while let Some(sampling) = done.first().map(|(work, _)| work.sampling()) {
             let (same, others) = done.into_iter().partition(|(work, _)| work.sampling() == sampling);
             self.draw_chunks(&hidden, &sampling, same)?;
@@ -340,7 +341,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         Ok(())
     }
 
-    /// Gives each prompt the blocks that other requests have read for it.
+    /// Appends to each prompt's cache the blocks that are kept from other requests.
     fn reuse_prefixes(&mut self) {
         let Some(mut prefixes) = self.engine.prefixes() else { return };
         let mut reused = 0;
@@ -406,8 +407,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         feed
     }
 
-    /// Runs the forward and returns hidden states `[T, H]` of the feed's tokens, which are then in their
-    /// caches.
+    /// Runs the forward, which appends the tokens of `feed` to the caches. Returns hidden states `[T, H]`.
     fn forward(&mut self, feed: &mut ForwardInputs) -> Result<Tensor> {
         let policy = &self.engine.policy;
         let fed = || feed.counts.iter().copied().filter(|&count| count > 0);
@@ -470,7 +470,8 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// first token of each sample.
     fn draw(&mut self, normed: &Tensor, sampling: &SamplingParameters, ready: Vec<Work>) -> Result<()> {
         let engine = self.engine;
-        // The row of each sequence; the samples of a request share their prompt's.
+        // (row, sequence, whether its prompt was just read). The samples of a request share their prompt's
+        // row.
         let mut sequences: Vec<(usize, Box<Sequence>, bool)> = vec![];
         for (row, work) in ready.into_iter().enumerate() {
             match work {
@@ -488,8 +489,7 @@ impl<'e, 'm> Worker<'e, 'm> {
             return Ok(());
         }
         let logits = engine.policy.decoder_stack().logits(normed, sampling)?;
-        // A forced token takes its number, too, so that the tokens after it do not depend on how many are
-        // forced.
+        // A forced token also uses up a random number, so later tokens do not depend on how many are forced.
         let draws: Vec<(usize, f64)> =
             sequences.iter_mut().map(|(row, sequence, _)| (*row, sequence.random.random())).collect();
         let mut drawn = logits.draw(sampling, &draws)?;
@@ -527,7 +527,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         if tokens.is_empty() {
             return Ok(vec![]);
         }
-        // Greedy sampling leaves logits undivided.
+        // At temperature 1 and in greedy sampling (0) the logits are not divided.
         if [0.0, 1.0].contains(&sampling.temperature) {
             return scores(logits, &tokens, &rows);
         }
@@ -545,7 +545,7 @@ fn scores(logits: &Logits, tokens: &[(usize, u32)], rows: &[(usize, usize)]) -> 
     Ok(log_probs.into_iter().zip(top).map(|(log_prob, top)| TokenScores { log_prob, top }).collect())
 }
 
-/// Replaces drawn tokens by forced ones, where there are some.
+/// Replaces the drawn token of each sequence that has a forced token at this position.
 fn force(
     logits: &Logits,
     sampling: &SamplingParameters,
@@ -583,7 +583,7 @@ impl Engine<'_> {
         client.finished(id, completion);
     }
 
-    /// Returns the completion of a request that was cancelled before it began.
+    /// Returns the completion of a sample that was cancelled before it began.
     pub(super) fn empty_completion(&self) -> Completion {
         Completion {
             tokens: vec![],

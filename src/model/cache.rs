@@ -107,7 +107,8 @@ impl SequenceCache {
         positions.sum::<u64>() * position as u64
     }
 
-    /// Returns the host memory, in bytes, of `tokens` tokens in whole blocks, at every layer.
+    /// Returns the host memory, in bytes, of `tokens` tokens, rounded up to whole blocks. All layers keep all
+    /// tokens, sliding layers too.
     pub fn block_bytes(config: &Config, tokens: usize) -> u64 {
         let position = 2 * config.num_key_value_heads * config.head_dim * size_of::<f32>();
         (config.num_hidden_layers * position * tokens.next_multiple_of(BLOCK)) as u64
@@ -132,7 +133,7 @@ impl SequenceCache {
         blocks
     }
 
-    /// Appends a whole block. The cache must be on the host and end at a block's end.
+    /// Appends a whole block. The cache must be on the host, and its last block must be full.
     pub fn append_block(&mut self, block: &CacheBlock) {
         let layers = self.layers.iter_mut().filter_map(KvSequence::blocks_mut);
         layers.zip(block).for_each(|(layer, block)| layer.append_block(block.clone()));
@@ -152,7 +153,7 @@ impl SequenceCache {
         Ok(())
     }
 
-    /// Returns the number of cached positions. Between forward passes the number is equal at every layer.
+    /// Returns the number of cached positions. Between forward passes every layer has the same number.
     pub fn len(&self) -> usize {
         self.layers.first().map_or(0, KvSequence::len)
     }

@@ -135,7 +135,7 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Returns the index among all trajectories of the rollout.
+    /// Returns its index among all trajectories of the rollout.
     pub(super) fn trajectory_index(&self) -> usize {
         self.session.0 as usize
     }
@@ -160,7 +160,8 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Stores the engine's result for this turn. Returns the next action. The tokens were taken one by one.
+    /// Stores the engine's result for this turn and returns the next action. [`Self::push_token`] has already
+    /// stored the tokens.
     pub(super) fn end_request(&mut self, completion: Completion) -> NextAction {
         self.routed_experts.extend(completion.routed_experts);
         self.policy_version = Some(completion.policy_version);
@@ -194,7 +195,7 @@ impl<'a> Conversation<'a> {
         tokens_left(self.rollout, self.sampled, self.tokens.len()) == 0
     }
 
-    /// Returns true when the present turn is the last one allowed.
+    /// Returns true when the current turn is the last one allowed.
     fn is_last_turn(&self) -> bool {
         self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
     }
@@ -233,8 +234,8 @@ impl<'a> Conversation<'a> {
     pub(super) fn run_calls(&mut self) -> NextAction {
         let (mut outcomes, mut replies) = (vec![], vec![]);
         // A task that answers a call reads the conversation up to that call, so `messages` gets calls and
-        // replies one by one. `close_turn` then adds all messages of the turn, so the calls are removed
-        // before.
+        // replies one by one. `close_turn` adds the turn's messages again, and `insert` the replies, so both
+        // are removed before.
         let before = self.messages.len();
         let mut ended = None;
         for call in self.parser.calls() {

@@ -108,7 +108,7 @@ pub struct WorkCounts {
     /// messages.
     pub prefilled_tokens: usize,
     pub sampled_tokens: usize,
-    /// Calls that reached the interpreter.
+    /// Number of calls that reached the Python tool or the task.
     pub tool_calls: usize,
 }
 
@@ -116,7 +116,7 @@ pub struct WorkCounts {
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Rollouts {
     pub groups: Vec<Group>,
-    /// The whole conversation of each trajectory, including the prompt, in the shape of `groups`.
+    /// The whole conversation of each trajectory, including the prompt, grouped like `groups`.
     pub messages: Vec<Vec<Vec<Message>>>,
     /// The right answer to each group's problem, null where the task gives none.
     pub answers: Vec<Value>,

@@ -30,7 +30,8 @@ table! {
         pub prompt_tokens_max: usize = 2048 => from(1.0).to(16777216.0),
         /// Maximum number of sampled tokens of a trajectory, over all turns.
         pub response_tokens_max: usize = 72 => from(1.0).to(16777216.0),
-        /// Maximum number of sequences that one engine decodes together.
+        /// Maximum number of sequences that one worker decodes together. A small model has one worker per
+        /// thread, any other model has one worker.
         pub sequences_max: usize = 64 => from(1.0).to(65536.0),
         /// Number of tokens whose keys and values `serve` and `chat` keep in host memory. A later prompt that
         /// begins with the same tokens does not read them again. 0 keeps none. Does not change results.
@@ -120,8 +121,8 @@ impl RolloutPlan {
         Self::for_training(&settings.with_sampling(sampling), seed, step)
     }
 
-    /// Returns the plan of the evaluation after step `step`. The plan has the sampling parameters and seeds
-    /// of the evaluation and the limits of training. It has no ablation.
+    /// Returns the plan of the evaluation after step `step`. The plan has the evaluation's sampling
+    /// parameters and random streams, and the limits of training. Routed experts are not kept.
     pub fn for_evaluation(settings: &RolloutSettings, eval: &EvalSettings, seed: u64, step: u64) -> Self {
         let &EvalSettings { temperature, top_p, top_k, min_p, .. } = eval;
         let settings = settings.with_sampling(SamplingParameters { temperature, top_p, top_k, min_p });

@@ -86,7 +86,7 @@ pub struct StoredRollouts {
 }
 
 impl StoredRollouts {
-    /// Reads `path`, whose rows are grouped by step and prompt. Checks that they fit the model: its
+    /// Reads `path` and groups its rows by step and prompt. Checks that the rows fit the model: its
     /// `vocab_size`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
     /// `expert_shape`.
     ///

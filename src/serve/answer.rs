@@ -11,7 +11,7 @@ use crate::http::{Peer, Stream};
 use serde_json::{Map, Value, json};
 use std::time::{Duration, Instant};
 
-/// How often an answer that waits looks whether its client is still there.
+/// Interval at which a waiting answer checks that its client is still connected.
 const PEER_POLL: Duration = Duration::from_millis(100);
 /// Log-probability that stands for minus infinity, which JSON lacks.
 const LOG_PROB_MIN: f32 = -9999.0;
@@ -26,14 +26,14 @@ pub(super) enum AnswerKind {
     Text,
 }
 
-/// The parts of an answer beside the text, as the request asks for them.
+/// The parts of an answer, beside the text, that the request asks for.
 pub(super) struct Reporting {
     pub kind: AnswerKind,
     pub token_ids: bool,
-    /// Number of likeliest tokens, with each token's log-probability.
+    /// Number of likeliest tokens to report with each token's log-probability; `None` reports neither.
     pub log_probs: Option<usize>,
     pub stream_usage: bool,
-    /// Whether a text begins with its prompt.
+    /// Whether the answer's text begins with the prompt.
     pub echo: bool,
 }
 
@@ -43,7 +43,7 @@ struct Choice<'r> {
     tokens: Vec<NewToken>,
     prompt_scores: Vec<TokenScores>,
     finish: Option<&'static str>,
-    /// Whether the engine has ended it.
+    /// Whether the engine has finished this sample.
     is_through: bool,
     /// The texts streamed so far.
     sent: Texts,
@@ -173,7 +173,7 @@ impl<'r> Answer<'r> {
         self.report.echo && self.report.log_probs.is_some()
     }
 
-    /// Applies an event of the engine to its sample.
+    /// Applies an event of the engine to sample `index`.
     fn take(&mut self, ticket: &Ticket, index: usize, event: Event) {
         let waits_for_scores = self.scores_prompt();
         let choice = &mut self.choices[index];
@@ -373,9 +373,8 @@ impl<'r> Answer<'r> {
         json!({ "content": tokens.iter().map(token).collect::<Vec<_>>() })
     }
 
-    /// Returns a text's log-probabilities, those of an echoed prompt first. Null if the request does not ask
-    /// for them.
-    /// `first` is the index of `tokens` within the sample.
+    /// Returns the log-probabilities of a text completion, those of an echoed prompt first; null if the
+    /// request does not ask for them. `first` is the index within the sample of the first of `tokens`.
     fn text_log_probs(&self, index: usize, tokens: &[NewToken], first: usize) -> Value {
         if self.report.log_probs.is_none() {
             return Value::Null;
@@ -402,7 +401,7 @@ impl<'r> Answer<'r> {
             tops.push(top.into());
         }
         let texts: Vec<String> = ids.iter().map(|&id| self.token_text(id)).collect();
-        // Characters before each token, as OpenAI counts.
+        // The offset of a token is the number of characters before it, as in OpenAI's answers.
         let before =
             choice.tokens[..first].iter().map(|token| self.token_text(token.id).chars().count()).sum();
         let offsets = texts.iter().scan(before, |offset: &mut usize, text| {

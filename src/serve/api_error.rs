@@ -19,7 +19,7 @@ impl ApiError {
         Self { status, kind, message, param: None, code }
     }
 
-    /// Returns the error of a wrong field, or of the whole body.
+    /// Returns the error of an invalid field `param`, or of an invalid body if `param` is `None`.
     pub fn invalid(param: Option<&str>, message: String) -> Self {
         let error = Self::new("400 Bad Request", "invalid_request_error", None, message);
         Self { param: param.map(str::to_owned), ..error }
@@ -30,7 +30,7 @@ impl ApiError {
         Self { code: Some("context_length_exceeded"), ..Self::invalid(Some(param), message) }
     }
 
-    /// Returns the error of a request that HTTP refuses.
+    /// Returns the error of a request that is refused with `status`.
     pub fn refused(status: &'static str, message: &str) -> Self {
         Self::new(status, "invalid_request_error", None, message.to_owned())
     }
@@ -62,9 +62,9 @@ impl ApiError {
         Self::new("500 Internal Server Error", "server_error", None, message.to_owned())
     }
 
-    /// Returns the error of a server that ends.
+    /// Returns the error of a server that is stopping.
     pub fn ending() -> Self {
-        Self::new("503 Service Unavailable", "server_error", None, "the server ends".to_owned())
+        Self::new("503 Service Unavailable", "server_error", None, "the server is stopping".to_owned())
     }
 
     pub fn to_json(&self) -> Value {

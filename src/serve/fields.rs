@@ -1,4 +1,4 @@
-//! The fields of a body: read by name and type, unknown ones counted.
+//! The fields of a request's body. Each is read by name and type; unknown fields are counted.
 
 use super::api_error::ApiError;
 use serde_json::{Map, Value};
@@ -10,14 +10,14 @@ type Found<T> = Result<Option<T>, ApiError>;
 /// The fields of a JSON object. A null counts as absent.
 pub(super) struct Fields<'v> {
     map: &'v Map<String, Value>,
-    /// Names that the server reads.
+    /// Names of the fields that the server read or ignores on purpose.
     known: RefCell<BTreeSet<&'static str>>,
 }
 
 impl<'v> Fields<'v> {
     pub fn new(body: &'v Value) -> Result<Self, ApiError> {
         let map = body.as_object();
-        let map = map.ok_or_else(|| ApiError::invalid(None, "the body is no JSON object".to_owned()))?;
+        let map = map.ok_or_else(|| ApiError::invalid(None, "the body is not a JSON object".to_owned()))?;
         Ok(Self { map, known: RefCell::default() })
     }
 
@@ -62,8 +62,8 @@ impl<'v> Fields<'v> {
         self.read(name, &what, read)
     }
 
-    /// Refuses a field that would change the answer and that this server does not have; `is_neutral` tells
-    /// the values that change nothing.
+    /// Refuses field `name`, which this server does not support. A value that does not change the answer is
+    /// allowed: `is_neutral` returns true for it.
     pub fn refuse(&self, name: &'static str, is_neutral: impl Fn(&Value) -> bool) -> Result<(), ApiError> {
         match self.value(name) {
             Some(value) if !is_neutral(value) => {
@@ -73,7 +73,7 @@ impl<'v> Fields<'v> {
         }
     }
 
-    /// Marks fields as known that change nothing here.
+    /// Marks fields as known without reading them. They do not change the answer.
     pub fn ignore(&self, names: &[&'static str]) {
         self.known.borrow_mut().extend(names);
     }

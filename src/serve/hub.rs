@@ -1,4 +1,4 @@
-//! The engine's client behind the server: passes tokens on to the requests that wait for them.
+//! The server as a client of the engine: sends each token to the HTTP request that waits for it.
 
 use super::api_error::ApiError;
 use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
@@ -9,18 +9,18 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// News of a sample.
+/// An event of one sample.
 pub(super) enum Event {
     Token(NewToken),
     Finished(Completion),
 }
 
-/// Requests of one answer: each with its number of samples. `EngineRequest::samples` is empty.
+/// The requests to the engine for one answer. Their field `samples` is empty; [`Hub::submit`] fills it.
 pub(super) struct Requests {
     pub requests: Vec<EngineRequest>,
-    /// Samples of each request.
+    /// Number of samples of each request.
     pub samples: usize,
-    /// Selects the random stream of each sample, with the sample's number.
+    /// Selects the random stream of each sample, together with the sample's index within its request.
     pub seed: u64,
 }
 
@@ -35,11 +35,11 @@ pub(super) struct Hub<'a> {
 #[derive(Default)]
 struct State {
     next_id: u64,
-    /// Each open sample: its number within its answer, and where its news goes.
+    /// For each open sample: its index within its answer, and the channel for its events.
     open: HashMap<u64, (usize, Sender<(usize, Event)>)>,
 }
 
-/// The samples of one answer. Its drop cancels what is still open.
+/// The samples of one answer. When it is dropped, the samples that are still open are cancelled.
 pub(super) struct Ticket<'a> {
     hub: &'a Hub<'a>,
     first: u64,
@@ -61,7 +61,7 @@ impl<'a> Hub<'a> {
         Self { engine, open_samples_max, state: Mutex::default(), closed: AtomicBool::new(false) }
     }
 
-    /// Ends the engine's work. Answers that wait get an error.
+    /// Ends the engine's work. Waiting answers get an error.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
         self.lock().open.clear();
@@ -81,7 +81,7 @@ impl<'a> Hub<'a> {
         self.lock().open.len()
     }
 
-    /// Returns a number that no other call has got.
+    /// Returns a new number. No other call returns the same one.
     pub fn next_number(&self) -> u64 {
         let mut state = self.lock();
         state.next_id += 1;
@@ -91,7 +91,7 @@ impl<'a> Hub<'a> {
     /// Queues the requests of an answer.
     ///
     /// # Errors
-    /// When too many samples are open, or the server ends.
+    /// When too many samples are open, or the server is stopping.
     pub fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
         let Requests { requests, samples, seed } = requests;
         let count = requests.len() * samples;
@@ -142,7 +142,7 @@ impl Client for Hub<'_> {
 
     fn finished(&self, sample: u64, completion: Completion) {
         if let Some((index, sender)) = self.lock().open.remove(&sample) {
-            // A client that has left needs no news.
+            // Sending fails if the HTTP client has left. Then nobody needs the event.
             let _ = sender.send((index, Event::Finished(completion)));
         }
     }
@@ -153,7 +153,7 @@ impl Client for Hub<'_> {
 }
 
 impl Ticket<'_> {
-    /// Returns the answer's number among all of this server.
+    /// Returns the number of the answer. No other answer of this server has the same one.
     pub fn number(&self) -> u64 {
         self.first
     }

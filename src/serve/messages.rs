@@ -1,4 +1,4 @@
-//! A conversation in OpenAI's form as the prompt of the model's family.
+//! Converts conversations in OpenAI's form to messages of the model's chat format.
 
 use super::api_error::ApiError;
 use super::fields::Fields;
@@ -10,7 +10,7 @@ use crate::settings::Choice;
 use serde_json::{Value, json};
 use std::collections::HashMap;
 
-/// Prefix of the recipients of functions in Harmony.
+/// Prefix of the recipient of a function call in Harmony.
 pub(super) const FUNCTIONS: &str = "functions.";
 
 /// Returns the messages of a request: system prompt with tools, then the conversation.
@@ -63,12 +63,12 @@ fn read_tools<'v>(fields: &Fields<'v>) -> Result<&'v [Value], ApiError> {
         Some(choice) if choice == "none" => Ok(&[]),
         Some(_) => Err(ApiError::invalid(
             Some("tool_choice"),
-            "\"tool_choice\" must be \"auto\" or \"none\": the model cannot be forced to call".to_owned(),
+            "\"tool_choice\" must be \"auto\" or \"none\": a call cannot be forced".to_owned(),
         )),
     }
 }
 
-/// Reads one message. `names` has the function of each call so far, by the call's id.
+/// Reads one message. `names` has the function name of each call so far, by the call's id.
 fn read_message(
     value: &Value,
     chat: &Chat,
@@ -84,14 +84,14 @@ fn read_message(
         Role::Assistant => read_answer(value, content, chat, names),
         Role::Tool => {
             let by_id = value["tool_call_id"].as_str().and_then(|id| names.get(id).map(String::as_str));
-            let name = by_id.or(value["name"].as_str()).ok_or("\"tool_call_id\" names no call before it")?;
+            let name = by_id.or(value["name"].as_str()).ok_or("\"tool_call_id\" names no earlier call")?;
             Ok(vec![Message::tool(&recipient(name, chat), Some("commentary"), content)])
         }
         role => Ok(vec![Message::new(role, content)]),
     }
 }
 
-/// Returns a text, or the texts of a list of parts.
+/// Returns a text, or the concatenated texts of a list of parts.
 fn read_content(content: &Value) -> Result<String, String> {
     match content {
         Value::Null => Ok(String::new()),
@@ -100,7 +100,7 @@ fn read_content(content: &Value) -> Result<String, String> {
             let text = |part: &Value| {
                 let is_text = ["text", "input_text", "output_text"].iter().any(|kind| part["type"] == *kind);
                 let text = part["text"].as_str().filter(|_| is_text);
-                text.map(str::to_owned).ok_or("\"content\" may have parts of type \"text\" only".to_owned())
+                text.map(str::to_owned).ok_or("\"content\" has a part whose type is not \"text\"".to_owned())
             };
             parts.iter().map(text).collect()
         }

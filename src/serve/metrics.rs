@@ -14,7 +14,7 @@ pub(super) struct Metrics {
     unknown_fields: AtomicU64,
     prompt_tokens: AtomicU64,
     sampled_tokens: AtomicU64,
-    /// Answers whose client left.
+    /// Number of answers whose client left.
     left: AtomicU64,
 }
 
@@ -51,7 +51,7 @@ impl Metrics {
             ("unknown_fields_total", "Fields of requests that were ignored.", load(&self.unknown_fields)),
             ("prompt_tokens_total", "Tokens of prompts.", load(&self.prompt_tokens)),
             ("prefilled_tokens_total", "Prompt tokens that passed through the model.", prefill.read),
-            ("reused_tokens_total", "Prompt tokens that an earlier request had read.", prefill.reused),
+            ("reused_tokens_total", "Prompt tokens that another request had read.", prefill.reused),
             ("sampled_tokens_total", "Tokens sampled.", load(&self.sampled_tokens)),
             ("clients_left_total", "Answers whose client closed the connection.", load(&self.left)),
         ];
@@ -62,7 +62,7 @@ impl Metrics {
             );
         }
         let gauges = [
-            ("open_samples", "Samples that wait or are under way.", open_samples),
+            ("open_samples", "Samples that wait or are being sampled.", open_samples),
             ("kept_tokens", "Tokens whose keys and values are kept for later requests.", prefill.kept),
         ];
         for (name, help, value) in gauges {

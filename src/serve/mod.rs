@@ -1,4 +1,4 @@
-//! OpenAI's HTTP interface to one model: an HTTP client is a client of the engine.
+//! OpenAI's HTTP interface to one model. The server is a client of the engine.
 //!
 //! An answer depends on weights, request and seed alone, not on other requests. The server renders tools and
 //! parses calls; it never runs a tool.
@@ -29,7 +29,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 const JSON: &str = "application/json";
 
-/// Maximum connections. Twice as many may be open for a moment.
+/// If this many connections are open, a new one closes an idle one. At most twice as many are open.
 const CONNECTIONS_MAX: usize = 256;
 /// Maximum bytes of a request's body.
 pub const BODY_BYTES_MAX: usize = 4 << 20;
@@ -38,7 +38,7 @@ pub const BODY_BYTES_MAX: usize = 4 << 20;
 pub struct ServeSettings<'a> {
     pub engine: &'a Engine<'a>,
     pub chat: &'a Chat,
-    /// The system prompt of conversations without one.
+    /// The recipe's system prompt. A system message of a conversation replaces its text.
     pub system_prompt: &'a SystemPromptSettings,
     /// The model's name in requests and answers.
     pub model_name: String,
@@ -48,13 +48,13 @@ pub struct ServeSettings<'a> {
     pub answer_tokens_max: usize,
     /// Maximum tokens of a prompt with its answer.
     pub tokens_max: usize,
-    /// Maximum samples that wait or are being sampled. A further request gets status 429.
+    /// Maximum number of samples that wait or are being sampled. A further request gets status 429.
     pub open_samples_max: usize,
     /// The server's address.
     pub address: SocketAddr,
     /// The token that requests must carry, if any.
     pub token: Option<String>,
-    /// A random number of this start, for ids and for seeds that a request leaves open.
+    /// A random number, drawn when the server starts. It makes ids, and the seeds of requests that give none.
     pub nonce: u64,
 }
 
@@ -67,7 +67,7 @@ struct Server<'a> {
     started: u64,
 }
 
-/// Serves until `stopped`, and finishes open answers.
+/// Serves until `stopped` returns true, then finishes open answers.
 ///
 /// # Errors
 /// When the engine fails.
@@ -79,7 +79,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
-            // After a panic too, no request waits for the engine.
+            // Closes the hub, also after a panic, so that no request waits for the engine in vain.
             let _closed = hub.close_at_end();
             engine.run(&hub)
         });
@@ -155,7 +155,8 @@ impl Server<'_> {
         Err(ApiError::model_not_found(format!("the model {name:?} is not served here; {served:?} is")))
     }
 
-    /// Refuses other host names and pages of other sites, because a page could use this machine's browser.
+    /// Refuses requests to another host name, and requests from pages of other sites. Such a page could reach
+    /// this server through a browser on this machine.
     fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
         let address = &self.settings.address;
         let port = address.port();
@@ -174,7 +175,7 @@ impl Server<'_> {
     fn check_token(&self, request: &HttpRequest) -> Result<(), ApiError> {
         let Some(token) = &self.settings.token else { return Ok(()) };
         let given = request.authorization.as_deref().and_then(|value| value.strip_prefix("Bearer "));
-        // Digests are compared, so that the time tells nothing about the token.
+        // Digests are compared, so the time of the comparison says nothing about the token.
         let digest = |text: &str| blake3::hash(text.trim().as_bytes());
         match given {
             Some(given) if digest(given) == digest(token) => Ok(()),

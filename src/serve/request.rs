@@ -1,4 +1,4 @@
-//! Bodies of the two completion endpoints as requests to the engine.
+//! Converts the bodies of the two completion endpoints to requests to the engine.
 
 use super::Server;
 use super::answer::{Answer, AnswerKind, Prompt, Reporting};
@@ -11,15 +11,15 @@ use crate::engine::EngineRequest;
 use crate::ops::logits::SamplingParameters;
 use serde_json::Value;
 
-/// Samples of a prompt, and prompts of a request.
+/// Maximum number of samples per prompt, and of prompts per request.
 const SAMPLES_MAX: i64 = 128;
 const PROMPTS_MAX: usize = 1024;
-/// Likeliest tokens that are told of each token.
+/// Maximum number of likeliest tokens that are reported for each token.
 const TOP_MAX: i64 = 20;
-/// Texts that end an answer, and their length in bytes.
+/// Maximum number of stop texts, and maximum bytes of each.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1 << 10;
-/// Default maximum of new tokens in a text completion, which is OpenAI's.
+/// Default maximum of new tokens in a text completion; OpenAI has the same default.
 const TEXT_TOKENS: usize = 16;
 
 type Read<'r> = (Answer<'r>, Requests, bool);
@@ -120,7 +120,7 @@ impl Server<'_> {
     ) -> Read<'r> {
         let seed = common.seed.map_or_else(
             || {
-                // Any two requests without a seed differ, also after a new start.
+                // Each request without a seed gets a new seed, also after a restart of the server.
                 let digest = blake3::hash(
                     &[self.settings.nonce, self.hub.next_number()].map(u64::to_le_bytes).concat(),
                 );
@@ -174,7 +174,8 @@ impl Server<'_> {
         })
     }
 
-    /// Returns the prompts with their texts: a text, a list of texts, ids, or a list of lists of ids.
+    /// Reads `prompt`: a text, a list of texts, ids, or a list of lists of ids. Returns the tokens of each
+    /// prompt, and its text if the request gave a text.
     fn read_prompts(&self, fields: &Fields) -> Result<Vec<Prompt>, ApiError> {
         let wrong = |why: &str| ApiError::invalid(Some("prompt"), format!("\"prompt\" {why}"));
         let shape = || wrong("must be a text, a list of texts, ids, or a list of lists of ids");
@@ -190,7 +191,7 @@ impl Server<'_> {
         let from_ids = |ids: &[Value]| {
             let id = |id: &Value| id.as_u64().filter(|&id| id < ids_max).map(|id| id as u32);
             let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
-            ids.map(|ids| (ids, None)).ok_or_else(|| wrong("has an id that is not of the vocabulary"))
+            ids.map(|ids| (ids, None)).ok_or_else(|| wrong("has an id that is not in the vocabulary"))
         };
         match prompt {
             Value::String(text) => Ok(vec![from_text(text)?]),
@@ -211,7 +212,7 @@ impl Server<'_> {
         }
     }
 
-    /// Refuses a text of so many bytes that it cannot fit, before the work of reading it.
+    /// Refuses a text that has too many bytes to fit, before it is tokenised.
     fn check_bytes(&self, bytes: usize, field: &str) -> Result<(), ApiError> {
         let tokens_max = self.settings.tokens_max;
         if self.settings.chat.vocabulary().may_fit(bytes, tokens_max) {
@@ -222,7 +223,7 @@ impl Server<'_> {
         Err(ApiError::too_long(field, why))
     }
 
-    /// Returns the number of tokens that may follow a prompt.
+    /// Returns the number of tokens that may follow a prompt, and refuses a prompt that is empty or too long.
     fn check_prompt(&self, tokens: &[u32], field: &str) -> Result<usize, ApiError> {
         let tokens_max = self.settings.tokens_max;
         match tokens_max.checked_sub(tokens.len()) {
@@ -245,7 +246,7 @@ impl Server<'_> {
         Err(ApiError::too_long(
             "max_tokens",
             format!(
-                "this model's maximum is {} tokens; the prompt has {prompt}, and {} are asked for",
+                "this model's maximum is {} tokens; the prompt has {prompt}, and {} new ones are requested",
                 self.settings.tokens_max,
                 new.max(1)
             ),
@@ -265,7 +266,8 @@ impl Server<'_> {
         Ok(fields.whole(name, low, i64::from(i32::MAX))?.map(|tokens| tokens as usize))
     }
 
-    /// Returns the tokens that end a sample: the family's own and the request's.
+    /// Returns the tokens that end a sample: those of the chat format, unless `ignore_eos` is true, and those
+    /// of the request.
     fn stop_tokens(&self, fields: &Fields) -> Result<Vec<u32>, ApiError> {
         let mut tokens = match fields.flag("ignore_eos")? {
             true => vec![],
@@ -318,6 +320,6 @@ fn read_stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
     if texts.len() > STOPS_MAX {
         return Err(wrong());
     }
-    // lm-eval sends empty ones, which end nothing.
+    // lm-eval sends empty stop texts. They are ignored.
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
 }

@@ -18,7 +18,7 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the number of engines that decode in parallel.
+    /// Returns the number of the engine's workers that decode in parallel.
     pub(super) fn engines(&self) -> usize {
         match self.effective_rollout_weights() {
             RolloutWeightPlacement::Whole => worker_count(self.weight_bytes(), self.threads),
@@ -38,7 +38,7 @@ impl MemoryPlanInput<'_> {
         (rollout.sequences_max * self.engines()).min(sequences)
     }
 
-    /// Returns the number of tokens whose keys and values the command keeps for later requests.
+    /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
     pub fn prefix_tokens_max(&self) -> usize {
         match self.command {
             ModelCommand::Chat | ModelCommand::Serve if self.gpu_sequences.is_none() => {
@@ -48,7 +48,8 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the bytes of kept prefixes, and of the blocks that a forward pass fills before they are kept.
+    /// Returns the bytes of kept prefixes plus the bytes of the blocks that forward passes fill before they
+    /// are kept.
     fn prefix_bytes(&self) -> u64 {
         match self.prefix_tokens_max() {
             0 => 0,
@@ -56,14 +57,16 @@ impl MemoryPlanInput<'_> {
         }
     }
 
-    /// Returns the memory of sampling: KV caches at full length, one forward pass, and its logits.
+    /// Returns what sampling keeps in memory: KV caches at full length, kept prefixes, one forward pass per
+    /// worker with its logits, and rounded or gathered weights.
     pub(super) fn sampling_items(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
         let is_sharded = self.processes > 1 && self.command.trains();
         let gathered = is_sharded.then(|| self.sampling_gather_item());
         let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.command {
-            // Weights that are gathered by expert are rounded when they arrive, so no second set is needed.
+            // With expert parallelism, weights are rounded when they are gathered, so no second set is
+            // needed.
             ModelCommand::Train if is_distributed => 0,
             ModelCommand::Train | ModelCommand::Rollout => {
                 self.rounded_weight_bytes(WeightRounding::from_ablations(&recipe.arms))
@@ -75,7 +78,7 @@ impl MemoryPlanInput<'_> {
         };
         let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
-        // Each sampling thread has a copy of one row of logits.
+        // Each thread that samples has a copy of one row of logits.
         let row_copies = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
         let targets = sequences.div_ceil(engines);
         let has_adapter = self.adapter.is_some();

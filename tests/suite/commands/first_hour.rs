@@ -302,7 +302,7 @@ fn ctrl_c_ends_an_answer_and_at_the_prompt_the_chat() {
     chat.type_in("1+1?\n");
     chat.wait_for("assistant");
     chat.type_in("\u{3}");
-    chat.wait_for("(ended; this message is forgotten. Ctrl-C at the prompt, or Ctrl-D, leaves the chat)");
+    chat.wait_for("(ended; your message is forgotten. Ctrl-C at the prompt, or Ctrl-D, leaves the chat)");
     chat.wait_for("\n> ");
     chat.type_in("2+2?\n");
     chat.wait_for("assistant");
