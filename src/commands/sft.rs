@@ -34,7 +34,7 @@ pub struct SftArgs {
     /// Replace a recipe's value, such as --set cold_start.optimizer.lr=1e-5 or --set adapter.rank=16
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Folder for the results [default: runs/<name>-sft]
+    /// Folder for the results [default: runs/NAME-sft]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Resume the run in the folder from its last checkpoint; with =auto, start a run if there is none
