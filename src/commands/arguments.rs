@@ -1,8 +1,10 @@
 //! Arguments that several commands share.
 
-use crate::recipe::BUILT_IN;
+use crate::checkpoint::gguf::is_gguf;
+use crate::recipe::{BUILT_IN, RecipeSource, locate};
+use anyhow::Result;
 use clap::Args;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Returns the help text of a RECIPE argument.
 pub fn recipe_help() -> String {
@@ -11,6 +13,25 @@ pub fn recipe_help() -> String {
         "A recipe file; a built-in recipe: {names}; a run folder (its resolved recipe and last checkpoint); or a checkpoint \
          of a run (not for `train`)"
     )
+}
+
+/// Returns the recipe that `path` names; `None` if `path` is a model folder or a GGUF file.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when `path` names neither a recipe nor a model.
+pub(super) fn locate_recipe_or_model(path: &Path) -> Result<Option<RecipeSource>> {
+    let source = locate(path);
+    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
+        return Ok(None);
+    }
+    source.map(Some)
+}
+
+/// Returns the name of a folder, or of a file without its extension.
+pub(super) fn name_of(path: &Path) -> String {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
+    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 /// The RECIPE argument and its options.

@@ -3,13 +3,12 @@
 
 use crate::bounded_file;
 use crate::chat::{Chat, Texts, TurnReader};
-use crate::checkpoint::gguf::is_gguf;
-use crate::commands::arguments::recipe_help;
+use crate::commands::arguments::{locate_recipe_or_model, recipe_help};
 use crate::engine::Engine;
 use crate::error::EXIT_SUCCESS;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
-use crate::recipe::{KeyScope, Plan, locate, resolve_for};
+use crate::recipe::{KeyScope, Plan, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, TurnPosition};
 use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
@@ -132,13 +131,11 @@ pub(super) fn open_model(
     trust: bool,
     console: &Console,
 ) -> Result<(Plan, u64)> {
-    let source = locate(path);
-    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
+    let Some(source) = locate_recipe_or_model(path)? else {
         let model = format!("model.path={}", path.display());
         let sets = [&[model], sets].concat();
         return Ok((resolve_for(KeyScope::Chat, Path::new(name), usual, &sets)?, 0));
-    }
-    let source = source?;
+    };
     let mut plan = source.resolve_for(KeyScope::Chat, sets)?;
     let step = pin_model(&mut plan, &source, sets)?;
     ask_consent(&source, &plan.recipe, sets, trust, console)?;

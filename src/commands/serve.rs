@@ -1,7 +1,7 @@
 //! `rloss serve RECIPE|RUN|FOLDER`: OpenAI's HTTP interface to a model.
 
 use crate::bad_input;
-use crate::commands::arguments::recipe_help;
+use crate::commands::arguments::{name_of, recipe_help};
 use crate::commands::chat::open_model;
 use crate::error::EXIT_SUCCESS;
 use crate::metrics::Console;
@@ -84,7 +84,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
         engine: &engine,
         chat: &context.chat,
         system_prompt: &recipe.harmony,
-        model_name: args.name.clone().unwrap_or_else(|| default_name(args)),
+        model_name: args.name.clone().unwrap_or_else(|| name_of(&args.recipe)),
         sampling: SamplingParameters {
             temperature: eval.temperature,
             top_p: eval.top_p,
@@ -104,13 +104,6 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     console.print(&format!("serving {:?} at http://{address}/v1", settings.model_name));
     serve::run(&listener, settings, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
-}
-
-/// Returns the name of the model's folder or recipe.
-fn default_name(args: &ServeArgs) -> String {
-    let path = std::path::absolute(&args.recipe).unwrap_or_else(|_| args.recipe.clone());
-    let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
-    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
 /// Returns a random number.

@@ -3,9 +3,9 @@
 
 use super::train::{Resume, StartingWeights, run_source};
 use crate::bad_input;
-use crate::checkpoint::gguf::is_gguf;
-use crate::commands::arguments::{RunArgs, recipe_help};
-use crate::recipe::{RecipeSource, locate, override_key};
+use crate::commands::arguments::{RunArgs, locate_recipe_or_model, name_of, recipe_help};
+use crate::dist::Mesh;
+use crate::recipe::{RecipeSource, override_key};
 use crate::tasks::rows;
 use anyhow::Result;
 use clap::Args;
@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 const EPOCHS: u64 = 3;
 
 /// The recipe for a model's folder or file. The task is not used.
-const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"\n";
+const MODEL_RECIPE: RecipeSource =
+    RecipeSource::BuiltIn { name: "rloss sft", text: "task.name = \"arithmetic_single\"\n" };
 
 /// Arguments of `rloss sft`.
 #[derive(Args, Debug, Clone)]
@@ -50,10 +51,16 @@ pub struct SftArgs {
 /// # Errors
 /// [`crate::error::BadInput`] before any work. Other errors leave the last checkpoint intact.
 pub fn run(args: &SftArgs) -> Result<u8> {
-    let (source, mut sets) = model_source(&args.recipe)?;
-    let name = match &source {
-        RecipeSource::BuiltIn { name: MODEL_RECIPE_NAME, .. } => model_name(&args.recipe),
-        source => source.stem(),
+    let mesh = Mesh::connect()?;
+    let (source, run) = mesh.require_success("the recipe", resolve(args))?;
+    run_source(mesh, &source, &run, args.resume, StartingWeights::Checkpoint)
+}
+
+/// Returns the recipe, and the arguments with which `rloss train` would do the same.
+fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
+    let (source, name, mut sets) = match locate_recipe_or_model(&args.recipe)? {
+        Some(source) => (source.clone(), source.stem(), vec![]),
+        None => (MODEL_RECIPE, name_of(&args.recipe), vec![file_set("model.path", &args.recipe)?]),
     };
     let out = args.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(format!("{name}-sft")));
     let has_set = |key: &str| args.sets.iter().any(|set| override_key(set) == Some(key));
@@ -86,20 +93,7 @@ pub fn run(args: &SftArgs) -> Result<u8> {
         sets.push("adapter.cold_start=true".into());
     }
     let run = RunArgs { recipe: args.recipe.clone(), sets, out: Some(out), trust: args.trust };
-    run_source(&source, &run, args.resume, StartingWeights::Checkpoint)
-}
-
-/// The name of [`MODEL_RECIPE`] in messages.
-const MODEL_RECIPE_NAME: &str = "rloss sft";
-
-/// Returns the recipe that `path` names, and the keys to set. A model alone has the recipe [`MODEL_RECIPE`].
-fn model_source(path: &Path) -> Result<(RecipeSource, Vec<String>)> {
-    let source = locate(path);
-    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
-        let source = RecipeSource::BuiltIn { name: MODEL_RECIPE_NAME, text: MODEL_RECIPE };
-        return Ok((source, vec![file_set("model.path", path)?]));
-    }
-    Ok((source?, vec![]))
+    Ok((source, run))
 }
 
 /// Returns the argument of `--set` that sets `key` to the absolute form of `path`.
@@ -109,11 +103,4 @@ fn file_set(key: &str, path: &Path) -> Result<String> {
         Some(text) => Ok(format!("{key}={text}")),
         None => Err(bad_input!("{}: a path in a recipe must be UTF-8; rename the file", path.display())),
     }
-}
-
-/// Returns the name of a model's folder or file.
-fn model_name(path: &Path) -> String {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
-    name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
 }

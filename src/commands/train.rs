@@ -19,6 +19,7 @@ use crate::trainer::{Trainer, TrainingData};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Arguments of `rloss train`.
 #[derive(Args, Debug, Clone)]
@@ -44,7 +45,9 @@ pub(super) enum Resume {
 /// # Errors
 /// [`crate::error::BadInput`] before any work. Other errors leave the last checkpoint intact.
 pub fn run(args: &TrainArgs) -> Result<u8> {
-    run_source(&locate(&args.run.recipe)?, &args.run, args.resume, StartingWeights::Recipe)
+    let mesh = Mesh::connect()?;
+    let source = mesh.require_success("the recipe", locate(&args.run.recipe))?;
+    run_source(mesh, &source, &args.run, args.resume, StartingWeights::Recipe)
 }
 
 /// The weights from which a run starts, if its RECIPE is a run folder or a checkpoint.
@@ -59,14 +62,14 @@ pub(super) enum StartingWeights {
 /// Trains as the recipe `source` says, with the other arguments of `args`.
 ///
 /// # Errors
-/// Those of [`run`].
+/// Errors of [`run`].
 pub(super) fn run_source(
+    mesh: Arc<Mesh>,
     source: &RecipeSource,
     args: &RunArgs,
     resume: Option<Resume>,
     starting_weights: StartingWeights,
 ) -> Result<u8> {
-    let mesh = Mesh::connect()?;
     let TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
         mesh.require_success("the recipe", prepare(source, args, resume, starting_weights, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());

@@ -341,6 +341,11 @@ fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
         assert_eq!(refused.code, Some(2), "{}", refused.stderr);
         assert!(!refused.folder.join("metrics.jsonl").exists());
     }
+    // Every process looks for the recipe; only one reports that there is none.
+    let absent =
+        Launch::command("train", "no_such_recipe", &[]).ranks(2).start().wait(Duration::from_secs(60));
+    assert_eq!(absent.stderr.matches("no such file or folder").count(), 1, "{}", absent.stderr);
+    assert_eq!(absent.code, Some(2), "{}", absent.stderr);
     let late = Launch::new("quickstart", &SHORT).ranks(2).last_differs("task.name=nothing").start();
     let late = late.wait(Duration::from_secs(60));
     assert_eq!(late.stderr.matches("error:").count(), 1, "{}", late.stderr);
