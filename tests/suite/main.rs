@@ -25,6 +25,7 @@ mod one_forward;
 mod ops;
 mod optimizer;
 mod packed;
+mod pages;
 mod policy;
 mod policy_step;
 mod qwen2;
