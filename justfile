@@ -95,6 +95,10 @@ bench:
 quickstart:
     cargo run --release -- train recipes/quickstart.toml
 
+# Words and long sentences of the README and docs/.
+words:
+    scripts/words.py
+
 # Every curve of docs/FIGURES.md for three seeds, and its figures drawn anew.
 figures:
     scripts/reproduce_figures.sh
