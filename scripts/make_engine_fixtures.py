@@ -6,7 +6,7 @@
 One tiny random model, rows that it drew itself, and transformers' log-probs of them:
     model/           config.json and model.safetensors, for the embedded vocabulary
     rows.jsonl       our own rows; every other file holds the same numbers in another shape (in vllm_completions.json and the
-                     like, see `SHAPES`), made by code of our own after the projects' sources, which docs/MISMATCH.md names
+                     like, see `SHAPES`), made by code of our own after the projects' sources, which docs/AGAINST.md names
     cases.jsonl      {"kind", "dtype", "tokens", "logprobs"}: mistakes of mismatch_faults.py, as scripts/mismatch_campaign.py
                      draws them, one a line; tests/suite/against.rs says what must be found
 

@@ -48,7 +48,7 @@ pub struct CheckMismatchArgs {
     /// Ablations to measure: a comma starts a new row, a plus combines ablations in one row
     #[arg(long, value_name = "A,B+C")]
     arms: Option<String>,
-    /// Compare a file of another engine, in a format of docs/MISMATCH.md. The simplest format is one row per
+    /// Compare a file of another engine, in a format of docs/AGAINST.md. The simplest format is one row per
     /// line: {"tokens": [...], "logprobs": [a number or null per token], "temperature": 1.0}. The exit code
     /// is 2 if a row is bad, otherwise 3 if the log-probs differ, otherwise 0
     #[arg(long, value_name = "FILE", num_args = 1.., conflicts_with = "arms")]

@@ -135,7 +135,7 @@ impl<'a> RowReader<'a> {
                 false => token_rows.bad_row_messages().join("\n"),
             };
             return Err(bad_input!(
-                "{problem}\nno row can be compared; docs/MISMATCH.md lists the formats; the simplest is one row per line: {EXAMPLE}"
+                "{problem}\nno row can be compared; docs/AGAINST.md lists the formats; the simplest is one row per line: {EXAMPLE}"
             ));
         }
         Ok(token_rows)

@@ -1,5 +1,5 @@
 //! Formats of other engines' files, recognised by their JSON structure. Each engine has one source file.
-//! docs/MISMATCH.md shows each format.
+//! docs/AGAINST.md shows each format.
 
 mod llama_cpp;
 mod npy;
@@ -125,7 +125,7 @@ impl RecordFormat {
             _ if has(value, "tokens") || has(value, "token_ids") => {
                 "tokens without log-probs; write one log-prob per token, or null where there is none".into()
             }
-            _ => format!("unknown format; write rows like {EXAMPLE}, or see docs/MISMATCH.md"),
+            _ => format!("unknown format; write rows like {EXAMPLE}, or see docs/AGAINST.md"),
         })
     }
 
@@ -149,7 +149,7 @@ pub const TORCH_FILE: &str = "a file of torch.save: lists of numbers in a pickle
 
 /// Parses `value` as `T`. Messages call the value `what`.
 fn parse<T: serde::de::DeserializeOwned>(value: Value, what: &str) -> Result<T, String> {
-    serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/MISMATCH.md for the format"))
+    serde_json::from_value(value).map_err(|e| format!("not {what}: {e}; see docs/AGAINST.md for the format"))
 }
 
 /// Joins a prompt without log-probs and a response with log-probs.
