@@ -1,7 +1,5 @@
 //! The byte-level alphabet of GPT-2 vocabularies, which maps each byte to one printable character.
 
-use std::collections::HashMap;
-
 /// Returns the character of each byte.
 ///
 /// Printable Latin-1 bytes map to themselves. The other 68 bytes map to U+0100 and the characters after it,
@@ -17,19 +15,26 @@ pub(super) fn alphabet() -> [char; 256] {
     chars
 }
 
-/// Maps vocabulary entries back to bytes.
-pub(super) struct ByteDecoder(HashMap<char, u8>);
+/// The highest character of the alphabet: 68 bytes are not printable, and their characters begin at U+0100.
+const LAST_CHARACTER: usize = 0x143;
+
+/// Maps vocabulary entries back to bytes: the byte of each character of the alphabet.
+pub(super) struct ByteDecoder([Option<u8>; LAST_CHARACTER + 1]);
 
 impl ByteDecoder {
     pub(super) fn new() -> Self {
-        Self(alphabet().into_iter().zip(0..=255).collect())
+        let mut bytes = [None; LAST_CHARACTER + 1];
+        for (c, byte) in alphabet().into_iter().zip(0..=255) {
+            bytes[c as usize] = Some(byte);
+        }
+        Self(bytes)
     }
 
     /// Appends the bytes of `entry` to `out`. For a character outside the alphabet, appends its UTF-8 bytes.
     pub(super) fn decode_into(&self, entry: &str, out: &mut Vec<u8>) {
         for c in entry.chars() {
-            match self.0.get(&c) {
-                Some(&byte) => out.push(byte),
+            match self.0.get(c as usize).copied().flatten() {
+                Some(byte) => out.push(byte),
                 None => out.extend_from_slice(c.encode_utf8(&mut [0; 4]).as_bytes()),
             }
         }

@@ -15,19 +15,26 @@ use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::panics::catch_panic;
 use anyhow::{Result, anyhow};
 use byte_level::{ByteDecoder, alphabet, to_byte_level};
+use serde::Deserialize;
 use std::path::Path;
 use std::sync::Arc;
+use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    DecoderWrapper, Model, ModelWrapper, NormalizedString, Normalizer, OffsetType, PostProcessorWrapper,
-    PreTokenizedString, PreTokenizer, Tokenizer,
+    DecoderWrapper, Model, NormalizedString, Normalizer, NormalizerWrapper, OffsetType, PostProcessorWrapper,
+    PreTokenizedString, PreTokenizer, PreTokenizerWrapper, TokenizerImpl,
 };
+
+/// A tokenizer whose model is BPE. The crate's `Tokenizer` holds any model; it would first parse the
+/// vocabulary into a JSON tree, which takes several times longer.
+type BpeTokenizer =
+    TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// A byte-level BPE vocabulary. Clones share the tables.
 #[derive(Clone)]
 pub struct Vocabulary(Arc<Tables>);
 
 struct Tables {
-    inner: Tokenizer,
+    inner: BpeTokenizer,
     json: Vec<u8>,
     pad: Option<u32>,
     /// Bytes of all tokens, concatenated; token `id` is `bytes[ends[id - 1]..ends[id]]`.
@@ -69,8 +76,12 @@ impl Vocabulary {
         };
         limits::check(&json).map_err(|why| refusal(&why.to_string()))?;
         // The crate panics on truncated or invalid files.
-        let parsed = catch_panic(|| Tokenizer::from_bytes(&json)).map_err(|why| refusal(&why))?;
-        let mut inner = parsed.map_err(|e| refusal(&e.to_string()))?;
+        let parsed = catch_panic(|| serde_json::from_slice::<BpeTokenizer>(&json));
+        let parsed = parsed.map_err(|why| refusal(&why))?;
+        let mut inner = parsed.map_err(|e| match has_other_model(&json) {
+            true => bad_input!("{source_name}: model.type must be BPE, of the byte-level kind"),
+            false => refusal(&e.to_string()),
+        })?;
         // Padding and truncation of the file are ignored: the encoding of a text always has all its tokens
         // and no others.
         inner.with_padding(None);
@@ -78,12 +89,8 @@ impl Vocabulary {
         // The post-processor and the decoder are not used.
         inner.with_post_processor(None::<PostProcessorWrapper>);
         inner.with_decoder(None::<DecoderWrapper>);
-        match inner.get_model() {
-            ModelWrapper::BPE(bpe) if bpe.dropout.is_none_or(|p| p == 0.0) => {}
-            ModelWrapper::BPE(_) => {
-                return Err(bad_input!("{source_name}: model.dropout makes ids random; set it to null"));
-            }
-            _ => return Err(bad_input!("{source_name}: model.type must be BPE, of the byte-level kind")),
+        if inner.get_model().dropout.is_some_and(|p| p != 0.0) {
+            return Err(bad_input!("{source_name}: model.dropout makes ids random; set it to null"));
         }
         let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
         let byte_ids = find_bytes(&inner, source_name)?;
@@ -227,11 +234,24 @@ impl std::fmt::Debug for Vocabulary {
     }
 }
 
-fn added_id(inner: &Tokenizer, name: &str) -> Option<u32> {
+/// Returns whether a `tokenizer.json` names a model other than BPE.
+fn has_other_model(json: &[u8]) -> bool {
+    #[derive(Deserialize)]
+    struct File {
+        model: Model,
+    }
+    #[derive(Deserialize)]
+    struct Model {
+        r#type: String,
+    }
+    serde_json::from_slice::<File>(json).is_ok_and(|file| file.model.r#type != "BPE")
+}
+
+fn added_id(inner: &BpeTokenizer, name: &str) -> Option<u32> {
     inner.get_added_vocabulary().get_vocab().get(name).copied()
 }
 
-fn find_bytes(inner: &Tokenizer, source_name: &str) -> Result<Vec<u32>> {
+fn find_bytes(inner: &BpeTokenizer, source_name: &str) -> Result<Vec<u32>> {
     let model = inner.get_model();
     let find = |c: char| model.token_to_id(c.encode_utf8(&mut [0; 4]));
     let ids: Vec<u32> = alphabet().into_iter().filter_map(find).collect();
@@ -248,7 +268,7 @@ fn find_bytes(inner: &Tokenizer, source_name: &str) -> Result<Vec<u32>> {
 const VOCABULARY_TOKENS_MAX: usize = 1 << 23;
 
 /// Returns the bytes of all tokens, the end of each token in them, and whether each token is special.
-fn token_table(inner: &Tokenizer, source_name: &str) -> Result<(Vec<u8>, Vec<usize>, Vec<bool>)> {
+fn token_table(inner: &BpeTokenizer, source_name: &str) -> Result<(Vec<u8>, Vec<usize>, Vec<bool>)> {
     let added = inner.get_added_tokens_decoder();
     let mut entries: Vec<(String, u32)> = inner.get_vocab(true).into_iter().collect();
     entries.sort_unstable_by_key(|(_, id)| *id);
