@@ -131,6 +131,7 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         prompt_tokens: 1,
         mask: sequence.mask.clone(),
         log_probs,
+        kept_tokens: vec![],
         routed_experts,
         turns: vec![],
         outcome: Outcome::Finished,

@@ -172,8 +172,11 @@ mod tests {
     use crate::learner::micro_batch::Sequence;
 
     fn batch() -> MicroBatch {
-        let sequence =
-            |from: u32| Sequence { tokens: (from..from + 4).collect(), mask: vec![false, true, true, true] };
+        let sequence = |from: u32| Sequence {
+            tokens: (from..from + 4).collect(),
+            mask: vec![false, true, true, true],
+            kept_tokens: vec![],
+        };
         MicroBatch::split(&[sequence(10), sequence(20)], 100).remove(0)
     }
 

@@ -336,7 +336,7 @@ impl Case {
     /// The last link under truncated sampling: the kept set is computed again from the training forward's
     /// logits.
     fn truncated(&self, policy: &PolicyView, trajectories: &[&Trajectory]) -> Result<EqualityCheck> {
-        let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
+        let sequence = |t: &&Trajectory| Sequence::from(*t);
         let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
         let mut computed = vec![];
         for batch in MicroBatch::split(&sequences, 1000) {
