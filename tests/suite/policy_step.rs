@@ -2,6 +2,7 @@
 //! minibatches.
 
 mod shared;
+mod truncated;
 mod variants;
 
 use crate::tiny::{self, Gradients, Learned};

@@ -18,7 +18,7 @@ use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
-use crate::run::memory::{MemoryPlanInput, ModelCommand, SecondWeights, tokenizer_bytes};
+use crate::run::memory::{MemoryPlanInput, ModelCommand, tokenizer_bytes};
 use crate::run::source::ModelSource;
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, Problem, Task, TaskContext};

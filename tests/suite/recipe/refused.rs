@@ -157,8 +157,12 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "r.toml:2: rollout.temperature: 0 is out of range; give a number, above 0 and at most 100",
         ),
         (
-            "[rollout]\ntop_p = 0.9",
-            "r.toml:2: rollout.top_p: sampling for training must not exclude tokens: after one update other tokens are excluded, and importance ratios become 0 or infinite; write 1, and use the same key of [eval] for evaluation",
+            "[rollout]\ntop_k = 1",
+            "r.toml:2: rollout.top_k: 1 keeps only the most likely token, so every log-probability is 0 and has no gradient; write 2 or more, or 0",
+        ),
+        (
+            "[rollout]\nmin_p = 1.0",
+            "r.toml:2: rollout.min_p: 1 keeps only the most likely token, so every log-probability is 0 and has no gradient; write less than 1",
         ),
         (
             "[rollout]\nresponse_tokens_max = 160",
@@ -278,7 +282,8 @@ fn a_command_is_not_refused_for_keys_that_it_does_not_read() {
         ("train.minibatches=1000", &[KeyScope::Train][..]),
         ("train.freeze=[\"\"]", &[KeyScope::Train]),
         ("eval={samples=4,temperature=0}", &[KeyScope::Train, KeyScope::Eval]),
-        ("rollout.top_p=0.5", &[KeyScope::Train, KeyScope::Rollout, KeyScope::CheckMismatch]),
+        ("rollout.top_k=1", &[KeyScope::Train]),
+        ("rollout={top_p=0.5,top_k=20,min_p=0.1}", &[]),
         ("task.train_file=none", &[KeyScope::Train, KeyScope::Rollout, KeyScope::CheckMismatch]),
         ("task.validation_file=none", &[KeyScope::Train, KeyScope::Eval]),
         ("interpreter.time_limit_s=9", &all),
