@@ -113,8 +113,8 @@ fn each_row(
     Ok(())
 }
 
-/// Returns the logits of the tokens that the target of `row` was drawn from, and the index of the target among
-/// them. `z` has the logits of all tokens.
+/// Returns the logits of the tokens that the target of `row` was drawn from, and the index of the target
+/// among them. `z` has the logits of all tokens.
 fn kept_logits(batch: &MicroBatch, row: usize, z: &[f32]) -> (Vec<f32>, usize) {
     let target = batch.targets[row];
     let Some(kept) = batch.kept_tokens.as_ref().and_then(|kept| kept[row].as_ref()) else {

@@ -1,10 +1,11 @@
 //! Truncated distributions: the tokens that `min_p`, `top_k` and `top_p` keep, and log-probabilities over
 //! them.
 //!
-//! Over the kept set `S`: `log p_t = z_t − LSE_S(z)` with `LSE_S(z) = log Σ_{j∈S} e^{z_j}`, and `H = LSE_S(z)
-//! − Σ_{j∈S} p_j z_j`. The kept logits are gathered in ascending order of their ids and then summed as a whole
-//! row. The sampler and the head of a training pass both use [`KeptRow`], so `log p_t` has the same bits in
-//! sampling and in training. If all tokens are kept, it has the bits of the untruncated distribution.
+//! Over the kept set `S`: `log p_t = z_t − LSE_S(z)` with `LSE_S(z) = log Σ_{j∈S} e^{z_j}`, and
+//! `H = LSE_S(z) − Σ_{j∈S} p_j z_j`. The kept logits are gathered in ascending order of their ids and then
+//! summed as a whole row. The sampler and the head of a training pass both use [`KeptRow`], so `log p_t` has
+//! the same bits in sampling and in training. If all tokens are kept, it has the bits of the untruncated
+//! distribution.
 
 use super::log_prob::{RowStats, backward_row, row_stats};
 use super::logits::{SamplingParameters, exponentials};

@@ -163,6 +163,10 @@ fn shift_rows(batch: &mut MicroBatch, shift: Shift) -> Vec<bool> {
         }
     }
     (batch.rows, batch.targets) = (Arc::new(rows), Arc::new(targets));
+    if shift.moves_target {
+        // Other tokens were not drawn from the kept tokens of these rows.
+        batch.kept_tokens = None;
+    }
     has_value
 }
 

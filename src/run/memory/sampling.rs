@@ -7,8 +7,8 @@ use crate::model::cache::SequenceCache;
 use crate::model::rounding::WeightRounding;
 use crate::ops::token_set::TokenSet;
 
-/// Maximum bytes per sampled token of a set of kept tokens, in addition to the set itself: its allocation, and
-/// references in the trajectory, the sequence and the micro-batches.
+/// Maximum bytes per sampled token of a set of kept tokens, in addition to the set itself: its allocation,
+/// and references in the trajectory, the sequence and the micro-batches.
 const TOKEN_SET_REFERENCES: usize = 96;
 
 impl MemoryPlanInput<'_> {

