@@ -86,6 +86,7 @@ pub fn sequences(vocabulary: usize, count: usize, length: usize) -> Vec<Sequence
         .map(|_| Sequence {
             tokens: (0..length).map(|_| rng.random_range(0..vocabulary as u32)).collect(),
             mask: (0..length).map(|i| i > 0).collect(),
+            kept_tokens: vec![],
         })
         .collect()
 }

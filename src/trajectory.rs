@@ -13,6 +13,7 @@
 
 use crate::harmony::Message;
 use crate::metrics::Phase;
+use crate::ops::token_set::TokenSet;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -156,6 +157,10 @@ pub struct Trajectory {
     /// Log-probability of the sampled token under the sampling distribution; 0 where `mask` is false.
     #[serde(rename = "logprobs")]
     pub log_probs: Vec<f32>,
+    /// The tokens that each sampled token was drawn from, `None` for other tokens; empty if sampling was not
+    /// truncated. Training renormalises over these sets.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub kept_tokens: Vec<Option<TokenSet>>,
     /// Routed experts of each token at each layer, `[tokens][layers × top_k]`; empty if they were not kept.
     /// The last token never passes through the model, so its list is empty.
     #[serde(rename = "routes", default, skip_serializing_if = "Vec::is_empty")]

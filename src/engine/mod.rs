@@ -5,6 +5,7 @@
 //! batch or the number of threads. An engine and its queue live as long as one version of the weights.
 
 mod cache_admission;
+mod draw;
 mod prefix_cache;
 mod queue;
 mod request;

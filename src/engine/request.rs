@@ -1,6 +1,7 @@
 //! Requests and completions: token ids and numbers, no message and no task.
 
 use crate::ops::logits::{SampledToken, SamplingParameters};
+use crate::ops::token_set::TokenSet;
 use rand_chacha::ChaCha8Rng;
 
 /// A prompt to read, and samples to draw after it. The samples share one prefill.
@@ -22,6 +23,8 @@ pub struct EngineRequest {
     pub prompt_log_probs: Option<usize>,
     /// Whether to return the routed experts of each token that was read.
     pub keep_routed_experts: bool,
+    /// Whether to return, with each new token, the tokens that it was drawn from.
+    pub keep_token_sets: bool,
     /// Whether to keep the cache when a sample ends, for
     /// [`Engine::continue_sequence`](super::Engine::continue_sequence) or
     /// [`Engine::release`](super::Engine::release).
@@ -54,6 +57,9 @@ pub struct NewToken {
     pub id: u32,
     /// The log-probability under the distribution it was drawn from.
     pub log_prob: f32,
+    /// The tokens that it was drawn from. Present if [`EngineRequest::keep_token_sets`] is set and sampling
+    /// is truncated.
+    pub kept: Option<TokenSet>,
     /// Present if [`EngineRequest::top_log_probs`] is.
     pub scores: Option<TokenScores>,
 }

@@ -4,6 +4,7 @@
 //! request share one prefill. Their caches are clones of the prompt's, and their first tokens are drawn from
 //! one row of logits.
 
+use super::draw::{draw_tokens, scores};
 use super::prefix_cache::{BlockKey, extend_keys};
 use super::queue::RefillResult;
 use super::request::{
@@ -18,7 +19,6 @@ use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_m
 use crate::ops::threads::with_spinning_threads;
 use anyhow::Result;
 use candle_core::Tensor;
-use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -30,6 +30,7 @@ pub(super) struct SequenceOptions {
     stop_tokens: Vec<u32>,
     top_log_probs: Option<usize>,
     keep_routed_experts: bool,
+    pub(super) keep_token_sets: bool,
     pub(super) keep_sequence: bool,
 }
 
@@ -80,6 +81,7 @@ impl Prefill {
             stop_tokens: request.stop_tokens,
             top_log_probs: request.top_log_probs,
             keep_routed_experts: request.keep_routed_experts,
+            keep_token_sets: request.keep_token_sets,
             keep_sequence: request.keep_sequence,
         });
         request.samples.into_iter().map(move |SampleRequest { id, random, forced }| {
@@ -113,7 +115,7 @@ pub(super) struct Sequence {
     cache: SequenceCache,
     /// Keys of the whole blocks in `cache`; empty if prefixes are not kept.
     keys: Vec<BlockKey>,
-    random: ChaCha8Rng,
+    pub(super) random: ChaCha8Rng,
     forced: Vec<u32>,
     /// Tokens drawn since the request or its last continuation.
     new_tokens: Vec<NewToken>,
@@ -135,6 +137,11 @@ impl Sequence {
     /// Returns its length in tokens, unread ones included.
     pub(super) fn len(&self) -> usize {
         self.tokens.len()
+    }
+
+    /// Returns the forced token at the next position, if there is one.
+    pub(super) fn next_forced(&self) -> Option<u32> {
+        self.forced.get(self.new_tokens.len()).copied()
     }
 
     /// Appends a token. Returns the finish reason if the sample ends with this token.
@@ -489,17 +496,13 @@ impl<'e, 'm> Worker<'e, 'm> {
             return Ok(());
         }
         let logits = engine.policy.decoder_stack().logits(normed, sampling)?;
-        // A forced token also uses up a random number, so later tokens do not depend on how many are forced.
-        let draws: Vec<(usize, f64)> =
-            sequences.iter_mut().map(|(row, sequence, _)| (*row, sequence.random.random())).collect();
-        let mut drawn = logits.draw(sampling, &draws)?;
-        force(&logits, sampling, &sequences, &mut drawn)?;
+        let (drawn, kept) = draw_tokens(&logits, sampling, &mut sequences)?;
         let mut scores = self.score_drawn(normed, &logits, sampling, &sequences, &drawn)?.into_iter();
-        for ((_, mut sequence, is_new), SampledToken { token, log_prob }) in sequences.into_iter().zip(drawn)
-        {
+        for (((_, mut sequence, is_new), drawn), kept) in sequences.into_iter().zip(drawn).zip(kept) {
             self.sampled += 1;
+            let SampledToken { token: id, log_prob } = drawn;
             let scores = sequence.options.top_log_probs.and_then(|_| scores.next());
-            match sequence.push(NewToken { id: token, log_prob, scores }, self.client) {
+            match sequence.push(NewToken { id, log_prob, kept, scores }, self.client) {
                 None if is_new => engine.make_ready(sequence),
                 None => self.batch.push(Work::Sequence(sequence)),
                 Some(reason) => engine.end(self.client, sequence, reason),
@@ -534,38 +537,6 @@ impl<'e, 'm> Worker<'e, 'm> {
         let raw = SamplingParameters::with_temperature(1.0);
         scores(&self.engine.policy.decoder_stack().logits(normed, &raw)?, &tokens, &rows)
     }
-}
-
-/// Returns one entry for each (row, id) of `tokens`: the log-prob of the token, and the likeliest tokens of
-/// the row. `rows` has the same rows in the same order, each with the number of likeliest tokens.
-fn scores(logits: &Logits, tokens: &[(usize, u32)], rows: &[(usize, usize)]) -> Result<Vec<TokenScores>> {
-    let raw = SamplingParameters::with_temperature(1.0);
-    let log_probs = logits.log_probs(&raw, tokens)?;
-    let top = logits.likeliest(rows)?;
-    Ok(log_probs.into_iter().zip(top).map(|(log_prob, top)| TokenScores { log_prob, top }).collect())
-}
-
-/// Replaces the drawn token of each sequence that has a forced token at this position.
-fn force(
-    logits: &Logits,
-    sampling: &SamplingParameters,
-    sequences: &[(usize, Box<Sequence>, bool)],
-    drawn: &mut [SampledToken],
-) -> Result<()> {
-    let (mut indices, mut tokens) = (vec![], vec![]);
-    for (index, ((row, sequence, _), drawn)) in sequences.iter().zip(&*drawn).enumerate() {
-        if let Some(&token) = sequence.forced.get(sequence.new_tokens.len())
-            && token != drawn.token
-        {
-            indices.push(index);
-            tokens.push((*row, token));
-        }
-    }
-    let log_probs = logits.log_probs(sampling, &tokens)?;
-    for ((index, (_, token)), log_prob) in indices.into_iter().zip(tokens).zip(log_probs) {
-        drawn[index] = SampledToken { token, log_prob };
-    }
-    Ok(())
 }
 
 impl Engine<'_> {

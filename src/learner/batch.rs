@@ -59,11 +59,12 @@ impl Batch {
     /// filled in.
     pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
-        for Trajectory { tokens, mask, log_probs, .. } in groups.iter().flat_map(|g| &g.trajectories) {
+        for trajectory in groups.iter().flat_map(|g| &g.trajectories) {
+            let Trajectory { mask, log_probs, .. } = trajectory;
             let trained = mask.iter().zip(log_probs).skip(1).filter(|(mask, _)| **mask);
             rollout_log_probs.extend(trained.map(|(_, &log_prob)| log_prob));
             cu_seqlens.push(rollout_log_probs.len());
-            sequences.push(Arc::new(Sequence { tokens: tokens.clone(), mask: mask.clone() }));
+            sequences.push(Arc::new(Sequence::from(trajectory)));
         }
         Self {
             micro_batches: pack(&sequences, packing),

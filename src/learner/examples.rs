@@ -68,7 +68,7 @@ impl ConversationRenderer<'_> {
                 "{source}: no token to train on; add an assistant message, or a mask that is true for some token"
             ));
         }
-        Ok(Sequence { tokens, mask })
+        Ok(Sequence { tokens, mask, kept_tokens: vec![] })
     }
 
     /// Reads up to `rows_max` JSON lines. Each line is `{"messages": [...]}` or `{"tokens": [...], "mask":

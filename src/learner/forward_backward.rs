@@ -159,7 +159,8 @@ impl Pass<'_> {
     /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
-        self.stack().head(&normed, &self.batch.targets, self.settings.temperature)
+        let MicroBatch { targets, kept_tokens, .. } = self.batch;
+        self.stack().head(&normed, targets, kept_tokens.as_ref(), self.settings.temperature)
     }
 
     /// Runs the pass without recomputation.

@@ -4,6 +4,8 @@
 use crate::dist::Mesh;
 use crate::model::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
+use crate::ops::token_set::{KeptTokens, TokenSet};
+use crate::trajectory::Trajectory;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::borrow::{Borrow, Cow};
@@ -16,6 +18,16 @@ pub struct Sequence {
     pub tokens: Vec<u32>,
     /// True where the loss covers the token. False for the first token, because nothing predicts it.
     pub mask: Vec<bool>,
+    /// For each token, the tokens that it was drawn from, if its distribution was truncated. Empty if no
+    /// token has such a set.
+    pub kept_tokens: Vec<Option<TokenSet>>,
+}
+
+impl From<&Trajectory> for Sequence {
+    fn from(trajectory: &Trajectory) -> Self {
+        let Trajectory { tokens, mask, kept_tokens, .. } = trajectory.clone();
+        Self { tokens, mask, kept_tokens }
+    }
 }
 
 /// Packed sequences, the input of a forward pass. The last token of a sequence predicts nothing, so it is
@@ -37,6 +49,8 @@ pub struct MicroBatch {
     pub rows: Arc<Vec<u32>>,
     /// The tokens that `rows` predict, `[R]`.
     pub targets: Arc<Vec<u32>>,
+    /// The tokens that each target was drawn from, `[R]`; `None` if no target has such a set.
+    pub kept_tokens: Option<KeptTokens>,
     /// Start of each sequence in `rows`, followed by the length `R`.
     pub cu_targets: Vec<usize>,
     /// Experts that replace the router's choice, u32 `[T, K]` for each layer.
@@ -134,6 +148,10 @@ impl MicroBatch {
             positions: self.positions[local_rows].to_vec(),
             rows: Arc::new(target_indices.iter().map(|&index| self.rows[index] - start as u32).collect()),
             targets: Arc::new(target_indices.iter().map(|&index| self.targets[index]).collect()),
+            kept_tokens: self
+                .kept_tokens
+                .as_ref()
+                .map(|kept| Arc::new(target_indices.iter().map(|&index| kept[index].clone()).collect())),
             replay: replay.transpose()?,
             shards: Some(Arc::new(shards)),
             ..self.clone()
@@ -144,7 +162,7 @@ impl MicroBatch {
     /// sequence.
     fn new(sequences: &[&Sequence], range: Range<usize>, shared: &[usize]) -> Self {
         let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
-        let mut sequence_rows = SequenceRows::default();
+        let (mut sequence_rows, mut kept_tokens) = (SequenceRows::default(), vec![]);
         for (i, sequence) in sequences[range.clone()].iter().enumerate() {
             sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
             tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_position(i)..]);
@@ -152,6 +170,7 @@ impl MicroBatch {
             for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
                 rows.push(row_indices[i - 1] as u32);
                 targets.push(sequence.tokens[i]);
+                kept_tokens.push(sequence.kept_tokens.get(i).cloned().flatten());
             }
             cu_targets.push(rows.len());
         }
@@ -163,6 +182,7 @@ impl MicroBatch {
             sequence_rows: Arc::new(sequence_rows),
             rows: Arc::new(rows),
             targets: Arc::new(targets),
+            kept_tokens: kept_tokens.iter().any(Option::is_some).then(|| Arc::new(kept_tokens)),
             cu_targets,
             replay: None,
             shards: None,
@@ -304,7 +324,11 @@ mod tests {
 
     #[test]
     fn sequences_are_packed_without_padding_and_split_at_the_bound() {
-        let sequence = |n: u32| Sequence { tokens: (0..n).collect(), mask: (0..n).map(|i| i != 1).collect() };
+        let sequence = |n: u32| Sequence {
+            tokens: (0..n).collect(),
+            mask: (0..n).map(|i| i != 1).collect(),
+            kept_tokens: vec![],
+        };
         let batches = MicroBatch::split(&[sequence(4), sequence(3), sequence(9), sequence(2)], 6);
         let ranges: Vec<_> = batches.iter().map(|b| b.sequences.clone()).collect();
         assert_eq!(ranges, [0..2, 2..3, 3..4]);
@@ -320,7 +344,11 @@ mod tests {
     #[test]
     fn micro_batches_in_pairs_leave_no_thread_of_two_idle() {
         let of = |lengths: &[usize], tokens_max: usize| -> Vec<usize> {
-            let sequence = |&n: &usize| Sequence { tokens: vec![1; n + 1], mask: vec![true; n + 1] };
+            let sequence = |&n: &usize| Sequence {
+                tokens: vec![1; n + 1],
+                mask: vec![true; n + 1],
+                kept_tokens: vec![],
+            };
             let sequences: Vec<Sequence> = lengths.iter().map(sequence).collect();
             let batches =
                 MicroBatch::split(&sequences, MicroBatchLimits { tokens_max, needs_even_count: true });
@@ -341,7 +369,7 @@ mod tests {
         let sample = |group: u32, sample: u32| {
             let prompt = (0..20).map(|i| if i < 6 { i } else { 100 * (group + 1) + i });
             let tokens: Vec<u32> = prompt.chain((0..11).map(|i| 1000 * (sample + 1) + i)).collect();
-            Sequence { mask: (0..tokens.len()).map(|i| i >= 20).collect(), tokens }
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 20).collect(), tokens, kept_tokens: vec![] }
         };
         let groups: Vec<Sequence> = (0..6).flat_map(|group| (0..4).map(move |i| sample(group, i))).collect();
         let spans = |tokens_max: usize, needs_even_count: bool| -> Vec<Range<usize>> {
@@ -361,7 +389,7 @@ mod tests {
         // A prompt of 40 tokens and 64 samples of 10.
         let sample = |sample: u32| {
             let tokens: Vec<u32> = (0..40).chain((0..11).map(|i| 100 * (sample + 1) + i)).collect();
-            Sequence { mask: (0..tokens.len()).map(|i| i >= 40).collect(), tokens }
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 40).collect(), tokens, kept_tokens: vec![] }
         };
         let group: Vec<Sequence> = (0..64).map(sample).collect();
         for needs_even_count in [false, true] {
@@ -380,7 +408,7 @@ mod tests {
     fn samples_of_a_prompt_share_its_rows_within_a_micro_batch() {
         let sample = |prompt: u32, response: &[u32]| {
             let tokens: Vec<u32> = (0..4).map(|i| prompt + i).chain(response.iter().copied()).collect();
-            Sequence { mask: (0..tokens.len()).map(|i| i >= 4).collect(), tokens }
+            Sequence { mask: (0..tokens.len()).map(|i| i >= 4).collect(), tokens, kept_tokens: vec![] }
         };
         let sequences = [sample(10, &[7, 8]), sample(10, &[7, 9]), sample(10, &[1]), sample(20, &[1, 2, 3])];
         let batches = MicroBatch::split_with_prefixes(&sequences, 100, |_| usize::MAX);

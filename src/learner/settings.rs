@@ -32,7 +32,8 @@ table! {
         /// File of trajectories, written by `rloss rollout`. The run trains on these trajectories and samples
         /// none. A step uses `rollout.prompts_per_step` groups. After the last group, training continues with
         /// the first group. Rewards and log-probabilities keep their stored values: set `rollout.temperature`
-        /// to the temperature of sampling.
+        /// to the temperature of sampling. Tokens drawn with `top_p`, `top_k` or `min_p` are stored with the
+        /// tokens that were kept.
         pub trajectories: Option<PathBuf> = None,
         /// Reaction to an update whose gradient norm is not finite. `"stop"` ends the run. `"skip"` does not
         /// change the weights and prints a warning. It also skips an update whose norm exceeds 10 times the

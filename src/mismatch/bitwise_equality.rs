@@ -8,7 +8,8 @@
 //! | `rollout_equals_training` | log-probs stored at sampling = the training forward pass; this follows from the other checks, and is measured too |
 //!
 //! The first three checks compare every token except the first of each sequence. The last check compares the
-//! sampled tokens.
+//! sampled tokens. Under truncated sampling its training pass renormalises over the kept tokens; the other
+//! checks compare the whole distributions.
 
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
@@ -85,6 +86,7 @@ impl EqualityChecks<'_> {
         let all_targets = |t: &&Trajectory| Sequence {
             tokens: t.tokens.clone(),
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
+            kept_tokens: vec![],
         };
         let sequences: Vec<Sequence> = trajectories.iter().map(all_targets).collect();
         // All processes compute `training` together. The batch-invariance check uses it as one of the
@@ -124,6 +126,11 @@ impl EqualityChecks<'_> {
         stage.finish();
 
         let mut rollout = EqualityCheck::new("rollout_equals_training");
+        let is_truncated = trajectories.iter().any(|t| !t.kept_tokens.is_empty());
+        let training = match is_truncated {
+            true => self.distributed_log_probs(&with_kept_tokens(trajectories))?,
+            false => training,
+        };
         for (t, training) in trajectories.iter().zip(&training) {
             let sampled: Vec<usize> = (1..t.tokens.len()).filter(|&i| t.mask[i]).collect();
             let stored: Vec<f32> = sampled.iter().map(|&i| t.log_probs[i]).collect();
@@ -186,6 +193,15 @@ impl EqualityChecks<'_> {
         let tokens: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
         self.console.start_token_stage(name, tokens as u64)
     }
+}
+
+/// Returns sequences with targets at all tokens but the first, as they were sampled.
+fn with_kept_tokens(trajectories: &[&Trajectory]) -> Vec<Sequence> {
+    let sequence = |t: &&Trajectory| Sequence {
+        mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
+        ..Sequence::from(*t)
+    };
+    trajectories.iter().map(sequence).collect()
 }
 
 /// Returns the number of input tokens, which are all tokens but the last.

@@ -94,9 +94,15 @@ impl EngineBatch {
             let length = indices.last().map_or(0, |&index| index + 1);
             let inputs = path[..length].iter().map(|&row| whole.tokens[row]);
             let tokens: Vec<u32> = inputs.chain(whole.targets[targets.clone()].last().copied()).collect();
-            let mut mask = vec![false; tokens.len()];
+            let (mut mask, mut kept_tokens) = (vec![false; tokens.len()], vec![]);
             indices.iter().for_each(|&index| mask[index + 1] = true);
-            sequences.push(Sequence { tokens, mask });
+            if let Some(kept) = &whole.kept_tokens {
+                kept_tokens = vec![None; tokens.len()];
+                indices.iter().zip(targets.clone()).for_each(|(&index, target)| {
+                    kept_tokens[index + 1] = kept[target].clone();
+                });
+            }
+            sequences.push(Sequence { tokens, mask, kept_tokens });
             sampled.extend_from_slice(&self.sampled[targets]);
         }
         // Without a limit there is exactly one micro-batch.
@@ -114,6 +120,7 @@ mod tests {
         let sequence = |from: u32, n: u32| Sequence {
             tokens: (from..from + n).collect(),
             mask: (0..n).map(|i| i > 1).collect(),
+            kept_tokens: vec![],
         };
         let sequences = [sequence(0, 6), sequence(10, 5), sequence(20, 8), sequence(30, 4)];
         let batches = MicroBatch::split(&sequences, 12);

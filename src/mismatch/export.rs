@@ -21,8 +21,7 @@ pub fn prime_rl(
     (temperature, micro_batch_tokens): (f64, usize),
 ) -> Result<String> {
     let sampled: Vec<&Trajectory> = trajectories.iter().copied().filter(|t| t.sampled_tokens() > 0).collect();
-    let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
-    let sequences: Vec<Sequence> = sampled.iter().map(sequence).collect();
+    let sequences: Vec<Sequence> = sampled.iter().map(|t| Sequence::from(*t)).collect();
     let batches = MicroBatch::split(&sequences, micro_batch_tokens);
     let computed = training.all_log_probs(threads, &batches, temperature, &|_| ())?;
     let (mut text, mut rest) = (String::new(), computed.as_slice());

@@ -2,6 +2,7 @@
 
 use super::causes::Cause;
 use super::engine_log_probs::EngineBatch;
+use crate::learner::micro_batch::MicroBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::logits::{SamplingParameters, logits_rows_max};
 use anyhow::Result;
@@ -81,11 +82,11 @@ impl HeadSettings {
         let targets = &batch.micro_batch.targets;
         let mut log_probs = Vec::with_capacity(targets.len());
         each_row(policy, normed, 0..targets.len(), &mut |row, z| {
-            let mut z = z.to_vec();
+            let (mut z, target) = kept_logits(&batch.micro_batch, row, z);
             if self.bf16_logits {
                 z.iter_mut().for_each(|z| *z = bf16::from_f32(*z).to_f32());
             }
-            log_probs.push(log_prob(&z, targets[row] as usize, temperature, self.filter) as f32);
+            log_probs.push(log_prob(&z, target, temperature, self.filter) as f32);
         })?;
         Ok(log_probs)
     }
@@ -110,6 +111,17 @@ fn each_row(
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }
     Ok(())
+}
+
+/// Returns the logits of the tokens that the target of `row` was drawn from, and the index of the target
+/// among them. `z` has the logits of all tokens.
+fn kept_logits(batch: &MicroBatch, row: usize, z: &[f32]) -> (Vec<f32>, usize) {
+    let target = batch.targets[row];
+    let Some(kept) = batch.kept_tokens.as_ref().and_then(|kept| kept[row].as_ref()) else {
+        return (z.to_vec(), target as usize);
+    };
+    let ids = kept.ids();
+    (ids.iter().map(|&id| z[id as usize]).collect(), ids.binary_search(&target).unwrap_or_default())
 }
 
 /// Returns the log-probability of `target` under `softmax(z / τ)` after `filter`.
@@ -228,9 +240,8 @@ impl FitRows {
                     continue;
                 }
                 each_row(policy, normed, row..row + 1, &mut |row, z| {
-                    let (target, engine) =
-                        (batch.micro_batch.targets[row] as usize, f64::from(engine[first + row]));
-                    rows.push((z.to_vec(), target, batch.temperature, engine));
+                    let (z, target) = kept_logits(&batch.micro_batch, row, z);
+                    rows.push((z, target, batch.temperature, f64::from(engine[first + row])));
                 })?;
             }
             first += batch.sampled.len();

@@ -47,8 +47,7 @@ impl<'a> AblationMeasurement<'a> {
         clip: (f64, f64),
         micro_batch_tokens: usize,
     ) -> Result<Self> {
-        let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
-        let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
+        let sequences: Vec<Sequence> = trajectories.iter().map(|t| Sequence::from(*t)).collect();
         let (mut log_probs, mut cu_seqlens) = (vec![], vec![0]);
         for t in trajectories {
             let sampled = t.log_probs.iter().zip(&t.mask).skip(1).filter(|(_, sampled)| **sampled);

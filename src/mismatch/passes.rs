@@ -32,7 +32,9 @@ impl PolicyView<'_> {
     /// # Errors
     /// When shapes do not match.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
-        Ok(self.decoder_stack().head(normed, &batch.targets, temperature)?.get(0)?.to_vec1()?)
+        let MicroBatch { targets, kept_tokens, .. } = batch;
+        let head = self.decoder_stack().head(normed, targets, kept_tokens.as_ref(), temperature)?;
+        Ok(head.get(0)?.to_vec1()?)
     }
 
     /// Returns the log-probabilities of all batches' targets, in order. Calls `on_tokens` after each layer

@@ -9,7 +9,7 @@ use super::cache::SequenceCache;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::layer::{LayerOutput, LayerPass};
 use super::weights::Weights;
-use crate::ops::{self, logits::Logits, logits::SamplingParameters};
+use crate::ops::{self, logits::Logits, logits::SamplingParameters, token_set::KeptTokens};
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -122,12 +122,19 @@ impl DecoderStack<'_> {
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
-    /// `targets` and the entropies, `[2, R]`, at `temperature`. For a critic they are values, `[1, R]`.
+    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of `kept` tokens has the
+    /// distribution over that set. For a critic they are values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
-        self.weights.head(normed, targets, temperature)
+    pub fn head(
+        &self,
+        normed: &Tensor,
+        targets: &Arc<Vec<u32>>,
+        kept: Option<&KeptTokens>,
+        temperature: f64,
+    ) -> Result<Tensor> {
+        self.weights.head(normed, targets, kept, temperature)
     }
 
     /// Returns the logits of `normed [R, H]`, for a sampler.

@@ -2,6 +2,7 @@
 
 use super::expert_parallel::ExpertParallel;
 use crate::ops::logits::{Logits, SamplingParameters};
+use crate::ops::token_set::KeptTokens;
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
 use anyhow::{Result, bail, ensure};
@@ -95,7 +96,8 @@ impl Matrix {
     }
 
     /// Returns the log-probabilities of `targets` and the entropies, `[2, R]`, for hidden states `h [R, H]`
-    /// at `temperature`. The matrix must be an LM head.
+    /// at `temperature`. A row with a set of `kept` tokens has the distribution over that set. The matrix
+    /// must be an LM head.
     ///
     /// # Errors
     /// When shapes disagree.
@@ -103,9 +105,11 @@ impl Matrix {
         &self,
         h: &Tensor,
         targets: &Arc<Vec<u32>>,
+        kept: Option<&KeptTokens>,
         temperature: f64,
     ) -> Result<Tensor> {
-        Ok(ops::log_prob_and_entropy(h, self.plain_weight()?, targets, temperature)?)
+        let weight = self.plain_weight()?;
+        Ok(ops::truncated_log_prob_and_entropy(h, weight, targets, kept, temperature)?)
     }
 
     /// Returns the logits of `h [R, H]` for a sampler. The matrix must be an LM head.

@@ -126,7 +126,7 @@ impl Learner {
         let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut keep_nothing).unwrap();
         let all = Arc::new((0..tokens.len() as u32).collect());
         let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
-        self.stack().head(&normed, &Arc::new(targets(tokens)), 1.0).unwrap()
+        self.stack().head(&normed, &Arc::new(targets(tokens)), None, 1.0).unwrap()
     }
 
     /// Returns the log-probabilities of the targets as a sampler computes them. A forward pass has up to

@@ -8,6 +8,7 @@ use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;
 use crate::ops::logits::{Logits, SamplingParameters};
+use crate::ops::token_set::KeptTokens;
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
 use std::sync::Arc;
@@ -145,13 +146,20 @@ impl Weights {
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
-    /// `targets` and the entropies, `[2, R]`, at `temperature`. For a critic they are values, `[1, R]`.
+    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of `kept` tokens has the
+    /// distribution over that set. For a critic they are values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn head(&self, normed: &Tensor, targets: &Arc<Vec<u32>>, temperature: f64) -> Result<Tensor> {
+    pub fn head(
+        &self,
+        normed: &Tensor,
+        targets: &Arc<Vec<u32>>,
+        kept: Option<&KeptTokens>,
+        temperature: f64,
+    ) -> Result<Tensor> {
         match self.is_critic {
-            false => self.head.log_prob_and_entropy(normed, targets, temperature),
+            false => self.head.log_prob_and_entropy(normed, targets, kept, temperature),
             true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.len()))?),
         }
     }

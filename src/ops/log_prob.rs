@@ -6,6 +6,9 @@
 //! = dL·(1[j = t] − p_j) − dH·p_j (log p_j + H)`, then `dh = dz · Wᵀ / τ` and `dW = hᵀ · dz / τ`. `dL` and
 //! `dH` are the gradients with respect to `log p_t` and `H`.
 //!
+//! A row may have a set of kept tokens, which its target was drawn from. Log-probability and entropy are then
+//! those of the distribution over that set, and gradients of other logits are 0 ([`mod@super::truncation`]).
+//!
 //! On a GPU `h` and `W` are bf16, and logits and results are f32.
 //!
 //! The sampler computes log-probabilities from the same product and the same [`RowStats`]
@@ -19,6 +22,8 @@ use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::GradientTarget;
 use super::product::{StridedMatrix, product};
+use super::token_set::KeptTokens;
+use super::truncation::KeptRow;
 use super::weight::Weight;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
@@ -100,13 +105,32 @@ pub fn log_prob_and_entropy(
     targets: &Arc<Vec<u32>>,
     temperature: f64,
 ) -> Result<Tensor> {
+    truncated_log_prob_and_entropy(h, weight, targets, None, temperature)
+}
+
+/// Works like [`log_prob_and_entropy`], but the distribution of row `i` has only the tokens of `kept[i]`, if
+/// the row has such a set. Works only on the CPU.
+///
+/// # Errors
+/// When shapes disagree, a target is not in its set, or a token is not below `V`.
+pub fn truncated_log_prob_and_entropy(
+    h: &Tensor,
+    weight: &Weight,
+    targets: &Arc<Vec<u32>>,
+    kept: Option<&KeptTokens>,
+    temperature: f64,
+) -> Result<Tensor> {
     let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
         bail!("log_prob: h {:?}, weight [{w_k}, {vocabulary}], {} targets", h.dims(), targets.len());
     }
+    if let Some(kept) = kept {
+        check_kept(kept, targets, vocabulary)?;
+    }
     let (tracked, gradient) = weight.graph_tensor().unzip();
     let head = Head {
         targets: targets.clone(),
+        kept: kept.cloned(),
         inverse_temperature: inverse_temperature(temperature),
         weight: weight.clone(),
         gradient: gradient.flatten(),
@@ -123,8 +147,25 @@ pub fn inverse_temperature(temperature: f64) -> f32 {
     (1.0 / temperature) as f32
 }
 
+/// Checks that there is one entry per target, that each set contains its target, and that all tokens are
+/// below `vocabulary`.
+fn check_kept(kept: &KeptTokens, targets: &[u32], vocabulary: usize) -> Result<()> {
+    if kept.len() != targets.len() {
+        bail!("log_prob: {} sets of kept tokens for {} targets", kept.len(), targets.len());
+    }
+    for (set, target) in kept.iter().zip(targets) {
+        let Some(ids) = set.as_ref().map(|set| set.ids()) else { continue };
+        if ids.binary_search(target).is_err() || ids.iter().any(|&id| id as usize >= vocabulary) {
+            bail!("log_prob: the {} kept tokens do not fit the target {target} of {vocabulary}", ids.len());
+        }
+    }
+    Ok(())
+}
+
 struct Head {
     targets: Arc<Vec<u32>>,
+    /// The kept tokens of each row.
+    kept: Option<KeptTokens>,
     inverse_temperature: f32,
     weight: Weight,
     /// Receives the gradient of the weight, if the weight is trainable.
@@ -138,7 +179,13 @@ pub(super) fn chunk_rows(vocabulary: usize) -> usize {
 
 /// Replaces a row of `z` by `dz / τ`.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32, inverse_temperature: f32) {
+pub(super) fn backward_row(
+    z: &mut [f32],
+    stats: RowStats,
+    d_log_prob: f32,
+    d_entropy: f32,
+    inverse_temperature: f32,
+) {
     for z in z.iter_mut() {
         let log_p = *z - stats.log_sum_exp;
         let p = exp(log_p);
@@ -147,6 +194,12 @@ fn backward_row(z: &mut [f32], stats: RowStats, d_log_prob: f32, d_entropy: f32,
 }
 
 impl Head {
+    /// Returns the distribution over the kept tokens of `row`, from its logits; `None` if all are kept.
+    fn kept_row(&self, row: usize, logits: &[f32]) -> Option<KeptRow> {
+        let set = self.kept.as_ref()?[row].as_ref()?;
+        Some(KeptRow::new(set.ids(), logits, self.inverse_temperature))
+    }
+
     fn forward(&self, h: &[f32]) -> Result<(CpuStorage, Shape)> {
         let (k, n) = self.weight.head_shape()?;
         let rows = h.len() / k;
@@ -159,6 +212,10 @@ impl Head {
             self.weight.product(z, &h[start * k..(start + m) * k])?;
             let pairs = &mut pairs[2 * start..2 * (start + m)];
             for_each_row_pair((z, n), (pairs, 2), 4 * n, |row, z, pair| {
+                if let Some(kept) = self.kept_row(start + row, z) {
+                    (pair[0], pair[1]) = (kept.log_prob(self.targets[start + row]), kept.entropy());
+                    return;
+                }
                 let stats = row_stats(z, self.inverse_temperature);
                 pair[0] = z[self.targets[start + row] as usize] - stats.log_sum_exp;
                 pair[1] = stats.entropy;
@@ -194,6 +251,11 @@ impl Head {
             self.weight.product(z, &hs[start * k..(start + m) * k])?;
             for_each_row(z, n, 8 * n, |row, z| {
                 let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
+                if let Some(kept) = self.kept_row(start + row, z) {
+                    let target = self.targets[start + row];
+                    kept.write_gradient(z, target, (d_log_prob, d_entropy), self.inverse_temperature);
+                    return;
+                }
                 let stats = row_stats(z, self.inverse_temperature);
                 backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
                 z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
@@ -243,6 +305,9 @@ impl<const N: usize> Operation<N> for Head {
     }
 
     fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
+        if self.kept.is_some() {
+            bail!("log_prob: sets of kept tokens are supported only on the CPU");
+        }
         head_forward(inputs[0], self.weight.device_tensor()?, &self.targets, self.inverse_temperature)
     }
 

@@ -9,13 +9,15 @@ use super::cpu::{host_values, should_parallelize};
 use super::cuda::{draw_tokens, head_logits, token_log_probs};
 use super::log_prob::{BLOCK, chunk_rows, inverse_temperature, row_stats_and_blocks};
 use super::math::{LANES, exp};
+use super::token_set::TokenSet;
+use super::truncation::KeptRow;
 use super::weight::Weight;
 use candle_core::{Context, Device, Result, Tensor, bail};
 use multiversion::multiversion;
 use rayon::prelude::*;
 use std::borrow::Cow;
 
-/// Sampling parameters. Training uses the untruncated distribution; other settings are for evaluation.
+/// Sampling parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SamplingParameters {
     /// 0 takes the most likely token (ties: the lowest id), with log-probability 0.
@@ -127,6 +129,25 @@ impl Logits {
         self.map_rows(draws, |row, &uniform| sampling.draw(row, uniform))
     }
 
+    /// Draws tokens as [`Self::draw`] does. Also returns the tokens that each one was drawn from; `None` if
+    /// `sampling` removes no token.
+    ///
+    /// # Errors
+    /// The errors of [`Self::draw`].
+    pub fn draw_with_kept(
+        &self,
+        sampling: &SamplingParameters,
+        draws: &[(usize, f64)],
+    ) -> Result<Vec<(SampledToken, Option<TokenSet>)>> {
+        if !sampling.draws_truncated() {
+            return Ok(self.draw(sampling, draws)?.into_iter().map(|token| (token, None)).collect());
+        }
+        self.map_rows(draws, |row, &uniform| {
+            let (token, kept) = sampling.draw_truncated(row, uniform)?;
+            Ok((token, Some(TokenSet::from_ids(&kept.ids))))
+        })
+    }
+
     /// Returns the log-probability of each (row, token) under the truncated distribution; −∞ for a token
     /// that `sampling` removes.
     ///
@@ -230,8 +251,14 @@ impl SamplingParameters {
         Self { temperature, top_p: 1.0, top_k: 0, min_p: 0.0 }
     }
 
-    fn truncates(&self) -> bool {
+    /// Returns whether a parameter may remove tokens.
+    pub fn truncates(&self) -> bool {
         self.top_p < 1.0 || self.top_k > 0 || self.min_p > 0.0
+    }
+
+    /// Returns whether tokens are drawn from a truncated distribution. Greedy sampling draws none.
+    pub fn draws_truncated(&self) -> bool {
+        self.temperature > 0.0 && self.truncates()
     }
 
     /// Returns `1/τ`, the factor of the logits before a draw.
@@ -241,11 +268,8 @@ impl SamplingParameters {
 
     /// Returns the token of `row` that `uniform`, in [0, 1), selects.
     fn draw(&self, row: Row, uniform: f64) -> Result<SampledToken> {
-        if self.temperature > 0.0 && self.truncates() {
-            let (weights, total) = self.truncated_weights(row);
-            let token = pick(&weights, uniform * check_total(total)?)
-                .context("no token has a probability above 0")? as u32;
-            return Ok(SampledToken { token, log_prob: log_share(&weights, total, token) });
+        if self.draws_truncated() {
+            return Ok(self.draw_truncated(row, uniform)?.0);
         }
         let blocks = Blocks::from_row(row);
         let total = check_total(blocks.total())?;
@@ -256,60 +280,27 @@ impl SamplingParameters {
         Ok(SampledToken { token, log_prob: row.log_prob(token) })
     }
 
+    /// Returns the kept token of `row` that `uniform` selects, and all kept tokens.
+    fn draw_truncated(&self, row: Row, uniform: f64) -> Result<(SampledToken, KeptRow)> {
+        let (ids, weights) = self.keep(row.z, row.log_sum_exp);
+        let total = check_total(weights.iter().map(|&w| f64::from(w)).sum())?;
+        let index = pick(&weights, uniform * total).context("no token has a probability above 0")?;
+        let (token, kept) = (ids[index], KeptRow::new(ids, row.z, 1.0));
+        Ok((SampledToken { token, log_prob: kept.log_prob(token) }, kept))
+    }
+
     /// Returns the log-probability of `token`, below `V`, under the truncated distribution of `row`; −∞ for
     /// a removed token.
     fn log_prob(&self, row: Row, token: u32) -> f32 {
-        if !self.truncates() {
-            return row.log_prob(token);
+        match self.truncates() {
+            true => KeptRow::new(self.keep(row.z, row.log_sum_exp).0, row.z, 1.0).log_prob(token),
+            false => row.log_prob(token),
         }
-        let (weights, total) = self.truncated_weights(row);
-        log_share(&weights, total, token)
-    }
-
-    /// Returns the weights of all tokens, 0 for removed ones, and their sum.
-    fn truncated_weights(&self, row: Row) -> (Vec<f32>, f64) {
-        let mut weights = row.z.to_vec();
-        exponentials(&mut weights, row.log_sum_exp);
-        self.truncate(&mut weights);
-        let total = weights.iter().map(|&w| f64::from(w)).sum();
-        (weights, total)
-    }
-
-    /// Sets the weights of removed tokens to 0: first `min_p`, then `top_k`, then `top_p` of the rest.
-    fn truncate(&self, weights: &mut [f32]) {
-        let highest = weights.iter().copied().fold(0.0, f32::max);
-        let lowest = (f64::from(highest) * self.min_p) as f32;
-        let mut order: Vec<usize> = (0..weights.len()).filter(|&i| weights[i] >= lowest).collect();
-        let falling = |&a: &usize, &b: &usize| weights[b].total_cmp(&weights[a]).then(a.cmp(&b));
-        if self.top_k > 0 && self.top_k < order.len() {
-            order.select_nth_unstable_by(self.top_k - 1, falling);
-            order.truncate(self.top_k);
-        }
-        if self.top_p < 1.0 {
-            order.sort_unstable_by(falling);
-            let target = self.top_p * order.iter().map(|&i| f64::from(weights[i])).sum::<f64>();
-            let mut sum = 0.0;
-            let needed = order.iter().take_while(|&&i| {
-                let is_needed = sum < target;
-                sum += f64::from(weights[i]);
-                is_needed
-            });
-            let count = needed.count().max(1);
-            order.truncate(count);
-        }
-        let mut truncated = vec![0.0; weights.len()];
-        order.into_iter().for_each(|i| truncated[i] = weights[i]);
-        weights.copy_from_slice(&truncated);
     }
 }
 
 fn not_finite_error<T>() -> Result<T> {
     bail!("the model's logits are not finite; its weights are broken or training has diverged")
-}
-
-/// Returns the logarithm of `token`'s share of the total weight.
-fn log_share(weights: &[f32], total: f64, token: u32) -> f32 {
-    (f64::from(weights[token as usize]) / total).ln() as f32
 }
 
 /// Returns `total`, the sum of a row's weights.
@@ -376,7 +367,7 @@ fn block_sum(z: &[f32], log_sum_exp: f32) -> f64 {
 
 /// Replaces `z` by `e^{z − LSE(z)}` for every token.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn exponentials(row: &mut [f32], log_sum_exp: f32) {
+pub(super) fn exponentials(row: &mut [f32], log_sum_exp: f32) {
     for z in row.iter_mut() {
         *z = exp(*z - log_sum_exp);
     }

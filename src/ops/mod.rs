@@ -49,13 +49,15 @@ pub mod swiglu;
 pub mod threads;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
+pub mod token_set;
+mod truncation;
 pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
 pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
-pub use log_prob::log_prob_and_entropy;
+pub use log_prob::{log_prob_and_entropy, truncated_log_prob_and_entropy};
 pub use logits::logits;
 pub use low_rank::add_low_rank;
 pub use parameter::Parameter;

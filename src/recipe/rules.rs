@@ -298,18 +298,17 @@ impl Rules<'_> {
 
     fn check_rollout(&mut self) {
         let rollout = &self.recipe.rollout;
-        let truncations = [
-            ("rollout.top_p", rollout.top_p != 1.0, "1"),
-            ("rollout.top_k", rollout.top_k != 0, "0"),
-            ("rollout.min_p", rollout.min_p != 0.0, "0"),
+        let only_one = [
+            ("rollout.top_k", rollout.top_k == 1, "1", "2 or more, or 0"),
+            ("rollout.min_p", rollout.min_p == 1.0, "1", "less than 1"),
         ];
-        for (key, is_enabled, off) in truncations {
-            if is_enabled {
+        for (key, keeps_one, value, remedy) in only_one {
+            if keeps_one && self.recipe.train.steps > 0 {
                 self.refuse(
-                    &[key],
+                    &[key, "train.steps"],
                     format!(
-                        "sampling for training must not exclude tokens: after one update other tokens are excluded, and \
-                         importance ratios become 0 or infinite; write {off}, and use the same key of [eval] for evaluation"
+                        "{value} keeps only the most likely token, so every log-probability is 0 and has no gradient; write \
+                         {remedy}"
                     ),
                 );
             }

@@ -19,10 +19,10 @@
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
-use crate::engine::{Completion, Continuation, EngineRequest, SampleRequest};
+use crate::engine::{Completion, Continuation, EngineRequest, NewToken, SampleRequest};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::interpreter::SessionId;
-use crate::ops::logits::SampledToken;
+use crate::ops::token_set::TokenSet;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
@@ -55,6 +55,8 @@ pub(super) struct Conversation<'a> {
     prompt_tokens: usize,
     mask: Vec<bool>,
     log_probs: Vec<f32>,
+    /// The tokens that each token was drawn from. Empty if they are not kept.
+    kept_tokens: Vec<Option<TokenSet>>,
     /// Routed experts of the tokens that the model has read so far. Empty if they are not kept.
     routed_experts: Vec<Vec<u16>>,
     /// Version of the weights that sampled the last turn.
@@ -98,6 +100,7 @@ impl<'a> Conversation<'a> {
             top_log_probs: None,
             prompt_log_probs: None,
             keep_routed_experts: rollout.plan.settings.keep_routes,
+            keep_token_sets: rollout.plan.keeps_token_sets(),
             keep_sequence: true,
         }
     }
@@ -120,6 +123,7 @@ impl<'a> Conversation<'a> {
             prompt_tokens,
             mask: vec![false; prompt_tokens],
             log_probs: vec![0.0; prompt_tokens],
+            kept_tokens: if rollout.plan.keeps_token_sets() { vec![None; prompt_tokens] } else { vec![] },
             routed_experts: Vec::new(),
             policy_version: None,
             turns: Vec::new(),
@@ -169,18 +173,21 @@ impl<'a> Conversation<'a> {
     }
 
     /// Appends the next sampled token. Returns whether the turn goes on.
-    pub(super) fn push_token(&mut self, drawn: SampledToken) -> bool {
+    pub(super) fn push_token(&mut self, drawn: &NewToken) -> bool {
         self.next = self.take_token(drawn);
         self.next == NextAction::Sample && self.inserted.is_empty()
     }
 
     /// Appends the next sampled token. Returns the next action.
-    fn take_token(&mut self, drawn: SampledToken) -> NextAction {
-        self.tokens.push(drawn.token);
+    fn take_token(&mut self, drawn: &NewToken) -> NextAction {
+        self.tokens.push(drawn.id);
         self.mask.push(true);
         self.log_probs.push(drawn.log_prob);
+        if self.rollout.plan.keeps_token_sets() {
+            self.kept_tokens.push(drawn.kept.clone());
+        }
         self.sampled += 1;
-        match self.parser.push(drawn.token) {
+        match self.parser.push(drawn.id) {
             TurnStep::Continues | TurnStep::MessageEnded if self.is_exhausted() => {
                 self.close_turn(vec![]);
                 self.end(Outcome::TruncatedLength)
@@ -349,6 +356,9 @@ impl<'a> Conversation<'a> {
         self.inserted = rendered;
         self.mask.resize(tokens, false);
         self.log_probs.resize(tokens, 0.0);
+        if self.rollout.plan.keeps_token_sets() {
+            self.kept_tokens.resize(tokens, None);
+        }
         self.messages.extend(messages);
         self.turn_start = self.tokens.len();
         NextAction::Sample
@@ -396,6 +406,7 @@ impl<'a> Conversation<'a> {
             prompt_tokens: self.prompt_tokens,
             mask: self.mask,
             log_probs: self.log_probs,
+            kept_tokens: self.kept_tokens,
             routed_experts: self.routed_experts,
             turns: self.turns,
             outcome,

@@ -7,7 +7,6 @@ use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
-use crate::ops::logits::SampledToken;
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
 use std::collections::VecDeque;
@@ -296,7 +295,7 @@ impl Client for ScopedDriver<'_, '_, '_> {
         let mut slot = self.driver.conversation(trajectory);
         let conversation = slot.get_or_insert_with(|| self.driver.begin(trajectory));
         (self.driver.hooks.sampled)(conversation.position(), token.id, conversation.messages());
-        conversation.push_token(SampledToken { token: token.id, log_prob: token.log_prob })
+        conversation.push_token(token)
     }
 
     fn finished(&self, sample: u64, completion: Completion) {

@@ -1,7 +1,7 @@
 //! Metrics of a step's groups. A metric that verl also has gets verl's name.
 
 use crate::metrics::Accumulator;
-use crate::trajectory::{CallOutcome, Group, Outcome};
+use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 
 /// Computes the metrics of groups. They contain no times, so the recipe determines all of them.
 ///
@@ -10,6 +10,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 /// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories |
 /// | `reward/<name>/mean` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
 /// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
+/// | `kept_tokens/{mean,max,min}` | number of tokens that a sampled token was drawn from; only under truncated sampling |
 /// | `prompt_length/{mean,max,min}` | number of tokens of a trajectory's prompt |
 /// | `num_turns/{mean,max,min}` | number of turns of a trajectory |
 /// | `outcome/<name>` | number of trajectories with this outcome; every outcome is present, even if 0 |
@@ -45,6 +46,7 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
             ] {
                 add_mean_max_min(&mut metrics, name, value);
             }
+            add_kept_tokens(&mut metrics, trajectory);
             for (name, &value) in &trajectory.rewards {
                 metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
             }
@@ -59,6 +61,19 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
     metrics
 }
 
+/// Adds the sizes of the sets that the tokens of `trajectory` were drawn from.
+fn add_kept_tokens(metrics: &mut Accumulator, trajectory: &Trajectory) {
+    let counts: Vec<f64> =
+        trajectory.kept_tokens.iter().flatten().map(|set| set.ids().len() as f64).collect();
+    if counts.is_empty() {
+        return;
+    }
+    let tokens = counts.len() as f64;
+    metrics.mean("kept_tokens/mean", counts.iter().sum::<f64>() / tokens, tokens);
+    metrics.max("kept_tokens/max", counts.iter().copied().fold(0.0, f64::max));
+    metrics.min("kept_tokens/min", counts.into_iter().fold(f64::INFINITY, f64::min));
+}
+
 fn add_mean_max_min(metrics: &mut Accumulator, name: &str, value: f64) {
     metrics.mean(&format!("{name}/mean"), value, 1.0);
     metrics.max(&format!("{name}/max"), value);
@@ -68,7 +83,7 @@ fn add_mean_max_min(metrics: &mut Accumulator, name: &str, value: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::trajectory::{Trajectory, Turn};
+    use crate::trajectory::Turn;
 
     /// Returns a trajectory of `sampled` tokens after a prompt of 3 tokens. It has one turn for each of
     /// `calls`, the outcome that ends the turn.
@@ -89,6 +104,7 @@ mod tests {
             prompt_tokens: 3,
             mask: (0..n).map(|i| i >= 3).collect(),
             log_probs: vec![0.0; n],
+            kept_tokens: vec![],
             routed_experts: vec![],
             turns: calls
                 .iter()

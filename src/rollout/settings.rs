@@ -17,12 +17,14 @@ table! {
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
         /// Sampling temperature. Log-probabilities are those of the distribution at this temperature.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
-        /// Nucleus sampling. Training allows only 1 (off).
+        /// Nucleus sampling: sample from the most likely tokens up to this cumulative probability; 1 means
+        /// off. Training renormalises over the tokens that were kept at sampling, as with `top_k` and
+        /// `min_p`.
         pub top_p: f64 = 1.0 => above(0.0).to(1.0),
-        /// Sample from the k most likely tokens. Training allows only 0 (off).
+        /// Sample from the k most likely tokens; 0 means off.
         pub top_k: usize = 0,
         /// Sample from the tokens whose probability is at least this fraction of the most likely token's
-        /// probability. Training allows only 0 (off).
+        /// probability; 0 means off.
         pub min_p: f64 = 0.0 => from(0.0).to(1.0),
         /// Maximum number of assistant turns of a trajectory. A tool call in the last turn is not executed.
         pub turns_max: usize = 3 => from(1.0).to(1e6),
@@ -127,6 +129,12 @@ impl RolloutPlan {
         let &EvalSettings { temperature, top_p, top_k, min_p, .. } = eval;
         let settings = settings.with_sampling(SamplingParameters { temperature, top_p, top_k, min_p });
         Self { purpose: Purpose::Evaluation, ..Self::for_training(&settings, seed, step) }
+    }
+
+    /// Returns whether each sampled token is stored with the tokens that it was drawn from. Training needs
+    /// them.
+    pub fn keeps_token_sets(&self) -> bool {
+        self.purpose == Purpose::Sampling && self.settings.sampling().draws_truncated()
     }
 }
 

@@ -52,9 +52,25 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     if t.turns.iter().any(|turn| turn.start > turn.end || turn.end > n) {
         return Err(format!("`turns` has a range outside the {n} tokens"));
     }
+    if !t.kept_tokens.is_empty() {
+        check_kept_tokens(t)?;
+    }
     match (0..n).find(|&i| t.mask[i] && !(t.log_probs[i].is_finite() && t.log_probs[i] <= 0.0)) {
         Some(i) => Err(format!("`logprobs`[{i}] = {} is not a log-probability", t.log_probs[i])),
         None => Ok(row),
+    }
+}
+
+/// Checks that each sampled token is in its own set of kept tokens.
+fn check_kept_tokens(t: &Trajectory) -> Result<(), String> {
+    let n = t.tokens.len();
+    if t.kept_tokens.len() != n {
+        return Err(format!("`kept_tokens` has {} entries for {n} tokens", t.kept_tokens.len()));
+    }
+    let is_kept = |i: usize| t.kept_tokens[i].as_ref().is_none_or(|set| set.contains(t.tokens[i]));
+    match (0..n).find(|&i| t.mask[i] && !is_kept(i)) {
+        Some(i) => Err(format!("`kept_tokens`[{i}] does not contain the sampled token {}", t.tokens[i])),
+        None => Ok(()),
     }
 }
 
@@ -108,6 +124,12 @@ impl StoredRollouts {
                     "{shown}: line {number}: token {token} is not below {vocab_size}, the model's number of tokens; use trajectories sampled with this model's tokenizer"
                 ));
             }
+            let kept = t.kept_tokens.iter().flatten().filter_map(|set| set.ids().pop()).max();
+            if let Some(token) = kept.filter(|&token| token as usize >= vocab_size) {
+                return Err(bad_input!(
+                    "{shown}: line {number}: `kept_tokens` has the token {token}, which is not below {vocab_size}, the model's number of tokens; use trajectories sampled with this model's tokenizer"
+                ));
+            }
             if t.tokens.len() > context_tokens_max {
                 return Err(bad_input!(
                     "{shown}: line {number}: {} tokens do not fit the model's context of {context_tokens_max}; remove the line, or use a model with a longer context",
@@ -131,6 +153,11 @@ impl StoredRollouts {
             ));
         }
         Ok(Self { groups })
+    }
+
+    /// Returns whether a trajectory was sampled from truncated distributions.
+    pub fn has_kept_tokens(&self) -> bool {
+        self.groups.iter().flatten().any(|row| !row.trajectory.kept_tokens.is_empty())
     }
 
     /// Returns `count` groups for training step `step` (from 1). After the last group of the file, the first

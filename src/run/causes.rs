@@ -269,6 +269,7 @@ mod tests {
                 prompt_tokens: 1,
                 mask: vec![false, true],
                 log_probs: vec![0.0; 2],
+                kept_tokens: vec![],
                 routed_experts: vec![],
                 turns: vec![Turn { start: 1, end: 2, calls }],
                 outcome,

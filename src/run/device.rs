@@ -1,6 +1,6 @@
 //! The device of a command: the one that the recipe requests, if that device supports the recipe.
 
-use super::memory::AvailableMemory;
+use super::memory::{AvailableMemory, ModelCommand, SecondWeights};
 use super::source::precision;
 use crate::dist::Mesh;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
@@ -8,7 +8,7 @@ use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
 use crate::ops::sink_attention::kernels::HEAD_DIMS;
-use crate::recipe::Plan;
+use crate::recipe::{Plan, Recipe};
 use candle_core::Device;
 
 /// The number of values that a GPU kernel loads at a time. A row's width must be a multiple of it.
@@ -39,9 +39,8 @@ impl ComputeDevice {
     }
 }
 
-/// Chooses the device that the recipe requests. With `"auto"`, the CPU replaces a GPU that cannot be used,
-/// with a warning in the plan. `reads_on_demand`: whether the command reads layers on demand, which no GPU
-/// supports.
+/// Chooses the device that the recipe requests for `command`. With `"auto"`, the CPU replaces a GPU that
+/// cannot be used, with a warning in the plan.
 ///
 /// # Errors
 /// The reasons why the requested GPU cannot be used.
@@ -49,9 +48,9 @@ pub(super) fn choose_device(
     plan: &mut Plan,
     config: &Config,
     mesh: &Mesh,
-    reads_on_demand: bool,
+    command: ModelCommand,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let compute_device = choose_by_key(plan, config, mesh, reads_on_demand)?;
+    let compute_device = choose_by_key(plan, config, mesh, command)?;
     if compute_device.device.is_cpu() && !precision(&plan.recipe).is_supported() {
         let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
@@ -65,16 +64,18 @@ fn choose_by_key(
     plan: &mut Plan,
     config: &Config,
     mesh: &Mesh,
-    reads_on_demand: bool,
+    command: ModelCommand,
 ) -> Result<ComputeDevice, Vec<String>> {
     let device_kind = plan.recipe.device;
     if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
         return Ok(ComputeDevice::cpu());
     }
     let mut obstacles = list_gpu_obstacles(plan, config, mesh);
-    if reads_on_demand {
+    // Such a comparison reads layers on demand, which no GPU supports.
+    if command == ModelCommand::CheckMismatch(SecondWeights::Changed) {
         obstacles.push(("device", "a comparison with changed weights works only on the CPU".to_owned()));
     }
+    obstacles.extend(truncation_obstacle(&plan.recipe, command));
     let message = |(key, reason): (&str, String)| {
         plan.mistake(key, format!("{reason}, or use the CPU with device = \"cpu\"")).to_string()
     };
@@ -95,6 +96,26 @@ fn choose_by_key(
     }
     plan.warnings.push(format!("the run uses the CPU: {}", messages.join("; ")));
     Ok(ComputeDevice::cpu())
+}
+
+/// Returns the first key that truncates the samples of training, with the reason why no GPU trains on them.
+fn truncation_obstacle(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)> {
+    let computes_log_probs = match command {
+        ModelCommand::Train => recipe.train.steps > 0,
+        ModelCommand::CheckMismatch(second) => second != SecondWeights::Changed,
+        _ => false,
+    };
+    let rollout = &recipe.rollout;
+    let keys = [
+        ("rollout.top_p", rollout.top_p < 1.0, "1"),
+        ("rollout.top_k", rollout.top_k > 0, "0"),
+        ("rollout.min_p", rollout.min_p > 0.0, "0"),
+    ];
+    let mut set = keys.into_iter().filter(|(_, is_set, _)| *is_set && computes_log_probs);
+    let (key, _, off) = set.next()?;
+    let others: String = set.map(|(key, _, off)| format!(", {key} = {off}")).collect();
+    let reason = "no GPU kernel computes training's log-probs over the kept tokens yet";
+    Some((key, format!("{reason}; write {off}{others}")))
 }
 
 /// Lists the recipe's settings that no GPU supports, as pairs of a key and the reason.

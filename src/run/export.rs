@@ -111,7 +111,7 @@ pub fn export_merged_model(
     let sequences: Vec<Sequence> = trajectory_file::read(file, false)?
         .0
         .into_iter()
-        .map(|row| Sequence { tokens: row.trajectory.tokens, mask: row.trajectory.mask })
+        .map(|row| Sequence::from(&row.trajectory))
         .collect();
     let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
     let log_probs = |name: &str, parameters: &Parameters| -> Result<Vec<f32>> {

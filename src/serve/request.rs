@@ -299,6 +299,7 @@ fn engine_request(
         top_log_probs,
         prompt_log_probs: None,
         keep_routed_experts: false,
+        keep_token_sets: false,
         keep_sequence: false,
     }
 }

@@ -1,6 +1,7 @@
 //! The data of a run in addition to its own samples: supervised examples, validation examples, stored
 //! trajectories.
 
+use crate::bad_input;
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
@@ -63,7 +64,13 @@ fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
         });
     let tokens_max = context.model.context_tokens_max();
     let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed_shape);
-    context.recipe().train.trajectories.as_ref().map(open).transpose()
+    let stored = context.recipe().train.trajectories.as_ref().map(open).transpose()?;
+    if !context.parameters.device().is_cpu() && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
+        let reason = "the trajectories were sampled with top_p, top_k or min_p, and no GPU kernel computes \
+                      training's log-probs over the kept tokens yet; use the CPU with device = \"cpu\"";
+        return Err(bad_input!("{}", context.plan.mistake("train.trajectories", reason.to_owned())));
+    }
+    Ok(stored)
 }
 
 /// Returns the validation examples: rows of a file, or the task's validation demonstrations.

@@ -65,6 +65,16 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
                 "model.dtype=bf16",
             ],
         ),
+        (
+            "quickstart",
+            &[
+                "rollout.top_p=0.9",
+                "rollout.min_p=0.001",
+                "policy.old_logprob=rollout",
+                "train.minibatches=2",
+                "policy.kl.place=loss",
+            ],
+        ),
         ("quickstart_lora", &["cold_start.eval_every_steps=0"]),
         ("quickstart_ppo", &[]),
         ("quickstart_dense", &[]),
@@ -209,10 +219,13 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
 
 #[test]
 fn check_mismatch_finds_no_gap_between_processes() {
-    for (ranks, sequence, held) in [(2, 1, "by_expert"), (2, 2, "whole"), (4, 2, "by_expert")] {
+    let cases =
+        [(2, 1, "by_expert", "1"), (2, 2, "whole", "1"), (4, 2, "by_expert", "1"), (2, 2, "whole", "0.9")];
+    for (ranks, sequence, held, top_p) in cases {
         let split = format!("parallel.sequence={sequence}");
         let held = format!("parallel.rollout_weights={held}");
-        let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split, &held];
+        let top_p = format!("rollout.top_p={top_p}");
+        let sets = ["rollout.prompts_per_step=3", "rollout.samples_per_prompt=2", &split, &held, &top_p];
         let found = Launch::command("check-mismatch", "quickstart", &sets).ranks(ranks).run();
         assert!(found.stdout.contains("rollout and training are bitwise equal"), "{}", found.stdout);
         assert_eq!(

@@ -188,6 +188,7 @@ fn every(sequences: &[Sequence]) -> Vec<Sequence> {
     let all = |s: &Sequence| Sequence {
         tokens: s.tokens.clone(),
         mask: (0..s.tokens.len()).map(|i| i > 0).collect(),
+        kept_tokens: vec![],
     };
     sequences.iter().map(all).collect()
 }

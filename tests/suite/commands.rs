@@ -20,6 +20,7 @@ mod refused;
 mod same_run;
 mod serve;
 mod sft;
+mod truncated;
 mod truth;
 
 use rloss::settings::Choice;

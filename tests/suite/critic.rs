@@ -271,6 +271,7 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
         prompt_tokens: 1,
         mask: sequence.mask.clone(),
         log_probs: sequence.mask.iter().map(|&m| if m { -2.0 } else { 0.0 }).collect(),
+        kept_tokens: vec![],
         routed_experts: vec![],
         turns: vec![],
         outcome: Outcome::Finished,

@@ -91,6 +91,7 @@ fn request(number: u64) -> EngineRequest {
         top_log_probs: number.is_multiple_of(2).then_some(3),
         prompt_log_probs: number.is_multiple_of(4).then_some(2),
         keep_routed_experts: number.is_multiple_of(5),
+        keep_token_sets: false,
         keep_sequence: false,
     }
 }
@@ -318,6 +319,7 @@ fn a_chats_next_turn_reads_only_what_is_new() {
         stop_tokens: vec![],
         prompt_log_probs: None,
         keep_routed_experts: false,
+        keep_token_sets: false,
         ..request(1)
     };
     let mut tokens: Vec<u32> = (0..40).map(|i| 16 + i * 7 % 200).collect();

@@ -58,7 +58,7 @@ impl Opened {
 fn logits(config: &Config, parameters: &Parameters, tokens: &[u32]) -> Vec<Vec<f32>> {
     let model = Model::new(config.clone(), CONTEXT);
     let weights = parameters.frozen_weights(None).unwrap();
-    let sequence = Sequence { tokens: tokens.to_vec(), mask: vec![true; tokens.len()] };
+    let sequence = Sequence { tokens: tokens.to_vec(), mask: vec![true; tokens.len()], kept_tokens: vec![] };
     let batch = MicroBatch::split(&[sequence], usize::MAX).remove(0);
     let stack = DecoderStack { model: &model, weights: &weights, forward: ForwardOptions::default() };
     let rows = &mut Rows {

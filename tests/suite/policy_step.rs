@@ -2,6 +2,7 @@
 //! minibatches.
 
 mod shared;
+mod truncated;
 mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
@@ -131,6 +132,7 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         prompt_tokens: 1,
         mask: sequence.mask.clone(),
         log_probs,
+        kept_tokens: vec![],
         routed_experts,
         turns: vec![],
         outcome: Outcome::Finished,

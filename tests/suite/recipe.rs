@@ -126,8 +126,7 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
 #[test]
 fn no_key_of_the_full_recipe_is_lost_in_reading() {
     // Equal to the default there means: not read.
-    let only_one_value =
-        ["model.path", "model.adapter", "adapter.dropout", "rollout.top_p", "rollout.top_k", "rollout.min_p"];
+    let only_one_value = ["model.path", "model.adapter", "adapter.dropout"];
     let not_set = [
         "schedule",
         "schedule_steps",

@@ -109,6 +109,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         prompt_tokens: 1,
         mask: vec![false, true, true],
         log_probs: vec![0.0, -0.1, -1.0 / 3.0],
+        kept_tokens: vec![],
         routed_experts: Vec::new(),
         turns: vec![Turn { start: 1, end: 3, calls: vec![CallOutcome::MalformedCall] }],
         outcome: Outcome::Finished,

@@ -25,7 +25,7 @@ fn groups() -> Vec<Sequence> {
         responses.push([&again[..again.len() / 2], &tokens(12, 10 * seed + 9)].concat());
         for response in responses {
             let mask = (0..prompt.len() + response.len()).map(|i| i >= prompt.len()).collect();
-            sequences.push(Sequence { tokens: [&prompt[..], &response].concat(), mask });
+            sequences.push(Sequence { tokens: [&prompt[..], &response].concat(), mask, kept_tokens: vec![] });
         }
     }
     sequences

@@ -155,6 +155,7 @@ pub fn sequences(vocabulary: usize, lengths: &[usize], seed: u64) -> Vec<Sequenc
         .map(|&n| Sequence {
             tokens: (0..n).map(|_| rng.random_range(0..vocabulary as u32)).collect(),
             mask: (0..n).map(|i| i > 0 && rng.random_bool(0.5)).collect(),
+            kept_tokens: vec![],
         })
         .collect()
 }

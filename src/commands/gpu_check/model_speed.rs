@@ -373,6 +373,7 @@ fn measure_training(
                 .map(|i| (i * 7919 % model.config.vocab_size) as u32)
                 .collect(),
             mask: (0..=cases.sequence_tokens).map(|i| i > 0).collect(),
+            kept_tokens: vec![],
         };
         let sequences: Vec<Sequence> = (0..tokens / cases.sequence_tokens).map(sequence).collect();
         let batches = MicroBatch::split(&sequences, tokens);

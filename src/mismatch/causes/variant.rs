@@ -163,6 +163,10 @@ fn shift_rows(batch: &mut MicroBatch, shift: Shift) -> Vec<bool> {
         }
     }
     (batch.rows, batch.targets) = (Arc::new(rows), Arc::new(targets));
+    if shift.moves_target {
+        // Other tokens were not drawn from the kept tokens of these rows.
+        batch.kept_tokens = None;
+    }
     has_value
 }
 
@@ -172,8 +176,11 @@ mod tests {
     use crate::learner::micro_batch::Sequence;
 
     fn batch() -> MicroBatch {
-        let sequence =
-            |from: u32| Sequence { tokens: (from..from + 4).collect(), mask: vec![false, true, true, true] };
+        let sequence = |from: u32| Sequence {
+            tokens: (from..from + 4).collect(),
+            mask: vec![false, true, true, true],
+            kept_tokens: vec![],
+        };
         MicroBatch::split(&[sequence(10), sequence(20)], 100).remove(0)
     }
 

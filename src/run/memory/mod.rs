@@ -437,6 +437,7 @@ impl MemoryPlanInput<'_> {
                 add("reference", frozen + self.f32_shard_bytes(&tensors));
             }
         }
+        add("kept tokens of samples, at most", self.token_set_bytes());
         match self.command {
             ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
                 add("weights, rounded", self.rounded_weight_bytes(rounding));

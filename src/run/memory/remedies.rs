@@ -26,6 +26,9 @@ impl std::fmt::Display for Remedy {
 /// A pattern that matches the expert weights, which are most of an MoE model's parameters.
 const FROZEN_EXPERTS: &str = "*.mlp.experts.*";
 
+/// A proposed limit of the number of tokens that a token is drawn from.
+const KEPT_TOKENS: usize = 256;
+
 /// Minimum of a proposed number of tokens.
 const TOKENS_MIN: usize = 64;
 
@@ -94,6 +97,12 @@ impl MemoryPlanInput<'_> {
         }
         let mut add_recipe_change =
             |text: String, change: &dyn Fn(&mut Recipe)| changes.push((text, peak_of(change)));
+        if self.token_set_bytes() > 0 {
+            add_recipe_change(format!("rollout.top_k = {KEPT_TOKENS}"), &|r| {
+                r.rollout.top_k =
+                    if r.rollout.top_k == 0 { KEPT_TOKENS } else { r.rollout.top_k.min(KEPT_TOKENS) };
+            });
+        }
         if self.command.trains() {
             add_recipe_change("train.recompute_layers = true".into(), &|r| {
                 r.train.recompute_layers = Some(true)

@@ -1,12 +1,44 @@
 //! Memory of sampling: how many sequences are sampled at the same time, and what they need.
 
-use super::{MemoryItem, MemoryPlanInput, ModelCommand, PassShape};
+use super::{MemoryItem, MemoryPlanInput, ModelCommand, PassShape, SecondWeights};
 use crate::dist::RolloutWeightPlacement;
 use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::model::cache::SequenceCache;
 use crate::model::rounding::WeightRounding;
+use crate::ops::token_set::TokenSet;
+
+/// Maximum bytes per sampled token of a set of kept tokens, in addition to the set itself: its allocation,
+/// and references in the trajectory, the sequence and the micro-batches.
+const TOKEN_SET_REFERENCES: usize = 96;
 
 impl MemoryPlanInput<'_> {
+    /// Returns whether the command stores the kept tokens of each draw.
+    fn keeps_token_sets(&self) -> bool {
+        let samples = match self.command {
+            ModelCommand::Train => self.recipe.train.steps > 0,
+            ModelCommand::Rollout | ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) => true,
+            _ => false,
+        };
+        samples && self.recipe.rollout.sampling().draws_truncated()
+    }
+
+    /// Returns the maximum bytes of the sets of kept tokens of a step's samples. Every process holds all of
+    /// them.
+    pub(super) fn token_set_bytes(&self) -> u64 {
+        if !self.keeps_token_sets() {
+            return 0;
+        }
+        let rollout = &self.recipe.rollout;
+        let (prompts, samples) = self.rollout_size();
+        let rounds = rollout.resample_rounds_max.saturating_add(1);
+        let tokens = (prompts.saturating_mul(samples) as u64)
+            .saturating_mul(rollout.response_tokens_max as u64)
+            .saturating_mul(rounds);
+        let kept_max = if rollout.top_k > 0 { rollout.top_k } else { usize::MAX };
+        let set = TOKEN_SET_REFERENCES + TokenSet::bytes_max(self.config.vocab_size, kept_max);
+        tokens.saturating_mul(set as u64)
+    }
+
     /// Returns the number of prompts of a rollout, and the number of samples per prompt.
     pub fn rollout_size(&self) -> (usize, usize) {
         let recipe = self.recipe;
@@ -79,7 +111,11 @@ impl MemoryPlanInput<'_> {
         let (engines, sequences) = (self.engines(), self.concurrent_sequences());
         let tokens = FORWARD_TOKENS_MAX.min(sequences * self.longest_sequence());
         // Each thread that samples has a copy of one row of logits.
-        let row_copies = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
+        let mut row_copies = (self.threads * config.vocab_size * size_of::<f32>()) as u64;
+        if self.keeps_token_sets() {
+            // The ids of the row's tokens, and the kept logits.
+            row_copies *= 3;
+        }
         let targets = sequences.div_ceil(engines);
         let has_adapter = self.adapter.is_some();
         let forward = PassShape { config, tokens, targets, has_adapter, on_gpu: false }.forward_bytes();

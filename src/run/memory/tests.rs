@@ -246,3 +246,29 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
         );
     }
 }
+
+#[test]
+fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
+    let kept = |keys: &str, command: ModelCommand, vocab_size: usize| {
+        let size =
+            "rollout.prompts_per_step = 3\nrollout.samples_per_prompt = 5\nrollout.response_tokens_max = 7\n";
+        let plan = resolve(Path::new("a.toml"), &format!("{size}{keys}"), &[]).unwrap();
+        let preflight = Preflight::open(plan, command, &Console::silent()).unwrap();
+        let input = preflight.memory_plan_input();
+        let config = Config { vocab_size, ..input.config.clone() };
+        let input = MemoryPlanInput { config: &config, ..input };
+        let offered = input.remedies(0).iter().any(|remedy| remedy.change == "rollout.top_k = 256");
+        (input.token_set_bytes(), offered)
+    };
+    let tokens = 3 * 5 * 7;
+    let (train, top_p) = (ModelCommand::Train, "rollout.top_p = 0.9");
+    assert_eq!(kept("", train, 272), (0, false));
+    assert_eq!(kept(top_p, train, 272), (tokens * (96 + 1 + 34), false));
+    assert_eq!(kept("rollout.min_p = 0.1", ModelCommand::Rollout, 272).0, tokens * (96 + 1 + 34));
+    assert_eq!(kept(top_p, ModelCommand::Eval, 272).0, 0);
+    assert_eq!(kept(top_p, train, 151_936), (tokens * (96 + 1 + 18_992), true));
+    // An id takes three or four bytes, until one bit per id is less.
+    assert_eq!(kept("rollout.top_k = 4", train, 272), (tokens * (96 + 1 + 12), false));
+    assert_eq!(kept("rollout.top_k = 20\nrollout.top_p = 0.9", train, 272).0, tokens * (96 + 1 + 34));
+    assert_eq!(kept("rollout.top_k = 20", train, 151_936), (tokens * (96 + 1 + 80), false));
+}

@@ -18,7 +18,7 @@ use crate::rollout::{PromptLimits, system_prompt};
 use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
-use crate::run::memory::{MemoryPlanInput, ModelCommand, SecondWeights, tokenizer_bytes};
+use crate::run::memory::{MemoryPlanInput, ModelCommand, tokenizer_bytes};
 use crate::run::source::ModelSource;
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, Problem, Task, TaskContext};
@@ -119,9 +119,7 @@ impl Preflight {
             errors.collect(check_heads(&plan, &source.config));
             errors.0.extend(unsupported_keys(&plan, source.config.family));
         }
-        let compares_changed = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
-        let compute_device =
-            source.as_ref().map(|s| choose_device(&mut plan, &s.config, mesh, compares_changed));
+        let compute_device = source.as_ref().map(|s| choose_device(&mut plan, &s.config, mesh, command));
         let compute_device = compute_device
             .and_then(|compute_device| compute_device.map_err(|messages| errors.0.extend(messages)).ok());
         let (

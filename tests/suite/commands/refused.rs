@@ -32,7 +32,7 @@ fn broken_recipes() {
         ("[train]\nsteps = 3\nsteps = 4\n", &["broken.toml:3"]),
         ("[train\nsteps = 3\n", &["broken.toml:1", "not TOML"]),
         ("[rollout]\ntemperature = 0.0\n", &["broken.toml:2", "rollout.temperature"]),
-        ("[rollout]\ntop_p = 0.9\n", &["broken.toml:2", "rollout.top_p"]),
+        ("[rollout]\ntop_k = 1\n", &["broken.toml:2", "rollout.top_k"]),
         ("[policy]\nadvantage = \"grop\"\n", &["broken.toml:2", "policy.advantage", "grpo"]),
         ("[task]\nname = \"gsm8k\"\n", &["task.train_file"]),
         (

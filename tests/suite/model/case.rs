@@ -329,7 +329,11 @@ impl Case {
             .rows
             .rows
             .iter()
-            .map(|r| Sequence { tokens: r.tokens.clone(), mask: r.mask.iter().map(|&m| m == 1).collect() })
+            .map(|r| Sequence {
+                tokens: r.tokens.clone(),
+                mask: r.mask.iter().map(|&m| m == 1).collect(),
+                kept_tokens: vec![],
+            })
             .collect();
         let settings =
             PassSettings { recompute_layers, temperature: 1.0, load_balance_coefficient: 0.0, forward };

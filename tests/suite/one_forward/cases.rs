@@ -7,12 +7,10 @@ use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
 use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityChecks};
 use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType, Rope};
-use rloss::model::decoder_stack;
 use rloss::model::families::Family;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -198,8 +196,27 @@ pub fn cases() -> Vec<Case> {
             ..base()
         },
         Case {
-            name: "top-p 0.8",
-            sampling: SamplingParameters { top_p: 0.8, ..SamplingParameters::with_temperature(1.0) },
+            name: "top-p 0.9",
+            sampling: SamplingParameters { top_p: 0.9, ..SamplingParameters::with_temperature(1.0) },
+            share: 3,
+            ..base()
+        },
+        Case {
+            name: "top-k 20",
+            sampling: SamplingParameters { top_k: 20, ..SamplingParameters::with_temperature(1.0) },
+            share: 2,
+            ..base()
+        },
+        Case {
+            name: "min-p 0.05",
+            sampling: SamplingParameters { min_p: 0.05, ..SamplingParameters::with_temperature(1.0) },
+            share: 2,
+            ..base()
+        },
+        Case {
+            name: "top-p 0.9, top-k 20, min-p 0.05, temperature 0.6",
+            sampling: SamplingParameters { temperature: 0.6, top_p: 0.9, top_k: 20, min_p: 0.05 },
+            share: 3,
             ..base()
         },
         Case { name: "odd sizes", config: odd, ..base() },
@@ -252,19 +269,20 @@ impl Case {
                 "{}: the longest of step {step} has {longest} tokens",
                 self.name
             );
-            let found = if self.sampling.top_p < 1.0 {
-                vec![self.truncated(&policy, &trajectories)?]
-            } else {
-                let proof = EqualityChecks {
-                    runner: BatchRunner { threads, model: &model, parameters: &parameters },
-                    rollout: &policy,
-                    training: ForwardOptions::default(),
-                    temperature: self.sampling.temperature,
-                    micro_batch_tokens: 1000,
-                    console: &Console::silent(),
-                };
-                proof.run_checks(&trajectories)?.to_vec()
+            let proof = EqualityChecks {
+                runner: BatchRunner { threads, model: &model, parameters: &parameters },
+                rollout: &policy,
+                training: ForwardOptions::default(),
+                temperature: self.sampling.temperature,
+                micro_batch_tokens: 1000,
+                console: &Console::silent(),
             };
+            let found = proof.run_checks(&trajectories)?.to_vec();
+            ensure!(
+                trajectories.iter().all(|t| t.kept_tokens.is_empty() != self.sampling.truncates()),
+                "{}: sets of kept tokens",
+                self.name
+            );
             sampled += found.last().map_or(0, |link| link.tokens);
             if links.is_empty() {
                 links = found;
@@ -326,29 +344,11 @@ impl Case {
             .map(|i| Prompt { index: i, problem: Questions.training_problem(step, i) })
             .collect::<Vec<_>>();
         let talk = Talk { family: self.config.family, turns: self.turns, tokens_max: self.turn_tokens_max };
-        let is_truncated = self.sampling.top_p < 1.0;
-        let forced = |turn| if is_truncated { vec![] } else { talk.turn(turn) };
+        // A forced token may not be among those that truncation keeps.
+        let forced = |turn| if self.sampling.truncates() { vec![] } else { talk.turn(turn) };
         let rollouts = rollout.sample_forced(&forced, &prompts, self.samples, &|_| (), &|| false)?;
         let rollouts = rollouts.context("nobody stopped it")?;
         Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
-    }
-
-    /// The last link under truncated sampling: the kept set is computed again from the training forward's
-    /// logits.
-    fn truncated(&self, policy: &PolicyView, trajectories: &[&Trajectory]) -> Result<EqualityCheck> {
-        let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
-        let sequences: Vec<Sequence> = trajectories.iter().map(sequence).collect();
-        let mut computed = vec![];
-        for batch in MicroBatch::split(&sequences, 1000) {
-            let logits = policy
-                .decoder_stack()
-                .logits(&policy.head_input(&batch, &mut decoder_stack::keep_nothing)?, &self.sampling)?;
-            let targets: Vec<(usize, u32)> = batch.targets.iter().copied().enumerate().collect();
-            computed.extend(logits.log_probs(&self.sampling, &targets)?);
-        }
-        let stored = trajectories.iter().flat_map(|t| t.log_probs.iter().zip(&t.mask).skip(1));
-        let stored: Vec<f32> = stored.filter(|(_, sampled)| **sampled).map(|(l, _)| *l).collect();
-        Ok(between("rollout_equals_training", &stored, &computed))
     }
 }
 
@@ -442,21 +442,6 @@ impl Task for Questions {
 
     fn reward(&self, _: &Problem, _: &Transcript) -> Result<Reward> {
         Ok(Reward::new(0.0, false))
-    }
-}
-
-/// The link between two computations of the same log-probabilities.
-fn between(name: &'static str, a: &[f32], b: &[f32]) -> EqualityCheck {
-    assert_eq!(a.len(), b.len(), "{name}");
-    let pairs = || a.iter().zip(b);
-    let gap = |(a, b): (&f32, &f32)| (f64::from(*a) - f64::from(*b)).abs();
-    EqualityCheck {
-        name,
-        tokens: a.len(),
-        bit_equal: pairs().filter(|(a, b)| a.to_bits() == b.to_bits()).count(),
-        logprob_abs_diff_max: pairs()
-            .map(gap)
-            .fold(0.0, |max, gap| if gap > max || gap.is_nan() { gap } else { max }),
     }
 }
 

@@ -14,7 +14,7 @@ fn sequences() -> Vec<Sequence> {
         let begin = tokens(prompt, seed);
         (1..4).map(move |i| {
             let tokens = [&begin[..], &tokens(7 * i, seed + i as u64)].concat();
-            Sequence { mask: (0..tokens.len()).map(|t| t >= prompt).collect(), tokens }
+            Sequence { mask: (0..tokens.len()).map(|t| t >= prompt).collect(), tokens, kept_tokens: vec![] }
         })
     };
     group(20, 100).chain(group(33, 200)).collect()

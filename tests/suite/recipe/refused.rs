@@ -157,8 +157,12 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "r.toml:2: rollout.temperature: 0 is out of range; give a number, above 0 and at most 100",
         ),
         (
-            "[rollout]\ntop_p = 0.9",
-            "r.toml:2: rollout.top_p: sampling for training must not exclude tokens: after one update other tokens are excluded, and importance ratios become 0 or infinite; write 1, and use the same key of [eval] for evaluation",
+            "[rollout]\ntop_k = 1",
+            "r.toml:2: rollout.top_k: 1 keeps only the most likely token, so every log-probability is 0 and has no gradient; write 2 or more, or 0",
+        ),
+        (
+            "[rollout]\nmin_p = 1.0",
+            "r.toml:2: rollout.min_p: 1 keeps only the most likely token, so every log-probability is 0 and has no gradient; write less than 1",
         ),
         (
             "[rollout]\nresponse_tokens_max = 160",
@@ -278,7 +282,8 @@ fn a_command_is_not_refused_for_keys_that_it_does_not_read() {
         ("train.minibatches=1000", &[KeyScope::Train][..]),
         ("train.freeze=[\"\"]", &[KeyScope::Train]),
         ("eval={samples=4,temperature=0}", &[KeyScope::Train, KeyScope::Eval]),
-        ("rollout.top_p=0.5", &[KeyScope::Train, KeyScope::Rollout, KeyScope::CheckMismatch]),
+        ("rollout.top_k=1", &[KeyScope::Train]),
+        ("rollout={top_p=0.5,top_k=20,min_p=0.1}", &[]),
         ("task.train_file=none", &[KeyScope::Train, KeyScope::Rollout, KeyScope::CheckMismatch]),
         ("task.validation_file=none", &[KeyScope::Train, KeyScope::Eval]),
         ("interpreter.time_limit_s=9", &all),
@@ -343,13 +348,12 @@ fn mistakes_in_sets_name_the_set() {
 
 #[test]
 fn all_mistakes_come_at_once_in_order() {
-    let text =
-        "[train]\nsteps = \"x\"\nlr = 1\n[rollout]\ntop_k = 5\n[tsak]\nname = 1\n[policy]\nclip_low = 7\n";
+    let text = "[train]\nsteps = \"x\"\nlr = 1\n[rollout]\nsamples_per_prompt = 1\n[tsak]\nname = 1\n[policy]\nclip_low = 7\n";
     let all = mistakes(text, &["eval.sample=2", "nonsense"]);
     let starts = [
         "r.toml:2: train.steps:",
         "r.toml:3: train.lr:",
-        "r.toml:5: rollout.top_k:",
+        "r.toml:5: rollout.samples_per_prompt:",
         "r.toml:6: tsak:",
         "r.toml:9: policy.clip_low:",
         "--set: eval.sample:",

@@ -12,7 +12,7 @@ fn training_forward(
     trajectories: &[&Trajectory],
     temperature: f64,
 ) -> Vec<(Vec<f32>, Vec<Vec<u16>>)> {
-    let sequence = |t: &&Trajectory| Sequence { tokens: t.tokens.clone(), mask: t.mask.clone() };
+    let sequence = |t: &&Trajectory| Sequence::from(*t);
     let sequences: Vec<_> = trajectories.iter().map(sequence).collect();
     let mut results = vec![];
     for batch in &MicroBatch::split_with_prefixes(&sequences, 1000, |_| usize::MAX) {
