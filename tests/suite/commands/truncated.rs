@@ -138,6 +138,13 @@ fn stored_trajectories_train_over_their_own_sets_and_damaged_ones_are_refused() 
     done(&mut small(&out, &sets(&[&stored, "train.steps=1"])));
     assert_no_gap(&out, "stored trajectories");
 
+    // The file's log-probs are compared over its own sets.
+    let mut command = rloss();
+    command.args(["check-mismatch", quickstart().to_str().unwrap(), "--set", &model, "--against"]);
+    command.arg(&file).arg("--out").arg(folder.path().join("against"));
+    let text_of_check = String::from_utf8(done(&mut command).stdout).unwrap();
+    assert!(!text_of_check.contains("after top-p"), "{text_of_check}");
+
     let mut row: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     let sampled = row["mask"].as_array().unwrap().iter().position(|mask| *mask == true).unwrap();
     let changes: [(&dyn Fn(&mut Value), &str); 4] = [
