@@ -191,6 +191,23 @@ impl Trajectory {
     }
 }
 
+/// Checks sets of kept tokens that were read from a file: none at all, or one entry per token, each of which
+/// contains its token.
+///
+/// # Errors
+/// What is wrong.
+pub fn check_kept_tokens(kept: &[Option<TokenSet>], tokens: &[u32]) -> Result<(), String> {
+    if !kept.is_empty() && kept.len() != tokens.len() {
+        return Err(format!("`kept_tokens` has {} entries for {} tokens", kept.len(), tokens.len()));
+    }
+    let is_kept =
+        |(set, token): (&Option<TokenSet>, &u32)| set.as_ref().is_none_or(|set| set.contains(*token));
+    match kept.iter().zip(tokens).position(|pair| !is_kept(pair)) {
+        Some(i) => Err(format!("`kept_tokens`[{i}] does not contain the sampled token {}", tokens[i])),
+        None => Ok(()),
+    }
+}
+
 /// The samples of one prompt. Group advantages compare their rewards.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Group {

@@ -25,8 +25,8 @@ pub struct Sequence {
 
 impl From<&Trajectory> for Sequence {
     fn from(trajectory: &Trajectory) -> Self {
-        let Trajectory { tokens, mask, kept_tokens, .. } = trajectory.clone();
-        Self { tokens, mask, kept_tokens }
+        let Trajectory { tokens, mask, kept_tokens, .. } = trajectory;
+        Self { tokens: tokens.clone(), mask: mask.clone(), kept_tokens: kept_tokens.clone() }
     }
 }
 

@@ -178,7 +178,7 @@ fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, V
         let sequence = |row: &TokenRow| Sequence {
             tokens: row.tokens.clone(),
             mask: row.log_probs.iter().enumerate().map(|(i, l)| i > 0 && l.is_some()).collect(),
-            kept_tokens: vec![],
+            kept_tokens: row.kept_tokens.clone(),
         };
         let sequences: Vec<Sequence> = same_temperature
             .iter()

@@ -4,6 +4,8 @@ use super::formats::{EXAMPLE, RawRoutedExperts, RawRow, RecordFormat, TORCH_FILE
 use crate::bad_input;
 use crate::bounded_file;
 use crate::model::config::Config;
+use crate::ops::token_set::TokenSet;
+use crate::trajectory::check_kept_tokens;
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use flate2::read::MultiGzDecoder;
@@ -43,6 +45,8 @@ pub struct TokenRow {
     /// Number of prompt tokens with raw log-probs, which are at temperature 1 and without filters.
     pub raw_tokens: usize,
     pub routed_experts: Option<EngineRoutedExperts>,
+    /// The tokens that each token was drawn from; empty if the file has no such sets.
+    pub kept_tokens: Vec<Option<TokenSet>>,
 }
 
 /// The engine's routed experts of the input tokens, `[token][layer][slot]`.
@@ -279,8 +283,21 @@ impl<'a> RowReader<'a> {
         }
         let routed_experts =
             raw.routed_experts.map(|experts| self.check_routed_experts(experts, count)).transpose()?;
-        let (trainer_log_probs, raw_tokens) = (trainer.transpose()?, raw.raw_tokens);
-        Ok(TokenRow { name, tokens, log_probs, trainer_log_probs, temperature, raw_tokens, routed_experts })
+        check_kept_tokens(&raw.kept_tokens, &tokens)?;
+        let largest = raw.kept_tokens.iter().flatten().filter_map(|set| set.ids().pop()).max();
+        if let Some(token) = largest.filter(|&token| token as usize >= vocab_size) {
+            return Err(format!("`kept_tokens` has the token {token}, but vocab_size = {vocab_size}"));
+        }
+        Ok(TokenRow {
+            name,
+            tokens,
+            log_probs,
+            trainer_log_probs: trainer.transpose()?,
+            temperature,
+            raw_tokens: raw.raw_tokens,
+            routed_experts,
+            kept_tokens: raw.kept_tokens,
+        })
     }
 
     /// Checks that the texts of tokens in the file are those of this tokenizer. Ignores texts with lost

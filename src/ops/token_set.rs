@@ -59,11 +59,6 @@ impl TokenSet {
         self.ids().binary_search(&id).is_ok()
     }
 
-    /// Returns the bytes of the encoded set.
-    pub fn byte_len(&self) -> usize {
-        self.0.len()
-    }
-
     /// Returns the maximum bytes of a set of `count` ids below `vocabulary`.
     pub fn bytes_max(vocabulary: usize, count: usize) -> usize {
         let number_bytes = (usize::BITS - vocabulary.leading_zeros()).div_ceil(7) as usize;
@@ -158,7 +153,7 @@ mod tests {
                 }
                 let set = TokenSet::from_ids(&ids);
                 assert_eq!(set.ids(), ids);
-                assert!(set.byte_len() <= TokenSet::bytes_max(vocabulary as usize, ids.len()));
+                assert!(set.0.len() <= TokenSet::bytes_max(vocabulary as usize, ids.len()));
                 assert!((0..vocabulary).all(|id| set.contains(id) == ids.binary_search(&id).is_ok()));
                 assert_eq!(serde_json::from_str::<TokenSet>(&text(&set)).unwrap(), set);
                 let packed = rmp_serde::to_vec(&Some(set.clone())).unwrap();
@@ -169,7 +164,7 @@ mod tests {
 
     #[test]
     fn few_ids_and_nearly_all_ids_take_few_bytes() {
-        let bytes = |ids: &[u32]| TokenSet::from_ids(ids).byte_len();
+        let bytes = |ids: &[u32]| TokenSet::from_ids(ids).0.len();
         assert_eq!(bytes(&[3]), 2);
         assert_eq!(bytes(&[150_000]), 5);
         let all: Vec<u32> = (0..151_936).collect();

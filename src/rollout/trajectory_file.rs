@@ -3,7 +3,7 @@
 use super::Rollouts;
 use crate::bad_input;
 use crate::bounded_file::{self, ROWS_BYTES_MAX};
-use crate::trajectory::{Group, Trajectory, TrajectoryRow};
+use crate::trajectory::{Group, Trajectory, TrajectoryRow, check_kept_tokens};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -52,25 +52,10 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     if t.turns.iter().any(|turn| turn.start > turn.end || turn.end > n) {
         return Err(format!("`turns` has a range outside the {n} tokens"));
     }
-    if !t.kept_tokens.is_empty() {
-        check_kept_tokens(t)?;
-    }
+    check_kept_tokens(&t.kept_tokens, &t.tokens)?;
     match (0..n).find(|&i| t.mask[i] && !(t.log_probs[i].is_finite() && t.log_probs[i] <= 0.0)) {
         Some(i) => Err(format!("`logprobs`[{i}] = {} is not a log-probability", t.log_probs[i])),
         None => Ok(row),
-    }
-}
-
-/// Checks that each sampled token is in its own set of kept tokens.
-fn check_kept_tokens(t: &Trajectory) -> Result<(), String> {
-    let n = t.tokens.len();
-    if t.kept_tokens.len() != n {
-        return Err(format!("`kept_tokens` has {} entries for {n} tokens", t.kept_tokens.len()));
-    }
-    let is_kept = |i: usize| t.kept_tokens[i].as_ref().is_none_or(|set| set.contains(t.tokens[i]));
-    match (0..n).find(|&i| t.mask[i] && !is_kept(i)) {
-        Some(i) => Err(format!("`kept_tokens`[{i}] does not contain the sampled token {}", t.tokens[i])),
-        None => Ok(()),
     }
 }
 

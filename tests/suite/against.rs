@@ -350,6 +350,7 @@ fn a_cause_found_on_a_part_of_the_rows_must_hold_on_all() {
                 temperature: 1.0,
                 raw_tokens: 0,
                 routed_experts,
+                kept_tokens: vec![],
             }
         })
         .collect();

@@ -11,6 +11,7 @@ mod texts;
 mod verifiers;
 mod verl;
 
+use crate::ops::token_set::TokenSet;
 use serde_json::Value;
 pub use texts::TokenTexts;
 
@@ -23,6 +24,8 @@ pub struct RawRow {
     /// A trainer's log-probs of the same tokens, if the file has them.
     pub trainer_log_probs: Option<Vec<Option<f64>>>,
     pub temperature: Option<f64>,
+    /// The tokens that each token was drawn from; empty if the file has no such sets.
+    pub kept_tokens: Vec<Option<TokenSet>>,
     /// Number of prompt tokens at the start whose log-probs are raw: at temperature 1 and without filters,
     /// because these tokens were not sampled.
     pub raw_tokens: usize,

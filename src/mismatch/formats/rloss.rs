@@ -1,7 +1,8 @@
-//! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?}`. Trajectories of rloss have this
-//! format too.
+//! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?, "kept_tokens"?}`. Trajectories of rloss
+//! have this format too.
 
 use super::{RawRow, parse};
+use crate::ops::token_set::TokenSet;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -13,6 +14,9 @@ struct Row {
     temperature: Option<f64>,
     /// False where the token was not sampled. Its log-prob is then ignored.
     mask: Option<Vec<bool>>,
+    /// The log-probs are those over these sets.
+    #[serde(default)]
+    kept_tokens: Vec<Option<TokenSet>>,
 }
 
 pub(super) fn row(value: Value) -> Result<RawRow, String> {
@@ -28,5 +32,6 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         }
         log_probs.iter_mut().zip(mask).filter(|(_, sampled)| !sampled).for_each(|(l, _)| *l = None);
     }
-    Ok(RawRow { tokens: row.tokens, log_probs, temperature: row.temperature, ..RawRow::default() })
+    let Row { tokens, temperature, kept_tokens, .. } = row;
+    Ok(RawRow { tokens, log_probs, temperature, kept_tokens, ..RawRow::default() })
 }

@@ -28,6 +28,9 @@ fn number(row: &Value, key: &str) -> f64 {
     row[key].as_f64().unwrap_or_else(|| panic!("no {key} in {row}"))
 }
 
+/// A change of a row's sets.
+type Change<'a> = &'a dyn Fn(&mut Value);
+
 /// Asserts that rollout and training agree to the bit in every step.
 fn assert_no_gap(run: &Path, what: &str) {
     let rows = rows(run);
@@ -138,9 +141,16 @@ fn stored_trajectories_train_over_their_own_sets_and_damaged_ones_are_refused() 
     done(&mut small(&out, &sets(&[&stored, "train.steps=1"])));
     assert_no_gap(&out, "stored trajectories");
 
+    // The file's log-probs are compared over its own sets.
+    let mut command = rloss();
+    command.args(["check-mismatch", quickstart().to_str().unwrap(), "--set", &model, "--against"]);
+    command.arg(&file).arg("--out").arg(folder.path().join("against"));
+    let text_of_check = String::from_utf8(done(&mut command).stdout).unwrap();
+    assert!(!text_of_check.contains("after top-p"), "{text_of_check}");
+
     let mut row: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
     let sampled = row["mask"].as_array().unwrap().iter().position(|mask| *mask == true).unwrap();
-    let changes: [(&dyn Fn(&mut Value), &str); 4] = [
+    let changes: [(Change, &str); 4] = [
         (&|kept| drop(kept.as_array_mut().unwrap().pop()), "`kept_tokens` has"),
         (&|kept| kept[sampled] = "?".into(), "is not a set of tokens"),
         // The set {0}, which a sampled token is not in.
