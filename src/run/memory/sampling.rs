@@ -6,6 +6,10 @@ use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::model::cache::SequenceCache;
 use crate::model::rounding::WeightRounding;
 
+/// Bytes of a token of a stored trajectory: its id, log-probability and mask, and about four characters of its
+/// message.
+const TRAJECTORY_TOKEN_BYTES: u64 = 16;
+
 impl MemoryPlanInput<'_> {
     /// Returns the number of prompts of a rollout, and the number of samples per prompt.
     pub fn rollout_size(&self) -> (usize, usize) {
@@ -36,6 +40,25 @@ impl MemoryPlanInput<'_> {
         let evaluation = if evaluates { local_sequences((eval.problems_max, eval.samples)) } else { 0 };
         let sequences = local_sequences(self.rollout_size()).max(evaluation);
         (rollout.sequences_max * self.engines()).min(sequences)
+    }
+
+    /// Returns whether sampling runs beside the update, with a copy of the trained weights.
+    pub(super) fn samples_beside_the_update(&self) -> bool {
+        let runs_ahead = self.command.trains() && self.recipe.rollout.lag_steps > 0;
+        runs_ahead && self.processes == 1 && self.gpu_sequences.is_none()
+    }
+
+    /// Returns the bytes of the samples that are kept for later steps, and of partial trajectories.
+    pub(super) fn sampled_ahead_bytes(&self) -> u64 {
+        let (rollout, config) = (&self.recipe.rollout, self.config);
+        if !self.command.trains() {
+            return 0;
+        }
+        let experts = if rollout.keep_routes { config.num_hidden_layers * config.num_experts_per_tok } else { 0 };
+        let token_bytes = TRAJECTORY_TOKEN_BYTES + (experts * size_of::<u16>()) as u64;
+        let steps = rollout.lag_steps + u64::from(rollout.step_tokens_max > 0);
+        let trajectories = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt) as u64;
+        steps.saturating_mul(trajectories).saturating_mul(self.longest_sequence() as u64 * token_bytes)
     }
 
     /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
