@@ -52,9 +52,7 @@ impl Trainer {
     pub(super) fn sampled_ahead(&self) -> Result<Option<Vec<u8>>> {
         let rollout = &self.context.recipe().rollout;
         let is_kept = rollout.lag_steps > 0 || rollout.step_tokens_max > 0;
-        is_kept
-            .then(|| serde_json::to_vec(&self.ahead).context("writing what was sampled ahead"))
-            .transpose()
+        is_kept.then(|| serde_json::to_vec(&self.ahead).context("writing what was sampled ahead")).transpose()
     }
 
     /// Restores what was sampled ahead from the checkpoint.
@@ -68,7 +66,10 @@ impl Trainer {
         }
         let (path, bytes) = checkpoint::read_sampled_ahead(&resume_point.folder)?;
         self.ahead = serde_json::from_slice(&bytes).map_err(|e| {
-            bad_input!("{}: damaged: {e}; remove this checkpoint to continue from the previous one", path.display())
+            bad_input!(
+                "{}: damaged: {e}; remove this checkpoint to continue from the previous one",
+                path.display()
+            )
         })?;
         Ok(())
     }
@@ -126,7 +127,8 @@ impl Trainer {
             return self.policy_step(step).run(groups, optimizer, critic);
         }
         let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
-        let (updated, samples) = self.update_beside(step, next, groups, &mut in_progress, optimizer, critic)?;
+        let (updated, samples) =
+            self.update_beside(step, next, groups, &mut in_progress, optimizer, critic)?;
         self.ahead.steps.push_back((next, samples));
         self.ahead.in_progress = in_progress;
         Ok(updated)

@@ -98,9 +98,11 @@ impl SampleOutput {
         if let Some(engine) = self.engine {
             metrics.set("engine/bit_equal_fraction", engine.bit_equal_fraction);
             metrics.set("engine/logprob_abs_diff_max", engine.log_prob_abs_diff_max);
-            rollout::staleness(self.training_groups(), step - 1).finish()?.iter().for_each(|(name, value)| {
-                metrics.set(name, value);
-            });
+            rollout::staleness(self.training_groups(), step - 1).finish()?.iter().for_each(
+                |(name, value)| {
+                    metrics.set(name, value);
+                },
+            );
         }
         Ok(metrics)
     }
@@ -276,7 +278,8 @@ impl Sampler<'_> {
             return Ok(EngineAgreement { bit_equal_fraction: 1.0, log_prob_abs_diff_max: 0.0 });
         };
         let batch = Batch::new(&[first], packing);
-        let outputs = self.timings.time("engine_check", || runner.forward(&batch.micro_batches, self.pass))?;
+        let outputs =
+            self.timings.time("engine_check", || runner.forward(&batch.micro_batches, self.pass))?;
         let training = batch.join_forward(&outputs)?.log_probs;
         let sampled = first.trajectories.iter().flat_map(|trajectory| {
             let trained = trajectory.mask.iter().enumerate().skip(1).filter(|(_, mask)| **mask);

@@ -4,6 +4,7 @@ mod losses;
 mod page;
 mod refused;
 mod slips;
+mod stale;
 
 use rloss::error::BadInput;
 use rloss::learner::CriticSettings;

@@ -54,7 +54,8 @@ impl MemoryPlanInput<'_> {
         if !self.command.trains() {
             return 0;
         }
-        let experts = if rollout.keep_routes { config.num_hidden_layers * config.num_experts_per_tok } else { 0 };
+        let experts =
+            if rollout.keep_routes { config.num_hidden_layers * config.num_experts_per_tok } else { 0 };
         let token_bytes = TRAJECTORY_TOKEN_BYTES + (experts * size_of::<u16>()) as u64;
         let steps = rollout.lag_steps + u64::from(rollout.step_tokens_max > 0);
         let trajectories = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt) as u64;
