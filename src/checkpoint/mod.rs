@@ -44,7 +44,7 @@ use crate::ops::mxfp4;
 use crate::settings::{from, table};
 use anyhow::{Context, Result};
 use blake3::Hash;
-use resume::DAMAGE_REMEDY;
+pub use resume::DAMAGE_REMEDY;
 use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;

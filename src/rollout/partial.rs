@@ -6,7 +6,7 @@
 //! weights has the same tokens as one that never paused.
 
 use super::driver::{Driver, Hooks};
-use super::{Prompt, Rollout, RolloutProgress};
+use super::{Prompt, Rollout, RolloutProgress, trajectory_file};
 use crate::harmony::Message;
 use crate::trajectory::{Group, Trajectory, Turn, VersionRun};
 use anyhow::{Context, Result};
@@ -65,6 +65,33 @@ impl GroupInProgress {
     pub fn paused(&self) -> usize {
         let is_paused = |t: &&TrajectoryInProgress| matches!(t, TrajectoryInProgress::Paused(_));
         self.trajectories.iter().filter(is_paused).count()
+    }
+
+    /// Checks a group that was read from a file, and that has `samples` trajectories if it has begun. The error
+    /// says what is wrong.
+    ///
+    /// # Errors
+    /// When the number of trajectories differs, or the fields of a trajectory do not agree.
+    pub fn check(&self, samples: usize) -> Result<(), String> {
+        if !self.trajectories.is_empty() && self.trajectories.len() != samples {
+            return Err(format!("a group has {} trajectories, not {samples}", self.trajectories.len()));
+        }
+        self.trajectories.iter().try_for_each(|trajectory| match trajectory {
+            TrajectoryInProgress::Finished(trajectory, _) => trajectory_file::check(trajectory),
+            TrajectoryInProgress::Paused(paused) => {
+                let n = paused.tokens.len();
+                let agree = paused.mask.len() == n && paused.log_probs.len() == n && paused.turn_start <= n;
+                agree.then_some(()).ok_or_else(|| "the fields of a paused trajectory do not agree".to_owned())
+            }
+        })
+    }
+
+    /// Returns the tokens of all trajectories.
+    pub fn tokens(&self) -> impl Iterator<Item = &[u32]> {
+        self.trajectories.iter().map(|trajectory| match trajectory {
+            TrajectoryInProgress::Finished(trajectory, _) => &trajectory.tokens[..],
+            TrajectoryInProgress::Paused(paused) => &paused.tokens,
+        })
     }
 
     /// Returns the finished trajectories, which training step `step` uses, and their messages.

@@ -16,7 +16,7 @@
 use super::Trainer;
 use super::sample::{InProgress, SampleOutput};
 use crate::bad_input;
-use crate::checkpoint::{self, ResumePoint};
+use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics};
@@ -36,6 +36,20 @@ pub(super) struct SampledAhead {
     steps: VecDeque<(u64, SampleOutput)>,
     /// Groups of partial trajectories that the next sampling continues.
     in_progress: InProgress,
+}
+
+impl SampledAhead {
+    /// Checks what was read from the checkpoint of step `step`. Groups in progress have `samples` trajectories,
+    /// and tokens are below `vocab_size`. The error says what is wrong.
+    fn check(&self, step: u64, samples: usize, vocab_size: usize) -> Result<(), String> {
+        for (next, (sampled, output)) in (step + 1..).zip(&self.steps) {
+            if *sampled != next {
+                return Err(format!("it has samples of step {sampled} in place of step {next}"));
+            }
+            output.check(vocab_size)?;
+        }
+        self.in_progress.check(samples, vocab_size)
+    }
 }
 
 /// Returns the threads that sample beside the update; `None` if sampling does not run beside it.
@@ -65,12 +79,11 @@ impl Trainer {
             return Ok(());
         }
         let (path, bytes) = checkpoint::read_sampled_ahead(&resume_point.folder)?;
-        self.ahead = serde_json::from_slice(&bytes).map_err(|e| {
-            bad_input!(
-                "{}: damaged: {e}; remove this checkpoint to continue from the previous one",
-                path.display()
-            )
-        })?;
+        let damaged = |what: String| bad_input!("{}: damaged: {what}; {DAMAGE_REMEDY}", path.display());
+        let ahead: SampledAhead = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        let (samples, vocab_size) = (rollout.samples_per_prompt, self.context.model.config.vocab_size);
+        ahead.check(resume_point.state.step, samples, vocab_size).map_err(damaged)?;
+        self.ahead = ahead;
         Ok(())
     }
 
@@ -161,5 +174,49 @@ impl Trainer {
             anyhow::Ok((updated, samples.unwrap_or_else(|panic| resume_unwind(panic))))
         })?;
         Ok((updated?, samples?.context("the rollout was stopped")?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn damaged_samples_are_refused() {
+        let trajectory = |tokens: &[u32], turns: usize| {
+            json!({
+                "step": 3, "prompt": 0, "sample": 0, "problem_id": "", "tokens": tokens, "prompt_tokens": 1,
+                "mask": [false, true], "logprobs": [0.0, -0.5], "turns": [{"start": 1, "end": turns, "calls": []}],
+                "outcome": "finished", "reward": 1.0, "success": true
+            })
+        };
+        let ahead = |step: u64, index: usize, trajectory: serde_json::Value| {
+            let rollouts =
+                json!({"groups": [{"trajectories": [trajectory]}], "messages": [[[]]], "answers": [null]});
+            let output = json!({"rollouts": rollouts, "training_indices": [index], "rounds": null});
+            let paused = json!({
+                "tokens": [1, 2], "mask": [false, true], "log_probs": [0.0, -1.0], "routed_experts": [],
+                "versions": [], "turns": [], "turn_start": 1, "messages": [], "calls_answered": 0, "tool_s": 0.0
+            });
+            let group = json!({"prompt": 4, "step": 2, "trajectories": [{"Paused": paused}]});
+            let in_progress = json!({"groups": [group], "begun": 5});
+            json!({"steps": [[step, output]], "in_progress": in_progress})
+        };
+        let check = |ahead: serde_json::Value, samples: usize| {
+            serde_json::from_value::<SampledAhead>(ahead).unwrap().check(2, samples, 10)
+        };
+        assert_eq!(check(ahead(3, 0, trajectory(&[1, 2], 2)), 1), Ok(()));
+        for (found, samples, reason) in [
+            (ahead(4, 0, trajectory(&[1, 2], 2)), 1, "samples of step 4 in place of step 3"),
+            (ahead(3, 1, trajectory(&[1, 2], 2)), 1, "do not agree"),
+            (ahead(3, 0, trajectory(&[1, 10], 2)), 1, "token 10 is not below 10"),
+            (ahead(3, 0, trajectory(&[1], 1)), 1, "2 entries for 1 tokens"),
+            (ahead(3, 0, trajectory(&[1, 2], 3)), 1, "outside the 2 tokens"),
+            (ahead(3, 0, trajectory(&[1, 2], 2)), 2, "1 trajectories, not 2"),
+        ] {
+            let error = check(found, samples).unwrap_err();
+            assert!(error.contains(reason), "{error}");
+        }
     }
 }

@@ -11,7 +11,7 @@ use crate::ops::threads::Threads;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::partial::GroupInProgress;
-use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts};
+use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts, trajectory_file};
 use crate::run::context::RunContext;
 use crate::trajectory::{Group, TokenStats, TrajectoryRow};
 use anyhow::Result;
@@ -62,7 +62,40 @@ pub(super) struct InProgress {
     begun: u64,
 }
 
+impl InProgress {
+    /// Checks groups that were read from a file: `samples` trajectories each, with tokens below `vocab_size`.
+    /// The error says what is wrong.
+    pub fn check(&self, samples: usize, vocab_size: usize) -> Result<(), String> {
+        self.groups.iter().try_for_each(|group| group.check(samples))?;
+        check_tokens(self.groups.iter().flat_map(GroupInProgress::tokens), vocab_size)
+    }
+}
+
+fn check_tokens<'a>(mut all: impl Iterator<Item = &'a [u32]>, vocab_size: usize) -> Result<(), String> {
+    match all.find_map(|tokens| tokens.iter().find(|&&token| token as usize >= vocab_size)) {
+        Some(token) => Err(format!("token {token} is not below {vocab_size}, the model's number of tokens")),
+        None => Ok(()),
+    }
+}
+
 impl SampleOutput {
+    /// Checks samples that were read from a file, whose tokens must be below `vocab_size`. The error says what
+    /// is wrong.
+    pub fn check(&self, vocab_size: usize) -> Result<(), String> {
+        let Rollouts { groups, messages, answers } = &self.rollouts;
+        let lengths = |group: &Group, messages: &Vec<_>| group.trajectories.len() == messages.len();
+        let agree = groups.len() == messages.len()
+            && groups.len() == answers.len()
+            && groups.iter().zip(messages).all(|(group, messages)| lengths(group, messages))
+            && self.training_indices.iter().all(|&index| index < groups.len());
+        if !agree {
+            return Err("groups, messages and answers do not agree".to_owned());
+        }
+        let trajectories = || groups.iter().flat_map(|group| group.trajectories.iter().chain(&group.greedy));
+        trajectories().try_for_each(trajectory_file::check)?;
+        check_tokens(trajectories().map(|trajectory| &trajectory.tokens[..]), vocab_size)
+    }
+
     pub fn training_groups(&self) -> Vec<&Group> {
         self.training_indices.iter().map(|&index| &self.rollouts.groups[index]).collect()
     }
