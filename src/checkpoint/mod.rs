@@ -7,7 +7,7 @@
 //! - `trainer.safetensors`: the optimizer state, as f32 or 8-bit codes.
 //! - `critic.safetensors`, if the run has a critic: the weights and the optimizer state of the critic.
 //! - `trainer.toml`: the resolved recipe.
-//! - `sampled_ahead.json`, if sampling runs ahead or trajectories are partial: what was sampled for later steps.
+//! - `sampled_ahead.json`, if sampling runs ahead or trajectories are partial: the samples of later steps.
 //! - `manifest.b3`, which is written last: the digests of all other files.
 //!
 //! If a run has several processes, each writes its own shards of `trainer.safetensors` and
@@ -129,7 +129,7 @@ pub struct Snapshot<'a> {
     pub critic: Option<&'a Parameters>,
     /// The resolved recipe.
     pub recipe: &'a str,
-    /// What was sampled for later steps, if anything is.
+    /// The samples of later steps, if the recipe keeps any.
     pub sampled_ahead: Option<&'a [u8]>,
     pub state: TrainerState,
 }

@@ -67,8 +67,8 @@ impl GroupInProgress {
         self.trajectories.iter().filter(is_paused).count()
     }
 
-    /// Checks a group that was read from a file, and that has `samples` trajectories if it has begun. The error
-    /// says what is wrong.
+    /// Checks a group that was read from a file, and that has `samples` trajectories if it has begun. The
+    /// error says what is wrong.
     ///
     /// # Errors
     /// When the number of trajectories differs, or the fields of a trajectory do not agree.

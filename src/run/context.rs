@@ -303,8 +303,8 @@ impl RunContext {
         Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::concat))
     }
 
-    /// Samples `rollout.step_tokens_max` tokens of each unfinished trajectory of `groups`. Each process samples
-    /// a part of the groups, and then receives all results. Returns `None` if `stop` returned true.
+    /// Samples `rollout.step_tokens_max` tokens of each unfinished trajectory of `groups`. Each process
+    /// samples a part of the groups, and then receives all results. Returns `None` if `stop` returned true.
     ///
     /// # Errors
     /// The errors of [`Self::sample_groups`].

@@ -29,7 +29,7 @@ use std::collections::VecDeque;
 use std::panic::resume_unwind;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What was sampled for later steps. It is part of a checkpoint.
+/// The samples of later steps. They are part of a checkpoint.
 #[derive(Default, Serialize, Deserialize)]
 pub(super) struct SampledAhead {
     /// Samples of the next steps, in order, each with its step.
@@ -39,8 +39,8 @@ pub(super) struct SampledAhead {
 }
 
 impl SampledAhead {
-    /// Checks what was read from the checkpoint of step `step`. Groups in progress have `samples` trajectories,
-    /// and tokens are below `vocab_size`. The error says what is wrong.
+    /// Checks what was read from the checkpoint of step `step`. Groups in progress have `samples`
+    /// trajectories, and tokens are below `vocab_size`. The error says what is wrong.
     fn check(&self, step: u64, samples: usize, vocab_size: usize) -> Result<(), String> {
         for (next, (sampled, output)) in (step + 1..).zip(&self.steps) {
             if *sampled != next {

@@ -69,7 +69,7 @@ pub struct Trainer {
     reference_digest: Option<blake3::Hash>,
     /// The KL coefficient, which may adapt to a target.
     kl: KlController,
-    /// What was sampled for later steps.
+    /// The samples of later steps.
     ahead: SampledAhead,
     /// The threads that sample beside the update, if the recipe samples ahead and this process can.
     ahead_threads: Option<Threads>,

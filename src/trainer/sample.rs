@@ -79,8 +79,8 @@ fn check_tokens<'a>(mut all: impl Iterator<Item = &'a [u32]>, vocab_size: usize)
 }
 
 impl SampleOutput {
-    /// Checks samples that were read from a file, whose tokens must be below `vocab_size`. The error says what
-    /// is wrong.
+    /// Checks samples that were read from a file, whose tokens must be below `vocab_size`. The error says
+    /// what is wrong.
     pub fn check(&self, vocab_size: usize) -> Result<(), String> {
         let Rollouts { groups, messages, answers } = &self.rollouts;
         let lengths = |group: &Group, messages: &Vec<_>| group.trajectories.len() == messages.len();

@@ -24,8 +24,8 @@ use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Trains on the groups of step `step`, which are sampled now or were sampled ahead. Returns the samples, the metrics, and statistics
-    /// of each trained token.
+    /// Trains on the groups of step `step`, which are sampled now or were sampled ahead. Returns the samples,
+    /// the metrics, and statistics of each trained token.
     pub(super) fn step(
         &mut self,
         step: u64,

@@ -2,9 +2,9 @@
 //!
 //! The peak is the resident memory (program, weights, gradients, optimizer, critic, reference) plus the
 //! largest phase. The phases are sampling and the update; the update counts the larger of policy and critic.
-//! In `check-mismatch`, a comparison takes the place of the update. Only one phase runs at a time. If sampling
-//! runs ahead, a third phase has sampling and the update together.
-//! [`MemoryPlan::check_available`] compares the peak with the available memory.
+//! In `check-mismatch`, a comparison takes the place of the update. Only one phase runs at a time. If
+//! sampling runs ahead, a third phase has sampling and the update together. [`MemoryPlan::check_available`]
+//! compares the peak with the available memory.
 
 mod gpu;
 mod machine;

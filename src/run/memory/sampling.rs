@@ -6,8 +6,8 @@ use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::model::cache::SequenceCache;
 use crate::model::rounding::WeightRounding;
 
-/// Bytes of a token of a stored trajectory: its id, log-probability and mask, and about four characters of its
-/// message.
+/// Bytes of a token of a stored trajectory: its id, log-probability and mask, and about four characters of
+/// its message.
 const TRAJECTORY_TOKEN_BYTES: u64 = 16;
 
 impl MemoryPlanInput<'_> {
