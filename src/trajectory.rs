@@ -134,14 +134,27 @@ fn one_or_many<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<CallOut
     })
 }
 
+/// A run of tokens that one version of the weights sampled. It ends where the next run starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VersionRun {
+    /// Index of the first token in [`Trajectory::tokens`].
+    pub start: usize,
+    /// Version of the weights, as in [`Trajectory::policy_version`].
+    pub version: u64,
+}
+
 /// One sampled conversation. All per-token vectors have the length of `tokens`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
     /// Training step. For an evaluation, the step after which it runs.
     pub step: u64,
-    /// Version of the weights that sampled it: the number of training steps before. Absent in older files.
+    /// Version of the weights that sampled it: the number of training steps before. If several versions
+    /// sampled it, this is the last one. Absent in older files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub policy_version: Option<u64>,
+    /// Versions of the tokens, if several versions sampled the trajectory; empty otherwise.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub policy_versions: Vec<VersionRun>,
     /// Index of the prompt within the step.
     pub prompt: u64,
     /// Index of the sample within its group.
@@ -182,6 +195,12 @@ impl Trajectory {
     /// Returns the number of tokens sampled by the policy.
     pub fn sampled_tokens(&self) -> usize {
         self.mask.iter().filter(|&&m| m).count()
+    }
+
+    /// Returns the version of the weights that sampled token `index`. `None` if the file did not store it.
+    pub fn version_of(&self, index: usize) -> Option<u64> {
+        let run = self.policy_versions.iter().rev().find(|run| run.start <= index);
+        run.map(|run| run.version).or(self.policy_version)
     }
 
     /// Returns whether something other than the policy failed: the task's program, or a worker of the tool.

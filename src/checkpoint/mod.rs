@@ -7,6 +7,7 @@
 //! - `trainer.safetensors`: the optimizer state, as f32 or 8-bit codes.
 //! - `critic.safetensors`, if the run has a critic: the weights and the optimizer state of the critic.
 //! - `trainer.toml`: the resolved recipe.
+//! - `sampled_ahead.json`, if sampling runs ahead or trajectories are partial: the samples of later steps.
 //! - `manifest.b3`, which is written last: the digests of all other files.
 //!
 //! If a run has several processes, each writes its own shards of `trainer.safetensors` and
@@ -31,6 +32,8 @@ pub use resume::{
 };
 
 use crate::atomic_file::{remove_folder, replace_folder};
+use crate::bad_input;
+use crate::bounded_file::{self, ROWS_BYTES_MAX};
 use crate::integrity::{Manifest, add_checksum};
 use crate::metrics::Phase;
 use crate::model::adapter::Lora;
@@ -41,6 +44,7 @@ use crate::ops::mxfp4;
 use crate::settings::{from, table};
 use anyhow::{Context, Result};
 use blake3::Hash;
+pub use resume::DAMAGE_REMEDY;
 use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;
@@ -64,6 +68,7 @@ const STATE_FILE: &str = "trainer.json";
 const STATE_STEM: &str = "trainer";
 const CRITIC_STEM: &str = "critic";
 const RECIPE_FILE: &str = "trainer.toml";
+const SAMPLED_AHEAD_FILE: &str = "sampled_ahead.json";
 
 /// The progress of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -91,6 +96,18 @@ pub struct TrainerState {
     pub kl_coefficient: Option<f64>,
 }
 
+/// Reads what was sampled for later steps from the checkpoint `folder`. Returns the path and the contents.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the file is missing or too large.
+pub fn read_sampled_ahead(folder: &Path) -> Result<(PathBuf, Vec<u8>)> {
+    let path = folder.join(SAMPLED_AHEAD_FILE);
+    match bounded_file::read(&path, ROWS_BYTES_MAX) {
+        Ok(bytes) => Ok((path, bytes)),
+        Err(e) => Err(bad_input!("{}: cannot be read: {e}; {DAMAGE_REMEDY}", path.display())),
+    }
+}
+
 /// Removes all checkpoints of `run` except the `keep` newest.
 ///
 /// # Errors
@@ -112,6 +129,8 @@ pub struct Snapshot<'a> {
     pub critic: Option<&'a Parameters>,
     /// The resolved recipe.
     pub recipe: &'a str,
+    /// The samples of later steps, if the recipe keeps any.
+    pub sampled_ahead: Option<&'a [u8]>,
     pub state: TrainerState,
 }
 
@@ -152,6 +171,9 @@ impl Snapshot<'_> {
             state_files::write((temporary, CRITIC_STEM), critic, true, &all, &mut manifest)?;
         }
         manifest.write_file(temporary, RECIPE_FILE, add_checksum(self.recipe).as_bytes())?;
+        if let Some(samples) = self.sampled_ahead {
+            manifest.write_file(temporary, SAMPLED_AHEAD_FILE, samples)?;
+        }
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
         manifest.write_file(temporary, STATE_FILE, state.as_bytes())?;
         manifest.write(temporary)

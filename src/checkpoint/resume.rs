@@ -13,7 +13,7 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// The remedy for a damaged checkpoint.
-pub(super) const DAMAGE_REMEDY: &str = "remove this checkpoint to continue from the previous one";
+pub const DAMAGE_REMEDY: &str = "remove this checkpoint to continue from the previous one";
 /// The file name of the metrics of a run.
 const METRICS_FILE: &str = "metrics.jsonl";
 

@@ -205,6 +205,33 @@ impl Parameters {
         }
     }
 
+    /// Returns a store with the current weights, which later updates do not change. It copies the trained
+    /// tensors and shares the others. None of its tensors is trained.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn snapshot(&self) -> Result<Self> {
+        let copy = |(entry, spec): (&Entry, &ParameterSpec)| -> Result<Entry> {
+            let stored = match entry.stored.weight(spec) {
+                Ok(Weight::Dense(dense)) if entry.gradient.is_some() => {
+                    let copied = dense.with_values(&dense.values().copy()?);
+                    entry.stored.with_weight(Weight::Dense(copied))
+                }
+                _ => entry.stored.clone(),
+            };
+            Ok(Entry::new(stored))
+        };
+        Ok(Self {
+            config: self.config.clone(),
+            specs: self.specs.clone(),
+            entries: self.entries.iter().zip(&self.specs).map(copy).collect::<Result<_>>()?,
+            index: self.index.clone(),
+            on_disk: self.on_disk.clone(),
+            adapter: self.adapter.clone(),
+            backend: self.backend.clone(),
+        })
+    }
+
     /// Returns the number of tensors.
     pub fn len(&self) -> usize {
         self.entries.len()

@@ -46,7 +46,7 @@ struct ChartSpec {
 
 /// The charts in the page's order. The charts of a section are consecutive. In a chart of several metrics,
 /// all curves but the first metric's are dashed.
-const SPECS: [ChartSpec; 21] = {
+const SPECS: [ChartSpec; 23] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -76,6 +76,18 @@ const SPECS: [ChartSpec; 21] = {
             "Difference of probabilities",
             &["training/rollout_probs_diff_mean"],
             "mean per token",
+        ),
+        spec(
+            STABILITY,
+            "Staleness of trained tokens",
+            &["staleness/steps/mean", "staleness/steps/max"],
+            "training steps",
+        ),
+        spec(
+            STABILITY,
+            "Mismatch of the same weights",
+            &["engine/logprob_abs_diff_max"],
+            "nats per token, maximum",
         ),
         spec(STABILITY, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
         spec(STABILITY, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
@@ -125,7 +137,7 @@ fn is_alarm_at_zero(metric: &str) -> bool {
 /// Returns whether the value 0 at every step is a result for `metric`, which the page shows. The value 0 then
 /// means that rollout and training agree.
 fn is_result_at_zero(metric: &str) -> bool {
-    metric == "mismatch/log_ppl_abs_diff_max"
+    ["mismatch/log_ppl_abs_diff_max", "engine/logprob_abs_diff_max"].contains(&metric)
 }
 
 /// Returns the page's sections, and the data for the page's script, which shows values under the pointer.

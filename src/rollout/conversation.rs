@@ -16,6 +16,7 @@
 //! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
 //! - Sampled tokens never change, including the stop token before a further user message.
 
+use super::partial::PausedConversation;
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
@@ -25,7 +26,8 @@ use crate::interpreter::SessionId;
 use crate::ops::token_set::TokenSet;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
-use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
+use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn, VersionRun};
+use rand::Rng;
 use std::time::Instant;
 
 /// Reward of a trajectory whose task failed.
@@ -59,8 +61,16 @@ pub(super) struct Conversation<'a> {
     kept_tokens: Vec<Option<TokenSet>>,
     /// Routed experts of the tokens that the model has read so far. Empty if they are not kept.
     routed_experts: Vec<Vec<u16>>,
-    /// Version of the weights that sampled the last turn.
-    policy_version: Option<u64>,
+    /// The step whose random streams the conversation uses.
+    step: u64,
+    /// Versions of the weights that sampled the tokens.
+    versions: Vec<VersionRun>,
+    /// Tokens after which the conversation pauses; `None` if it never pauses.
+    pause_after: Option<usize>,
+    /// Number of tokens sampled since it began or went on.
+    sampled_since: usize,
+    /// Number of first tokens that are read again after a pause, and whose experts are known.
+    read_again: usize,
     turns: Vec<Turn>,
     turn_start: usize,
     sampled: usize,
@@ -88,21 +98,9 @@ impl<'a> Conversation<'a> {
     ) -> EngineRequest {
         let sample = |sample: usize| {
             let position = TurnPosition { prompt: prompt.index, sample: sample as u64, turn: 0 };
-            turn_sample(rollout, (first + sample) as u64, position, forced)
+            turn_sample(rollout, rollout.plan.step, (first + sample) as u64, position, forced)
         };
-        EngineRequest {
-            tokens: prompt.tokens.clone(),
-            samples: (0..samples).map(sample).collect(),
-            sampling: rollout.plan.settings.sampling(),
-            // The parser detects the end of a turn, so the engine needs no stop tokens.
-            stop_tokens: vec![],
-            new_tokens_max: tokens_left(rollout, 0, prompt.tokens.len()),
-            top_log_probs: None,
-            prompt_log_probs: None,
-            keep_routed_experts: rollout.plan.settings.keep_routes,
-            keep_token_sets: rollout.plan.keeps_token_sets(),
-            keep_sequence: true,
-        }
+        engine_request(rollout, prompt.tokens.clone(), (0..samples).map(sample).collect(), 0)
     }
 
     /// Starts sample `sample` of a prompt.
@@ -111,6 +109,7 @@ impl<'a> Conversation<'a> {
         prompt: &RenderedPrompt<'a>,
         sample: u64,
         session: SessionId,
+        pause_after: Option<usize>,
     ) -> Self {
         let prompt_tokens = prompt.tokens.len();
         Self {
@@ -125,7 +124,11 @@ impl<'a> Conversation<'a> {
             log_probs: vec![0.0; prompt_tokens],
             kept_tokens: if rollout.plan.keeps_token_sets() { vec![None; prompt_tokens] } else { vec![] },
             routed_experts: Vec::new(),
-            policy_version: None,
+            step: rollout.plan.step,
+            versions: vec![VersionRun { start: prompt_tokens, version: rollout.engine.version() }],
+            pause_after,
+            sampled_since: 0,
+            read_again: 0,
             turns: Vec::new(),
             turn_start: prompt_tokens,
             sampled: 0,
@@ -137,6 +140,73 @@ impl<'a> Conversation<'a> {
             tool_s: 0.0,
             outcome: None,
         }
+    }
+
+    /// Goes on after a pause. `step` is the step that began the conversation.
+    pub(super) fn resume(mut self, paused: PausedConversation, step: u64) -> Self {
+        let PausedConversation { tokens, mask, log_probs, kept_tokens, routed_experts, mut versions, .. } =
+            paused;
+        let version = self.rollout.engine.version();
+        if versions.last().is_none_or(|run| run.version != version) {
+            versions.push(VersionRun { start: tokens.len(), version });
+        }
+        for &token in &tokens[paused.turn_start..] {
+            self.parser.push(token);
+        }
+        Self {
+            step,
+            sampled: mask.iter().filter(|&&sampled| sampled).count(),
+            tokens,
+            mask,
+            log_probs,
+            kept_tokens,
+            read_again: routed_experts.len(),
+            routed_experts,
+            versions,
+            turns: paused.turns,
+            turn_start: paused.turn_start,
+            messages: paused.messages,
+            calls_answered: paused.calls_answered,
+            tool_s: paused.tool_s,
+            ..self
+        }
+    }
+
+    /// Returns the request that goes on after a pause. All tokens are read again.
+    pub(super) fn resumption(&self, forced: &ForcedTokens) -> EngineRequest {
+        let mut sample = turn_sample(self.rollout, self.step, self.session.0, self.position(), forced);
+        // The engine draws one random number per token.
+        for _ in self.turn_start..self.tokens.len() {
+            let _: f64 = sample.random.random();
+        }
+        engine_request(self.rollout, self.tokens.clone(), vec![sample], self.sampled)
+    }
+
+    /// Returns whether no further token may be sampled before a pause.
+    pub(super) fn must_pause(&self) -> bool {
+        self.pause_after.is_some_and(|tokens_max| self.sampled_since >= tokens_max)
+    }
+
+    /// Pauses the conversation.
+    pub(super) fn pause(self) -> PausedConversation {
+        PausedConversation {
+            tokens: self.tokens,
+            mask: self.mask,
+            log_probs: self.log_probs,
+            kept_tokens: self.kept_tokens,
+            routed_experts: self.routed_experts,
+            versions: self.versions,
+            turns: self.turns,
+            turn_start: self.turn_start,
+            messages: self.messages,
+            calls_answered: self.calls_answered,
+            tool_s: self.tool_s,
+        }
+    }
+
+    /// Returns the number of tokens sampled since it began or went on.
+    pub(super) fn sampled_since(&self) -> usize {
+        self.sampled_since
     }
 
     /// Returns its index among all trajectories of the rollout.
@@ -159,7 +229,7 @@ impl<'a> Conversation<'a> {
         let position = self.position();
         Continuation {
             tokens: std::mem::take(&mut self.inserted),
-            sample: turn_sample(self.rollout, self.session.0, position, forced),
+            sample: turn_sample(self.rollout, self.step, self.session.0, position, forced),
             new_tokens_max: tokens_left(self.rollout, self.sampled, self.tokens.len()),
         }
     }
@@ -167,15 +237,15 @@ impl<'a> Conversation<'a> {
     /// Stores the engine's result for this turn and returns the next action. [`Self::push_token`] has already
     /// stored the tokens.
     pub(super) fn end_request(&mut self, completion: Completion) -> NextAction {
-        self.routed_experts.extend(completion.routed_experts);
-        self.policy_version = Some(completion.policy_version);
+        let read_again = std::mem::take(&mut self.read_again);
+        self.routed_experts.extend(completion.routed_experts.into_iter().skip(read_again));
         self.next
     }
 
     /// Appends the next sampled token. Returns whether the turn goes on.
     pub(super) fn push_token(&mut self, drawn: &NewToken) -> bool {
         self.next = self.take_token(drawn);
-        self.next == NextAction::Sample && self.inserted.is_empty()
+        self.next == NextAction::Sample && self.inserted.is_empty() && !self.must_pause()
     }
 
     /// Appends the next sampled token. Returns the next action.
@@ -187,6 +257,7 @@ impl<'a> Conversation<'a> {
             self.kept_tokens.push(drawn.kept.clone());
         }
         self.sampled += 1;
+        self.sampled_since += 1;
         match self.parser.push(drawn.id) {
             TurnStep::Continues | TurnStep::MessageEnded if self.is_exhausted() => {
                 self.close_turn(vec![]);
@@ -398,7 +469,8 @@ impl<'a> Conversation<'a> {
         messages.append(&mut self.messages);
         let trajectory = Trajectory {
             step: self.rollout.plan.step,
-            policy_version: self.policy_version,
+            policy_version: self.versions.last().map(|run| run.version),
+            policy_versions: if self.versions.len() > 1 { self.versions } else { vec![] },
             prompt: self.prompt,
             sample: self.sample,
             problem_id: self.problem.id.clone(),
@@ -426,10 +498,38 @@ fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
     response.min(rollout.context_tokens_max().saturating_sub(tokens))
 }
 
+/// Returns the request to sample after `tokens`, of which the policy sampled `sampled`.
+fn engine_request(
+    rollout: &Rollout,
+    tokens: Vec<u32>,
+    samples: Vec<SampleRequest>,
+    sampled: usize,
+) -> EngineRequest {
+    EngineRequest {
+        new_tokens_max: tokens_left(rollout, sampled, tokens.len()),
+        tokens,
+        samples,
+        sampling: rollout.plan.settings.sampling(),
+        // The parser detects the end of a turn, so the engine needs no stop tokens.
+        stop_tokens: vec![],
+        top_log_probs: None,
+        prompt_log_probs: None,
+        keep_routed_experts: rollout.plan.settings.keep_routes,
+        keep_token_sets: rollout.plan.keeps_token_sets(),
+        keep_sequence: true,
+    }
+}
+
 /// Returns the request for a turn of one sample, which has the id `id` in the engine. Each turn has a random
 /// stream of its own.
-fn turn_sample(rollout: &Rollout, id: u64, turn: TurnPosition, forced: &ForcedTokens) -> SampleRequest {
-    let coordinates = [rollout.plan.step, turn.prompt, turn.sample, turn.turn];
+fn turn_sample(
+    rollout: &Rollout,
+    step: u64,
+    id: u64,
+    turn: TurnPosition,
+    forced: &ForcedTokens,
+) -> SampleRequest {
+    let coordinates = [step, turn.prompt, turn.sample, turn.turn];
     let random = stream(rollout.plan.seed, rollout.plan.purpose, &coordinates);
     SampleRequest { id, random, forced: forced(turn) }
 }

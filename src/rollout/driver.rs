@@ -2,6 +2,7 @@
 //! results.
 
 use super::conversation::{Conversation, NextAction};
+use super::partial::{GroupInProgress, TrajectoryInProgress};
 use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
@@ -9,7 +10,9 @@ use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
+use serde_json::Value;
 use std::collections::VecDeque;
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
@@ -38,6 +41,8 @@ pub(super) struct Driver<'a> {
     samples: usize,
     tool_calls_max: usize,
     hooks: Hooks<'a>,
+    /// Tokens after which a conversation pauses; `None` if conversations are sampled whole.
+    pause_after: Option<usize>,
     /// The conversation of each trajectory, `[prompts × samples]`, from its first token to its end.
     conversations: Vec<Mutex<Option<Box<Conversation<'a>>>>>,
     state: Mutex<State<'a>>,
@@ -51,7 +56,7 @@ struct State<'a> {
     tool_threads: usize,
     tool_threads_idle: usize,
     /// `[prompts × samples]`.
-    finished: Vec<Option<(Trajectory, Vec<Message>)>>,
+    ended: Vec<Option<TrajectoryInProgress>>,
     unfinished: usize,
     progress: RolloutProgress,
     failed: bool,
@@ -76,7 +81,7 @@ impl<'a> Driver<'a> {
             pending_calls: VecDeque::new(),
             tool_threads: 0,
             tool_threads_idle: 0,
-            finished: (0..trajectories).map(|_| None).collect(),
+            ended: (0..trajectories).map(|_| None).collect(),
             unfinished: trajectories,
             progress: RolloutProgress { trajectories, ..RolloutProgress::default() },
             failed: false,
@@ -88,10 +93,42 @@ impl<'a> Driver<'a> {
             samples,
             tool_calls_max: rollout.plan.settings.tool_calls_concurrent_max.max(1),
             hooks,
+            pause_after: None,
             conversations: (0..trajectories).map(|_| Mutex::new(None)).collect(),
             state: Mutex::new(state),
             calls: Condvar::new(),
         }
+    }
+
+    /// Creates a driver that samples up to `tokens_max` tokens of each unfinished trajectory of `groups`, the
+    /// groups of `prompts`.
+    pub(super) fn for_groups(
+        rollout: &'a Rollout<'a>,
+        prompts: Vec<RenderedPrompt<'a>>,
+        samples: usize,
+        hooks: Hooks<'a>,
+        groups: Vec<GroupInProgress>,
+        tokens_max: usize,
+    ) -> Self {
+        let mut driver = Self::new(rollout, prompts, samples, hooks);
+        driver.pause_after = Some(tokens_max);
+        for (prompt, group) in groups.into_iter().enumerate() {
+            for (sample, trajectory) in group.trajectories.into_iter().enumerate() {
+                let index = prompt * samples + sample;
+                match trajectory {
+                    TrajectoryInProgress::Paused(paused) => {
+                        let conversation = driver.begin(index).resume(*paused, group.step);
+                        *driver.conversation(index) = Some(Box::new(conversation));
+                    }
+                    finished => {
+                        let state = driver.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+                        state.ended[index] = Some(finished);
+                        state.unfinished -= 1;
+                    }
+                }
+            }
+        }
+        driver
     }
 
     /// Samples all conversations. Afterwards no sequence of this rollout is left in the engine.
@@ -115,18 +152,34 @@ impl<'a> Driver<'a> {
         }
         for (index, prompt) in self.prompts.iter().enumerate() {
             let first = index * self.samples;
+            if self.submit_paused(first..first + self.samples)? {
+                continue;
+            }
             let request = Conversation::request(self.rollout, prompt, self.samples, first, self.hooks.forced);
             self.rollout.engine.submit(request)?;
         }
         Ok(())
     }
 
+    /// Submits one request for each paused trajectory in `trajectories`, the trajectories of a group. Returns
+    /// whether the group had begun before.
+    fn submit_paused(&self, trajectories: Range<usize>) -> Result<bool> {
+        let mut has_begun = false;
+        for trajectory in trajectories {
+            let request = self.conversation(trajectory).as_ref().map(|c| c.resumption(self.hooks.forced));
+            has_begun |= request.is_some() || self.lock().ended[trajectory].is_some();
+            request.map_or(Ok(()), |request| self.rollout.engine.submit(request))?;
+        }
+        Ok(has_begun)
+    }
+
     /// Starts the conversation of a trajectory.
-    fn begin(&self, trajectory: usize) -> Box<Conversation<'a>> {
+    fn begin(&self, trajectory: usize) -> Conversation<'a> {
         let (prompt, sample) = (trajectory / self.samples, trajectory % self.samples);
         self.lock().progress.started += 1;
         let session = SessionId(trajectory as u64);
-        Box::new(Conversation::new(self.rollout, &self.prompts[prompt], sample as u64, session))
+        let prompt = &self.prompts[prompt];
+        Conversation::new(self.rollout, prompt, sample as u64, session, self.pause_after)
     }
 
     /// Starts the next action of a conversation.
@@ -139,6 +192,10 @@ impl<'a> Driver<'a> {
         'a: 's,
     {
         match next {
+            NextAction::Sample if conversation.must_pause() => {
+                let (trajectory, sampled) = (conversation.trajectory_index(), conversation.sampled_since());
+                self.end(trajectory, sampled, TrajectoryInProgress::Paused(Box::new(conversation.pause())));
+            }
             NextAction::Sample => {
                 let (trajectory, continuation) =
                     (conversation.trajectory_index(), conversation.continuation(self.hooks.forced));
@@ -218,18 +275,23 @@ impl<'a> Driver<'a> {
     }
 
     fn finish(&self, conversation: Conversation<'a>) {
-        let trajectory_index = conversation.trajectory_index();
+        let (index, sampled) = (conversation.trajectory_index(), conversation.sampled_since());
         let (trajectory, messages) = conversation.finish();
         (self.hooks.finished)(&trajectory, &messages);
-        self.rollout.engine.release(trajectory_index as u64);
+        self.end(index, sampled, TrajectoryInProgress::Finished(Box::new(trajectory), messages));
+    }
+
+    /// Stores the result of a trajectory, of which `sampled` tokens were sampled by this driver.
+    fn end(&self, index: usize, sampled: usize, result: TrajectoryInProgress) {
+        self.rollout.engine.release(index as u64);
         let mut state = self.lock();
         state.unfinished -= 1;
         state.progress.finished += 1;
-        state.progress.finished_tokens += trajectory.sampled_tokens() as u64;
-        state.progress.reward_sum += f64::from(trajectory.reward);
-        if let Some(result) = state.finished.get_mut(trajectory_index) {
-            *result = Some((trajectory, messages));
+        state.progress.finished_tokens += sampled as u64;
+        if let TrajectoryInProgress::Finished(trajectory, _) = &result {
+            state.progress.reward_sum += f64::from(trajectory.reward);
         }
+        state.ended[index] = Some(result);
         if state.unfinished == 0 {
             // `sampled_tokens` may lack the tokens of the last forward passes: workers report them later.
             state.progress.sampled_tokens = state.progress.finished_tokens;
@@ -253,21 +315,28 @@ impl<'a> Driver<'a> {
     /// Closes the tool's sessions of unfinished trajectories.
     pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
         let state = self.lock();
-        let unfinished = state.finished.iter().enumerate().filter(|(_, result)| result.is_none());
+        let unfinished = state.ended.iter().enumerate().filter(|(_, result)| result.is_none());
         unfinished.for_each(|(trajectory_index, _)| interpreter.close(SessionId(trajectory_index as u64)));
     }
 
-    /// Returns the results, `None` when stopped.
-    pub(super) fn into_rollouts(self) -> Option<Rollouts> {
+    /// Returns the state of each trajectory, `None` when stopped.
+    pub(super) fn into_states(self) -> Option<Vec<TrajectoryInProgress>> {
         let state = self.state.into_inner().unwrap_or_else(PoisonError::into_inner);
-        if state.unfinished > 0 {
-            return None;
-        }
-        let mut finished = state.finished.into_iter().flatten();
-        let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new(), answers: Vec::new() };
-        for prompt in &self.prompts {
-            rollouts.answers.push(prompt.problem.answer.clone());
-            let (trajectories, messages) = finished.by_ref().take(self.samples).unzip();
+        (state.unfinished == 0).then(|| state.ended.into_iter().flatten().collect())
+    }
+
+    /// Returns the results of whole trajectories, `None` when stopped.
+    pub(super) fn into_rollouts(self) -> Option<Rollouts> {
+        let answers: Vec<Value> = self.prompts.iter().map(|prompt| prompt.problem.answer.clone()).collect();
+        let samples = self.samples;
+        let mut finished = self.into_states()?.into_iter().filter_map(|state| match state {
+            TrajectoryInProgress::Finished(trajectory, messages) => Some((*trajectory, messages)),
+            TrajectoryInProgress::Paused(_) => None,
+        });
+        let mut rollouts = Rollouts::default();
+        for answer in answers {
+            rollouts.answers.push(answer);
+            let (trajectories, messages) = finished.by_ref().take(samples).unzip();
             rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
         }
@@ -293,7 +362,7 @@ impl Client for ScopedDriver<'_, '_, '_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
         let trajectory = sample as usize;
         let mut slot = self.driver.conversation(trajectory);
-        let conversation = slot.get_or_insert_with(|| self.driver.begin(trajectory));
+        let conversation = slot.get_or_insert_with(|| Box::new(self.driver.begin(trajectory)));
         (self.driver.hooks.sampled)(conversation.position(), token.id, conversation.messages());
         conversation.push_token(token)
     }

@@ -74,6 +74,22 @@ fn add_kept_tokens(metrics: &mut Accumulator, trajectory: &Trajectory) {
     metrics.min("kept_tokens/min", counts.into_iter().fold(f64::INFINITY, f64::min));
 }
 
+/// Computes the staleness of `groups`, which the weights of version `version` are trained on.
+///
+/// | name | statistics of |
+/// | --- | --- |
+/// | `staleness/steps/{mean,max,min}` | number of training steps between the weights that sampled a token and those that are trained on it, over sampled tokens |
+pub fn staleness<'a>(groups: impl IntoIterator<Item = &'a Group>, version: u64) -> Accumulator {
+    let mut metrics = Accumulator::new();
+    for trajectory in groups.into_iter().flat_map(|group| &group.trajectories) {
+        let sampled = trajectory.mask.iter().enumerate().filter(|(_, mask)| **mask);
+        for sampled_by in sampled.filter_map(|(index, _)| trajectory.version_of(index)) {
+            add_mean_max_min(&mut metrics, "staleness/steps", version.saturating_sub(sampled_by) as f64);
+        }
+    }
+    metrics
+}
+
 fn add_mean_max_min(metrics: &mut Accumulator, name: &str, value: f64) {
     metrics.mean(&format!("{name}/mean"), value, 1.0);
     metrics.max(&format!("{name}/max"), value);
@@ -99,6 +115,7 @@ mod tests {
             prompt: 0,
             sample: 0,
             policy_version: None,
+            policy_versions: vec![],
             problem_id: String::new(),
             tokens: vec![0; n],
             prompt_tokens: 3,

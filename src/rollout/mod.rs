@@ -9,13 +9,14 @@ pub mod accuracy;
 mod conversation;
 mod driver;
 mod metrics;
+pub mod partial;
 mod prompt;
 mod settings;
 pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
 pub use driver::{Observer, TokenObserver};
-pub use metrics::metrics;
+pub use metrics::{metrics, staleness};
 pub use prompt::{Prompt, PromptLimits, system_prompt};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
 

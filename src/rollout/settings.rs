@@ -15,6 +15,14 @@ table! {
         /// Dynamic sampling (DAPO): maximum number of extra sampling rounds. In each round, new prompts
         /// replace the groups whose rewards are all equal. 0 means no dynamic sampling.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
+        /// Number of steps by which sampling runs ahead. Step t trains on what the weights after step
+        /// t - 1 - `lag_steps` sampled. On the CPU of one process, sampling then runs beside the update. 0
+        /// means that each step trains on what the newest weights sampled.
+        pub lag_steps: u64 = 0 => from(0.0).to(64.0),
+        /// Partial trajectories: maximum number of tokens of a trajectory that are sampled in one step. A
+        /// longer trajectory goes on in the next step, by the weights that sample then. A group is trained on
+        /// in the step in which its last trajectory ends. 0 means that trajectories are sampled whole.
+        pub step_tokens_max: usize = 0 => from(0.0).to(16777216.0),
         /// Sampling temperature. Log-probabilities are those of the distribution at this temperature.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
         /// Nucleus sampling: sample from the most likely tokens up to this cumulative probability; 1 means

@@ -33,7 +33,14 @@ pub fn read(path: &Path, may_be_partial: bool) -> Result<(Vec<TrajectoryRow>, u6
 
 fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     let row: TrajectoryRow = serde_json::from_slice(line).map_err(|e| format!("not a trajectory: {e}"))?;
-    let t = &row.trajectory;
+    check(&row.trajectory).map(|()| row)
+}
+
+/// Checks that the fields of a trajectory agree. The error says what is wrong.
+///
+/// # Errors
+/// When lengths differ, an index is out of range, or a number is not finite.
+pub fn check(t: &Trajectory) -> Result<(), String> {
     let n = t.tokens.len();
     for (name, length) in [("mask", t.mask.len()), ("logprobs", t.log_probs.len())] {
         if length != n {
@@ -55,7 +62,7 @@ fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
     check_kept_tokens(&t.kept_tokens, &t.tokens)?;
     match (0..n).find(|&i| t.mask[i] && !(t.log_probs[i].is_finite() && t.log_probs[i] <= 0.0)) {
         Some(i) => Err(format!("`logprobs`[{i}] = {} is not a log-probability", t.log_probs[i])),
-        None => Ok(row),
+        None => Ok(()),
     }
 }
 

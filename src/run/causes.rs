@@ -264,6 +264,7 @@ mod tests {
                 prompt: 0,
                 sample: 0,
                 policy_version: None,
+                policy_versions: vec![],
                 problem_id: String::new(),
                 tokens: vec![0; 2],
                 prompt_tokens: 1,

@@ -23,6 +23,7 @@ use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::recipe::{Plan, Recipe};
+use crate::rollout::partial::GroupInProgress;
 use crate::rollout::{
     Prompt, PromptLimits, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Rollouts,
 };
@@ -183,8 +184,17 @@ impl RunContext {
     /// # Errors
     /// [`crate::error::BadInput`] when an ablation does not fit the model.
     pub fn rollout_policy(&self) -> Result<PolicyView<'_>> {
+        self.rollout_policy_of(&self.parameters)
+    }
+
+    /// Returns the policy that samples for training with the weights `parameters`, with the ablations
+    /// applied.
+    ///
+    /// # Errors
+    /// The errors of [`Self::rollout_policy`].
+    pub fn rollout_policy_of(&self, parameters: &Parameters) -> Result<PolicyView<'_>> {
         let (arms, seed) = (&self.recipe().arms, self.recipe().train.seed);
-        PolicyView::across_processes(&self.model, &self.parameters, Some(arms), seed, self.rollout_weights)
+        PolicyView::across_processes(&self.model, parameters, Some(arms), seed, self.rollout_weights)
     }
 
     /// Returns the policy without ablations, for evaluation.
@@ -228,13 +238,27 @@ impl RunContext {
         version: u64,
         settings: &RolloutSettings,
     ) -> Result<Engine<'a>> {
+        self.engine_on(&self.threads, policy, version, settings)
+    }
+
+    /// Returns an engine as [`Self::engine`] does, which computes on `threads`.
+    ///
+    /// # Errors
+    /// The errors of [`Self::engine`].
+    pub fn engine_on<'a>(
+        &'a self,
+        threads: &'a Threads,
+        policy: PolicyView<'a>,
+        version: u64,
+        settings: &RolloutSettings,
+    ) -> Result<Engine<'a>> {
         let limits = EngineLimits {
             sequences_max: settings.sequences_max,
             cuda_graphs: settings.cuda_graphs,
             cache_capacity: self.cache_capacity,
             prefix_tokens_max: self.prefix_tokens_max,
         };
-        Engine::new(&self.threads, policy, version, limits)
+        Engine::new(threads, policy, version, limits)
     }
 
     /// Returns a rollout according to `plan` on `engine`.
@@ -277,6 +301,37 @@ impl RunContext {
         let local = rollout.sample_groups(local_prompts, samples, progress, stop)?;
         let all: Vec<Option<Rollouts>> = mesh.all_gather_records("rollouts", &local)?;
         Ok(all.into_iter().collect::<Option<Vec<_>>>().map(Rollouts::concat))
+    }
+
+    /// Samples `rollout.step_tokens_max` tokens of each unfinished trajectory of `groups`. Each process
+    /// samples a part of the groups, and then receives all results. Returns `None` if `stop` returned true.
+    ///
+    /// # Errors
+    /// The errors of [`Self::sample_groups`].
+    pub fn sample_in_progress(
+        &self,
+        engine: &Engine,
+        plan: &RolloutPlan,
+        groups: Vec<GroupInProgress>,
+        progress: &(dyn Fn(RolloutProgress) + Sync),
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Vec<GroupInProgress>>> {
+        let (mesh, rollout) = (self.mesh(), self.rollout(engine, plan));
+        let (rank, ranks, count) = (mesh.rank(), mesh.ranks(), groups.len());
+        let own = count * rank / ranks..count * (rank + 1) / ranks;
+        let local: Vec<GroupInProgress> = groups.into_iter().take(own.end).skip(own.start).collect();
+        let prompt = |group: &GroupInProgress| Prompt {
+            index: group.prompt,
+            problem: self.task.training_problem(plan.seed, group.prompt),
+        };
+        let prompts: Vec<Prompt> = local.iter().map(prompt).collect();
+        let limits = (plan.settings.samples_per_prompt, plan.settings.step_tokens_max);
+        let local = rollout.sample_in_progress(&prompts, local, limits, progress, stop)?;
+        if ranks == 1 {
+            return Ok(local);
+        }
+        let all: Vec<Option<Vec<GroupInProgress>>> = mesh.all_gather_records("rollouts", &local)?;
+        Ok(all.into_iter().collect::<Option<Vec<_>>>().map(|parts| parts.concat()))
     }
 
     /// Returns a message about dead workers of the Python tool, if any.

@@ -3,6 +3,7 @@
 //!
 //! [`Trainer::reinforcement_learning`] is the loop over steps; `step.rs` is the algorithm of one step.
 
+mod ahead;
 mod data;
 mod gradient_norms;
 mod monitor;
@@ -23,6 +24,7 @@ use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, Warning, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, reset_memory_peaks};
+use crate::ops::threads::Threads;
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCounts, SampleFacts, sample_causes};
@@ -31,6 +33,7 @@ use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::run_folder::RunFolder;
 use crate::run::sampling_folder::report_failures;
 use crate::run::signals::StopFlag;
+use ahead::{SampledAhead, ahead_threads};
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use monitor::Monitor;
@@ -66,6 +69,10 @@ pub struct Trainer {
     reference_digest: Option<blake3::Hash>,
     /// The KL coefficient, which may adapt to a target.
     kl: KlController,
+    /// The samples of later steps.
+    ahead: SampledAhead,
+    /// The threads that sample beside the update, if the recipe samples ahead and this process can.
+    ahead_threads: Option<Threads>,
 }
 
 impl Trainer {
@@ -95,6 +102,7 @@ impl Trainer {
             });
         }
         let timings = Timings::new();
+        let ahead_threads = ahead_threads(&context)?;
         Ok(Self {
             context,
             data,
@@ -108,6 +116,8 @@ impl Trainer {
             reference: None,
             reference_digest: None,
             kl,
+            ahead: SampledAhead::default(),
+            ahead_threads,
         })
     }
 
@@ -144,6 +154,9 @@ impl Trainer {
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
+        if let Some(resume_point) = &resumed {
+            self.restore_ahead(resume_point)?;
+        }
         stage.finish();
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
@@ -184,7 +197,7 @@ impl Trainer {
     /// Estimates the time of an evaluation from the rollout of the step, because both sample trajectories.
     fn estimate_evaluation_time(&self, samples: &sample::SampleOutput) {
         let all = samples.rollouts.trajectories().count();
-        if self.data.stored.is_none() && all > 0 {
+        if samples.seconds > 0.0 && all > 0 {
             let problems: usize =
                 validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
             let trajectories = problems * self.context.recipe().eval.samples;
@@ -230,7 +243,7 @@ impl Trainer {
             let started = std::time::Instant::now();
             let (samples, update_metrics, token_stats) = self.step(step, &mut optimizer, critic.as_mut())?;
             self.estimate_evaluation_time(&samples);
-            let mut metrics = samples.metrics()?;
+            let mut metrics = samples.metrics(step)?;
             metrics.extend(update_metrics);
             let seconds = started.elapsed().as_secs_f64();
             self.timings.add("step", seconds);

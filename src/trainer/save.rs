@@ -60,6 +60,7 @@ impl Trainer {
         optimizer: &Optimizer,
         critic: Option<&Critic>,
     ) -> Result<()> {
+        let sampled_ahead = if phase == Phase::Rl { self.sampled_ahead()? } else { None };
         let Self { context, folder, reference_digest, kl, .. } = self;
         let write = || {
             let checkpoint = &context.plan.recipe.checkpoint;
@@ -82,6 +83,7 @@ impl Trainer {
                 base: context.base.as_ref(),
                 critic: critic.map(|critic| &critic.parameters),
                 recipe: &context.plan.to_toml(),
+                sampled_ahead: sampled_ahead.as_deref(),
                 state,
             };
             // The write may have failed because the folder was moved during the run.

@@ -24,24 +24,24 @@ use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 
 impl Trainer {
-    /// Samples the groups of step `step` and trains on them. Returns the samples, the metrics, and statistics
-    /// of each trained token.
+    /// Trains on the groups of step `step`, which are sampled now or were sampled ahead. Returns the samples,
+    /// the metrics, and statistics of each trained token.
     pub(super) fn step(
         &mut self,
         step: u64,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
     ) -> Result<(SampleOutput, Metrics, Vec<TokenStats>)> {
-        let samples = self.sample(step)?;
+        let samples = self.take_samples(step)?;
         let groups = samples.training_groups();
-        let (metrics, token_stats) = self.policy_step(step).run(&groups, optimizer, critic)?;
+        let (metrics, token_stats) = self.update_and_sample(step, &groups, optimizer, critic)?;
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
         }
         Ok((samples, metrics, token_stats))
     }
 
-    fn policy_step(&self, step: u64) -> PolicyStep<'_> {
+    pub(super) fn policy_step(&self, step: u64) -> PolicyStep<'_> {
         let recipe = &self.context.plan.recipe;
         let load_balance_coefficient = recipe.train.load_balance_coefficient;
         PolicyStep {

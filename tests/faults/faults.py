@@ -44,6 +44,7 @@ class World:
         self.number = 0
         self.calls = 0
         self.expected = {}
+        self.sets = [part for key in arguments.set for part in ("--set", key)]
 
     def folder(self):
         self.number += 1
@@ -54,7 +55,7 @@ class World:
 
     def train(self, run, *more, steps=None):
         sets = [] if steps is None else ["--set", f"train.steps={steps}"]
-        return self.command("train", HERE / "tiny.toml", "--out", run, *sets, *more)
+        return self.command("train", HERE / "tiny.toml", "--out", run, *self.sets, *sets, *more)
 
     def resume(self, run, steps=None):
         started = any((run / name).exists() for name in ("recipe.toml", "metrics.jsonl", "checkpoints"))
@@ -305,6 +306,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--binary", default=HERE.parent.parent / "target/release/rloss")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every run's recipe")
     arguments = parser.parse_args()
     print(f"{arguments.campaign}, seed {arguments.seed}", flush=True)
     world = World(arguments)

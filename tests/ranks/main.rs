@@ -108,6 +108,42 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
 }
 
 #[test]
+fn runs_that_sample_ahead_are_those_of_one_process_and_go_on_with_another_number() {
+    let sets = [&SHORT[..], &["train.steps=4", "rollout.lag_steps=2", "policy.old_logprob=rollout"]].concat();
+    let one = Launch::new("quickstart", &sets).alone();
+    assert_same_figures(&one, &Launch::new("quickstart", &sets).ranks(2).run(), "lag 2");
+    // What was sampled ahead goes on with another number of processes.
+    let constant = [&sets[..], &["train.optimizer.schedule=constant"]].concat();
+    let half = [&constant[..], &["train.steps=3"]].concat();
+    let on = |run: run::Done| Launch::resume(&run, &["train.steps=5"]);
+    let one = on(Launch::new("quickstart", &half).alone()).alone();
+    let several = on(Launch::new("quickstart", &half).ranks(2).run()).ranks(3).run();
+    assert_same_figures(&one, &several, "lag 2, resumed");
+}
+
+#[test]
+fn partial_trajectories_of_two_processes_are_those_of_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("lengths.py");
+    let text = "import json, sys\n\
+                for line in sys.stdin:\n    \
+                ask = json.loads(line)\n    \
+                text = ''.join(m['content'] or '' for m in ask.get('messages', []))\n    \
+                answer = {'describe': {'name': 'lengths', 'validation_problems': 3}, 'problem': {'prompt': str(ask.get('index')), 'answer': 1}}\n    \
+                answer = answer.get(ask['request'], {'reward': len(text) * 7 % 5 / 4, 'success': True})\n    \
+                print(json.dumps(answer), flush=True)\n";
+    std::fs::write(&program, text).unwrap();
+    let command = format!("task.command=[\"python3\",\"{}\"]", program.display());
+    let partial = ["task.name=command", &command, "cold_start.steps=0", "rollout.step_tokens_max=8"];
+    let sets =
+        [&SHORT[..], &["train.steps=5", "rollout.lag_steps=1", "policy.old_logprob=rollout"], &partial]
+            .concat();
+    let one = Launch::new("quickstart", &sets).alone();
+    assert!(columns(&one, "partial/trajectories_paused").iter().any(|&paused| paused > 0.0));
+    assert_same_figures(&one, &Launch::new("quickstart", &sets).ranks(2).run(), "partial trajectories");
+}
+
+#[test]
 fn weights_held_by_expert_while_sampling_change_no_bit() {
     let bf16 = "arms.rollout_bf16=true";
     let one_expert = ["model.architecture.num_local_experts=2", "model.architecture.num_experts_per_tok=1"];

@@ -1,6 +1,7 @@
 //! The binary as a user runs it: whole small runs, ended and resumed in every way, and refused ones.
 
 mod adapter;
+mod ahead;
 mod bad_step;
 mod bf16_dot;
 mod check;

@@ -266,6 +266,7 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
         prompt: i as u64,
         sample: 0,
         policy_version: None,
+        policy_versions: vec![],
         problem_id: String::new(),
         tokens: sequence.tokens.clone(),
         prompt_tokens: 1,

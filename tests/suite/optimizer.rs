@@ -362,9 +362,19 @@ fn saved(run: &Path, parameters: &Parameters, format: WeightFormat) -> std::path
         kl_coefficient: None,
     };
     let (config, companions) = (&tiny::config(false), &CompanionFiles::default());
-    Snapshot { config, format, companions, parameters, base: None, critic: None, recipe: "", state }
-        .write(run, 1)
-        .unwrap()
+    Snapshot {
+        config,
+        format,
+        companions,
+        parameters,
+        base: None,
+        critic: None,
+        recipe: "",
+        sampled_ahead: None,
+        state,
+    }
+    .write(run, 1)
+    .unwrap()
 }
 
 /// Bytes of the tensors in the safetensors file at `path`.

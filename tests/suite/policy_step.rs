@@ -127,6 +127,7 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         prompt: index as u64 / 3,
         sample: index as u64 % 3,
         policy_version: None,
+        policy_versions: vec![],
         problem_id: String::new(),
         tokens: sequence.tokens.clone(),
         prompt_tokens: 1,

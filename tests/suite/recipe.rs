@@ -4,6 +4,7 @@ mod losses;
 mod page;
 mod refused;
 mod slips;
+mod stale;
 
 use rloss::error::BadInput;
 use rloss::learner::CriticSettings;
@@ -149,7 +150,8 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         let same = matches!(full, Entry::Key { .. }) && *full == default;
         let expected = only_one_value.contains(&full.path())
             // Refused beside train.trajectories.
-            || full.path() == "rollout.resample_rounds_max"
+            || ["rollout.resample_rounds_max", "rollout.lag_steps", "rollout.step_tokens_max"]
+                .contains(&full.path())
             // Refused beside another loss.
             || ["policy.sapo.", "policy.vespo."].iter().any(|table| full.path().starts_with(table))
             || OTHER_TASKS.contains(&full.path())

@@ -104,6 +104,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         prompt: 0,
         sample,
         policy_version: None,
+        policy_versions: vec![],
         problem_id: "arithmetic/\"><b>7".into(),
         tokens: vec![1, 2, 3],
         prompt_tokens: 1,

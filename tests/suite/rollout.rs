@@ -3,6 +3,7 @@
 mod accounting;
 mod exact;
 mod message_loop;
+mod partial;
 mod tools;
 
 use crate::harmony::encode_with_special;
@@ -58,6 +59,16 @@ impl World {
     }
 
     fn rollout<'a>(&'a self, task: &'a dyn Task, interpreter: Option<&'a dyn Interpreter>) -> Rollout<'a> {
+        self.rollout_of(task, interpreter, 3)
+    }
+
+    /// [`Self::rollout`] by an engine that calls its weights `version`.
+    fn rollout_of<'a>(
+        &'a self,
+        task: &'a dyn Task,
+        interpreter: Option<&'a dyn Interpreter>,
+        version: u64,
+    ) -> Rollout<'a> {
         // A test's engine may live as long as the test program.
         let limits = EngineLimits {
             sequences_max: self.plan.settings.sequences_max,
@@ -66,7 +77,7 @@ impl World {
             prefix_tokens_max: 0,
         };
         let threads = self.threads;
-        let engine = Engine::new(threads, self.policy.clone(), 3, limits).unwrap();
+        let engine = Engine::new(threads, self.policy.clone(), version, limits).unwrap();
         Rollout {
             engine: Box::leak(Box::new(engine)),
             chat: &self.chat,

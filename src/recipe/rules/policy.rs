@@ -21,6 +21,8 @@ impl Rules<'_> {
         self.check_settings_of_other_losses();
         self.check_rewards_of_maxrl();
         self.check_updates();
+        self.check_staleness();
+        self.check_partial_trajectories();
         self.check_importance();
         self.check_sequence_loss();
         self.check_rejection();
@@ -126,6 +128,61 @@ impl Rules<'_> {
                     );
                 }
             }
+        }
+    }
+
+    /// Checks the keys that make steps train on samples of older weights.
+    fn check_staleness(&mut self) {
+        let recipe = self.recipe;
+        let uses_second_forward = recipe.arms.second_forward_old_logprobs;
+        let stale_keys = [
+            ("rollout.lag_steps", recipe.rollout.lag_steps > 0),
+            ("rollout.step_tokens_max", recipe.rollout.step_tokens_max > 0),
+        ];
+        for (key, _) in stale_keys.into_iter().filter(|(_, is_on)| *is_on) {
+            if recipe.policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward {
+                self.refuse(
+                    &[key, "policy.old_logprob"],
+                    "older weights sample the tokens, and policy.old_logprob = \"detach\" takes their ratio as 1; write \
+                     old_logprob = \"rollout\", or \"recompute\" with policy.correction.is",
+                );
+            }
+            if recipe.train.trajectories.is_some() {
+                self.refuse(
+                    &[key, "train.trajectories"],
+                    "train.trajectories gives the data, so nothing is sampled; remove one of the two",
+                );
+            }
+            let recomputes = recipe.policy.old_logprob == OldLogProbSource::Recompute;
+            if recomputes && !recipe.policy.correction.is_active() {
+                self.warn(
+                    &[key, "policy.old_logprob", "policy.correction.is"],
+                    "older weights sample the tokens, and with old_logprob = \"recompute\" nothing corrects this; set \
+                     policy.correction.is, or write old_logprob = \"rollout\"",
+                );
+            }
+        }
+    }
+
+    /// Checks that no key needs whole trajectories if trajectories are partial.
+    fn check_partial_trajectories(&mut self) {
+        let recipe = self.recipe;
+        if recipe.rollout.step_tokens_max == 0 {
+            return;
+        }
+        if recipe.rollout.resample_rounds_max > 0 {
+            self.refuse(
+                &["rollout.step_tokens_max", "rollout.resample_rounds_max"],
+                "dynamic sampling replaces groups within a step, and partial trajectories end in later steps; write 0 for one \
+                 of the two",
+            );
+        }
+        if recipe.policy.advantage == Advantage::Remax {
+            self.refuse(
+                &["rollout.step_tokens_max", "policy.advantage"],
+                "remax compares samples of one version of the weights with their greedy sample, and several versions sample a \
+                 partial trajectory; write 0, or another advantage",
+            );
         }
     }
 

@@ -2,8 +2,9 @@
 //!
 //! The peak is the resident memory (program, weights, gradients, optimizer, critic, reference) plus the
 //! largest phase. The phases are sampling and the update; the update counts the larger of policy and critic.
-//! In `check-mismatch`, a comparison takes the place of the update. Only one phase runs at a time.
-//! [`MemoryPlan::check_available`] compares the peak with the available memory.
+//! In `check-mismatch`, a comparison takes the place of the update. Only one phase runs at a time. If
+//! sampling runs ahead, a third phase has sampling and the update together. [`MemoryPlan::check_available`]
+//! compares the peak with the available memory.
 
 mod gpu;
 mod machine;
@@ -438,6 +439,12 @@ impl MemoryPlanInput<'_> {
             }
         }
         add("kept tokens of samples, at most", self.token_set_bytes());
+        let ahead = self.sampled_ahead_bytes();
+        add("samples of later steps", ahead);
+        if self.samples_beside_the_update() {
+            let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
+            add("weights that sample ahead", gathered_bytes(&tensors));
+        }
         match self.command {
             ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
                 add("weights, rounded", self.rounded_weight_bytes(rounding));
@@ -516,7 +523,11 @@ impl MemoryPlanInput<'_> {
             tensors.iter().map(|tensors| self.gathered_pass_bytes(tensors, recomputes)).max().unwrap_or(0);
         let gathered = if exchanges { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
-        phases.push(("update", vec![MemoryItem { name, bytes }, gathered]));
+        let update = vec![MemoryItem { name, bytes }, gathered];
+        if self.samples_beside_the_update() && steps > 0 {
+            phases.push(("sampling beside the update", [self.sampling_items(), update.clone()].concat()));
+        }
+        phases.push(("update", update));
         phases
     }
 }

@@ -46,8 +46,10 @@ impl MemoryPlanInput<'_> {
             0 => 0,
             _ => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
-        // There is one pool of `threads` threads, and there are `threads` pools of one thread each.
-        let threads = (COMMON_THREADS + 2 * self.threads + calls) as u64;
+        // There is one pool of `threads` threads, and there are `threads` pools of one thread each. Sampling
+        // beside the update has as many again.
+        let pools = if self.samples_beside_the_update() { 2 } else { 1 };
+        let threads = (COMMON_THREADS + 2 * self.threads * pools + calls) as u64;
         let worker = match self.recipe.interpreter.kind {
             InterpreterKind::Embedded => EMBEDDED_WORKER_BYTES,
             InterpreterKind::CPython => CPYTHON_WORKER_BYTES,

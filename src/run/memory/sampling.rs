@@ -11,6 +11,10 @@ use crate::ops::token_set::TokenSet;
 /// and references in the trajectory, the sequence and the micro-batches.
 const TOKEN_SET_REFERENCES: usize = 96;
 
+/// Bytes of a token of a stored trajectory: its id, log-probability and mask, and about four characters of
+/// its message.
+const TRAJECTORY_TOKEN_BYTES: u64 = 16;
+
 impl MemoryPlanInput<'_> {
     /// Returns whether the command stores the kept tokens of each draw.
     fn keeps_token_sets(&self) -> bool {
@@ -33,7 +37,8 @@ impl MemoryPlanInput<'_> {
         let rounds = rollout.resample_rounds_max.saturating_add(1);
         let tokens = (prompts.saturating_mul(samples) as u64)
             .saturating_mul(rollout.response_tokens_max as u64)
-            .saturating_mul(rounds);
+            .saturating_mul(rounds)
+            .saturating_mul(1 + self.steps_sampled_ahead());
         let kept_max = if rollout.top_k > 0 { rollout.top_k } else { usize::MAX };
         let set = TOKEN_SET_REFERENCES + TokenSet::bytes_max(self.config.vocab_size, kept_max);
         tokens.saturating_mul(set as u64)
@@ -68,6 +73,32 @@ impl MemoryPlanInput<'_> {
         let evaluation = if evaluates { local_sequences((eval.problems_max, eval.samples)) } else { 0 };
         let sequences = local_sequences(self.rollout_size()).max(evaluation);
         (rollout.sequences_max * self.engines()).min(sequences)
+    }
+
+    /// Returns whether sampling runs beside the update, with a copy of the trained weights.
+    pub(super) fn samples_beside_the_update(&self) -> bool {
+        let runs_ahead = self.command.trains() && self.recipe.rollout.lag_steps > 0;
+        runs_ahead && self.processes == 1 && self.gpu_sequences.is_none()
+    }
+
+    /// Returns the bytes of the samples that are kept for later steps, and of partial trajectories.
+    pub(super) fn sampled_ahead_bytes(&self) -> u64 {
+        let (rollout, config) = (&self.recipe.rollout, self.config);
+        let experts =
+            if rollout.keep_routes { config.num_hidden_layers * config.num_experts_per_tok } else { 0 };
+        let token_bytes = TRAJECTORY_TOKEN_BYTES + (experts * size_of::<u16>()) as u64;
+        let steps = self.steps_sampled_ahead();
+        let trajectories = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt) as u64;
+        steps.saturating_mul(trajectories).saturating_mul(self.longest_sequence() as u64 * token_bytes)
+    }
+
+    /// Returns the number of later steps whose samples training holds.
+    fn steps_sampled_ahead(&self) -> u64 {
+        let rollout = &self.recipe.rollout;
+        match self.command.trains() {
+            true => rollout.lag_steps + u64::from(rollout.step_tokens_max > 0),
+            false => 0,
+        }
     }
 
     /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.

@@ -272,3 +272,39 @@ fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
     assert_eq!(kept("rollout.top_k = 20\nrollout.top_p = 0.9", train, 272).0, tokens * (96 + 1 + 34));
     assert_eq!(kept("rollout.top_k = 20", train, 151_936), (tokens * (96 + 1 + 80), false));
 }
+
+#[test]
+fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases() {
+    let plan = |text: &str| {
+        let text = format!("policy.old_logprob = \"rollout\"\n{text}");
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = preflight.memory_plan_input();
+        let alone = MemoryPlan::new(&input);
+        input.processes = 2;
+        (alone, MemoryPlan::new(&input))
+    };
+    let bytes = |plan: &MemoryPlan, name: &str| {
+        plan.resident.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
+    };
+    let phase = |plan: &MemoryPlan, name: &str| {
+        plan.phases.iter().find(|phase| phase.0 == name).map(|(_, items)| total_bytes(items))
+    };
+    let beside = "sampling beside the update";
+    let (without, _) = plan("");
+    assert_eq!(phase(&without, beside), None);
+    assert_eq!(
+        (bytes(&without, "weights that sample ahead"), bytes(&without, "samples of later steps")),
+        (0, 0)
+    );
+    let (ahead, on_two) = plan("rollout.lag_steps = 2");
+    assert_eq!(bytes(&ahead, "weights that sample ahead"), bytes(&ahead, "weights"));
+    let both = phase(&ahead, "sampling").unwrap() + phase(&ahead, "update").unwrap();
+    assert_eq!(phase(&ahead, beside), Some(both));
+    // Several processes sample before the update, by the weights in place.
+    assert_eq!((phase(&on_two, beside), bytes(&on_two, "weights that sample ahead")), (None, 0));
+    assert!(bytes(&on_two, "samples of later steps") > 0);
+    // A frozen tensor is shared.
+    let (frozen, _) = plan("rollout.lag_steps = 2\ntrain.freeze = [\"*.experts.*\"]");
+    assert!(bytes(&frozen, "weights that sample ahead") < bytes(&frozen, "weights"));
+}

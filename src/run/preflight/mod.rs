@@ -114,6 +114,12 @@ impl Preflight {
                 .collect(open_interpreter(&plan.recipe, threads.count(), mesh.ranks_on_host()).map(Some)),
             _ => Some(None),
         };
+        let pauses = command.trains() && plan.recipe.rollout.step_tokens_max > 0;
+        if pauses && task.as_ref().is_some_and(|task| task.uses_python()) {
+            let reason = "the task's Python tool keeps state between the calls of a trajectory, and a trajectory that pauses would \
+                          lose it; write 0, or use a task without the tool";
+            errors.0.push(plan.mistake("rollout.step_tokens_max", reason.to_owned()).to_string());
+        }
         if let Some(source) = &source {
             errors.collect(check_budgets(&plan, &source.config));
             errors.collect(check_heads(&plan, &source.config));

@@ -49,7 +49,7 @@ fn killed_after_rows(count: usize, delay: Duration) {
     assert_same_results(&out, baseline());
 }
 
-fn killed_and_resumed(out: &Path, sets: &[&str], (count, delay): (usize, Duration)) {
+pub(super) fn killed_and_resumed(out: &Path, sets: &[&str], (count, delay): (usize, Duration)) {
     let file = out.join("metrics.jsonl");
     let reached = || {
         let reached = file.exists() && line_count(&file) >= count;

@@ -1,0 +1,222 @@
+//! The schedule of sampling: which weights sample for which step.
+//!
+//! ```text
+//! rollout.lag_steps = 2      step 1   step 2   step 3   step 4   step 5
+//! trains on samples by       start    start    start    step 1   step 2
+//! meanwhile samples step     3        4        5        6        7
+//! ```
+//!
+//! Step t trains on samples of the weights after step max(0, t - 1 - lag). The first step samples the first
+//! `lag` steps before its update. During the update of step t, step t + lag is sampled by the weights after
+//! step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
+//!
+//! On the CPU of one process, sampling runs beside the update, on threads of its own and with a copy of the
+//! trained weights. On a GPU and on several processes, it runs before the update, and gives the same bits.
+
+use super::Trainer;
+use super::sample::{InProgress, SampleOutput};
+use crate::bad_input;
+use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
+use crate::learner::critic::Critic;
+use crate::learner::optimizer::Optimizer;
+use crate::metrics::{Console, Metrics};
+use crate::ops::threads::Threads;
+use crate::run::context::RunContext;
+use crate::trajectory::{Group, TokenStats};
+use anyhow::{Context, Result};
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::panic::resume_unwind;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+/// The samples of later steps. They are part of a checkpoint.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct SampledAhead {
+    /// Samples of the next steps, in order, each with its step.
+    steps: VecDeque<(u64, SampleOutput)>,
+    /// Groups of partial trajectories that the next sampling continues.
+    in_progress: InProgress,
+}
+
+impl SampledAhead {
+    /// Checks what was read from the checkpoint of step `step`. Groups in progress have `samples`
+    /// trajectories, and tokens are below `vocab_size`. The error says what is wrong.
+    fn check(&self, step: u64, samples: usize, vocab_size: usize) -> Result<(), String> {
+        for (next, (sampled, output)) in (step + 1..).zip(&self.steps) {
+            if *sampled != next {
+                return Err(format!("it has samples of step {sampled} in place of step {next}"));
+            }
+            output.check(vocab_size)?;
+        }
+        self.in_progress.check(samples, vocab_size)
+    }
+}
+
+/// Returns the threads that sample beside the update; `None` if sampling does not run beside it.
+pub(super) fn ahead_threads(context: &RunContext) -> Result<Option<Threads>> {
+    let is_alone = context.mesh().ranks() == 1 && context.parameters.device().is_cpu();
+    let runs_beside = is_alone && context.recipe().rollout.lag_steps > 0;
+    // As many threads as the update has: the system divides the processors, so neither side leaves one idle
+    // while the other has work. A fixed split would.
+    runs_beside.then(|| Threads::new(context.threads.count())).transpose()
+}
+
+impl Trainer {
+    /// Returns the contents of the checkpoint's file of samples; `None` if no sample outlives a step.
+    pub(super) fn sampled_ahead(&self) -> Result<Option<Vec<u8>>> {
+        let rollout = &self.context.recipe().rollout;
+        let is_kept = rollout.lag_steps > 0 || rollout.step_tokens_max > 0;
+        is_kept.then(|| serde_json::to_vec(&self.ahead).context("writing what was sampled ahead")).transpose()
+    }
+
+    /// Restores what was sampled ahead from the checkpoint.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the checkpoint lacks the file, or the file is damaged.
+    pub(super) fn restore_ahead(&mut self, resume_point: &ResumePoint) -> Result<()> {
+        let rollout = &self.context.recipe().rollout;
+        if rollout.lag_steps == 0 && rollout.step_tokens_max == 0 {
+            return Ok(());
+        }
+        let (path, bytes) = checkpoint::read_sampled_ahead(&resume_point.folder)?;
+        let damaged = |what: String| bad_input!("{}: damaged: {what}; {DAMAGE_REMEDY}", path.display());
+        let ahead: SampledAhead = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
+        let (samples, vocab_size) = (rollout.samples_per_prompt, self.context.model.config.vocab_size);
+        ahead.check(resume_point.state.step, samples, vocab_size).map_err(damaged)?;
+        self.ahead = ahead;
+        Ok(())
+    }
+
+    /// Returns the samples of step `step`. Samples now, by the current weights, what the schedule has not yet
+    /// sampled: the first steps of a run, and the steps after those of a run that is made longer.
+    pub(super) fn take_samples(&mut self, step: u64) -> Result<SampleOutput> {
+        if let Some(stored) = self.stored_groups(step) {
+            return Ok(stored);
+        }
+        let lag = self.context.recipe().rollout.lag_steps;
+        // During this step's update, `step + lag` is sampled.
+        let last = if lag == 0 { step } else { step + lag - 1 };
+        while let Some(next) = self.next_to_sample(step, last) {
+            self.sample_now(next, step - 1)?;
+        }
+        let (_, samples) = self.ahead.steps.pop_front().context("the step was not sampled")?;
+        Ok(samples)
+    }
+
+    /// Returns the next step to sample at training step `step`; `None` if all steps up to `last` are sampled.
+    fn next_to_sample(&self, step: u64, last: u64) -> Option<u64> {
+        let next = self.ahead.steps.back().map_or(step, |(sampled, _)| sampled + 1);
+        (next <= last.min(self.context.recipe().train.steps)).then_some(next)
+    }
+
+    /// Samples step `step` by the current weights, whose version is `version`.
+    fn sample_now(&mut self, step: u64, version: u64) -> Result<()> {
+        let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
+        let (parameters, threads) = (&self.context.parameters, &self.context.threads);
+        let sampler = self.sampler(parameters, version, threads, &self.console, &|| false);
+        let samples = sampler.sample(step, &mut in_progress)?.context("the rollout was stopped")?;
+        self.ahead.steps.push_back((step, samples));
+        self.ahead.in_progress = in_progress;
+        Ok(())
+    }
+
+    /// Trains on `groups` in step `step`. Also samples step `step + lag_steps` by the weights before the
+    /// update.
+    pub(super) fn update_and_sample(
+        &mut self,
+        step: u64,
+        groups: &[&Group],
+        optimizer: &mut Optimizer,
+        critic: Option<&mut Critic>,
+    ) -> Result<(Metrics, Vec<TokenStats>)> {
+        let lag = self.context.recipe().rollout.lag_steps;
+        let next = match self.data.stored {
+            None if lag > 0 => self.next_to_sample(step + 1, step + lag),
+            _ => None,
+        };
+        let Some(next) = next else { return self.policy_step(step).run(groups, optimizer, critic) };
+        if self.ahead_threads.is_none() {
+            self.sample_now(next, step - 1)?;
+            return self.policy_step(step).run(groups, optimizer, critic);
+        }
+        let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
+        let (updated, samples) =
+            self.update_beside(step, next, groups, &mut in_progress, optimizer, critic)?;
+        self.ahead.steps.push_back((next, samples));
+        self.ahead.in_progress = in_progress;
+        Ok(updated)
+    }
+
+    /// Trains on `groups` in step `step` and samples step `next` at the same time.
+    fn update_beside(
+        &self,
+        step: u64,
+        next: u64,
+        groups: &[&Group],
+        in_progress: &mut InProgress,
+        optimizer: &mut Optimizer,
+        critic: Option<&mut Critic>,
+    ) -> Result<((Metrics, Vec<TokenStats>), SampleOutput)> {
+        let threads = self.ahead_threads.as_ref().unwrap_or(&self.context.threads);
+        let snapshot = self.context.parameters.snapshot()?;
+        // The console shows the update.
+        let (silent, failed) = (Console::silent(), AtomicBool::new(false));
+        let stop = || failed.load(Ordering::Relaxed);
+        let sampler = self.sampler(&snapshot, step - 1, threads, &silent, &stop);
+        let update = self.policy_step(step);
+        let (updated, samples) = std::thread::scope(|scope| {
+            let sampling = std::thread::Builder::new()
+                .spawn_scoped(scope, || sampler.sample(next, in_progress))
+                .context("starting the thread that samples ahead")?;
+            let updated = update.run(groups, optimizer, critic);
+            failed.store(updated.is_err(), Ordering::Relaxed);
+            let samples = self.timings.time("gen_wait", || sampling.join());
+            anyhow::Ok((updated, samples.unwrap_or_else(|panic| resume_unwind(panic))))
+        })?;
+        Ok((updated?, samples?.context("the rollout was stopped")?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn damaged_samples_are_refused() {
+        let trajectory = |tokens: &[u32], turns: usize| {
+            json!({
+                "step": 3, "prompt": 0, "sample": 0, "problem_id": "", "tokens": tokens, "prompt_tokens": 1,
+                "mask": [false, true], "logprobs": [0.0, -0.5], "turns": [{"start": 1, "end": turns, "calls": []}],
+                "outcome": "finished", "reward": 1.0, "success": true
+            })
+        };
+        let ahead = |step: u64, index: usize, trajectory: serde_json::Value| {
+            let rollouts =
+                json!({"groups": [{"trajectories": [trajectory]}], "messages": [[[]]], "answers": [null]});
+            let output = json!({"rollouts": rollouts, "training_indices": [index], "rounds": null});
+            let paused = json!({
+                "tokens": [1, 2], "mask": [false, true], "log_probs": [0.0, -1.0], "routed_experts": [],
+                "versions": [], "turns": [], "turn_start": 1, "messages": [], "calls_answered": 0, "tool_s": 0.0
+            });
+            let group = json!({"prompt": 4, "step": 2, "trajectories": [{"Paused": paused}]});
+            let in_progress = json!({"groups": [group], "begun": 5});
+            json!({"steps": [[step, output]], "in_progress": in_progress})
+        };
+        let check = |ahead: serde_json::Value, samples: usize| {
+            serde_json::from_value::<SampledAhead>(ahead).unwrap().check(2, samples, 10)
+        };
+        assert_eq!(check(ahead(3, 0, trajectory(&[1, 2], 2)), 1), Ok(()));
+        for (found, samples, reason) in [
+            (ahead(4, 0, trajectory(&[1, 2], 2)), 1, "samples of step 4 in place of step 3"),
+            (ahead(3, 1, trajectory(&[1, 2], 2)), 1, "do not agree"),
+            (ahead(3, 0, trajectory(&[1, 10], 2)), 1, "token 10 is not below 10"),
+            (ahead(3, 0, trajectory(&[1], 1)), 1, "2 entries for 1 tokens"),
+            (ahead(3, 0, trajectory(&[1, 2], 3)), 1, "outside the 2 tokens"),
+            (ahead(3, 0, trajectory(&[1, 2], 2)), 2, "1 trajectories, not 2"),
+        ] {
+            let error = check(found, samples).unwrap_err();
+            assert!(error.contains(reason), "{error}");
+        }
+    }
+}

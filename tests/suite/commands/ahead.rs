@@ -1,0 +1,209 @@
+//! Sampling ahead of training and partial trajectories: the schedule, the same metrics on any number of
+//! threads and after kills, and what is refused.
+
+use super::ended::killed_and_resumed;
+use super::{
+    assert_same_results, baseline, checkpoints, done, output, phase, results, resumed, rows, small, stderr,
+};
+use crate::skips;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tempfile::TempDir;
+
+const ROLLOUT: &str = "policy.old_logprob=rollout";
+
+/// A task without the Python tool. The reward depends on the length of the answer, so that rewards differ
+/// within a group.
+const LENGTHS: &str = r#"
+import json, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["request"] == "describe":
+        answer = {"name": "lengths", "validation_problems": 3}
+    elif ask["request"] == "problem":
+        answer = {"prompt": f"{ask['split']} {ask['index']}", "answer": ask["index"]}
+    else:
+        text = "".join(message["content"] or "" for message in ask["messages"])
+        answer = {"reward": len(text) * 7 % 5 / 4, "success": ask["outcome"] == "finished"}
+    print(json.dumps(answer), flush=True)
+"#;
+
+/// The settings of a run of [`LENGTHS`] with partial trajectories. Answers have up to 72 tokens.
+fn partial(folder: &Path, more: &[&str]) -> Vec<String> {
+    let program = folder.join("lengths.py");
+    std::fs::write(&program, LENGTHS).unwrap();
+    let command = format!("task.command=[\"python3\",\"{}\"]", program.display());
+    let sets = ["task.name=command", &command, "task.command_processes=1", "cold_start.steps=0", ROLLOUT];
+    let sizes = ["train.steps=6", "rollout.step_tokens_max=20", "checkpoint.every_steps=1"];
+    sets.iter().chain(&sizes).chain(more).map(|set| (*set).to_owned()).collect()
+}
+
+fn texts(sets: &[String]) -> Vec<&str> {
+    sets.iter().map(String::as_str).collect()
+}
+
+/// Runs `sets` on 1, 2 and 3 threads, expects the same metrics, and returns the folder of one run.
+fn same_on_all_threads(folder: &Path, sets: &[&str]) -> PathBuf {
+    let run = |threads: usize| {
+        let out = folder.join(format!("threads-{threads}"));
+        let threads = format!("parallel.threads={threads}");
+        done(&mut small(&out, &[sets, &[&threads]].concat()));
+        out
+    };
+    let one = run(1);
+    for threads in [2, 3] {
+        assert_same_results(&run(threads), &one);
+    }
+    one
+}
+
+fn rl_rows(run: &Path) -> Vec<Value> {
+    phase(&rows(run), "rl").cloned().collect()
+}
+
+/// The smallest and the largest value of a metric.
+fn range(rows: &[Value], metric: &str) -> (f64, f64) {
+    let values = rows.iter().map(|row| row[metric].as_f64().unwrap_or_else(|| panic!("{metric} in {row}")));
+    values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), v| (low.min(v), high.max(v)))
+}
+
+/// The mismatch of the weights that sampled is 0 in every step.
+fn assert_engine_agrees(rows: &[Value]) {
+    assert_eq!(range(rows, "engine/bit_equal_fraction"), (1.0, 1.0));
+    assert_eq!(range(rows, "engine/logprob_abs_diff_max"), (0.0, 0.0));
+}
+
+/// The versions of the weights that sampled the stored trajectories of a step.
+fn versions(run: &Path, step: u64) -> Vec<u64> {
+    let text = std::fs::read_to_string(run.join(format!("trajectories/step-{step:06}.jsonl"))).unwrap();
+    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    rows.map(|row| row["policy_version"].as_u64().unwrap()).collect()
+}
+
+#[test]
+fn a_step_trains_on_what_the_weights_of_the_lag_before_sampled_on_any_number_of_threads() {
+    for lag in [1, 2] {
+        let folder = TempDir::new().unwrap();
+        let key = format!("rollout.lag_steps={lag}");
+        let run = same_on_all_threads(folder.path(), &[ROLLOUT, &key]);
+        let rows = rl_rows(&run);
+        for (step, row) in (1..).zip(&rows) {
+            let version = u64::saturating_sub(step, 1 + lag);
+            let stored = versions(&run, step);
+            assert!(!stored.is_empty() && stored.iter().all(|&found| found == version), "{step}: {stored:?}");
+            let staleness = (step - 1 - version) as f64;
+            for end in ["mean", "max", "min"] {
+                assert_eq!(row[format!("staleness/steps/{end}")].as_f64(), Some(staleness), "step {step}");
+            }
+        }
+        assert_engine_agrees(&rows);
+        // The weights move, so staleness alone makes a mismatch.
+        assert_eq!(rows[0]["mismatch/bit_equal_fraction"].as_f64(), Some(1.0));
+        assert!(range(&rows, "mismatch/bit_equal_fraction").0 < 1.0);
+        assert_ne!(results(&run), results(baseline()));
+        // The first step is that of a run without a lag.
+        let first = |run: &Path| rl_rows(run)[0]["critic/rewards/mean"].clone();
+        assert_eq!(first(&run), first(baseline()));
+    }
+}
+
+#[test]
+fn without_a_lag_no_file_and_no_metric_is_added() {
+    let files = baseline().join("checkpoints/step-000004");
+    assert!(!files.join("sampled_ahead.json").exists());
+    let rows = rl_rows(baseline());
+    assert!(
+        rows.iter()
+            .all(|row| row["staleness/steps/mean"].is_null() && row["engine/bit_equal_fraction"].is_null())
+    );
+}
+
+#[test]
+fn a_killed_run_that_samples_ahead_goes_on_to_the_same_metrics() {
+    let folder = TempDir::new().unwrap();
+    let sets = [ROLLOUT, "rollout.lag_steps=2", "rollout.resample_rounds_max=1"];
+    let straight = folder.path().join("straight");
+    done(&mut small(&straight, &sets));
+    let out = folder.path().join("killed");
+    // Rows: 5 of the cold start, an evaluation, then the steps, with an evaluation after the second.
+    for (rows, delay) in [(9, 1), (10, 8)] {
+        killed_and_resumed(&out, &sets, (rows, Duration::from_millis(delay)));
+        assert_same_results(&out, &straight);
+    }
+}
+
+#[test]
+fn partial_trajectories_are_the_same_on_any_number_of_threads_and_after_a_kill() {
+    if !skips::python3() {
+        return;
+    }
+    for more in [&[][..], &["rollout.lag_steps=1"]] {
+        let folder = TempDir::new().unwrap();
+        let sets = partial(folder.path(), more);
+        let run = same_on_all_threads(folder.path(), &texts(&sets));
+        let rows = rl_rows(&run);
+        assert_engine_agrees(&rows);
+        assert!(
+            range(&rows, "partial/trajectories_paused").1 > 0.0,
+            "some trajectory goes on in a later step"
+        );
+        let (_, stale) = range(&rows, "staleness/steps/max");
+        assert!(stale > more.len() as f64, "tokens of an earlier step are trained on: {stale}");
+        let text = std::fs::read_to_string(run.join("trajectories/step-000006.jsonl")).unwrap();
+        let earlier = (1..=6).map(|step| run.join(format!("trajectories/step-{step:06}.jsonl")));
+        let all: String = earlier.map(|file| std::fs::read_to_string(file).unwrap()).collect();
+        assert!(all.contains("\"policy_versions\":[{\"start\":"), "{text}");
+        let killed = folder.path().join("killed");
+        killed_and_resumed(&killed, &texts(&sets), (5, Duration::from_millis(3)));
+        assert_same_results(&killed, &run);
+    }
+}
+
+#[test]
+fn a_run_that_samples_ahead_is_made_longer() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let sets = [ROLLOUT, "rollout.lag_steps=1", "train.optimizer.schedule=constant"];
+    done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat()));
+    // No step is sampled beyond the last one.
+    let file = out.join("checkpoints/step-000002/sampled_ahead.json");
+    let ahead: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!(ahead["steps"], Value::Array(vec![]));
+    done(&mut resumed(&out, &sets));
+    // So the first further step is sampled by the weights before it.
+    assert_eq!((versions(&out, 3)[0], versions(&out, 4)[0]), (2, 2));
+    assert_eq!(checkpoints(&out).last().unwrap(), "step-000004");
+}
+
+#[test]
+fn a_checkpoint_without_its_samples_and_another_lag_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let sets = [ROLLOUT, "rollout.lag_steps=1"];
+    done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat()));
+    let refused = |sets: &[&str]| {
+        let output = output(&mut resumed(&out, sets));
+        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
+        stderr(&output)
+    };
+    let text = refused(&[ROLLOUT, "rollout.lag_steps=2"]);
+    assert!(text.contains("started with other values of rollout.lag_steps"), "{text}");
+    let checkpoint = out.join("checkpoints/step-000002");
+    let file = checkpoint.join("sampled_ahead.json");
+    std::fs::write(&file, "{}").unwrap();
+    let text = refused(&sets);
+    assert!(text.contains("sampled_ahead.json"), "{text}");
+    std::fs::remove_file(&file).unwrap();
+    let text = refused(&sets);
+    assert!(text.contains("sampled_ahead.json"), "{text}");
+}
+
+#[test]
+fn partial_trajectories_with_the_python_tool_are_refused() {
+    let folder = TempDir::new().unwrap();
+    let output = output(&mut small(&folder.path().join("run"), &[ROLLOUT, "rollout.step_tokens_max=20"]));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    assert!(text.contains("rollout.step_tokens_max: the task's Python tool keeps state"), "{text}");
+}
