@@ -276,7 +276,7 @@ fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
 #[test]
 fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases() {
     let plan = |text: &str| {
-        let text = format!("policy.old_logprob = \"rollout\"\n{text}");
+        let text = format!("task.name = \"format_rules\"\npolicy.old_logprob = \"rollout\"\n{text}");
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
@@ -305,6 +305,6 @@ fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases(
     assert_eq!((phase(&on_two, beside), bytes(&on_two, "weights that sample ahead")), (None, 0));
     assert!(bytes(&on_two, "samples of later steps") > 0);
     // A frozen tensor is shared.
-    let (frozen, _) = plan("rollout.lag_steps = 2\ntrain.freeze = [\"*.experts.*\"]");
+    let (frozen, _) = plan("rollout.lag_steps = 2\ntrain.freeze = [\"*.mlp.experts.*\"]");
     assert!(bytes(&frozen, "weights that sample ahead") < bytes(&frozen, "weights"));
 }

@@ -4,6 +4,9 @@ use super::*;
 use rloss::rollout::partial::GroupInProgress;
 use rloss::trajectory::{Group, VersionRun};
 
+/// A complete group, and the messages of its trajectories.
+type Complete = (Group, Vec<Vec<Message>>);
+
 /// Samples `tokens_max` tokens of each trajectory again and again, each time by an engine of the next of
 /// `versions`, until all are finished. Returns the groups and their messages, and the number of rounds.
 fn sample_in_rounds(
@@ -11,7 +14,7 @@ fn sample_in_rounds(
     (task, tool): (&dyn Task, &dyn Interpreter),
     (prompts, samples, tokens_max): (&[Prompt], usize, usize),
     versions: impl Iterator<Item = u64>,
-) -> (Vec<(Group, Vec<Vec<Message>>)>, usize) {
+) -> (Vec<Complete>, usize) {
     let mut groups: Vec<GroupInProgress> =
         prompts.iter().map(|prompt| GroupInProgress::new(prompt.index, world.plan.step)).collect();
     for (round, version) in (1..).zip(versions) {
