@@ -391,6 +391,7 @@ impl<'a> Conversation<'a> {
             policy_version: self.policy_version,
             prompt: self.prompt,
             sample: self.sample,
+            part: 0,
             problem_id: self.problem.id.clone(),
             tokens: self.tokens,
             prompt_tokens: self.prompt_tokens,

@@ -265,7 +265,7 @@ impl<'a> Driver<'a> {
             return None;
         }
         let mut finished = state.finished.into_iter().flatten();
-        let mut rollouts = Rollouts { groups: Vec::new(), messages: Vec::new(), answers: Vec::new() };
+        let mut rollouts = Rollouts::default();
         for prompt in &self.prompts {
             rollouts.answers.push(prompt.problem.answer.clone());
             let (trajectories, messages) = finished.by_ref().take(self.samples).unzip();

@@ -7,7 +7,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome};
 ///
 /// | name | statistics of |
 /// | --- | --- |
-/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories |
+/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories; of an agent, all episodes |
 /// | `reward/<name>/mean` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
 /// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
 /// | `prompt_length/{mean,max,min}` | number of tokens of a trajectory's prompt |
@@ -37,18 +37,20 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
             metrics.sum("group/greedy_tokens", greedy.sampled_tokens() as f64);
         }
         for trajectory in &group.trajectories {
+            if trajectory.begins_episode() {
+                add_mean_max_min(&mut metrics, "critic/rewards", f64::from(trajectory.reward));
+                metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
+                for (name, &value) in &trajectory.rewards {
+                    metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
+                }
+            }
             for (name, value) in [
-                ("critic/rewards", f64::from(trajectory.reward)),
                 ("response_length", trajectory.sampled_tokens() as f64),
                 ("prompt_length", trajectory.prompt_tokens as f64),
                 ("num_turns", trajectory.turns.len() as f64),
             ] {
                 add_mean_max_min(&mut metrics, name, value);
             }
-            for (name, &value) in &trajectory.rewards {
-                metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
-            }
-            metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
             metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.has_failure())), 1.0);
             metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
             for call in trajectory.turns.iter().flat_map(|turn| &turn.calls) {
@@ -83,6 +85,7 @@ mod tests {
             step: 0,
             prompt: 0,
             sample: 0,
+            part: 0,
             policy_version: None,
             problem_id: String::new(),
             tokens: vec![0; n],

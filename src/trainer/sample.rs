@@ -49,6 +49,9 @@ impl SampleOutput {
             metrics.set("group/resample_rounds", rounds as f64);
             metrics.set("group/discarded", (self.rollouts.groups.len() - self.training_indices.len()) as f64);
         }
+        if let Some(episodes) = &self.rollouts.episodes {
+            metrics.extend(episodes.metrics());
+        }
         Ok(metrics)
     }
 }
@@ -75,7 +78,8 @@ impl Trainer {
             for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
                 let group = &new.groups[index - rollouts.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
-                let has_signal = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
+                let has_signal = !rewards.is_empty()
+                    && (rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0]);
                 if has_signal { informative.push(index) } else { without_signal.push(index) }
             }
             rollouts.extend(new);
@@ -84,8 +88,11 @@ impl Trainer {
             }
             round += 1;
         }
+        // Failed episodes of an agent are missing in their groups. The baseline of a group needs two.
+        let episodes_min = recipe.rollout.samples_per_prompt.min(2);
+        let is_usable = |&index: &usize| rollouts.groups[index].episodes() >= episodes_min;
         let mut training_indices: Vec<usize> =
-            informative.into_iter().chain(without_signal).take(count).collect();
+            informative.into_iter().chain(without_signal).filter(is_usable).take(count).collect();
         training_indices.sort_unstable();
         let (rounds, seconds) = ((rounds_max > 0).then_some(round), started.elapsed().as_secs_f64());
         Ok(SampleOutput { rollouts, training_indices, rounds, seconds })

@@ -265,6 +265,7 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
         step: 1,
         prompt: i as u64,
         sample: 0,
+        part: 0,
         policy_version: None,
         problem_id: String::new(),
         tokens: sequence.tokens.clone(),
