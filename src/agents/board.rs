@@ -34,6 +34,7 @@ pub(super) struct RoundPlan {
     pub sampling: SamplingParameters,
     pub prompt_tokens_max: usize,
     pub response_tokens_max: usize,
+    pub context_tokens_max: usize,
 }
 
 /// A reward with its metrics, as the program gave it.

@@ -200,6 +200,7 @@ impl AgentSession {
             sampling: plan.settings.sampling(),
             prompt_tokens_max: plan.settings.prompt_tokens_max,
             response_tokens_max: plan.settings.response_tokens_max,
+            context_tokens_max: engine.context_tokens_max(),
         };
         board.begin_round(round, prompts, samples);
         let (is_over, is_stopped) = (AtomicBool::new(false), AtomicBool::new(false));

@@ -46,6 +46,8 @@ struct Ticket<'r> {
     events: Receiver<(usize, Event)>,
     prompt: Vec<u32>,
     messages: Vec<Message>,
+    /// Whether the recipe, not the client, limits the answer.
+    has_recipe_limit: bool,
 }
 
 impl SampleSource for Ticket<'_> {
@@ -71,7 +73,8 @@ impl SampleSource for Ticket<'_> {
             return Err(over(&self.episode.id));
         }
         let Self { prompt, messages, .. } = self;
-        play.trace.record(&self.server.chat, &SampledAnswer { prompt, messages, tokens, message, reason });
+        let is_full = self.has_recipe_limit && reason == "length";
+        play.trace.record(&self.server.chat, &SampledAnswer { prompt, messages, tokens, message, is_full });
         Ok(())
     }
 }
@@ -217,12 +220,18 @@ impl Server {
                 prompt.len()
             )));
         }
-        let left = round.response_tokens_max.saturating_sub(sampled);
+        let space = round.context_tokens_max.saturating_sub(prompt.len());
+        let left = round.response_tokens_max.saturating_sub(sampled).min(space);
         if left == 0 {
             return Err(too_long(format!(
-                "this conversation has {sampled} sampled tokens, as many as rollout.response_tokens_max allows"
+                "no token is left: rollout.response_tokens_max = {} and {sampled} tokens were sampled; the prompt has {} tokens \
+                 and the model's context {}",
+                round.response_tokens_max,
+                prompt.len(),
+                round.context_tokens_max
             )));
         }
+        let new_tokens_max = request.new_tokens_max.unwrap_or(left).min(left);
         let facts = &episode.facts;
         let coordinates = [facts.step, facts.prompt, facts.sample, position];
         let engine_request = |sample: u64| EngineRequest {
@@ -234,7 +243,7 @@ impl Server {
             }],
             sampling: round.sampling,
             stop_tokens: chat.stop_tokens(),
-            new_tokens_max: request.new_tokens_max.unwrap_or(left).min(left),
+            new_tokens_max,
             top_log_probs: request.top_log_probs,
             prompt_log_probs: None,
             keep_routed_experts: false,
@@ -257,7 +266,9 @@ impl Server {
         };
         let answer = Answer::new(head, prompts, 1, vec![reader], report);
         let (episode, messages) = (episode.clone(), conversation.into_messages());
-        let ticket = Ticket { server: self, episode, position, sample, events, prompt, messages };
+        let has_recipe_limit = new_tokens_max == left;
+        let ticket =
+            Ticket { server: self, episode, position, sample, events, prompt, messages, has_recipe_limit };
         Ok((answer, ticket, request.streams))
     }
 

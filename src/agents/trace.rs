@@ -83,8 +83,8 @@ pub(super) struct SampledAnswer<'a> {
     pub tokens: &'a [NewToken],
     /// The message that the client receives.
     pub message: &'a Value,
-    /// `length` if the answer reached its limit.
-    pub reason: &'a str,
+    /// Whether it ended because the recipe allows no further token in its trajectory.
+    pub is_full: bool,
 }
 
 /// The facts about an episode that all of its trajectories share.
@@ -195,7 +195,7 @@ impl Trace {
 
     /// Adds an answer to the trajectory that its prompt continues, or to a new one.
     pub fn record(&mut self, chat: &Chat, answer: &SampledAnswer) {
-        let SampledAnswer { prompt, messages, tokens, message, reason } = *answer;
+        let SampledAnswer { prompt, messages, tokens, message, is_full } = *answer;
         let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
         let mut parser = chat.turn_parser();
         for &id in &ids {
@@ -231,7 +231,7 @@ impl Trace {
         path.open_calls = calls.len();
         path.messages = messages.to_vec();
         path.messages.extend(parser.finish());
-        path.outcome = if reason == "length" { Outcome::TruncatedLength } else { Outcome::Finished };
+        path.outcome = if is_full { Outcome::TruncatedLength } else { Outcome::Finished };
         self.newest = index;
         let has_ended = ids.last().is_some_and(|last| chat.stop_tokens().contains(last));
         let prompt = prompt.to_vec();

@@ -30,7 +30,10 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
         let mut rewards = group.trajectories.iter().chain(&group.greedy).map(|t| t.reward);
         let first = rewards.next();
         let all_equal = rewards.all(|reward| Some(reward) == first);
-        metrics.mean("group/zero_signal_fraction", f64::from(u8::from(all_equal)), 1.0);
+        // All episodes of an agent's group may have failed. Then it has no rewards.
+        if first.is_some() {
+            metrics.mean("group/zero_signal_fraction", f64::from(u8::from(all_equal)), 1.0);
+        }
         if let Some(greedy) = &group.greedy {
             add_mean_max_min(&mut metrics, "critic/reward_baselines", f64::from(greedy.reward));
             metrics.sum("group/greedy_samples", 1.0);
