@@ -152,6 +152,9 @@ impl AgentSession {
             let program = Program::new(settings.command.clone(), environment, output.clone());
             RunningProgram { program, finished_before: 0, fruitless_starts: 0 }
         });
+        if let Some(running) = &program {
+            running.program.check()?;
+        }
         if program.is_none() {
             console.print(&format!("waiting for an agent program at {base}/episodes/next"));
         }

@@ -7,7 +7,7 @@ use anyhow::{Context, Result};
 use std::fs::{File, OpenOptions};
 use std::io::{PipeReader, Read, Write};
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -91,6 +91,20 @@ impl Program {
         Self { command, environment, output, process: None }
     }
 
+    /// Checks that the program is a file, or is found on the `PATH`.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] if it is not.
+    pub fn check(&self) -> Result<()> {
+        let program = self.command.first().map(String::as_str).unwrap_or_default();
+        let path = std::env::var_os("PATH").unwrap_or_default();
+        let is_found = match program.contains('/') {
+            true => Path::new(program).is_file(),
+            false => std::env::split_paths(&path).any(|folder| folder.join(program).is_file()),
+        };
+        if is_found { Ok(()) } else { Err(cannot_start(program, "there is no such program")) }
+    }
+
     /// Starts the program if it does not run.
     ///
     /// # Errors
@@ -110,11 +124,7 @@ impl Program {
             // A group of its own is killed as a whole, and does not receive the terminal's Ctrl-C.
             .process_group(0)
             .spawn()
-            .map_err(|error| {
-                bad_input!(
-                    "task.command: cannot start {program:?}: {error}; name an installed program, or its path"
-                )
-            })?;
+            .map_err(|error| cannot_start(program, &error.to_string()))?;
         let group = ProcessGroup { child };
         let watcher = watch(group.id())?;
         let output = self.output.clone();
@@ -148,6 +158,10 @@ impl Program {
             tail => format!("its last output: {tail}{}", place.unwrap_or_default()),
         }
     }
+}
+
+fn cannot_start(program: &str, why: &str) -> anyhow::Error {
+    bad_input!("task.command: cannot start {program:?}: {why}; name an installed program, or its path")
 }
 
 fn copy_output(mut reader: PipeReader, output: &Mutex<ProgramOutput>) {

@@ -26,7 +26,7 @@ const REQUESTS_MAX: u64 = 1000;
 const METRICS_MAX: usize = 64;
 const NAME_CHARS_MAX: usize = 64;
 
-/// What the requests of a run share.
+/// The server of a run.
 pub(super) struct Server {
     pub board: Board,
     pub chat: Chat,

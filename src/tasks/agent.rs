@@ -82,6 +82,11 @@ impl Task for AgentTask {
         false
     }
 
+    /// Returns the text of the last message, or an empty text: only the program knows what an answer is.
+    fn answer_text(&self, transcript: &Transcript) -> Option<String> {
+        Some(transcript.final_text().unwrap_or_default().trim().to_owned())
+    }
+
     fn reward(&self, problem: &Problem, _transcript: &Transcript) -> Result<Reward> {
         bail!("{}: the agent's program gives the reward of its episodes", problem.id)
     }

@@ -29,7 +29,9 @@ table! {
         pub validation_files: Vec<PathBuf> = Vec::new(),
         /// Maximum number of training rows. The first rows are used. Absent means all rows.
         pub train_rows_max: Option<usize> = None => from(1.0),
-        /// Maximum number of held-out rows per file. The first rows are used. Absent means all rows.
+        /// Maximum number of held-out rows per file. The first rows are used. Absent means all rows. For the
+        /// task `agent` without a file, it is the number of held-out problems that the program makes; absent
+        /// means none.
         pub validation_rows_max: Option<usize> = None => from(1.0),
         /// How `retool` compares an answer with the reference answer.
         pub answer: Option<answer::AnswerEquality> = None,
@@ -39,9 +41,9 @@ table! {
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` computes a reward from the instructions that were followed.
         pub grading: Option<verify_if::Grading> = None,
-        /// The program of the task `command` or `agent` and its arguments. The program runs with your own rights,
-        /// outside any sandbox. A word that names a file is a path relative to the working directory. A run
-        /// stores the absolute path.
+        /// The program of the task `command` or `agent` and its arguments. The program runs with your own
+        /// rights, outside any sandbox. A word that names a file is a path relative to the working directory. A
+        /// run stores the absolute path.
         pub command: Vec<String> = Vec::new(),
         /// Time limit of an answer from the program of the task `command`, in seconds. After it, the program
         /// is killed and restarted.
