@@ -93,8 +93,11 @@ fn ids(value: &Value) -> Vec<u64> {
     value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
 }
 
-/// The sampled stretches of a trajectory: where each begins, and its tokens.
-fn stretches(row: &Value) -> Vec<(Vec<u64>, Vec<u64>)> {
+/// The tokens before an answer, and the answer's own.
+type Stretch = (Vec<u64>, Vec<u64>);
+
+/// The sampled stretches of a trajectory.
+fn stretches(row: &Value) -> Vec<Stretch> {
     let tokens = ids(&row["tokens"]);
     let turns = row["turns"].as_array().unwrap();
     let range =
@@ -112,12 +115,12 @@ fn stretches(row: &Value) -> Vec<(Vec<u64>, Vec<u64>)> {
 
 /// Checks that the trained tokens are those that the program received, each once, after its own prompt.
 fn check_trained(run: &AgentRun, steps: u64) -> (usize, usize) {
-    let mut received: BTreeMap<String, Vec<(Vec<u64>, Vec<u64>)>> = BTreeMap::new();
+    let mut received: BTreeMap<String, Vec<Stretch>> = BTreeMap::new();
     for answer in run.lines("answers.jsonl") {
         let episode = answer["episode"].as_str().unwrap().to_owned();
         received.entry(episode).or_default().push((ids(&answer["prompt"]), ids(&answer["tokens"])));
     }
-    let (mut trained, mut parts): (BTreeMap<String, Vec<_>>, usize) = (BTreeMap::new(), 0);
+    let (mut trained, mut parts): (BTreeMap<String, Vec<Stretch>>, usize) = (BTreeMap::new(), 0);
     for step in 1..=steps {
         for row in run.trajectories(step) {
             let id = format!("t{step}-{}-{}", row["prompt"], row["sample"]);
