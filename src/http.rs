@@ -51,6 +51,8 @@ pub struct HttpRequest {
     pub origin: Option<String>,
     /// The value of its `Authorization` header.
     pub authorization: Option<String>,
+    /// The value of its `X-Episode-Id` header: the episode of an agent that it belongs to.
+    pub episode: Option<String>,
     pub body: Vec<u8>,
     body_format: BodyFormat,
     /// Whether the client waits for `100 Continue` before it sends the body.
@@ -435,6 +437,7 @@ fn parsed(head: &[u8], body_bytes_max: usize) -> Result<HttpRequest, Refusal> {
             "host" => hosts.push(value.to_owned()),
             "origin" => request.origin = Some(value.to_owned()),
             "authorization" => request.authorization = Some(value.to_owned()),
+            "x-episode-id" => request.episode = Some(value.to_owned()),
             // A request with two lengths could be smuggled past a proxy.
             "content-length" | "transfer-encoding" if request.body_format != BodyFormat::None => {
                 return Err(wrong());

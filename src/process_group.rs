@@ -1,8 +1,12 @@
 //! A child process in its own process group, which is killed as a whole, and the child's exit status.
 
-use std::os::unix::process::ExitStatusExt;
-use std::process::{Child, ExitStatus};
+use anyhow::{Context, Result};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
+
+/// The shell that kills a process group when this process ends.
+const SHELL: &str = "/bin/sh";
 
 /// A child process and its group. Dropping it kills the group and reaps the child.
 pub struct ProcessGroup {
@@ -55,4 +59,24 @@ impl Drop for ProcessGroup {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Starts a shell that waits for the end of this process and then kills process group `id`, that of a user's
+/// program with its child processes.
+///
+/// # Errors
+/// When the shell does not start.
+pub fn watch(id: u32) -> Result<ProcessGroup> {
+    let child = Command::new(SHELL)
+        // Nothing is ever written to the shell, so its input ends only when this process does.
+        .args(["-c", "read -r _; kill -s KILL -- \"-$1\"", "rloss-watch", &id.to_string()])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .process_group(0)
+        .spawn()
+        .with_context(|| {
+            format!("cannot start {SHELL}, which kills the program if this process is killed")
+        })?;
+    Ok(ProcessGroup { child })
 }

@@ -159,6 +159,10 @@ pub struct Trajectory {
     pub prompt: u64,
     /// Index of the sample within its group.
     pub sample: u64,
+    /// Index of the trajectory within its episode. An agent that rewrites its history makes several
+    /// trajectories in one episode (`task.name = "agent"`). They have one sample index and one reward.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub part: u64,
     /// Id of the problem, given by the task.
     pub problem_id: String,
     /// Ids of the prompt, the sampled tokens and the inserted text. They are never re-tokenised.
@@ -191,7 +195,16 @@ pub struct Trajectory {
     pub tool_s: f64,
 }
 
+fn is_zero(part: &u64) -> bool {
+    *part == 0
+}
+
 impl Trajectory {
+    /// Returns whether this is the first trajectory of its episode.
+    pub fn begins_episode(&self) -> bool {
+        self.part == 0
+    }
+
     /// Returns the number of tokens sampled by the policy.
     pub fn sampled_tokens(&self) -> usize {
         self.mask.iter().filter(|&&m| m).count()
@@ -234,6 +247,14 @@ pub struct Group {
     /// A greedy sample of the prompt. Its reward is a baseline. No step trains on it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub greedy: Option<Trajectory>,
+}
+
+impl Group {
+    /// Returns the number of episodes. It is smaller than the number of trajectories if an agent made several
+    /// trajectories in one episode.
+    pub fn episodes(&self) -> usize {
+        self.trajectories.iter().filter(|trajectory| trajectory.begins_episode()).count()
+    }
 }
 
 /// One line of `trajectories/*.jsonl`: the trajectory, and its conversation in readable form.

@@ -72,6 +72,10 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     preflight.choose_sharding(*processes as usize, available.as_ref());
     print_text(&sanitize_terminal(&format_recipe(&preflight.plan, *all)?))?;
     let problem = notify_if_slow(&program, || preflight.first_problem());
+    if preflight.plan.recipe.task.is_agent() {
+        print_text(&sanitize_terminal(&first_episode(&problem)))?;
+        return print_memory_plan(&preflight, *processes, available.as_ref());
+    }
     print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
         sample_dialogue(preflight.task.as_ref(), &problem)
@@ -114,6 +118,14 @@ fn format_recipe(plan: &Plan, all: bool) -> Result<String> {
         })
         .collect();
     Ok(format!("Keys that differ from the defaults (--all shows every key):\n\n{lines}{warnings}"))
+}
+
+/// Describes the first episode of an agent. Its program is not started, because it needs a model to play.
+fn first_episode(problem: &Problem) -> String {
+    format!(
+        "\nFirst episode: {}, \"problem\": {}\nThe program of task.command plays it; this command does not start the program.\n",
+        problem.id, problem.answer
+    )
 }
 
 fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {

@@ -2,6 +2,7 @@
 
 use super::batch::Batch;
 use super::critic::CriticStep;
+use super::episodes::Episodes;
 use crate::bad_input;
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
@@ -42,14 +43,17 @@ impl AdvantageEstimator<'_> {
         let sequences = batch.masked_sequences()?;
         let penalties = self.kl_penalties(batch, &sequences, &mut metrics)?;
         let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
+        let episodes = Episodes::new(groups);
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let sequence_rewards = || -> Result<Vec<f32>> {
             let penalties = sequences.sequence_sums(&penalties)?;
             Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
         };
         type GroupEstimator = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
-        let group_advantages =
-            |estimate: GroupEstimator| sequences.broadcast(&estimate(&sequence_rewards()?, &sizes)?);
+        let group_advantages = |estimate: GroupEstimator| {
+            let rewards = episodes.rewards(&sequence_rewards()?);
+            sequences.broadcast(&episodes.spread(&estimate(&rewards, &episodes.group_sizes)?))
+        };
         let mut returns = None;
         let advantages = match self.policy.advantage {
             Advantage::Grpo => group_advantages(grpo)?,
@@ -60,7 +64,9 @@ impl AdvantageEstimator<'_> {
             Advantage::Opo => {
                 let rows = sequences.token_ranges();
                 let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();
-                sequences.broadcast(&opo(&sequence_rewards()?, &sizes, &lengths)?)?
+                let rewards = episodes.rewards(&sequence_rewards()?);
+                let advantages = opo(&rewards, &episodes.group_sizes, &episodes.sums(&lengths))?;
+                sequences.broadcast(&episodes.spread(&advantages))?
             }
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
             Advantage::ReinforcePlusPlusBaseline => {

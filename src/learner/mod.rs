@@ -4,6 +4,7 @@ pub mod advantages;
 pub mod batch;
 pub mod batch_runner;
 pub mod critic;
+mod episodes;
 pub mod examples;
 pub mod forward_backward;
 pub mod gradients;

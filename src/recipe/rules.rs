@@ -1,6 +1,7 @@
 //! Rules over several keys: contradictions, missing files, and settings that are probably not intended.
 
 mod adapter;
+mod agent;
 mod critic;
 mod policy;
 
@@ -194,13 +195,16 @@ impl Rules<'_> {
                     ),
                 ),
                 (true, Some(file)) => self.check_file(key, file),
+                (false, Some(file)) if task.is_agent() => self.check_file(key, file),
                 (false, Some(_)) => self.refuse(
                     &[key, "task.name"],
                     format!("the task {} generates its problems; remove the key", task.name),
                 ),
                 (false, None) => {}
             }
-            if !task.name.reads_files && rows.is_some() {
+            // An agent without a file of held-out problems makes as many problems as this key says.
+            let counts_problems = task.is_agent() && (file.is_some() || key == "task.validation_file");
+            if !task.name.reads_files && !counts_problems && rows.is_some() {
                 self.refuse(
                     &[rows_key, "task.name"],
                     format!("the task {} reads no file; remove the key", task.name),
@@ -213,6 +217,7 @@ impl Rules<'_> {
             }
         }
         self.refuse_keys_of_other_tasks();
+        self.check_agent();
     }
 
     /// Refuses keys that only other tasks read.
@@ -231,7 +236,7 @@ impl Rules<'_> {
                 self.refuse(&[&format!("task.{key}"), "task.name"], message);
             }
         }
-        let has_command = task.name.keys.contains(&"command");
+        let has_command = task.name.keys.contains(&"command") && !task.is_agent();
         if has_command && task.command.first().is_none_or(String::is_empty) {
             let message = "missing, and the task \"command\" runs this program; write a program and its arguments, such as \
                         [\"python3\", \"my_task.py\"]";

@@ -473,6 +473,7 @@ impl<'a> Conversation<'a> {
             policy_versions: if self.versions.len() > 1 { self.versions } else { vec![] },
             prompt: self.prompt,
             sample: self.sample,
+            part: 0,
             problem_id: self.problem.id.clone(),
             tokens: self.tokens,
             prompt_tokens: self.prompt_tokens,

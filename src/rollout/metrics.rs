@@ -7,7 +7,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 ///
 /// | name | statistics of |
 /// | --- | --- |
-/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories |
+/// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories; of an agent, all episodes |
 /// | `reward/<name>/mean` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
 /// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
 /// | `kept_tokens/{mean,max,min}` | number of tokens that a sampled token was drawn from; only under truncated sampling |
@@ -31,15 +31,24 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
         let mut rewards = group.trajectories.iter().chain(&group.greedy).map(|t| t.reward);
         let first = rewards.next();
         let all_equal = rewards.all(|reward| Some(reward) == first);
-        metrics.mean("group/zero_signal_fraction", f64::from(u8::from(all_equal)), 1.0);
+        // All episodes of an agent's group may have failed. Then it has no rewards.
+        if first.is_some() {
+            metrics.mean("group/zero_signal_fraction", f64::from(u8::from(all_equal)), 1.0);
+        }
         if let Some(greedy) = &group.greedy {
             add_mean_max_min(&mut metrics, "critic/reward_baselines", f64::from(greedy.reward));
             metrics.sum("group/greedy_samples", 1.0);
             metrics.sum("group/greedy_tokens", greedy.sampled_tokens() as f64);
         }
         for trajectory in &group.trajectories {
+            if trajectory.begins_episode() {
+                add_mean_max_min(&mut metrics, "critic/rewards", f64::from(trajectory.reward));
+                metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
+                for (name, &value) in &trajectory.rewards {
+                    metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
+                }
+            }
             for (name, value) in [
-                ("critic/rewards", f64::from(trajectory.reward)),
                 ("response_length", trajectory.sampled_tokens() as f64),
                 ("prompt_length", trajectory.prompt_tokens as f64),
                 ("num_turns", trajectory.turns.len() as f64),
@@ -47,10 +56,6 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 add_mean_max_min(&mut metrics, name, value);
             }
             add_kept_tokens(&mut metrics, trajectory);
-            for (name, &value) in &trajectory.rewards {
-                metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
-            }
-            metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
             metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.has_failure())), 1.0);
             metrics.sum(&format!("outcome/{}", trajectory.outcome.name()), 1.0);
             for call in trajectory.turns.iter().flat_map(|turn| &turn.calls) {
@@ -114,6 +119,7 @@ mod tests {
             step: 0,
             prompt: 0,
             sample: 0,
+            part: 0,
             policy_version: None,
             policy_versions: vec![],
             problem_id: String::new(),

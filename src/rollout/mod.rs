@@ -8,6 +8,7 @@
 pub mod accuracy;
 mod conversation;
 mod driver;
+mod episodes;
 mod metrics;
 pub mod partial;
 mod prompt;
@@ -16,6 +17,7 @@ pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
 pub use driver::{Observer, TokenObserver};
+pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};
 pub use prompt::{Prompt, PromptLimits, system_prompt};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
@@ -121,6 +123,9 @@ pub struct Rollouts {
     pub messages: Vec<Vec<Vec<Message>>>,
     /// The right answer to each group's problem, null where the task gives none.
     pub answers: Vec<Value>,
+    /// Counts of the episodes, if an agent program played them.
+    #[serde(default)]
+    pub episodes: Option<EpisodeCounts>,
 }
 
 impl Rollouts {
@@ -136,6 +141,9 @@ impl Rollouts {
         self.groups.extend(more.groups);
         self.messages.extend(more.messages);
         self.answers.extend(more.answers);
+        if let Some(more) = more.episodes {
+            self.episodes.get_or_insert_default().add(&more);
+        }
     }
 
     /// Iterates over the trajectories of all groups, in order.

@@ -155,7 +155,7 @@ impl StoredRollouts {
     /// Returns `count` groups for training step `step` (from 1). After the last group of the file, the first
     /// group follows again. Log-probabilities and rewards keep their stored values.
     pub fn step_groups(&self, step: u64, count: u64) -> Rollouts {
-        let mut rollouts = Rollouts { groups: vec![], messages: vec![], answers: vec![] };
+        let mut rollouts = Rollouts::default();
         let total = self.groups.len().max(1) as u64;
         let first = (step - 1).saturating_mul(count);
         for index in first..first.saturating_add(count) {

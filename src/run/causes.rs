@@ -263,6 +263,7 @@ mod tests {
                 step: 1,
                 prompt: 0,
                 sample: 0,
+                part: 0,
                 policy_version: None,
                 policy_versions: vec![],
                 problem_id: String::new(),

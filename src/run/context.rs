@@ -5,6 +5,7 @@ use super::family::unsupported_keys;
 use super::memory::{ModelCommand, available_memory, min_over_processes};
 use super::preflight::{ErrorList, Preflight};
 use super::source::{ModelSource, Placement, model_folder, reading_note};
+use crate::agents::{AgentSession, EpisodeTrajectories};
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::checkpoint::BaseModel;
@@ -22,10 +23,11 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::parameters::Parameters;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
+use crate::random::Purpose;
 use crate::recipe::{Plan, Recipe};
 use crate::rollout::partial::GroupInProgress;
 use crate::rollout::{
-    Prompt, PromptLimits, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Rollouts,
+    Observer, Prompt, PromptLimits, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Rollouts,
 };
 use crate::tasks::Task;
 use anyhow::Result;
@@ -66,6 +68,8 @@ pub struct RunContext {
     /// The adapter's base, as checkpoints refer to it. `None` until a folder has the base.
     pub base: Option<BaseModel>,
     pub task: Box<dyn Task>,
+    /// The server and the program of the task `agent`, if this command plays its episodes.
+    pub agent: Option<AgentSession>,
     /// The Python tool. `None` if the task does not use it.
     pub interpreter: Option<Box<dyn Interpreter>>,
     /// The system and developer messages before every prompt.
@@ -292,6 +296,13 @@ impl RunContext {
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
+        if let Some(agent) = &self.agent {
+            let kept = match plan.purpose {
+                Purpose::Sampling => EpisodeTrajectories::All,
+                _ => EpisodeTrajectories::OneEach,
+            };
+            return agent.sample_groups(engine, plan, (prompts, samples), kept, progress, stop);
+        }
         let (mesh, rollout) = (self.mesh(), self.rollout(engine, plan));
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         if ranks == 1 {
@@ -332,6 +343,32 @@ impl RunContext {
         }
         let all: Vec<Option<Vec<GroupInProgress>>> = mesh.all_gather_records("rollouts", &local)?;
         Ok(all.into_iter().collect::<Option<Vec<_>>>().map(|parts| parts.concat()))
+    }
+
+    /// Samples as [`Self::sample_groups`] does, on this process alone, and passes each trajectory to
+    /// `finished`. An agent's episodes give one trajectory each, after the last one has ended.
+    ///
+    /// # Errors
+    /// The errors of [`Self::sample_groups`].
+    pub fn sample_with_observer(
+        &self,
+        engine: &Engine,
+        plan: &RolloutPlan,
+        (prompts, samples): (&[Prompt], usize),
+        progress: &(dyn Fn(RolloutProgress) + Sync),
+        finished: &Observer<'_>,
+        stop: &(dyn Fn() -> bool + Sync),
+    ) -> Result<Option<Rollouts>> {
+        let Some(agent) = &self.agent else {
+            let rollout = self.rollout(engine, plan);
+            return rollout.sample_with_observer(prompts, samples, progress, finished, stop);
+        };
+        let kept = EpisodeTrajectories::OneEach;
+        let rollouts = agent.sample_groups(engine, plan, (prompts, samples), kept, progress, stop)?;
+        for (group, messages) in rollouts.iter().flat_map(|all| all.groups.iter().zip(&all.messages)) {
+            group.trajectories.iter().zip(messages).for_each(|(one, messages)| finished(one, messages));
+        }
+        Ok(rollouts)
     }
 
     /// Returns a message about dead workers of the Python tool, if any.

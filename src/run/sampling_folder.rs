@@ -224,10 +224,10 @@ impl<'a> SamplingFolder<'a> {
             }
         };
         let has_failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let rollout = self.context.rollout(engine, plan);
-        let rollouts = rollout.sample_with_observer(
-            prompts,
-            samples,
+        let rollouts = self.context.sample_with_observer(
+            engine,
+            plan,
+            (prompts, samples),
             &RolloutProgress::show_on(stage),
             &on_finished,
             &|| stop() || has_failed(),

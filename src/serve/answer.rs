@@ -1,8 +1,7 @@
 //! Answers in OpenAI's form: whole, or as a stream of events.
 
-use super::ServeSettings;
 use super::api_error::ApiError;
-use super::hub::{Event, Ticket};
+use super::hub::Event;
 use super::messages::call_json;
 use super::metrics::Metrics;
 use crate::chat::{Chat, Texts, TurnReader};
@@ -17,17 +16,17 @@ const PEER_POLL: Duration = Duration::from_millis(100);
 const LOG_PROB_MIN: f32 = -9999.0;
 
 /// A prompt's tokens, and its text if the request gave a text.
-pub(super) type Prompt = (Vec<u32>, Option<String>);
+pub(crate) type Prompt = (Vec<u32>, Option<String>);
 
 /// The endpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum AnswerKind {
+pub(crate) enum AnswerKind {
     Chat,
     Text,
 }
 
 /// The parts of an answer, beside the text, that the request asks for.
-pub(super) struct Reporting {
+pub(crate) struct Reporting {
     pub kind: AnswerKind,
     pub token_ids: bool,
     /// Number of likeliest tokens to report with each token's log-probability; `None` reports neither.
@@ -35,6 +34,35 @@ pub(super) struct Reporting {
     pub stream_usage: bool,
     /// Whether the answer's text begins with the prompt.
     pub echo: bool,
+}
+
+/// The samples of an answer, as they are drawn.
+pub(crate) trait SampleSource {
+    /// Returns the answer's id. No other answer of the server has the same one.
+    fn id(&self) -> String;
+
+    /// Waits for the next event, but not longer than `wait`. The number is the sample's index.
+    fn next(&self, wait: Duration) -> Result<Option<(usize, Event)>, ApiError>;
+
+    /// Ends sample `index`.
+    fn end(&self, index: usize);
+
+    /// Receives a finished sample of a chat before the client does: the message, its tokens and its
+    /// `finish_reason`. An error takes the place of the answer.
+    fn finished(&self, _message: &Value, _tokens: &[NewToken], _reason: &str) -> Result<(), ApiError> {
+        Ok(())
+    }
+}
+
+/// The parts of an answer that do not depend on its samples.
+pub(crate) struct AnswerHead<'r> {
+    pub chat: &'r Chat,
+    /// The model's name.
+    pub model: String,
+    /// Version of the weights that sample.
+    pub version: u64,
+    /// Seconds since 1970.
+    pub created: u64,
 }
 
 /// One sample of an answer.
@@ -51,12 +79,9 @@ struct Choice<'r> {
 }
 
 /// An answer that is being sampled.
-pub(super) struct Answer<'r> {
+pub(crate) struct Answer<'r> {
     chat: &'r Chat,
-    model: &'r str,
-    nonce: u64,
-    fingerprint: String,
-    created: u64,
+    head: AnswerHead<'r>,
     prompts: Vec<Prompt>,
     samples: usize,
     choices: Vec<Choice<'r>>,
@@ -65,8 +90,7 @@ pub(super) struct Answer<'r> {
 
 impl<'r> Answer<'r> {
     pub fn new(
-        settings: &'r ServeSettings,
-        created: u64,
+        head: AnswerHead<'r>,
         prompts: Vec<Prompt>,
         samples: usize,
         readers: Vec<TurnReader<'r>>,
@@ -82,11 +106,8 @@ impl<'r> Answer<'r> {
             sent_tokens: 0,
         };
         Self {
-            chat: settings.chat,
-            model: &settings.model_name,
-            nonce: settings.nonce,
-            fingerprint: format!("rloss-step-{}", settings.engine.version()),
-            created,
+            chat: head.chat,
+            head,
             prompts,
             samples,
             choices: readers.into_iter().map(choice).collect(),
@@ -95,7 +116,12 @@ impl<'r> Answer<'r> {
     }
 
     /// Waits for all samples and returns the answer.
-    pub fn whole(&mut self, ticket: &Ticket, peer: &Peer, metrics: &Metrics) -> Result<Value, ApiError> {
+    pub fn whole(
+        &mut self,
+        ticket: &dyn SampleSource,
+        peer: &Peer,
+        metrics: &Metrics,
+    ) -> Result<Value, ApiError> {
         let mut looked = Instant::now();
         while !self.is_done() {
             if let Some((index, event)) = ticket.next(PEER_POLL)? {
@@ -110,9 +136,12 @@ impl<'r> Answer<'r> {
             }
         }
         self.count(metrics);
-        let id = self.id(ticket);
+        let id = ticket.id();
         let choices: Vec<Value> = (0..self.choices.len()).map(|index| self.choice(index, &id)).collect();
-        let mut answer = self.head(&id, false);
+        for (choice, value) in self.choices.iter().zip(&choices) {
+            ticket.finished(&value["message"], &choice.tokens, choice.finish.unwrap_or_default())?;
+        }
+        let mut answer = self.head_json(&id, false);
         answer["choices"] = choices.into();
         answer["usage"] = self.usage();
         if self.report.token_ids && self.report.kind == AnswerKind::Chat {
@@ -122,8 +151,8 @@ impl<'r> Answer<'r> {
     }
 
     /// Writes the answer as server-sent events.
-    pub fn stream(&mut self, ticket: &Ticket, stream: &mut Stream, metrics: &Metrics) {
-        let id = self.id(ticket);
+    pub fn stream(&mut self, ticket: &dyn SampleSource, stream: &mut Stream, metrics: &Metrics) {
+        let id = ticket.id();
         let send = |stream: &mut Stream, value: &Value| stream.write(&format!("data: {value}\n\n"));
         let mut is_there = (0..self.choices.len()).all(|index| send(stream, &self.first_chunk(index, &id)));
         let mut looked = Instant::now();
@@ -132,6 +161,14 @@ impl<'r> Answer<'r> {
                 Ok(Some((index, event))) => {
                     if self.choices[index].finish.is_none() {
                         self.take(ticket, index, event);
+                        if let Some(reason) = self.choices[index].finish {
+                            let message = &self.choice(index, &id)["message"];
+                            let told = ticket.finished(message, &self.choices[index].tokens, reason);
+                            if let Err(error) = told {
+                                send(stream, &error.to_json());
+                                return;
+                            }
+                        }
                         if let Some(chunk) = self.next_chunk(index, &id) {
                             is_there = send(stream, &chunk);
                         }
@@ -156,7 +193,7 @@ impl<'r> Answer<'r> {
         }
         self.count(metrics);
         if self.report.stream_usage {
-            let mut chunk = self.head(&id, true);
+            let mut chunk = self.head_json(&id, true);
             chunk["choices"] = json!([]);
             chunk["usage"] = self.usage();
             send(stream, &chunk);
@@ -174,7 +211,7 @@ impl<'r> Answer<'r> {
     }
 
     /// Applies an event of the engine to sample `index`.
-    fn take(&mut self, ticket: &Ticket, index: usize, event: Event) {
+    fn take(&mut self, ticket: &dyn SampleSource, index: usize, event: Event) {
         let waits_for_scores = self.scores_prompt();
         let choice = &mut self.choices[index];
         match event {
@@ -215,11 +252,7 @@ impl<'r> Answer<'r> {
         json!({"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled})
     }
 
-    fn id(&self, ticket: &Ticket) -> String {
-        format!("{:016x}{:x}", self.nonce, ticket.number())
-    }
-
-    fn head(&self, id: &str, is_chunk: bool) -> Value {
+    fn head_json(&self, id: &str, is_chunk: bool) -> Value {
         let (prefix, object) = match (self.report.kind, is_chunk) {
             (AnswerKind::Chat, false) => ("chatcmpl", "chat.completion"),
             (AnswerKind::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
@@ -228,9 +261,9 @@ impl<'r> Answer<'r> {
         json!({
             "id": format!("{prefix}-{id}"),
             "object": object,
-            "created": self.created,
-            "model": self.model,
-            "system_fingerprint": self.fingerprint,
+            "created": self.head.created,
+            "model": self.head.model,
+            "system_fingerprint": format!("rloss-step-{}", self.head.version),
         })
     }
 
@@ -277,7 +310,7 @@ impl<'r> Answer<'r> {
                 choice["text"] = if self.report.echo { self.prompt_text(index).into() } else { "".into() };
             }
         }
-        let mut chunk = self.head(id, true);
+        let mut chunk = self.head_json(id, true);
         if self.report.token_ids {
             chunk["prompt_token_ids"] = json!(self.prompt(index).0);
         }
@@ -337,7 +370,7 @@ impl<'r> Answer<'r> {
         if self.report.token_ids {
             value["token_ids"] = ids(tokens);
         }
-        let mut chunk = self.head(id, true);
+        let mut chunk = self.head_json(id, true);
         chunk["choices"] = json!([value]);
         Some(chunk)
     }

@@ -4,7 +4,7 @@ use serde_json::{Value, json};
 
 /// An error of a request.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct ApiError {
+pub(crate) struct ApiError {
     /// Status code and phrase.
     pub status: &'static str,
     kind: &'static str,
@@ -65,6 +65,10 @@ impl ApiError {
     /// Returns the error of a server that is stopping.
     pub fn ending() -> Self {
         Self::new("503 Service Unavailable", "server_error", None, "the server is stopping".to_owned())
+    }
+
+    pub fn message(&self) -> &str {
+        &self.message
     }
 
     pub fn to_json(&self) -> Value {

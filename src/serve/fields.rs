@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 type Found<T> = Result<Option<T>, ApiError>;
 
 /// The fields of a JSON object. A null counts as absent.
-pub(super) struct Fields<'v> {
+pub(crate) struct Fields<'v> {
     map: &'v Map<String, Value>,
     /// Names of the fields that the server read or ignores on purpose.
     known: RefCell<BTreeSet<&'static str>>,

@@ -1,5 +1,6 @@
 //! The server as a client of the engine: sends each token to the HTTP request that waits for it.
 
+use super::answer::SampleSource;
 use super::api_error::ApiError;
 use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
 use crate::random::{Purpose, stream};
@@ -10,7 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// An event of one sample.
-pub(super) enum Event {
+pub(crate) enum Event {
     Token(NewToken),
     Finished(Completion),
 }
@@ -28,6 +29,8 @@ pub(super) struct Requests {
 pub(super) struct Hub<'a> {
     engine: &'a Engine<'a>,
     open_samples_max: usize,
+    /// A random number. It makes the ids of answers unique over restarts.
+    nonce: u64,
     state: Mutex<State>,
     closed: AtomicBool,
 }
@@ -57,8 +60,8 @@ impl Drop for CloseAtEnd<'_, '_> {
 }
 
 impl<'a> Hub<'a> {
-    pub fn new(engine: &'a Engine<'a>, open_samples_max: usize) -> Self {
-        Self { engine, open_samples_max, state: Mutex::default(), closed: AtomicBool::new(false) }
+    pub fn new(engine: &'a Engine<'a>, open_samples_max: usize, nonce: u64) -> Self {
+        Self { engine, open_samples_max, nonce, state: Mutex::default(), closed: AtomicBool::new(false) }
     }
 
     /// Ends the engine's work. Waiting answers get an error.
@@ -152,14 +155,12 @@ impl Client for Hub<'_> {
     }
 }
 
-impl Ticket<'_> {
-    /// Returns the number of the answer. No other answer of this server has the same one.
-    pub fn number(&self) -> u64 {
-        self.first
+impl SampleSource for Ticket<'_> {
+    fn id(&self) -> String {
+        format!("{:016x}{:x}", self.hub.nonce, self.first)
     }
 
-    /// Waits for the next event, but not longer than `wait`.
-    pub fn next(&self, wait: Duration) -> Result<Option<(usize, Event)>, ApiError> {
+    fn next(&self, wait: Duration) -> Result<Option<(usize, Event)>, ApiError> {
         match self.news.recv_timeout(wait) {
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
@@ -167,8 +168,7 @@ impl Ticket<'_> {
         }
     }
 
-    /// Ends sample `index` of the answer.
-    pub fn end(&self, index: usize) {
+    fn end(&self, index: usize) {
         let id = self.first + index as u64;
         if self.hub.lock().open.remove(&id).is_some() {
             self.hub.engine.cancel(id);

@@ -13,12 +13,33 @@ use std::collections::HashMap;
 /// Prefix of the recipient of a function call in Harmony.
 pub(super) const FUNCTIONS: &str = "functions.";
 
-/// Returns the messages of a request: system prompt with tools, then the conversation.
-pub(super) fn read_messages(
+/// The conversation of a request in the messages of the model's chat format.
+pub(crate) struct Conversation {
+    /// The system prompt with the tools.
+    pub system: Vec<Message>,
+    /// The messages of each entry of `messages`. A system message at the start has become a part of
+    /// `system`, so its entry is empty.
+    pub entries: Vec<Vec<Message>>,
+}
+
+impl Conversation {
+    pub fn into_messages(self) -> Vec<Message> {
+        self.system.into_iter().chain(self.entries.into_iter().flatten()).collect()
+    }
+
+    /// Returns the bytes of all texts.
+    pub fn bytes(&self) -> usize {
+        let messages = self.system.iter().chain(self.entries.iter().flatten());
+        messages.map(|message| message.content.len()).sum()
+    }
+}
+
+/// Returns the conversation of a request.
+pub(crate) fn read_conversation(
     fields: &Fields,
     chat: &Chat,
     settings: &SystemPromptSettings,
-) -> Result<Vec<Message>, ApiError> {
+) -> Result<Conversation, ApiError> {
     let list = fields.list("messages")?.filter(|list| !list.is_empty());
     let list =
         list.ok_or_else(|| ApiError::invalid(Some("messages"), "\"messages\" is missing".to_owned()))?;
@@ -31,15 +52,17 @@ pub(super) fn read_messages(
         })?;
         settings.reasoning_effort = Some(effort);
     }
-    let (mut read, mut names) = (vec![], HashMap::new());
+    let (mut entries, mut names) = (Vec::with_capacity(list.len()), HashMap::new());
     for (index, value) in list.iter().enumerate() {
         let messages = read_message(value, chat, &mut names)
             .map_err(|why| ApiError::invalid(Some("messages"), format!("message {}: {why}", index + 1)))?;
-        read.extend(messages);
+        entries.push(messages);
     }
     // A system message of the request replaces the recipe's own text.
-    if read.first().is_some_and(|first| matches!(first.role, Role::System | Role::Developer)) {
-        let text = Some(read.remove(0).content).filter(|text| !text.is_empty());
+    if let Some([first, ..]) = entries.first().map(Vec::as_slice)
+        && matches!(first.role, Role::System | Role::Developer)
+    {
+        let text = Some(entries[0].remove(0).content).filter(|text| !text.is_empty());
         match chat {
             Chat::Harmony(_) => settings.developer_instructions = text,
             Chat::ChatMl(_) => {
@@ -48,9 +71,7 @@ pub(super) fn read_messages(
             }
         }
     }
-    let mut messages = system_prompt(chat, &settings, false, tools);
-    messages.append(&mut read);
-    Ok(messages)
+    Ok(Conversation { system: system_prompt(chat, &settings, false, tools), entries })
 }
 
 /// Returns the tools that the model may call.
@@ -92,7 +113,7 @@ fn read_message(
 }
 
 /// Returns a text, or the concatenated texts of a list of parts.
-fn read_content(content: &Value) -> Result<String, String> {
+pub(crate) fn read_content(content: &Value) -> Result<String, String> {
     match content {
         Value::Null => Ok(String::new()),
         Value::String(text) => Ok(text.clone()),

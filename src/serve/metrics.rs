@@ -8,7 +8,7 @@ use std::sync::{Mutex, PoisonError};
 
 /// Counters of a server.
 #[derive(Default)]
-pub(super) struct Metrics {
+pub(crate) struct Metrics {
     /// Responses by status code.
     responses: Mutex<BTreeMap<&'static str, u64>>,
     unknown_fields: AtomicU64,

@@ -3,6 +3,7 @@
 //! An answer depends on weights, request and seed alone, not on other requests. The server renders tools and
 //! parses calls; it never runs a tool.
 
+mod access;
 mod answer;
 mod api_error;
 mod fields;
@@ -11,23 +12,28 @@ mod messages;
 mod metrics;
 mod request;
 
+pub(crate) use access::{Access, bearer};
+pub(crate) use answer::{Answer, AnswerHead, AnswerKind, Reporting, SampleSource};
+pub(crate) use api_error::ApiError;
+pub(crate) use fields::Fields;
+pub(crate) use hub::Event;
+pub(crate) use messages::{Conversation, read_content, read_conversation};
+pub(crate) use metrics::Metrics;
+pub(crate) use request::{TOP_MAX, read_stop};
+
 use crate::chat::Chat;
 use crate::engine::Engine;
 use crate::http::{self, Body, Handler, HttpLimits, HttpRequest, Peer, Refusal, Response};
 use crate::ops::logits::SamplingParameters;
 use crate::rollout::SystemPromptSettings;
-use answer::AnswerKind;
 use anyhow::{Result, anyhow};
-use api_error::ApiError;
-use fields::Fields;
 use hub::Hub;
-use metrics::Metrics;
 use serde_json::{Value, json};
 use std::net::{SocketAddr, TcpListener};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-const JSON: &str = "application/json";
+pub(crate) const JSON: &str = "application/json";
 
 /// If this many connections are open, a new one closes an idle one. At most twice as many are open.
 const CONNECTIONS_MAX: usize = 256;
@@ -61,6 +67,7 @@ pub struct ServeSettings<'a> {
 /// A running server.
 struct Server<'a> {
     settings: ServeSettings<'a>,
+    access: Access,
     hub: &'a Hub<'a>,
     metrics: Metrics,
     /// Seconds since 1970 at the start.
@@ -73,9 +80,10 @@ struct Server<'a> {
 /// When the engine fails.
 pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -> bool) -> Result<()> {
     let engine = settings.engine;
-    let hub = Hub::new(engine, settings.open_samples_max);
+    let hub = Hub::new(engine, settings.open_samples_max, settings.nonce);
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let server = Server { settings, hub: &hub, metrics: Metrics::default(), started };
+    let access = Access { address: settings.address, token: settings.token.clone() };
+    let server = Server { settings, access, hub: &hub, metrics: Metrics::default(), started };
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
@@ -109,10 +117,10 @@ impl Handler for Server<'_> {
 
 impl Server<'_> {
     fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
-        self.check_origin(request)?;
+        self.access.check_origin(request)?;
         let path = request.path.split('?').next().unwrap_or_default();
         if path != "/health" {
-            self.check_token(request)?;
+            self.access.check_token(bearer(request))?;
         }
         let method = if ["/v1/chat/completions", "/v1/completions"].contains(&path) { "POST" } else { "GET" };
         let model = path.strip_prefix("/v1/models/");
@@ -153,34 +161,6 @@ impl Server<'_> {
             return Ok(());
         }
         Err(ApiError::model_not_found(format!("the model {name:?} is not served here; {served:?} is")))
-    }
-
-    /// Refuses requests to another host name, and requests from pages of other sites. Such a page could reach
-    /// this server through a browser on this machine.
-    fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
-        let address = &self.settings.address;
-        let port = address.port();
-        let own = [address.to_string(), format!("localhost:{port}")];
-        let is_own = |host: &str| own.iter().any(|own| own == host);
-        if address.ip().is_loopback() && !request.host.as_deref().is_some_and(is_own) {
-            return Err(ApiError::forbidden("this server answers only requests to its own address"));
-        }
-        let origin = request.origin.as_deref();
-        if origin.is_some_and(|origin| !origin.strip_prefix("http://").is_some_and(is_own)) {
-            return Err(ApiError::forbidden("this server does not answer pages of other sites"));
-        }
-        Ok(())
-    }
-
-    fn check_token(&self, request: &HttpRequest) -> Result<(), ApiError> {
-        let Some(token) = &self.settings.token else { return Ok(()) };
-        let given = request.authorization.as_deref().and_then(|value| value.strip_prefix("Bearer "));
-        // Digests are compared, so the time of the comparison says nothing about the token.
-        let digest = |text: &str| blake3::hash(text.trim().as_bytes());
-        match given {
-            Some(given) if digest(given) == digest(token) => Ok(()),
-            _ => Err(ApiError::unauthorized("the request carries no valid token (Authorization: Bearer)")),
-        }
     }
 
     /// Reads the body and answers it, as a whole or as a stream of events.

@@ -1,11 +1,11 @@
 //! Converts the bodies of the two completion endpoints to requests to the engine.
 
 use super::Server;
-use super::answer::{Answer, AnswerKind, Prompt, Reporting};
+use super::answer::{Answer, AnswerHead, AnswerKind, Prompt, Reporting};
 use super::api_error::ApiError;
 use super::fields::Fields;
 use super::hub::Requests;
-use super::messages::read_messages;
+use super::messages::read_conversation;
 use crate::chat::TurnReader;
 use crate::engine::EngineRequest;
 use crate::ops::logits::SamplingParameters;
@@ -15,7 +15,7 @@ use serde_json::Value;
 const SAMPLES_MAX: i64 = 128;
 const PROMPTS_MAX: usize = 1024;
 /// Maximum number of likeliest tokens that are reported for each token.
-const TOP_MAX: i64 = 20;
+pub(crate) const TOP_MAX: i64 = 20;
 /// Maximum number of stop texts, and maximum bytes of each.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1 << 10;
@@ -42,7 +42,7 @@ impl Server<'_> {
         fields.ignore(&["parallel_tool_calls"]);
         fields.refuse("response_format", |format| format["type"] == "text")?;
         fields.refuse("functions", |_| false)?;
-        let messages = read_messages(fields, chat, self.settings.system_prompt)?;
+        let messages = read_conversation(fields, chat, self.settings.system_prompt)?.into_messages();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         self.check_bytes(bytes, "messages")?;
         let tokens = chat
@@ -129,7 +129,13 @@ impl Server<'_> {
             |seed| seed as u64,
         );
         let readers = (0..prompts.len() * common.samples).map(|_| reader(&common.stop)).collect();
-        let answer = Answer::new(&self.settings, self.started, prompts, common.samples, readers, report);
+        let head = AnswerHead {
+            chat: self.settings.chat,
+            model: self.settings.model_name.clone(),
+            version: self.settings.engine.version(),
+            created: self.started,
+        };
+        let answer = Answer::new(head, prompts, common.samples, readers, report);
         (answer, Requests { requests, samples: common.samples, seed }, common.streams)
     }
 
@@ -304,7 +310,7 @@ fn engine_request(
     }
 }
 
-fn read_stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
+pub(crate) fn read_stop(fields: &Fields) -> Result<Vec<String>, ApiError> {
     let wrong = || {
         let why = format!(
             "\"stop\" must be a text or up to {STOPS_MAX} texts, each of up to {STOP_BYTES_MAX} bytes"

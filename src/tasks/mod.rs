@@ -192,6 +192,7 @@ registry! {
     pub mod retool;
     pub mod verify_if;
     mod command;
+    mod agent;
 }
 
 /// Builds the task of `settings`: reads and checks its files.

@@ -1,7 +1,7 @@
 //! Processes of a user's program that answer JSON lines: a bounded pool with time limits, restarts and kills.
 
 use crate::pool::Pool;
-use crate::process_group::ProcessGroup;
+use crate::process_group::{ProcessGroup, watch};
 use anyhow::{Context, Result, anyhow, bail};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -17,9 +17,6 @@ const LINE_BYTES_MAX: u64 = 64 << 20;
 
 /// Maximum number of bytes of standard error that are held back per request.
 const HELD_BYTES_MAX: usize = 1 << 16;
-
-/// The shell that kills a program's process group when this process ends.
-const SHELL: &str = "/bin/sh";
 
 /// Time limit for the exit of a process that has closed its output.
 const END_WAIT: Duration = Duration::from_secs(1);
@@ -197,24 +194,6 @@ fn forward(mut stderr: ChildStderr, lines: &Mutex<Vec<u8>>, quiet: &AtomicBool) 
 /// Writes to standard error. Errors are ignored, so that a closed standard error does not end the run.
 fn show(bytes: &[u8]) {
     let _ = std::io::stderr().write_all(bytes);
-}
-
-/// Starts a shell that waits for the end of this process and then kills process group `id`, which is that of
-/// the task's program. The kernel kills the task's program when the thread that started it ends, but not the
-/// program's child processes.
-fn watch(id: u32) -> Result<ProcessGroup> {
-    let child = Command::new(SHELL)
-        // Nothing is ever written to the shell, so its input ends only when this process does.
-        .args(["-c", "read -r _; kill -s KILL -- \"-$1\"", "rloss-watch", &id.to_string()])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        .process_group(0)
-        .spawn()
-        .with_context(|| {
-            format!("cannot start {SHELL}, which kills the program if this process is killed")
-        })?;
-    Ok(ProcessGroup { child })
 }
 
 /// Forwards each request and each answer until either side ends.

@@ -6,7 +6,14 @@ use crate::metrics::Console;
 use crate::settings::{above, from, table};
 use anyhow::Result;
 use serde_json::Value;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Default of `task.episode_timeout_s`.
+const EPISODE_TIMEOUT_S: f64 = 600.0;
+/// Default of `task.episodes_at_once`.
+const EPISODES_AT_ONCE: usize = 64;
 
 table! {
     /// The task: problems, environment and reward.
@@ -22,7 +29,9 @@ table! {
         pub validation_files: Vec<PathBuf> = Vec::new(),
         /// Maximum number of training rows. The first rows are used. Absent means all rows.
         pub train_rows_max: Option<usize> = None => from(1.0),
-        /// Maximum number of held-out rows per file. The first rows are used. Absent means all rows.
+        /// Maximum number of held-out rows per file. The first rows are used. Absent means all rows. For the
+        /// task `agent` without a file, it is the number of held-out problems that the program makes; absent
+        /// means none.
         pub validation_rows_max: Option<usize> = None => from(1.0),
         /// How `retool` compares an answer with the reference answer.
         pub answer: Option<answer::AnswerEquality> = None,
@@ -32,15 +41,24 @@ table! {
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` computes a reward from the instructions that were followed.
         pub grading: Option<verify_if::Grading> = None,
-        /// The program of the task `command` and its arguments. The program runs with your own rights,
-        /// outside any sandbox. A word that names a file is a path relative to the working directory. A run
-        /// stores the absolute path.
+        /// The program of the task `command` or `agent` and its arguments. The program runs with your own
+        /// rights, outside any sandbox. A word that names a file is a path relative to the working directory. A
+        /// run stores the absolute path.
         pub command: Vec<String> = Vec::new(),
         /// Time limit of an answer from the program of the task `command`, in seconds. After it, the program
         /// is killed and restarted.
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
         /// Number of processes of the task `command`. Each answers one request at a time.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
+        /// Address and port of the server for the program of the task `agent`, such as `127.0.0.1:9000`.
+        /// Absent means this machine alone and a free port. An address that other machines reach needs a
+        /// secret token in the environment variable `RLOSS_SERVE_TOKEN`.
+        pub serve_on: Option<String> = None,
+        /// Time limit of an episode of the task `agent`, in seconds. An episode without a reward after it
+        /// fails.
+        pub episode_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
+        /// Maximum number of episodes of the task `agent` that are open at the same time.
+        pub episodes_at_once: Option<usize> = None => from(1.0).to(4096.0),
     }
 }
 
@@ -59,6 +77,36 @@ impl TaskSettings {
         }
     }
 
+    /// Returns whether a program of the user plays whole episodes.
+    pub fn is_agent(&self) -> bool {
+        self.name.keys.contains(&"serve_on")
+    }
+
+    /// Returns the address of `serve_on`; `None` if the key is absent.
+    ///
+    /// # Errors
+    /// The reason if the key is not an address with a port.
+    pub fn serve_address(&self) -> Result<Option<SocketAddr>, String> {
+        let Some(text) = &self.serve_on else { return Ok(None) };
+        let wrong =
+            |_| format!("{text:?} is not an address with a port; write one such as \"127.0.0.1:9000\"");
+        text.parse().map(Some).map_err(wrong)
+    }
+
+    /// Returns the time limit of an agent's episode.
+    ///
+    /// # Errors
+    /// The reason if it is too long for a clock.
+    pub fn episode_timeout(&self) -> Result<Duration, String> {
+        let seconds = self.episode_timeout_s.unwrap_or(EPISODE_TIMEOUT_S);
+        Duration::try_from_secs_f64(seconds).map_err(|error| format!("{error}; give seconds above 0"))
+    }
+
+    /// Returns the maximum number of open episodes of an agent.
+    pub fn episodes_at_once(&self) -> usize {
+        self.episodes_at_once.unwrap_or(EPISODES_AT_ONCE)
+    }
+
     /// Fills in the defaults of the keys that the task reads. The keys of other tasks stay absent.
     pub fn fill_defaults(&mut self) {
         let keys = self.name.keys;
@@ -75,7 +123,11 @@ impl TaskSettings {
         if reads("grading") {
             self.grading.get_or_insert_default();
         }
-        if reads("command") {
+        if reads("serve_on") {
+            self.episode_timeout_s.get_or_insert(EPISODE_TIMEOUT_S);
+            self.episodes_at_once.get_or_insert(EPISODES_AT_ONCE);
+        }
+        if reads("command_processes") {
             self.command_timeout_s.get_or_insert(command::TIMEOUT_S);
             self.command_processes.get_or_insert(command::PROCESSES);
         }

@@ -67,6 +67,8 @@ pub struct Trainer {
     reference: Option<Parameters>,
     /// The digest of the file that holds the reference.
     reference_digest: Option<blake3::Hash>,
+    /// Number of steps in a row, including the last one, in which no group could be trained on.
+    steps_without_groups: u64,
     /// The KL coefficient, which may adapt to a target.
     kl: KlController,
     /// The samples of later steps.
@@ -89,6 +91,9 @@ impl Trainer {
         resume_point: Option<&ResumePoint>,
     ) -> Result<Self> {
         context.parameters.set_trainable(&context.trainable)?;
+        if let Some(agent) = &context.agent {
+            agent.log_to(folder.path.join("agent.log"))?;
+        }
         let adapted_coefficient = resume_point.and_then(|point| point.state.kl_coefficient);
         let kl = Self::kl_controller(&context.recipe().policy.kl, adapted_coefficient)?;
         let mut monitor = Monitor::new(context.recipe());
@@ -115,6 +120,7 @@ impl Trainer {
             monitor,
             reference: None,
             reference_digest: None,
+            steps_without_groups: 0,
             kl,
             ahead: SampledAhead::default(),
             ahead_threads,

@@ -82,7 +82,7 @@ impl SampleOutput {
     /// Checks samples that were read from a file, whose tokens must be below `vocab_size`. The error says
     /// what is wrong.
     pub fn check(&self, vocab_size: usize) -> Result<(), String> {
-        let Rollouts { groups, messages, answers } = &self.rollouts;
+        let Rollouts { groups, messages, answers, .. } = &self.rollouts;
         let lengths = |group: &Group, messages: &Vec<_>| group.trajectories.len() == messages.len();
         let agree = groups.len() == messages.len()
             && groups.len() == answers.len()
@@ -136,6 +136,9 @@ impl SampleOutput {
                     metrics.set(name, value);
                 },
             );
+        }
+        if let Some(episodes) = &self.rollouts.episodes {
+            metrics.extend(episodes.metrics());
         }
         Ok(metrics)
     }
@@ -221,7 +224,8 @@ impl Sampler<'_> {
             for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
                 let group = &new.groups[index - rollouts.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
-                let has_signal = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
+                let has_signal = !rewards.is_empty()
+                    && (rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0]);
                 if has_signal { informative.push(index) } else { without_signal.push(index) }
             }
             rollouts.extend(new);
@@ -230,8 +234,11 @@ impl Sampler<'_> {
             }
             round += 1;
         }
+        // Failed episodes of an agent are missing in their groups. The baseline of a group needs two.
+        let episodes_min = self.context.recipe().rollout.samples_per_prompt.min(2);
+        let is_usable = |&index: &usize| rollouts.groups[index].episodes() >= episodes_min;
         let mut training_indices: Vec<usize> =
-            informative.into_iter().chain(without_signal).take(count).collect();
+            informative.into_iter().chain(without_signal).filter(is_usable).take(count).collect();
         training_indices.sort_unstable();
         let rounds = (rounds_max > 0).then_some(round);
         Ok(Some(SampleOutput {

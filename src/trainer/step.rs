@@ -15,13 +15,16 @@ use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
 use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
-use crate::metrics::{Accumulator, Console, Metrics, Timings};
+use crate::metrics::{Accumulator, Console, Metrics, Phase, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
 use crate::trajectory::{Group, TokenStats};
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
+
+/// Number of steps in a row without a group to train on after which a run ends.
+const STEPS_WITHOUT_GROUPS_MAX: u64 = 3;
 
 impl Trainer {
     /// Trains on the groups of step `step`, which are sampled now or were sampled ahead. Returns the samples,
@@ -33,12 +36,34 @@ impl Trainer {
         critic: Option<&mut Critic>,
     ) -> Result<(SampleOutput, Metrics, Vec<TokenStats>)> {
         let samples = self.take_samples(step)?;
+        if samples.training_groups().is_empty() {
+            self.skip_step(step)?;
+            return Ok((samples, Metrics::new(), vec![]));
+        }
+        self.steps_without_groups = 0;
         let groups = samples.training_groups();
         let (metrics, token_stats) = self.update_and_sample(step, &groups, optimizer, critic)?;
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
         }
         Ok((samples, metrics, token_stats))
+    }
+
+    /// Warns about a step whose episodes all failed. It changes no weight.
+    ///
+    /// # Errors
+    /// After several such steps in a row.
+    fn skip_step(&mut self, step: u64) -> Result<()> {
+        self.steps_without_groups += 1;
+        let steps = self.steps_without_groups;
+        ensure!(
+            steps < STEPS_WITHOUT_GROUPS_MAX,
+            "for {steps} steps no group has had enough episodes with a reward; the first failures are printed above, and \
+             agent/failed in metrics.jsonl counts all; correct the agent's program and resume the run"
+        );
+        let text =
+            "no group has enough episodes with a reward (agent/failed), so this step changes no weight";
+        self.warn(Phase::Rl, step, text.to_owned())
     }
 
     pub(super) fn policy_step(&self, step: u64) -> PolicyStep<'_> {

@@ -265,6 +265,7 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
         step: 1,
         prompt: i as u64,
         sample: 0,
+        part: 0,
         policy_version: None,
         policy_versions: vec![],
         problem_id: String::new(),

@@ -2,6 +2,7 @@
 
 mod adapter;
 mod against;
+mod agent;
 mod answer_texts;
 mod chat;
 mod commands;

@@ -126,6 +126,7 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         step: 1,
         prompt: index as u64 / 3,
         sample: index as u64 % 3,
+        part: 0,
         policy_version: None,
         policy_versions: vec![],
         problem_id: String::new(),

@@ -79,8 +79,16 @@ fn sub_tables_come_after_keys_so_that_the_written_recipe_reads_back() {
 }
 
 /// Keys of `[task]` that the task of [`EVERYTHING`] does not read.
-const OTHER_TASKS: [&str; 5] =
-    ["task.extraction", "task.grading", "task.command", "task.command_timeout_s", "task.command_processes"];
+const OTHER_TASKS: [&str; 8] = [
+    "task.extraction",
+    "task.grading",
+    "task.command",
+    "task.command_timeout_s",
+    "task.command_processes",
+    "task.serve_on",
+    "task.episode_timeout_s",
+    "task.episodes_at_once",
+];
 
 /// A recipe in which no key has its default, but for those that have only one value.
 const EVERYTHING: &str = include_str!("recipe/everything.toml");

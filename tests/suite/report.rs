@@ -103,6 +103,7 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         step,
         prompt: 0,
         sample,
+        part: 0,
         policy_version: None,
         policy_versions: vec![],
         problem_id: "arithmetic/\"><b>7".into(),

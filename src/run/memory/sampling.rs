@@ -72,6 +72,8 @@ impl MemoryPlanInput<'_> {
         let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
         let evaluation = if evaluates { local_sequences((eval.problems_max, eval.samples)) } else { 0 };
         let sequences = local_sequences(self.rollout_size()).max(evaluation);
+        // An agent's episode may have several requests at the same time.
+        let sequences = if self.plays_agent() { usize::MAX } else { sequences };
         (rollout.sequences_max * self.engines()).min(sequences)
     }
 
@@ -104,11 +106,18 @@ impl MemoryPlanInput<'_> {
     /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
     pub fn prefix_tokens_max(&self) -> usize {
         match self.command {
-            ModelCommand::Chat | ModelCommand::Serve if self.gpu_sequences.is_none() => {
-                self.recipe.rollout.prefix_tokens_max
-            }
+            _ if self.gpu_sequences.is_some() => 0,
+            ModelCommand::Chat | ModelCommand::Serve => self.recipe.rollout.prefix_tokens_max,
+            _ if self.plays_agent() => self.recipe.rollout.prefix_tokens_max,
             _ => 0,
         }
+    }
+
+    /// Returns whether an agent's program plays the episodes of this command.
+    fn plays_agent(&self) -> bool {
+        let samples =
+            matches!(self.command, ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval);
+        samples && self.recipe.task.is_agent()
     }
 
     /// Returns the bytes of kept prefixes plus the bytes of the blocks that forward passes fill before they

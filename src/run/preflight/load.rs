@@ -1,10 +1,15 @@
 //! Turns a preflight into a run context: reads or initializes the weights.
 
 use super::Preflight;
+use crate::agents::AgentSession;
+use crate::bad_input;
+use crate::chat::Chat;
 use crate::dist::PackedWeightPlacement;
 use crate::metrics::Console;
 use crate::model::forward::Model;
+use crate::recipe::Recipe;
 use crate::run::context::RunContext;
+use crate::run::memory::{ModelCommand, SecondWeights};
 use crate::run::source::Placement;
 use anyhow::Result;
 
@@ -41,6 +46,7 @@ impl Preflight {
             }
         }
         let context = source.config.max_position_embeddings;
+        let agent = open_agent(&self.plan.recipe, self.command, self.mesh.ranks(), &source.chat, console)?;
         Ok(RunContext {
             random_weights: source.weights.is_none(),
             model: Model::new(source.config, context),
@@ -60,8 +66,44 @@ impl Preflight {
             adapter: self.adapter,
             base,
             task: self.task,
+            agent,
             interpreter: self.interpreter,
             system_prompt: self.system_prompt,
         })
     }
+}
+
+/// Starts the server for an agent's program, if the recipe has one and the command plays its episodes.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a command or a number of processes that no agent can serve, and the errors
+/// of [`AgentSession::open`].
+fn open_agent(
+    recipe: &Recipe,
+    command: ModelCommand,
+    processes: usize,
+    chat: &Chat,
+    console: &Console,
+) -> Result<Option<AgentSession>> {
+    let trains_on_samples = recipe.train.steps > 0 && recipe.train.trajectories.is_none();
+    let plays = match command {
+        ModelCommand::Train => trains_on_samples,
+        ModelCommand::Rollout | ModelCommand::Eval => true,
+        ModelCommand::CheckMismatch(SecondWeights::Rounded(_)) if recipe.task.is_agent() => {
+            return Err(bad_input!(
+                "task.name: check-mismatch plays no episodes of an agent; compare a file of them with --against, or set another \
+                 task"
+            ));
+        }
+        ModelCommand::Chat | ModelCommand::Serve | ModelCommand::CheckMismatch(_) => false,
+    };
+    if !recipe.task.is_agent() || !plays {
+        return Ok(None);
+    }
+    if processes > 1 {
+        return Err(bad_input!(
+            "task.name: an agent's episodes are played by one process, and this run has {processes}; start it with one"
+        ));
+    }
+    AgentSession::open(&recipe.task, chat, &recipe.harmony, recipe.train.seed, console).map(Some)
 }

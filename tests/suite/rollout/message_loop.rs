@@ -254,6 +254,7 @@ fn a_task_that_fails_is_an_outcome() {
         groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
         answers: vec![serde_json::Value::Null],
+        episodes: None,
     };
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));

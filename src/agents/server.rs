@@ -1,0 +1,402 @@
+//! The HTTP interface for an agent program: the queue of episodes, and OpenAI's chat completions.
+
+use super::board::{Board, Episode, GivenReward, NextEpisode, over};
+use super::trace::SampledAnswer;
+use crate::chat::{Chat, TurnReader};
+use crate::engine::{EngineRequest, NewToken, SampleRequest};
+use crate::harmony::Message;
+use crate::http::{Body, Handler, HttpRequest, Peer, Refusal, Response};
+use crate::ops::logits::SamplingParameters;
+use crate::random::stream;
+use crate::rollout::{EpisodeFailure, SystemPromptSettings};
+use crate::serve::{
+    Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, JSON, Metrics, Reporting, SampleSource,
+    TOP_MAX, bearer, read_conversation, read_stop,
+};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Maximum number of requests of one episode.
+const REQUESTS_MAX: u64 = 1000;
+/// Maximum number of metrics of one episode, and of characters of a name.
+const METRICS_MAX: usize = 64;
+const NAME_CHARS_MAX: usize = 64;
+
+/// The server of a run.
+pub(super) struct Server {
+    pub board: Board,
+    pub chat: Chat,
+    /// The recipe's system prompt. A system message of a conversation replaces its text.
+    pub system_prompt: SystemPromptSettings,
+    pub access: Access,
+    pub metrics: Metrics,
+}
+
+/// The source of an answer's tokens: the engine of the current rollout.
+struct Ticket<'r> {
+    server: &'r Server,
+    episode: Arc<Episode>,
+    /// The request's number in the episode.
+    position: u64,
+    sample: u64,
+    events: Receiver<(usize, Event)>,
+    prompt: Vec<u32>,
+    messages: Vec<Message>,
+    /// Whether the recipe, not the client, limits the answer.
+    has_recipe_limit: bool,
+}
+
+impl SampleSource for Ticket<'_> {
+    fn id(&self) -> String {
+        format!("{}-{}", self.episode.id, self.position)
+    }
+
+    fn next(&self, wait: Duration) -> Result<Option<(usize, Event)>, ApiError> {
+        match self.events.recv_timeout(wait) {
+            Ok(event) => Ok(Some(event)),
+            Err(RecvTimeoutError::Timeout) => Ok(None),
+            Err(RecvTimeoutError::Disconnected) => Err(over(&self.episode.id)),
+        }
+    }
+
+    fn end(&self, _index: usize) {
+        self.server.board.cancel(self.sample);
+    }
+
+    fn finished(&self, message: &Value, tokens: &[NewToken], reason: &str) -> Result<(), ApiError> {
+        let mut play = self.episode.play();
+        if play.is_over {
+            return Err(over(&self.episode.id));
+        }
+        let Self { prompt, messages, .. } = self;
+        let is_full = self.has_recipe_limit && reason == "length";
+        play.trace.record(&self.server.chat, &SampledAnswer { prompt, messages, tokens, message, is_full });
+        Ok(())
+    }
+}
+
+impl Drop for Ticket<'_> {
+    fn drop(&mut self) {
+        self.server.board.cancel(self.sample);
+    }
+}
+
+impl Handler for Server {
+    /// Answers a request; an error becomes OpenAI's error object.
+    fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
+        let answer = || match request {
+            Ok(request) => self.route(request, peer),
+            Err(refusal) => Err(ApiError::refused(refusal.status, refusal.message)),
+        };
+        // A bug must not end the server.
+        let answer = catch_unwind(AssertUnwindSafe(answer));
+        let answer = answer.unwrap_or_else(|_| Err(ApiError::internal("a bug in the server")));
+        answer.unwrap_or_else(|error| Response::whole(error.status, JSON, error.to_json().to_string().into()))
+    }
+}
+
+fn ok(value: &Value) -> Response<'static> {
+    Response::whole("200 OK", JSON, value.to_string().into())
+}
+
+impl Server {
+    fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
+        self.access.check_origin(request)?;
+        let path = request.path.split('?').next().unwrap_or_default();
+        if path == "/health" {
+            return Ok(Response::text("200 OK", ""));
+        }
+        let given = bearer(request).unwrap_or_default();
+        let (key, from_key) = given.split_once(':').map_or((given, None), |(key, id)| (key, Some(id)));
+        self.access.check_token(Some(key))?;
+        let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
+        let from_header = request.episode.as_deref().or(from_key).unwrap_or_default();
+        match (request.method.as_str(), &parts[..]) {
+            ("GET", ["v1", "models"]) => Ok(ok(&json!({"object": "list", "data": [model()]}))),
+            ("GET", ["v1", "models", ..]) => Ok(ok(&model())),
+            ("POST", ["v1", "episodes", "next"]) => Ok(ok(&self.next_episode(&peer))),
+            ("POST", ["v1", "episodes", id, "reward"]) => {
+                self.reward(id, &request.body).map(|()| ok(&json!({})))
+            }
+            ("POST", ["v1", "chat", "completions"]) => self.complete(from_header, &request.body, peer),
+            ("POST", ["v1", "episodes", id, "chat", "completions"]) => self.complete(id, &request.body, peer),
+            _ => {
+                let why = format!(
+                    "there is no {} {path} here; an agent uses POST /v1/episodes/next, /v1/episodes/ID/reward and \
+                     /v1/chat/completions",
+                    request.method
+                );
+                Err(ApiError::not_found(why))
+            }
+        }
+    }
+
+    fn next_episode(&self, peer: &Peer) -> Value {
+        match self.board.next_episode(|| peer.has_left()) {
+            NextEpisode::Episode(mut episode) => {
+                let key = self.access.token.as_deref().unwrap_or("none");
+                episode["api_key"] = format!("{key}:{}", episode["id"].as_str().unwrap_or_default()).into();
+                episode
+            }
+            NextEpisode::Later => json!({"id": null}),
+            NextEpisode::Done => json!({"id": null, "done": true}),
+        }
+    }
+
+    fn reward(&self, id: &str, body: &[u8]) -> Result<(), ApiError> {
+        match read_reward(body) {
+            Ok(given) => self.board.reward(id, given.map_err(|why| (EpisodeFailure::Error, why))),
+            Err(why) => {
+                self.board.reward(id, Err((EpisodeFailure::BadReward, why.clone())))?;
+                Err(ApiError::invalid(None, why))
+            }
+        }
+    }
+
+    /// Answers a chat request of episode `id`.
+    fn complete<'r>(&'r self, id: &str, body: &[u8], peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
+        if id.is_empty() {
+            let why =
+                "the request names no episode; use the episode's \"api_key\", or the header X-Episode-Id";
+            self.board.count_refused(why);
+            return Err(ApiError::invalid(None, why.to_owned()));
+        }
+        let episode = self.board.episode(id)?;
+        let begun = self.begin(&episode, body).inspect_err(|error| self.board.count_refused(error.message()));
+        let (mut answer, ticket, streams) = begun?;
+        if !streams {
+            return answer.whole(&ticket, &peer, &self.metrics).map(|value| ok(&value));
+        }
+        let metrics = &self.metrics;
+        let body = Body::Stream(Box::new(move |stream| answer.stream(&ticket, stream, metrics)));
+        Ok(Response { status: "200 OK", content_type: "text/event-stream", body })
+    }
+
+    /// Reads a chat request and gives it to the engine. Returns the answer, its source, and whether the
+    /// client wants a stream.
+    fn begin<'r>(
+        &'r self,
+        episode: &Arc<Episode>,
+        body: &[u8],
+    ) -> Result<(Answer<'r>, Ticket<'r>, bool), ApiError> {
+        let body: Value = serde_json::from_slice(body)
+            .map_err(|error| ApiError::invalid(None, format!("the body is not valid JSON: {error}")))?;
+        let fields = Fields::new(&body)?;
+        let (chat, round) = (&self.chat, &episode.round);
+        let request = self.read_fields(&fields, &round.sampling)?;
+        let conversation = read_conversation(&fields, chat, &self.system_prompt)?;
+        let too_long = |why: String| {
+            episode.play().trace.end_of_space();
+            ApiError::too_long("messages", why)
+        };
+        let prompt_max = round.prompt_tokens_max;
+        if !chat.vocabulary().may_fit(conversation.bytes(), prompt_max) {
+            let bytes = conversation.bytes();
+            return Err(too_long(format!(
+                "a prompt of {bytes} bytes cannot fit in rollout.prompt_tokens_max = {prompt_max} tokens"
+            )));
+        }
+        let values = fields.list("messages")?.unwrap_or_default();
+        let (prompt, sampled, position) = {
+            let mut play = episode.play();
+            if play.requests >= REQUESTS_MAX {
+                let why = format!("an episode has at most {REQUESTS_MAX} requests");
+                return Err(ApiError::full(why));
+            }
+            let prompt = play.trace.render(chat, &conversation, values);
+            let prompt = prompt.map_err(|error| ApiError::invalid(Some("messages"), format!("{error:#}")))?;
+            let position = play.requests;
+            play.requests += 1;
+            let sampled = play.trace.sampled_before(&prompt);
+            (prompt, sampled, position)
+        };
+        if prompt.len() > prompt_max {
+            return Err(too_long(format!(
+                "the prompt has {} tokens, more than rollout.prompt_tokens_max = {prompt_max}",
+                prompt.len()
+            )));
+        }
+        let space = round.context_tokens_max.saturating_sub(prompt.len());
+        let left = round.response_tokens_max.saturating_sub(sampled).min(space);
+        if left == 0 {
+            return Err(too_long(format!(
+                "no token is left: rollout.response_tokens_max = {} and {sampled} tokens were sampled; the prompt has {} tokens \
+                 and the model's context {}",
+                round.response_tokens_max,
+                prompt.len(),
+                round.context_tokens_max
+            )));
+        }
+        let new_tokens_max = request.new_tokens_max.unwrap_or(left).min(left);
+        let facts = &episode.facts;
+        let coordinates = [facts.step, facts.prompt, facts.sample, position];
+        let engine_request = |sample: u64| EngineRequest {
+            tokens: prompt.clone(),
+            samples: vec![SampleRequest {
+                id: sample,
+                random: stream(round.seed, round.purpose, &coordinates),
+                forced: vec![],
+            }],
+            sampling: round.sampling,
+            stop_tokens: chat.stop_tokens(),
+            new_tokens_max,
+            top_log_probs: request.top_log_probs,
+            prompt_log_probs: None,
+            keep_routed_experts: false,
+            keep_token_sets: round.keeps_token_sets,
+            keep_sequence: false,
+        };
+        let (sample, events) = self.board.submit(episode, engine_request)?;
+        let (prompts, reader) = (vec![(prompt.clone(), None)], TurnReader::chat(chat, request.stop));
+        let head = AnswerHead {
+            chat,
+            model: request.model,
+            version: round.policy_version,
+            created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+        };
+        let report = Reporting {
+            kind: AnswerKind::Chat,
+            token_ids: request.token_ids,
+            log_probs: request.top_log_probs,
+            stream_usage: request.stream_usage,
+            echo: false,
+        };
+        let answer = Answer::new(head, prompts, 1, vec![reader], report);
+        let (episode, messages) = (episode.clone(), conversation.into_messages());
+        let has_recipe_limit = new_tokens_max == left;
+        let ticket =
+            Ticket { server: self, episode, position, sample, events, prompt, messages, has_recipe_limit };
+        Ok((answer, ticket, request.streams))
+    }
+
+    /// Reads the fields that do not concern the conversation.
+    fn read_fields(&self, fields: &Fields, sampling: &SamplingParameters) -> Result<ChatFields, ApiError> {
+        self.note_sampling(fields, sampling)?;
+        fields.refuse("n", |n| n == 1)?;
+        fields.refuse("response_format", |format| format["type"] == "text")?;
+        fields.refuse("functions", |_| false)?;
+        let tokens = |name| fields.whole(name, 1, i64::from(i32::MAX));
+        let new_tokens_max = tokens("max_completion_tokens")?.or(tokens("max_tokens")?);
+        let top = fields.whole("top_logprobs", 0, TOP_MAX)?.unwrap_or(0) as usize;
+        Ok(ChatFields {
+            model: fields.text("model")?.unwrap_or("rloss").to_owned(),
+            new_tokens_max: new_tokens_max.map(|tokens| tokens as usize),
+            stop: read_stop(fields)?,
+            top_log_probs: fields.flag("logprobs")?.then_some(top),
+            token_ids: fields.flag("return_token_ids")?,
+            streams: fields.flag("stream")?,
+            stream_usage: fields.value("stream_options").is_some_and(|o| o["include_usage"] == true),
+        })
+    }
+
+    /// Warns once about each sampling parameter of a client that differs from the recipe's. Trained tokens
+    /// must come from the distribution that training computes.
+    fn note_sampling(&self, fields: &Fields, sampling: &SamplingParameters) -> Result<(), ApiError> {
+        let off = [("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)];
+        let used = [
+            ("temperature", sampling.temperature),
+            ("top_p", sampling.top_p),
+            ("top_k", sampling.top_k as f64),
+            ("min_p", sampling.min_p),
+        ];
+        for (name, value) in used.into_iter().chain(off) {
+            let asked = fields.value(name).map(|asked| asked.as_f64().unwrap_or(f64::NAN));
+            // vLLM's clients write -1 for no limit.
+            let asked = asked.map(|asked| if name == "top_k" { asked.max(0.0) } else { asked });
+            if asked.is_some_and(|asked| asked != value) {
+                let text = format!(
+                    "a request asks for another {name}; the recipe's {value} is used, as for every trained token"
+                );
+                self.board.tell_once(name, &text);
+            }
+        }
+        if fields.value("seed").is_some() {
+            let text = "a request has a seed; it is ignored, because random numbers come from train.seed";
+            self.board.tell_once("seed", text);
+        }
+        fields.refuse("logit_bias", |bias| bias.as_object().is_some_and(serde_json::Map::is_empty))
+    }
+}
+
+/// The fields of a chat request that do not concern the conversation.
+struct ChatFields {
+    model: String,
+    new_tokens_max: Option<usize>,
+    stop: Vec<String>,
+    top_log_probs: Option<usize>,
+    token_ids: bool,
+    streams: bool,
+    stream_usage: bool,
+}
+
+fn model() -> Value {
+    json!({"id": "rloss", "object": "model", "created": 0, "owned_by": "rloss"})
+}
+
+/// Reads `{"reward": 1.0, "success": true, "metrics": {"name": 0.5}}`, or `{"error": "why"}`, which is
+/// returned as the inner error.
+fn read_reward(body: &[u8]) -> Result<Result<GivenReward, String>, String> {
+    let body: Value = serde_json::from_slice(body).map_err(|error| {
+        format!("the reward is not valid JSON ({error}); NaN and Infinity are not numbers in JSON")
+    })?;
+    if let Some(error) = body["error"].as_str() {
+        return Ok(Err(error.chars().take(300).collect()));
+    }
+    let number = |value: &Value| value.as_f64().map(|n| n as f32).filter(|n| n.is_finite());
+    let reward = number(&body["reward"]).ok_or("\"reward\" must be a finite number")?;
+    let success = match &body["success"] {
+        Value::Null => reward > 0.0,
+        Value::Bool(success) => *success,
+        _ => return Err("\"success\" must be true or false".to_owned()),
+    };
+    let mut metrics = BTreeMap::new();
+    let none = serde_json::Map::new();
+    let given = match &body["metrics"] {
+        Value::Null => &none,
+        Value::Object(given) if given.len() <= METRICS_MAX => given,
+        _ => return Err(format!("\"metrics\" must be an object of up to {METRICS_MAX} numbers")),
+    };
+    for (name, value) in given {
+        let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
+        if name.is_empty() || name.len() > NAME_CHARS_MAX || !name.chars().all(is_plain) {
+            return Err(format!(
+                "the metric {name:?} must have a name of up to {NAME_CHARS_MAX} letters, digits, _, - and ."
+            ));
+        }
+        let value = number(value).ok_or_else(|| format!("the metric {name:?} must be a finite number"))?;
+        metrics.insert(name.clone(), value);
+    }
+    Ok(Ok(GivenReward { reward, success, metrics }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reward_is_one_finite_number_with_named_metrics() {
+        let given = read_reward(br#"{"reward": -0.5, "metrics": {"format.ok": 1}}"#).unwrap().unwrap();
+        assert_eq!((given.reward, given.success, given.metrics["format.ok"]), (-0.5, false, 1.0));
+        assert!(read_reward(br#"{"reward": 1}"#).unwrap().unwrap().success);
+        assert!(!read_reward(br#"{"reward": 1, "success": false}"#).unwrap().unwrap().success);
+        assert_eq!(read_reward(br#"{"error": "no disk"}"#).unwrap(), Err("no disk".to_owned()));
+        for wrong in [
+            r#"{"reward": NaN}"#,
+            r#"{"reward": 1e300}"#,
+            r#"{"reward": "1"}"#,
+            r#"{"reward": 1, "success": 1}"#,
+            r#"{"reward": 1, "metrics": {"a b": 1}}"#,
+            r#"{"reward": 1, "metrics": {"a": null}}"#,
+            r#"{"reward": 1, "metrics": [1]}"#,
+            "{}",
+            "[]",
+            "",
+        ] {
+            assert!(read_reward(wrong.as_bytes()).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! The record of one episode: its answers as they were sampled, and the trajectories that they form.
+//!
+//! A request whose prompt begins with all tokens of a trajectory continues that trajectory. The tokens in
+//! between are masked. Any other prompt begins a new trajectory. So each sampled token is trained once, after
+//! the very tokens that it was sampled after. For an agent that shortens its history:
+//!
+//! ```text
+//! request 1   prompt A             answer 1    trajectory 1: A [answer 1]
+//! request 2   A answer 1 reply     answer 2    trajectory 1: A [answer 1] reply [answer 2]
+//! request 3   B answer 2 question  answer 3    trajectory 2: B answer 2 question [answer 3]
+//! ```
+//!
+//! The tokens in brackets are trained. A message that the model wrote is never tokenised again: its sampled
+//! tokens are a part of later prompts.
+
+use crate::chat::{Call, Chat};
+use crate::engine::NewToken;
+use crate::harmony::Message;
+use crate::ops::token_set::TokenSet;
+use crate::serve::{Conversation, read_content};
+use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
+use anyhow::Result;
+use serde_json::Value;
+
+/// An answer that the client received.
+struct KeptAnswer {
+    message: GivenMessage,
+    /// The calls at its end. Their ids are in `message`.
+    calls: Vec<Message>,
+    prompt: Vec<u32>,
+    tokens: Vec<u32>,
+    /// Whether the last token ends the turn.
+    has_ended: bool,
+}
+
+/// The parts of an assistant message by which it is found again.
+#[derive(Debug)]
+struct GivenMessage {
+    text: String,
+    /// Name and arguments of each call.
+    calls: Vec<(String, Value)>,
+    call_ids: Vec<String>,
+}
+
+impl GivenMessage {
+    fn read(message: &Value) -> Self {
+        let text = read_content(&message["content"]).unwrap_or_default().trim().to_owned();
+        let calls = message["tool_calls"].as_array().map(Vec::as_slice).unwrap_or_default();
+        let text_of = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let arguments = |call: &Value| match &call["function"]["arguments"] {
+            Value::String(text) => serde_json::from_str(text).unwrap_or_else(|_| text.clone().into()),
+            arguments => arguments.clone(),
+        };
+        Self {
+            text,
+            call_ids: calls.iter().map(|call| text_of(&call["id"])).collect(),
+            calls: calls.iter().map(|call| (text_of(&call["function"]["name"]), arguments(call))).collect(),
+        }
+    }
+
+    fn says_the_same(&self, other: &Self) -> bool {
+        self.text == other.text && self.calls == other.calls
+    }
+}
+
+/// A trajectory in progress. All per-token lists have one length.
+struct Path {
+    tokens: Vec<u32>,
+    prompt_tokens: usize,
+    mask: Vec<bool>,
+    log_probs: Vec<f32>,
+    /// The tokens that each sampled token was drawn from, if its distribution was truncated.
+    kept_tokens: Vec<Option<TokenSet>>,
+    turns: Vec<Turn>,
+    messages: Vec<Message>,
+    outcome: Outcome,
+    /// Number of calls at the end of the last answer.
+    open_calls: usize,
+}
+
+/// A finished answer, with its request.
+pub(super) struct SampledAnswer<'a> {
+    pub prompt: &'a [u32],
+    /// The messages of the prompt.
+    pub messages: &'a [Message],
+    pub tokens: &'a [NewToken],
+    /// The message that the client receives.
+    pub message: &'a Value,
+    /// Whether it ended because the recipe allows no further token in its trajectory.
+    pub is_full: bool,
+}
+
+/// The facts about an episode that all of its trajectories share.
+#[derive(Debug, Clone)]
+pub(super) struct EpisodeFacts {
+    pub step: u64,
+    pub policy_version: u64,
+    pub prompt: u64,
+    pub sample: u64,
+    pub problem_id: String,
+}
+
+/// The answers and trajectories of an episode.
+#[derive(Default)]
+pub(super) struct Trace {
+    answers: Vec<KeptAnswer>,
+    paths: Vec<Path>,
+    /// Index of the trajectory with the newest answer.
+    newest: usize,
+}
+
+impl Trace {
+    /// Returns the tokens of a request's conversation and of the start of the next answer. `values` are the
+    /// entries of its `messages`.
+    ///
+    /// # Errors
+    /// When a message cannot be rendered.
+    pub fn render(&self, chat: &Chat, conversation: &Conversation, values: &[Value]) -> Result<Vec<u32>> {
+        let (mut tokens, mut pending) = (vec![], conversation.system.clone());
+        let append = |tokens: &mut Vec<u32>, pending: &mut Vec<Message>| -> Result<()> {
+            let rendered = match tokens.is_empty() {
+                true => chat.render_prompt(pending)?,
+                false => chat.render_continuation(pending)?,
+            };
+            tokens.extend(rendered);
+            pending.clear();
+            Ok(())
+        };
+        for (value, messages) in values.iter().zip(&conversation.entries) {
+            let given = GivenMessage::read(value);
+            let is_kept = value["role"] == "assistant"
+                && self.answers.iter().any(|answer| answer.message.says_the_same(&given));
+            if is_kept {
+                append(&mut tokens, &mut pending)?;
+                if let Some(answer) = self.find(&given, &tokens) {
+                    tokens.extend(&answer.tokens);
+                    // An answer that reached its limit is closed by a token that is not trained.
+                    tokens.extend(chat.stop_tokens().first().filter(|_| !answer.has_ended));
+                }
+            } else {
+                pending.extend(messages.iter().map(|message| self.address_reply(value, message)));
+            }
+        }
+        append(&mut tokens, &mut pending)?;
+        Ok(tokens)
+    }
+
+    /// Returns the answer that `given` repeats: the one that was sampled after `tokens`, else the one with
+    /// the same call ids, else the newest.
+    fn find(&self, given: &GivenMessage, tokens: &[u32]) -> Option<&KeptAnswer> {
+        let same = || self.answers.iter().rev().filter(|answer| answer.message.says_the_same(given));
+        let has_ids =
+            |answer: &&KeptAnswer| !given.call_ids.is_empty() && answer.message.call_ids == given.call_ids;
+        same()
+            .find(|answer| answer.prompt == tokens)
+            .or_else(|| same().find(has_ids))
+            .or_else(|| same().next())
+    }
+
+    /// Returns a tool's reply with the author and the channel of the call that it answers.
+    fn address_reply(&self, value: &Value, message: &Message) -> Message {
+        let id = value["tool_call_id"].as_str().unwrap_or_default();
+        let call = self.answers.iter().rev().find_map(|answer| {
+            let index = answer.message.call_ids.iter().position(|other| other == id)?;
+            answer.calls.get(index)
+        });
+        match call {
+            Some(call) if value["role"] == "tool" => {
+                Message { name: call.recipient.clone(), channel: call.channel.clone(), ..message.clone() }
+            }
+            _ => message.clone(),
+        }
+    }
+
+    /// Returns the index of the trajectory that `prompt` continues: the longest one that it begins with.
+    fn continued(&self, prompt: &[u32]) -> Option<usize> {
+        let paths = self.paths.iter().enumerate().filter(|(_, path)| prompt.starts_with(&path.tokens));
+        paths.max_by_key(|(_, path)| path.tokens.len()).map(|(index, _)| index)
+    }
+
+    /// Returns the number of tokens sampled so far in the trajectory that `prompt` continues.
+    pub fn sampled_before(&self, prompt: &[u32]) -> usize {
+        let path = self.continued(prompt).map(|index| &self.paths[index]);
+        path.map_or(0, |path| path.mask.iter().filter(|&&mask| mask).count())
+    }
+
+    /// Notes that there was no space for a further answer.
+    pub fn end_of_space(&mut self) {
+        if let Some(path) = self.paths.get_mut(self.newest) {
+            path.outcome = Outcome::TruncatedLength;
+        }
+    }
+
+    /// Returns the number of answers.
+    pub fn answers(&self) -> usize {
+        self.answers.len()
+    }
+
+    /// Adds an answer to the trajectory that its prompt continues, or to a new one.
+    pub fn record(&mut self, chat: &Chat, answer: &SampledAnswer) {
+        let SampledAnswer { prompt, messages, tokens, message, is_full } = *answer;
+        let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
+        let mut parser = chat.turn_parser();
+        for &id in &ids {
+            parser.push(id);
+        }
+        let given = GivenMessage::read(message);
+        let calls: Vec<Message> = match given.calls.is_empty() {
+            true => vec![],
+            false => parser
+                .calls()
+                .into_iter()
+                .filter_map(|call| match call {
+                    Call::Ready(message) => Some(message),
+                    Call::Malformed { .. } => None,
+                })
+                .collect(),
+        };
+        let index = self.continued(prompt).unwrap_or_else(|| {
+            self.paths.push(Path::new());
+            self.paths.len() - 1
+        });
+        let path = &mut self.paths[index];
+        if let Some(turn) = path.turns.last_mut() {
+            // The client went on after the calls of the answer before, so it answered them.
+            turn.calls = vec![CallOutcome::Answered; path.open_calls];
+        } else {
+            path.prompt_tokens = prompt.len();
+        }
+        path.push(&prompt[path.tokens.len()..], None);
+        let start = path.tokens.len();
+        path.push(&ids, Some(tokens));
+        path.turns.push(Turn { start, end: path.tokens.len(), calls: vec![] });
+        path.open_calls = calls.len();
+        path.messages = messages.to_vec();
+        path.messages.extend(parser.finish());
+        path.outcome = if is_full { Outcome::TruncatedLength } else { Outcome::Finished };
+        self.newest = index;
+        let has_ended = ids.last().is_some_and(|last| chat.stop_tokens().contains(last));
+        let prompt = prompt.to_vec();
+        self.answers.push(KeptAnswer { message: given, calls, prompt, tokens: ids, has_ended });
+    }
+
+    /// Returns the trajectories in the order of their first answers, each with its messages, and the index of
+    /// the one with the newest answer. All have reward 0.
+    pub fn into_trajectories(self, facts: &EpisodeFacts) -> (Vec<(Trajectory, Vec<Message>)>, usize) {
+        let trajectory = |(part, path): (usize, Path)| {
+            let is_truncated = path.kept_tokens.iter().any(Option::is_some);
+            let trajectory = Trajectory {
+                tokens: path.tokens,
+                prompt_tokens: path.prompt_tokens,
+                mask: path.mask,
+                log_probs: path.log_probs,
+                kept_tokens: if is_truncated { path.kept_tokens } else { vec![] },
+                turns: path.turns,
+                outcome: path.outcome,
+                part: part as u64,
+                ..facts.without_tokens()
+            };
+            (trajectory, path.messages)
+        };
+        (self.paths.into_iter().enumerate().map(trajectory).collect(), self.newest)
+    }
+}
+
+impl Path {
+    fn new() -> Self {
+        Self {
+            tokens: vec![],
+            prompt_tokens: 0,
+            mask: vec![],
+            log_probs: vec![],
+            kept_tokens: vec![],
+            turns: vec![],
+            messages: vec![],
+            outcome: Outcome::Finished,
+            open_calls: 0,
+        }
+    }
+
+    /// Appends tokens: `sampled` ones, or masked ones if it is `None`.
+    fn push(&mut self, ids: &[u32], sampled: Option<&[NewToken]>) {
+        self.tokens.extend(ids);
+        self.mask.resize(self.tokens.len(), sampled.is_some());
+        match sampled {
+            Some(tokens) => {
+                self.log_probs.extend(tokens.iter().map(|token| token.log_prob));
+                self.kept_tokens.extend(tokens.iter().map(|token| token.kept.clone()));
+            }
+            None => {
+                self.log_probs.resize(self.tokens.len(), 0.0);
+                self.kept_tokens.resize(self.tokens.len(), None);
+            }
+        }
+    }
+}
+
+impl EpisodeFacts {
+    /// Returns a trajectory without tokens, as of an episode that failed.
+    pub fn without_tokens(&self) -> Trajectory {
+        Trajectory {
+            step: self.step,
+            policy_version: Some(self.policy_version),
+            policy_versions: vec![],
+            prompt: self.prompt,
+            sample: self.sample,
+            part: 0,
+            problem_id: self.problem_id.clone(),
+            tokens: vec![],
+            prompt_tokens: 0,
+            mask: vec![],
+            log_probs: vec![],
+            kept_tokens: vec![],
+            routed_experts: vec![],
+            turns: vec![],
+            outcome: Outcome::TaskFailed,
+            reward: 0.0,
+            success: false,
+            rewards: Default::default(),
+            tool_s: 0.0,
+        }
+    }
+}

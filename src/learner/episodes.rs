@@ -1,0 +1,101 @@
+//! Trajectories of one episode share its reward, so group advantages compare episodes, not trajectories.
+
+use crate::trajectory::Group;
+
+/// The episode of each trajectory of a batch.
+pub(super) struct Episodes {
+    /// For each trajectory: the index of its episode.
+    of_trajectory: Vec<usize>,
+    /// Number of trajectories of each episode.
+    trajectories: Vec<usize>,
+    /// Number of episodes of each group.
+    pub group_sizes: Vec<usize>,
+}
+
+impl Episodes {
+    pub fn new(groups: &[&Group]) -> Self {
+        let (mut of_trajectory, mut trajectories, mut group_sizes) = (vec![], vec![], vec![]);
+        for group in groups {
+            let before = trajectories.len();
+            for (index, trajectory) in group.trajectories.iter().enumerate() {
+                if index == 0 || trajectory.begins_episode() {
+                    trajectories.push(0);
+                }
+                of_trajectory.push(trajectories.len() - 1);
+                if let Some(count) = trajectories.last_mut() {
+                    *count += 1;
+                }
+            }
+            group_sizes.push(trajectories.len() - before);
+        }
+        Self { of_trajectory, trajectories, group_sizes }
+    }
+
+    /// Returns the mean reward of each episode, from the reward of each trajectory. Shaping and KL penalties
+    /// may differ within an episode.
+    pub fn rewards(&self, rewards: &[f32]) -> Vec<f32> {
+        let mut sums = vec![0f64; self.trajectories.len()];
+        self.of_trajectory.iter().zip(rewards).for_each(|(&episode, &r)| sums[episode] += f64::from(r));
+        sums.iter().zip(&self.trajectories).map(|(sum, &count)| (sum / count as f64) as f32).collect()
+    }
+
+    /// Returns the sum over each episode.
+    pub fn sums(&self, values: &[usize]) -> Vec<usize> {
+        let mut sums = vec![0; self.trajectories.len()];
+        self.of_trajectory.iter().zip(values).for_each(|(&episode, value)| sums[episode] += value);
+        sums
+    }
+
+    /// Returns, for each trajectory, the value of its episode.
+    pub fn spread(&self, values: &[f32]) -> Vec<f32> {
+        self.of_trajectory.iter().map(|&episode| values[episode]).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::advantage::grpo;
+    use crate::trajectory::{Outcome, Trajectory};
+
+    fn trajectory(part: u64) -> Trajectory {
+        Trajectory {
+            step: 1,
+            policy_version: None,
+            policy_versions: vec![],
+            prompt: 0,
+            sample: 0,
+            part,
+            problem_id: String::new(),
+            tokens: vec![],
+            prompt_tokens: 0,
+            mask: vec![],
+            log_probs: vec![],
+            kept_tokens: vec![],
+            routed_experts: vec![],
+            turns: vec![],
+            outcome: Outcome::Finished,
+            reward: 0.0,
+            success: false,
+            rewards: Default::default(),
+            tool_s: 0.0,
+        }
+    }
+
+    #[test]
+    fn an_episode_counts_once_however_many_trajectories_it_has() {
+        let group = |parts: &[u64]| Group {
+            trajectories: parts.iter().map(|&part| trajectory(part)).collect(),
+            greedy: None,
+        };
+        let (first, second) = (group(&[0, 1, 2, 0]), group(&[0, 0]));
+        let episodes = Episodes::new(&[&first, &second]);
+        assert_eq!(episodes.group_sizes, [2, 2]);
+        let rewards = episodes.rewards(&[1.0, 1.0, 1.0, 0.0, 0.5, 0.25]);
+        assert_eq!(rewards, [1.0, 0.0, 0.5, 0.25]);
+        let advantages = episodes.spread(&grpo(&rewards, &episodes.group_sizes).unwrap());
+        let alone = grpo(&[1.0, 0.0, 0.5, 0.25], &[2, 2]).unwrap();
+        assert_eq!(advantages, [alone[0], alone[0], alone[0], alone[1], alone[2], alone[3]]);
+        assert_eq!(episodes.sums(&[1, 2, 3, 4, 5, 6]), [6, 4, 5, 6]);
+    }
+}

@@ -1,0 +1,319 @@
+//! The task `agent`, with a program of Python's standard library (tests/fixtures/agent_client.py): what is
+//! trained, what is refused, and programs that lie, hang, flood and die.
+
+use crate::skips;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use tempfile::TempDir;
+
+/// A run of a small random model. Its name is the mode of the program.
+struct AgentRun {
+    folder: TempDir,
+    output: Output,
+}
+
+fn program() -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/agent_client.py").display().to_string()
+}
+
+fn recipe(mode: &str) -> String {
+    format!(
+        "[task]\nname = \"agent\"\ncommand = [\"python3\", {:?}, {mode:?}]\n\
+         [model.architecture]\nmax_position_embeddings = 768\n\
+         [rollout]\nprompts_per_step = 1\nsamples_per_prompt = 8\nprompt_tokens_max = 600\nresponse_tokens_max = 64\n\
+         [train]\nsteps = 3\nrecompute_layers = false\n[train.optimizer]\nlr = 1e-3\n\
+         [eval]\nevery_steps = 0\nbefore_training = false\n[checkpoint]\nevery_steps = 1\n\
+         [logging]\ntrajectories_per_step = 1000\n[parallel]\nthreads = 2\n",
+        program()
+    )
+}
+
+fn rloss(folder: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+    command.current_dir(folder).stdin(Stdio::null()).env("XDG_CONFIG_HOME", env!("CARGO_TARGET_TMPDIR"));
+    command.env("AGENT_LOG", folder.join("answers.jsonl")).env_remove("RLOSS_SERVE_TOKEN");
+    command
+}
+
+impl AgentRun {
+    fn start(mode: &str, sets: &[&str]) -> Self {
+        Self::start_with(mode, sets, 1)
+    }
+
+    fn start_with(mode: &str, sets: &[&str], threads: usize) -> Self {
+        let folder = TempDir::new().unwrap();
+        std::fs::write(folder.path().join("agent.toml"), recipe(mode)).unwrap();
+        let mut command = rloss(folder.path());
+        command.args(["train", "agent.toml", "--out", "run"]).env("AGENT_THREADS", threads.to_string());
+        for set in sets {
+            command.args(["--set", set]);
+        }
+        let output = command.output().unwrap();
+        Self { folder, output }
+    }
+
+    fn errors(&self) -> String {
+        String::from_utf8_lossy(&self.output.stderr).into_owned()
+    }
+
+    fn done(self) -> Self {
+        assert_eq!(self.output.status.code(), Some(0), "{}", self.errors());
+        self
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("run")
+    }
+
+    fn lines(&self, file: &str) -> Vec<Value> {
+        let text = std::fs::read_to_string(self.folder.path().join(file)).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// The rows of reinforcement learning, without times.
+    fn rows(&self) -> Vec<BTreeMap<String, Value>> {
+        let rows = self.lines("run/metrics.jsonl").into_iter().filter(|row| row["phase"] == "rl");
+        let is_time =
+            |name: &str| ["timing_s/", "perf/", "timing_per_token"].iter().any(|p| name.starts_with(p));
+        rows.map(|row| {
+            let row: BTreeMap<String, Value> = serde_json::from_value(row).unwrap();
+            row.into_iter().filter(|(name, _)| !is_time(name)).collect()
+        })
+        .collect()
+    }
+
+    fn trajectories(&self, step: u64) -> Vec<Value> {
+        self.lines(&format!("run/trajectories/step-{step:06}.jsonl"))
+    }
+}
+
+fn ids(value: &Value) -> Vec<u64> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap()).collect()
+}
+
+/// The tokens before an answer, and the answer's own.
+type Stretch = (Vec<u64>, Vec<u64>);
+
+/// The sampled stretches of a trajectory.
+fn stretches(row: &Value) -> Vec<Stretch> {
+    let tokens = ids(&row["tokens"]);
+    let turns = row["turns"].as_array().unwrap();
+    let range =
+        |turn: &Value| (turn["start"].as_u64().unwrap() as usize, turn["end"].as_u64().unwrap() as usize);
+    let mask: Vec<bool> = row["mask"].as_array().unwrap().iter().map(|m| m.as_bool().unwrap()).collect();
+    let mut expected = vec![false; mask.len()];
+    turns.iter().for_each(|turn| expected[range(turn).0..range(turn).1].fill(true));
+    assert_eq!(mask, expected, "trained is what the turns cover");
+    turns
+        .iter()
+        .map(range)
+        .map(|(start, end)| (tokens[..start].to_vec(), tokens[start..end].to_vec()))
+        .collect()
+}
+
+/// Checks that the trained tokens are those that the program received, each once, after its own prompt.
+fn check_trained(run: &AgentRun, steps: u64) -> (usize, usize) {
+    let mut received: BTreeMap<String, Vec<Stretch>> = BTreeMap::new();
+    for answer in run.lines("answers.jsonl") {
+        let episode = answer["episode"].as_str().unwrap().to_owned();
+        received.entry(episode).or_default().push((ids(&answer["prompt"]), ids(&answer["tokens"])));
+    }
+    let (mut trained, mut parts): (BTreeMap<String, Vec<Stretch>>, usize) = (BTreeMap::new(), 0);
+    for step in 1..=steps {
+        for row in run.trajectories(step) {
+            let id = format!("t{step}-{}-{}", row["prompt"], row["sample"]);
+            trained.entry(id).or_default().extend(stretches(&row));
+            parts += usize::from(row.get("part").is_some());
+        }
+    }
+    let answers = received.values().map(Vec::len).sum();
+    received.values_mut().chain(trained.values_mut()).for_each(|all| all.sort());
+    assert_eq!(trained, received);
+    (answers, parts)
+}
+
+#[test]
+fn an_agents_run_trains_on_exactly_what_was_sampled_and_runs_twice_alike() {
+    if !skips::python3() {
+        return;
+    }
+    let sets = ["task.validation_rows_max=3", "eval.every_steps=3", "eval.before_training=true"];
+    let run = AgentRun::start("arithmetic", &sets).done();
+    let rows = run.rows();
+    assert_eq!(rows.len(), 3);
+    for row in &rows {
+        assert_eq!(row["mismatch/log_ppl_abs_diff_max"], 0.0);
+        let counts = ["episodes", "failed", "answers", "trajectories"];
+        assert_eq!(counts.map(|name| row[&format!("agent/{name}")].as_f64().unwrap()), [8.0, 0.0, 16.0, 8.0]);
+        assert!(row.contains_key("reward/sum/mean") && row.contains_key("actor/grad_norm"));
+    }
+    let evaluation = run.lines("run/metrics.jsonl").into_iter().filter(|row| row["phase"] == "eval");
+    assert_eq!(evaluation.filter(|row| row.get("val-core/agent/acc/mean@1").is_some()).count(), 2);
+    assert!(run.errors().contains("a function of its recipe only as far as the program is"));
+    let again = AgentRun::start("arithmetic", &sets).done();
+    assert_eq!(again.rows(), rows);
+    // Resumed after step 2, the run is the same again.
+    std::fs::remove_dir_all(again.path().join("checkpoints/step-000003")).unwrap();
+    let mut resume = rloss(again.folder.path());
+    resume.args(["train", "agent.toml", "--out", "run", "--resume"]);
+    for set in sets {
+        resume.args(["--set", set]);
+    }
+    let output = resume.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert_eq!(again.rows(), rows);
+}
+
+#[test]
+fn a_client_that_rewrites_its_history_trains_each_sampled_token_once() {
+    if !skips::python3() {
+        return;
+    }
+    for family in ["model.architecture.model_type=gpt_oss", "model.architecture.model_type=qwen2"] {
+        let sets = ["rollout.samples_per_prompt=24", "train.steps=2", family];
+        let run = AgentRun::start_with("wild", &sets, 4).done();
+        let (answers, parts) = check_trained(&run, 2);
+        assert!(answers > 100 && parts > 20, "{answers} answers, {parts} further trajectories");
+        assert!(run.rows().iter().all(|row| row["mismatch/log_ppl_abs_diff_max"] == 0.0));
+    }
+}
+
+/// 1,000 episodes, for a person to run.
+#[test]
+#[ignore = "a minute"]
+fn a_thousand_wild_episodes() {
+    let run = AgentRun::start_with("wild", &["rollout.samples_per_prompt=250", "train.steps=4"], 8).done();
+    println!("{:?} answers, further trajectories", check_trained(&run, 4));
+}
+
+#[test]
+fn nothing_is_learned_from_a_program_that_lies() {
+    if !skips::python3() {
+        return;
+    }
+    let sets = ["train.steps=1", "task.episode_timeout_s=3", "rollout.samples_per_prompt=9"];
+    let run = AgentRun::start("liar", &sets).done();
+    let row = &run.rows()[0];
+    for (name, count) in [
+        ("episodes", 4.0),
+        ("failed", 5.0),
+        ("failed_bad_reward", 1.0),
+        ("failed_second_reward", 1.0),
+        ("failed_no_answer", 1.0),
+        ("failed_error", 1.0),
+        ("failed_timeout", 1.0),
+        ("failed_not_asked", 0.0),
+    ] {
+        assert_eq!(row[&format!("agent/{name}")], count, "{name}\n{}", run.errors());
+    }
+    let samples: Vec<u64> = run.trajectories(1).iter().map(|row| row["sample"].as_u64().unwrap()).collect();
+    assert_eq!(samples, [0, 6, 7, 8]);
+    let errors = run.errors();
+    for told in [
+        "it got a second reward",
+        "NaN and Infinity are not numbers in JSON",
+        "my disk is full",
+        "it got a reward, but asked for no answer",
+        "no reward came within task.episode_timeout_s = 3 s",
+    ] {
+        assert_eq!(errors.matches(told).count(), 1, "{told} in {errors}");
+    }
+}
+
+#[test]
+fn a_program_that_dies_is_started_again_and_its_episodes_begin_again() {
+    if !skips::python3() {
+        return;
+    }
+    let died = AgentRun::start("dying", &[]).done();
+    assert_eq!(died.errors().matches("the program ended (exit status: 3)").count(), 1, "{}", died.errors());
+    assert!(died.errors().contains("out of luck"));
+    let whole = AgentRun::start("arithmetic", &[]).done();
+    let (mut rows, expected) = (died.rows(), whole.rows());
+    assert_eq!(rows[1].insert("agent/begun_again".into(), 0.into()), Some(1.into()));
+    assert_eq!(rows, expected, "the death changes nothing");
+    assert!(std::fs::read_to_string(died.path().join("agent.log")).unwrap().contains("out of luck"));
+}
+
+#[test]
+fn a_program_that_gives_up_ends_the_run_with_its_last_words() {
+    if !skips::python3() {
+        return;
+    }
+    let run = AgentRun::start("dead", &[]);
+    assert_eq!(run.output.status.code(), Some(1));
+    let errors = run.errors();
+    assert!(
+        errors.contains("before it asked for an episode") && errors.contains("No module named"),
+        "{errors}"
+    );
+    let run = AgentRun::start("silent", &["task.episode_timeout_s=0.3", "train.steps=9"]);
+    assert_eq!(run.output.status.code(), Some(1));
+    assert!(run.errors().contains("for 3 steps no group has had enough episodes"), "{}", run.errors());
+    assert_eq!(run.errors().matches("the program did not ask for it").count(), 1);
+}
+
+#[test]
+fn a_flood_of_output_is_bounded() {
+    if !skips::python3() {
+        return;
+    }
+    let run = AgentRun::start("flood", &["train.steps=1"]).done();
+    assert_eq!(std::fs::metadata(run.path().join("agent.log")).unwrap().len(), 16 << 20);
+    assert!(run.errors().contains("further output is dropped"));
+}
+
+#[test]
+fn a_wrong_agent_is_refused_before_any_work() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let taken = format!("task.serve_on={}", taken.local_addr().unwrap());
+    let file = format!("train.trajectories={}", program());
+    for (sets, expected) in [
+        (&["task.command=[\"no-such-program\"]"][..], "task.command: cannot start \"no-such-program\""),
+        (&["task.command=[]"], "task.command: missing: write the program that plays the episodes"),
+        (&["task.command=[]", "task.serve_on=127.0.0.1:0"], "set RLOSS_SERVE_TOKEN to a secret"),
+        (&["task.serve_on=here"], "task.serve_on: \"here\" is not an address with a port"),
+        (&["task.serve_on=0.0.0.0:0"], "task.serve_on: everyone who can reach 0.0.0.0:0"),
+        (&[taken.as_str()], "is not available"),
+        (&["task.command_processes=2"], "task.command_processes: only the task command uses this key"),
+        (&["task.train_file=nowhere.jsonl"], "task.train_file: no file at nowhere.jsonl"),
+        (&["task.train_rows_max=3"], "task.train_rows_max: the task agent reads no file"),
+        (&["policy.advantage=remax"], "policy.advantage: remax needs a greedy sample"),
+        (&["rollout.keep_routes=true"], "rollout.keep_routes: an agent's episodes keep no routed experts"),
+        (&["task.episodes_at_once=0"], "task.episodes_at_once"),
+        (&[file.as_str()], "agent_client.py"),
+    ] {
+        let run = AgentRun::start("arithmetic", sets);
+        let errors = run.errors();
+        assert_eq!(run.output.status.code(), Some(2), "{sets:?}: {errors}");
+        assert!(errors.contains(expected), "{sets:?}: {errors}");
+        assert!(!run.path().exists(), "{sets:?} leaves a folder");
+    }
+}
+
+#[test]
+fn the_examples_are_short_and_their_recipes_resolve() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/agents");
+    let mut recipes = 0;
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        if name.ends_with(".py") {
+            let lines = std::fs::read_to_string(&path).unwrap().lines().count();
+            assert!(lines <= 60, "{name} has {lines} lines");
+        } else if name.ends_with(".toml") {
+            let mut command = rloss(Path::new(env!("CARGO_MANIFEST_DIR")));
+            command.args(["check", "--no-run"]).arg(&path);
+            if name == "openai_client.toml" {
+                // Its model comes from a warm-up.
+                command.args(["--set", "model.path=src"]);
+            }
+            let output = command.output().unwrap();
+            assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+            recipes += 1;
+        }
+    }
+    assert!(recipes >= 4, "{recipes}");
+}
