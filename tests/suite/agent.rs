@@ -193,7 +193,7 @@ fn nothing_is_learned_from_a_program_that_lies() {
     if !skips::python3() {
         return;
     }
-    let sets = ["train.steps=1", "task.episode_timeout_s=3", "rollout.samples_per_prompt=9"];
+    let sets = ["train.steps=1", "task.episode_timeout_s=8", "rollout.samples_per_prompt=9"];
     let run = AgentRun::start("liar", &sets).done();
     let row = &run.rows()[0];
     for (name, count) in [
@@ -216,7 +216,7 @@ fn nothing_is_learned_from_a_program_that_lies() {
         "NaN and Infinity are not numbers in JSON",
         "my disk is full",
         "it got a reward, but asked for no answer",
-        "no reward came within task.episode_timeout_s = 3 s",
+        "no reward came within task.episode_timeout_s = 8 s",
     ] {
         assert_eq!(errors.matches(told).count(), 1, "{told} in {errors}");
     }
@@ -278,7 +278,7 @@ fn a_wrong_agent_is_refused_before_any_work() {
         (&["task.serve_on=0.0.0.0:0"], "task.serve_on: everyone who can reach 0.0.0.0:0"),
         (&[taken.as_str()], "is not available"),
         (&["task.command_processes=2"], "task.command_processes: only the task command uses this key"),
-        (&["task.train_file=nowhere.jsonl"], "task.train_file: no file at nowhere.jsonl"),
+        (&["task.train_file=nowhere.jsonl"], "task.train_file: no file at"),
         (&["task.train_rows_max=3"], "task.train_rows_max: the task agent reads no file"),
         (&["policy.advantage=remax"], "policy.advantage: remax needs a greedy sample"),
         (&["rollout.keep_routes=true"], "rollout.keep_routes: an agent's episodes keep no routed experts"),
