@@ -282,6 +282,14 @@ fn a_wrong_agent_is_refused_before_any_work() {
         (&["task.train_rows_max=3"], "task.train_rows_max: the task agent reads no file"),
         (&["policy.advantage=remax"], "policy.advantage: remax needs a greedy sample"),
         (&["rollout.keep_routes=true"], "rollout.keep_routes: an agent's episodes keep no routed experts"),
+        (
+            &["rollout.lag_steps=1", "policy.old_logprob=rollout"],
+            "rollout.lag_steps: an agent's episodes are sampled by the weights of their step",
+        ),
+        (
+            &["rollout.step_tokens_max=8", "policy.old_logprob=rollout"],
+            "rollout.step_tokens_max: an agent's episodes cannot pause",
+        ),
         (&["task.episodes_at_once=0"], "task.episodes_at_once"),
         (&[file.as_str()], "agent_client.py"),
     ] {

@@ -160,6 +160,41 @@ fn partial_trajectories_are_the_same_on_any_number_of_threads_and_after_a_kill()
     }
 }
 
+/// Samples carry the tokens that they were drawn from through the queue, through pauses and checkpoints.
+#[test]
+fn truncated_samples_keep_every_ratio_finite_with_a_lag_four_minibatches_and_pauses() {
+    if !skips::python3() {
+        return;
+    }
+    let truncated =
+        ["rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.05", "rollout.temperature=1.3"];
+    let updates = ["train.minibatches=4", "train.optimizer.lr=1e-3", "rollout.lag_steps=2"];
+    for pauses in [false, true] {
+        let folder = TempDir::new().unwrap();
+        let sets = match pauses {
+            true => partial(folder.path(), &[&truncated[..], &updates].concat()),
+            false => {
+                [&[ROLLOUT][..], &truncated, &updates].concat().iter().map(|set| (*set).to_owned()).collect()
+            }
+        };
+        let run = same_on_all_threads(folder.path(), &texts(&sets));
+        let rows = rl_rows(&run);
+        assert_engine_agrees(&rows);
+        assert!(range(&rows, "kept_tokens/min").0 >= 1.0 && range(&rows, "kept_tokens/max").1 <= 20.0);
+        for row in &rows {
+            for (key, value) in row.as_object().unwrap() {
+                assert!(!value.is_null() && value.as_f64().is_none_or(f64::is_finite), "{key} in {row}");
+            }
+        }
+        assert!(range(&rows, "actor/ppo_kl").1 > 0.0, "the updates move the policy");
+        if pauses {
+            let killed = folder.path().join("killed");
+            killed_and_resumed(&killed, &texts(&sets), (5, Duration::from_millis(3)));
+            assert_same_results(&killed, &run);
+        }
+    }
+}
+
 #[test]
 fn a_run_that_samples_ahead_is_made_longer() {
     let folder = TempDir::new().unwrap();
