@@ -9,7 +9,7 @@ use serde_json::Value;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "agent",
-    meaning: "Your own agent: a program that plays episodes through OpenAI's interface, see TASKS.md.",
+    meaning: "Your own agent: a program that plays episodes through OpenAI's interface, see AGENTS.md.",
     reads_files: false,
     data: "",
     has_negative_rewards: false,
