@@ -250,9 +250,12 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
 #[test]
 fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
     let kept = |keys: &str, command: ModelCommand, vocab_size: usize| {
-        let size =
-            "rollout.prompts_per_step = 3\nrollout.samples_per_prompt = 5\nrollout.response_tokens_max = 7\n";
-        let plan = resolve(Path::new("a.toml"), &format!("{size}{keys}"), &[]).unwrap();
+        // A task without the Python tool, which the test's binary cannot start.
+        let text = format!(
+            "task.name = \"format_rules\"\nrollout.turns_max = 1\nrollout.prompts_per_step = 3\n\
+             rollout.samples_per_prompt = 5\nrollout.response_tokens_max = 7\n{keys}"
+        );
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, command, &Console::silent()).unwrap();
         let input = preflight.memory_plan_input();
         let config = Config { vocab_size, ..input.config.clone() };
