@@ -42,8 +42,8 @@ table! {
         /// How `verify_if` computes a reward from the instructions that were followed.
         pub grading: Option<verify_if::Grading> = None,
         /// The program of the task `command` or `agent` and its arguments. The program runs with your own
-        /// rights, outside any sandbox. A word that names a file is a path relative to the working directory. A
-        /// run stores the absolute path.
+        /// rights, outside any sandbox. A word that names a file is a path relative to the working
+        /// directory. A run stores the absolute path.
         pub command: Vec<String> = Vec::new(),
         /// Time limit of an answer from the program of the task `command`, in seconds. After it, the program
         /// is killed and restarted.
