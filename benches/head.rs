@@ -51,8 +51,9 @@ fn main() -> Result<()> {
     for round in 0..=ROUNDS {
         let start = Instant::now();
         pool.install(|| -> Result<()> {
-            let pass =
-                || Result::Ok(vec![(log_prob_and_entropy(&h, &head, &targets, 1.0)?, gradient.clone())]);
+            let pass = || {
+                Result::Ok(vec![(log_prob_and_entropy(&h, &head, &targets, None, 1.0)?, gradient.clone())])
+            };
             black_box(differentiate(&[&h], pass)?);
             Ok(())
         })?;

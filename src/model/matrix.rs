@@ -109,7 +109,7 @@ impl Matrix {
         temperature: f64,
     ) -> Result<Tensor> {
         let weight = self.plain_weight()?;
-        Ok(ops::truncated_log_prob_and_entropy(h, weight, targets, kept, temperature)?)
+        Ok(ops::log_prob_and_entropy(h, weight, targets, kept, temperature)?)
     }
 
     /// Returns the logits of `h [R, H]` for a sampler. The matrix must be an LM head.

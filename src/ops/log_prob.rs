@@ -95,25 +95,12 @@ fn sum_up(row: &[f32], max_logit: f32, mut each_block: impl FnMut([f32; LANES]))
 }
 
 /// Returns `[2, R]`: the log-probabilities of `targets` under `softmax(h · W / τ)` in the first row, and the
-/// entropies of the distributions in the second row.
-///
-/// # Errors
-/// When shapes disagree or a target is not below `V`.
-pub fn log_prob_and_entropy(
-    h: &Tensor,
-    weight: &Weight,
-    targets: &Arc<Vec<u32>>,
-    temperature: f64,
-) -> Result<Tensor> {
-    truncated_log_prob_and_entropy(h, weight, targets, None, temperature)
-}
-
-/// Works like [`log_prob_and_entropy`], but the distribution of row `i` has only the tokens of `kept[i]`, if
-/// the row has such a set. Works only on the CPU.
+/// entropies of the distributions in the second row. If `kept` has a set for a row, its distribution has only
+/// the tokens of that set; this works only on the CPU.
 ///
 /// # Errors
 /// When shapes disagree, a target is not in its set, or a token is not below `V`.
-pub fn truncated_log_prob_and_entropy(
+pub fn log_prob_and_entropy(
     h: &Tensor,
     weight: &Weight,
     targets: &Arc<Vec<u32>>,

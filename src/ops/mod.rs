@@ -57,7 +57,7 @@ pub use embedding::{embedding, select_rows, tied_embedding};
 pub use experts::{Dispatch, combine, dispatch, grouped_linear};
 pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
-pub use log_prob::{log_prob_and_entropy, truncated_log_prob_and_entropy};
+pub use log_prob::log_prob_and_entropy;
 pub use logits::logits;
 pub use low_rank::add_low_rank;
 pub use parameter::Parameter;

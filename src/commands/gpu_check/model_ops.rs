@@ -323,7 +323,7 @@ fn head(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     // The upstream gradients: those of the log-probabilities, then those of the entropies.
     let upstream = f32_rows(3, rows, 2, &Device::Cpu)?.t()?.contiguous()?.to_device(device)?;
     let (y, dh) = run_with_backward(from_ref(&h), &upstream, |h| {
-        ops::log_prob_and_entropy(h[0], &weights, &targets, temperature)
+        ops::log_prob_and_entropy(h[0], &weights, &targets, None, temperature)
     })?;
     let y = y.to_device(&Device::Cpu)?.t()?.contiguous()?;
     let draws: Vec<(usize, f64)> =

@@ -48,7 +48,7 @@ fn log_prob_and_entropy_have_the_values_and_gradients_of_their_formulas() {
             &format!("log_prob {vocabulary} at {temperature}"),
             &[&h, &w],
             |v| {
-                ops::log_prob_and_entropy(v[0], &Weight::Dense(v[1].0.clone()), &targets, temperature)
+                ops::log_prob_and_entropy(v[0], &Weight::Dense(v[1].0.clone()), &targets, None, temperature)
                     .unwrap()
             },
             |v| reference(&v[0], &v[1], &targets, vocabulary, temperature),
@@ -81,8 +81,7 @@ fn over_kept_tokens_values_and_gradients_are_those_of_their_formulas() {
             &[&h, &w],
             |v| {
                 let weight = Weight::Dense(v[1].0.clone());
-                ops::truncated_log_prob_and_entropy(v[0], &weight, &targets, Some(&encoded), temperature)
-                    .unwrap()
+                ops::log_prob_and_entropy(v[0], &weight, &targets, Some(&encoded), temperature).unwrap()
             },
             |v| kept_reference(&v[0], &v[1], &targets, &kept, vocabulary, temperature),
         );
@@ -126,8 +125,7 @@ fn over_kept_tokens_values_and_gradients_are_torchs() {
         let weight = Weight::Dense(ops::Parameter::with_gradient_sink(&w, sink, 0));
         let sets = case.kept.iter().map(|ids| ids.as_deref().map(TokenSet::from_ids)).collect();
         let (targets, kept): (_, KeptTokens) = (Arc::new(case.targets), Arc::new(sets));
-        let out = ops::truncated_log_prob_and_entropy(&h, &weight, &targets, Some(&kept), case.temperature)
-            .unwrap();
+        let out = ops::log_prob_and_entropy(&h, &weight, &targets, Some(&kept), case.temperature).unwrap();
         let upstream = tensor(&case.gradient, (2, rows));
         let store = (&out * upstream.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
         let expected: Vec<f64> = case.log_probs.iter().chain(&case.entropies).copied().collect();
@@ -152,7 +150,7 @@ fn sets_that_do_not_fit_their_rows_are_errors() {
     let weight = Weight::Dense(ops::Parameter::constant(&w));
     let error = |sets: Vec<Option<TokenSet>>| {
         let targets = Arc::new(vec![0, 2]);
-        let result = ops::truncated_log_prob_and_entropy(&h, &weight, &targets, Some(&Arc::new(sets)), 1.0);
+        let result = ops::log_prob_and_entropy(&h, &weight, &targets, Some(&Arc::new(sets)), 1.0);
         result.unwrap_err().to_string()
     };
     let set = |ids: &[u32]| Some(TokenSet::from_ids(ids));
@@ -166,8 +164,9 @@ fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let dw = w.zeros_like().unwrap().detach();
     let sink = Arc::new(super::Sink { buffers: vec![dw.clone()], added: Default::default() });
     let weight = ops::Parameter::with_gradient_sink(w, sink, 0);
-    let out = ops::log_prob_and_entropy(h, &Weight::Dense(weight.clone()), &Arc::new(targets.to_vec()), 1.0)
-        .unwrap();
+    let out =
+        ops::log_prob_and_entropy(h, &Weight::Dense(weight.clone()), &Arc::new(targets.to_vec()), None, 1.0)
+            .unwrap();
     let store = out.sum_all().unwrap().backward().unwrap();
     (floats(&out), floats(store.get(h).unwrap()), floats(&dw))
 }
@@ -201,8 +200,14 @@ fn extreme_logits_stay_finite() {
     let h = Tensor::new(&[[1f32]], &Device::Cpu).unwrap();
     let w = Tensor::new(&[[1f32, 2.0]], &Device::Cpu).unwrap();
     assert!(
-        ops::log_prob_and_entropy(&h, &Weight::Dense(ops::Parameter::constant(&w)), &Arc::new(vec![2]), 1.0)
-            .is_err(),
+        ops::log_prob_and_entropy(
+            &h,
+            &Weight::Dense(ops::Parameter::constant(&w)),
+            &Arc::new(vec![2]),
+            None,
+            1.0
+        )
+        .is_err(),
         "2 is no token"
     );
 }

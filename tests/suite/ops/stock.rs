@@ -71,7 +71,7 @@ fn log_probs_and_entropies_are_those_of_candles_log_softmax() {
     same(
         "log_prob_and_entropy",
         &[&h, &w],
-        |v| ops::log_prob_and_entropy(v[0], &Weight::Dense(v[1].0.clone()), &targets, 1.0).unwrap(),
+        |v| ops::log_prob_and_entropy(v[0], &Weight::Dense(v[1].0.clone()), &targets, None, 1.0).unwrap(),
         |v| {
             let all = stock::log_softmax(&v[0].matmul(v[1]).unwrap(), D::Minus1).unwrap();
             let chosen = all.gather(&ids, 1).unwrap().squeeze(1).unwrap();

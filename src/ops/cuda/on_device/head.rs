@@ -28,7 +28,7 @@ fn the_head_gives_the_cpus_values_and_gradients() {
         // Gradients of the log-probabilities and of the entropies.
         let dy = numbers(3, 2, rows, 1.0);
         let head = |h: &Tensor, w: &Parameter| {
-            ops::log_prob_and_entropy(h, &Weight::Dense(w.clone()), &targets, TEMPERATURE)
+            ops::log_prob_and_entropy(h, &Weight::Dense(w.clone()), &targets, None, TEMPERATURE)
         };
         let zeros = Tensor::zeros((width, vocabulary), DType::F32, &Device::Cpu).unwrap();
         let (own, exact_dw) = trainable_parameter(&w, &zeros);
@@ -67,7 +67,7 @@ fn the_heads_gradient_is_added_once_a_pass_whatever_its_chunks() {
         let h = to_gpu(&numbers(1, rows, width, 0.5), &gpu);
         let dy = Tensor::zeros((2, rows), DType::F32, &gpu).unwrap();
         forward_and_backward(&[&h], &dy, || {
-            ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), 1.0)
+            ops::log_prob_and_entropy(&h, &head, &targets(rows, vocabulary), None, 1.0)
         });
         assert_eq!(gradient_sink.0.load(Ordering::Relaxed), 1, "{rows} rows");
     }
@@ -81,7 +81,7 @@ fn what_is_sampled_has_the_bits_that_training_computes() {
         (to_gpu(&numbers(1, rows, width, 0.5), &gpu), to_gpu(&numbers(2, width, vocabulary, 0.3), &gpu));
     let head = Weight::Dense(Parameter::constant(&w));
     let targets = targets(rows, vocabulary);
-    let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, TEMPERATURE).unwrap());
+    let trained = floats(&ops::log_prob_and_entropy(&h, &head, &targets, None, TEMPERATURE).unwrap());
     // All rows at once use wide tiles; one or three rows use narrow ones.
     for count in [rows, 1, 3] {
         for first in (0..rows).step_by(count) {
@@ -106,10 +106,10 @@ fn no_rows_have_no_log_probabilities_and_f32_weights_are_refused() {
     let w = Tensor::zeros((16, 40), DType::BF16, &gpu).unwrap();
     let h = Var::from_tensor(&Tensor::zeros((0, 16), DType::BF16, &gpu).unwrap()).unwrap();
     let head = Weight::Dense(Parameter::constant(&w));
-    let y = ops::log_prob_and_entropy(&h, &head, &Arc::new(vec![]), 1.0).unwrap();
+    let y = ops::log_prob_and_entropy(&h, &head, &Arc::new(vec![]), None, 1.0).unwrap();
     assert_eq!(y.dims(), [2, 0]);
     let wide = Weight::Dense(Parameter::constant(&Tensor::zeros((16, 40), DType::F32, &gpu).unwrap()));
     let h = Tensor::zeros((1, 16), DType::BF16, &gpu).unwrap();
-    let refusal = ops::log_prob_and_entropy(&h, &wide, &Arc::new(vec![0]), 1.0);
+    let refusal = ops::log_prob_and_entropy(&h, &wide, &Arc::new(vec![0]), None, 1.0);
     assert_refused(refusal, "log_prob: the head [16, 40] is F32, expected BF16 on a GPU");
 }
