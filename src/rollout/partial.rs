@@ -19,6 +19,7 @@ pub struct PausedConversation {
     pub(super) tokens: Vec<u32>,
     pub(super) mask: Vec<bool>,
     pub(super) log_probs: Vec<f32>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) kept_tokens: Vec<Option<TokenSet>>,
     /// Routed experts of the tokens that were read before the pause.
     pub(super) routed_experts: Vec<Vec<u16>>,
