@@ -227,7 +227,7 @@ impl Trajectory {
 /// contains its token.
 ///
 /// # Errors
-/// What is wrong.
+/// The reason, which names the entry.
 pub fn check_kept_tokens(kept: &[Option<TokenSet>], tokens: &[u32]) -> Result<(), String> {
     if !kept.is_empty() && kept.len() != tokens.len() {
         return Err(format!("`kept_tokens` has {} entries for {} tokens", kept.len(), tokens.len()));

@@ -11,6 +11,16 @@ pub fn key_folder() -> Option<PathBuf> {
     config.map(|config| config.join("rloss"))
 }
 
+/// Returns 32 random bytes that nobody can guess.
+///
+/// # Errors
+/// When the system gives no random bytes.
+pub fn random_bytes() -> std::io::Result<[u8; 32]> {
+    let mut bytes = [0; 32];
+    std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    Ok(bytes)
+}
+
 /// Returns the key `name` of `folder`: 32 random bytes that only processes of this user can read. The first
 /// process that needs the key makes it.
 ///
@@ -19,8 +29,7 @@ pub fn key_folder() -> Option<PathBuf> {
 pub fn user_key(folder: &Path, name: &str) -> Result<[u8; 32], String> {
     let file = folder.join(name);
     let make = || -> std::io::Result<()> {
-        let mut key = [0; 32];
-        std::fs::File::open("/dev/urandom")?.read_exact(&mut key)?;
+        let key = random_bytes()?;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         let temporary = folder.join(format!(".{name}.{}", blake3::hash(&key)));
         std::fs::OpenOptions::new()

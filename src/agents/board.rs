@@ -39,6 +39,19 @@ pub(super) struct RoundPlan {
     pub context_tokens_max: usize,
 }
 
+impl RoundPlan {
+    /// Returns the facts of the episode that is sample `sample` of `prompt`.
+    fn facts(&self, prompt: &Prompt, sample: u64) -> EpisodeFacts {
+        EpisodeFacts {
+            step: self.step,
+            policy_version: self.policy_version,
+            prompt: prompt.index,
+            sample,
+            problem_id: prompt.problem.id.clone(),
+        }
+    }
+}
+
 /// A reward with its metrics, as the program gave it.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct GivenReward {
@@ -224,18 +237,11 @@ impl Board {
         };
         let again = if attempt == 0 { String::new() } else { format!("-again{attempt}") };
         let id = format!("{letter}{}-{}-{sample}{again}", round.step, prompt.index);
-        let (problem_id, problem) = (prompt.problem.id.clone(), prompt.problem.answer.clone());
         let value = json!({
             "id": id, "phase": phase, "step": round.step, "seed": round.seed, "index": prompt.index,
-            "sample": sample, "problem_id": problem_id, "problem": problem,
+            "sample": sample, "problem_id": prompt.problem.id, "problem": prompt.problem.answer,
         });
-        let facts = EpisodeFacts {
-            step: round.step,
-            policy_version: round.policy_version,
-            prompt: prompt.index,
-            sample,
-            problem_id,
-        };
+        let facts = round.facts(prompt, sample);
         let episode = Episode {
             id: id.clone(),
             facts,
@@ -425,14 +431,8 @@ impl Board {
     }
 
     fn fail_waiting(&self, state: &mut State, round: RoundPlan, waiting: &Waiting, seconds: f64) {
-        let prompt = &state.prompts[waiting.place.0];
-        let facts = EpisodeFacts {
-            step: round.step,
-            policy_version: round.policy_version,
-            prompt: prompt.index,
-            sample: waiting.place.1,
-            problem_id: prompt.problem.id.clone(),
-        };
+        let (index, sample) = waiting.place;
+        let facts = round.facts(&state.prompts[index], sample);
         let why = format!("the program did not ask for it within task.episode_timeout_s = {seconds} s");
         let failure = EpisodeFailure::NotAsked;
         self.tell_failure(state, &facts.problem_id, failure, &why);

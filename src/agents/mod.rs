@@ -28,6 +28,7 @@ use crate::rollout::{EpisodeCounts, Prompt, RolloutPlan, RolloutProgress, Rollou
 use crate::serve::{Access, Event, Metrics};
 use crate::tasks::TaskSettings;
 use crate::trajectory::{Group, Trajectory};
+use crate::user_key::random_bytes;
 use anyhow::{Context, Error, Result, anyhow};
 use board::{Board, Command, EpisodeResult, RoundPlan};
 use program::{Program, ProgramOutput};
@@ -121,7 +122,6 @@ impl AgentSession {
         settings: &TaskSettings,
         chat: &Chat,
         system_prompt: &SystemPromptSettings,
-        seed: u64,
         console: &Console,
     ) -> Result<Self> {
         let given = std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.trim().is_empty());
@@ -130,7 +130,7 @@ impl AgentSession {
         }
         let listener = bind(settings, given.is_some())?;
         let address = listener.local_addr().context("the server's address")?;
-        let token = given.unwrap_or_else(|| own_token(address, seed));
+        let token = given.map_or_else(own_token, Ok)?;
         let timeout =
             settings.episode_timeout().map_err(|why| bad_input!("task.episode_timeout_s: {why}"))?;
         let server = Arc::new(Server {
@@ -309,15 +309,12 @@ impl Drop for AgentSession {
 }
 
 /// Returns a token that only this run's program gets.
-fn own_token(address: SocketAddr, seed: u64) -> String {
-    let mut random = [0; 32];
-    let mut source = std::fs::File::open("/dev/urandom");
-    // Without a source of random bytes the token still differs from run to run.
-    if let Ok(source) = &mut source {
-        let _ = std::io::Read::read_exact(source, &mut random);
-    }
-    let facts = format!("{address} {seed} {} {:?}", std::process::id(), std::time::Instant::now());
-    blake3::keyed_hash(&random, facts.as_bytes()).to_hex().chars().take(32).collect()
+///
+/// # Errors
+/// When the system gives no random bytes.
+fn own_token() -> Result<String> {
+    let bytes = random_bytes().context("random bytes for the agent's token")?;
+    Ok(blake3::hash(&bytes).to_hex().chars().take(32).collect())
 }
 
 /// Returns the address under which a program on this machine reaches `address`.

@@ -11,11 +11,10 @@ use crate::random::stream;
 use crate::rollout::{EpisodeFailure, SystemPromptSettings};
 use crate::serve::{
     Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, JSON, Metrics, Reporting, SampleSource,
-    TOP_MAX, bearer, read_conversation, read_stop,
+    TOP_MAX, bearer, read_conversation, read_stop, respond,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -86,16 +85,8 @@ impl Drop for Ticket<'_> {
 }
 
 impl Handler for Server {
-    /// Answers a request; an error becomes OpenAI's error object.
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
-        let answer = || match request {
-            Ok(request) => self.route(request, peer),
-            Err(refusal) => Err(ApiError::refused(refusal.status, refusal.message)),
-        };
-        // A bug must not end the server.
-        let answer = catch_unwind(AssertUnwindSafe(answer));
-        let answer = answer.unwrap_or_else(|_| Err(ApiError::internal("a bug in the server")));
-        answer.unwrap_or_else(|error| Response::whole(error.status, JSON, error.to_json().to_string().into()))
+        respond(request, |request| self.route(request, peer))
     }
 }
 

@@ -7,9 +7,9 @@ use crate::ops::token_set::TokenSet;
 use anyhow::Result;
 use rand::Rng;
 
-/// Draws the next token of each of `sequences`: its row of `logits`, the sequence, and a flag that is not
-/// read here. Also returns the tokens that each one was drawn from, if its request keeps them. A forced token
-/// replaces the drawn token.
+/// Draws the next token of each entry of `sequences`: a row of `logits`, the sequence, and the caller's flag.
+/// Also returns the tokens that each one was drawn from, if its request keeps them. A forced token replaces
+/// the drawn token.
 pub(super) fn draw_tokens(
     logits: &Logits,
     sampling: &SamplingParameters,

@@ -98,18 +98,24 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     })
 }
 
+/// Answers `request` by `route`. An error becomes OpenAI's error object.
+pub(crate) fn respond<'r>(
+    request: Result<&'r HttpRequest, Refusal>,
+    route: impl FnOnce(&'r HttpRequest) -> Result<Response<'r>, ApiError>,
+) -> Response<'r> {
+    let answer = || match request {
+        Ok(request) => route(request),
+        Err(refusal) => Err(ApiError::refused(refusal.status, refusal.message)),
+    };
+    // A bug must not end the server.
+    let answer = catch_unwind(AssertUnwindSafe(answer));
+    let answer = answer.unwrap_or_else(|_| Err(ApiError::internal("a bug in the server")));
+    answer.unwrap_or_else(|error| Response::whole(error.status, JSON, error.to_json().to_string().into()))
+}
+
 impl Handler for Server<'_> {
-    /// Answers a request; an error becomes OpenAI's error object.
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
-        let answer = || match request {
-            Ok(request) => self.route(request, peer),
-            Err(refusal) => Err(ApiError::refused(refusal.status, refusal.message)),
-        };
-        // A bug must not end the server.
-        let answer = catch_unwind(AssertUnwindSafe(answer));
-        let answer = answer.unwrap_or_else(|_| Err(ApiError::internal("a bug in the server")));
-        let response = answer
-            .unwrap_or_else(|error| Response::whole(error.status, JSON, error.to_json().to_string().into()));
+        let response = respond(request, |request| self.route(request, peer));
         self.metrics.count_response(response.status);
         response
     }

@@ -24,8 +24,8 @@ use tokenizers::{
     PreTokenizedString, PreTokenizer, PreTokenizerWrapper, TokenizerImpl,
 };
 
-/// A tokenizer whose model is BPE. The crate's `Tokenizer` holds any model; it would first parse the
-/// vocabulary into a JSON tree, which takes several times longer.
+/// A tokenizer whose model is BPE. The crate's `Tokenizer` holds any model, so it first parses the vocabulary
+/// into a JSON tree. This type skips the tree.
 type BpeTokenizer =
     TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 

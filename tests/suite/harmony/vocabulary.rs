@@ -113,6 +113,7 @@ fn unusable_tokenizers_are_refused() {
     refused(without_byte, &["model/tokenizer.json", "1 of the 256 bytes"]);
     refused(edited(|json| json["model"]["vocab"]["zz"] = json!(4_294_967_295u32)), &["highest id"]);
     refused(edited(|json| json["model"]["dropout"] = json!(0.1)), &["dropout"]);
+    refused(edited(|json| json["model"]["type"] = json!("WordPiece")), &["model.type must be BPE"]);
     // The whole text is one piece here, and a piece found in the vocabulary would be taken whole.
     refused(edited(|json| json["model"]["ignore_merges"] = json!(true)), &["forge"]);
     refused(HarmonyTokenizer::from_bytes(b"{".to_vec(), "cut.json"), &["cut.json"]);
