@@ -443,10 +443,18 @@ impl Parameters {
         })
     }
 
+    /// Returns the weight of tensor `index` for sampling: with `change` applied, and with bf16 copies.
     fn changed_weight(&self, index: usize, change: Option<&WeightChange>) -> Result<Weight> {
         let weight = self.weight(index)?;
-        let Some(change) = change else { return Ok(weight) };
-        Ok(change(&self.specs[index], weight)?.without_gradient().with_precision(self.backend.precision))
+        match change {
+            None => Ok(weight.with_bf16_copies()),
+            Some(change) => self.apply_change(change, &self.specs[index], weight),
+        }
+    }
+
+    fn apply_change(&self, change: &WeightChange, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
+        let changed = change(spec, weight)?.without_gradient();
+        Ok(changed.with_precision(self.backend.precision).with_bf16_copies())
     }
 
     fn weights(

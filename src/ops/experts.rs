@@ -21,7 +21,10 @@ use super::linear::sum_rows;
 use super::math::dot;
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::{GradientTarget, Parameter};
-use super::product::{GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product};
+use super::product::{
+    GemmThreads, Precision, StridedMatrix, backward_product, forward_product_by_copy, product,
+};
+use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 use std::cmp::Reverse;
@@ -284,9 +287,9 @@ pub fn grouped_linear(
     {
         bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
-    let precision = weight.precision();
+    let (precision, copies) = (weight.precision(), weight.bf16_copies().cloned());
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = GroupedLinear { plan: plan.clone(), weight, bias, precision };
+    let op = GroupedLinear { plan: plan.clone(), weight, bias, copies, precision };
     match b {
         Some(b) => apply([&contiguous(x)?, w, b], op),
         None => apply([&contiguous(x)?, w], op),
@@ -299,6 +302,7 @@ struct GroupedLinear {
     plan: Dispatch,
     weight: Option<GradientTarget>,
     bias: Option<GradientTarget>,
+    copies: Option<Bf16Copies>,
     precision: Precision,
 }
 
@@ -324,7 +328,8 @@ impl<const N: usize> Operation<N> for GroupedLinear {
                 }
                 let (x, w) = (&x[at.start * k..at.end * k], &w[e * k * n..(e + 1) * k * n]);
                 let threads = spread.with_precision(self.precision);
-                forward_product(threads, out, x, w, (at.len(), k, n), b.is_some());
+                let w = (w, self.copies.as_ref(), e);
+                forward_product_by_copy(threads, out, x, w, (at.len(), k, n), b.is_some());
             },
         );
         Ok((CpuStorage::F32(out), Shape::from((rows, n))))

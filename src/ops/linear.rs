@@ -10,8 +10,9 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::{GradientTarget, Parameter};
 use super::product::{
-    GemmConfig, GemmThreads, Precision, StridedMatrix, backward_product, forward_product, product,
+    GemmConfig, GemmThreads, Precision, StridedMatrix, backward_product, forward_product_by_copy, product,
 };
+use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
@@ -46,8 +47,9 @@ fn apply_linear(
         bail!("linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }
     let x = contiguous(x)?;
+    let copies = weight.bf16_copies().cloned();
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
-    let op = Linear { weight, bias, means: GemmThreads::Pool.with_precision(precision), out };
+    let op = Linear { weight, bias, copies, means: GemmThreads::Pool.with_precision(precision), out };
     match b {
         Some(b) => apply([&x, w, b], op),
         None => apply([&x, w], op),
@@ -60,6 +62,7 @@ const OP: &str = "linear";
 struct Linear {
     weight: Option<GradientTarget>,
     bias: Option<GradientTarget>,
+    copies: Option<Bf16Copies>,
     means: GemmConfig,
     /// The output type on a GPU.
     out: DType,
@@ -76,7 +79,8 @@ impl<const N: usize> Operation<N> for Linear {
             Some(b) => repeat_row(b.values()?, m),
             None => buffer(m * n),
         };
-        forward_product(self.means, &mut out, x.values()?, w.values()?, (m, k, n), b.is_some());
+        let w = (w.values()?, self.copies.as_ref(), 0);
+        forward_product_by_copy(self.means, &mut out, x.values()?, w, (m, k, n), b.is_some());
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
     }
 

@@ -9,6 +9,7 @@ use super::cuda::{add_tensor, copy_argument};
 use super::graph::apply;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::product::Precision;
+use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor};
 use std::sync::Arc;
 
@@ -29,6 +30,7 @@ pub struct Parameter {
     values: Tensor,
     gradient: Option<GradientTarget>,
     precision: Precision,
+    bf16_copies: Option<Bf16Copies>,
 }
 
 /// The gradient buffer of one parameter: the sink that has the buffer, and the buffer's index.
@@ -41,13 +43,13 @@ pub(super) struct GradientTarget {
 impl Parameter {
     /// Returns a parameter without a gradient.
     pub fn constant(values: &Tensor) -> Self {
-        Self { values: values.detach(), gradient: None, precision: Precision::F32 }
+        Self { values: values.detach(), gradient: None, precision: Precision::F32, bf16_copies: None }
     }
 
     /// Returns a parameter that training may change, but that has no gradient sink yet. The parameter store
     /// has such parameters.
     pub fn variable(variable: &Tensor) -> Self {
-        Self { values: variable.clone(), gradient: None, precision: Precision::F32 }
+        Self { values: variable.clone(), gradient: None, precision: Precision::F32, bf16_copies: None }
     }
 
     /// Returns a parameter whose gradient goes to buffer `parameter` of `sink`.
@@ -57,7 +59,7 @@ impl Parameter {
 
     /// Returns the parameter without a gradient.
     pub fn without_gradient(&self) -> Self {
-        Self::constant(&self.values).with_precision(self.precision)
+        Self { values: self.values.detach(), gradient: None, ..self.clone() }
     }
 
     /// Returns a parameter with `values` and the precision of this one, without a gradient.
@@ -73,6 +75,24 @@ impl Parameter {
     /// Sets the precision of matrix products by this parameter on a CPU.
     pub fn with_precision(self, precision: Precision) -> Self {
         Self { precision, ..self }
+    }
+
+    /// Returns the parameter with bf16 copies of its matrices, if their products are in bf16. The first product
+    /// of few rows makes a copy. The values must not change as long as the parameter is used.
+    pub fn with_bf16_copies(self) -> Self {
+        let matrices = match self.values.dims() {
+            [_, _] => 1,
+            [experts, _, _] => *experts,
+            _ => 0,
+        };
+        let has_copies =
+            self.precision == Precision::Bf16Dot && self.values.device().is_cpu() && matrices > 0;
+        Self { bf16_copies: if has_copies { Bf16Copies::new(matrices) } else { None }, ..self }
+    }
+
+    /// Returns the bf16 copies of the matrices, if the parameter has any.
+    pub(super) fn bf16_copies(&self) -> Option<&Bf16Copies> {
+        self.bf16_copies.as_ref()
     }
 
     /// Returns the precision of matrix products by this parameter on a CPU.

@@ -11,7 +11,7 @@
 
 use super::math::dot;
 use super::skinny_gemm::SkinnyGemm;
-use super::tiles;
+use super::tiles::{self, panels::Bf16Copies};
 use gemm::Parallelism;
 
 /// Size of a chunk along k. The blocks of the `gemm` crate are at least as large, so the crate adds each
@@ -151,6 +151,24 @@ pub fn forward_product(
             (m, k, n),
             accumulate,
         );
+    }
+}
+
+/// Computes the product as [`forward_product`] does, to the same bits. Reads the bf16 copy of matrix `index`
+/// in `copies` instead of `w`, if there is one or if the rows are few enough to make one.
+pub fn forward_product_by_copy(
+    config: GemmConfig,
+    out: &mut [f32],
+    x: &[f32],
+    (w, copies, index): (&[f32], Option<&Bf16Copies>, usize),
+    shape @ (m, k, n): (usize, usize, usize),
+    accumulate: bool,
+) {
+    let copies = copies.filter(|_| config.precision == Precision::Bf16Dot && m > 0 && n > 0);
+    let threads = config.threads.threads(m * n * k);
+    match copies.and_then(|copies| copies.get(index, m, threads, w, (k, n))) {
+        Some(copy) => copy.product(threads, out, x, accumulate),
+        None => forward_product(config, out, x, w, shape, accumulate),
     }
 }
 

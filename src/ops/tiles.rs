@@ -11,6 +11,7 @@
 //! In f32 the bits are those of the `gemm` crate, as the tests below check. For each chunk of k, an element
 //! is one chain of fused multiply-adds, which starts from 0 and is then added to the previous value.
 
+pub(super) mod panels;
 pub(super) mod vectors;
 
 use super::prefetch::{prefetch, prefetch_second};

@@ -8,7 +8,7 @@ use super::packed_weights::{
     PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
 };
 use super::parameter::{GradientTarget, Parameter};
-use super::product::{GemmConfig, GemmThreads, Precision, backward_product, forward_product};
+use super::product::{GemmConfig, GemmThreads, Precision, backward_product, forward_product_by_copy};
 use candle_core::{DType, Device, Result, Tensor, bail};
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,6 +30,14 @@ impl Weight {
     pub fn with_precision(self, precision: Precision) -> Self {
         match self {
             Weight::Dense(parameter) => Weight::Dense(parameter.with_precision(precision)),
+            packed @ Weight::Packed(_) => packed,
+        }
+    }
+
+    /// Returns the weight with [`Parameter::with_bf16_copies`].
+    pub fn with_bf16_copies(self) -> Self {
+        match self {
+            Weight::Dense(parameter) => Weight::Dense(parameter.with_bf16_copies()),
             packed @ Weight::Packed(_) => packed,
         }
     }
@@ -193,7 +201,8 @@ impl Weight {
         match self {
             Weight::Dense(weight) => {
                 let values = host_values(weight.values())?;
-                forward_product(self.gemm_config(), out, h, &values, (h.len() / k, k, n), false);
+                let w = (&values[..], weight.bf16_copies(), 0);
+                forward_product_by_copy(self.gemm_config(), out, h, w, (h.len() / k, k, n), false);
             }
             Weight::Packed(weight) => weight.forward(0, out, h, false)?,
         }

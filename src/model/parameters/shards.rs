@@ -40,7 +40,7 @@ impl Parameters {
         if self.specs.iter().enumerate().any(is_here) {
             return self.frozen_weights(Some(change));
         }
-        let (config, precision) = (&self.config, self.backend.precision);
+        let config = &self.config;
         let ranks =
             Arc::new(ExpertParallel::new(self.mesh().clone(), config.num_local_experts, config.hidden_size));
         let find = |name: &str| {
@@ -49,7 +49,7 @@ impl Parameters {
                 return self.changed_weight(index, Some(change));
             }
             let (spec, weight) = self.own_experts(index, &ranks)?;
-            Ok(change(&spec, weight)?.without_gradient().with_precision(precision))
+            self.apply_change(change, &spec, weight)
         };
         let adapters = &self.adapters(&find)?;
         let tensors = ModelTensors { find: &find, adapters, expert_parallel: Some(&ranks) };

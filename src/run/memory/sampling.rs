@@ -170,6 +170,7 @@ impl MemoryPlanInput<'_> {
                 bytes: engines as u64 * forward + row_copies,
             },
             MemoryItem { name: "weights, rounded", bytes: rounded },
+            MemoryItem { name: "weights in bf16, for decode", bytes: self.bf16_copy_bytes() },
         ];
         items.into_iter().chain(gathered).collect()
     }

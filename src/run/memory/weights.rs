@@ -6,6 +6,7 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
+use crate::model::settings::Dtype;
 use std::collections::BTreeMap;
 
 /// A tensor that is sharded over the processes, and its format in memory.
@@ -210,6 +211,27 @@ impl MemoryPlanInput<'_> {
             rounding.copy_bytes(&spec, format)
         };
         copied.map(copy_bytes).sum()
+    }
+
+    /// Returns the bytes of the bf16 copies that decode reads if products are in bf16. Layers that are read on
+    /// demand have none.
+    pub(super) fn bf16_copy_bytes(&self) -> u64 {
+        if self.recipe.model.dtype != Dtype::Bf16Dot || self.gpu_sequences.is_some() {
+            return 0;
+        }
+        let by_expert = self.effective_rollout_weights() == RolloutWeightPlacement::ByExpert;
+        let local_experts =
+            self.config.num_local_experts.div_ceil(if by_expert { self.processes } else { 1 });
+        let is_copied = |spec: &ParameterSpec| {
+            let is_head = spec.role != TensorRole::Embedding || self.config.tie_word_embeddings;
+            spec.is_matrix() && is_head && (!self.layers_on_demand || spec.layer.is_none())
+        };
+        let elements = |spec: ParameterSpec| match spec.has_expert_axis() {
+            true => spec.with_expert_count(local_experts).element_count(),
+            false => spec.element_count(),
+        };
+        let copied = parameter_specs(self.config).into_iter().filter(is_copied);
+        copied.map(|spec| (elements(spec) * size_of::<u16>()) as u64).sum()
     }
 
     /// Returns the peak bytes of weights that a possible cause of mismatch changes: a decoded layer and a
