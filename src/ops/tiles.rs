@@ -217,7 +217,8 @@ impl TiledProduct<'_> {
                 // SAFETY: the panels have the expected layout, and the tile is inside the output.
                 unsafe {
                     let to = TileOutput { first: out.first.add(row * n + column), ..out };
-                    W::tile(rows, TileOperands { x, w: panel, steps }, to, width.min(n - column), add);
+                    let operands = TileOperands { x, w: panel, steps, next: (std::ptr::null(), 0) };
+                    W::tile(rows, operands, to, width.min(n - column), add);
                     x = x.add(rows * steps);
                 }
                 if has_next {
@@ -288,6 +289,8 @@ pub(super) struct TileOperands {
     x: *const u32,
     w: *const u32,
     steps: usize,
+    /// The cache lines that later tiles read, and their number. One is prefetched per step.
+    next: (*const CacheLine, usize),
 }
 
 /// Computes a tile with `R` rows and `columns` columns.
@@ -301,7 +304,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
     columns: usize,
     add: bool,
 ) {
-    let TileOperands { x, w, steps } = panels;
+    let TileOperands { x, w, steps, next: (next, next_lines) } = panels;
     // SAFETY: as below.
     let mut sums = [[unsafe { W::zero() }; VECTORS]; R];
     // SAFETY: guaranteed by the caller.
@@ -312,6 +315,9 @@ unsafe fn tile<W: SimdWords, const R: usize>(
             }
         }
         for step in 0..steps {
+            if step < next_lines {
+                prefetch_second(next.wrapping_add(step));
+            }
             let at = w.add(step * VECTORS * W::LANES);
             let mut w = [W::zero(); VECTORS];
             for (v, w) in w.iter_mut().enumerate() {

@@ -317,9 +317,9 @@ impl ModelSource {
             specs.iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).collect();
         let all = megabytes(bytes.iter().sum());
         let stage = if all >= PROGRESS_MEGABYTES_MIN {
-            console.start_item_stage("MB read", all, 0)
+            console.start_item_stage("MB of weights in memory", all, 0)
         } else {
-            console.start_inner_stage("MB read", all)
+            console.start_inner_stage("MB of weights in memory", all)
         };
         let mut read = 0;
         let tensors = specs.into_iter().enumerate().map(|(index, spec)| {

@@ -149,17 +149,23 @@ impl Bf16Panels {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             let steps = chunk.steps::<W>();
             let mut x = rows.chunk(index);
-            for row in (0..rows.count).step_by(W::ROWS) {
-                let count = W::ROWS.min(rows.count - row);
+            // The words of the next chunk follow. They arrive while several tiles multiply this one.
+            let w = words.wrapping_add(start / W::PER_WORD * width);
+            let tiles = rows.count.div_ceil(rows.per_tile);
+            let lines = if tiles > 1 { (steps * width / LINE_WORDS).div_ceil(tiles) } else { 0 };
+            let mut next = w.wrapping_add(steps * width).cast::<CacheLine>();
+            for row in (0..rows.count).step_by(rows.per_tile) {
+                let count = rows.per_tile.min(rows.count - row);
                 // SAFETY: the processor has the instructions, the panel and the rows have these steps, and the
                 // tile is inside the output, whose other columns other threads write.
                 unsafe {
-                    let w = words.add(start / W::PER_WORD * width);
                     let to = TileOutput { first: out.first.add(row * n + column), ..out };
                     let add = accumulate || start > 0;
-                    W::tile(count, TileOperands { x, w, steps }, to, width.min(n - column), add);
+                    let operands = TileOperands { x, w, steps, next: (next, lines) };
+                    W::tile(count, operands, to, width.min(n - column), add);
                     x = x.add(count * steps);
                 }
+                next = next.wrapping_add(lines);
             }
         }
     }
@@ -171,10 +177,13 @@ struct PackedRows {
     /// Number of lines of a chunk.
     stride: usize,
     count: usize,
+    /// Number of rows of a tile. All tiles but the last have it, and the last has nearly as many.
+    per_tile: usize,
 }
 
 impl PackedRows {
     fn pack<W: SimdWords>(threads: usize, x: &[f32], m: usize, k: usize) -> Self {
+        let per_tile = m.div_ceil(m.div_ceil(W::ROWS));
         let steps_max = K_CHUNK.min(k).div_ceil(W::PER_WORD);
         // A transposed block is stored whole, so it may extend past the last word of a chunk.
         let stride = (m * steps_max).div_ceil(LINE_WORDS) + 1;
@@ -187,8 +196,8 @@ impl PackedRows {
             }
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             let mut to = lines.as_mut_ptr().cast::<u32>();
-            for row in (0..m).step_by(W::ROWS) {
-                let count = W::ROWS.min(m - row);
+            for row in (0..m).step_by(per_tile) {
+                let count = per_tile.min(m - row);
                 // SAFETY: the processor has the instructions, the operand has these rows, and `lines` has space
                 // for the words of all rows and a vector beyond.
                 unsafe {
@@ -201,7 +210,7 @@ impl PackedRows {
             true => lines.par_chunks_mut(stride).enumerate().for_each(pack_chunk),
             false => lines.chunks_mut(stride).enumerate().for_each(pack_chunk),
         }
-        Self { lines, stride, count: m }
+        Self { lines, stride, count: m, per_tile }
     }
 
     fn chunk(&self, index: usize) -> *const u32 {
