@@ -273,7 +273,7 @@ fn a_resumed_run_may_differ_only_in_length_and_looks() {
 
 #[test]
 fn the_shipped_recipes_resolve() {
-    let folders = ["recipes", "recipes/figures"].map(|folder| root().join(folder));
+    let folders = ["recipes", "recipes/figures", "recipes/results"].map(|folder| root().join(folder));
     let mut files: Vec<PathBuf> = folders
         .iter()
         .flat_map(|folder| std::fs::read_dir(folder).expect("recipes/"))
