@@ -1,5 +1,6 @@
 //! Every command that a page shows is run, or listed in [`LISTED`] with the reason why not. Pages are
-//! README.md, CONTRIBUTING.md, docs/*.md, those of tests/cuda_*, and the comments of recipes/*.toml and examples/*/*.toml.
+//! README.md, CONTRIBUTING.md, docs/*.md, tests/cuda_*/README.md, and the comments of recipes/*.toml and
+//! examples/agents/*.toml.
 //!
 //! `stand_ins` makes the models, data and runs that commands name, all tiny, and shortens training to two
 //! steps.
@@ -39,6 +40,12 @@ const LISTED: &[(&str, &str)] = &[
     (".ci/", MINUTES),
     ("tests/", MINUTES),
     ("scripts/reproduce_figures.sh", MINUTES),
+    ("scripts/package.sh", MINUTES),
+    ("scripts/bench_", PACKAGES),
+    ("scripts/adapter_parity.py", PACKAGES),
+    ("scripts/parity.py", PACKAGES),
+    ("scripts/check_serve.py", PACKAGES),
+    ("scripts/random_checkpoint.py", PACKAGES),
     ("rloss train examples/agents/verifiers_env.toml", PACKAGES),
     ("rloss report runs/digits$", PACKAGES),
     ("nvidia-smi$", GPU),
@@ -52,7 +59,6 @@ const LISTED: &[(&str, &str)] = &[
     ("scripts/run_node.sh ", PROCESSES),
     ("scripts/run_hosts.sh ", PROCESSES),
     ("sbatch ", PROCESSES),
-    ("scripts/", PACKAGES),
 ];
 
 /// Program blocks of pages that the page's commands expect in a file: page, file, a text of the block.
