@@ -187,7 +187,8 @@ fn commands_are_found_in_pages_and_wrong_ones_are_reported() {
             (13, "scripts/none.sh --now"),
         ]
     );
-    let recipe = "# Text: rloss train x --out y\n#   --set a=1\n#   --set b=2   # more\n# and `rloss check x`\nkey = 1\n";
+    let recipe = "# Text: rloss train x --out y\n#   --set a=1\n#   --set b=2   # more\n\
+                  # and `rloss check x`\nkey = 1\n";
     let found: Vec<String> =
         shown_commands("recipes/x.toml", recipe).into_iter().map(|shown| shown.text).collect();
     assert_eq!(
