@@ -81,6 +81,11 @@ static VERSION: LazyLock<String> = LazyLock::new(|| {
 /// during the delay.
 const REPORT_DELAY: Duration = Duration::from_millis(500);
 
+/// Returns the command line: every subcommand with its arguments.
+pub fn command() -> clap::Command {
+    Cli::command()
+}
+
 /// Runs the command line of this process and returns its exit code.
 pub fn run() -> u8 {
     let cli = match Cli::try_parse() {
@@ -115,7 +120,7 @@ pub fn run() -> u8 {
         Command::Schema => commands::schema::run(),
         Command::Report(args) => commands::report::run(&args),
         Command::Verify(args) => commands::verify::run(&args),
-        Command::Completions(args) => commands::completions::run(&args, Cli::command()),
+        Command::Completions(args) => commands::completions::run(&args, command()),
         #[cfg(feature = "cuda")]
         Command::GpuCheck(args) => commands::gpu_check::run(&args),
     });

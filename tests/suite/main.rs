@@ -26,6 +26,7 @@ mod one_forward;
 mod ops;
 mod optimizer;
 mod packed;
+mod page_commands;
 mod pages;
 mod policy;
 mod policy_step;

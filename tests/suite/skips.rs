@@ -8,6 +8,7 @@ use std::sync::{Mutex, Once};
 
 /// A reason to skip; each says how to have what is lacking.
 pub const NO_PYTHON: &str = "no python3 on the PATH (install Python 3)";
+pub const NO_CURL: &str = "no curl on the PATH (install curl)";
 pub const NO_NAMESPACES: &str = "no user namespaces for this user (Docker: --security-opt seccomp=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0)";
 pub const NO_MEMORY_GROUP: &str =
     "no memory control group can be made (run the tests as root, where /sys/fs/cgroup can be written)";
@@ -50,6 +51,15 @@ pub fn python3() -> bool {
     let there = starts(Command::new("python3").arg("--version"));
     if !there {
         note(NO_PYTHON, "");
+    }
+    there
+}
+
+/// Whether curl is on the PATH; noted where it is not.
+pub fn curl() -> bool {
+    let there = starts(Command::new("curl").arg("--version"));
+    if !there {
+        note(NO_CURL, "");
     }
     there
 }
