@@ -28,12 +28,69 @@ pub fn check_functions(functions: &[Value]) -> Result<(), String> {
             "`function.description` must be a string"
         } else if wrong(&function["parameters"], function["parameters"].is_object()) {
             "`function.parameters` must be a JSON schema, an object"
+        } else if let Some(reason) = schema_error(&function["parameters"]) {
+            reason
         } else {
             continue;
         };
         return Err(format!("tool {i}: {reason}"));
     }
     Ok(())
+}
+
+/// Returns why `schema`, an object or null, does not describe the arguments of a function.
+fn schema_error(schema: &Value) -> Option<&'static str> {
+    let is_schema = |value: &Value| value.is_object() || value.is_boolean();
+    let (kind, properties, required) = (&schema["type"], &schema["properties"], &schema["required"]);
+    let is_object = kind == "object" || kind.as_array().is_some_and(|kinds| kinds.contains(&"object".into()));
+    if !kind.is_null() && !is_object {
+        Some("`function.parameters.type` must be \"object\"")
+    } else if !properties.is_null() && !properties.as_object().is_some_and(|all| all.values().all(is_schema))
+    {
+        Some("`function.parameters.properties` must be an object of JSON schemas")
+    } else if !required.is_null()
+        && !required.as_array().is_some_and(|names| names.iter().all(Value::is_string))
+    {
+        Some("`function.parameters.required` must be a list of names")
+    } else {
+        None
+    }
+}
+
+/// Keywords of JSON Schema that a namespace does not show.
+const HIDDEN_KEYWORDS: [&str; 3] = ["$ref", "anyOf", "allOf"];
+
+/// Checks that a namespace can declare the parameters of `functions`.
+///
+/// # Errors
+/// The first function whose schema has no `properties` but says in another way what the parameters are, with
+/// the remedy. The model would see a function without parameters.
+pub fn check_namespace(functions: &[Value]) -> Result<(), String> {
+    for tool in functions {
+        let (name, schema) = (&tool["function"]["name"], &tool["function"]["parameters"]);
+        let keyword = HIDDEN_KEYWORDS.iter().chain(&["oneOf"]).find(|keyword| schema.get(keyword).is_some());
+        if let (Some(keyword), true) = (keyword, schema["properties"].is_null()) {
+            return Err(format!(
+                "tool {name}: its parameters are written with `{keyword}`, which Harmony cannot show; write them as \
+                 `properties`, or leave the tool out"
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Returns the parameters of `functions` whose schemas have keywords that a namespace does not show.
+pub fn simplified_parameters(functions: &[Value]) -> Vec<String> {
+    let mut found = vec![];
+    for function in functions.iter().map(|tool| &tool["function"]) {
+        for (parameter, schema) in function["parameters"]["properties"].as_object().into_iter().flatten() {
+            let text = schema.to_string();
+            if HIDDEN_KEYWORDS.iter().any(|keyword| text.contains(&format!("\"{keyword}\":"))) {
+                found.push(format!("{}.{parameter}", function["name"].as_str().unwrap_or_default()));
+            }
+        }
+    }
+    found
 }
 
 /// Returns the part of a developer message that declares `functions`.

@@ -215,6 +215,26 @@ impl Chat {
         }
     }
 
+    /// Checks that a prompt can declare `functions`, which are valid.
+    ///
+    /// # Errors
+    /// The first function whose parameters the format cannot show, with the reason and the remedy.
+    pub fn check_declarations(&self, functions: &[Value]) -> Result<(), String> {
+        match self {
+            Chat::Harmony(_) => functions::check_namespace(functions),
+            Chat::ChatMl(_) => Ok(()),
+        }
+    }
+
+    /// Returns the parameters of `functions` whose types a prompt does not show completely, as
+    /// `function.parameter`.
+    pub fn simplified_parameters(&self, functions: &[Value]) -> Vec<String> {
+        match self {
+            Chat::Harmony(_) => functions::simplified_parameters(functions),
+            Chat::ChatMl(_) => vec![],
+        }
+    }
+
     /// Returns the format's name, for messages.
     pub fn name(&self) -> &'static str {
         match self {

@@ -65,7 +65,10 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     }
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
     // The first failure of the task becomes the error of this command.
-    let program = plan.recipe.task.command.join(" ");
+    let task = plan.recipe.task.command.join(" ");
+    let server = plan.recipe.tools.as_ref().map(|tools| tools.mcp.command.join(" ")).unwrap_or_default();
+    let program =
+        [task, server].into_iter().filter(|command| !command.is_empty()).collect::<Vec<_>>().join(" or ");
     let mut preflight =
         notify_if_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
     let available = preflight.available_memory(available_memory());
@@ -86,14 +89,15 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
 /// Time after which the user is told that a program is slow.
 const SLOW_PROGRAM_DELAY: Duration = Duration::from_secs(2);
 
-/// Runs `work`. If it is slow and waits for the user's `program`, prints a line that says so.
+/// Runs `work`. If it is slow and waits for the user's `program`, prints a line that says so. An empty
+/// `program` means that there is none.
 fn notify_if_slow<T>(program: &str, work: impl FnOnce() -> T) -> T {
     let (done, ended) = channel::<()>();
     std::thread::scope(|scope| {
         scope.spawn(move || {
             if ended.recv_timeout(SLOW_PROGRAM_DELAY) == Err(RecvTimeoutError::Timeout) && !program.is_empty()
             {
-                let line = format!("waiting for an answer from the task's program: {program}");
+                let line = format!("waiting for an answer from {program}");
                 let _ = writeln!(std::io::stderr(), "{}", sanitize_terminal(&line));
             }
         });

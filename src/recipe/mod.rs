@@ -23,7 +23,7 @@ use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
 use crate::rollout::{EvalSettings, RolloutSettings, SystemPromptSettings};
 use crate::settings::table;
-use crate::tasks::TaskSettings;
+use crate::tasks::{TaskSettings, ToolsSettings};
 
 table! {
     /// A whole recipe: every table. For a model without a folder, [`resolve`] fills in the architecture and
@@ -35,6 +35,7 @@ table! {
         pub adapter: Option<AdapterSettings>,
         pub harmony: SystemPromptSettings,
         pub task: TaskSettings,
+        pub tools: Option<ToolsSettings>,
         pub interpreter: interpreter::InterpreterSettings,
         pub rollout: RolloutSettings,
         pub cold_start: SftWarmUpSettings,

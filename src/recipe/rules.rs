@@ -3,6 +3,7 @@
 mod adapter;
 mod agent;
 mod critic;
+mod mcp;
 mod policy;
 
 use super::Recipe;
@@ -38,6 +39,7 @@ pub(crate) fn check(
     rules.check_harmony();
     rules.check_task();
     rules.check_interpreter();
+    rules.check_mcp();
     rules.check_rollout();
     rules.check_cold_start();
     rules.check_train();

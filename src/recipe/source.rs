@@ -137,6 +137,7 @@ impl RecipeSource {
         let make_command_absolute = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
             let mut plan = plan?;
             plan.recipe.task.make_command_absolute();
+            plan.recipe.tools.iter_mut().for_each(|tools| tools.mcp.make_command_absolute());
             Ok(plan)
         };
         if let RecipeSource::BuiltIn { text, .. } = self {

@@ -161,7 +161,7 @@ impl CommandTask {
 }
 
 /// Returns a note on words of `command` that look like relative paths to files, but do not exist.
-fn missing_files(command: &[String]) -> String {
+pub(super) fn missing_files(command: &[String]) -> String {
     let is_missing = |(index, word): &(usize, &String)| {
         let path = Path::new(word);
         let named = word.contains('/')

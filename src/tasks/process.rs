@@ -10,7 +10,8 @@ use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStderr, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::Duration;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 /// Maximum length of an answer, which is one line, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 20;
@@ -18,7 +19,7 @@ const LINE_BYTES_MAX: u64 = 64 << 20;
 /// Maximum number of bytes of standard error that are held back per request.
 const HELD_BYTES_MAX: usize = 1 << 16;
 
-/// Time limit for the exit of a process that has closed its output.
+/// Time limit for the exit of a process that has closed its output, and for its last standard error.
 const END_WAIT: Duration = Duration::from_secs(1);
 
 /// Processes of one program. Each handles one request at a time.
@@ -51,9 +52,9 @@ impl ProcessPool {
     /// When the program does not start, ends, takes too long, prints without a request, or answers with
     /// something other than a JSON object. Also the errors of `read`.
     pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
-        let mut process = self.processes.acquire(|| Process::start(&self.command, &self.quiet))?;
-        let answer = process.ask(request, self.timeout).and_then(read);
-        let lines = std::mem::take(&mut *process.lines.lock().unwrap_or_else(PoisonError::into_inner));
+        let mut process = self.processes.acquire(|| Process::start(&self.command, &self.quiet, exchange))?;
+        let answer = process.ask(format!("{request}\n"), self.timeout).and_then(read);
+        let lines = process.take_stderr();
         if answer.is_ok() {
             show(&lines);
         }
@@ -68,8 +69,11 @@ impl ProcessPool {
     }
 }
 
+/// Writes a request to a process and reads the answer, a line.
+pub(super) type Exchange = fn(&mut ChildStdin, &mut ProcessLines, &str) -> Result<String>;
+
 /// A process, and the thread that writes to the process and reads from it.
-struct Process {
+pub(super) struct Process {
     group: ProcessGroup,
     /// Kills the process group when this process ends. Must be dropped after the process.
     _watcher: ProcessGroup,
@@ -77,10 +81,16 @@ struct Process {
     answers: mpsc::Receiver<Result<String>>,
     /// Standard error since the last answer, if it is not shown immediately.
     lines: Arc<Mutex<Vec<u8>>>,
+    /// Reads standard error.
+    stderr_reader: JoinHandle<()>,
 }
 
 impl Process {
-    fn start(command: &[String], quiet: &Arc<AtomicBool>) -> Result<Self> {
+    /// Starts a process. `exchange` sends it a request. While `quiet` is true, standard error is held back.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub(super) fn start(command: &[String], quiet: &Arc<AtomicBool>, exchange: Exchange) -> Result<Self> {
         let command = command.to_vec();
         let lines = Arc::new(Mutex::new(vec![]));
         let (holds, is_quiet) = (lines.clone(), quiet.clone());
@@ -95,22 +105,50 @@ impl Process {
                 Ok((child, stdin, stdout, stderr)) => {
                     let reader = std::thread::Builder::new().name("task-stderr".into());
                     let reader = reader.spawn(move || forward(stderr, &holds, &is_quiet));
-                    if sender.send(reader.map(|_| child).context("cannot start a thread")).is_ok() {
-                        serve_requests(stdin, stdout, &inbox, &outbox);
+                    let started = reader.map(|reader| (child, reader)).context("cannot start a thread");
+                    if sender.send(started).is_ok() {
+                        serve_requests(stdin, stdout, &inbox, &outbox, exchange);
                     }
                 }
                 Err(error) => drop(sender.send(Err(error))),
             })
             .context("cannot start a thread")?;
-        let child = receiver.recv().context("the thread of the process has ended")??;
+        let (child, stderr_reader) = receiver.recv().context("the thread of the process has ended")??;
         let group = ProcessGroup { child };
         let watcher = watch(group.id())?;
-        Ok(Self { group, _watcher: watcher, requests, answers, lines })
+        Ok(Self { group, _watcher: watcher, requests, answers, lines, stderr_reader })
     }
 
-    fn ask(&mut self, request: &Value, timeout: Duration) -> Result<Value> {
+    /// Returns whether the process has ended by itself.
+    pub(super) fn has_ended(&self) -> bool {
+        self.group.exit_status(Duration::ZERO).is_some()
+    }
+
+    /// Returns the standard error that was held back, and removes it.
+    pub(super) fn take_stderr(&self) -> Vec<u8> {
+        std::mem::take(&mut *self.lines.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Kills the process. Returns the standard error that was held back.
+    pub(super) fn end(self) -> Vec<u8> {
+        let Self { group, lines, stderr_reader, .. } = self;
+        drop(group);
+        // A process that left the group may keep standard error open.
+        let start = Instant::now();
+        while !stderr_reader.is_finished() && start.elapsed() < END_WAIT {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Sends `request`, a line, and returns the answer.
+    ///
+    /// # Errors
+    /// When the process ends, takes longer than `timeout`, or answers with something other than a JSON
+    /// object.
+    pub(super) fn ask(&mut self, request: String, timeout: Duration) -> Result<Value> {
         let ended = || anyhow!("the process has ended");
-        self.requests.send(format!("{request}\n")).map_err(|_| ended())?;
+        self.requests.send(request).map_err(|_| ended())?;
         let line = match self.answers.recv_timeout(timeout) {
             Ok(line) => line.map_err(|error| self.with_end(error))?,
             Err(mpsc::RecvTimeoutError::Timeout) => {
@@ -192,8 +230,37 @@ fn forward(mut stderr: ChildStderr, lines: &Mutex<Vec<u8>>, quiet: &AtomicBool) 
 }
 
 /// Writes to standard error. Errors are ignored, so that a closed standard error does not end the run.
-fn show(bytes: &[u8]) {
+pub(super) fn show(bytes: &[u8]) {
     let _ = std::io::stderr().write_all(bytes);
+}
+
+/// The error of a process that ends without an answer.
+const ENDED: &str = "the process ended without an answer";
+
+/// The standard output of a process, by lines.
+pub(super) struct ProcessLines(BufReader<ChildStdout>);
+
+impl ProcessLines {
+    /// Reads a line.
+    ///
+    /// # Errors
+    /// When the process ends before the line does, or the line is too long or not UTF-8.
+    pub(super) fn read(&mut self) -> Result<String> {
+        let mut line = Vec::new();
+        self.0.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ENDED)?;
+        if line.last() != Some(&b'\n') {
+            bail!("{}", if line.is_empty() { ENDED } else { "the answer's line has no end" });
+        }
+        String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
+    }
+}
+
+/// Writes `lines`, whole lines, to a process.
+///
+/// # Errors
+/// When the process has ended.
+pub(super) fn send(stdin: &mut ChildStdin, lines: &str) -> Result<()> {
+    stdin.write_all(lines.as_bytes()).and_then(|()| stdin.flush()).context(ENDED)
 }
 
 /// Forwards each request and each answer until either side ends.
@@ -202,8 +269,9 @@ fn serve_requests(
     stdout: ChildStdout,
     inbox: &mpsc::Receiver<String>,
     outbox: &mpsc::Sender<Result<String>>,
+    exchange: Exchange,
 ) {
-    let mut lines = BufReader::new(stdout);
+    let mut lines = ProcessLines(BufReader::new(stdout));
     while let Ok(request) = inbox.recv() {
         let answer = exchange(&mut stdin, &mut lines, &request);
         let failed = answer.is_err();
@@ -213,20 +281,15 @@ fn serve_requests(
     }
 }
 
-fn exchange(stdin: &mut ChildStdin, lines: &mut BufReader<ChildStdout>, request: &str) -> Result<String> {
-    let ended = "the process ended without an answer";
-    if has_bytes(lines) {
-        let bytes = lines.fill_buf().context(ended)?;
+/// Sends a request and reads one line, the answer. A program that prints without a request is refused.
+fn exchange(stdin: &mut ChildStdin, lines: &mut ProcessLines, request: &str) -> Result<String> {
+    if has_bytes(&lines.0) {
+        let bytes = lines.0.fill_buf().context(ENDED)?;
         let start: String = String::from_utf8_lossy(bytes).trim_end().chars().take(80).collect();
         bail!("the program printed {start:?} without a request; print exactly one answer per request");
     }
-    stdin.write_all(request.as_bytes()).and_then(|()| stdin.flush()).context(ended)?;
-    let mut line = Vec::new();
-    lines.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ended)?;
-    if line.last() != Some(&b'\n') {
-        bail!("{}", if line.is_empty() { ended } else { "the answer's line has no end" });
-    }
-    String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
+    send(stdin, request)?;
+    lines.read()
 }
 
 /// Returns whether the program has printed something that was not read yet.

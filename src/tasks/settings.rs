@@ -62,19 +62,24 @@ table! {
     }
 }
 
+/// Makes the words of a command that name a file absolute. The first word, the program, is a path only if it
+/// has a slash; otherwise the system searches for it.
+pub(super) fn absolute_words(command: &mut [String]) {
+    for (index, word) in command.iter_mut().enumerate() {
+        if (index > 0 || word.contains('/'))
+            && Path::new(word).is_file()
+            && let Ok(full) = std::path::absolute(&*word)
+            && let Some(full) = full.to_str()
+        {
+            *word = full.to_owned();
+        }
+    }
+}
+
 impl TaskSettings {
     /// Makes the words of `command` that name a file absolute, so that the program starts from any folder.
-    /// The first word, the program, is a path only if it has a slash; otherwise the system searches for it.
     pub fn make_command_absolute(&mut self) {
-        for (index, word) in self.command.iter_mut().enumerate() {
-            if (index > 0 || word.contains('/'))
-                && Path::new(word).is_file()
-                && let Ok(full) = std::path::absolute(&*word)
-                && let Some(full) = full.to_str()
-            {
-                *word = full.to_owned();
-            }
-        }
+        absolute_words(&mut self.command);
     }
 
     /// Returns whether a program of the user plays whole episodes.

@@ -426,3 +426,28 @@ fn functions_are_listed_after_the_system_text() {
     );
     assert_eq!(ChatFormat::ChatMl.from_embedded().unwrap().stop_tokens(), [2, 0]);
 }
+
+#[test]
+fn a_function_that_no_prompt_can_declare_is_refused() {
+    let tool = |schema: Value| json!([{"type": "function", "function": {"name": "f", "parameters": schema}}]);
+    let check = |schema: Value| check_functions(tool(schema).as_array().unwrap());
+    for right in [
+        json!(null),
+        json!({}),
+        json!({"type": ["object", "null"], "properties": {"a": true, "b": {"$ref": "#/$defs/b"}}, "required": ["a"]}),
+    ] {
+        assert_eq!(check(right.clone()), Ok(()), "{right}");
+    }
+    for (wrong, reason) in [
+        (json!([]), "`function.parameters` must be a JSON schema, an object"),
+        (json!({"type": "array"}), "`function.parameters.type` must be \"object\""),
+        (
+            json!({"properties": {"a": "integer"}}),
+            "`function.parameters.properties` must be an object of JSON schemas",
+        ),
+        (json!({"properties": []}), "`function.parameters.properties` must be an object of JSON schemas"),
+        (json!({"required": true}), "`function.parameters.required` must be a list of names"),
+    ] {
+        assert_eq!(check(wrong.clone()), Err(format!("tool 0: {reason}")), "{wrong}");
+    }
+}

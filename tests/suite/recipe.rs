@@ -13,6 +13,7 @@ use rloss::model::settings::{Dtype, Tokenizer, Yarn};
 use rloss::policy::Aggregation;
 use rloss::recipe::{Plan, Recipe, RecipeSource, locate, resolve, resume_differences};
 use rloss::settings::{Entry, SourceLocation};
+use rloss::tasks::ToolsSettings;
 use std::path::{Path, PathBuf};
 
 fn root() -> &'static Path {
@@ -153,6 +154,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     let mut defaults = read("", &[]).recipe;
     defaults.critic = Some(CriticSettings::default());
     defaults.adapter = Some(AdapterSettings::default());
+    defaults.tools = Some(ToolsSettings::default());
     defaults.model.architecture.as_mut().expect("filled in").yarn = Some(Yarn::default());
     for (full, default) in read(EVERYTHING, &[]).recipe.entries().iter().zip(defaults.entries()) {
         let same = matches!(full, Entry::Key { .. }) && *full == default;

@@ -2,6 +2,7 @@
 
 mod accounting;
 mod exact;
+mod mcp;
 mod message_loop;
 mod partial;
 mod tools;

@@ -472,9 +472,11 @@ impl MemoryPlanInput<'_> {
     /// context.
     fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
-        let replies = if self.python_workers > 0 { rollout.turns_max.saturating_sub(1) } else { 0 };
+        let python = (self.python_workers > 0).then_some(self.recipe.interpreter.output_chars_max);
+        let mcp = self.recipe.tools.as_ref().map(|tools| tools.mcp.output_chars_max);
         // A character takes at most one token.
-        let reply_tokens = self.recipe.interpreter.output_chars_max + REPLY_FRAME_TOKENS;
+        let reply_tokens = python.max(mcp).map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
+        let replies = rollout.turns_max.saturating_sub(1);
         let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply_tokens;
         tokens.min(self.config.max_position_embeddings)
     }

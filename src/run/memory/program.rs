@@ -43,7 +43,7 @@ impl MemoryPlanInput<'_> {
     /// up to `interpreter.memory_mib` more.
     pub(super) fn program(&self) -> Vec<MemoryItem> {
         let calls = match self.python_workers {
-            0 => 0,
+            0 if self.recipe.tools.is_none() => 0,
             _ => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
         // There is one pool of `threads` threads, and there are `threads` pools of one thread each. Sampling

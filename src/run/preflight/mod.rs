@@ -21,7 +21,7 @@ use crate::run::family::unsupported_keys;
 use crate::run::memory::{MemoryPlanInput, ModelCommand, tokenizer_bytes};
 use crate::run::source::ModelSource;
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
-use crate::tasks::{self, Problem, Task, TaskContext};
+use crate::tasks::{self, McpTask, Problem, Task, TaskContext};
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
@@ -93,6 +93,13 @@ impl Preflight {
             None => ModelSource::open(&plan.recipe),
         });
         let task = errors.collect(tasks::build(&plan.recipe.task, &task_context));
+        let task = task.and_then(|task| errors.collect(with_tools(task, &plan.recipe, command, console)));
+        if let Some((source, task)) = source.as_ref().zip(task.as_ref())
+            && let Err(reason) = source.chat.check_declarations(task.tools())
+        {
+            let key = if plan.recipe.tools.is_some() { "tools.mcp.allowed_tools" } else { "task.name" };
+            errors.0.push(plan.mistake(key, reason).to_string());
+        }
         let adapter = source.as_ref().and_then(|s| {
             let existing = s.adapter.as_ref().map(|adapter| &adapter.lora);
             errors.collect(RunAdapter::resolve(&plan, &s.config, existing, command.trains()))
@@ -158,6 +165,14 @@ impl Preflight {
         {
             plan.warnings
                 .push(format!("THE PYTHON TOOL IS {confinement}: the model's code runs with your rights"));
+        }
+        let simplified = source.chat.simplified_parameters(task.tools());
+        if !simplified.is_empty() {
+            plan.warnings.push(format!(
+                "{} shows the type `any` for what a tool's schema writes with `$ref`, `anyOf` or `allOf`: {}",
+                source.chat.name(),
+                simplified.join(", ")
+            ));
         }
         let thinking = plan.recipe.harmony.enable_thinking.unwrap_or(true);
         let source = ModelSource { chat: source.chat.clone().with_thinking(thinking), ..source };
@@ -234,6 +249,22 @@ impl Preflight {
             gpu_sequences: self.gpu_sequences,
             recompute_layers: self.recompute_layers,
         }
+    }
+}
+
+/// Returns `task` with the tools of the recipe's MCP server. `rloss serve` calls no tools, so it does not
+/// start the server.
+fn with_tools(
+    task: Box<dyn Task>,
+    recipe: &Recipe,
+    command: ModelCommand,
+    console: &Console,
+) -> Result<Box<dyn Task>> {
+    match &recipe.tools {
+        Some(tools) if !matches!(command, ModelCommand::Serve) => {
+            Ok(Box::new(McpTask::start(task, &tools.mcp, console.clone())?))
+        }
+        _ => Ok(task),
     }
 }
 

@@ -4,6 +4,7 @@ use rloss::learner::CriticSettings;
 use rloss::model::settings::{Architecture, Tokenizer, Yarn};
 use rloss::recipe::Recipe;
 use rloss::settings::Entry;
+use rloss::tasks::ToolsSettings;
 
 const HEAD: &str = "\
 # Recipes
@@ -43,16 +44,22 @@ pub fn document() -> String {
     recipe.model.architecture = Some(Architecture { yarn: Some(Yarn::default()), ..Architecture::default() });
     recipe.model.tokenizer = Some(Tokenizer::Embedded);
     recipe.critic = Some(CriticSettings::default());
+    recipe.tools = Some(ToolsSettings::default());
     let mut text = HEAD.to_owned();
     let columns = "| key | value | default | |\n| --- | --- | --- | --- |\n";
     text.push_str(&format!("\n## Before any table\n\n{columns}"));
+    let mut is_first_key = false;
     for entry in recipe.entries() {
         match entry {
             Entry::Table { path, doc, .. } => {
-                text.push_str(&format!("\n## [{path}]\n\n{}\n\n{columns}", wrap(doc)));
+                text.push_str(&format!("\n## [{path}]\n\n{}\n", wrap(doc)));
+                is_first_key = true;
             }
             Entry::Key { path, doc, kind, value, meanings, .. } => {
                 let key = path.rsplit('.').next().unwrap_or(&path);
+                if std::mem::take(&mut is_first_key) {
+                    text.push_str(&format!("\n{columns}"));
+                }
                 let default = value.map_or("absent".to_owned(), |value| format!("`{value}`"));
                 text.push_str(&format!(
                     "| `{key}` | {} | {default} | {} |\n",

@@ -42,7 +42,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "\"\\u001b[2J\" = 1",
-            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has device, model, adapter, harmony, task, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
+            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has device, model, adapter, harmony, task, tools, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
@@ -57,7 +57,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[whatever]\nx = 1",
-            "r.toml:1: whatever: unknown key; a recipe has device, model, adapter, harmony, task, interpreter, rollout, cold_start, train, \
+            "r.toml:1: whatever: unknown key; a recipe has device, model, adapter, harmony, task, tools, interpreter, rollout, cold_start, train, \
              policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("train = 3", "r.toml:1: train: found a value instead of a table; write [train] and its keys below"),
