@@ -12,7 +12,8 @@ use crate::run::memory::ModelCommand;
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::settings::Choice;
-use anyhow::Result;
+use crate::tasks::{TaskName, TaskSettings};
+use anyhow::{Context, Result};
 use clap::Args;
 use std::path::PathBuf;
 
@@ -38,6 +39,9 @@ pub struct ExportArgs {
     format: GgufFormat,
 }
 
+/// The task of an export: one without files, programs and a tool.
+const TASK: &str = "arithmetic_single";
+
 /// Parses `--type`.
 fn parse_matrix_type(word: &str) -> Result<GgufFormat, String> {
     GgufFormat::from_name(word).ok_or_else(|| {
@@ -58,6 +62,10 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     export::refuse_existing(out)?;
     let source = locate(&args.run)?;
     let mut plan = source.resolve_for(KeyScope::Export, &args.sets)?;
+    // An export needs no task, so it starts none of the recipe's programs, which nobody has consented to.
+    let name = TaskName::from_name(TASK).context("the task of an export")?;
+    plan.recipe.task = TaskSettings { name, ..TaskSettings::default() };
+    plan.recipe.tools = None;
     pin_model(&mut plan, &source, &args.sets)?;
     let path_text = out.display().to_string();
     let path_text = sanitize_terminal(&path_text);

@@ -117,6 +117,32 @@ fn a_run_folder_of_somebody_else_starts_nothing_without_consent() {
     made.refused(made.command(&["chat", "run"], false));
 }
 
+#[test]
+fn a_server_that_was_added_to_a_run_does_not_start_without_consent() {
+    if !skips::python3() {
+        return;
+    }
+    let made = Made::new();
+    let file = made.run.join("recipe.toml");
+    let text = std::fs::read_to_string(&file).unwrap() + "\n[tools.mcp]\ncommand = [\"no-such-server\"]\n";
+    std::fs::write(&file, text).unwrap();
+    done(&mut made.command(&["verify", "--accept", "run"], false));
+    made.refused(made.command(&["chat", "run"], false));
+    let said = stderr(&output(&mut made.command(&["chat", "run"], false)));
+    assert!(said.contains(" and tools.mcp.command = [\"no-such-server\"]; rloss check"), "{said}");
+}
+
+/// It started the task's program without consent.
+#[test]
+fn an_export_starts_no_program() {
+    if !skips::python3() {
+        return;
+    }
+    let made = Made::new();
+    done(&mut made.command(&["export", "run", "--gguf", "model.gguf"], true));
+    assert!(!made.has_started() && made.folder.path().join("model.gguf").is_file());
+}
+
 /// Runs the command line at a terminal that answers `answer`.
 fn at_terminal(command: &Command, answer: &str) -> (i32, String) {
     let script = r#"
