@@ -6,7 +6,7 @@ use super::correction::{
     CorrectionRules, ImportanceSampling, ImportanceSettings, RejectOption, RejectionRule, WeightBound,
 };
 use super::divergence::KlEstimator;
-use super::loss::{Loss, SapoSettings, VespoSettings};
+use super::loss::{ClipCovSettings, KlCovSettings, Loss, SapoSettings, VespoSettings};
 use super::ratio::OldLogProbSource;
 use crate::settings::{above, choice, from, table};
 use anyhow::Result;
@@ -41,6 +41,8 @@ table! {
         pub kl: KlSettings,
         pub sapo: SapoSettings,
         pub vespo: VespoSettings,
+        pub clip_cov: ClipCovSettings,
+        pub kl_cov: KlCovSettings,
         pub overlong: OverlongSettings,
     }
 }

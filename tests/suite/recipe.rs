@@ -161,7 +161,8 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
             || ["rollout.resample_rounds_max", "rollout.lag_steps", "rollout.step_tokens_max"]
                 .contains(&full.path())
             // Refused beside another loss.
-            || ["policy.sapo.", "policy.vespo."].iter().any(|table| full.path().starts_with(table))
+            || ["policy.sapo.", "policy.vespo.", "policy.clip_cov.", "policy.kl_cov."]
+                .iter().any(|table| full.path().starts_with(table))
             || OTHER_TASKS.contains(&full.path())
             || not_set.iter().any(|key| key == full.path());
         assert_eq!(same, expected, "{full:?}");
