@@ -311,6 +311,18 @@ def weights():
                       {"rollout_is_weights": bounded})
 
 
+def off_policy_masks():
+    bound = 0.125
+    for seed in range(2):
+        rng = random.Random(400 + seed)
+        mask, old, now = ragged(rng), table(rng, -2, -0.25), table(rng, -2, -0.25)
+        gain = [[grid(rng, -2, 2)] * WIDTH for _ in range(ROWS)]
+        apart = [mean([old[r][t] - now[r][t] for t in range(WIDTH) if mask[r][t]]) for r in range(ROWS)]
+        yield row(f"off_policy_mask/own/{seed}", "get_off_policy_mask",
+                  {"old_log_prob": old, "log_prob": now, "advantages": gain, "response_mask": mask}, {"bound": bound},
+                  {"masked": [int(gain[r][0] < 0 and apart[r] > bound) for r in range(ROWS)]})
+
+
 def answers():
     """Pairs of spellings of numbers, equal where the numbers are."""
     rng = random.Random(11)
@@ -337,7 +349,8 @@ def write(name, rows):
 
 def main():
     for name, rows in [("advantages", advantages), ("losses", losses), ("kl", divergences),
-                       ("aggregation", aggregations), ("rollout_is", weights)]:
+                       ("aggregation", aggregations), ("rollout_is", weights),
+                       ("off_policy_mask", off_policy_masks)]:
         write(f"policy-vectors/{name}.jsonl", rows())
     write("math-equiv/own.jsonl", answers())
 

@@ -13,6 +13,7 @@ in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl, which
 | `dppo_tv`, `dppo_kl` | verl of February 2026, the same file |
 | `dppo_tv` at ratios below the bound | prime-rl, `default_loss_fn` without its KL term |
 | `vespo` | TRL, `GRPOTrainer.get_gamma_weights` |
+| `policy.correction.off_policy_mask` | TRL, `GRPOTrainer.get_off_policy_mask` |
 
 verl's selection of `clip_cov` and `kl_cov` is read while its code runs, and the loss gets it. The selections themselves
 are compared where both are deterministic: on fresh data (T = O), and for `clip_cov` with the fraction 1.
@@ -131,7 +132,7 @@ def rows(arguments):
     covariance = functions(path, ["agg_loss", "compute_policy_loss_clip_cov", "compute_policy_loss_kl_cov"],
                            dict(scope, torch=spied))
     dppo = functions(arguments.dppo or path, ["compute_policy_loss_dppo_tv", "compute_policy_loss_dppo_kl"], scope)
-    trl = functions(arguments.trl / "trl" / "trainer" / "grpo_trainer.py", ["get_gamma_weights"],
+    trl = functions(arguments.trl / "trl" / "trainer" / "grpo_trainer.py", ["get_gamma_weights", "get_off_policy_mask"],
                     dict(torch=torch, math=math))
     prime = functions(arguments.prime_rl / "src" / "prime_rl" / "trainer" / "rl" / "loss.py",
                       ["default_loss_fn", "compute_importance_ratio_and_mismatch_kl", "_safe_mean"],
@@ -188,6 +189,11 @@ def rows(arguments):
         loss, slope = gradient(vespo, now)
         yield row(f"vespo/peer/{case}", "compute_policy_loss_vespo", inputs, params("token-mean"),
                   dict(loss=loss, grad_log_prob=slope))
+
+        bound = 0.1
+        kept = trl.get_off_policy_mask(gain[:, :1], now, old, mask, bound)
+        yield row(f"off_policy_mask/peer/{case}", "get_off_policy_mask", inputs, dict(bound=bound),
+                  dict(masked=(1 - kept).flatten().tolist()))
 
         # prime-rl multiplies by the ratio itself: the gradient is the same, the value is not.
         bounds = SimpleNamespace(dppo_mask_high=HIGH, dppo_mask_low=LOW, adv_tau=1.0, kl_tau=0.0)

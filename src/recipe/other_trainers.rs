@@ -45,6 +45,7 @@ const KEYS: &[OtherTrainerName] = &[
     same_meaning("vespo_lambda_pos", &["policy.vespo.decay_positive"]),
     same_meaning("vespo_k_neg", &["policy.vespo.power_negative"]),
     same_meaning("vespo_lambda_neg", &["policy.vespo.decay_negative"]),
+    same_meaning("off_policy_mask_threshold", &["policy.correction.off_policy_mask"]),
     same_meaning("learning_rate", &["train.optimizer.lr"]),
     same_meaning("lr_scheduler_type", &["train.optimizer.schedule"]),
     same_meaning("warmup_ratio", &["train.optimizer.warmup_steps"]),

@@ -28,6 +28,7 @@ pub fn compute(row: &Row) -> Outcome {
         "compute_rollout_correction_weights" => correction::weights(row),
         "compute_rollout_rejection_mask" => correction::rejection(row),
         "compute_rollout_correction_and_rejection_mask" => correction::both(row),
+        "get_off_policy_mask" => correction::off_policy_mask_row(row),
         "compute_policy_loss_bypass_mode" => correction::bypass_row(row),
         "compute_offpolicy_metrics" => correction::offpolicy(row),
         "calculate_debug_metrics" => correction::probs_diff(row),
