@@ -11,7 +11,8 @@ use anyhow::{Context, Result};
 
 /// Lets the recipe's loss select tokens of `batch`, the whole batch of step `step`. The selection depends
 /// only on the batch, `seed` and `step`. So it is equal for every split into minibatches and micro-batches.
-/// Returns the metrics. Does nothing for a loss that selects no tokens.
+/// Returns the metric `actor/selected_fraction`, the fraction of valid tokens that are selected. Does nothing
+/// for a loss that selects no tokens.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] if the old log-probs are those of the update's own forward pass.
@@ -41,7 +42,6 @@ pub fn select_tokens(
     let random = &mut stream(seed, Purpose::TokenSelection, &[step]);
     let selected = (policy.loss.build)(policy)?.select_tokens(&input, random)?;
     let count = selected.iter().filter(|&&selected| selected).count();
-    // The share of valid tokens that the loss selected.
     metrics.set("actor/selected_fraction", count as f64 / sequences.valid_tokens().max(1) as f64);
     batch.selected = Some(selected);
     Ok(metrics)

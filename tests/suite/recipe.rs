@@ -135,7 +135,7 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
 #[test]
 fn no_key_of_the_full_recipe_is_lost_in_reading() {
     // Equal to the default there means: not read.
-    let only_one_value = ["model.path", "model.adapter", "adapter.dropout"];
+    let only_one_value = ["model.path", "model.adapter", "adapter.dropout", "train.optimizer.muon_momentum"];
     let not_set = [
         "schedule",
         "schedule_steps",
@@ -145,6 +145,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "beta2",
         "eps",
         "momentum",
+        "muon_momentum",
         "weight_decay",
         "grad_norm_max",
     ]

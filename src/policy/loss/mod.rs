@@ -62,7 +62,7 @@ pub struct LossInput<'a> {
     pub advantages: &'a [f32],
     /// w: weights of [`crate::policy::correction`]. `None` means 1 everywhere.
     pub weights: Option<&'a [f32]>,
-    /// Whether the token was selected by [`LossFunction::select_tokens`]. Losses that select no tokens ignore it.
+    /// Whether [`LossFunction::select_tokens`] selected the token. Losses that select no tokens ignore it.
     pub selected: Option<&'a [bool]>,
 }
 

@@ -37,6 +37,11 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
             "1 is not above the lower bound 1",
         ),
         (
+            "[adapter]\n[train.optimizer]\nkind = \"muon\"",
+            "train.optimizer.kind",
+            "\"muon\" is for whole matrices, and an adapter trains their low-rank factors",
+        ),
+        (
             "policy.advantage = \"maxrl\"",
             "policy.advantage",
             "this task gives negative rewards to wrong answers (task.name)",
