@@ -49,7 +49,7 @@ impl Fixture {
                 // Multiples of 2^-12, so that a step of 2^-10 is exact in f32.
                 let log_prob = -(rng.random_range(1..8192) as f32) / 4096.0;
                 let log_ratio = LOG_RATIOS[rng.random_range(0..LOG_RATIOS.len())];
-                batch.selected.push(valid && batch.mask.len() % 3 == 0);
+                batch.selected.push(valid && batch.mask.len().is_multiple_of(3));
                 batch.mask.push(valid);
                 batch.log_prob.push(if valid { log_prob } else { f32::NAN });
                 batch.old_log_prob.push(if valid { log_prob - log_ratio } else { f32::INFINITY });
