@@ -159,6 +159,7 @@ def advantages():
 
 
 # Temperatures of SAPO; power and decay of VESPO.
+COV = {"clip_cov_lb": 0.05, "clip_cov_ub": 0.75, "ppo_kl_coef": 0.5}
 SOFT = {"tau_pos": 1.0, "tau_neg": 1.05, "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 
@@ -239,16 +240,36 @@ def losses():
         def binary_kl(p, q):
             return q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
 
+        # Clip-Cov takes every token of its range here, so that nothing is random. KL-Cov takes the first third.
+        valid = cells(mask)
+        mean_gain, mean_now = mean([scores[r] for r, _ in valid]), mean([now[r][t] for r, t in valid])
+        covariance = {(r, t): (scores[r] - mean_gain) * (now[r][t] - mean_now) for r, t in valid}
+        in_range = {cell for cell, value in covariance.items() if COV["clip_cov_lb"] < value < COV["clip_cov_ub"]}
+        highest = sorted(valid, key=lambda cell: -covariance[cell])[:max(1, int(len(valid) / 3))]
+
+        def clip_cov(at, r, t):
+            return 0.0 if (r, t) in in_range else surrogate(scores[r], math.exp(at[r][t] - old[r][t]))
+
+        def kl_cov(at, r, t):
+            apart = at[r][t] - old[r][t]
+            return -scores[r] * math.exp(apart) + (COV["ppo_kl_coef"] * abs(apart) if (r, t) in highest else 0)
+
         for family, value in [("vanilla", ppo), ("cispo", cispo), ("gspo", gspo), ("geo_mean", geo_mean),
                               ("reinforce", reinforce), ("sapo", each(sapo)), ("vespo", each(vespo)),
-                              ("dppo_tv", dppo(lambda p, q: abs(p - q))), ("dppo_kl", dppo(binary_kl))]:
-            given, here = inputs, now
+                              ("dppo_tv", dppo(lambda p, q: abs(p - q))), ("dppo_kl", dppo(binary_kl)),
+                              ("clip_cov", each(clip_cov)), ("kl_cov", each(kl_cov))]:
+            given, here, settings, selected = inputs, now, params, {}
             if family.startswith("dppo"):
                 given, here = dict(inputs, log_prob=below), below
+            if family.endswith("_cov"):
+                chosen = in_range if family == "clip_cov" else highest
+                selected = {"selected": [[int((r, t) in chosen) for t in range(WIDTH)] for r in range(ROWS)]}
+                given = dict(inputs, **selected)
+                settings = dict(params, cov_fraction=1.0 if family == "clip_cov" else 1 / 3, **COV)
             if family == "reinforce":
                 given = {("rollout_log_prob" if k == "old_log_prob" else k): v for k, v in inputs.items()}
-            yield row(f"{family}/own/{mode}", f"compute_policy_loss_{family}", given, params,
-                      {"loss": value(here), "grad_log_prob": differences(value, here, mask)})
+            yield row(f"{family}/own/{mode}", f"compute_policy_loss_{family}", given, settings,
+                      {"loss": value(here), "grad_log_prob": differences(value, here, mask), **selected})
 
 
 def divergences():
@@ -290,6 +311,18 @@ def weights():
                       {"rollout_is_weights": bounded})
 
 
+def off_policy_masks():
+    bound = 0.125
+    for seed in range(2):
+        rng = random.Random(400 + seed)
+        mask, old, now = ragged(rng), table(rng, -2, -0.25), table(rng, -2, -0.25)
+        gain = [[grid(rng, -2, 2)] * WIDTH for _ in range(ROWS)]
+        apart = [mean([old[r][t] - now[r][t] for t in range(WIDTH) if mask[r][t]]) for r in range(ROWS)]
+        yield row(f"off_policy_mask/own/{seed}", "get_off_policy_mask",
+                  {"old_log_prob": old, "log_prob": now, "advantages": gain, "response_mask": mask}, {"bound": bound},
+                  {"masked": [int(gain[r][0] < 0 and apart[r] > bound) for r in range(ROWS)]})
+
+
 def answers():
     """Pairs of spellings of numbers, equal where the numbers are."""
     rng = random.Random(11)
@@ -316,7 +349,8 @@ def write(name, rows):
 
 def main():
     for name, rows in [("advantages", advantages), ("losses", losses), ("kl", divergences),
-                       ("aggregation", aggregations), ("rollout_is", weights)]:
+                       ("aggregation", aggregations), ("rollout_is", weights),
+                       ("off_policy_mask", off_policy_masks)]:
         write(f"policy-vectors/{name}.jsonl", rows())
     write("math-equiv/own.jsonl", answers())
 

@@ -9,10 +9,14 @@ in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl, which
 
 | function | source |
 | --- | --- |
-| `sapo`, `opo` | verl, `verl/trainer/ppo/core_algos.py` |
+| `sapo`, `opo`, `clip_cov`, `kl_cov` | verl, `verl/trainer/ppo/core_algos.py` |
 | `dppo_tv`, `dppo_kl` | verl of February 2026, the same file |
 | `dppo_tv` at ratios below the bound | prime-rl, `default_loss_fn` without its KL term |
 | `vespo` | TRL, `GRPOTrainer.get_gamma_weights` |
+| `policy.correction.off_policy_mask` | TRL, `GRPOTrainer.get_off_policy_mask` |
+
+verl's selection of `clip_cov` and `kl_cov` is read while its code runs, and the loss gets it. The selections themselves
+are compared where both are deterministic: on fresh data (T = O), and for `clip_cov` with the fraction 1.
 
 Needs torch and numpy.
 """
@@ -36,6 +40,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 ROWS, WIDTH = 6, 8
 LOW, HIGH, RATIO_MAX = 0.2, 0.28, 3.0
+COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0, "kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}
 SOFT = {"tau_pos": 1.0, "tau_neg": 1.05, "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
 
 
@@ -57,6 +62,24 @@ def functions(path, names, scope):
                     argument.annotation = None
         exec(compile(ast.Module([node], []), str(path), "exec"), scope)
     return SimpleNamespace(**{name: scope[name] for name in names})
+
+
+class SpiedTorch:
+    """torch, which keeps the tensors that hold verl's selection: `corr` of Clip-Cov, and the indices of KL-Cov."""
+
+    def __init__(self):
+        self.ones, self.top = None, None
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def ones_like(self, tensor):
+        self.ones = torch.ones_like(tensor)
+        return self.ones
+
+    def topk(self, *arguments, **named):
+        self.top = torch.topk(*arguments, **named)
+        return self.top
 
 
 def masked_mean(values, mask):
@@ -105,8 +128,11 @@ def rows(arguments):
     scope, config = verl_scope()
     path = arguments.verl / "verl" / "trainer" / "ppo" / "core_algos.py"
     losses = functions(path, ["agg_loss", "compute_policy_loss_sapo", "compute_opo_outcome_advantage"], scope)
+    spied = SpiedTorch()
+    covariance = functions(path, ["agg_loss", "compute_policy_loss_clip_cov", "compute_policy_loss_kl_cov"],
+                           dict(scope, torch=spied))
     dppo = functions(arguments.dppo or path, ["compute_policy_loss_dppo_tv", "compute_policy_loss_dppo_kl"], scope)
-    trl = functions(arguments.trl / "trl" / "trainer" / "grpo_trainer.py", ["get_gamma_weights"],
+    trl = functions(arguments.trl / "trl" / "trainer" / "grpo_trainer.py", ["get_gamma_weights", "get_off_policy_mask"],
                     dict(torch=torch, math=math))
     prime = functions(arguments.prime_rl / "src" / "prime_rl" / "trainer" / "rl" / "loss.py",
                       ["default_loss_fn", "compute_importance_ratio_and_mismatch_kl", "_safe_mean"],
@@ -131,6 +157,29 @@ def rows(arguments):
         yield with_code("dppo_tv", dppo.compute_policy_loss_dppo_tv, mode)
         yield with_code("dppo_kl", dppo.compute_policy_loss_dppo_kl, mode)
 
+        # Of every two cases, one is fresh data.
+        here = old if case % 2 else now
+        given = dict(inputs, log_prob=here)
+        for name in ["clip_cov", "kl_cov"]:
+            config.policy_loss = SimpleNamespace(**COV)
+            if name == "clip_cov" and case % 4 == 1:
+                config.policy_loss.clip_cov_ratio = 1.0
+            function = getattr(covariance, f"compute_policy_loss_{name}")
+            loss, slope = gradient(lambda at: function(old, at, gain, mask, mode, config)[0], here)
+            if name == "clip_cov":
+                selected = (spied.ones == 0).int()
+            else:
+                selected = torch.zeros(ROWS * WIDTH, dtype=torch.int)
+                selected[mask.flatten().nonzero().flatten()[spied.top.indices]] = 1
+                selected = selected.reshape(ROWS, WIDTH)
+            expected, more = dict(loss=loss, grad_log_prob=slope), dict(COV)
+            fraction = config.policy_loss.clip_cov_ratio if name == "clip_cov" else COV["kl_cov_ratio"]
+            if case % 2 and (name == "kl_cov" or fraction == 1.0):
+                more["cov_fraction"] = fraction
+                expected["selected"] = selected.tolist()
+            yield row(f"{name}/peer/{case}", f"compute_policy_loss_{name}", dict(given, selected=selected),
+                      params(mode, **more), expected)
+
         def vespo(at):
             weight = trl.get_gamma_weights(
                 gain[:, :1], (at - old).detach(), mask, None, SOFT["k_pos"], SOFT["lambda_pos"], SOFT["k_neg"],
@@ -140,6 +189,11 @@ def rows(arguments):
         loss, slope = gradient(vespo, now)
         yield row(f"vespo/peer/{case}", "compute_policy_loss_vespo", inputs, params("token-mean"),
                   dict(loss=loss, grad_log_prob=slope))
+
+        bound = 0.1
+        kept = trl.get_off_policy_mask(gain[:, :1], now, old, mask, bound)
+        yield row(f"off_policy_mask/peer/{case}", "get_off_policy_mask", inputs, dict(bound=bound),
+                  dict(masked=(1 - kept).flatten().tolist()))
 
         # prime-rl multiplies by the ratio itself: the gradient is the same, the value is not.
         bounds = SimpleNamespace(dppo_mask_high=HIGH, dppo_mask_low=LOW, adv_tau=1.0, kl_tau=0.0)

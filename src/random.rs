@@ -16,6 +16,7 @@ pub enum Purpose {
     RouterNoise = 7,
     Adapter = 8,
     Request = 9,
+    TokenSelection = 10,
 }
 
 /// Returns the stream of `purpose` at `coordinates`, such as (step, prompt, sample, turn), in a run with

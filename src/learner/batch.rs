@@ -36,6 +36,8 @@ pub struct Batch {
     pub mask: Vec<bool>,
     /// Importance weights of the rollout correction.
     pub weights: Option<Vec<f32>>,
+    /// Whether the policy loss selected the token; `None` for a loss that selects no tokens.
+    pub selected: Option<Vec<bool>>,
     /// Routed experts at sampling, one entry per sequence. Present if they are compared with the experts of
     /// training.
     pub rollout_experts: Option<Vec<RoutedExperts>>,
@@ -78,6 +80,7 @@ impl Batch {
             advantages: vec![],
             returns: None,
             weights: None,
+            selected: None,
             rollout_experts: None,
             replayed_experts: None,
             packing,
@@ -142,6 +145,9 @@ impl Batch {
         let column = |values: &Vec<f32>| -> Vec<f32> {
             indices.iter().flat_map(|s| values[span(s)].iter().copied()).collect()
         };
+        let flags = |flags: &Vec<bool>| -> Vec<bool> {
+            indices.iter().flat_map(|s| flags[span(s)].iter().copied()).collect()
+        };
         let select_experts = |experts: &Vec<RoutedExperts>| -> Vec<RoutedExperts> {
             indices.iter().map(|&s| experts[s].clone()).collect()
         };
@@ -158,8 +164,9 @@ impl Batch {
             values: self.values.as_ref().map(column),
             advantages: column(&self.advantages),
             returns: self.returns.as_ref().map(column),
-            mask: indices.iter().flat_map(|s| self.mask[span(s)].iter().copied()).collect(),
+            mask: flags(&self.mask),
             weights: self.weights.as_ref().map(column),
+            selected: self.selected.as_ref().map(flags),
             rollout_experts: self.rollout_experts.as_ref().map(select_experts),
             replayed_experts: None,
             packing: self.packing,

@@ -1,9 +1,12 @@
-//! AdamW, AdamW with 8-bit moments, and SGD: the optimizer state of each trainable tensor, and the updates.
+//! AdamW, AdamW with 8-bit moments, SGD and Muon: the optimizer state of each trainable tensor, and the
+//! updates.
 
+use crate::bad_input;
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
-use crate::model::names::TensorRole;
+use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
+use crate::ops::muon::{self, Muon, muon};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
@@ -12,20 +15,31 @@ use candle_core::{DType, Shape, Tensor};
 const MOMENTS: [&str; 2] = ["first", "second"];
 /// AdamW's moments as 8-bit codes; [`BLOCK_STATES`] holds their scales.
 const CODES: [&str; 2] = ["first_codes", "second_codes"];
-/// SGD's momentum buffer.
+/// The momentum buffer of SGD and Muon.
 const MOMENTUM: &str = "momentum";
 
-/// Lists the state buffers of a tensor of `values` values: name, type and shape of each. `shape` is the shape
-/// of the tensor's shard in this process.
-fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
+/// Returns whether Muon updates the tensor: the matrices of the layers, as its author and Moonlight advise.
+/// All other tensors have AdamW: embedding, head, and vectors.
+fn is_orthogonalized(settings: &Settings, spec: &ParameterSpec) -> bool {
+    let is_hidden_matrix =
+        matches!(spec.role, TensorRole::InputProjection | TensorRole::OutputProjection | TensorRole::Router);
+    settings.kind == OptimizerKind::Muon && is_hidden_matrix
+}
+
+/// Lists the state buffers of a tensor: name, type and shape of each. `shape` is the shape of the tensor's
+/// shard in this process.
+fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
     match settings.kind {
-        OptimizerKind::AdamW8Bit if values >= adamw_8bit::VALUES_MIN => {
+        OptimizerKind::Muon if is_orthogonalized(settings, spec) => {
+            vec![(MOMENTUM, DType::F32, shape.clone())]
+        }
+        OptimizerKind::AdamW8Bit if spec.element_count() >= adamw_8bit::VALUES_MIN => {
             let blocks = Shape::from(shape.elem_count().div_ceil(adamw_8bit::BLOCK));
             let codes = CODES.map(|name| (name, DType::U8, shape.clone()));
             let scales = BLOCK_STATES.map(|name| (name, DType::F32, blocks.clone()));
             codes.into_iter().chain(scales).collect()
         }
-        OptimizerKind::AdamW | OptimizerKind::AdamW8Bit => {
+        OptimizerKind::AdamW | OptimizerKind::AdamW8Bit | OptimizerKind::Muon => {
             MOMENTS.map(|name| (name, DType::F32, shape.clone())).into()
         }
         OptimizerKind::Sgd if settings.momentum > 0.0 => vec![(MOMENTUM, DType::F32, shape.clone())],
@@ -33,11 +47,16 @@ fn buffers(settings: &Settings, values: usize, shape: &Shape) -> Vec<(&'static s
     }
 }
 
-/// Returns the number of bytes of optimizer state that this process needs for a tensor. The tensor has
-/// `values` values, of which this process holds `local_values`.
-pub fn state_bytes(settings: &Settings, values: usize, local_values: usize) -> u64 {
+/// Returns the number of bytes of optimizer state that this process needs for a tensor of which it holds
+/// `local_values` values.
+pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
-    buffers(settings, values, &Shape::from(local_values)).into_iter().map(bytes).sum()
+    buffers(settings, spec, &Shape::from(local_values)).into_iter().map(bytes).sum()
+}
+
+/// Returns the number of bytes that the update of a tensor needs temporarily.
+pub fn update_bytes(settings: &Settings, spec: &ParameterSpec) -> u64 {
+    if is_orthogonalized(settings, spec) { muon::scratch_bytes(&spec.working_shape()) } else { 0 }
 }
 
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.
@@ -53,8 +72,14 @@ impl Optimizer {
     /// [`MASTER`] holds its weights in f32. Every other tensor is its own master weight.
     ///
     /// # Errors
-    /// When memory runs out.
+    /// When memory runs out; [`crate::error::BadInput`] for Muon on a GPU or with several processes.
     pub fn new(settings: &Settings, parameters: &mut Parameters, round_to_bf16: bool) -> Result<Self> {
+        let is_whole_on_cpu = parameters.mesh().ranks() == 1 && parameters.device().is_cpu();
+        if settings.kind == OptimizerKind::Muon && !is_whole_on_cpu {
+            return Err(bad_input!(
+                "\"muon\" needs whole matrices on a CPU, so it works with one process and without a GPU; write kind = \"adamw\""
+            ));
+        }
         let optimizer = Self { settings: settings.clone(), updates: 0 };
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();
@@ -70,8 +95,7 @@ impl Optimizer {
                     let is_f32 = master.dtype() == DType::F32;
                     state.insert(MASTER, if is_f32 { master.copy()? } else { master.to_dtype(DType::F32)? });
                 }
-                let count = parameters.specs[index].element_count();
-                for (name, dtype, shape) in buffers(settings, count, values.shape()) {
+                for (name, dtype, shape) in buffers(settings, &parameters.specs[index], values.shape()) {
                     state.insert(name, Tensor::zeros(shape, dtype, values.device())?);
                 }
             }
@@ -122,6 +146,12 @@ impl Optimizer {
             root_correction: (1.0 - s.beta2.powi(t)).sqrt() as f32,
             eps: s.eps as f32,
         };
+        let orthogonal_step = Muon {
+            shrink,
+            rate: lr as f32,
+            momentum: s.muon_momentum as f32,
+            one_minus_momentum: (1.0 - s.muon_momentum) as f32,
+        };
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
             let (master, state) = (parameters.master(index)?, parameters.state(index));
@@ -133,7 +163,10 @@ impl Optimizer {
                 OptimizerKind::AdamW8Bit if state.contains_key(CODES[0]) => {
                     adamw_8bit(master, [moment(0)?, moment(1)?], gradient, &step)?;
                 }
-                OptimizerKind::AdamW | OptimizerKind::AdamW8Bit => {
+                OptimizerKind::Muon if is_orthogonalized(s, &parameters.specs[index]) => {
+                    muon(master, buffer(MOMENTUM)?, gradient, &orthogonal_step)?;
+                }
+                OptimizerKind::AdamW | OptimizerKind::AdamW8Bit | OptimizerKind::Muon => {
                     adamw(master, [buffer(MOMENTS[0])?, buffer(MOMENTS[1])?], gradient, &step)?;
                 }
                 OptimizerKind::Sgd if s.momentum > 0.0 => {

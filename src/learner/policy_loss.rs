@@ -71,6 +71,7 @@ impl<'a> UpdateLoss<'a> {
             old_log_prob: self.old_log_prob_source.select(log_prob, rollout, training, self.updates)?,
             advantages: &batch.advantages[span.clone()],
             weights: shard(&batch.weights),
+            selected: batch.selected.as_ref().map(|flags| &flags[span.clone()]),
         };
         let mut loss = self.loss.loss(&input, normalizer, batch.sequences.len())?;
         let mut kl = 0.0;

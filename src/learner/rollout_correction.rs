@@ -3,11 +3,12 @@
 use super::batch::Batch;
 use crate::metrics::Metrics;
 use crate::policy::CorrectionSettings;
-use crate::policy::correction::correct;
+use crate::policy::correction::{OffPolicyMask, correct, off_policy_mask};
 use anyhow::{Context, Result};
 
 /// Computes the importance weights of `batch` from its training and rollout log-probabilities, and masks
-/// rejected tokens. Returns the metrics. A correction without rules changes nothing.
+/// rejected tokens. The weights of responses in the off-policy sequence mask become 0. Returns the metrics. A
+/// correction without rules changes nothing.
 ///
 /// # Errors
 /// When there are no training log-probabilities, or a log-probability is NaN.
@@ -19,8 +20,19 @@ pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Resu
         .training_log_probs
         .as_ref()
         .context("the correction needs the log-probs of a training forward pass")?;
-    let correction =
-        correct(&batch.masked_sequences()?, training, &batch.rollout_log_probs, &settings.rules()?)?;
+    let sequences = batch.masked_sequences()?;
+    let mut correction = correct(&sequences, training, &batch.rollout_log_probs, &settings.rules()?)?;
+    let mut metrics: Metrics = correction.metrics.into_iter().collect();
+    if let Some(bound) = settings.off_policy_mask {
+        let (rollout, advantages) = (&batch.rollout_log_probs, &batch.advantages);
+        let OffPolicyMask { masked, metrics: of_mask } =
+            off_policy_mask(&sequences, training, rollout, advantages, bound)?;
+        let weights = correction.weights.get_or_insert_with(|| vec![1.0; sequences.tokens()]);
+        for (range, _) in sequences.token_ranges().zip(masked).filter(|(_, masked)| *masked) {
+            weights[range].fill(0.0);
+        }
+        of_mask.into_iter().for_each(|(name, value)| metrics.set(format!("rollout_corr/{name}"), value));
+    }
     (batch.weights, batch.mask) = (correction.weights, correction.mask);
-    Ok(correction.metrics.into_iter().collect())
+    Ok(metrics)
 }

@@ -121,6 +121,8 @@ table! {
         pub eps: f64 = 1e-8 => from(1e-20).to(1.0),
         /// Momentum of SGD; 0 means no momentum.
         pub momentum: f64 = 0.0 => from(0.0).below(1.0),
+        /// Momentum of Muon, which is Nesterov's.
+        pub muon_momentum: f64 = 0.95 => from(0.0).below(1.0),
         /// Decoupled weight decay, multiplied by the learning rate.
         pub weight_decay: f64 = 0.0 => from(0.0).to(100.0),
         /// Gradient clipping: maximum of the global gradient norm; 0 means no clipping.
@@ -147,6 +149,10 @@ choice! {
         AdamW8Bit = "adamw_8bit",
         /// Gradient descent, with `momentum` if set.
         Sgd = "sgd",
+        /// Muon (Jordan 2024) for the matrices of the layers, each expert's by itself, and AdamW for vectors,
+        /// embedding and head: 4 bytes per value of a matrix. Updates are scaled as in Moonlight, so learning
+        /// rate and weight decay are AdamW's. On a CPU with one process, without an adapter.
+        Muon = "muon",
     }
 }
 

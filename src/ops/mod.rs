@@ -24,6 +24,7 @@ pub mod log_prob;
 pub mod logits;
 pub mod low_rank;
 pub mod math;
+pub mod muon;
 pub mod mxfp4;
 pub mod operation;
 pub mod optimizer;

@@ -6,7 +6,7 @@ use super::correction::{
     CorrectionRules, ImportanceSampling, ImportanceSettings, RejectOption, RejectionRule, WeightBound,
 };
 use super::divergence::KlEstimator;
-use super::loss::{Loss, SapoSettings, VespoSettings};
+use super::loss::{ClipCovSettings, KlCovSettings, Loss, SapoSettings, VespoSettings};
 use super::ratio::OldLogProbSource;
 use crate::settings::{above, choice, from, table};
 use anyhow::Result;
@@ -41,6 +41,8 @@ table! {
         pub kl: KlSettings,
         pub sapo: SapoSettings,
         pub vespo: VespoSettings,
+        pub clip_cov: ClipCovSettings,
+        pub kl_cov: KlCovSettings,
         pub overlong: OverlongSettings,
     }
 }
@@ -61,13 +63,17 @@ table! {
         /// Bounds of each statistic in `reject`. For k1: a lower and an upper bound on ρ, or one number u,
         /// which means 1/u to u. For k2 and k3: one upper bound.
         pub reject_bounds: Vec<Vec<f64>> = Vec::new(),
+        /// Off-policy sequence mask (DeepSeek-V3.2): a response has weight 0 if its advantage is negative and
+        /// the mean of its rollout minus training log-probabilities exceeds this bound. It still counts in
+        /// the denominators of the loss. If absent, no response is masked.
+        pub off_policy_mask: Option<f64> = None => above(0.0).to(20.0),
     }
 }
 
 impl CorrectionSettings {
-    /// Returns whether the recipe has weights or rejection.
+    /// Returns whether the recipe has weights, rejection or the off-policy sequence mask.
     pub fn is_active(&self) -> bool {
-        self.is != ImportanceSampling::None || !self.reject.is_empty()
+        self.is != ImportanceSampling::None || !self.reject.is_empty() || self.off_policy_mask.is_some()
     }
 
     /// Returns the rules with their bounds.

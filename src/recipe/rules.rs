@@ -374,13 +374,15 @@ impl Rules<'_> {
 
     fn check_optimizer(&mut self, table: &str, optimizer: &OptimizerSettings, steps_key: &str, steps: u64) {
         if optimizer.momentum > 0.0 && optimizer.kind != OptimizerKind::Sgd {
+            let instead = if optimizer.kind == OptimizerKind::Muon { "muon_momentum" } else { "beta1" };
             let message = format!(
-                "only kind = \"sgd\" has a momentum, but {table}.kind is \"{}\", which uses beta1 instead; remove one of the \
-                 two",
+                "only kind = \"sgd\" has a momentum, but {table}.kind is \"{}\", which uses {instead} instead; remove one of \
+                 the two",
                 optimizer.kind
             );
             self.refuse(&[&format!("{table}.momentum"), &format!("{table}.kind")], message);
         }
+        self.check_muon(table, optimizer);
         let warmup = optimizer.warmup_steps;
         if steps > 0 && warmup >= steps {
             self.warn(
@@ -389,6 +391,25 @@ impl Rules<'_> {
                     "the learning-rate warm-up takes {warmup} step{}, but {steps_key} is only {steps}",
                     if warmup == 1 { "" } else { "s" }
                 ),
+            );
+        }
+    }
+
+    fn check_muon(&mut self, table: &str, optimizer: &OptimizerSettings) {
+        let (kind, momentum) = (format!("{table}.kind"), format!("{table}.muon_momentum"));
+        if optimizer.kind != OptimizerKind::Muon {
+            if optimizer.muon_momentum != OptimizerSettings::default().muon_momentum {
+                let message = format!(
+                    "only kind = \"muon\" uses this key, and {kind} is \"{}\"; write \"muon\", or remove the key",
+                    optimizer.kind
+                );
+                self.refuse(&[&momentum, &kind], message);
+            }
+        } else if self.recipe.adapter.is_some() {
+            self.refuse(
+                &[&kind, "adapter"],
+                "\"muon\" is for whole matrices, and an adapter trains their low-rank factors; write \"adamw\", or remove \
+                 [adapter]",
             );
         }
     }

@@ -4,6 +4,7 @@ use super::memory::{AvailableMemory, ModelCommand, SecondWeights};
 use super::source::precision;
 use crate::dist::Mesh;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::learner::OptimizerKind;
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
@@ -147,6 +148,11 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
                 key,
                 format!("{size} is not a multiple of {VECTOR_WIDTH}, which GPU kernels need; use a multiple"),
             ));
+        }
+    }
+    for (key, optimizer) in recipe.optimizers() {
+        if optimizer.kind == OptimizerKind::Muon {
+            obstacles.push((key, "no GPU kernel has Muon yet; write \"adamw\"".to_owned()));
         }
     }
     let ablations = &recipe.arms;

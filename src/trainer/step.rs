@@ -14,6 +14,7 @@ use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::UpdateLoss;
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
+use crate::learner::token_selection::select_tokens;
 use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
 use crate::metrics::{Accumulator, Console, Metrics, Phase, Timings};
 use crate::model::forward::ForwardOptions;
@@ -207,6 +208,8 @@ impl PolicyStep<'_> {
         };
         let mut metrics = self.timings.time("adv", || estimator.estimate(&mut batch, groups))?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
+        let (source, seed) = (self.old_log_prob_source(), self.train.seed);
+        metrics.extend(select_tokens(&mut batch, self.policy, source, (seed, self.step))?);
         Ok((batch, forward, metrics))
     }
 

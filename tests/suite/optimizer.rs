@@ -1,5 +1,7 @@
-//! The optimizers: AdamW and SGD against PyTorch, 8-bit moments against exact ones, what is kept of a
+//! The optimizers: AdamW and SGD against PyTorch, Muon against its reference, 8-bit moments against exact ones, what is kept of a
 //! tensor, and that a checkpoint gives it back.
+
+mod muon;
 
 use crate::tiny;
 use candle_core::{DType, Tensor};
@@ -79,9 +81,12 @@ fn of_kind(kind: OptimizerKind) -> Settings {
 }
 
 /// All update rules, SGD without and with momentum.
-fn kinds() -> [Settings; 4] {
+fn kinds() -> [Settings; 5] {
     let momentum = Settings { momentum: 0.9, ..of_kind(OptimizerKind::Sgd) };
-    [of_kind(OptimizerKind::AdamW), of_kind(OptimizerKind::AdamW8Bit), of_kind(OptimizerKind::Sgd), momentum]
+    let [adamw, in_8_bits, sgd, muon] =
+        [OptimizerKind::AdamW, OptimizerKind::AdamW8Bit, OptimizerKind::Sgd, OptimizerKind::Muon]
+            .map(of_kind);
+    [adamw, in_8_bits, sgd, momentum, muon]
 }
 
 fn bytes(tensor: &Tensor) -> Vec<u8> {
@@ -343,7 +348,8 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             subject.remedies(u64::MAX).into_iter().map(|remedy| remedy.change).collect();
         let offered = |change: &str| remedies.iter().any(|remedy| remedy == change);
         let is_sgd = settings.kind == OptimizerKind::Sgd;
-        assert_eq!(offered("train.optimizer.kind = \"adamw_8bit\""), settings.kind == OptimizerKind::AdamW);
+        let has_f32_state = matches!(settings.kind, OptimizerKind::AdamW | OptimizerKind::Muon);
+        assert_eq!(offered("train.optimizer.kind = \"adamw_8bit\""), has_f32_state);
         assert_eq!(offered("train.optimizer.kind = \"sgd\""), !is_sgd);
         assert_eq!(offered("train.optimizer.momentum = 0"), settings.momentum > 0.0);
     }

@@ -1,6 +1,8 @@
 //! The policy's updates through the training pass: anchors, correction, reference, entropy, replay,
 //! minibatches.
 
+mod off_policy_mask;
+mod selection;
 mod shared;
 mod truncated;
 mod variants;
@@ -178,6 +180,7 @@ fn on_fresh_data_every_anchor_and_correction_gives_the_same_bits() {
             normalize: true,
             reject: vec![RejectOption::SeqSumK3, RejectOption::TokenK1],
             reject_bounds: vec![vec![0.1], vec![1.1]],
+            off_policy_mask: Some(1e-3),
         };
         let mut others = vec![];
         for old_logprob in [OldLogProbSource::Detach, OldLogProbSource::Rollout, OldLogProbSource::Recompute]

@@ -136,7 +136,7 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
 #[test]
 fn no_key_of_the_full_recipe_is_lost_in_reading() {
     // Equal to the default there means: not read.
-    let only_one_value = ["model.path", "model.adapter", "adapter.dropout"];
+    let only_one_value = ["model.path", "model.adapter", "adapter.dropout", "train.optimizer.muon_momentum"];
     let not_set = [
         "schedule",
         "schedule_steps",
@@ -146,6 +146,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
         "beta2",
         "eps",
         "momentum",
+        "muon_momentum",
         "weight_decay",
         "grad_norm_max",
     ]
@@ -163,7 +164,8 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
             || ["rollout.resample_rounds_max", "rollout.lag_steps", "rollout.step_tokens_max"]
                 .contains(&full.path())
             // Refused beside another loss.
-            || ["policy.sapo.", "policy.vespo."].iter().any(|table| full.path().starts_with(table))
+            || ["policy.sapo.", "policy.vespo.", "policy.clip_cov.", "policy.kl_cov."]
+                .iter().any(|table| full.path().starts_with(table))
             || OTHER_TASKS.contains(&full.path())
             || not_set.iter().any(|key| key == full.path());
         assert_eq!(same, expected, "{full:?}");

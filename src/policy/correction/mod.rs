@@ -2,15 +2,17 @@
 //!
 //! Importance sampling weights tokens by ρ = π_train/π_rollout. Rejection drops tokens whose ρ is outside the
 //! bounds. The gradient flows through neither the weights nor the rejection. Semantics and metric names
-//! follow verl.
+//! follow verl. The off-policy sequence mask gives weight 0 to bad responses that have become unlikely.
 
 mod importance;
+mod off_policy_mask;
 mod rejection;
 mod rule;
 
 pub use importance::{
     ImportanceSampling, ImportanceSettings, ImportanceWeights, RatioLevel, WeightBound, importance_weights,
 };
+pub use off_policy_mask::{OffPolicyMask, off_policy_mask};
 pub use rejection::{Rejection, reject};
 pub use rule::{RejectOption, RejectionRule};
 

@@ -1,8 +1,9 @@
 //! An entry of the list of losses: the loss's name, its constraints and its constructor.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
+use rand::RngCore;
 
-use super::{LossInput, PolicyLoss};
+use super::{LossInput, PolicyLoss, SelectionInput};
 use crate::policy::PolicySettings;
 use crate::policy::aggregation::Normalizer;
 
@@ -14,6 +15,16 @@ pub trait LossFunction: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// When a slice of `input` does not fit its sequences.
     fn loss(&self, input: &LossInput, normalizer: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss>;
+
+    /// Selects tokens of the whole batch before its first update; one flag per token, false where the mask is
+    /// false. Only losses with [`LossEntry::selects_tokens`] select tokens.
+    ///
+    /// # Errors
+    /// When a slice of `batch` does not fit its sequences, or the loss selects no tokens.
+    fn select_tokens(&self, batch: &SelectionInput, random: &mut dyn RngCore) -> Result<Vec<bool>> {
+        let _ = (batch, random);
+        bail!("this loss selects no tokens")
+    }
 }
 
 /// A loss in the list of losses.
@@ -29,6 +40,9 @@ pub struct LossEntry {
     /// Whether the loss clips a weight of the gradient instead of the ratio. Only then may `policy.clip_low`
     /// and `policy.clip_high` be 1 or more.
     pub clips_weight: bool,
+    /// Whether the loss selects tokens of the batch before the first update of a step. It needs old log-probs
+    /// that are known then.
+    pub selects_tokens: bool,
     pub token_weights: TokenWeights,
 }
 
@@ -40,6 +54,7 @@ impl LossEntry {
         build: |_| Err(anyhow::anyhow!("a loss without a constructor")),
         has_ratio: true,
         clips_weight: false,
+        selects_tokens: false,
         token_weights: TokenWeights::Any,
     };
 }

@@ -8,20 +8,24 @@
 //! l'(T_t)`, where weight_t is the weight in [`Normalizer::reduce`]. The documentation of each loss derives l
 //! and l'.
 
+mod covariance;
 mod dppo;
 mod entry;
 
 pub use cispo::{CispoClip, cispo};
+pub use clip_cov::{ClipCov, ClipCovSettings, clip_cov};
+pub use covariance::SelectionInput;
 pub use dppo::{BinaryDivergence, DppoBounds, dppo};
 pub use entry::{LossEntry, LossFunction, TokenWeights};
 pub use geo_mean::geo_mean;
 pub use gspo::gspo;
+pub use kl_cov::{KlCovSettings, kl_cov};
 pub use ppo::{PpoClip, ppo};
 pub use reinforce::reinforce;
 pub use sapo::{SapoSettings, sapo};
 pub use vespo::{VespoSettings, vespo};
 
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 
 use super::PolicySettings;
 use super::aggregation::Normalizer;
@@ -42,6 +46,8 @@ registry! {
     mod dppo_kl;
     mod sapo;
     mod vespo;
+    mod clip_cov;
+    mod kl_cov;
 }
 
 /// The inputs of a policy loss. Each slice has one value per token.
@@ -56,6 +62,8 @@ pub struct LossInput<'a> {
     pub advantages: &'a [f32],
     /// w: weights of [`crate::policy::correction`]. `None` means 1 everywhere.
     pub weights: Option<&'a [f32]>,
+    /// Whether [`LossFunction::select_tokens`] selected the token. Losses that select no tokens ignore it.
+    pub selected: Option<&'a [bool]>,
 }
 
 impl LossInput<'_> {
@@ -81,6 +89,14 @@ impl LossInput<'_> {
 
     fn weight(&self, token: usize) -> f64 {
         self.weights.map_or(1.0, |w| f64::from(w[token]))
+    }
+
+    /// Returns the selection of a loss that selects tokens.
+    fn selection(&self) -> Result<&[bool]> {
+        let selected = self.selected.context("the loss selects tokens, but no selection was made")?;
+        let (flags, tokens) = (selected.len(), self.sequences.tokens());
+        ensure!(flags == tokens, "the selection holds {flags} flags for {tokens} tokens");
+        Ok(selected)
     }
 }
 

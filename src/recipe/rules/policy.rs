@@ -3,7 +3,7 @@
 use super::Rules;
 use crate::policy::advantage::Advantage;
 use crate::policy::correction::{ImportanceSampling, WeightBound};
-use crate::policy::loss::{Loss, SapoSettings, TokenWeights, VespoSettings};
+use crate::policy::loss::{ClipCovSettings, KlCovSettings, Loss, SapoSettings, TokenWeights, VespoSettings};
 use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{KlPlacement, RouterReplay};
 use crate::settings::Choice;
@@ -19,6 +19,7 @@ impl Rules<'_> {
         }
         self.check_clip_range();
         self.check_settings_of_other_losses();
+        self.check_token_selection();
         self.check_rewards_of_maxrl();
         self.check_updates();
         self.check_staleness();
@@ -57,6 +58,8 @@ impl Rules<'_> {
         let changed = [
             ("policy.sapo", "sapo", policy.sapo != SapoSettings::default()),
             ("policy.vespo", "vespo", policy.vespo != VespoSettings::default()),
+            ("policy.clip_cov", "clip_cov", policy.clip_cov != ClipCovSettings::default()),
+            ("policy.kl_cov", "kl_cov", policy.kl_cov != KlCovSettings::default()),
         ];
         for (table, reader, is_changed) in changed {
             if is_changed && policy.loss.name() != reader {
@@ -68,6 +71,34 @@ impl Rules<'_> {
                     ),
                 );
             }
+        }
+    }
+
+    /// Checks losses that select tokens before the first update of a step.
+    fn check_token_selection(&mut self) {
+        let recipe = self.recipe;
+        let policy = &recipe.policy;
+        let uses_second_forward = recipe.arms.second_forward_old_logprobs;
+        let is_detached = policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward;
+        if policy.loss.selects_tokens && is_detached {
+            self.refuse(
+                &["policy.old_logprob", "policy.loss"],
+                format!(
+                    "\"{}\" selects tokens by their old log-probabilities before the first update, and \"detach\" computes \
+                     these during it; write old_logprob = \"rollout\" or \"recompute\"",
+                    policy.loss
+                ),
+            );
+        }
+        let range = &policy.clip_cov;
+        if range.covariance_min >= range.covariance_max {
+            self.refuse(
+                &["policy.clip_cov.covariance_max", "policy.clip_cov.covariance_min"],
+                format!(
+                    "{} is not above the lower bound {}; give a larger number",
+                    range.covariance_max, range.covariance_min
+                ),
+            );
         }
     }
 

@@ -33,7 +33,7 @@ fn optimizer_bytes(settings: &OptimizerSettings, tensors: &[TrainableTensor]) ->
     let tensor_bytes = |(_, spec): &TrainableTensor| {
         let values = spec.element_count();
         let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };
-        master as u64 + state_bytes(settings, values, values)
+        master as u64 + state_bytes(settings, spec, values)
     };
     tensors.iter().map(tensor_bytes).sum()
 }

@@ -27,7 +27,7 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
-use crate::learner::optimizer::state_bytes;
+use crate::learner::optimizer::{state_bytes, update_bytes};
 use crate::metrics::TextTable;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -375,7 +375,7 @@ impl MemoryPlanInput<'_> {
             // An adapter stays in f32.
             let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
             let master = if has_master { (shard_elements * size_of::<f32>()) as u64 } else { 0 };
-            master + state_bytes(settings, spec.element_count(), shard_elements)
+            master + state_bytes(settings, spec, shard_elements)
         })
     }
 
@@ -530,7 +530,33 @@ impl MemoryPlanInput<'_> {
             phases.push(("sampling beside the update", [self.sampling_items(), update.clone()].concat()));
         }
         phases.push(("update", update));
+        let scratch = self.optimizer_scratch_bytes();
+        if scratch > 0 {
+            phases.push(("optimizer", vec![MemoryItem { name: "products of one matrix", bytes: scratch }]));
+        }
         phases
+    }
+
+    /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
+    /// updated one by one.
+    fn optimizer_scratch_bytes(&self) -> u64 {
+        let recipe = self.recipe;
+        let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
+            tensors.iter().map(|(_, spec)| update_bytes(settings, spec)).max().unwrap_or(0)
+        };
+        let stages = [
+            (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
+            (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
+        ];
+        let policy = stages
+            .into_iter()
+            .filter(|(_, steps, _)| *steps > 0)
+            .map(|(stage, _, settings)| largest(settings, self.trainable_tensors(stage)));
+        let critic =
+            recipe.critic.iter().zip(&self.critic_trainable).map(|(critic, trainable)| {
+                largest(&critic.optimizer, self.critic_trainable_tensors(trainable))
+            });
+        policy.chain(critic).max().unwrap_or(0)
     }
 }
 

@@ -41,6 +41,7 @@ pub fn bypass(
         old_log_prob: rollout_log_prob,
         advantages,
         weights,
+        selected: None,
     };
     let result = match loss {
         BypassLoss::PpoClip(clip) => ppo(&input(None), clip, &normalizer)?,

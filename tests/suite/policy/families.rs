@@ -8,13 +8,14 @@ use rloss::policy::advantage::{
     dr_grpo, gae, grpo, maxrl, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, whiten,
 };
 use rloss::policy::loss::{
-    BinaryDivergence, CispoClip, ClipRange, DppoBounds, LossInput, PolicyLoss, PpoClip, SapoSettings,
-    VespoSettings, cispo, dppo, geo_mean, gspo, ppo, reinforce, sapo, vespo,
+    BinaryDivergence, CispoClip, ClipCov, ClipCovSettings, ClipRange, DppoBounds, KlCovSettings,
+    LossFunction, LossInput, PolicyLoss, PpoClip, SapoSettings, SelectionInput, VespoSettings, cispo,
+    clip_cov, dppo, geo_mean, gspo, kl_cov, ppo, reinforce, sapo, vespo,
 };
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use serde_json::Value;
 
-use super::fixture::starts;
+use super::fixture::{rng, starts};
 use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
 
 /// What the library gives for `row`. An unknown function fails the test.
@@ -27,6 +28,7 @@ pub fn compute(row: &Row) -> Outcome {
         "compute_rollout_correction_weights" => correction::weights(row),
         "compute_rollout_rejection_mask" => correction::rejection(row),
         "compute_rollout_correction_and_rejection_mask" => correction::both(row),
+        "get_off_policy_mask" => correction::off_policy_mask_row(row),
         "compute_policy_loss_bypass_mode" => correction::bypass_row(row),
         "compute_offpolicy_metrics" => correction::offpolicy(row),
         "calculate_debug_metrics" => correction::probs_diff(row),
@@ -199,12 +201,15 @@ fn loss(row: &Row) -> Outcome {
     let anchor = if row.inputs.get("old_log_prob").is_some() { "old_log_prob" } else { "rollout_log_prob" };
     let (log_prob, old_log_prob, advantages) = (array("log_prob"), array(anchor), array("advantages"));
     let weights = row.inputs.get("rollout_is_weights").map(floats);
+    let flags = |values: &Value| numbers(values).iter().map(|&v| v != 0.0).collect::<Vec<bool>>();
+    let selected = row.inputs.get("selected").map(flags);
     let input = LossInput {
         sequences,
         log_prob: &log_prob,
         old_log_prob: &old_log_prob,
         advantages: &advantages,
         weights: weights.as_deref(),
+        selected: selected.as_deref(),
     };
     let param = |key: &str| row.params[key].as_f64().expect("a number");
     let range = || ClipRange::new(param("clip_ratio_low"), param("clip_ratio_high"));
@@ -236,9 +241,35 @@ fn loss(row: &Row) -> Outcome {
             vespo(&input, &settings, &normalizer)?
         }
         "reinforce" => reinforce(&input, &normalizer)?,
+        "clip_cov" => clip_cov(&input, &range()?, &normalizer)?,
+        "kl_cov" => kl_cov(&input, param("ppo_kl_coef"), &normalizer)?,
         other => panic!("{}: unknown family {other}", row.name),
     };
-    Ok(of_replicas(loss_actual(result), &row.params["global_batch_info"]))
+    let mut actual = of_replicas(loss_actual(result), &row.params["global_batch_info"]);
+    if row.params.get("cov_fraction").is_some() {
+        let input = SelectionInput { sequences, old_log_prob: &log_prob, advantages: &advantages };
+        actual.push(("selected", selection(row, &input)?));
+    }
+    Ok(actual)
+}
+
+/// The tokens that Clip-Cov or KL-Cov selects: 1 for a selected token, else 0.
+fn selection(row: &Row, input: &SelectionInput) -> Result<Actual> {
+    let param = |key: &str| row.params[key].as_f64().expect("a number");
+    let fraction = param("cov_fraction");
+    let loss: Box<dyn LossFunction> = match row.family() {
+        "kl_cov" => Box::new(KlCovSettings { fraction, ..KlCovSettings::default() }),
+        _ => Box::new(ClipCov {
+            range: ClipRange::new(param("clip_ratio_low"), param("clip_ratio_high"))?,
+            settings: ClipCovSettings {
+                fraction,
+                covariance_min: param("clip_cov_lb"),
+                covariance_max: param("clip_cov_ub"),
+            },
+        }),
+    };
+    let selected = loss.select_tokens(input, &mut rng(1))?;
+    Ok(Actual::Values(selected.into_iter().map(f64::from).collect()))
 }
 
 pub fn loss_actual(result: PolicyLoss) -> Vec<(&'static str, Actual)> {

@@ -17,6 +17,8 @@ pub struct Fixture {
     /// The same for all tokens of a sequence.
     pub advantages: Vec<f32>,
     pub weights: Vec<f32>,
+    /// The selection of a loss that selects tokens: every third valid token.
+    pub selected: Vec<bool>,
 }
 
 pub fn rng(seed: u64) -> ChaCha8Rng {
@@ -36,6 +38,7 @@ impl Fixture {
             old_log_prob: Vec::new(),
             advantages: Vec::new(),
             weights: Vec::new(),
+            selected: Vec::new(),
         };
         for row in 0..8 {
             let length = if row == 3 { 0 } else { rng.random_range(2..12) };
@@ -46,6 +49,7 @@ impl Fixture {
                 // Multiples of 2^-12, so that a step of 2^-10 is exact in f32.
                 let log_prob = -(rng.random_range(1..8192) as f32) / 4096.0;
                 let log_ratio = LOG_RATIOS[rng.random_range(0..LOG_RATIOS.len())];
+                batch.selected.push(valid && batch.mask.len().is_multiple_of(3));
                 batch.mask.push(valid);
                 batch.log_prob.push(if valid { log_prob } else { f32::NAN });
                 batch.old_log_prob.push(if valid { log_prob - log_ratio } else { f32::INFINITY });
@@ -68,6 +72,7 @@ impl Fixture {
             old_log_prob: &self.old_log_prob,
             advantages: &self.advantages,
             weights: Some(&self.weights),
+            selected: Some(&self.selected),
         }
     }
 
@@ -81,6 +86,7 @@ impl Fixture {
             old_log_prob: self.old_log_prob[from..to].to_vec(),
             advantages: self.advantages[from..to].to_vec(),
             weights: self.weights[from..to].to_vec(),
+            selected: self.selected[from..to].to_vec(),
         }
     }
 }

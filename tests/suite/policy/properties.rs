@@ -131,6 +131,7 @@ fn a_fully_masked_row_changes_nothing() {
         without.old_log_prob.extend(&after.old_log_prob);
         without.advantages.extend(&after.advantages);
         without.weights.extend(&after.weights);
+        without.selected.extend(&after.selected);
         let row = whole.cu_seqlens[5]..whole.cu_seqlens[6];
         assert!(!row.is_empty());
         let shorten = |mut values: Vec<f32>| {
@@ -210,13 +211,15 @@ fn on_fresh_data_every_anchor_gives_the_same_gradient_and_nothing_is_clipped() {
         let agreement = agreement_metrics(&sequences, &fresh.log_prob, &rollout).unwrap();
         assert!(agreement.iter().all(|(name, &value)| value == f64::from(name.ends_with("fraction"))));
         let normalizer = whole_batch(Aggregation::TokenMean, &sequences);
+        let none = vec![false; sequences.tokens()];
         for (name, objective) in objectives() {
             let losses: Vec<PolicyLoss> =
                 [OldLogProbSource::Detach, OldLogProbSource::Rollout, OldLogProbSource::Recompute]
                     .map(|mode| {
                         let old_log_prob =
                             mode.select(&fresh.log_prob, &rollout, Some(&recomputed), 1).unwrap();
-                        let input = LossInput { old_log_prob, weights: None, ..fresh.input() };
+                        let (weights, selected) = (None, Some(none.as_slice()));
+                        let input = LossInput { old_log_prob, weights, selected, ..fresh.input() };
                         objective.loss(&input, &normalizer, 8).unwrap()
                     })
                     .into();

@@ -21,6 +21,27 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
             "vespo has one ratio per sequence",
         ),
         (
+            "policy.loss = \"clip_cov\"",
+            "policy.old_logprob",
+            "\"clip_cov\" selects tokens by their old log-probabilities before the first update",
+        ),
+        (
+            "policy.loss = \"kl_cov\"\npolicy.old_logprob = \"rollout\"\npolicy.clip_cov.fraction = 0.1",
+            "policy.clip_cov",
+            "write \"clip_cov\", or remove [policy.clip_cov]",
+        ),
+        ("policy.kl_cov.coefficient = 2", "policy.kl_cov", "write \"kl_cov\", or remove [policy.kl_cov]"),
+        (
+            "policy.loss = \"clip_cov\"\npolicy.old_logprob = \"rollout\"\npolicy.clip_cov.covariance_max = 1",
+            "policy.clip_cov.covariance_max",
+            "1 is not above the lower bound 1",
+        ),
+        (
+            "[adapter]\n[train.optimizer]\nkind = \"muon\"",
+            "train.optimizer.kind",
+            "\"muon\" is for whole matrices, and an adapter trains their low-rank factors",
+        ),
+        (
             "policy.advantage = \"maxrl\"",
             "policy.advantage",
             "this task gives negative rewards to wrong answers (task.name)",

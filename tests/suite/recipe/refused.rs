@@ -140,13 +140,21 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "r.toml:2: cold_start.optimizer.momentum: only kind = \"sgd\" has a momentum, but cold_start.optimizer.kind is \"adamw_8bit\", which uses beta1 instead; remove one of the two",
         ),
         (
+            "[train.optimizer]\nkind = \"muon\"\nmomentum = 0.9",
+            "r.toml:3: train.optimizer.momentum: only kind = \"sgd\" has a momentum, but train.optimizer.kind is \"muon\", which uses muon_momentum instead; remove one of the two",
+        ),
+        (
+            "[train.optimizer]\nmuon_momentum = 0.9",
+            "r.toml:2: train.optimizer.muon_momentum: only kind = \"muon\" uses this key, and train.optimizer.kind is \"adamw\"; write \"muon\", or remove the key",
+        ),
+        (
             "[train.optimizer]\nkind = \"sgd\"\nmomentum = 1",
             "r.toml:3: train.optimizer.momentum: 1 is out of range; give a number, 0 or more and below 1",
         ),
         (
             "[train.optimizer]\nkind = \"adam\"",
-            "r.toml:2: train.optimizer.kind: no such value \"adam\", did you mean \"adamw\"? Give \"adamw\", \"adamw_8bit\" or \
-             \"sgd\"",
+            "r.toml:2: train.optimizer.kind: no such value \"adam\", did you mean \"adamw\"? Give \"adamw\", \"adamw_8bit\", \
+             \"sgd\" or \"muon\"",
         ),
         (
             "[train.optimizer]\nlr = 0",

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use rloss::policy::correction::{
-    CorrectionRules, ImportanceSettings, RejectionRule, correct, importance_weights, reject,
+    CorrectionRules, ImportanceSettings, RejectionRule, correct, importance_weights, off_policy_mask, reject,
 };
 use rloss::policy::loss::{ClipRange, PpoClip};
 use rloss::policy::off_policy::{off_policy_metrics, probs_diff_metrics};
@@ -52,6 +52,15 @@ fn rules(params: &Value) -> Result<Vec<RejectionRule>> {
         );
     }
     Ok(rules)
+}
+
+pub fn off_policy_mask_row(row: &Row) -> Outcome {
+    let batch = Batch::new(row, "response_mask");
+    let [log_prob, rollout, advantages] =
+        ["log_prob", "old_log_prob", "advantages"].map(|key| floats(&row.inputs[key]));
+    let bound = row.params["bound"].as_f64().expect("a number");
+    let mask = off_policy_mask(&batch.sequences(), &log_prob, &rollout, &advantages, bound)?;
+    Ok(vec![("masked", mask_values(&mask.masked))])
 }
 
 pub fn weights(row: &Row) -> Outcome {

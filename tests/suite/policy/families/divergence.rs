@@ -127,6 +127,7 @@ pub fn trl_row(row: &Row) -> Outcome {
         old_log_prob: &old_log_prob,
         advantages: &advantages,
         weights: weights.as_deref(),
+        selected: None,
     };
     let loss_type = text(row, "loss_type");
     let objective = match loss_type {
