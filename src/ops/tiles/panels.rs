@@ -37,7 +37,7 @@ impl Bf16Copies {
     }
 
     /// Returns the copy of matrix `index`, whose values are `w [k, n]`. Makes it if the product has few `rows`.
-    pub(in crate::ops) fn get(
+    pub(in super::super) fn get(
         &self,
         index: usize,
         rows: usize,
@@ -55,7 +55,7 @@ impl Bf16Copies {
 }
 
 /// A matrix `[k, n]` in bf16: for each panel of columns `[steps][VECTORS · LANES]`, as [`TileOperands`] has it.
-pub(in crate::ops) struct Bf16Panels {
+pub(in super::super) struct Bf16Panels {
     lines: Vec<CacheLine>,
     k: usize,
     n: usize,
@@ -74,12 +74,12 @@ impl Bf16Panels {
 
     /// Computes `out[m, n] (+)= x[m, k] · w` on at most `threads` threads.
     #[cfg(target_arch = "x86_64")]
-    pub(in crate::ops) fn product(&self, threads: usize, out: &mut [f32], x: &[f32], accumulate: bool) {
+    pub(in super::super) fn product(&self, threads: usize, out: &mut [f32], x: &[f32], accumulate: bool) {
         self.multiply::<x86::Bf16x32>(threads, out, x, accumulate);
     }
 
     #[cfg(not(target_arch = "x86_64"))]
-    pub(in crate::ops) fn product(&self, _: usize, _: &mut [f32], _: &[f32], _: bool) {
+    pub(in super::super) fn product(&self, _: usize, _: &mut [f32], _: &[f32], _: bool) {
         unreachable!("no bf16 dot products")
     }
 
