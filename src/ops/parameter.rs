@@ -77,8 +77,8 @@ impl Parameter {
         Self { precision, ..self }
     }
 
-    /// Returns the parameter with bf16 copies of its matrices, if their products are in bf16. The first product
-    /// of few rows makes a copy. The values must not change as long as the parameter is used.
+    /// Returns the parameter with bf16 copies of its matrices, if their products are in bf16. The first
+    /// product of few rows makes a copy. The values must not change as long as the parameter is used.
     pub fn with_bf16_copies(self) -> Self {
         let matrices = match self.values.dims() {
             [_, _] => 1,

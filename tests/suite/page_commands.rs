@@ -16,7 +16,7 @@ use stand_ins::{PageFolder, StandIns, fill_placeholders};
 use std::collections::BTreeSet;
 
 /// Beginnings of the commands that are run.
-const RUN: [&str; 4] = ["rloss ", "printf ", "curl ", "source <(rloss "];
+const RUN: [&str; 5] = ["rloss ", "printf ", "tail ", "curl ", "source <(rloss "];
 
 const DOWNLOAD: &str = "needs a download";
 const GPU: &str = "needs a GPU";
@@ -41,6 +41,8 @@ const LISTED: &[(&str, &str)] = &[
     ("tests/", MINUTES),
     ("scripts/reproduce_figures.sh", MINUTES),
     ("scripts/package.sh", MINUTES),
+    ("rloss train recipes/results/", MINUTES),
+    ("rloss eval runs/gsm8k_lora ", MINUTES),
     ("scripts/bench_", PACKAGES),
     ("scripts/adapter_parity.py", PACKAGES),
     ("scripts/parity.py", PACKAGES),

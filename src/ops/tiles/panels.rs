@@ -1,8 +1,8 @@
 //! A bf16 copy of a matrix, already packed into the panels of tiles.
 //!
 //! Decode multiplies few rows by the same matrix again and again. A product by the copy reads two bytes per
-//! weight, in memory order, and packs nothing. Its bits are those of [`super::product`], because the same tile
-//! multiplies the same words.
+//! weight, in memory order, and packs nothing. Its bits are those of [`super::product`], because the same
+//! tile multiplies the same words.
 
 use super::vectors::SimdWords;
 #[cfg(target_arch = "x86_64")]
@@ -25,18 +25,20 @@ const PACKED_STEPS: usize = 32;
 /// Minimum number of values of `x` for which several threads pack its rows.
 const PARALLEL_ROWS_MIN: usize = 1 << 16;
 
-/// The bf16 copies of the matrices of one weight. The first product of few rows by a matrix makes its copy. The
-/// weight must not change afterwards.
+/// The bf16 copies of the matrices of one weight. The first product of few rows by a matrix makes its copy.
+/// The weight must not change afterwards.
 #[derive(Clone)]
 pub struct Bf16Copies(Arc<[OnceLock<Bf16Panels>]>);
 
 impl Bf16Copies {
-    /// Returns no copies yet for `matrices` matrices. Returns `None` if the processor has no bf16 dot products.
+    /// Returns no copies yet for `matrices` matrices. Returns `None` if the processor has no bf16 dot
+    /// products.
     pub fn new(matrices: usize) -> Option<Self> {
         has_bf16_dot().then(|| Self((0..matrices).map(|_| OnceLock::new()).collect()))
     }
 
-    /// Returns the copy of matrix `index`, whose values are `w [k, n]`. Makes it if the product has few `rows`.
+    /// Returns the copy of matrix `index`, whose values are `w [k, n]`. Makes it if the product has few
+    /// `rows`.
     pub(in super::super) fn get(
         &self,
         index: usize,
@@ -47,14 +49,16 @@ impl Bf16Copies {
     ) -> Option<&Bf16Panels> {
         let cell = self.0.get(index)?;
         if cell.get().is_none() && rows <= ROWS_MAX {
-            // Not `get_or_init`: a thread that waits for others here may begin another product by this matrix.
+            // Not `get_or_init`: a thread that waits for others here may begin another product by this
+            // matrix.
             let _ = cell.set(Bf16Panels::pack(threads, w, shape));
         }
         cell.get()
     }
 }
 
-/// A matrix `[k, n]` in bf16: for each panel of columns `[steps][VECTORS · LANES]`, as [`TileOperands`] has it.
+/// A matrix `[k, n]` in bf16: for each panel of columns `[steps][VECTORS · LANES]`, as [`TileOperands`] has
+/// it.
 pub(in super::super) struct Bf16Panels {
     lines: Vec<CacheLine>,
     k: usize,
@@ -99,8 +103,8 @@ impl Bf16Panels {
                 for (panel, lines) in lines.chunks_exact_mut(panel_lines).enumerate() {
                     let column = (task * each + panel) * width;
                     let to = lines.as_mut_ptr().cast::<u32>();
-                    // SAFETY: the processor has the instructions. The operand has these columns and values, and
-                    // the panel has space for all steps, whose vectors are whole.
+                    // SAFETY: the processor has the instructions. The operand has these columns and values,
+                    // and the panel has space for all steps, whose vectors are whole.
                     unsafe {
                         W::pack(columns, column, width.min(n - column), part, to.add(start * width), width);
                     }
@@ -156,8 +160,8 @@ impl Bf16Panels {
             let mut next = w.wrapping_add(steps * width).cast::<CacheLine>();
             for row in (0..rows.count).step_by(rows.per_tile) {
                 let count = rows.per_tile.min(rows.count - row);
-                // SAFETY: the processor has the instructions, the panel and the rows have these steps, and the
-                // tile is inside the output, whose other columns other threads write.
+                // SAFETY: the processor has the instructions, the panel and the rows have these steps, and
+                // the tile is inside the output, whose other columns other threads write.
                 unsafe {
                     let to = TileOutput { first: out.first.add(row * n + column), ..out };
                     let add = accumulate || start > 0;
@@ -198,8 +202,8 @@ impl PackedRows {
             let mut to = lines.as_mut_ptr().cast::<u32>();
             for row in (0..m).step_by(per_tile) {
                 let count = per_tile.min(m - row);
-                // SAFETY: the processor has the instructions, the operand has these rows, and `lines` has space
-                // for the words of all rows and a vector beyond.
+                // SAFETY: the processor has the instructions, the operand has these rows, and `lines` has
+                // space for the words of all rows and a vector beyond.
                 unsafe {
                     W::pack(rows, row, count, chunk, to, count);
                     to = to.add(count * chunk.steps::<W>());

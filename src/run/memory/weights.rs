@@ -213,8 +213,8 @@ impl MemoryPlanInput<'_> {
         copied.map(copy_bytes).sum()
     }
 
-    /// Returns the bytes of the bf16 copies that decode reads if products are in bf16. Layers that are read on
-    /// demand have none.
+    /// Returns the bytes of the bf16 copies that decode reads if products are in bf16. Layers that are read
+    /// on demand have none.
     pub(super) fn bf16_copy_bytes(&self) -> u64 {
         if self.recipe.model.dtype != Dtype::Bf16Dot || self.gpu_sequences.is_some() {
             return 0;

@@ -21,6 +21,7 @@ const PLACEHOLDERS: &[(&str, &str, &str)] = &[
     ("rloss sft", "FOLDER", QWEN),
     ("rloss verify", "FOLDER", "runs/quickstart"),
     ("qwen", "FOLDER", QWEN),
+    ("gsm8k_lora", "FOLDER", QWEN),
     ("", "FOLDER", GPT_OSS),
     ("", "TINY", GPT_OSS),
     ("", "FILE.gguf", "qwen.gguf"),
