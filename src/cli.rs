@@ -15,7 +15,7 @@ use std::time::Duration;
 #[command(
     name = "rloss",
     version = VERSION.as_str(),
-    about = "Reinforcement learning for GPT-OSS: one forward pass for rollout and training"
+    about = "Reinforcement learning for GPT-OSS and Qwen: one forward pass for rollout and training"
 )]
 struct Cli {
     #[command(subcommand)]

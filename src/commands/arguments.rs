@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 pub fn recipe_help() -> String {
     let names = BUILT_IN.map(|(name, _)| name).join(", ");
     format!(
-        "A recipe file; a built-in recipe: {names}; a run folder (its resolved recipe and last checkpoint); or a checkpoint \
-         of a run (not for `train`)"
+        "A recipe file; a built-in recipe: {names}; a run folder (its resolved recipe and last checkpoint); or, except \
+         for `train`, a checkpoint of a run"
     )
 }
 

@@ -31,7 +31,7 @@ pub struct InitArgs {
     /// Write a recipe with sizes for this machine, based on RECIPE: a file or a built-in recipe
     #[arg(long, value_name = "RECIPE", requires = "model")]
     from: Option<PathBuf>,
-    /// The folder of the model to train, with config.json, tokenizer.json and *.safetensors
+    /// The model to train: a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file
     #[arg(long, value_name = "FOLDER", requires = "from")]
     model: Option<PathBuf>,
 }
@@ -94,7 +94,10 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     let data = match (missing.is_empty(), fetched.is_empty()) {
         (true, _) => String::new(),
         (false, true) => "# Its data files are missing: name yours in [task].\n".to_owned(),
-        (false, false) => format!("# Fetch its data with: rloss fetch {fetched}\n"),
+        (false, false) => format!(
+            "# Fetch its data with: rloss fetch {fetched}\n\
+             # Or name files of yours: [task], train_file = \"FILE\", validation_file = \"FILE\"\n"
+        ),
     };
     let mut text = format!(
         "# {base} with sizes for {}: training takes {}.\n\
@@ -130,7 +133,10 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
         let words = ["fetch"].into_iter().chain(fetched.split_whitespace());
         output += &match fetched.is_empty() {
             true => "name the files in [task] of the recipe\n".to_owned(),
-            false => format!("fetch it: {}\n", command_line(&words.collect::<Vec<_>>())),
+            false => format!(
+                "fetch it: {}\nor name files of yours in {file}: [task], train_file and validation_file\n",
+                command_line(&words.collect::<Vec<_>>())
+            ),
         };
     }
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));

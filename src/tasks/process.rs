@@ -275,7 +275,13 @@ fn serve_requests(
     while let Ok(request) = inbox.recv() {
         let answer = exchange(&mut stdin, &mut lines, &request);
         let failed = answer.is_err();
-        if outbox.send(answer).is_err() || failed {
+        if outbox.send(answer).is_err() {
+            return;
+        }
+        if failed {
+            // The end of this thread would kill the process before its exit status is known. So the thread
+            // waits until its owner drops the process.
+            let _ = inbox.recv();
             return;
         }
     }

@@ -143,6 +143,11 @@ fn a_task_program_that_dies_or_prints_garbage_is_named_at_whatever_it_was_asked(
     for ask in ["describe", "problem", "turn", "reward"] {
         for (instead, told) in [
             ("sys.exit(3)", "the process ended without an answer (exit status: 3)"),
+            // The end of a program takes a while after its output has closed.
+            (
+                "import os; sys.stdout.close(); time.sleep(0.1); os._exit(3)",
+                "the process ended without an answer (exit status: 3)",
+            ),
             ("print('garbage', flush=True)", "is not JSON: expected value"),
             (
                 "print(json.dumps({'reward': float('nan')}), flush=True); continue",

@@ -380,7 +380,10 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     let (told, recipe) = (text(&said.stdout), std::fs::read_to_string(folder.path().join("mine.toml")));
     assert!(told.contains("no data at ") && told.contains(" fetch gsm8k\n"), "{told} {}", stderr(&said));
     let recipe = recipe.unwrap();
-    assert!(recipe.contains("# Fetch its data with: rloss fetch gsm8k\n"), "{recipe}");
+    assert!(
+        recipe.contains("# Fetch its data with: rloss fetch gsm8k\n# Or name files of yours"),
+        "{recipe}"
+    );
     assert!(recipe.contains(" # 16000000 in the base: longer answers are truncated\n"), "{recipe}");
     assert!(
         told.contains(" tokens (16000000 in ") && told.contains("rollout.response_tokens_max\n"),
