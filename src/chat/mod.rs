@@ -180,13 +180,22 @@ impl Chat {
         }
     }
 
-    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`.
+    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`. In
+    /// Harmony an assistant's message without a channel, as OpenAI's form has it, gets the channel `final`, or
+    /// `commentary` if it is a call.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.
     pub fn read_messages(&self, row: &Value, source_name: &str) -> Result<Vec<Message>> {
         match self {
-            Chat::Harmony(_) => harmony::messages_from_json(&row["messages"], source_name),
+            Chat::Harmony(_) => {
+                let mut messages = harmony::messages_from_json(&row["messages"], source_name)?;
+                for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
+                    let usual = if message.recipient.is_some() { "commentary" } else { "final" };
+                    message.channel.get_or_insert_with(|| usual.to_owned());
+                }
+                Ok(messages)
+            }
             Chat::ChatMl(chatml) => chatml::messages_from_json(row, None, chatml.has_thoughts(), source_name),
         }
     }
