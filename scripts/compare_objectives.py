@@ -7,8 +7,9 @@
 Every run starts from the SFT warm-up of its seed and has one thread. Runs that have ended are not run again, so the
 comparison can be stopped and started again. Settings: `exact` is four updates a batch with one forward; `lag1` and
 `lag2` sample that many steps ahead; `router_noise`, `no_sinks` and `short_mantissa` are the failures of figures 2, 3
-and 4. Writes FOLDER/table.md and FOLDER/figure.svg: success on held-out problems at the end, mean over the seeds. An
-objective separates from the first of its kind if the ranges of their seeds do not overlap.
+and 4. Before them, losses that must be equal while the ratio is 1 run with one update a batch, and every metric but those
+of the loss itself must be equal to the bit. Writes FOLDER/table.md and FOLDER/figure.svg: success on held-out problems at the end, mean over the seeds. An
+objective separates (an arrow) from the first of its kind if the ranges of their seeds do not overlap.
 """
 
 import argparse
@@ -41,6 +42,8 @@ SETTINGS = {
     "no_sinks": ["arms.no_train_sinks=true"],
     "short_mantissa": ["arms.rollout_mantissa_bits=3", "policy.old_logprob=rollout"],
 }
+# With a ratio of 1 these are the plain policy gradient. clip_cov leaves tokens out; geo_mean is a mean over sequences.
+EQUAL_AT_ONE_UPDATE = [f"loss={name}" for name in LOSSES if name not in ("clip_cov", "geo_mean")]
 
 
 def train(a, recipe, out, sets):
@@ -79,6 +82,8 @@ def run_all(a):
     failed = execute(a, jobs)
     if failed:
         sys.exit("the SFT warm-up failed")
+    if "quickstart" in a.tasks and 0 in a.seeds:
+        check_equal(a)
     jobs = []
     for setting in a.settings:
         for task in a.tasks:
@@ -88,6 +93,27 @@ def run_all(a):
                     sets = [f"train.seed={seed}", f"model.path={start}", *SETTINGS[setting], *OBJECTIVES[objective]]
                     jobs.append((RECIPES / f"{task}.toml", folder(a, task, setting, objective, seed), sets))
     return execute(a, jobs)
+
+
+def rows_without_loss(out):
+    """Returns the metrics of a run without times and those that the loss itself reports."""
+    with open(out / "metrics.jsonl") as file:
+        rows = [json.loads(line) for line in file]
+    left_out = ("timing_s/", "perf/", "actor/pg_", "actor/selected_fraction")
+    return [{k: v for k, v in row.items() if not k.startswith(left_out)} for row in rows]
+
+
+def check_equal(a):
+    """Runs five steps of one update a batch with each loss of EQUAL_AT_ONE_UPDATE, and compares their metrics."""
+    start = a.out / "cold_start" / "seed-0"
+    common = ["train.seed=0", f"model.path={start}", "train.minibatches=1", "train.steps=5", "eval.every_steps=0"]
+    outs = {name: a.out / "one_update" / name for name in EQUAL_AT_ONE_UPDATE}
+    execute(a, [(RECIPES / "quickstart.toml", out, [*common, *OBJECTIVES[name]]) for name, out in outs.items()])
+    expected = rows_without_loss(outs["loss=ppo"])
+    different = [name for name, out in outs.items() if rows_without_loss(out) != expected]
+    if different:
+        sys.exit(f"one update a batch: the metrics differ from those of loss=ppo: {', '.join(different)}")
+    print(f"one update a batch: {len(outs)} losses have equal metrics in {len(expected)} rows")
 
 
 def folder(a, task, setting, objective, seed):
@@ -174,7 +200,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("runs/objectives"))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--tasks", nargs="+", default=list(COLD_STARTS), choices=COLD_STARTS)
-    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS)
+    parser.add_argument("--settings", nargs="*", default=list(SETTINGS), choices=SETTINGS)
     parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=OBJECTIVES)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     a = parser.parse_args()
