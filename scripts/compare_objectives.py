@@ -5,11 +5,12 @@
                                   [--objectives ...] [--seeds ...]
 
 Every run starts from the SFT warm-up of its seed and has one thread. Runs that have ended are not run again, so the
-comparison can be stopped and started again. Settings: `exact` is four updates a batch with one forward; `lag1` and
-`lag2` sample that many steps ahead; `router_noise`, `no_sinks` and `short_mantissa` are the failures of figures 2, 3
-and 4. Before them, losses that must be equal while the ratio is 1 run with one update a batch, and every metric but those
-of the loss itself must be equal to the bit. Writes FOLDER/table.md and FOLDER/figure.svg: success on held-out problems at the end, mean over the seeds. An
-objective separates (an arrow) from the first of its kind if the ranges of their seeds do not overlap.
+comparison can be stopped and started again. Settings: `exact` is four updates a batch with one forward;
+`lag1` and `lag2` sample that many steps ahead; `router_noise`, `no_sinks` and `short_mantissa` are the
+failures of figures 2, 3 and 4. Before them, losses that must be equal while the ratio is 1 run with one
+update a batch, and every metric but those of the loss itself must be equal to the bit. Writes FOLDER/table.md
+and FOLDER/figure.svg: success on held-out problems at the end, mean over the seeds. An objective separates
+(an arrow) from the first of its kind if the ranges of their seeds do not overlap.
 """
 
 import argparse
