@@ -4,6 +4,7 @@ use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use super::gradients::{GradientSum, clip, global_norm};
 use super::micro_batch::{MicroBatch, MicroBatchLimits, PackingParameters};
 use super::optimizer::Optimizer;
+use super::teacher::TeacherPasses;
 use crate::metrics::Progress;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
@@ -52,11 +53,11 @@ impl BatchRunner<'_> {
         settings: PassSettings,
         objective: BatchObjective<'_, N>,
     ) -> Result<Vec<PassOutput<N>>> {
-        self.accumulate_with_progress(batches, settings, objective, &Progress::hidden())
+        self.accumulate_with_progress(batches, settings, None, objective, &Progress::hidden())
     }
 
     /// Works like [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by
-    /// layer.
+    /// layer. With a `teacher`, the head's third column has the divergences from it.
     ///
     /// # Errors
     /// The errors of [`Self::accumulate`].
@@ -64,6 +65,7 @@ impl BatchRunner<'_> {
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
+        teacher: Option<&TeacherPasses>,
         objective: BatchObjective<'_, N>,
         progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
@@ -78,7 +80,9 @@ impl BatchRunner<'_> {
                 load_balance_coefficient: settings.load_balance_coefficient * share,
                 ..settings
             };
-            let pass = Pass { model: self.model, weights, batch, settings };
+            // The teacher's pass ends before the policy's pass begins, so their activations do not add up.
+            let teacher = teacher.map(|teacher| teacher.rows(slot.index)).transpose()?;
+            let pass = Pass { model: self.model, weights, batch, settings, teacher: teacher.as_ref() };
             let progress_tokens = progress_tokens(&batches[slot.index], &slot);
             let objective = |columns: [&[f32]; N]| match slot.masked {
                 true => Ok(columns.map(|column| vec![0.0; column.len()])),
@@ -93,7 +97,8 @@ impl BatchRunner<'_> {
             }
         };
         let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
-        let outputs = self.run_passes(batches, |slot| {
+        let in_parallel = teacher.is_none_or(|teacher| runs_in_parallel(teacher.weight_bytes()));
+        let outputs = self.run_passes(batches, in_parallel, |slot| {
             let backward_tokens = progress_tokens(&batches[slot.index], &slot) * (1.0 - FORWARD_SHARE);
             let sink = sum.pass_sink(slot.round, Some((progress, backward_tokens)));
             let weights = self.parameters.pass_weights(Some(&sink));
@@ -137,11 +142,11 @@ impl BatchRunner<'_> {
         progress: &Progress,
     ) -> Result<Vec<PassOutput<N>>> {
         let weights = self.parameters.pass_weights(None)?;
-        self.run_passes(batches, |slot| {
+        self.run_passes(batches, true, |slot| {
             let batch = &*batches[slot.index].local_shard(self.parameters.mesh())?;
             let progress_tokens = progress_tokens(&batches[slot.index], &slot);
             let on_layer = || progress.advance_tokens(progress_tokens / self.layers());
-            Pass { model: self.model, weights: &weights, batch, settings }.forward(&on_layer)
+            Pass { model: self.model, weights: &weights, batch, settings, teacher: None }.forward(&on_layer)
         })
     }
 
@@ -201,17 +206,19 @@ impl BatchRunner<'_> {
         PackingParameters { limits: self.limits(tokens_max), shared_positions_max, top_k }
     }
 
-    /// Calls `run` on each of `batches` and returns the results in order.
+    /// Calls `run` on each of `batches` and returns the results in order. Passes run in parallel only if
+    /// `may_run_in_parallel`.
     fn run_passes<const N: usize>(
         &self,
         batches: &[MicroBatch],
+        may_run_in_parallel: bool,
         run: impl Fn(PassSlot) -> Result<PassOutput<N>> + Sync,
     ) -> Result<Vec<PassOutput<N>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let run = |slot| with_spinning_threads(self.parameters.device(), || run(slot));
         let run_index = |index: usize| run(PassSlot { index, round: index, masked: false });
         match mesh.ranks() {
-            1 if self.runs_passes_in_parallel() => self.threads.map(count, run_index),
+            1 if may_run_in_parallel && self.runs_passes_in_parallel() => self.threads.map(count, run_index),
             1 => self.threads.run_on_all(|| (0..count).map(run_index).collect()),
             _ => self.threads.run_on_all(|| self.run_distributed(batches, &run)),
         }

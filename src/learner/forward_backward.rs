@@ -6,12 +6,13 @@
 
 use super::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
-use crate::model::decoder_stack::{DecoderStack, LayerCallback};
+use crate::model::decoder_stack::{DecoderStack, LayerCallback, keep_nothing};
 use crate::model::forward::{ForwardOptions, Model, Rows};
 use crate::model::layer::LayerOutput;
 use crate::model::sequence_parallel::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
+use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result, ensure};
 use candle_core::Tensor;
@@ -29,7 +30,8 @@ pub struct PassSettings {
 }
 
 /// The head's outputs: `N` columns with one value for each target, `[R]`. A policy has the columns
-/// log-probabilities and entropies. A critic has the column of values.
+/// log-probabilities and entropies, and with a teacher the divergences from it. A critic has the column of
+/// values.
 pub type HeadColumns<const N: usize> = [Vec<f32>; N];
 
 /// Computes the gradient of the objective with respect to the head's columns.
@@ -59,6 +61,14 @@ impl PassOutput {
     }
 }
 
+impl PassOutput<3> {
+    /// Returns the output without the divergences from the teacher.
+    pub fn without_divergences(self) -> PassOutput {
+        let Self { head: [log_probs, entropies, _], routed_experts, load_balance_loss, has_gradients } = self;
+        PassOutput { head: [log_probs, entropies], routed_experts, load_balance_loss, has_gradients }
+    }
+}
+
 /// The forward and backward pass of one micro-batch.
 pub struct Pass<'a> {
     pub model: &'a Model,
@@ -66,9 +76,21 @@ pub struct Pass<'a> {
     pub weights: &'a Weights,
     pub batch: &'a MicroBatch,
     pub settings: PassSettings,
+    /// The teacher's rows for the batch's targets, if the head returns divergences from a teacher.
+    pub teacher: Option<&'a TeacherRows>,
 }
 
 impl Pass<'_> {
+    /// Runs the forward pass up to the head, without gradients. Returns the head, and its input for each
+    /// target; a policy is compared with them.
+    ///
+    /// # Errors
+    /// When the batch does not fit the model, or the model has no LM head.
+    pub fn teacher_rows(&self) -> Result<TeacherRows> {
+        let hidden = self.run_layers(&self.stack(), &mut keep_nothing)?;
+        self.weights.teacher_rows(self.stack().final_norm_rows(&hidden, &self.batch.rows)?)
+    }
+
     /// Runs the forward pass without gradients; `weights` should be frozen. Calls `on_layer` after each
     /// layer.
     ///
@@ -160,6 +182,9 @@ impl Pass<'_> {
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         let MicroBatch { targets, kept_tokens, .. } = self.batch;
+        if let Some(teacher) = self.teacher {
+            return self.weights.head_with_teacher(&normed, targets, teacher, self.settings.temperature);
+        }
         self.stack().head(&normed, targets, kept_tokens.as_ref(), self.settings.temperature)
     }
 

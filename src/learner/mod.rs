@@ -16,6 +16,7 @@ pub mod rollout_correction;
 pub mod routed_experts;
 mod settings;
 pub mod supervised;
+pub mod teacher;
 pub mod token_selection;
 
 pub use settings::{

@@ -1,9 +1,10 @@
-//! The loss of one policy update: policy loss, KL to the reference, and entropy bonus.
+//! The loss of one policy update: policy loss, KL to the reference, entropy bonus, and distillation.
 
 use super::batch::Batch;
 use super::forward_backward::{HeadColumns, PassOutput};
 use super::micro_batch::mean_of_rows;
 use crate::metrics::Metrics;
+use crate::policy::distill::distill_loss;
 use crate::policy::divergence::kl_loss;
 use crate::policy::loss::{LossFunction, LossInput, PolicyLoss, TokenMean};
 use crate::policy::ratio::OldLogProbSource;
@@ -29,6 +30,8 @@ pub struct LossShare {
     policy: PolicyLoss,
     /// KL to the reference, before its coefficient.
     kl: f64,
+    /// Divergence from the teacher, before its coefficient.
+    distill: f64,
 }
 
 impl<'a> UpdateLoss<'a> {
@@ -50,16 +53,17 @@ impl<'a> UpdateLoss<'a> {
         Ok(Self { batch, policy, loss, old_log_prob_source, updates, normalizer })
     }
 
-    /// Returns the loss of micro-batch `index`, and its gradient with respect to the log-probabilities and
-    /// entropies of the head.
+    /// Returns the loss of micro-batch `index`, and its gradient with respect to the head's columns:
+    /// log-probabilities, entropies and, with a teacher, divergences.
     ///
     /// # Errors
-    /// When a log-probability is NaN.
-    pub fn loss_share(
+    /// When a log-probability or a divergence is not finite.
+    pub fn loss_share<const N: usize>(
         &self,
         index: usize,
-        [log_prob, entropies]: [&[f32]; 2],
-    ) -> Result<(LossShare, HeadColumns<2>)> {
+        columns: [&[f32]; N],
+    ) -> Result<(LossShare, HeadColumns<N>)> {
+        let (log_prob, entropies) = (columns[0], columns[1]);
         let Self { batch, policy, normalizer, .. } = self;
         let micro_batch = &batch.micro_batches[index];
         let span = batch.column_range(micro_batch);
@@ -73,7 +77,15 @@ impl<'a> UpdateLoss<'a> {
             weights: shard(&batch.weights),
             selected: batch.selected.as_ref().map(|flags| &flags[span.clone()]),
         };
-        let mut loss = self.loss.loss(&input, normalizer, batch.sequences.len())?;
+        let coefficient = policy.loss_coefficient();
+        let mut loss = match coefficient == 0.0 {
+            true => PolicyLoss { loss: 0.0, grad_log_prob: vec![0.0; log_prob.len()], metrics: vec![] },
+            false => self.loss.loss(&input, normalizer, batch.sequences.len())?,
+        };
+        if coefficient != 1.0 {
+            let scaled = |gradient: &mut f32| *gradient = (coefficient * f64::from(*gradient)) as f32;
+            loss.grad_log_prob.iter_mut().for_each(scaled);
+        }
         let mut kl = 0.0;
         if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, shard(&batch.reference_log_probs)) {
             let term = kl_loss(&input.sequences, log_prob, reference, policy.kl.estimator, normalizer)?;
@@ -88,8 +100,17 @@ impl<'a> UpdateLoss<'a> {
             true => vec![0.0; entropies.len()],
             false => normalizer.reduce(&input.sequences, |_, t| (f64::from(entropies[t]), -bonus)).1,
         };
-        let log_probs = std::mem::take(&mut loss.grad_log_prob);
-        Ok((LossShare { policy: loss, kl }, [log_probs, entropies]))
+        let mut gradients = [const { vec![] }; N];
+        let mut distill = 0.0;
+        if let (Some(settings), Some(divergences)) = (&policy.distill, columns.get(2)) {
+            let term = distill_loss(&input.sequences, divergences, normalizer)?;
+            distill = term.loss;
+            let scaled = |gradient: &f32| (settings.coefficient * f64::from(*gradient)) as f32;
+            gradients[2] = term.grad_divergences.iter().map(scaled).collect();
+        }
+        gradients[0] = std::mem::take(&mut loss.grad_log_prob);
+        gradients[1] = entropies;
+        Ok((LossShare { policy: loss, kl, distill }, gradients))
     }
 
     /// Returns the update's metrics, which are means over its tokens. `shares` and `outputs` have one entry
@@ -103,7 +124,12 @@ impl<'a> UpdateLoss<'a> {
             total.tokens += mean.tokens;
         }
         means.into_iter().for_each(|(name, mean)| metrics.set(name, mean.value()));
-        metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
+        if self.policy.loss_coefficient() != 0.0 {
+            metrics.set("actor/pg_loss", shares.iter().map(|s| s.policy.loss).sum::<f64>());
+        }
+        if self.policy.distill.is_some() {
+            metrics.set("actor/distill_kl", shares.iter().map(|s| s.distill).sum::<f64>());
+        }
         if self.policy.kl.place == KlPlacement::Loss {
             metrics.set("actor/kl_loss", shares.iter().map(|s| s.kl).sum::<f64>());
         }

@@ -177,7 +177,7 @@ impl EqualityChecks<'_> {
         let stage = self.start_stage(stage, sequences);
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
-            let pass = Pass { model, weights, batch, settings };
+            let pass = Pass { model, weights, batch, settings, teacher: None };
             let tokens_per_layer =
                 batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
             let on_layer = || stage.advance_tokens(tokens_per_layer);

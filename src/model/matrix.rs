@@ -2,6 +2,7 @@
 
 use super::expert_parallel::ExpertParallel;
 use crate::ops::logits::{Logits, SamplingParameters};
+use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::token_set::KeptTokens;
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter};
@@ -112,6 +113,21 @@ impl Matrix {
         Ok(ops::log_prob_and_entropy(h, weight, targets, kept, temperature)?)
     }
 
+    /// Returns the rows of [`Self::log_prob_and_entropy`] and the divergence of each distribution from the one
+    /// of `teacher`, `[3, R]`. The matrix must be an LM head.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn log_prob_entropy_and_kl(
+        &self,
+        h: &Tensor,
+        targets: &Arc<Vec<u32>>,
+        teacher: &TeacherRows,
+        temperature: f64,
+    ) -> Result<Tensor> {
+        Ok(ops::log_prob_entropy_and_kl(h, self.plain_weight()?, targets, teacher, temperature)?)
+    }
+
     /// Returns the logits of `h [R, H]` for a sampler. The matrix must be an LM head.
     ///
     /// # Errors
@@ -121,7 +137,7 @@ impl Matrix {
     }
 
     /// Returns the weight of a matrix without bias and adapter: an LM head or an embedding.
-    fn plain_weight(&self) -> Result<&Weight> {
+    pub(super) fn plain_weight(&self) -> Result<&Weight> {
         ensure!(
             self.bias.is_none() && self.adapter.is_none(),
             "an LM head or embedding cannot have a bias or an adapter"

@@ -8,6 +8,7 @@ use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;
 use crate::ops::logits::{Logits, SamplingParameters};
+use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::token_set::KeptTokens;
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
@@ -162,6 +163,29 @@ impl Weights {
             false => self.head.log_prob_and_entropy(normed, targets, kept, temperature),
             true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.len()))?),
         }
+    }
+
+    /// Returns the rows of [`Self::head`] and the divergence of each distribution from the one of `teacher`,
+    /// `[3, R]`.
+    ///
+    /// # Errors
+    /// When shapes disagree, or the model is a critic, which has no LM head.
+    pub fn head_with_teacher(
+        &self,
+        normed: &Tensor,
+        targets: &Arc<Vec<u32>>,
+        teacher: &TeacherRows,
+        temperature: f64,
+    ) -> Result<Tensor> {
+        self.head.log_prob_entropy_and_kl(normed, targets, teacher, temperature)
+    }
+
+    /// Returns the head and its input `normed [R, H]`, for a policy that is compared with this model.
+    ///
+    /// # Errors
+    /// When the model has no LM head.
+    pub fn teacher_rows(&self, normed: Tensor) -> Result<TeacherRows> {
+        Ok(TeacherRows { h: normed, head: self.head.plain_weight()?.clone() })
     }
 
     /// Returns the logits of `normed [R, H]`, for a sampler.

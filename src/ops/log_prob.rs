@@ -9,6 +9,9 @@
 //! A row may have a set of kept tokens, which its target was drawn from. Log-probability and entropy are then
 //! those of the distribution over that set, and gradients of other logits are 0 ([`mod@super::truncation`]).
 //!
+//! With a teacher, the head also returns the reverse KL divergence from the teacher's distribution
+//! ([`mod@super::reverse_kl`]). Two chunks of logits are then in memory. The other outputs keep their bits.
+//!
 //! On a GPU `h` and `W` are bf16, and logits and results are f32.
 //!
 //! The sampler computes log-probabilities from the same product and the same [`RowStats`]
@@ -22,6 +25,7 @@ use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::GradientTarget;
 use super::product::{StridedMatrix, product};
+use super::reverse_kl::{TeacherLogits, TeacherRows, backward_row_with_teacher, check_teacher, reverse_kl};
 use super::token_set::KeptTokens;
 use super::truncation::KeptRow;
 use super::weight::Weight;
@@ -107,21 +111,44 @@ pub fn log_prob_and_entropy(
     kept: Option<&KeptTokens>,
     temperature: f64,
 ) -> Result<Tensor> {
+    let vocabulary = check_shapes(h, weight, targets)?;
+    if let Some(kept) = kept {
+        check_kept(kept, targets, vocabulary)?;
+    }
+    apply_head(h, Head { kept: kept.cloned(), ..Head::new(weight, targets, temperature) })
+}
+
+/// Returns `[3, R]`: the rows of [`log_prob_and_entropy`], with the same bits, and the divergence of each
+/// distribution from the one of `teacher`. Works only on the CPU.
+///
+/// # Errors
+/// When shapes disagree, or the teacher has fewer columns than the head.
+pub fn log_prob_entropy_and_kl(
+    h: &Tensor,
+    weight: &Weight,
+    targets: &Arc<Vec<u32>>,
+    teacher: &TeacherRows,
+    temperature: f64,
+) -> Result<Tensor> {
+    let vocabulary = check_shapes(h, weight, targets)?;
+    check_teacher(teacher, targets.len(), vocabulary)?;
+    let teacher = TeacherRows { h: contiguous(&teacher.h)?, head: teacher.head.clone() };
+    apply_head(h, Head { teacher: Some(teacher), ..Head::new(weight, targets, temperature) })
+}
+
+/// Checks the inputs of the head. Returns the size of the vocabulary.
+fn check_shapes(h: &Tensor, weight: &Weight, targets: &[u32]) -> Result<usize> {
     let ((rows, k), (w_k, vocabulary)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k || targets.len() != rows || targets.iter().any(|&t| t as usize >= vocabulary) {
         bail!("log_prob: h {:?}, weight [{w_k}, {vocabulary}], {} targets", h.dims(), targets.len());
     }
-    if let Some(kept) = kept {
-        check_kept(kept, targets, vocabulary)?;
-    }
+    Ok(vocabulary)
+}
+
+fn apply_head(h: &Tensor, mut head: Head) -> Result<Tensor> {
+    let weight = head.weight.clone();
     let (tracked, gradient) = weight.graph_tensor().unzip();
-    let head = Head {
-        targets: targets.clone(),
-        kept: kept.cloned(),
-        inverse_temperature: inverse_temperature(temperature),
-        weight: weight.clone(),
-        gradient: gradient.flatten(),
-    };
+    head.gradient = gradient.flatten();
     let h = contiguous(h)?;
     match tracked {
         Some(weight) => apply([&h, weight], head),
@@ -153,6 +180,8 @@ struct Head {
     targets: Arc<Vec<u32>>,
     /// The kept tokens of each row.
     kept: Option<KeptTokens>,
+    /// The teacher, if the divergence from it is an output.
+    teacher: Option<TeacherRows>,
     inverse_temperature: f32,
     weight: Weight,
     /// Receives the gradient of the weight, if the weight is trainable.
@@ -181,6 +210,23 @@ pub(super) fn backward_row(
 }
 
 impl Head {
+    fn new(weight: &Weight, targets: &Arc<Vec<u32>>, temperature: f64) -> Self {
+        Self {
+            targets: targets.clone(),
+            kept: None,
+            teacher: None,
+            inverse_temperature: inverse_temperature(temperature),
+            weight: weight.clone(),
+            gradient: None,
+        }
+    }
+
+    /// Returns the buffers for the teacher's logits, for chunks of up to `rows_max` rows.
+    fn teacher_logits(&self, rows_max: usize, vocabulary: usize) -> Result<Option<TeacherLogits<'_>>> {
+        let logits = |teacher| TeacherLogits::new(teacher, (rows_max, vocabulary), self.inverse_temperature);
+        self.teacher.as_ref().map(logits).transpose()
+    }
+
     /// Returns the distribution over the kept tokens of `row`, from its logits; `None` if all are kept.
     fn kept_row(&self, row: usize, logits: &[f32]) -> Option<KeptRow> {
         let set = self.kept.as_ref()?[row].as_ref()?;
@@ -190,30 +236,35 @@ impl Head {
     fn forward(&self, h: &[f32]) -> Result<(CpuStorage, Shape)> {
         let (k, n) = self.weight.head_shape()?;
         let rows = h.len() / k;
-        let mut pairs = buffer(2 * rows);
+        let columns = if self.teacher.is_some() { 3 } else { 2 };
+        let mut values = buffer(columns * rows);
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
+        let mut teacher = self.teacher_logits(chunk.min(rows), n)?;
         for start in (0..rows).step_by(chunk) {
             let m = chunk.min(rows - start);
             let z = &mut z[..m * n];
             self.weight.product(z, &h[start * k..(start + m) * k])?;
-            let pairs = &mut pairs[2 * start..2 * (start + m)];
-            for_each_row_pair((z, n), (pairs, 2), 4 * n, |row, z, pair| {
+            teacher.as_mut().map_or(Ok(()), |teacher| teacher.compute(start, m))?;
+            let values = &mut values[columns * start..columns * (start + m)];
+            for_each_row_pair((z, n), (values, columns), 4 * n, |row, z, values| {
                 if let Some(kept) = self.kept_row(start + row, z) {
-                    (pair[0], pair[1]) = (kept.log_prob(self.targets[start + row]), kept.entropy());
+                    (values[0], values[1]) = (kept.log_prob(self.targets[start + row]), kept.entropy());
                     return;
                 }
                 let stats = row_stats(z, self.inverse_temperature);
-                pair[0] = z[self.targets[start + row] as usize] - stats.log_sum_exp;
-                pair[1] = stats.entropy;
+                values[0] = z[self.targets[start + row] as usize] - stats.log_sum_exp;
+                values[1] = stats.entropy;
+                if let Some(teacher) = &teacher {
+                    values[2] = reverse_kl(z, stats, teacher.row(row));
+                }
             });
         }
-        let mut out = buffer(2 * rows);
-        for (row, pair) in pairs.chunks_exact(2).enumerate() {
-            out[row] = pair[0];
-            out[rows + row] = pair[1];
+        let mut out = buffer(columns * rows);
+        for (row, values) in values.chunks_exact(columns).enumerate() {
+            values.iter().enumerate().for_each(|(column, &value)| out[column * rows + row] = value);
         }
-        Ok((CpuStorage::F32(out), Shape::from((2, rows))))
+        Ok((CpuStorage::F32(out), Shape::from((columns, rows))))
     }
 
     /// Adds the gradient of the weight if the weight is trainable. Returns `dh` if an earlier layer is
@@ -228,6 +279,7 @@ impl Head {
         let mut dh = is_tracked(h).then(|| buffer(rows * k));
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
+        let mut teacher = self.teacher_logits(chunk.min(rows), n)?;
         // Replaces the logits `z` of the rows from `start` on by their gradient, and computes the gradient of
         // `h` for these rows.
         let mut through = |z: &mut [f32], start: usize| {
@@ -236,6 +288,7 @@ impl Head {
                 return Ok(());
             }
             self.weight.product(z, &hs[start * k..(start + m) * k])?;
+            teacher.as_mut().map_or(Ok(()), |teacher| teacher.compute(start, m))?;
             for_each_row(z, n, 8 * n, |row, z| {
                 let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
                 if let Some(kept) = self.kept_row(start + row, z) {
@@ -244,7 +297,14 @@ impl Head {
                     return;
                 }
                 let stats = row_stats(z, self.inverse_temperature);
-                backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature);
+                match &teacher {
+                    None => backward_row(z, stats, d_log_prob, d_entropy, self.inverse_temperature),
+                    Some(teacher) => {
+                        let gradient = [d_log_prob, d_entropy, g[2 * rows + start + row]];
+                        let teacher = teacher.row(row);
+                        backward_row_with_teacher(z, stats, teacher, gradient, self.inverse_temperature);
+                    }
+                }
                 z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
             });
             let Some(dh) = &mut dh else { return Ok(()) };
@@ -283,7 +343,7 @@ impl Head {
     }
 }
 
-/// Inputs: `h`, and the weight if it may be trainable.
+/// Inputs: `h`, and the weight if it may be trainable. Outputs: `[2, R]`, or `[3, R]` with a teacher.
 impl<const N: usize> Operation<N> for Head {
     const NAME: &'static str = "log_prob_and_entropy";
 
@@ -292,8 +352,8 @@ impl<const N: usize> Operation<N> for Head {
     }
 
     fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
-        if self.kept.is_some() {
-            bail!("log_prob: sets of kept tokens are supported only on the CPU");
+        if self.kept.is_some() || self.teacher.is_some() {
+            bail!("log_prob: sets of kept tokens and teachers are supported only on the CPU");
         }
         head_forward(inputs[0], self.weight.device_tensor()?, &self.targets, self.inverse_temperature)
     }

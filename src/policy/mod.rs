@@ -9,6 +9,7 @@ pub mod advantage;
 pub mod aggregation;
 pub mod alarm;
 pub mod correction;
+pub mod distill;
 pub mod divergence;
 pub mod kl_in_reward;
 pub mod loss;

@@ -5,6 +5,7 @@ use super::aggregation::Aggregation;
 use super::correction::{
     CorrectionRules, ImportanceSampling, ImportanceSettings, RejectOption, RejectionRule, WeightBound,
 };
+use super::distill::{DistillSettings, TeacherSource};
 use super::divergence::KlEstimator;
 use super::loss::{ClipCovSettings, KlCovSettings, Loss, SapoSettings, VespoSettings};
 use super::ratio::OldLogProbSource;
@@ -39,11 +40,26 @@ table! {
         pub router_replay: RouterReplay = RouterReplay::None,
         pub correction: CorrectionSettings,
         pub kl: KlSettings,
+        pub distill: Option<DistillSettings>,
         pub sapo: SapoSettings,
         pub vespo: VespoSettings,
         pub clip_cov: ClipCovSettings,
         pub kl_cov: KlCovSettings,
         pub overlong: OverlongSettings,
+    }
+}
+
+impl PolicySettings {
+    /// Returns whether training needs the frozen reference: the model at the start of reinforcement learning.
+    pub fn needs_reference(&self) -> bool {
+        let is_own_teacher =
+            self.distill.as_ref().is_some_and(|distill| distill.teacher == TeacherSource::Policy);
+        self.kl.place != KlPlacement::None || is_own_teacher
+    }
+
+    /// Returns the weight of the policy loss.
+    pub fn loss_coefficient(&self) -> f64 {
+        self.distill.as_ref().map_or(1.0, |distill| distill.policy_loss_coefficient)
     }
 }
 

@@ -3,6 +3,7 @@
 mod adapter;
 mod agent;
 mod critic;
+mod distill;
 mod mcp;
 mod policy;
 
@@ -44,6 +45,7 @@ pub(crate) fn check(
     rules.check_cold_start();
     rules.check_train();
     rules.check_policy();
+    rules.check_distillation();
     rules.check_critic();
     rules.check_ablations();
     rules.check_eval();
@@ -333,6 +335,8 @@ impl Rules<'_> {
         let train = &self.recipe.train;
         let samples =
             train.steps > 0 && train.trajectories.is_none() && self.scope != KeyScope::TrainStoredRun;
+        // Without a policy loss, no advantage is used.
+        let samples = samples && !self.only_distills();
         if let (1, Some(effect), true) = (rollout.samples_per_prompt, single_sample, samples) {
             self.refuse(
                 &["rollout.samples_per_prompt", "policy.advantage"],

@@ -47,6 +47,28 @@ pub fn system_prompt(
     }
 }
 
+/// Returns the system and developer messages with `text` in place of the recipe's own text: of the developer
+/// instructions of GPT-OSS, or of the whole text of ChatML's system message. Declarations of tools stay.
+pub fn replaced_system_prompt(
+    chat: &Chat,
+    harmony: &SystemPromptSettings,
+    text: &str,
+    uses_python: bool,
+    tools: &[Value],
+) -> Vec<Message> {
+    let text = Some(text.to_owned());
+    let harmony = match chat {
+        Chat::Harmony(_) => SystemPromptSettings { developer_instructions: text, ..harmony.clone() },
+        Chat::ChatMl(_) => SystemPromptSettings {
+            system_message: Some(true),
+            model_identity: text,
+            developer_instructions: None,
+            ..harmony.clone()
+        },
+    };
+    system_prompt(chat, &harmony, uses_python, tools)
+}
+
 fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
     let mut messages = Vec::new();
     if harmony.system_message.unwrap_or(true) {

@@ -5,6 +5,7 @@ use super::family::unsupported_keys;
 use super::memory::{ModelCommand, available_memory, min_over_processes};
 use super::preflight::{ErrorList, Preflight};
 use super::source::{ModelSource, Placement, model_folder, reading_note};
+use super::teacher::TeacherModel;
 use crate::agents::{AgentSession, EpisodeTrajectories};
 use crate::bad_input;
 use crate::chat::Chat;
@@ -16,6 +17,7 @@ use crate::engine::{Engine, EngineLimits};
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::learner::examples::ConversationRenderer;
+use crate::learner::teacher::PromptChange;
 use crate::metrics::Console;
 use crate::model::cache::CacheCapacity;
 use crate::model::config::Config;
@@ -74,6 +76,10 @@ pub struct RunContext {
     pub interpreter: Option<Box<dyn Interpreter>>,
     /// The system and developer messages before every prompt.
     pub system_prompt: Vec<Message>,
+    /// The teacher of distillation, if it is another model.
+    pub teacher: Option<TeacherModel>,
+    /// The teacher's system prompt, if it is not the policy's.
+    pub teacher_prompt: Option<PromptChange>,
 }
 
 impl RunContext {

@@ -155,6 +155,10 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
             obstacles.push((key, "no GPU kernel has Muon yet; write \"adamw\"".to_owned()));
         }
     }
+    if recipe.policy.distill.is_some() {
+        let reason = "no GPU kernel compares the policy with a teacher yet; remove [policy.distill]";
+        obstacles.push(("policy.distill.teacher", reason.to_owned()));
+    }
     let ablations = &recipe.arms;
     let without_kernel = [
         ("arms.router_noise", ablations.router_noise > 0.0),

@@ -17,5 +17,6 @@ pub mod signals;
 pub mod sizing;
 pub mod source;
 mod symlinks;
+pub mod teacher;
 mod trainable_flags;
 pub mod trust;

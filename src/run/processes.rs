@@ -45,6 +45,19 @@ pub fn check_optimizers(mesh: &Mesh, plan: &Plan) -> Result<()> {
     }
 }
 
+/// Checks that distillation works with the processes of `mesh`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for distillation with several processes.
+pub fn check_distillation(mesh: &Mesh, plan: &Plan) -> Result<()> {
+    if mesh.ranks() == 1 || plan.recipe.policy.distill.is_none() {
+        return Ok(());
+    }
+    let reason =
+        "several processes cannot share a teacher yet; start one process, or remove [policy.distill]";
+    Err(plan.mistake("policy.distill.teacher", reason.to_owned()).into())
+}
+
 /// Checks that all processes have the same recipe, the same binary, and the same starting point. The starting
 /// point is the folder `weights`, if any, and `state`.
 ///
@@ -91,5 +104,14 @@ mod tests {
         check("", 2).unwrap();
         let error = check(muon, 2).unwrap_err().to_string();
         assert!(error.contains("r.toml:2: train.optimizer.kind: \"muon\" needs whole matrices"), "{error}");
+    }
+
+    #[test]
+    fn distillation_works_with_one_process_only() {
+        let text = "[policy.distill]\nteacher = \"src\"";
+        let plan = resolve(Path::new("r.toml"), text, &[]).unwrap();
+        check_distillation(&Mesh::without_connection(0, 1), &plan).unwrap();
+        let error = check_distillation(&Mesh::without_connection(0, 2), &plan).unwrap_err().to_string();
+        assert!(error.contains("r.toml:2: policy.distill.teacher: several processes"), "{error}");
     }
 }

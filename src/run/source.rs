@@ -246,6 +246,12 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
+    /// Returns the bytes of the adapter, in f32.
+    pub(super) fn adapter_bytes(&self) -> u64 {
+        let specs = self.adapter.as_ref().and_then(|adapter| adapter.lora.factor_specs(&self.specs()).ok());
+        specs.iter().flatten().map(|spec| spec.resident_bytes(WeightFormat::F32)).sum()
+    }
+
     /// Returns the bytes of all weights in memory, if none is trainable.
     pub(super) fn resident_bytes(&self) -> u64 {
         self.specs().iter().zip(&self.formats).map(|(spec, format)| spec.resident_bytes(*format)).sum()

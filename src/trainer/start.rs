@@ -5,11 +5,12 @@ use crate::atomic_file::replace_folder;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::checkpoint::{self, BASE_FOLDER, BaseModel, ResumePoint, reference};
 use crate::learner::critic::Critic;
+use crate::learner::teacher::Teacher;
 use crate::model::config::WeightFormat;
 use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;
+use crate::policy::KlSettings;
 use crate::policy::kl_in_reward::KlController;
-use crate::policy::{KlPlacement, KlSettings};
 use anyhow::{Context, Result};
 
 impl Trainer {
@@ -83,7 +84,7 @@ impl Trainer {
     pub(super) fn set_reference(&mut self, resume_point: Option<&ResumePoint>) -> Result<()> {
         let context = &self.context;
         let (config, parameters) = (&context.model.config, &context.parameters);
-        if context.plan.recipe.policy.kl.place == KlPlacement::None {
+        if !context.plan.recipe.policy.needs_reference() {
             return Ok(());
         }
         if parameters.adapter().is_some() {
@@ -108,6 +109,18 @@ impl Trainer {
         };
         (self.reference, self.reference_digest) = (Some(reference), digest);
         Ok(())
+    }
+
+    /// Returns the teacher of distillation: the recipe's model, or the reference. `None` if the recipe has no
+    /// teacher, or the reference is not set yet.
+    pub(super) fn teacher(&self) -> Option<Teacher<'_>> {
+        let context = &self.context;
+        context.recipe().policy.distill.as_ref()?;
+        let (model, parameters) = match &context.teacher {
+            Some(teacher) => (&teacher.model, &teacher.parameters),
+            None => (&context.model, self.reference.as_ref()?),
+        };
+        Some(Teacher { model, parameters, prompt: context.teacher_prompt.as_ref() })
     }
 
     /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient; in a resumed

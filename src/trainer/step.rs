@@ -11,9 +11,10 @@ use crate::learner::critic::{Critic, CriticStep};
 use crate::learner::forward_backward::{PassOutput, PassSettings};
 use crate::learner::micro_batch::MicroBatch;
 use crate::learner::optimizer::Optimizer;
-use crate::learner::policy_loss::UpdateLoss;
+use crate::learner::policy_loss::{LossShare, UpdateLoss};
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::routed_experts;
+use crate::learner::teacher::{Teacher, TeacherPasses};
 use crate::learner::token_selection::select_tokens;
 use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
 use crate::metrics::{Accumulator, Console, Metrics, Phase, Timings};
@@ -74,6 +75,7 @@ impl Trainer {
             step,
             runner: self.runner(),
             reference: self.reference.as_ref(),
+            teacher: self.teacher(),
             policy: &recipe.policy,
             train: &recipe.train,
             kl_coefficient: self.kl.coefficient(),
@@ -114,6 +116,8 @@ pub struct PolicyStep<'a> {
     pub runner: BatchRunner<'a>,
     /// Weights of the frozen reference. `policy.kl` requires them.
     pub reference: Option<&'a Parameters>,
+    /// The frozen teacher, which `policy.distill` requires.
+    pub teacher: Option<Teacher<'a>>,
     pub policy: &'a PolicySettings,
     pub train: &'a TrainSettings,
     /// KL coefficient in the reward at this step: `policy.kl.coefficient`, or the adapted value.
@@ -401,19 +405,36 @@ impl PolicyStep<'_> {
         let updates = self.train.minibatches * self.train.epochs;
         let source = self.old_log_prob_source();
         let loss = UpdateLoss::new(batch, self.policy, source, updates, self.response_tokens_max)?;
+        let (shares, outputs) = match &self.policy.distill {
+            None => self.accumulate::<2>(batch, &loss, None)?,
+            Some(_) => {
+                let teacher = self.teacher.context("policy.distill needs a teacher")?.passes(batch)?;
+                let (shares, outputs) = self.accumulate::<3>(batch, &loss, Some(&teacher))?;
+                (shares, outputs.into_iter().map(PassOutput::without_divergences).collect())
+            }
+        };
+        let metrics = loss.metrics(&shares, &outputs, self.pass.load_balance_coefficient > 0.0);
+        Ok(Some(PolicyUpdate { metrics, forward: batch.join_forward(&outputs)? }))
+    }
+
+    /// Runs the passes of an update. Returns the loss and the output of each micro-batch.
+    fn accumulate<const N: usize>(
+        &self,
+        batch: &Batch,
+        loss: &UpdateLoss,
+        teacher: Option<&TeacherPasses>,
+    ) -> Result<(Vec<LossShare>, Vec<PassOutput<N>>)> {
         let shares = MicroBatchValues::new(&batch.micro_batches);
-        let objective: BatchObjective<'_, 2> = &|index, columns| {
+        let objective: BatchObjective<'_, N> = &|index, columns| {
             let (share, gradient) = loss.loss_share(index, columns)?;
             shares.set(index, share);
             Ok(gradient)
         };
         let stage = self.console.start_pass("update", self.runner.local_tokens(&batch.micro_batches));
-        let outputs =
-            self.runner.accumulate_with_progress(&batch.micro_batches, self.pass, objective, &stage)?;
+        let batches = &batch.micro_batches;
+        let outputs = self.runner.accumulate_with_progress(batches, self.pass, teacher, objective, &stage)?;
         stage.finish();
-        let metrics =
-            loss.metrics(&shares.into_values()?, &outputs, self.pass.load_balance_coefficient > 0.0);
-        Ok(Some(PolicyUpdate { metrics, forward: batch.join_forward(&outputs)? }))
+        Ok((shares.into_values()?, outputs))
     }
 
     fn critic_step<'c>(&'c self, settings: &'c CriticSettings, parameters: &'c Parameters) -> CriticStep<'c> {

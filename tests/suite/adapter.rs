@@ -179,7 +179,11 @@ fn both(config: &Config, format: WeightFormat) -> [Parameters; 2] {
 fn log_probs(model: &Model, parameters: &Parameters, batches: &[MicroBatch]) -> Vec<f32> {
     let weights = &parameters.frozen_weights(None).unwrap();
     let forward = |batch| {
-        Pass { model, weights, batch, settings: settings(true) }.forward(&|| ()).unwrap().log_probs().to_vec()
+        Pass { model, weights, batch, settings: settings(true), teacher: None }
+            .forward(&|| ())
+            .unwrap()
+            .log_probs()
+            .to_vec()
     };
     batches.iter().flat_map(forward).collect()
 }

@@ -78,7 +78,7 @@ impl Fixture {
     fn loss(&self, targets: &[f32]) -> f64 {
         let weights = &self.critic.parameters.frozen_weights(None).unwrap();
         let batch = &self.batch();
-        let pass = Pass { model: &self.model, weights, batch, settings: pass(true) };
+        let pass = Pass { model: &self.model, weights, batch, settings: pass(true), teacher: None };
         let [values] = pass.forward(&|| ()).unwrap().head;
         values.iter().zip(targets).map(|(v, t)| 0.5 * f64::from(v - t).powi(2)).sum()
     }
@@ -307,6 +307,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             step: 1,
             runner: BatchRunner { threads, model, parameters },
             reference: Some(&other),
+            teacher: None,
             policy: &policy,
             train: &train,
             kl_coefficient: 0.5,

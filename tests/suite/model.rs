@@ -109,6 +109,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
             load_balance_coefficient: 0.0,
             forward: ForwardOptions::default(),
         },
+        teacher: None,
     };
     pass.forward(&|| ()).unwrap().log_probs().to_vec()
 }

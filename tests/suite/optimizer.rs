@@ -336,6 +336,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             packed_weights: PackedWeightPlacement::Whole,
             gpu_sequences: None,
             recompute_layers: None,
+            teacher: None,
         };
         let plan = MemoryPlan::new(&subject);
         let planned =

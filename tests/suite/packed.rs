@@ -86,7 +86,7 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let batch = &MicroBatch::split(&sequences, usize::MAX)[0];
             let results = [&plain, &packed].map(|parameters| {
                 let weights = &parameters.frozen_weights(None).unwrap();
-                let pass = Pass { model: &model, weights, batch, settings: settings() };
+                let pass = Pass { model: &model, weights, batch, settings: settings(), teacher: None };
                 let policy = PolicyView::without_ablations(&model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (

@@ -88,6 +88,7 @@ impl Fixture {
             step: 1,
             runner: BatchRunner { threads, model, parameters },
             reference,
+            teacher: None,
             policy,
             train: &self.train,
             kl_coefficient: policy.kl.coefficient,

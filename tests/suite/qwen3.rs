@@ -95,7 +95,14 @@ fn the_memory_plan_counts_norms_of_heads_from_the_specs_of_a_layer() {
         let heads = config.num_attention_heads + config.num_key_value_heads;
         assert_eq!(layer_norm_width(&config), 2 * config.hidden_size + heads * config.head_dim, "{family}");
         let pass = |config: &Config| {
-            let pass = PassShape { config, tokens: 100, targets: 100, has_adapter: false, on_gpu: false };
+            let pass = PassShape {
+                config,
+                tokens: 100,
+                targets: 100,
+                has_adapter: false,
+                on_gpu: false,
+                teacher: None,
+            };
             pass.forward_backward_bytes(false)
         };
         // Qwen2 has no norms of heads. The plan knows a model by its config alone.

@@ -143,7 +143,7 @@ pub fn learned<T>(
 ) -> Learned<T> {
     let sum = GradientSum::begin(parameters).unwrap();
     let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).unwrap();
-    let output = run(&Pass { model, weights, batch, settings }).unwrap();
+    let output = run(&Pass { model, weights, batch, settings, teacher: None }).unwrap();
     Learned { output, gradients: Gradients::of(parameters) }
 }
 

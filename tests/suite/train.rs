@@ -129,7 +129,7 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     let (model, parameters) = tiny::model(tiny::config(true), 7);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
     let weights = &parameters.frozen_weights(None).unwrap();
-    let pass = Pass { model: &model, weights, batch, settings: settings(true) };
+    let pass = Pass { model: &model, weights, batch, settings: settings(true), teacher: None };
     let training = pass.forward(&|| ()).unwrap().log_probs().to_vec();
     let mut start = 0;
     for sequence in &sequences {

@@ -12,7 +12,6 @@ use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::ops::packed_weights::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
-use crate::policy::KlPlacement;
 
 /// Maximum number of sequences that `check-mismatch` decodes together.
 const DECODE_SEQUENCES_MAX: usize = 64;
@@ -148,7 +147,7 @@ impl MemoryPlanInput<'_> {
             );
         }
         // With an adapter, the reference policy is the model without the adapter.
-        if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
+        if recipe.policy.needs_reference() && self.adapter.is_none() {
             let copied = specs.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
             add("reference", total_working_bytes(copied.map(|(_, spec)| spec)));
         }
@@ -162,7 +161,8 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the shape of a forward pass on the GPU.
     fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
-        PassShape { config: self.config, tokens, targets, has_adapter: self.adapter.is_some(), on_gpu: true }
+        let has_adapter = self.adapter.is_some();
+        PassShape { config: self.config, tokens, targets, has_adapter, on_gpu: true, teacher: None }
     }
 
     /// Returns the bytes of partial attention results. When few long sequences are decoded, several thread

@@ -12,6 +12,7 @@ mod passes;
 mod program;
 mod remedies;
 mod sampling;
+mod teacher;
 mod traffic;
 mod weights;
 
@@ -19,6 +20,7 @@ pub use machine::{AvailableMemory, available_memory, min_over_processes};
 pub use passes::PassShape;
 pub use program::tokenizer_bytes;
 pub use remedies::Remedy;
+pub use teacher::TeacherInput;
 pub use traffic::Traffic;
 
 use crate::bad_input;
@@ -32,7 +34,6 @@ use crate::metrics::TextTable;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::policy::KlPlacement;
 use crate::recipe::Recipe;
 use anyhow::Result;
 use program::retained_bytes;
@@ -132,6 +133,8 @@ pub struct MemoryPlanInput<'a> {
     /// Whether the backward pass recomputes layers, chosen by the available memory. `None` if that memory is
     /// unknown. The recipe's key overrides this value.
     pub recompute_layers: Option<bool>,
+    /// The teacher of distillation, if the command distills.
+    pub teacher: Option<TeacherInput<'a>>,
 }
 
 /// The adapter in a memory plan.
@@ -309,11 +312,18 @@ impl MemoryPlanInput<'_> {
     /// Returns the bytes that the concurrent passes save if nothing is recomputed.
     fn saved_bytes(&self) -> u64 {
         let (tokens, has_adapter) = (self.recipe.train.micro_batch_tokens, self.adapter.is_some());
-        let pass = PassShape { config: self.config, tokens, targets: tokens, has_adapter, on_gpu: false };
+        let pass = PassShape {
+            config: self.config,
+            tokens,
+            targets: tokens,
+            has_adapter,
+            on_gpu: false,
+            teacher: self.teacher.map(|teacher| teacher.config),
+        };
         let saved = pass.forward_backward_bytes(false);
         match self.processes {
             _ if self.gpu_sequences.is_some() => saved,
-            1 => concurrent_passes(self.weight_bytes(), self.threads).saturating_mul(saved),
+            1 => concurrent_passes(self.largest_weight_bytes(), self.threads).saturating_mul(saved),
             // Without recomputation, the graph of all layers holds the gathered weights. The base of an
             // adapter is gathered only if it is sharded.
             _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
@@ -431,12 +441,15 @@ impl MemoryPlanInput<'_> {
                 add("critic's optimizer", self.optimizer_shard_bytes(&critic.optimizer, &tensors));
             }
             // With an adapter, the reference policy is the model without the adapter.
-            if recipe.policy.kl.place != KlPlacement::None && self.adapter.is_none() {
+            if recipe.policy.needs_reference() && self.adapter.is_none() {
                 // The reference policy is sharded in the same way as the trainable weights.
                 let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
                 let frozen = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
                 add("reference", frozen + self.f32_shard_bytes(&tensors));
             }
+        }
+        if let Some(MemoryItem { name, bytes }) = self.teacher_item() {
+            add(name, bytes);
         }
         add("kept tokens of samples, at most", self.token_set_bytes());
         let ahead = self.sampled_ahead_bytes();
@@ -470,7 +483,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the length of the longest sequence in tokens: prompt, samples and tool replies, limited by the
     /// context.
-    fn longest_sequence(&self) -> usize {
+    pub(super) fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
         let python = (self.python_workers > 0).then_some(self.recipe.interpreter.output_chars_max);
         let mcp = self.recipe.tools.as_ref().map(|tools| tools.mcp.output_chars_max);
@@ -507,17 +520,18 @@ impl MemoryPlanInput<'_> {
             targets: tokens,
             has_adapter: self.adapter.is_some(),
             on_gpu: false,
+            teacher: self.teacher.map(|teacher| teacher.config),
         };
         // Passes of several processes exchange data, so each process runs only one pass at a time.
         let exchanges = self.processes > 1;
-        let passes = if exchanges { 1 } else { concurrent_passes(self.weight_bytes(), self.threads) };
+        let passes = if exchanges { 1 } else { concurrent_passes(self.largest_weight_bytes(), self.threads) };
         if matches!(self.command, ModelCommand::CheckMismatch(_)) {
             phases
                 .push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward_bytes() }]));
             return phases;
         }
         let recomputes = self.recomputes_layers();
-        let bytes = passes * pass.forward_backward_bytes(recomputes);
+        let bytes = passes * pass.forward_backward_bytes(recomputes).max(self.teacher_pass_bytes(&pass));
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let tensors = [self.ever_trainable_tensors(), critic.unwrap_or_default()];

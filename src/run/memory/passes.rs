@@ -20,6 +20,8 @@ pub struct PassShape<'a> {
     pub has_adapter: bool,
     /// Whether the pass runs on a GPU, where rows are bf16. Logits are f32 on every device.
     pub on_gpu: bool,
+    /// The config of the teacher that the head compares the policy with.
+    pub teacher: Option<&'a Config>,
 }
 
 impl PassShape<'_> {
@@ -125,8 +127,17 @@ impl PassShape<'_> {
             true => {
                 self.targets.min(device_logits_rows(vocabulary)) as u64 * vocabulary as u64 * (F32 + BF16)
             }
-            false => self.value_bytes(self.targets.min(logits_rows_max(vocabulary)), vocabulary),
+            false => {
+                // The teacher's logits of the rows are in memory together with the policy's.
+                let columns = vocabulary + self.teacher.map_or(0, |teacher| teacher.vocab_size);
+                self.value_bytes(self.targets.min(logits_rows_max(vocabulary)), columns)
+            }
         }
+    }
+
+    /// Returns the bytes of the rows that a teacher leaves for the head.
+    fn teacher_row_bytes(&self) -> u64 {
+        self.teacher.map_or(0, |teacher| self.value_bytes(self.targets, teacher.hidden_size))
     }
 
     /// Returns the bytes of the head's input rows, before and after the final norm.
@@ -139,6 +150,11 @@ impl PassShape<'_> {
         self.hidden_bytes() + self.layer_forward_bytes().max(self.head_row_bytes() + self.logit_bytes())
     }
 
+    /// Returns the peak bytes of a forward pass that ends before the head.
+    pub fn head_input_bytes(&self) -> u64 {
+        self.hidden_bytes() + self.layer_forward_bytes().max(self.head_row_bytes())
+    }
+
     /// Returns the peak bytes of a forward and backward pass. With `recompute_layers`, the inputs of all
     /// layers and the graph of one layer are saved. Otherwise the graphs of all layers are saved.
     pub fn forward_backward_bytes(&self, recompute_layers: bool) -> u64 {
@@ -146,7 +162,7 @@ impl PassShape<'_> {
         // A hidden state that is used twice has two gradients and their sum.
         let head =
             self.head_row_bytes() + (self.logit_bytes() + self.head_row_bytes()).max(3 * self.hidden_bytes());
-        if recompute_layers {
+        let own = if recompute_layers {
             let inputs = layers * self.hidden_bytes();
             let layer = 2 * self.hidden_bytes() + self.saved_layer_bytes() + self.layer_backward_bytes();
             inputs + (self.hidden_bytes() + head).max(layer).max(self.layer_forward_bytes())
@@ -156,6 +172,7 @@ impl PassShape<'_> {
                 + (self.logit_bytes() + self.head_row_bytes())
                     .max(3 * self.hidden_bytes())
                     .max(self.layer_backward_bytes())
-        }
+        };
+        own + self.teacher_row_bytes()
     }
 }

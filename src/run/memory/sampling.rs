@@ -158,7 +158,8 @@ impl MemoryPlanInput<'_> {
         }
         let targets = sequences.div_ceil(engines);
         let has_adapter = self.adapter.is_some();
-        let forward = PassShape { config, tokens, targets, has_adapter, on_gpu: false }.forward_bytes();
+        let forward =
+            PassShape { config, tokens, targets, has_adapter, on_gpu: false, teacher: None }.forward_bytes();
         let items = vec![
             MemoryItem {
                 name: "keys and values",

@@ -73,6 +73,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
                 recompute_layers: None,
+                teacher: None,
             };
             let plan = MemoryPlan::new(&input);
             let planned = ["weights", "gradients", "optimizer"]

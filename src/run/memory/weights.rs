@@ -3,7 +3,7 @@
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::model::config::WeightFormat;
+use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::Dtype;
@@ -50,6 +50,18 @@ pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
         }
     }
     outside + 3 * layers.into_values().max().unwrap_or(0)
+}
+
+/// Returns the bytes of the weights of `config` if layers are read on demand: all tensors outside layers, and
+/// the largest layer.
+pub(super) fn on_demand_bytes(config: &Config, formats: &[WeightFormat]) -> u64 {
+    let specs = parameter_specs(config);
+    let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
+    for (spec, format) in specs.iter().zip(formats) {
+        *layers.entry(spec.layer).or_default() += spec.resident_bytes(*format);
+    }
+    let outside = layers.remove(&None).unwrap_or(0);
+    outside + layers.into_values().max().unwrap_or(0)
 }
 
 impl MemoryPlanInput<'_> {
@@ -158,13 +170,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the bytes of weights if layers are read on demand: all tensors outside layers, and the largest
     /// layer.
     pub(super) fn on_demand_weight_bytes(&self) -> u64 {
-        let specs = parameter_specs(self.config);
-        let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
-        for (spec, format) in specs.iter().zip(self.formats) {
-            *layers.entry(spec.layer).or_default() += spec.resident_bytes(*format);
-        }
-        let outside = layers.remove(&None).unwrap_or(0);
-        outside + layers.into_values().max().unwrap_or(0)
+        on_demand_bytes(self.config, self.formats)
     }
 
     /// Returns whether the policy's tensor `index` stays packed.

@@ -62,7 +62,20 @@ impl Preflight {
             ));
         }
         (self.rollout_weights, self.packed_weights) = (rollout, packed);
-        self.recompute_layers = available.map(|memory| self.memory_plan_input().needs_recomputation(memory));
+        let needs_recomputation = |preflight: &Self| {
+            available.map(|memory| preflight.memory_plan_input().needs_recomputation(memory))
+        };
+        self.recompute_layers = needs_recomputation(self);
+        let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
+        let is_too_large = available.is_some_and(|available| peak > available.bytes);
+        if let Some(teacher) = self.teacher.as_mut().filter(|teacher| is_too_large && teacher.has_files()) {
+            teacher.on_disk = true;
+            self.plan.warnings.push(format!(
+                "the run needs {} of memory with the teacher's weights; each of its layers is read from disk when it is needed",
+                gigabytes(peak)
+            ));
+            self.recompute_layers = needs_recomputation(self);
+        }
     }
 
     /// Returns the options that the recipe allows for the weights on several processes, in order of

@@ -35,6 +35,13 @@ impl Preflight {
         let read_parameters =
             || source.parameters(recipe, trainable, self.command, backend, placement, console);
         let mut parameters = self.threads.run_on_all(read_parameters)?;
+        let (teacher, teacher_prompt) = match self.teacher {
+            None => (None, None),
+            Some(settings) => {
+                let read = || settings.load(recipe, &self.mesh, console);
+                (self.threads.run_on_all(read)?, settings.prompt)
+            }
+        };
         let (mut trainable, mut base) = (self.trainable.clone(), None);
         if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
             trainable = adapter.trainable_flags(trainable.len());
@@ -69,6 +76,8 @@ impl Preflight {
             agent,
             interpreter: self.interpreter,
             system_prompt: self.system_prompt,
+            teacher,
+            teacher_prompt,
         })
     }
 }

@@ -20,6 +20,7 @@ use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
 use crate::run::memory::{MemoryPlanInput, ModelCommand, tokenizer_bytes};
 use crate::run::source::ModelSource;
+use crate::run::teacher::{TeacherSettings, prompt_change};
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, McpTask, Problem, Task, TaskContext};
 use anyhow::Result;
@@ -54,6 +55,8 @@ pub struct Preflight {
     system_prompt: Vec<Message>,
     /// Whether layers stay on disk and are read on demand.
     layers_on_demand: bool,
+    /// The teacher, if the command distills.
+    teacher: Option<TeacherSettings>,
 }
 
 impl Preflight {
@@ -132,6 +135,8 @@ impl Preflight {
             errors.collect(check_heads(&plan, &source.config));
             errors.0.extend(unsupported_keys(&plan, source.config.family));
         }
+        let teacher =
+            source.as_ref().and_then(|s| errors.collect(TeacherSettings::open(&plan, s, command))).flatten();
         let compute_device = source.as_ref().map(|s| choose_device(&mut plan, &s.config, mesh, command));
         let compute_device = compute_device
             .and_then(|compute_device| compute_device.map_err(|messages| errors.0.extend(messages)).ok());
@@ -178,7 +183,12 @@ impl Preflight {
         let source = ModelSource { chat: source.chat.clone().with_thinking(thinking), ..source };
         let system_prompt =
             system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
-        Ok(Self {
+        let mut teacher = teacher;
+        if let Some(teacher) = &mut teacher {
+            let tools = (task.uses_python(), task.tools());
+            teacher.prompt = prompt_change(&plan.recipe, &source.chat, &system_prompt, tools)?;
+        }
+        let preflight = Self {
             plan,
             command,
             mesh: mesh.clone(),
@@ -197,7 +207,13 @@ impl Preflight {
             interpreter,
             system_prompt,
             layers_on_demand: false,
-        })
+            teacher,
+        };
+        if let Some(teacher) = &preflight.teacher {
+            let tokens = preflight.memory_plan_input().longest_sequence();
+            teacher.check_context(&preflight.plan, &preflight.source.config, tokens)?;
+        }
+        Ok(preflight)
     }
 
     /// Returns the first training problem.
@@ -248,6 +264,11 @@ impl Preflight {
             packed_weights: self.packed_weights,
             gpu_sequences: self.gpu_sequences,
             recompute_layers: self.recompute_layers,
+            teacher: self
+                .teacher
+                .as_ref()
+                .filter(|_| command.trains())
+                .map(|teacher| teacher.memory_input(&self.source.config)),
         }
     }
 }

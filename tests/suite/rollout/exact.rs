@@ -23,7 +23,7 @@ fn training_forward(
             forward: world.policy.forward,
         };
         let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
-        let pass = Pass { model, weights, batch, settings }.forward(&|| ()).unwrap();
+        let pass = Pass { model, weights, batch, settings, teacher: None }.forward(&|| ()).unwrap();
         let layers: Vec<Vec<Vec<u32>>> =
             pass.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
