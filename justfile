@@ -80,6 +80,11 @@ faults count="50" inputs="100000" seconds="60":
 lies:
     cargo test --release --test suite a_million_lines_of_a_liar -- --ignored --nocapture
 
+# Distillation's divergence and gradients over a real vocabulary against PyTorch's: needs torch.
+distill-parity folder="target/distill-parity":
+    scripts/distill_parity.py {{folder}}
+    DISTILL_PARITY="$PWD/{{folder}}" cargo test --release --test suite over_a_real_vocabulary -- --ignored --nocapture
+
 # Several processes on this machine: needs libopenmpi-dev, openmpi-bin and libclang-dev.
 ranks:
     cargo test --release --features mpi --test ranks -- --test-threads=1

@@ -65,7 +65,7 @@ fn run_pass(
     };
     let sum = GradientSum::begin(parameters).expect("gradients");
     let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).expect("weights");
-    let pass = Pass { model, weights, batch, settings };
+    let pass = Pass { model, weights, batch, settings, teacher: None };
     begin();
     pass.forward_backward(
         &|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]),
@@ -143,6 +143,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
         recompute_layers: None,
+        teacher: None,
     };
     let plan = MemoryPlan::new(&subject);
     // Without the program, its threads, and what the allocator keeps.

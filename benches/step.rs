@@ -223,6 +223,7 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
         recompute_layers: None,
+        teacher: None,
     };
     available_memory().is_some_and(|available| plan.needs_recomputation(&available))
 }
@@ -321,6 +322,7 @@ fn main() -> Result<()> {
                 step: step.max(1),
                 runner: BatchRunner { threads: &threads, model: &model, parameters: &parameters },
                 reference: None,
+                teacher: None,
                 policy,
                 train,
                 kl_coefficient: 0.0,

@@ -8,6 +8,7 @@ mod check;
 mod consent;
 mod console;
 mod critic;
+mod distill;
 mod ended;
 mod first_hour;
 mod hostile;

@@ -96,7 +96,8 @@ const EVERYTHING: &str = include_str!("recipe/everything.toml");
 
 #[test]
 fn the_resolved_recipe_resolves_to_itself() {
-    for text in ["", EVERYTHING, "model.path = \"src\"", "[train]\nsteps = 3"] {
+    let distill = "[policy.distill]\nteacher = \"src\"\ncoefficient = 2\nsystem_prompt = \"x\"";
+    for text in ["", EVERYTHING, distill, "model.path = \"src\"", "[train]\nsteps = 3"] {
         let plan = read(text, &[]);
         let written = plan.to_toml();
         let again = read(&written, &[]);
@@ -123,6 +124,7 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
             "critic.optimizer.schedule_steps",
         ]
         .contains(&&*path)
+            || path.starts_with("policy.distill.")
             || OTHER_TASKS.contains(&&*path) && path != "task.command";
         assert_eq!(found, !absent, "{path}");
     }
@@ -163,8 +165,8 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
             // Refused beside train.trajectories.
             || ["rollout.resample_rounds_max", "rollout.lag_steps", "rollout.step_tokens_max"]
                 .contains(&full.path())
-            // Refused beside another loss.
-            || ["policy.sapo.", "policy.vespo.", "policy.clip_cov.", "policy.kl_cov."]
+            // Refused beside another loss, or beside `rollout.top_p`.
+            || ["policy.distill.", "policy.sapo.", "policy.vespo.", "policy.clip_cov.", "policy.kl_cov."]
                 .iter().any(|table| full.path().starts_with(table))
             || OTHER_TASKS.contains(&full.path())
             || not_set.iter().any(|key| key == full.path());

@@ -312,3 +312,52 @@ fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases(
     let (frozen, _) = plan("rollout.lag_steps = 2\ntrain.freeze = [\"*.mlp.experts.*\"]");
     assert!(bytes(&frozen, "weights that sample ahead") < bytes(&frozen, "weights"));
 }
+
+#[test]
+fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_it() {
+    let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
+    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+    preflight.choose_sharding(1, None);
+    let config = Config { hidden_size: 512, num_hidden_layers: 6, ..preflight.source.config.clone() };
+    let specs = parameter_specs(&config);
+    let formats: Vec<WeightFormat> = specs
+        .iter()
+        .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::F32 })
+        .collect();
+    let teacher = |on_disk| {
+        let formats = Some(&formats[..]);
+        TeacherInput { config: &config, formats, adapter_bytes: 0, on_disk, added_tokens: 3 }
+    };
+    let input = preflight.memory_plan_input();
+    let planned = |teacher| MemoryPlan::new(&MemoryPlanInput { teacher, ..input.clone() });
+    let bytes = |plan: &MemoryPlan, name: &str| {
+        plan.resident.iter().find(|item| item.name == name).map(|item| item.bytes)
+    };
+    let in_memory = planned(Some(teacher(false)));
+    let held = |layer: &dyn Fn(Option<usize>) -> bool| -> u64 {
+        let of_layer = specs.iter().zip(&formats).filter(|(spec, _)| layer(spec.layer));
+        of_layer.map(|(spec, format)| zeros(spec, *format).bytes()).sum()
+    };
+    assert_eq!(bytes(&in_memory, "teacher's weights"), Some(held(&|_| true)));
+    let on_disk = planned(Some(teacher(true)));
+    let one_layer = held(&|layer| layer.is_none() || layer == Some(0));
+    assert_eq!(bytes(&on_disk, "teacher's weights, one layer at a time"), Some(one_layer));
+    let update =
+        |plan: &MemoryPlan| plan.phases.iter().find(|(name, _)| *name == "update").unwrap().1[0].bytes;
+    // A pass of the policy holds the teacher's rows and logits; each has the teacher's width.
+    let pass = PassShape {
+        config: input.config,
+        tokens: 1000,
+        targets: 1000,
+        has_adapter: false,
+        on_gpu: false,
+        teacher: Some(&config),
+    };
+    let rows = 1000 * 512 * 4;
+    let without = PassShape { teacher: None, ..pass }.forward_backward_bytes(true);
+    assert!(pass.forward_backward_bytes(true) >= without + rows);
+    assert!(update(&in_memory) > update(&planned(None)));
+    // The policy as its own teacher has the weights of the reference.
+    let own = TeacherInput { config: input.config, formats: None, ..teacher(false) };
+    assert_eq!(bytes(&planned(Some(own)), "teacher's weights"), None);
+}

@@ -7,7 +7,7 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// Runs what must be refused and expects each of `words` in its message.
-fn refused(command: &mut Command, words: &[&str]) {
+pub(super) fn refused(command: &mut Command, words: &[&str]) {
     let output = output(command);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");

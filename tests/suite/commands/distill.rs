@@ -1,0 +1,134 @@
+//! Distillation through the binary.
+
+use super::refused::refused;
+use super::{assert_same_results, done, phase, resumed, rloss, rows, small, train, warm_model};
+use serde_json::Value;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// Reinforcement learning alone, at one learning rate whatever the number of steps.
+const RL: [&str; 5] = [
+    "cold_start.steps=0",
+    "eval.every_steps=0",
+    "eval.before_training=false",
+    "train.optimizer.schedule=constant",
+    "checkpoint.every_steps=2",
+];
+
+fn divergences(run: &Path) -> Vec<f64> {
+    let rows = rows(run);
+    let of =
+        |row: &Value| row["actor/distill_kl"].as_f64().unwrap_or_else(|| panic!("no divergence in {row}"));
+    phase(&rows, "rl").map(of).collect()
+}
+
+fn assert_no_gap(run: &Path) {
+    for row in phase(&rows(run), "rl") {
+        assert_eq!(row["mismatch/logprob_abs_diff_max"].as_f64(), Some(0.0), "{row}");
+        assert_eq!(row["mismatch/bit_equal_fraction"].as_f64(), Some(1.0), "{row}");
+    }
+}
+
+/// Random weights learn from a trained model: on any number of threads, and after an interruption, with the
+/// same metrics.
+#[test]
+fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
+    let folder = TempDir::new().unwrap();
+    let run = |name: &str| folder.path().join(name);
+    let teacher = format!("policy.distill.teacher={}", warm_model().display());
+    let common = [
+        &teacher,
+        "policy.distill.policy_loss_coefficient=0",
+        "rollout.prompts_per_step=4",
+        "rollout.samples_per_prompt=1",
+        "train.optimizer.lr=3e-3",
+    ];
+    let sets = |more: &[&'static str]| -> Vec<&str> {
+        RL.into_iter().chain(common).chain(more.iter().copied()).collect()
+    };
+    let straight = ["train.steps=6", "parallel.threads=2"];
+    done(&mut train(&run("straight"), &sets(&straight)));
+    done(&mut train(&run("one_thread"), &sets(&["train.steps=6", "parallel.threads=1"])));
+    assert_same_results(&run("one_thread"), &run("straight"));
+    done(&mut train(&run("broken"), &sets(&["train.steps=4", "parallel.threads=2"])));
+    done(train(&run("broken"), &sets(&straight)).arg("--resume"));
+    assert_same_results(&run("broken"), &run("straight"));
+    assert_no_gap(&run("straight"));
+    let divergences = divergences(&run("straight"));
+    assert!(divergences[5] < 0.7 * divergences[0], "{divergences:?}");
+    let rows = rows(&run("straight"));
+    assert!(phase(&rows, "rl").all(|row| row.get("actor/pg_loss").is_none()));
+}
+
+/// The policy at the start of the run, under another system prompt, beside the policy loss.
+#[test]
+fn the_policy_teaches_itself_under_another_system_prompt() {
+    let folder = TempDir::new().unwrap();
+    let run = |name: &str| folder.path().join(name);
+    let sets = [
+        "task.name=arithmetic_single",
+        "rollout.prompt_tokens_max=64",
+        "rollout.response_tokens_max=24",
+        "rollout.turns_max=1",
+        "train.minibatches=2",
+        "policy.old_logprob=rollout",
+        "policy.distill.system_prompt=Be brief.",
+        "policy.distill.coefficient=0.1",
+    ];
+    let sets: Vec<&str> = RL.iter().chain(&sets).copied().collect();
+    done(&mut small(&run("straight"), &sets));
+    assert!(run("straight/reference.safetensors").exists());
+    let half: Vec<&str> = sets.iter().copied().chain(["train.steps=2"]).collect();
+    done(&mut small(&run("broken"), &half));
+    done(&mut resumed(&run("broken"), &sets));
+    assert_same_results(&run("broken"), &run("straight"));
+    assert_no_gap(&run("straight"));
+    assert!(divergences(&run("straight")).iter().all(|kl| *kl > 0.0));
+    // An adapter needs no copy: its teacher is the model without it.
+    let with_adapter: Vec<&str> = sets.iter().copied().chain(["adapter.rank=4", "train.steps=2"]).collect();
+    done(&mut small(&run("adapter"), &with_adapter));
+    assert!(!run("adapter/reference.safetensors").exists());
+    assert_eq!(divergences(&run("adapter"))[0], divergences(&run("straight"))[0]);
+}
+
+#[test]
+fn a_teacher_that_does_not_fit_is_refused_before_the_run() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    let recipe = folder.path().join("distill.toml");
+    let warm = warm_model().display();
+    let warm = format!("teacher = \"{warm}\"");
+    let text = |teacher: &str| format!("[policy.distill]\n{teacher}\n");
+    for (text, words) in [
+        (
+            text("teacher = \"nowhere\""),
+            &[
+                "distill.toml:2: policy.distill.teacher: no folder and no GGUF file at",
+                "nowhere; name a model's folder",
+            ][..],
+        ),
+        (
+            text("teacher = \"src\""),
+            &["distill.toml:2: policy.distill.teacher", "has neither config.json nor a run's checkpoints"],
+        ),
+        (
+            format!("{}[model.architecture]\nmodel_type = \"qwen2\"\n", text(&warm)),
+            &[
+                "distill.toml:2: policy.distill.teacher",
+                "another vocabulary than the policy: id ",
+                "name a teacher",
+            ],
+        ),
+        (
+            text("system_prompt = \"Be brief.\""),
+            &[
+                "distill.toml:2: policy.distill.system_prompt: the teacher's context has 160 tokens",
+                "lower rollout",
+            ],
+        ),
+    ] {
+        std::fs::write(&recipe, &text).unwrap();
+        refused(rloss().arg("train").arg(&recipe).arg("--out").arg(&out), words);
+        assert!(!out.exists(), "{text}");
+    }
+}
