@@ -1,7 +1,7 @@
 //! The teacher of distillation: a frozen model that reads the policy's samples.
 //!
-//! Before a pass of the policy, the teacher runs over the same tokens and keeps only the input of its head. The
-//! policy's head then compares both distributions, chunk by chunk ([`mod@crate::ops::reverse_kl`]).
+//! Before a pass of the policy, the teacher runs over the same tokens and keeps only the input of its head.
+//! The policy's head then compares both distributions, chunk by chunk ([`mod@crate::ops::reverse_kl`]).
 
 use super::batch::Batch;
 use super::forward_backward::{Pass, PassSettings};

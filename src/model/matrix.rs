@@ -113,8 +113,8 @@ impl Matrix {
         Ok(ops::log_prob_and_entropy(h, weight, targets, kept, temperature)?)
     }
 
-    /// Returns the rows of [`Self::log_prob_and_entropy`] and the divergence of each distribution from the one
-    /// of `teacher`, `[3, R]`. The matrix must be an LM head.
+    /// Returns the rows of [`Self::log_prob_and_entropy`] and the divergence of each distribution from the
+    /// one of `teacher`, `[3, R]`. The matrix must be an LM head.
     ///
     /// # Errors
     /// When shapes disagree.

@@ -17,8 +17,8 @@ table! {
     /// and over the whole vocabulary. On a CPU with one process.
     pub struct DistillSettings {
         /// The teacher. It has the policy's vocabulary, and may be of another family and packed: a model's
-        /// folder, a GGUF file, a checkpoint or a run folder. `"self"` is the policy at the start of
-        /// reinforcement learning, under another `system_prompt`.
+        /// folder, a GGUF file, a checkpoint or a run folder. If memory is short, its layers stay on disk.
+        /// `"self"` is the policy at the start of reinforcement learning, under another `system_prompt`.
         pub teacher: TeacherSource = TeacherSource::Policy,
         /// Weight of the divergence, which is aggregated like the loss.
         pub coefficient: f64 = 1.0 => above(0.0).to(1e6),

@@ -91,9 +91,6 @@ impl Rules<'_> {
         if recipe.policy.kl.place == KlPlacement::Reward {
             keys.push("policy.kl.place".to_owned());
         }
-        if recipe.critic.is_some() {
-            keys.push("critic".to_owned());
-        }
         for key in keys {
             self.refuse(
                 &[&key, "policy.distill.policy_loss_coefficient"],

