@@ -91,6 +91,9 @@ pub struct TrainerState {
     /// The digest of the frozen reference of the run, if the run has one.
     #[serde(default, skip_serializing_if = "Option::is_none", with = "resume::hexadecimal")]
     pub reference_digest: Option<Hash>,
+    /// The digest of the teacher of `policy.distill`, if the teacher is another model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub teacher_digest: Option<String>,
     /// The coefficient of `policy.kl`, if the coefficient is adaptive.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kl_coefficient: Option<f64>,

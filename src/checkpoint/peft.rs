@@ -17,7 +17,7 @@ use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::dist::serialization::f32_values;
-use crate::integrity::Manifest;
+use crate::integrity::{Manifest, file_digest};
 use crate::model::adapter::{Lora, is_adaptable};
 use crate::model::names::{Layout, ParameterSpec, StoredTensor};
 use anyhow::{Context, Result, ensure};
@@ -74,6 +74,16 @@ pub fn read_base(folder: &Path) -> Result<Option<BaseModel>> {
 }
 
 impl AdapterFolder {
+    /// Returns the digest of the adapter's weights, in hexadecimal.
+    ///
+    /// # Errors
+    /// When the file cannot be read.
+    pub fn digest(&self) -> Result<String> {
+        let file = self.path.join(TENSORS_FILE);
+        let digest = file_digest(&file, None).with_context(|| format!("reading {}", file.display()))?;
+        Ok(digest.to_hex().to_string())
+    }
+
     /// Opens the adapter in `path` for a model with the tensors `specs`.
     ///
     /// # Errors

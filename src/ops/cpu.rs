@@ -205,11 +205,11 @@ pub fn gather_rows(values: &[f32], rows: &[u32], width: usize) -> Vec<f32> {
 }
 
 /// Calls `f(row, values of a, values of b)` for every row of two buffers, as [`for_each_row`] does for one.
-pub fn for_each_row_pair(
+pub fn for_each_row_pair<B: Send>(
     (a, a_width): (&mut [f32], usize),
-    (b, b_width): (&mut [f32], usize),
+    (b, b_width): (&mut [B], usize),
     work: usize,
-    f: impl Fn(usize, &mut [f32], &mut [f32]) + Sync,
+    f: impl Fn(usize, &mut [f32], &mut [B]) + Sync,
 ) {
     if a_width == 0 || b_width == 0 {
         return;

@@ -73,6 +73,16 @@ pub(super) fn row_stats_and_blocks(
     (stats, max_logit)
 }
 
+/// Multiplies a row of logits by the inverse temperature, in place, and returns its log-sum-exp. Sums over
+/// blocks are f64, so the result is more exact than that of [`row_stats`].
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+pub(super) fn log_sum_exp(row: &mut [f32], inverse_temperature: f32) -> f64 {
+    let max_logit = scale_and_max(row, inverse_temperature);
+    let mut sum = 0f64;
+    sum_up(row, max_logit, |block_sums| sum += block_sums.iter().map(|&x| f64::from(x)).sum::<f64>());
+    f64::from(max_logit) + sum.ln()
+}
+
 /// Returns the statistics of a row of `z`. Calls `each_block` once per block, with the sum of `e^{z_j −
 /// max_logit}` in each lane.
 #[inline(always)]

@@ -9,18 +9,15 @@
 //!
 //! `q` is constant. The head computes the logits `y` of the teacher for the same chunk of rows as `z`
 //! ([`mod@super::log_prob`]), so no whole matrix of logits exists. Sums are f32 within blocks and f64 over
-//! blocks.
+//! blocks, because an error of `LSE(z)` would change the divergence of every row in one direction.
 
 use super::buffer::buffer;
 use super::cpu::{HostValues, for_each_row_pair, host_values};
-use super::log_prob::{BLOCK, RowStats, row_stats};
+use super::log_prob::{BLOCK, RowStats, log_sum_exp};
 use super::math::{exp, sum_lanes};
 use super::weight::Weight;
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
-
-/// The smallest log-probability in a divergence. A smaller one could give `0 · ∞`.
-const LOG_PROB_MIN: f32 = -1e4;
 
 /// The input of a teacher's head for some rows, and the head. Both are constant.
 #[derive(Clone)]
@@ -39,14 +36,14 @@ pub(super) struct TeacherLogits<'a> {
     /// Number of columns of the policy's head, which are compared.
     vocabulary: usize,
     y: Vec<f32>,
-    log_sum_exps: Vec<f32>,
+    log_sum_exps: Vec<f64>,
 }
 
 /// One row of a teacher's logits, divided by the temperature.
 #[derive(Clone, Copy)]
 pub(super) struct TeacherRow<'a> {
     y: &'a [f32],
-    log_sum_exp: f32,
+    log_sum_exp: f64,
 }
 
 impl<'a> TeacherLogits<'a> {
@@ -63,7 +60,7 @@ impl<'a> TeacherLogits<'a> {
             inverse_temperature,
             vocabulary,
             y: buffer(rows_max * columns),
-            log_sum_exps: buffer(rows_max),
+            log_sum_exps: vec![0.0; rows_max],
         })
     }
 
@@ -73,9 +70,8 @@ impl<'a> TeacherLogits<'a> {
         let y = &mut self.y[..rows * columns];
         self.head.product(y, &self.h[start * k..(start + rows) * k])?;
         let (vocabulary, inverse_temperature) = (self.vocabulary, self.inverse_temperature);
-        let log_sum_exps = &mut self.log_sum_exps[..rows];
-        for_each_row_pair((y, columns), (log_sum_exps, 1), 4 * columns, |_, y, log_sum_exp| {
-            log_sum_exp[0] = row_stats(&mut y[..vocabulary], inverse_temperature).log_sum_exp;
+        for_each_row_pair((y, columns), (&mut self.log_sum_exps[..rows], 1), 4 * columns, |_, y, sum| {
+            sum[0] = log_sum_exp(&mut y[..vocabulary], inverse_temperature);
         });
         Ok(())
     }
@@ -100,21 +96,37 @@ pub(super) fn check_teacher(teacher: &TeacherRows, rows: usize, vocabulary: usiz
     Ok(())
 }
 
-/// Returns the divergence of a row of `z` from the teacher's row.
+/// The sums of a row. With the `LSE(z)` of the row's statistics, which is rounded, `w_v = e^{z_v − LSE(z)}`.
+#[derive(Clone, Copy)]
+struct Sums {
+    /// `Σ_v w_v`: 1 but for rounding.
+    weight: f64,
+    /// `Σ_v w_v (z_v − y_v)`.
+    difference: f64,
+}
+
+impl Sums {
+    /// Returns the mean of `z_v − y_v` under `p = w / Σ w`.
+    fn mean_difference(self) -> f64 {
+        self.difference / self.weight
+    }
+}
+
+/// Returns the divergence of a row of `z` from the teacher's row: `Σ_v p_v (z_v − y_v) + LSE(y) − LSE(z)`.
 pub(super) fn reverse_kl(z: &[f32], stats: RowStats, teacher: TeacherRow) -> f32 {
-    divergence(z, teacher.y, [stats.log_sum_exp, teacher.log_sum_exp])
+    let sums = sums(z, teacher.y, stats.log_sum_exp);
+    let log_sum_exp = f64::from(stats.log_sum_exp) + sums.weight.ln();
+    (sums.mean_difference() + teacher.log_sum_exp - log_sum_exp) as f32
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn divergence(z: &[f32], y: &[f32], log_sum_exps: [f32; 2]) -> f32 {
-    let mut sum = 0f64;
+fn sums(z: &[f32], y: &[f32], log_sum_exp: f32) -> Sums {
+    let mut sums = Sums { weight: 0.0, difference: 0.0 };
     for (z, y) in z.chunks(BLOCK).zip(y.chunks(BLOCK)) {
-        sum += f64::from(sum_lanes([z, y], |[z, y]| {
-            let log_p = z - log_sum_exps[0];
-            exp(log_p) * (log_p.max(LOG_PROB_MIN) - (y - log_sum_exps[1]).max(LOG_PROB_MIN))
-        }));
+        sums.weight += f64::from(sum_lanes([z], |[z]| exp(z - log_sum_exp)));
+        sums.difference += f64::from(sum_lanes([z, y], |[z, y]| exp(z - log_sum_exp) * (z - y)));
     }
-    sum as f32
+    sums
 }
 
 /// Replaces a row of `z` by `dz / τ`. `gradient` has the gradients of the target's log-probability, which
@@ -126,8 +138,11 @@ pub(super) fn backward_row_with_teacher(
     gradient: [f32; 3],
     inverse_temperature: f32,
 ) {
-    let kl = reverse_kl(z, stats, teacher);
-    write_gradient(z, teacher.y, stats, (teacher.log_sum_exp, kl), gradient, inverse_temperature);
+    let sums = sums(z, teacher.y, stats.log_sum_exp);
+    // log p_v − log q_v − KL = z_v − y_v − Σ_u p_u (z_u − y_u)
+    let mean = sums.mean_difference() as f32;
+    let scale = (f64::from(inverse_temperature) / sums.weight) as f32;
+    write_gradient(z, teacher.y, stats, (mean, scale), gradient);
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
@@ -135,15 +150,12 @@ fn write_gradient(
     z: &mut [f32],
     y: &[f32],
     stats: RowStats,
-    (y_log_sum_exp, kl): (f32, f32),
+    (mean, scale): (f32, f32),
     [d_log_prob, d_entropy, d_kl]: [f32; 3],
-    inverse_temperature: f32,
 ) {
     for (z, y) in z.iter_mut().zip(y) {
-        let raw = *z - stats.log_sum_exp;
-        let (p, log_p) = (exp(raw), raw.max(LOG_PROB_MIN));
-        let log_ratio = log_p - (y - y_log_sum_exp).max(LOG_PROB_MIN);
-        let of_policy = d_log_prob + d_entropy * (log_p + stats.entropy);
-        *z = inverse_temperature * p * (d_kl * (log_ratio - kl) - of_policy);
+        let log_p = *z - stats.log_sum_exp;
+        let of_policy = d_log_prob + d_entropy * (log_p.max(-1e4) + stats.entropy);
+        *z = scale * exp(log_p) * (d_kl * (*z - y - mean) - of_policy);
     }
 }

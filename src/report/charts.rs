@@ -46,7 +46,7 @@ struct ChartSpec {
 
 /// The charts in the page's order. The charts of a section are consecutive. In a chart of several metrics,
 /// all curves but the first metric's are dashed.
-const SPECS: [ChartSpec; 23] = {
+const SPECS: [ChartSpec; 24] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -67,6 +67,7 @@ const SPECS: [ChartSpec; 23] = {
         spec(LEARNING, "Reward", &["critic/rewards/mean"], "mean reward"),
         spec(LEARNING, "Response length", &["response_length/mean"], "tokens"),
         spec(LEARNING, "Turns", &["num_turns/mean"], "turns per trajectory"),
+        spec(LEARNING, "KL to the teacher", &["actor/distill_kl"], "nats, aggregated like the loss"),
         log(spec(STABILITY, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
         spec(STABILITY, "Entropy", &["actor/entropy"], "nats per token"),
         spec(STABILITY, "Max log-ppl mismatch", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),

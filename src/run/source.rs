@@ -246,6 +246,15 @@ impl ModelSource {
         parameter_specs(&self.config)
     }
 
+    /// Returns the digest of the base, and of the adapter if there is one; empty without a folder.
+    pub(super) fn digest(&self) -> Result<String> {
+        let base = self.base()?.map(|base| base.digest).unwrap_or_default();
+        Ok(match &self.adapter {
+            None => base,
+            Some(adapter) => format!("{base}+{}", adapter.digest()?),
+        })
+    }
+
     /// Returns the bytes of the adapter, in f32.
     pub(super) fn adapter_bytes(&self) -> u64 {
         let specs = self.adapter.as_ref().and_then(|adapter| adapter.lora.factor_specs(&self.specs()).ok());

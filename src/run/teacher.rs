@@ -26,6 +26,8 @@ const PROMPT_KEY: &str = "policy.distill.system_prompt";
 pub struct TeacherModel {
     pub model: Model,
     pub parameters: Parameters,
+    /// Digest of the config and the weights.
+    pub digest: String,
 }
 
 /// The opened teacher of a recipe. Only the headers of its files are read.
@@ -104,7 +106,7 @@ impl TeacherSettings {
         let parameters =
             source.parameters(recipe, &frozen, ModelCommand::Eval, backend, placement, console)?;
         let model = Model::new(source.config.clone(), source.config.max_position_embeddings);
-        Ok(Some(TeacherModel { model, parameters }))
+        Ok(Some(TeacherModel { model, parameters, digest: source.digest()? }))
     }
 
     /// Checks that sequences of `tokens` tokens, without the tokens that the system prompt adds, fit in the

