@@ -32,7 +32,7 @@ def divergences(logits, teacher_logits):
     return kl
 
 
-def case(generator, shape, temperature, scale):
+def case(generator, shape, temperature, scale, outputs):
     rows, width, teacher_width, vocabulary = shape
 
     def noise(*size):
@@ -43,7 +43,8 @@ def case(generator, shape, temperature, scale):
     teacher_h = noise(rows, teacher_width)
     teacher_w = (scale * noise(teacher_width, vocabulary)).float().double()
     targets = torch.randint(vocabulary, (rows,), generator=generator)
-    gradient = noise(3, rows)
+    # The upstream gradient of the log-probabilities, the entropies and the divergences.
+    gradient = noise(3, rows) * torch.tensor(outputs)[:, None]
     logits, teacher_logits = h @ w / temperature, teacher_h @ teacher_w / temperature
     log_p = torch.log_softmax(logits, -1)
     chosen, entropies = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
@@ -60,7 +61,7 @@ def main():
     if sys.argv[1] == "--fixture":
         cases = []
         for temperature in (1.0, 0.7, 1.6):
-            tensors = case(generator, (5, 4, 3, 41), temperature, 1.0)
+            tensors = case(generator, (5, 4, 3, 41), temperature, 1.0, [1, 1, 1])
             lists = {name: tensor.detach().flatten().tolist() for name, tensor in tensors.items()}
             lists["targets"] = [int(target) for target in lists["targets"]]
             cases.append(dict(temperature=temperature, **lists))
@@ -70,7 +71,7 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     for temperature in (1.0, 0.7):
         # Logits with a standard deviation of about 3, in three chunks of rows.
-        tensors = case(generator, (256, 32, 48, 151_936), temperature, 0.5)
+        tensors = case(generator, (256, 32, 48, 151_936), temperature, 0.5, [0, 0, 1])
         for name, tensor in tensors.items():
             values = tensor.detach().double() if name in ("values", "dh", "dw") else tensor.detach().float()
             (folder / f"at_{temperature}.{name}").write_bytes(values.numpy().tobytes())

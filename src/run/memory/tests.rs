@@ -315,7 +315,8 @@ fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases(
 
 #[test]
 fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_it() {
-    let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
+    let text = "[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
+    let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
     let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     preflight.choose_sharding(1, None);
     let config = Config { hidden_size: 512, num_hidden_layers: 6, ..preflight.source.config.clone() };
