@@ -10,8 +10,9 @@
 //! `lag` steps before its update. During the update of step t, step t + lag is sampled by the weights after
 //! step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
 //!
-//! On the CPU of one process, sampling runs beside the update, on threads of its own and with a copy of the
-//! trained weights. On a GPU and on several processes, it runs before the update, and gives the same bits.
+//! In a single process, sampling runs beside the update, on threads of its own and with a copy of the trained
+//! weights. On a GPU it also has a stream of its own. On several processes it runs before the update, and gives
+//! the same bits.
 
 use super::Trainer;
 use super::sample::{InProgress, SampleOutput};
@@ -20,6 +21,7 @@ use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics};
+use crate::ops::cuda::SecondStream;
 use crate::ops::threads::Threads;
 use crate::run::context::RunContext;
 use crate::trajectory::{Group, TokenStats};
@@ -52,13 +54,26 @@ impl SampledAhead {
     }
 }
 
-/// Returns the threads that sample beside the update; `None` if sampling does not run beside it.
-pub(super) fn ahead_threads(context: &RunContext) -> Result<Option<Threads>> {
-    let is_alone = context.mesh().ranks() == 1 && context.parameters.device().is_cpu();
-    let runs_beside = is_alone && context.recipe().rollout.lag_steps > 0;
-    // As many threads as the update has: the system divides the processors, so neither side leaves one idle
-    // while the other has work. A fixed split would.
-    runs_beside.then(|| Threads::new(context.threads.count())).transpose()
+/// What sampling beside the update has of its own.
+pub(super) struct Beside {
+    threads: Threads,
+    /// The stream, on a GPU.
+    stream: Option<SecondStream>,
+}
+
+impl Beside {
+    /// Returns `None` if sampling does not run beside the update.
+    pub fn new(context: &RunContext) -> Result<Option<Self>> {
+        if context.mesh().ranks() > 1 || context.recipe().rollout.lag_steps == 0 {
+            return Ok(None);
+        }
+        // As many threads as the update has: the system divides the processors, so neither side leaves one
+        // idle while the other has work. A fixed split would.
+        let threads = Threads::new(context.threads.count())?;
+        let device = context.parameters.device();
+        let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
+        Ok(Some(Self { threads, stream }))
+    }
 }
 
 impl Trainer {
@@ -135,13 +150,13 @@ impl Trainer {
             _ => None,
         };
         let Some(next) = next else { return self.policy_step(step).run(groups, optimizer, critic) };
-        if self.ahead_threads.is_none() {
+        let Some(beside) = &self.beside else {
             self.sample_now(next, step - 1)?;
             return self.policy_step(step).run(groups, optimizer, critic);
-        }
+        };
         let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
         let (updated, samples) =
-            self.update_beside(step, next, groups, &mut in_progress, optimizer, critic)?;
+            self.update_beside(beside, (step, next), groups, &mut in_progress, optimizer, critic)?;
         self.ahead.steps.push_back((next, samples));
         self.ahead.in_progress = in_progress;
         Ok(updated)
@@ -150,19 +165,18 @@ impl Trainer {
     /// Trains on `groups` in step `step` and samples step `next` at the same time.
     fn update_beside(
         &self,
-        step: u64,
-        next: u64,
+        beside: &Beside,
+        (step, next): (u64, u64),
         groups: &[&Group],
         in_progress: &mut InProgress,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
     ) -> Result<((Metrics, Vec<TokenStats>), SampleOutput)> {
-        let threads = self.ahead_threads.as_ref().unwrap_or(&self.context.threads);
-        let snapshot = self.context.parameters.snapshot()?;
+        let snapshot = self.context.parameters.snapshot(beside.stream.as_ref())?;
         // The console shows the update.
         let (silent, failed) = (Console::silent(), AtomicBool::new(false));
         let stop = || failed.load(Ordering::Relaxed);
-        let sampler = self.sampler(&snapshot, step - 1, threads, &silent, &stop);
+        let sampler = self.sampler(&snapshot, step - 1, &beside.threads, &silent, &stop);
         let update = self.policy_step(step);
         let (updated, samples) = std::thread::scope(|scope| {
             let sampling = std::thread::Builder::new()
