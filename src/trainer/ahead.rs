@@ -10,9 +10,8 @@
 //! `lag` steps before its update. During the update of step t, step t + lag is sampled by the weights after
 //! step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
 //!
-//! In a single process, sampling runs beside the update, on threads of its own and with a copy of the trained
-//! weights. On a GPU it also has a stream of its own. On several processes it runs before the update, and gives
-//! the same bits.
+//! In a single process, sampling runs beside the update, with a copy of the trained weights, and on a GPU on a
+//! stream of its own. On several processes it runs before the update, and gives the same bits.
 
 use super::Trainer;
 use super::sample::{InProgress, SampleOutput};
@@ -22,7 +21,7 @@ use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics};
 use crate::ops::cuda::SecondStream;
-use crate::ops::threads::Threads;
+use crate::ops::threads::{Priority, Threads};
 use crate::run::context::RunContext;
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
@@ -54,10 +53,11 @@ impl SampledAhead {
     }
 }
 
-/// What sampling beside the update has of its own.
+/// What an update and the sampling beside it need.
 pub(super) struct Beside {
-    threads: Threads,
-    /// The stream, on a GPU.
+    /// The threads of the update. Sampling has those of the run.
+    update_threads: Threads,
+    /// The stream of sampling, on a GPU.
     stream: Option<SecondStream>,
 }
 
@@ -67,12 +67,13 @@ impl Beside {
         if context.mesh().ranks() > 1 || context.recipe().rollout.lag_steps == 0 {
             return Ok(None);
         }
-        // As many threads as the update has: the system divides the processors, so neither side leaves one
-        // idle while the other has work. A fixed split would.
-        let threads = Threads::new(context.threads.count())?;
+        // Each side has as many threads as there are processors, so neither leaves one idle while the other
+        // has work. Sampling goes first: the sooner it ends, the sooner the graders have all answers, and the
+        // update fills the time in which they work.
+        let update_threads = Threads::with_priority(context.threads.count(), Priority::Low)?;
         let device = context.parameters.device();
         let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
-        Ok(Some(Self { threads, stream }))
+        Ok(Some(Self { update_threads, stream }))
     }
 }
 
@@ -176,8 +177,8 @@ impl Trainer {
         // The console shows the update.
         let (silent, failed) = (Console::silent(), AtomicBool::new(false));
         let stop = || failed.load(Ordering::Relaxed);
-        let sampler = self.sampler(&snapshot, step - 1, &beside.threads, &silent, &stop);
-        let update = self.policy_step(step);
+        let sampler = self.sampler(&snapshot, step - 1, &self.context.threads, &silent, &stop);
+        let update = self.policy_step(step).on_threads(&beside.update_threads);
         let (updated, samples) = std::thread::scope(|scope| {
             let sampling = std::thread::Builder::new()
                 .spawn_scoped(scope, || sampler.sample(next, in_progress))

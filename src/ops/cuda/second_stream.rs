@@ -41,9 +41,9 @@ impl SecondStream {
         &self.second
     }
 
-    /// Calls `f`, which gives tensors to the second stream with [`Self::copy`] and [`Self::share`]. The second
-    /// stream waits for the work that the first stream has at the start. What the first stream gets afterwards
-    /// waits for the copies. The host does not wait.
+    /// Calls `f`, which gives tensors to the second stream with [`Self::copy`] and [`Self::share`]. The
+    /// second stream waits for the earlier work of the first. Later work of the first stream waits for the
+    /// copies. The host does not wait.
     ///
     /// # Errors
     /// Errors of `f`, and when the driver fails.
@@ -108,7 +108,7 @@ fn alias<T: CudaDType + DeviceRepr>(
         bail!("{elements} elements of a storage of {}", slice.len());
     }
     let stream = device.cuda_stream();
-    // The guard records that the second stream reads the memory. Nobody changes it, so nothing waits for that.
+    // The guard records a read by the second stream. Nobody changes the memory, so nothing waits for it.
     let (address, _read) = slice.device_ptr(&stream);
     // SAFETY: `slice` has so many elements. `SecondStream` keeps `slice` and takes the address out of the new
     // slice before this is dropped.
