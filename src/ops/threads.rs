@@ -25,8 +25,8 @@ const THREADS_REFUSED: &str =
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priority {
     Normal,
-    /// What threads of normal priority leave idle, and a tenth of the share of one besides. Systems other
-    /// than Linux know no priority of threads, so the share is a normal one there.
+    /// A tenth of the share of a thread of normal priority, and all that such threads leave idle. Only Linux
+    /// has it. On other systems the share is a normal one.
     Low,
 }
 
@@ -35,8 +35,8 @@ impl Priority {
     fn set(self) {
         #[cfg(target_os = "linux")]
         if self == Priority::Low {
-            // SAFETY: the call has no memory arguments. On Linux it changes the calling thread alone.
-            unsafe { libc::nice(LOW_NICENESS) };
+            // On Linux this changes the calling thread alone. If it is refused, the run is only slower.
+            let _ = rustix::process::nice(LOW_NICENESS);
         }
     }
 }
@@ -194,8 +194,7 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn only_threads_of_low_priority_are_nicer_than_the_process() {
-        // SAFETY: the call has no memory arguments.
-        let own = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let own = || rustix::process::getpriority_process(None).unwrap();
         let before = own();
         let low = (before + LOW_NICENESS).min(19);
         for (priority, expected) in [(Priority::Low, low), (Priority::Normal, before)] {

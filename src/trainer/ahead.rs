@@ -10,8 +10,8 @@
 //! `lag` steps before its update. During the update of step t, step t + lag is sampled by the weights after
 //! step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
 //!
-//! In a single process, sampling runs beside the update, with a copy of the trained weights, and on a GPU on a
-//! stream of its own. On several processes it runs before the update, and gives the same bits.
+//! In a single process, sampling runs beside the update, with a copy of the trained weights. On a GPU it has
+//! a stream of its own. On several processes it runs before the update, and gives the same bits.
 
 use super::Trainer;
 use super::sample::{InProgress, SampleOutput};
@@ -53,7 +53,7 @@ impl SampledAhead {
     }
 }
 
-/// What an update and the sampling beside it need.
+/// Resources of an update and of the sampling beside it.
 pub(super) struct Beside {
     /// The threads of the update. Sampling has those of the run.
     update_threads: Threads,
