@@ -14,9 +14,10 @@ use std::time::{Duration, Instant};
 const STACK_BYTES: usize = 64 << 20;
 /// The time for which an idle thread spin-waits for work before it sleeps.
 const SPIN_MAX: Duration = Duration::from_millis(1);
-/// The niceness of threads of low priority, above that of the process. It is a tenth of the weight.
+/// The niceness of threads of low priority, above that of the process. More would give them too little on a
+/// machine that other programs use too.
 #[cfg(target_os = "linux")]
-const LOW_NICENESS: i32 = 10;
+const LOW_NICENESS: i32 = 5;
 /// The error message when the system cannot start a thread.
 const THREADS_REFUSED: &str =
     "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
@@ -25,7 +26,7 @@ const THREADS_REFUSED: &str =
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priority {
     Normal,
-    /// A tenth of the share of a thread of normal priority, and all that such threads leave idle. Only Linux
+    /// A third of the share of a thread of normal priority, and all that such threads leave idle. Only Linux
     /// has it. On other systems the share is a normal one.
     Low,
 }

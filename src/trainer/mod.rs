@@ -72,7 +72,7 @@ pub struct Trainer {
     kl: KlController,
     /// The samples of later steps.
     ahead: SampledAhead,
-    /// What samples beside the update, if the recipe samples ahead and this process can.
+    /// Resources of sampling beside the update, if the recipe samples ahead and this process can.
     beside: Option<Beside>,
 }
 
