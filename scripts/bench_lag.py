@@ -100,7 +100,7 @@ def run(a, folder, task, shape, lag, alone=False):
     """Returns the rows of a run and its processor seconds per step, without those of the task's program."""
     sets, steps = SHAPES[shape]
     # A step has only two trajectories, and 1 of 16 is long.
-    steps = 24 if alone else steps
+    steps = 48 if alone else steps
     out = Path(folder) / f"{task}-{shape}-{lag}-{time.monotonic_ns()}"
     keys = [*command_keys(task), "cold_start.steps=0", f"train.steps={steps}", "checkpoint.every_steps=0", "train.optimizer.lr=1e-5",
             f"parallel.threads={a.threads}", f"rollout.lag_steps={lag}", *sets]
