@@ -15,6 +15,7 @@ use super::storage::{TensorStorage, copy_to_device};
 use super::weights::{LayerSource, VALUE_HEAD, Weights};
 use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::{host_values, to_host};
+use crate::ops::cuda::SecondStream;
 use crate::ops::parameter::{GradientSink, Parameter};
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
@@ -206,29 +207,40 @@ impl Parameters {
     }
 
     /// Returns a store with the current weights, which later updates do not change. It copies the trained
-    /// tensors and shares the others. None of its tensors is trained.
+    /// tensors and shares the others. None of its tensors is trained. On a GPU, `second` is the stream that
+    /// uses the store.
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn snapshot(&self) -> Result<Self> {
+    pub fn snapshot(&self, second: Option<&SecondStream>) -> Result<Self> {
         let copy = |(entry, spec): (&Entry, &ParameterSpec)| -> Result<Entry> {
-            let stored = match entry.stored.weight(spec) {
-                Ok(Weight::Dense(dense)) if entry.gradient.is_some() => {
-                    let copied = dense.with_values(&dense.values().copy()?);
-                    entry.stored.with_weight(Weight::Dense(copied))
+            let is_trained = entry.gradient.is_some();
+            let weight = entry.stored.weight(spec);
+            let weight = match (weight, second) {
+                (Ok(weight), Some(second)) if is_trained => {
+                    weight.with_device_tensor(|values| second.copy(values))
                 }
-                _ => entry.stored.clone(),
+                (Ok(weight), Some(second)) => weight.with_device_tensor(|values| second.share(values)),
+                (Ok(Weight::Dense(dense)), None) if is_trained => {
+                    dense.values().copy().map(|values| Weight::Dense(dense.with_values(&values)))
+                }
+                _ => return Ok(Entry::new(entry.stored.clone())),
             };
-            Ok(Entry::new(stored))
+            Ok(Entry::new(entry.stored.with_weight(weight?)))
         };
+        let entries = || self.entries.iter().zip(&self.specs).map(copy).collect::<Result<_>>();
+        let device = second.map_or(self.device(), SecondStream::device).clone();
         Ok(Self {
             config: self.config.clone(),
             specs: self.specs.clone(),
-            entries: self.entries.iter().zip(&self.specs).map(copy).collect::<Result<_>>()?,
+            entries: match second {
+                Some(second) => second.hand_over(entries)?,
+                None => entries()?,
+            },
             index: self.index.clone(),
             on_disk: self.on_disk.clone(),
             adapter: self.adapter.clone(),
-            backend: self.backend.clone(),
+            backend: Backend { device, ..self.backend.clone() },
         })
     }
 

@@ -87,6 +87,31 @@ impl RecordedGraph {
 
 pub fn unload_kernels() {}
 
+/// Stub that is never constructed.
+pub enum SecondStream {}
+
+impl SecondStream {
+    pub fn open(_: &Device) -> Result<Self> {
+        refuse()
+    }
+
+    pub fn device(&self) -> &Device {
+        match *self {}
+    }
+
+    pub fn hand_over<R>(&self, _: impl FnOnce() -> anyhow::Result<R>) -> anyhow::Result<R> {
+        match *self {}
+    }
+
+    pub fn copy(&self, _: &Tensor) -> Result<Tensor> {
+        match *self {}
+    }
+
+    pub fn share(&self, _: &Tensor) -> Result<Tensor> {
+        match *self {}
+    }
+}
+
 /// Stub: no GPU is ever opened.
 pub struct Gpu {
     pub device: Device,

@@ -14,9 +14,33 @@ use std::time::{Duration, Instant};
 const STACK_BYTES: usize = 64 << 20;
 /// The time for which an idle thread spin-waits for work before it sleeps.
 const SPIN_MAX: Duration = Duration::from_millis(1);
+/// The niceness of threads of low priority, above that of the process. More would give them too little on a
+/// machine that other programs use too.
+#[cfg(target_os = "linux")]
+const LOW_NICENESS: i32 = 5;
 /// The error message when the system cannot start a thread.
 const THREADS_REFUSED: &str =
     "starting threads; lower parallel.threads, or raise the limits of processes and memory (ulimit -u, -v)";
+
+/// The share of the processors that the system gives to a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Priority {
+    Normal,
+    /// A third of the share of a thread of normal priority, and all that such threads leave idle. Only Linux
+    /// has it. On other systems the share is a normal one.
+    Low,
+}
+
+impl Priority {
+    /// Gives the priority to the calling thread.
+    fn set(self) {
+        #[cfg(target_os = "linux")]
+        if self == Priority::Low {
+            // On Linux this changes the calling thread alone. If it is refused, the run is only slower.
+            let _ = rustix::process::nice(LOW_NICENESS);
+        }
+    }
+}
 
 /// The thread pools of one run.
 pub struct Threads {
@@ -41,8 +65,17 @@ impl Threads {
     pub fn for_process(threads: usize, processes: usize) -> Result<Self> {
         let available = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if threads == 0 { (available / processes).max(1) } else { threads };
+        Self::with_priority(threads, Priority::Normal)
+    }
+
+    /// Creates pools with `threads` threads of the priority `priority`.
+    ///
+    /// # Errors
+    /// Errors of [`Self::new`].
+    pub fn with_priority(threads: usize, priority: Priority) -> Result<Self> {
         let pool = |n: usize| {
-            ThreadPoolBuilder::new().num_threads(n).stack_size(STACK_BYTES).build().context(THREADS_REFUSED)
+            let builder = ThreadPoolBuilder::new().num_threads(n).stack_size(STACK_BYTES);
+            builder.start_handler(move |_| priority.set()).build().context(THREADS_REFUSED)
         };
         let singles = (0..threads).map(|_| pool(1)).collect::<Result<_>>()?;
         Ok(Self { wide: pool(threads)?, singles })
@@ -158,6 +191,20 @@ fn run_on_pools<R: Send>(
 mod tests {
     use super::*;
     use std::panic::{AssertUnwindSafe, catch_unwind};
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn only_threads_of_low_priority_are_nicer_than_the_process() {
+        let own = || rustix::process::getpriority_process(None).unwrap();
+        let before = own();
+        let low = (before + LOW_NICENESS).min(19);
+        for (priority, expected) in [(Priority::Low, low), (Priority::Normal, before)] {
+            let pools = Threads::with_priority(2, priority).unwrap();
+            assert_eq!(pools.run_on_each(|_| own()), [expected; 2]);
+            assert_eq!(pools.run_on_all(own), expected);
+        }
+        assert_eq!(own(), before);
+    }
 
     #[test]
     fn what_runs_awake_may_share_out_nest_and_panic_in_a_pool_and_outside_of_one() {

@@ -50,6 +50,17 @@ impl Weight {
         }
     }
 
+    /// Returns the weight with `f` applied to its tensor on a device, without a gradient.
+    ///
+    /// # Errors
+    /// Errors of `f`. When the weight is packed on the host.
+    pub fn with_device_tensor(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        Ok(match self {
+            Weight::Dense(parameter) => Weight::Dense(parameter.with_values(&f(parameter.values())?)),
+            Weight::Packed(matrix) => Weight::Packed(Arc::new(matrix.with_device_tensor(f)?)),
+        })
+    }
+
     /// Returns whether the values are a variable, which training may change.
     pub fn is_variable(&self) -> bool {
         matches!(self, Weight::Dense(parameter) if parameter.values().is_variable())

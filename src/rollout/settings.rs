@@ -16,8 +16,8 @@ table! {
         /// replace the groups whose rewards are all equal. 0 means no dynamic sampling.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
         /// Number of steps by which sampling runs ahead. Step t trains on what the weights after step
-        /// t - 1 - `lag_steps` sampled. On the CPU of one process, sampling then runs beside the update. 0
-        /// means that each step trains on what the newest weights sampled.
+        /// t - 1 - `lag_steps` sampled. In a single process, sampling then runs beside the update. 0 means
+        /// that each step trains on what the newest weights sampled.
         pub lag_steps: u64 = 0 => from(0.0).to(64.0),
         /// Partial trajectories: maximum number of tokens of a trajectory that are sampled in one step. A
         /// longer trajectory goes on in the next step, by the weights that sample then. A group is trained on

@@ -10,8 +10,8 @@
 //! `lag` steps before its update. During the update of step t, step t + lag is sampled by the weights after
 //! step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
 //!
-//! On the CPU of one process, sampling runs beside the update, on threads of its own and with a copy of the
-//! trained weights. On a GPU and on several processes, it runs before the update, and gives the same bits.
+//! In a single process, sampling runs beside the update, with a copy of the trained weights. On a GPU it has
+//! a stream of its own. On several processes it runs before the update, and gives the same bits.
 
 use super::Trainer;
 use super::sample::{InProgress, SampleOutput};
@@ -20,7 +20,8 @@ use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics};
-use crate::ops::threads::Threads;
+use crate::ops::cuda::SecondStream;
+use crate::ops::threads::{Priority, Threads};
 use crate::run::context::RunContext;
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
@@ -52,13 +53,28 @@ impl SampledAhead {
     }
 }
 
-/// Returns the threads that sample beside the update; `None` if sampling does not run beside it.
-pub(super) fn ahead_threads(context: &RunContext) -> Result<Option<Threads>> {
-    let is_alone = context.mesh().ranks() == 1 && context.parameters.device().is_cpu();
-    let runs_beside = is_alone && context.recipe().rollout.lag_steps > 0;
-    // As many threads as the update has: the system divides the processors, so neither side leaves one idle
-    // while the other has work. A fixed split would.
-    runs_beside.then(|| Threads::new(context.threads.count())).transpose()
+/// Resources of an update and of the sampling beside it.
+pub(super) struct Beside {
+    /// The threads of the update. Sampling has those of the run.
+    update_threads: Threads,
+    /// The stream of sampling, on a GPU.
+    stream: Option<SecondStream>,
+}
+
+impl Beside {
+    /// Returns `None` if sampling does not run beside the update.
+    pub fn new(context: &RunContext) -> Result<Option<Self>> {
+        if context.mesh().ranks() > 1 || context.recipe().rollout.lag_steps == 0 {
+            return Ok(None);
+        }
+        // Each side has as many threads as there are processors, so neither leaves one idle while the other
+        // has work. Sampling goes first: the sooner it ends, the sooner the graders have all answers, and the
+        // update fills the time in which they work.
+        let update_threads = Threads::with_priority(context.threads.count(), Priority::Low)?;
+        let device = context.parameters.device();
+        let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
+        Ok(Some(Self { update_threads, stream }))
+    }
 }
 
 impl Trainer {
@@ -135,13 +151,13 @@ impl Trainer {
             _ => None,
         };
         let Some(next) = next else { return self.policy_step(step).run(groups, optimizer, critic) };
-        if self.ahead_threads.is_none() {
+        let Some(beside) = &self.beside else {
             self.sample_now(next, step - 1)?;
             return self.policy_step(step).run(groups, optimizer, critic);
-        }
+        };
         let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
         let (updated, samples) =
-            self.update_beside(step, next, groups, &mut in_progress, optimizer, critic)?;
+            self.update_beside(beside, (step, next), groups, &mut in_progress, optimizer, critic)?;
         self.ahead.steps.push_back((next, samples));
         self.ahead.in_progress = in_progress;
         Ok(updated)
@@ -150,20 +166,19 @@ impl Trainer {
     /// Trains on `groups` in step `step` and samples step `next` at the same time.
     fn update_beside(
         &self,
-        step: u64,
-        next: u64,
+        beside: &Beside,
+        (step, next): (u64, u64),
         groups: &[&Group],
         in_progress: &mut InProgress,
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
     ) -> Result<((Metrics, Vec<TokenStats>), SampleOutput)> {
-        let threads = self.ahead_threads.as_ref().unwrap_or(&self.context.threads);
-        let snapshot = self.context.parameters.snapshot()?;
+        let snapshot = self.context.parameters.snapshot(beside.stream.as_ref())?;
         // The console shows the update.
         let (silent, failed) = (Console::silent(), AtomicBool::new(false));
         let stop = || failed.load(Ordering::Relaxed);
-        let sampler = self.sampler(&snapshot, step - 1, threads, &silent, &stop);
-        let update = self.policy_step(step);
+        let sampler = self.sampler(&snapshot, step - 1, &self.context.threads, &silent, &stop);
+        let update = self.policy_step(step).on_threads(&beside.update_threads);
         let (updated, samples) = std::thread::scope(|scope| {
             let sampling = std::thread::Builder::new()
                 .spawn_scoped(scope, || sampler.sample(next, in_progress))

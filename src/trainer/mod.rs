@@ -24,7 +24,6 @@ use crate::learner::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, Warning, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, reset_memory_peaks};
-use crate::ops::threads::Threads;
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCounts, SampleFacts, sample_causes};
@@ -33,7 +32,7 @@ use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
 use crate::run::run_folder::RunFolder;
 use crate::run::sampling_folder::report_failures;
 use crate::run::signals::StopFlag;
-use ahead::{SampledAhead, ahead_threads};
+use ahead::{Beside, SampledAhead};
 use anyhow::{Result, ensure};
 use candle_core::Device;
 use monitor::Monitor;
@@ -73,8 +72,8 @@ pub struct Trainer {
     kl: KlController,
     /// The samples of later steps.
     ahead: SampledAhead,
-    /// The threads that sample beside the update, if the recipe samples ahead and this process can.
-    ahead_threads: Option<Threads>,
+    /// Resources of sampling beside the update, if the recipe samples ahead and this process can.
+    beside: Option<Beside>,
 }
 
 impl Trainer {
@@ -107,7 +106,7 @@ impl Trainer {
             });
         }
         let timings = Timings::new();
-        let ahead_threads = ahead_threads(&context)?;
+        let beside = Beside::new(&context)?;
         Ok(Self {
             context,
             data,
@@ -123,7 +122,7 @@ impl Trainer {
             steps_without_groups: 0,
             kl,
             ahead: SampledAhead::default(),
-            ahead_threads,
+            beside,
         })
     }
 

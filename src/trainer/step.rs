@@ -20,6 +20,7 @@ use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
 use crate::metrics::{Accumulator, Console, Metrics, Phase, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
+use crate::ops::threads::Threads;
 use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
 use crate::trajectory::{Group, TokenStats};
@@ -160,7 +161,12 @@ pub struct PolicyUpdate {
     pub forward: ForwardResult,
 }
 
-impl PolicyStep<'_> {
+impl<'a> PolicyStep<'a> {
+    /// Returns the step with passes and updates on `threads`.
+    pub(super) fn on_threads(self, threads: &'a Threads) -> Self {
+        Self { runner: BatchRunner { threads, ..self.runner }, ..self }
+    }
+
     /// Runs the step after sampling. Returns the metrics, and statistics of each token. A metric is a mean
     /// over the updates, or a value of the whole batch before the first update. During critic warm-up, only
     /// the critic is updated.

@@ -12,6 +12,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - memory: what is in use at most is within the plan; over hundreds of steps the device is asked for memory in the first few alone;
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
+- sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
 - two processes with a GPU each, and an adapter beside packed experts: gap 0;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
   between rollout, prefill, decode and training;
@@ -171,6 +172,11 @@ def adapted(world):
     rows = world.rows("adapted", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
     assert any(row["actor/grad_norm"] > 0 for row in rows), rows
+    # Beside an update only the factors are copied: the experts have one memory for both streams.
+    ahead = sets(train__steps=3, rollout__lag_steps=1, policy__old_logprob="rollout")
+    world.train(world.gpu, "adapted_ahead", *words, *ahead)
+    rows = world.rows("adapted_ahead", "rl")
+    assert len(rows) == 3 and all(row["engine/bit_equal_fraction"] == 1 for row in rows), rows
 
 
 def wide_heads(world):
@@ -217,12 +223,33 @@ def recorded(world):
     return launched["graphs"]
 
 
+def sampled_ahead(world):
+    """Sampling on a stream of its own beside the update: the same rows however the streams are ordered, and after a stop signal."""
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=0, rollout__lag_steps=1, policy__old_logprob="rollout")]
+    kept = {}
+    for name, mode in [("ahead", "late"), ("ahead_at_once", "at-once"), ("ahead_first_late", "first-late")]:
+        world.train(world.gpu, name, *words, *sets(train__steps=5, train__optimizer__schedule="constant"), env={"CUDA_EMULATOR": mode})
+        kept[name] = [timeless(row) for row in world.rows(name, "rl")]
+    one, *others = kept.values()
+    assert all(other == one for other in others), kept
+    assert all(row["engine/bit_equal_fraction"] == 1 and row["engine/logprob_abs_diff_max"] == 0 for row in one), one
+    # The weights move, so what older weights sampled has another probability.
+    assert [row["staleness/steps/max"] for row in one] == [0, 1, 1, 1, 1], one
+    assert any(row["mismatch/bit_equal_fraction"] < 1 for row in one), one
+
+
 def plan_holds(world):
     """The most memory in use, of the plan that `check` prints."""
-    words = sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=1)
+    return [plan_holds_with(world, f"measured_{lag}", *sets(rollout__lag_steps=lag)) for lag in (0, 1)]
+
+
+def plan_holds_with(world, name, *more):
+    # The second step samples nothing: the run ends.
+    words = sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=2, policy__old_logprob="rollout")
+    words = [*words, *more]
     plan = world.run(world.gpu, "check", RECIPE, *SHORT, *words)
     planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
-    said = world.train(world.gpu, "measured", *words, env={"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR": "at-once"})
+    said = world.train(world.gpu, name, *words, env={"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR": "at-once"})
     used = int(re.search(r"device memory: (\d+) bytes", said)[1])
     assert used <= planned, f"{used} bytes in use, {planned:.0f} planned"
     return used, planned
@@ -294,8 +321,8 @@ def main():
     def on_fixed_data():
         print(f"refused: {refusals(world)} cases")
         memory_runs_out(world)
-        used, planned = plan_holds(world)
-        print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
+        for used, planned in plan_holds(world):
+            print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
         kept, most = steady(world)
         print(f"steady: {world.steady_steps} steps, {most * 1e3:.2f} MB in use at most, {kept * 1e3:.2f} MB kept since step {SETTLED_STEPS}")
         print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
@@ -306,6 +333,8 @@ def main():
         several(world)
         adapted(world)
         print(f"heads of 128: {wide_heads(world)} tokens, 0 differing bits")
+        sampled_ahead(world)
+        print("sampled ahead on a second stream: the same rows in three orders of the streams")
         print(f"decode recorded: {recorded(world)} launches, the same bits as kernel by kernel")
         print("checked on the GPU, gone on on the CPU, gap 0 in two processes and beside an adapter over packed experts")
 

@@ -29,6 +29,7 @@ mod rms_norm;
 mod rope;
 mod router;
 mod sampling;
+mod second_stream;
 mod silu_and_mul;
 mod sink_attention;
 mod swiglu;
@@ -45,6 +46,7 @@ pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
 pub use paged_attention::{KvPages, KvPool, kv_pages, paged_sink_attention};
 pub use primitive_checks::run_primitive_check;
+pub use second_stream::SecondStream;
 pub use sink_attention::{DeviceLaunchPlan, DeviceLse, Gradients, Inputs, Outputs};
 
 pub(super) use accumulate::{add_tensor, copy_argument};

@@ -40,6 +40,19 @@ impl PackedMatrix {
         Ok(Self { bytes, ..*self })
     }
 
+    /// Returns the matrix with `f` applied to its bytes on a device.
+    ///
+    /// # Errors
+    /// Errors of `f`. When the matrix is not on a device.
+    pub fn with_device_tensor(&self, f: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Self> {
+        match &self.bytes {
+            PackedStorage::Device(bytes) => Ok(Self { bytes: PackedStorage::Device(f(bytes)?), ..*self }),
+            PackedStorage::Host(_) | PackedStorage::Shard(_) => {
+                bail!("packed matrix {:?} is not on the GPU; call to_device first", self.shape())
+            }
+        }
+    }
+
     /// Returns whether the host has the whole matrix.
     pub fn is_on_host(&self) -> bool {
         matches!(self.bytes, PackedStorage::Host(_))

@@ -100,7 +100,14 @@ impl MemoryPlanInput<'_> {
         let mut items = vec![MemoryItem { name: "weights", bytes: weights + total_working_bytes(factors) }];
         let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
-        add("rotary embedding's table", table as u64);
+        let beside = self.samples_beside_the_update() && recipe.train.steps > 0;
+        // The second stream has a table of its own.
+        add("rotary embedding's table", table as u64 * if beside { 2 } else { 1 });
+        if beside {
+            let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
+            let copied = total_working_bytes(tensors.iter().map(|(_, spec)| spec));
+            add("weights that sample ahead", copied);
+        }
         let rollout = &recipe.rollout;
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
             // A CUDA graph has its own memory, which the driver does not free.
@@ -192,6 +199,7 @@ impl MemoryPlanInput<'_> {
             ];
             phases.push(("sampling", items.to_vec()));
         }
+        let sampling = phases.first().map(|(_, items)| items.clone());
         let (prompts, samples) = self.rollout_size();
         let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
         let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
@@ -209,7 +217,11 @@ impl MemoryPlanInput<'_> {
                 let recomputes = self.recomputes_layers();
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = self.pass_shape(tokens, tokens).forward_backward_bytes(recomputes);
-                phases.push(("update", vec![MemoryItem { name, bytes }]));
+                let update = vec![MemoryItem { name, bytes }];
+                if let Some(sampling) = sampling.filter(|_| self.samples_beside_the_update()) {
+                    phases.push(("sampling beside the update", [sampling, update.clone()].concat()));
+                }
+                phases.push(("update", update));
             }
         }
         phases

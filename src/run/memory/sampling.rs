@@ -80,7 +80,7 @@ impl MemoryPlanInput<'_> {
     /// Returns whether sampling runs beside the update, with a copy of the trained weights.
     pub(super) fn samples_beside_the_update(&self) -> bool {
         let runs_ahead = self.command.trains() && self.recipe.rollout.lag_steps > 0;
-        runs_ahead && self.processes == 1 && self.gpu_sequences.is_none()
+        runs_ahead && self.processes == 1
     }
 
     /// Returns the bytes of the samples that are kept for later steps, and of partial trajectories.

@@ -362,3 +362,34 @@ fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_
     let own = TeacherInput { config: input.config, formats: None, ..teacher(false) };
     assert_eq!(bytes(&planned(Some(own)), "teacher's weights"), None);
 }
+
+#[test]
+fn a_gpu_has_a_copy_of_the_trained_weights_and_both_phases_if_it_samples_beside_the_update() {
+    let plan = |text: &str, processes: usize| {
+        let text = format!("task.name = \"format_rules\"\npolicy.old_logprob = \"rollout\"\n{text}");
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = preflight.memory_plan_input();
+        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        MemoryPlan::new(&input)
+    };
+    let bytes = |plan: &MemoryPlan, name: &str| {
+        plan.resident.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
+    };
+    let phase = |plan: &MemoryPlan, name: &str| {
+        plan.phases.iter().find(|phase| phase.0 == name).map(|(_, items)| total_bytes(items))
+    };
+    let (copy, beside) = ("weights that sample ahead", "sampling beside the update");
+    let (table, lag) = ("rotary embedding's table", "rollout.lag_steps = 1\n");
+    let (without, ahead, on_two) = (plan("", 1), plan(lag, 1), plan(lag, 2));
+    for before in [&without, &on_two] {
+        assert_eq!((bytes(before, copy), phase(before, beside)), (0, None));
+    }
+    assert_eq!(bytes(&ahead, copy), bytes(&ahead, "weights"));
+    assert_eq!(bytes(&ahead, table), 2 * bytes(&without, table));
+    let both = phase(&ahead, "sampling").unwrap() + phase(&ahead, "update").unwrap();
+    assert_eq!(phase(&ahead, beside), Some(both));
+    assert_eq!(ahead.peak_bytes(), ahead.resident_bytes() + both);
+    let frozen = plan(&format!("{lag}train.freeze = [\"*.mlp.experts.*\"]"), 1);
+    assert!(bytes(&frozen, copy) < bytes(&frozen, "weights"));
+}

@@ -1,9 +1,10 @@
 //! Sampling ahead of training and partial trajectories: the schedule, the same metrics on any number of
 //! threads and after kills, and what is refused.
 
-use super::ended::killed_and_resumed;
+use super::ended::{killed_and_resumed, quiet, signal};
 use super::{
-    assert_same_results, baseline, checkpoints, done, output, phase, results, resumed, rows, small, stderr,
+    assert_same_results, baseline, checkpoints, done, line_count, output, phase, results, resumed, rows,
+    small, stderr, wait_until,
 };
 use crate::skips;
 use serde_json::Value;
@@ -131,6 +132,36 @@ fn a_killed_run_that_samples_ahead_goes_on_to_the_same_metrics() {
         killed_and_resumed(&out, &sets, (rows, Duration::from_millis(delay)));
         assert_same_results(&out, &straight);
     }
+}
+
+/// The checkpoint of the step that a signal ends has the samples of the next one.
+#[test]
+fn a_stopped_run_that_samples_ahead_goes_on_to_the_same_metrics() {
+    let folder = TempDir::new().unwrap();
+    let sets = [ROLLOUT, "rollout.lag_steps=1", "checkpoint.every_steps=0"];
+    let straight = folder.path().join("straight");
+    done(&mut small(&straight, &sets));
+    let out = folder.path().join("stopped");
+    let file = out.join("metrics.jsonl");
+    // Rows: 5 of the cold start, an evaluation, then the steps.
+    let stopped = || {
+        let _ = std::fs::remove_dir_all(&out);
+        let mut child = quiet(&mut small(&out, &sets)).spawn().unwrap();
+        wait_until(&mut child, || file.exists() && line_count(&file) >= 7);
+        signal(child.id() as i32, libc::SIGTERM);
+        let code = child.wait().unwrap().code();
+        assert!(matches!(code, Some(0 | 130)), "{code:?}");
+        code == Some(130) && checkpoints(&out).last().is_some_and(|last| last.as_str() < "step-000004")
+    };
+    // On a busy machine this process may look too late.
+    assert!((0..100).any(|_| stopped()), "never stopped before the end");
+    let last = checkpoints(&out).pop().unwrap();
+    let ahead = std::fs::read(out.join("checkpoints").join(&last).join("sampled_ahead.json")).unwrap();
+    let ahead: Value = serde_json::from_slice(&ahead).unwrap();
+    let step: u64 = last.trim_start_matches("step-").parse().unwrap();
+    assert_eq!(ahead["steps"][0][0], step + 1);
+    done(&mut resumed(&out, &sets));
+    assert_same_results(&out, &straight);
 }
 
 #[test]

@@ -13,11 +13,11 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-fn quiet(command: &mut Command) -> &mut Command {
+pub(super) fn quiet(command: &mut Command) -> &mut Command {
     command.stdout(Stdio::null()).stderr(Stdio::null())
 }
 
-fn signal(process: i32, number: i32) {
+pub(super) fn signal(process: i32, number: i32) {
     // SAFETY: kill takes two numbers and touches no memory of this process.
     assert_eq!(unsafe { libc::kill(process, number) }, 0, "kill({process}, {number})");
 }
