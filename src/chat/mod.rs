@@ -53,16 +53,16 @@ impl ChatFormat {
         })
     }
 
-    /// Reads a tokenizer from the bytes of a `tokenizer.json`. Error messages call the source `source_name`.
+    /// Returns the tokenizer with this vocabulary. Error messages call its source `source_name`.
     ///
     /// # Errors
-    /// The errors of [`Self::read`].
-    pub fn from_bytes(self, json: Vec<u8>, source_name: &str) -> Result<Chat> {
+    /// [`crate::error::BadInput`] if control tokens are missing.
+    pub fn from_vocabulary(self, vocabulary: Vocabulary, source_name: &str) -> Result<Chat> {
         Ok(match self {
-            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::from_bytes(json, source_name)?),
-            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::from_bytes(json, source_name)?),
+            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::new(vocabulary, source_name)?),
+            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::new(vocabulary, source_name)?),
             ChatFormat::ThinkingChatMl => {
-                Chat::ChatMl(ChatMl::from_bytes(json, source_name)?.with_thinking(true))
+                Chat::ChatMl(ChatMl::new(vocabulary, source_name)?.with_thinking(true))
             }
         })
     }

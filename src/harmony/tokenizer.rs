@@ -60,7 +60,11 @@ impl HarmonyTokenizer {
         Self::from_bytes(embedded_vocabulary::tokenizer_json(), "the embedded tokenizer")
     }
 
-    fn new(vocabulary: Vocabulary, source_name: &str) -> Result<Self> {
+    /// Returns the tokenizer with this vocabulary. Error messages call its source `source_name`.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) if control tokens are missing.
+    pub fn new(vocabulary: Vocabulary, source_name: &str) -> Result<Self> {
         let names = ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"];
         let remedy = "Harmony conversations need them; use the tokenizer.json of a GPT-OSS model";
         let [start, message, channel, end, call, return_] =

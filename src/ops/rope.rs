@@ -12,7 +12,11 @@ use super::graph::{apply, contiguous, reshape};
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use candle_core::{CpuStorage, CudaStorage, Device, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
+use rayon::prelude::*;
 use std::sync::Arc;
+
+/// Number of positions of a table that one task computes.
+const POSITIONS_PER_TASK: usize = 256;
 
 /// The cosines and the sines of every position, `[positions][D/2]` each.
 #[derive(Debug)]
@@ -31,15 +35,18 @@ impl RopeTable {
     /// Angles are rounded to f32, as in the reference implementation. Cosines and sines are computed in f64.
     pub fn new(frequencies: &[f32], positions: usize, attention_factor: f64) -> Self {
         let half = frequencies.len();
-        let mut table = Self { half, cosines: vec![], sines: vec![], uploaded: DeviceCopies::default() };
-        for position in 0..positions {
-            for &frequency in frequencies {
-                let angle = (position as f32 * frequency) as f64;
-                table.cosines.push((angle.cos() * attention_factor) as f32);
-                table.sines.push((angle.sin() * attention_factor) as f32);
+        let (mut cosines, mut sines) = (buffer(positions * half), buffer(positions * half));
+        let length = (POSITIONS_PER_TASK * half).max(1);
+        let tasks = cosines.par_chunks_mut(length).zip(sines.par_chunks_mut(length)).enumerate();
+        tasks.for_each(|(task, (cosines, sines))| {
+            for (i, (cosine, sine)) in cosines.iter_mut().zip(sines).enumerate() {
+                let position = task * POSITIONS_PER_TASK + i / half;
+                let angle = (position as f32 * frequencies[i % half]) as f64;
+                *cosine = (angle.cos() * attention_factor) as f32;
+                *sine = (angle.sin() * attention_factor) as f32;
             }
-        }
-        table
+        });
+        Self { half, cosines, sines, uploaded: DeviceCopies::default() }
     }
 
     /// Returns the number of positions.

@@ -216,8 +216,8 @@ impl ModelSource {
     /// Opens a GGUF file. Its chat template is stored for checkpoints, and compared with the family's
     /// template.
     fn from_gguf(path: &Path) -> Result<Self> {
-        let GgufModel { weights, config, tokenizer, template } = GgufModel::open(path)?;
-        let chat = config.family.chat.from_bytes(tokenizer, &path.display().to_string())?;
+        let GgufModel { weights, config, vocabulary, template } = GgufModel::open(path)?;
+        let chat = config.family.chat.from_vocabulary(vocabulary, &path.display().to_string())?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(

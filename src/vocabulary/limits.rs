@@ -14,7 +14,7 @@ const STEP_VALUES_MAX: usize = 1000;
 const STEP_BYTES_MAX: usize = 16 << 10;
 /// Maximum number of values and keys of the vocabulary, and of the added tokens. The vocabulary of GPT-OSS
 /// has 2 million.
-const VOCABULARY_VALUES_MAX: usize = 8_000_000;
+pub(crate) const VOCABULARY_VALUES_MAX: usize = 8_000_000;
 /// Maximum total bytes of all regular expressions.
 const PATTERN_BYTES_MAX: usize = 4096;
 /// Maximum number of counted repetitions, such as `x{900}`. Each compiles to at most 10 MB.

@@ -9,6 +9,7 @@ mod embedded_vocabulary;
 mod limits;
 
 pub use embedded_vocabulary::embedded_json;
+pub(crate) use limits::VOCABULARY_VALUES_MAX;
 
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
@@ -26,7 +27,7 @@ use tokenizers::{
 
 /// A tokenizer whose model is BPE. The crate's `Tokenizer` holds any model, so it first parses the vocabulary
 /// into a JSON tree. This type skips the tree.
-type BpeTokenizer =
+pub(crate) type BpeTokenizer =
     TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
 
 /// A byte-level BPE vocabulary. Clones share the tables.
@@ -78,10 +79,19 @@ impl Vocabulary {
         // The crate panics on truncated or invalid files.
         let parsed = catch_panic(|| serde_json::from_slice::<BpeTokenizer>(&json));
         let parsed = parsed.map_err(|why| refusal(&why))?;
-        let mut inner = parsed.map_err(|e| match has_other_model(&json) {
+        let inner = parsed.map_err(|e| match has_other_model(&json) {
             true => bad_input!("{source_name}: model.type must be BPE, of the byte-level kind"),
             false => refusal(&e.to_string()),
         })?;
+        Self::from_tokenizer(inner, json, source_name)
+    }
+
+    /// Returns the vocabulary of `inner`, which `json` describes in the format of `tokenizer.json`.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) with `source_name` if the tokenizer is not byte-level BPE, or
+    /// would encode ordinary text as a special token.
+    pub(crate) fn from_tokenizer(mut inner: BpeTokenizer, json: Vec<u8>, source_name: &str) -> Result<Self> {
         // Padding and truncation of the file are ignored: the encoding of a text always has all its tokens
         // and no others.
         inner.with_padding(None);
@@ -106,6 +116,12 @@ impl Vocabulary {
     /// Returns the bytes of the `tokenizer.json`, for checkpoint folders.
     pub fn json_bytes(&self) -> &[u8] {
         &self.0.json
+    }
+
+    /// Returns the tokenizer as the crate writes it.
+    #[cfg(test)]
+    pub(crate) fn tokenizer_json(&self) -> String {
+        serde_json::to_string(&self.0.inner).unwrap()
     }
 
     /// Returns the number of ids, which is the highest id plus one. Added tokens are included.
@@ -269,29 +285,32 @@ const VOCABULARY_TOKENS_MAX: usize = 1 << 23;
 
 /// Returns the bytes of all tokens, the end of each token in them, and whether each token is special.
 fn token_table(inner: &BpeTokenizer, source_name: &str) -> Result<(Vec<u8>, Vec<usize>, Vec<bool>)> {
-    let added = inner.get_added_tokens_decoder();
-    let mut entries: Vec<(String, u32)> = inner.get_vocab(true).into_iter().collect();
-    entries.sort_unstable_by_key(|(_, id)| *id);
-    let size = entries.last().map_or(0, |(_, id)| *id as usize + 1);
-    if size > VOCABULARY_TOKENS_MAX {
-        return Err(bad_input!(
-            "{source_name}: the highest id is {}; ids must be below {VOCABULARY_TOKENS_MAX}",
-            size - 1
-        ));
-    }
+    let (model, added) = (inner.get_model(), inner.get_added_tokens_decoder());
+    // Ids may have gaps, so tokens are counted. A copy of the whole vocabulary would take more time.
+    let only_added = added.keys().filter(|id| model.id_to_token(**id).is_none()).count();
+    let mut left = model.get_vocab_size() + only_added;
     let decoder = ByteDecoder::new();
-    let (mut bytes, mut ends, mut special) = (Vec::new(), Vec::with_capacity(size), vec![false; size]);
-    for (entry, id) in entries {
-        let id = id as usize;
-        ends.resize(id.max(ends.len()), bytes.len());
-        match added.get(&(id as u32)) {
-            Some(token) => {
-                bytes.extend_from_slice(token.content.as_bytes());
-                special[id] = token.special || is_control_spelling(&token.content);
-            }
-            None => decoder.decode_into(&entry, &mut bytes),
+    let (mut bytes, mut ends, mut special) = (vec![], Vec::with_capacity(left), Vec::with_capacity(left));
+    for id in 0..VOCABULARY_TOKENS_MAX as u32 {
+        if left == 0 {
+            break;
         }
-        ends.resize(id + 1, bytes.len());
+        let mut is_special = false;
+        if let Some(token) = added.get(&id) {
+            left -= 1;
+            bytes.extend_from_slice(token.content.as_bytes());
+            is_special = token.special || is_control_spelling(&token.content);
+        } else if let Some(entry) = model.id_to_token(id) {
+            left -= 1;
+            decoder.decode_into(&entry, &mut bytes);
+        }
+        ends.push(bytes.len());
+        special.push(is_special);
+    }
+    if left > 0 {
+        return Err(bad_input!(
+            "{source_name}: each token must have an id of its own, and ids must be below {VOCABULARY_TOKENS_MAX}"
+        ));
     }
     Ok((bytes, ends, special))
 }

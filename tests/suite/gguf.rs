@@ -62,12 +62,12 @@ fn stored(spec: &ParameterSpec, working: &[f32]) -> Vec<f32> {
 fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
     let path = folder.join("gpt_oss.gguf");
-    let GgufModel { weights, config, tokenizer, template } = GgufModel::open(&path).unwrap();
+    let GgufModel { weights, config, vocabulary, template } = GgufModel::open(&path).unwrap();
     assert_eq!((config.family.name, config.vocab_size, config.num_local_experts), ("gpt_oss", 265, 4));
     let yarn = config.rope.yarn.as_ref().unwrap();
     assert_eq!((yarn.factor, yarn.original_max_position_embeddings, yarn.truncate), (8.0, 64, false));
     assert_eq!((config.rms_norm_eps, config.eos_token_ids.as_slice()), (1e-5, &[264][..]));
-    let chat = config.family.chat.from_bytes(tokenizer, "gpt_oss.gguf").unwrap();
+    let chat = config.family.chat.from_vocabulary(vocabulary, "gpt_oss.gguf").unwrap();
     assert!(!chat.is_known_template(&template.unwrap()));
     assert_eq!(chat.stop_tokens(), [264, 263]);
     // The bytes h, e, l, o are at their place among the printable ones; two merges apply.

@@ -31,8 +31,8 @@ struct Opened {
 
 impl Opened {
     fn gguf(path: &Path) -> Self {
-        let GgufModel { weights, config, tokenizer, .. } = GgufModel::open(path).unwrap();
-        let chat = config.family.chat.from_bytes(tokenizer, "model.gguf").unwrap();
+        let GgufModel { weights, config, vocabulary, .. } = GgufModel::open(path).unwrap();
+        let chat = config.family.chat.from_vocabulary(vocabulary, "model.gguf").unwrap();
         Self { files: ModelFolder::from_gguf(path, weights), config, chat }
     }
 

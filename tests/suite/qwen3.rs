@@ -308,7 +308,7 @@ fn gguf_files_give_back_config_and_values() {
                 read.config
                     .family
                     .chat
-                    .from_bytes(read.tokenizer, "a.gguf")
+                    .from_vocabulary(read.vocabulary, "a.gguf")
                     .unwrap()
                     .is_known_template(chat.jinja())
             );

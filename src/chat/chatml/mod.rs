@@ -106,7 +106,11 @@ impl ChatMl {
         self.thinking.is_some()
     }
 
-    fn new(vocabulary: Vocabulary, source_name: &str) -> Result<Self> {
+    /// Returns the tokenizer with this vocabulary. Error messages call its source `source_name`.
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) if control tokens are missing.
+    pub fn new(vocabulary: Vocabulary, source_name: &str) -> Result<Self> {
         let remedy = "ChatML conversations need them; use the tokenizer.json of a Qwen2.5 or Qwen3 model";
         let [im_start, im_end] = vocabulary.added_ids(["<|im_start|>", "<|im_end|>"], source_name, remedy)?;
         let end_of_text = vocabulary.added_id("<|endoftext|>");

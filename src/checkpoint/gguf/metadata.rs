@@ -1,55 +1,21 @@
-//! Reads the config and the tokenizer of a GGUF file, in the formats of a Hugging Face folder.
+//! Reads the config of a GGUF file.
 
 use super::file::MetadataValue;
 use super::weights::GgufWeights;
 use crate::bad_input;
 use crate::model::config::Config;
 use crate::model::families::Family;
+use crate::vocabulary::Vocabulary;
 use anyhow::Result;
-use serde::{Serialize, Serializer};
 use serde_json::{Value as Json, json};
 use std::collections::HashMap;
 use std::path::Path;
-
-/// The numbers of token kinds in `tokenizer.ggml.token_type`.
-pub(super) const NORMAL: i32 = 1;
-pub(super) const CONTROL: i32 = 3;
-pub(super) const USER_DEFINED: i32 = 4;
-pub(super) const UNUSED: i32 = 5;
-
-/// A pre-tokenizer of GGUF: the steps of a tokenizer before its merges.
-pub(super) struct PreTokenizer {
-    /// The name in `tokenizer.ggml.pre`.
-    pub(super) name: &'static str,
-    /// The regular expression that splits a text.
-    pub(super) pattern: &'static str,
-    /// Whether a text is normalized to NFC before the split.
-    normalizes: bool,
-    /// Whether merges are skipped for a part of the text that is itself an entry of the vocabulary.
-    ignores_merges: bool,
-}
-
-pub(super) const PRE_TOKENIZERS: [PreTokenizer; 2] = [
-    PreTokenizer {
-        name: "qwen2",
-        pattern: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        normalizes: true,
-        ignores_merges: false,
-    },
-    PreTokenizer {
-        name: "gpt-4o",
-        pattern: r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-        normalizes: false,
-        ignores_merges: true,
-    },
-];
 
 /// An open GGUF file whose config and tokenizer were checked.
 pub struct GgufModel {
     pub weights: GgufWeights,
     pub config: Config,
-    /// The tokenizer in the format of `tokenizer.json`.
-    pub tokenizer: Vec<u8>,
+    pub vocabulary: Vocabulary,
     /// The chat template. This program never executes it.
     pub template: Option<String>,
 }
@@ -65,19 +31,19 @@ impl GgufModel {
         let config = metadata.config(&weights)?;
         weights.set_family(config.family);
         weights.check(&config)?;
-        let tokenizer = metadata.tokenizer()?;
+        let vocabulary = metadata.vocabulary()?;
         let template = metadata.text("tokenizer.chat_template").map(str::to_owned);
-        Ok(Self { weights, config, tokenizer, template })
+        Ok(Self { weights, config, vocabulary, template })
     }
 }
 
-struct Metadata<'a> {
-    place: &'a Path,
-    values: &'a HashMap<String, MetadataValue>,
+pub(super) struct Metadata<'a> {
+    pub(super) place: &'a Path,
+    pub(super) values: &'a HashMap<String, MetadataValue>,
 }
 
 impl Metadata<'_> {
-    fn text(&self, key: &str) -> Option<&str> {
+    pub(super) fn text(&self, key: &str) -> Option<&str> {
         match self.values.get(key) {
             Some(MetadataValue::Text(text)) => Some(text),
             _ => None,
@@ -161,111 +127,5 @@ impl Metadata<'_> {
         }
         Config::from_json(&json)
             .map_err(|e| bad_input!("{shown}: its metadata does not describe a supported model: {e}"))
-    }
-
-    /// Returns the tokenizer in the format of `tokenizer.json`.
-    fn tokenizer(&self) -> Result<Vec<u8>> {
-        let refused = |what: String| bad_input!("{}: {what}", self.place.display());
-        let (model, pre) = (self.text("tokenizer.ggml.model"), self.text("tokenizer.ggml.pre"));
-        let pre_tokenizer = PRE_TOKENIZERS.iter().find(|known| pre == Some(known.name));
-        let (Some("gpt2"), Some(pre_tokenizer)) = (model, pre_tokenizer) else {
-            let known: Vec<&str> = PRE_TOKENIZERS.iter().map(|known| known.name).collect();
-            return Err(refused(format!(
-                "its tokenizer is {:?} with the pre-tokenizer {:?}; only \"gpt2\" with {} is supported; use the model's Hugging Face folder",
-                model.unwrap_or("absent"),
-                pre.unwrap_or("absent"),
-                known.join(" or ")
-            )));
-        };
-        let lists =
-            ["tokens", "token_type", "merges"].map(|key| self.values.get(&format!("tokenizer.ggml.{key}")));
-        let [
-            Some(MetadataValue::Texts(tokens)),
-            Some(MetadataValue::Integers(kinds)),
-            Some(MetadataValue::Texts(merges)),
-        ] = lists
-        else {
-            return Err(refused(
-                "tokenizer.ggml.tokens, token_type or merges is absent or has the wrong type; fetch the file again".into(),
-            ));
-        };
-        if tokens.len() != kinds.len() {
-            return Err(refused(format!(
-                "the tokenizer has {} tokens, but {} token types; fetch the file again",
-                tokens.len(),
-                kinds.len()
-            )));
-        }
-        let mut added = vec![];
-        for (id, (token, kind)) in tokens.iter().zip(kinds).enumerate() {
-            if [CONTROL, USER_DEFINED].contains(kind) {
-                added.push(json!({
-                    "id": id, "content": token, "single_word": false, "lstrip": false, "rstrip": false,
-                    "normalized": false, "special": *kind == CONTROL,
-                }));
-            }
-        }
-        let byte_level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": false, "use_regex": false});
-        let split = json!({"type": "Split", "pattern": {"Regex": pre_tokenizer.pattern}, "behavior": "Isolated", "invert": false});
-        let tokenizer = TokenizerJson {
-            version: "1.0",
-            added_tokens: added,
-            normalizer: if pre_tokenizer.normalizes { json!({"type": "NFC"}) } else { Json::Null },
-            pre_tokenizer: json!({"type": "Sequence", "pretokenizers": [split, byte_level]}),
-            post_processor: byte_level.clone(),
-            decoder: byte_level,
-            model: Bpe {
-                kind: "BPE",
-                ignore_merges: pre_tokenizer.ignores_merges,
-                vocab: Entries { tokens, kinds },
-                merges: Merges(merges),
-            },
-        };
-        Ok(serde_json::to_vec(&tokenizer)?)
-    }
-}
-
-/// A `tokenizer.json`. It is written without intermediate values, because a vocabulary has hundreds of
-/// thousands of entries.
-#[derive(Serialize)]
-struct TokenizerJson<'a> {
-    version: &'static str,
-    added_tokens: Vec<Json>,
-    normalizer: Json,
-    pre_tokenizer: Json,
-    post_processor: Json,
-    decoder: Json,
-    model: Bpe<'a>,
-}
-
-#[derive(Serialize)]
-struct Bpe<'a> {
-    #[serde(rename = "type")]
-    kind: &'static str,
-    ignore_merges: bool,
-    vocab: Entries<'a>,
-    merges: Merges<'a>,
-}
-
-/// The entries of the vocabulary: each token that is in use, with its id. Added tokens are entries too.
-/// Otherwise readers of the file would renumber the other tokens.
-struct Entries<'a> {
-    tokens: &'a [String],
-    kinds: &'a [i32],
-}
-
-impl Serialize for Entries<'_> {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        let entries = self.tokens.iter().zip(self.kinds).enumerate();
-        to.collect_map(entries.filter(|(_, (_, kind))| **kind != UNUSED).map(|(id, (token, _))| (token, id)))
-    }
-}
-
-/// The merges, each as a list of its two parts.
-struct Merges<'a>(&'a [String]);
-
-impl Serialize for Merges<'_> {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_seq(self.0.iter().map(|merge| merge.splitn(2, ' ').collect::<Vec<_>>()))
     }
 }

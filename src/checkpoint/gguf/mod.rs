@@ -6,6 +6,7 @@ mod file;
 mod metadata;
 mod names;
 mod tensor_type;
+mod tokenizer;
 mod weights;
 mod write;
 

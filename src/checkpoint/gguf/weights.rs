@@ -8,7 +8,7 @@ use crate::bad_input;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::families::Family;
 use crate::model::names::{Layout, ParameterSpec, parameter_specs};
-use crate::ops::buffer::byte_buffer;
+use crate::ops::buffer::{buffer, byte_buffer};
 use crate::ops::mxfp4::BLOCK;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, block_is_finite};
 use crate::ops::weight::Weight;
@@ -24,6 +24,8 @@ use std::sync::Arc;
 const MISTAKES_SHOWN_MAX: usize = 16;
 /// Maximum number of files of a split model.
 const FILES_MAX: i128 = 1000;
+/// Part of the name of the first file of a split model.
+const FIRST_OF_SPLIT: &str = "-00001-of-";
 /// Number of values that are decoded at a time. A row is never split, so a longer row exceeds this number.
 /// The allocator reuses buffers of this size. It requests larger buffers from the system each time, and the
 /// system fills them with zeros.
@@ -141,16 +143,12 @@ impl GgufWeights {
                 let rows = (DECODED_VALUES / input).max(1);
                 bytes.par_chunks_mut(2 * rows * input).enumerate().try_for_each(|(index, to)| {
                     let first = index * rows;
-                    self.decode_rows(spec, 0, first..(first + rows).min(output), |row, values| {
-                        write_bf16(&mut to[2 * row * input..], values);
-                    })
+                    self.read_bf16(spec, 0, first..(first + rows).min(output), to)
                 })?;
                 PackedMatrix::from_bytes(format, shape, bytes)
             }
             PackedFormat::Bf16 => PackedMatrix::read(format, shape, |rows: StoredRows| {
-                self.decode_rows(spec, rows.expert, rows.columns, |row, values| {
-                    write_bf16(&mut rows.values[2 * row * input..], values);
-                })
+                self.read_bf16(spec, rows.expert, rows.columns, rows.values)
             })?,
             PackedFormat::Mxfp4 => PackedMatrix::read(format, shape, |rows: StoredRows| {
                 self.read_blocks(spec, rows.expert, rows.columns, |place, block| {
@@ -208,7 +206,7 @@ impl GgufWeights {
     ) -> Result<()> {
         let [_, _, input] = geometry(spec);
         let rounds = self.format_of(spec) != WeightFormat::F32;
-        let mut buffer = vec![0.0; DECODED_VALUES.max(input).min(rows.len() * input)];
+        let mut buffer = buffer(DECODED_VALUES.max(input).min(rows.len() * input));
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
             let decoded = &mut buffer[..bytes.len() / dtype.bytes * dtype.block];
             dtype.decode(bytes, decoded);
@@ -220,6 +218,29 @@ impl GgufWeights {
             }
             for (row, values) in decoded.chunks_exact(input).enumerate() {
                 put(first + row * step, values);
+            }
+            Ok(())
+        })
+    }
+
+    /// Fills `to` with the rows `rows` of one expert as bf16, `[rows][in]`.
+    fn read_bf16(
+        &self,
+        spec: &ParameterSpec,
+        expert: usize,
+        rows: Range<usize>,
+        to: &mut [u8],
+    ) -> Result<()> {
+        let [_, _, input] = geometry(spec);
+        let mut values = buffer(DECODED_VALUES.max(input).min(rows.len() * input));
+        self.read(spec, expert, rows, |dtype, bytes, step, first| {
+            let decoded = &mut values[..bytes.len() / dtype.bytes * dtype.block];
+            dtype.decode(bytes, decoded);
+            for (row, values) in decoded.chunks_exact(input).enumerate() {
+                let to = &mut to[2 * (first + row * step) * input..][..2 * input];
+                if !write_bf16(to, values) {
+                    return Err(self.not_finite(spec));
+                }
             }
             Ok(())
         })
@@ -264,7 +285,7 @@ impl GgufWeights {
             let own = |row: usize| (row + step - 1 - offset) / step;
             let (start, end) = (own(rows.start), own(rows.end));
             let count = (DECODED_VALUES / input).max(1);
-            let mut bytes = vec![0; tensor.dtype.bytes_of(count.min(end - start) * input)];
+            let mut bytes = byte_buffer(tensor.dtype.bytes_of(count.min(end - start) * input));
             for first in (start..end).step_by(count) {
                 let place = tensor.dtype.bytes_of((expert * (output / step) + first) * input);
                 let bytes = &mut bytes[..tensor.dtype.bytes_of(count.min(end - first) * input)];
@@ -300,12 +321,18 @@ fn is_finite(values: &[f32]) -> bool {
     values.iter().fold(0, |most, value| most.max(value.to_bits() & 0x7fff_ffff)) < f32::INFINITY.to_bits()
 }
 
-/// Writes values as bf16. Each value must be exact in bf16.
+/// Writes values as the nearest bf16, ties to even. Returns whether every bf16 is finite.
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn write_bf16(to: &mut [u8], values: &[f32]) {
+fn write_bf16(to: &mut [u8], values: &[f32]) -> bool {
+    // The least magnitude that is rounded to infinity.
+    const OVERFLOW: u32 = 0x7f7f_8000;
+    let mut largest = 0;
     for (to, value) in to.as_chunks_mut().0.iter_mut().zip(values) {
-        *to = ((value.to_bits() >> 16) as u16).to_le_bytes();
+        let bits = value.to_bits();
+        *to = ((bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16) as u16).to_le_bytes();
+        largest = largest.max(bits & 0x7fff_ffff);
     }
+    largest < OVERFLOW
 }
 
 /// Returns all files of the model in `path`.
@@ -313,6 +340,10 @@ fn write_bf16(to: &mut [u8], values: &[f32]) {
 /// # Errors
 /// As [`GgufWeights::open`].
 pub fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    // The name tells whether the model is split. Reading a header takes tens of milliseconds.
+    if !path.file_name().is_some_and(|name| name.to_string_lossy().contains(FIRST_OF_SPLIT)) {
+        return Ok(vec![path.to_owned()]);
+    }
     let others = other_files(path, &GgufFile::open(path)?.metadata)?;
     Ok(std::iter::once(path.to_owned()).chain(others).collect())
 }
@@ -328,7 +359,7 @@ fn other_files(path: &Path, metadata: &HashMap<String, MetadataValue>) -> Result
         return Ok(vec![]);
     }
     let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let stem = name.strip_suffix(&format!("-00001-of-{count:05}.gguf")).filter(|_| count <= FILES_MAX);
+    let stem = name.strip_suffix(&format!("{FIRST_OF_SPLIT}{count:05}.gguf")).filter(|_| count <= FILES_MAX);
     let (Some(stem), 0) = (stem, number("split.no")) else {
         return Err(bad_input!(
             "{}: is one of {count} files; name the first, …-00001-of-{count:05}.gguf, with the others beside it",
@@ -338,4 +369,24 @@ fn other_files(path: &Path, metadata: &HashMap<String, MetadataValue>) -> Result
     Ok((2..=count)
         .map(|index| path.with_file_name(format!("{stem}-{index:05}-of-{count:05}.gguf")))
         .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use half::bf16;
+
+    #[test]
+    fn bf16_is_rounded_to_even_and_what_is_not_finite_is_found() {
+        for bits in [0, 0x8000_0000, 0x3f80_8000, 0x3f81_8000, 0x3f80_8001, 0xbf80_7fff, 1, 0x7f7f_7fff] {
+            let mut to = [0; 2];
+            assert!(write_bf16(&mut to, &[f32::from_bits(bits)]), "{bits:x}");
+            assert_eq!(bf16::from_le_bytes(to), bf16::from_f32(f32::from_bits(bits)), "{bits:x}");
+        }
+        for bits in [0x7f7f_8000, 0xff7f_ffff, 0x7f80_0000, 0x7fc0_0000, 0xffff_ffff] {
+            let mut values = [0.5; 37];
+            values[35] = f32::from_bits(bits);
+            assert!(!write_bf16(&mut [0; 74], &values), "{bits:x}");
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! Writes a model as a GGUF file for llama.cpp.
 
-use super::metadata::{CONTROL, NORMAL, PRE_TOKENIZERS, UNUSED, USER_DEFINED};
 use super::names::{GgufTensorSpec, geometry, parts};
 use super::tensor_type::TensorType;
+use super::tokenizer::{CONTROL, NORMAL, PRE_TOKENIZERS, PreTokenizer, UNUSED, USER_DEFINED};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::model::config::{Config, LayerType};
@@ -319,8 +319,7 @@ fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -
     let merges: Vec<String> = json["model"]["merges"].as_array().into_iter().flatten().map(pair).collect();
     let steps = json["pre_tokenizer"].to_string();
     let own = config.family.gguf_pre_tokenizer;
-    let pattern =
-        |known: &&super::metadata::PreTokenizer| steps.contains(&Json::from(known.pattern).to_string());
+    let pattern = |known: &&PreTokenizer| steps.contains(&Json::from(known.pattern).to_string());
     let pre_tokenizer = match PRE_TOKENIZERS.iter().find(pattern) {
         Some(known) => known.name,
         // Without merges each byte is a token, so the split of a text has no effect.

@@ -4,6 +4,9 @@
 //! exact. So the product by packed weights is bit for bit the product by the decoded matrix.
 
 mod lanes;
+mod transpose;
+
+pub use transpose::transpose;
 
 use super::{PANEL_COLUMNS, PackedFormat};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};

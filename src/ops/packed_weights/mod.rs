@@ -25,7 +25,7 @@ use super::buffer::byte_buffer;
 use super::cpu::should_parallelize;
 use super::mxfp4::{self, BLOCK};
 use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
-use kernels::{OutputColumns, Panel, VectorInstructions};
+use kernels::{OutputColumns, Panel, VectorInstructions, transpose};
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
@@ -79,7 +79,7 @@ pub struct PackedMatrix {
     bytes: PackedStorage,
 }
 
-/// Buffers for the stored weights of one panel, which a reader fills. They hold the rows `columns` of the
+/// Buffers for the stored weights of one panel. A reader must fill them. They hold the rows `columns` of the
 /// stored matrix `[out, in]`.
 pub struct StoredRows<'a> {
     pub expert: usize,
@@ -111,7 +111,7 @@ impl PackedMatrix {
             PackedFormat::Mxfp4 => (input / 2, input / BLOCK),
         };
         bytes.par_chunks_exact_mut(format.panel_bytes(input).max(1)).enumerate().try_for_each_init(
-            || (vec![0u8; PANEL_COLUMNS * width], vec![0u8; PANEL_COLUMNS * scales]),
+            || (byte_buffer(PANEL_COLUMNS * width), byte_buffer(PANEL_COLUMNS * scales)),
             |(values, of_scales), (index, panel)| {
                 let (expert, first) = (index / panels, index % panels * PANEL_COLUMNS);
                 let columns = first..(first + PANEL_COLUMNS).min(output);
@@ -122,7 +122,7 @@ impl PackedMatrix {
                 }
                 read(StoredRows { expert, columns, values, scales: of_scales })?;
                 match format {
-                    PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose::<2>(panel, values, width),
+                    PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose(panel, values, width),
                     PackedFormat::Mxfp4 => arrange_blocks(panel, values, of_scales),
                 }
                 Ok(())
@@ -159,7 +159,7 @@ impl PackedMatrix {
     ) -> Result<Self, E> {
         let format = PackedFormat::Bf16;
         let mut bytes = vec![0u8; format.bytes([experts, input, output])];
-        let mut stored = vec![0u8; input * output * 2];
+        let mut stored = byte_buffer(input * output * 2);
         for (expert, packed) in bytes.chunks_exact_mut(format.bytes([1, input, output]).max(1)).enumerate() {
             read(expert, &mut stored)?;
             packed.par_chunks_exact_mut(format.panel_bytes(input)).enumerate().for_each(|(index, panel)| {
@@ -447,20 +447,6 @@ struct Task {
     rows: Range<usize>,
     panels: Range<usize>,
     uses_row_kernel: bool,
-}
-
-/// Transposes rows of `width` bytes, with elements of `N` bytes, to columns of a panel.
-fn transpose<const N: usize>(panel: &mut [u8], rows: &[u8], width: usize) {
-    // The part of the panel that these elements fill stays in the first-level cache.
-    const ELEMENTS: usize = 64;
-    for (part, to) in panel.chunks_mut(ELEMENTS * PANEL_COLUMNS * N).enumerate() {
-        for (column, row) in rows.chunks_exact(width).enumerate() {
-            let elements = row.as_chunks::<N>().0.iter().skip(part * ELEMENTS);
-            for (to, element) in to.chunks_exact_mut(PANEL_COLUMNS * N).zip(elements) {
-                to[column * N..][..N].copy_from_slice(element);
-            }
-        }
-    }
 }
 
 /// Copies stored blocks `[columns][in / 32][16]` and scales `[columns][in / 32]` into a panel.

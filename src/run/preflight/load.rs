@@ -56,7 +56,7 @@ impl Preflight {
         let agent = open_agent(&self.plan.recipe, self.command, self.mesh.ranks(), &source.chat, console)?;
         Ok(RunContext {
             random_weights: source.weights.is_none(),
-            model: Model::new(source.config, context),
+            model: self.threads.run_on_all(|| Model::new(source.config, context)),
             chat: source.chat,
             companions: source.companions,
             plan: self.plan,

@@ -93,7 +93,7 @@ impl Preflight {
         let source = errors.collect(match checkpoint.filter(|folder| is_adapter_folder(folder)) {
             Some(folder) => ModelSource::from_adapter(folder, plan.recipe.model.path.as_deref())
                 .map(|source| source.unpack_for_precision(&plan.recipe)),
-            None => ModelSource::open(&plan.recipe),
+            None => threads.run_on_all(|| ModelSource::open(&plan.recipe)),
         });
         let task = errors.collect(tasks::build(&plan.recipe.task, &task_context));
         let task = task.and_then(|task| errors.collect(with_tools(task, &plan.recipe, command, console)));

@@ -111,7 +111,11 @@ fn unusable_tokenizers_are_refused() {
         json["model"]["vocab"].as_object_mut().unwrap().remove("!");
     });
     refused(without_byte, &["model/tokenizer.json", "1 of the 256 bytes"]);
-    refused(edited(|json| json["model"]["vocab"]["zz"] = json!(4_294_967_295u32)), &["highest id"]);
+    // An id that is too high, and an id of two tokens.
+    for id in [4_294_967_295u32, 20] {
+        let shown = &["an id of its own", "below 8388608"];
+        refused(edited(|json| json["model"]["vocab"]["zz"] = json!(id)), shown);
+    }
     refused(edited(|json| json["model"]["dropout"] = json!(0.1)), &["dropout"]);
     refused(edited(|json| json["model"]["type"] = json!("WordPiece")), &["model.type must be BPE"]);
     // The whole text is one piece here, and a piece found in the vocabulary would be taken whole.
