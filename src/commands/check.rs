@@ -5,8 +5,10 @@ use crate::commands::arguments::RecipeArgs;
 use crate::dist::RolloutWeightPlacement;
 use crate::error::EXIT_SUCCESS;
 use crate::harmony::Message;
+use crate::learner::CriticSettings;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::model::rounding::WeightRounding;
+use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::memory::{
     AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, available_memory,
@@ -17,7 +19,7 @@ use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
-use crate::tasks::{Problem, Reward, Task, Transcript};
+use crate::tasks::{Problem, Reward, Task, ToolsSettings, Transcript};
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use clap::Args;
@@ -113,11 +115,21 @@ fn format_recipe(plan: &Plan, all: bool) -> Result<String> {
     if all {
         return Ok(format!("{}{warnings}", plan.to_toml()));
     }
-    let defaults = resolve(Path::new("defaults"), "", &[])?.recipe.entries();
-    let differing = plan.recipe.entries().into_iter().zip(defaults).filter(|(own, default)| own != default);
-    let lines: String = differing
-        .filter_map(|(own, _)| match own {
-            Entry::Key { path, value: Some(value), .. } => Some(format!("{path} = {value}\n")),
+    let mut defaults = resolve(Path::new("defaults"), "", &[])?.recipe;
+    // The keys of a table that the recipe adds are compared with the defaults of this table.
+    const ADDED: [&str; 3] = ["adapter", "tools", "critic"];
+    defaults.adapter = plan.recipe.adapter.as_ref().map(|_| AdapterSettings::default());
+    defaults.tools = plan.recipe.tools.as_ref().map(|_| ToolsSettings::default());
+    defaults.critic = plan.recipe.critic.as_ref().map(|_| CriticSettings::default());
+    let entries = plan.recipe.entries().into_iter().zip(defaults.entries());
+    let lines: String = entries
+        .filter_map(|(own, default)| match &own {
+            Entry::Table { path, present: true, .. } if ADDED.contains(&&**path) => {
+                Some(format!("[{path}]\n"))
+            }
+            Entry::Key { path, value: Some(value), .. } if own != default => {
+                Some(format!("{path} = {value}\n"))
+            }
             _ => None,
         })
         .collect();

@@ -3,9 +3,10 @@
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::commands::arguments::RunArgs;
+use crate::commands::sft;
 use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::{Console, Phase, Row, TextTable, format_count, format_number};
-use crate::recipe::{KeyScope, locate};
+use crate::recipe::{KeyScope, Recipe, RecipeSource, locate, override_key};
 use crate::rollout::accuracy;
 use crate::run::causes::sample_causes;
 use crate::run::context::RunContext;
@@ -31,6 +32,7 @@ use std::collections::BTreeMap;
 pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
+    refuse_run_without_task(&source, &plan.recipe, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
@@ -86,6 +88,19 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
     collection.warn(sample_causes(&context, rows), Phase::Eval, step, &console)?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
+}
+
+/// Refuses a run of `rloss sft` on a model's folder. Its recipe names a task only because a recipe must.
+fn refuse_run_without_task(source: &RecipeSource, recipe: &Recipe, sets: &[String]) -> Result<()> {
+    let (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) = source else { return Ok(()) };
+    let is_set = sets.iter().filter_map(|set| override_key(set)).any(|key| key.starts_with("task."));
+    if is_set || recipe.train.steps > 0 || recipe.task != sft::unused_task()? {
+        return Ok(());
+    }
+    Err(bad_input!(
+        "{}: `rloss sft` made this run, so it has no task to evaluate; name one, such as --set task.name=gsm8k --set task.validation_file=FILE",
+        run.display()
+    ))
 }
 
 /// Counts trajectories and successes for each value of `key`.

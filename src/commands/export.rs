@@ -91,6 +91,10 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let cost = export::export_merged_model(&context, trajectories.as_deref(), out, &console)?;
     let dtype = context.recipe().checkpoint.dtype;
     print_text(&match cost {
+        Some(cost) if cost.largest == 0.0 => format!(
+            "{path_text}: the model with its adapter merged, {dtype}; no log-probability of {} sampled tokens changes\n",
+            cost.tokens
+        ),
         Some(cost) => format!(
             "{path_text}: the model with its adapter merged, {dtype}; compared with the unmerged adapter, the log-probabilities of \
              {} sampled tokens change by {:.2e} at most, and by {:.2e} in the mean\n",

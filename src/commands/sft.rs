@@ -6,7 +6,7 @@ use crate::bad_input;
 use crate::commands::arguments::{RunArgs, locate_recipe_or_model, name_of, recipe_help};
 use crate::dist::Mesh;
 use crate::recipe::{RecipeSource, override_key};
-use crate::tasks::rows;
+use crate::tasks::{TaskSettings, rows};
 use anyhow::Result;
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -17,6 +17,14 @@ const EPOCHS: u64 = 3;
 /// The recipe for a model's folder or file. The task is not used.
 const MODEL_RECIPE: RecipeSource =
     RecipeSource::BuiltIn { name: "rloss sft", text: "task.name = \"arithmetic_single\"\n" };
+
+/// Returns the task in the recipe of a run that started from a model's folder or file.
+///
+/// # Errors
+/// None in practice: the recipe is a constant.
+pub(super) fn unused_task() -> Result<TaskSettings> {
+    Ok(MODEL_RECIPE.resolve(&[])?.recipe.task)
+}
 
 /// Arguments of `rloss sft`.
 #[derive(Args, Debug, Clone)]

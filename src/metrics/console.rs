@@ -477,6 +477,14 @@ impl ProgressStage {
         is_known.then(|| elapsed / done_here as f64 * (self.total - state.done) as f64)
     }
 
+    /// Returns the stages of the run that have steps left, such as `: evaluation`.
+    fn stages_left(&self) -> String {
+        match &*lock(&self.console.0.eta) {
+            Some(eta) if self.kind.unit == Unit::Steps => format!(": {}", eta.stages_left().join(", ")),
+            _ => String::new(),
+        }
+    }
+
     /// Returns the finished items, the tokens and the seconds of this stage so far.
     fn speed(&self, state: &StageState, now: Instant) -> StageSpeed {
         let seconds = now.saturating_duration_since(state.start).as_secs_f64();
@@ -514,7 +522,10 @@ impl ProgressStage {
             let rate = if rate < 10.0 { (10.0 * rate).round() / 10.0 } else { rate.round() };
             parts.push(format!("{} tokens/s", format_number(rate)));
         }
-        let left = self.seconds_left(state, now).map(|seconds| format!("{} left", format_duration(seconds)));
+        let left = self.seconds_left(state, now).map(|seconds| {
+            let others = if state.done < self.total { String::new() } else { self.stages_left() };
+            format!("{} left{others}", format_duration(seconds))
+        });
         if left.is_none() && tokens == 0.0 && self.kind.unit != Unit::Steps && state.done < self.total.max(1)
         {
             parts.push(format!("{} so far", format_duration(elapsed)));

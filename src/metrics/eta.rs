@@ -88,6 +88,11 @@ impl Eta {
         let elapsed = now.saturating_duration_since(self.last_step_end).as_secs_f64();
         Some(all - elapsed.min(current))
     }
+
+    /// Returns the names of the stages with steps left.
+    pub fn stages_left(&self) -> Vec<String> {
+        self.stages.iter().filter(|stage| stage.left > 0).map(|stage| stage.name.clone()).collect()
+    }
 }
 
 impl StageEstimate {

@@ -111,7 +111,7 @@ impl Verdict {
             Verdict::Explained(cause) => cause.description(),
             Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause explains the mismatch".into(),
-            Verdict::Unfinished(_) => "unknown: the time limit ended the search".into(),
+            Verdict::Unfinished(_) => "differs: the time limit ended the search".into(),
         }
     }
 }

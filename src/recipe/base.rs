@@ -4,7 +4,7 @@
 use super::source::{BUILT_IN, BUILT_IN_SUFFIX};
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::settings::did_you_mean;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use toml::de::{DeTable, DeValue};
 
 /// The key at the top level of the file.
@@ -66,7 +66,7 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
     if let (true, Some(base)) = (path.to_string_lossy().ends_with(BUILT_IN_SUFFIX), built_in(stem)) {
         return Ok(Some(base));
     }
-    let file = path.parent().unwrap_or(Path::new("")).join(name.as_ref());
+    let file = without_parent_steps(path.parent().unwrap_or(Path::new("")).join(name.as_ref()));
     match bounded_file::read_text(&file, TOML_BYTES_MAX) {
         Ok(text) => Ok(Some(Base { file, text })),
         Err(_) if !file.exists() && built_in(name).is_some() => Ok(built_in(name)),
@@ -74,5 +74,45 @@ fn read(path: &Path, text: &str) -> Result<Option<Base>, String> {
             let suggestion = did_you_mean(stem, BUILT_IN.iter().map(|(name, _)| *name));
             Err(format!("cannot read {}: {e};{suggestion} {REMEDY}", file.display()))
         }
+    }
+}
+
+/// Returns `path` without `..` where this is the same file: `a/../b` is not `b` if `a` is a symbolic link.
+fn without_parent_steps(path: PathBuf) -> PathBuf {
+    let mut clean = PathBuf::new();
+    for component in path.components() {
+        let is_name = matches!(clean.components().next_back(), Some(Component::Normal(_)));
+        match component {
+            Component::CurDir => {}
+            Component::ParentDir if is_name => {
+                clean.pop();
+            }
+            other => clean.push(other),
+        }
+    }
+    let is_same = std::fs::canonicalize(&clean)
+        .is_ok_and(|file| std::fs::canonicalize(&path).is_ok_and(|own| own == file));
+    if is_same { clean } else { path }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_path_is_shown_without_what_leads_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let at = |path: &str| folder.path().join(path);
+        std::fs::create_dir_all(at("a/b")).unwrap();
+        std::fs::create_dir_all(at("far/away")).unwrap();
+        for file in ["base.toml", "far/base.toml"] {
+            std::fs::write(at(file), "").unwrap();
+        }
+        assert_eq!(without_parent_steps(at("a/b/../.././base.toml")), at("base.toml"));
+        std::os::unix::fs::symlink(at("far/away"), at("link")).unwrap();
+        // The parent of a link's target is another folder than that of the link.
+        assert_eq!(without_parent_steps(at("link/../base.toml")), at("link/../base.toml"));
+        assert_eq!(without_parent_steps(at("no/../base.toml")), at("no/../base.toml"));
+        assert_eq!(without_parent_steps("../x/../base.toml".into()), Path::new("../x/../base.toml"));
     }
 }

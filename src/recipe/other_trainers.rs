@@ -218,6 +218,15 @@ mod tests {
                 "r.toml:2: rollout.num_generations: unknown key; use rollout.samples_per_prompt",
             ),
             ("steps = 3", "r.toml:1: steps: unknown key; use train.steps"),
+            // Not train.optimizer.lr, which the warm-up does not read.
+            (
+                "[cold_start]\nlearning_rate = 1e-5",
+                "r.toml:2: cold_start.learning_rate: unknown key; use cold_start.optimizer.lr",
+            ),
+            (
+                "[cold_start]\nmax_steps = 5",
+                "r.toml:2: cold_start.max_steps: unknown key; use cold_start.steps",
+            ),
             (
                 "[train]\nloss_type = \"dapo\"",
                 "r.toml:2: train.loss_type: unknown key; use policy.loss and policy.aggregation",

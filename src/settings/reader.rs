@@ -29,13 +29,31 @@ pub(crate) struct OtherTrainerName {
     pub note: &'static str,
 }
 
-impl std::fmt::Display for OtherTrainerName {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let keys = match self.keys {
+impl OtherTrainerName {
+    /// Returns the advice to use `keys`.
+    fn advice(&self, keys: &[String]) -> String {
+        let keys = match keys {
             [rest @ .., last] if !rest.is_empty() => format!("{} and {last}", rest.join(", ")),
             keys => keys.concat(),
         };
-        write!(f, "use {keys}{}", self.note)
+        format!("use {keys}{}", self.note)
+    }
+
+    /// Returns the recipe keys for this name in the table at `table`. The keys of this table are preferred:
+    /// `learning_rate` in `[cold_start]` is `cold_start.optimizer.lr`, not `train.optimizer.lr`.
+    fn keys_in(&self, table: &str, known: &[String]) -> Vec<String> {
+        let root = table.split('.').next().unwrap_or_default();
+        let of_table = |key: &str| {
+            let own = join(root, key.split_once('.')?.1);
+            known.contains(&own).then_some(own)
+        };
+        self.keys.iter().map(|key| of_table(key).unwrap_or_else(|| (*key).to_owned())).collect()
+    }
+}
+
+impl std::fmt::Display for OtherTrainerName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.advice(&self.keys_in("", &[])))
     }
 }
 
@@ -135,8 +153,10 @@ impl Reader<'_> {
         let other_trainer_name = other_trainer_name.filter(|_| !suggested.as_ref().is_some_and(is_sibling));
         let message = match (other_trainer_name, suggested) {
             (Some(other_trainer_name), _) => {
-                self.unreliable_keys.extend(other_trainer_name.keys.iter().map(|key| (*key).to_owned()));
-                format!("unknown key; {other_trainer_name}")
+                let keys = other_trainer_name.keys_in(table, self.known);
+                let advice = other_trainer_name.advice(&keys);
+                self.unreliable_keys.extend(keys);
+                format!("unknown key; {advice}")
             }
             (None, Some(known)) => {
                 self.unreliable_keys.push(known.clone());

@@ -59,6 +59,8 @@ pub struct Trainer {
     /// Whether a tool call has reached the wall-clock limit, so that the run is not reproducible. The warning
     /// about this is printed only once.
     has_tool_timeout: bool,
+    /// The warnings about samples so far, without their digits.
+    told_causes: Vec<(Phase, String)>,
     /// The current activity, as text.
     activity: Arc<Mutex<String>>,
     monitor: Monitor,
@@ -115,6 +117,7 @@ impl Trainer {
             stop,
             timings,
             has_tool_timeout: false,
+            told_causes: vec![],
             activity: Arc::default(),
             monitor,
             reference: None,
@@ -300,9 +303,8 @@ impl Trainer {
         self.timings.add("step", started.elapsed().as_secs_f64());
         self.warn_about_workers(Phase::Eval, step)?;
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
-        for cause in sample_causes(&self.context, evaluation.sets.iter().flat_map(ValidationResult::rows)) {
-            self.warn(Phase::Eval, step, cause)?;
-        }
+        let causes = sample_causes(&self.context, evaluation.sets.iter().flat_map(ValidationResult::rows));
+        causes.into_iter().try_for_each(|cause| self.warn_of_cause(Phase::Eval, step, cause))?;
         let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let count = evaluation.rows().count();
         // Stop before training. Each step would fail too, but only after the time limits of its trajectories.
@@ -344,6 +346,17 @@ impl Trainer {
         }
     }
 
+    /// Warns about the samples of a step. A warning that differs from an earlier one of this phase only in
+    /// its numbers is left out: its advice is long, and does not change.
+    fn warn_of_cause(&mut self, phase: Phase, step: u64, cause: String) -> Result<()> {
+        let words = cause.replace(|c: char| c.is_ascii_digit(), "");
+        if self.told_causes.contains(&(phase, words.clone())) {
+            return Ok(());
+        }
+        self.told_causes.push((phase, words));
+        self.warn(phase, step, cause)
+    }
+
     /// Prints a warning about a step and stores it for the report page.
     fn warn(&self, phase: Phase, step: u64, text: String) -> Result<()> {
         let warning = Warning::for_step(phase, step, text);
@@ -369,8 +382,9 @@ impl Trainer {
         let facts = SampleFacts::new(&self.context);
         let causes = SampleCounts::count(self.context.task.as_ref(), facts.response_tokens_max, samples);
         let causes = causes.messages(&facts);
-        let mut warnings = self.monitor.record_causes(causes);
-        warnings.extend(self.monitor.record(step, metrics));
+        let causes = self.monitor.record_causes(causes);
+        causes.into_iter().try_for_each(|cause| self.warn_of_cause(Phase::Rl, step, cause))?;
+        let warnings = self.monitor.record(step, metrics);
         warnings.into_iter().try_for_each(|warning| self.warn(Phase::Rl, step, warning))
     }
 

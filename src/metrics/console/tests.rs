@@ -115,6 +115,18 @@ fn one_time_left_stands_for_all_stages() {
     first.advance(1, 0, &[]);
     second.advance(1, 0, &[]);
     let lines = out.lines();
-    assert!(lines[0].ends_with(" left"), "reinforcement learning has not started: {}", lines[0]);
+    assert!(lines[0].ends_with(" left: rl"), "reinforcement learning has not started: {}", lines[0]);
     assert_eq!(lines[1].trim_end(), "rl 1/1");
+}
+
+/// Regression test: after the last step, the time left of the evaluation looked like that of the steps.
+#[test]
+fn after_the_last_step_the_time_left_is_that_of_the_evaluation() {
+    let out = Shared::default();
+    let console = Console::lines(out.clone(), Duration::ZERO, 1);
+    console.set_plan(&[("rl", 2, 1.0), ("evaluation", 1, 1.0)]);
+    let steps = console.start_stage("rl", 2, 0);
+    (0..2).for_each(|_| steps.advance(1, 0, &[]));
+    let lines = out.lines();
+    assert!(lines[0].ends_with(" left") && lines[1].ends_with(" left: evaluation"), "{lines:?}");
 }

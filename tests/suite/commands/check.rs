@@ -33,6 +33,11 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
+    // Regression test: every key of an adapter was listed, its defaults too.
+    let adapter = done(rloss().arg("check").arg(quickstart()).args(["--set", "adapter.rank=4"]));
+    let text = String::from_utf8(adapter.stdout).unwrap();
+    assert!(text.contains("\n[adapter]\nadapter.rank = 4\n"), "{text}");
+    assert!(!text.contains("adapter.alpha = "), "{text}");
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! `rloss sft`: what it learns from, and that it is the SFT warm-up of `rloss train`.
 
-use super::{conversations, done, output, phase, quickstart, results, rloss, rows, stderr, train};
+use super::{
+    conversations, copy_folder, done, output, phase, quickstart, results, rloss, rows, stderr, train,
+};
 use rloss::chat::ChatFormat;
 use rloss::harmony::Message;
 use serde_json::{Value, json};
@@ -65,6 +67,25 @@ fn it_is_the_sft_warm_up_of_train() {
     ]));
     let first = rows(&again)[0]["cold_start/held_out_loss"].as_f64().unwrap();
     assert_eq!(Some(&first), losses.last());
+
+    // Regression test: `rloss eval` sampled an unrelated task.
+    let (model, plain) = (folder.path().join("model"), folder.path().join("plain"));
+    copy_folder(&last(&out), &model);
+    done(
+        rloss()
+            .arg("sft")
+            .arg(&model)
+            .arg("--data")
+            .arg(&data)
+            .arg("--out")
+            .arg(&plain)
+            .args(["--set", "cold_start.steps=1"]),
+    );
+    let refused = output(rloss().arg("eval").arg(&plain));
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("no task to evaluate; name one"), "{}", stderr(&refused));
+    let sets = ["task.name=arithmetic_single", "harmony.system_message=false", "eval.problems_max=1"];
+    done(rloss().arg("eval").arg(&plain).args(sets.iter().flat_map(|set| ["--set", set])));
 }
 
 #[test]
