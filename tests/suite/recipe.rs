@@ -279,7 +279,7 @@ fn a_resumed_run_may_differ_only_in_length_and_looks() {
 
 #[test]
 fn the_shipped_recipes_resolve() {
-    let folders = ["recipes", "recipes/figures", "recipes/results"].map(|folder| root().join(folder));
+    let folders = ["", "figures", "objectives", "results"].map(|folder| root().join("recipes").join(folder));
     let mut files: Vec<PathBuf> = folders
         .iter()
         .flat_map(|folder| std::fs::read_dir(folder).expect("recipes/"))
@@ -295,8 +295,14 @@ fn the_shipped_recipes_resolve() {
         let Err(mistakes) = resolve(&file, &text, &[]) else { continue };
         // What the user brings: the model and the fetched data.
         for mistake in mistakes.listed {
-            let brought = ["model.path", "task.train_file", "task.validation_file", "task.validation_files"]
-                .contains(&mistake.key.as_str());
+            let keys = [
+                "model.path",
+                "task.train_file",
+                "task.validation_file",
+                "task.validation_files",
+                "cold_start.train_file",
+            ];
+            let brought = keys.contains(&mistake.key.as_str());
             assert!(brought && mistake.message.starts_with("no f"), "{mistake}");
         }
     }
