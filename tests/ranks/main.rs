@@ -347,15 +347,16 @@ fn a_restart_by_torchrun_and_a_requeue_by_slurm_go_on_by_resume_auto() {
 
 #[test]
 fn a_process_that_hangs_is_named_when_the_time_limit_is_over() {
-    let sets = [&SHORT[..], &["train.steps=100000", "parallel.exchange_timeout_s=3"]].concat();
+    // On a busy machine a process that does not hang can be late by seconds.
+    let sets = [&SHORT[..], &["train.steps=100000", "parallel.exchange_timeout_s=15"]].concat();
     let mut going = Launch::new("quickstart", &sets).ranks(3).start();
     going.wait_for_rows(9);
     going.signal_rank(2, "STOP");
-    let ended = going.wait(Duration::from_secs(60));
+    let ended = going.wait(Duration::from_secs(120));
     assert_ne!(ended.code, Some(0), "{}", ended.stderr);
     // NCCL does not say which of them it is.
     let who = if run::by_nccl() { "2]: one of them hangs" } else { "for ranks [2]: they hang" };
-    let waits = |line: &&str| line.contains("has waited 3 s in \"") && line.contains(who);
+    let waits = |line: &&str| line.contains("has waited 15 s in \"") && line.contains(who);
     assert!(ended.stderr.lines().any(|line| waits(&line)), "{}", ended.stderr);
 }
 
