@@ -64,10 +64,10 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
         for key in ends {
             let Some(Extremes { best, worst }) = steps.remove(&key) else { continue };
             let alone = worst.is_none();
-            let worst = worst.map(|row| SelectedTrajectory { row, why: "lowest reward of the step" });
+            let worst = worst.map(|row| SelectedTrajectory { row, why: "lowest reward of those stored" });
             picked.extend(worst);
             let why =
-                if alone { "first of the step; all rewards are equal" } else { "highest reward of the step" };
+                if alone { "first of the step; all stored rewards are equal" } else { "highest reward of those stored" };
             picked.push(SelectedTrajectory { row: best, why });
         }
     }

@@ -134,7 +134,7 @@ impl PromptLimits<'_> {
         if n >= context {
             return Err(bad_input!(
                 "problem {id}: the prompt has {n} tokens{}, and the model's context has {context}, so no token can be sampled; shorten the prompt, \
-                 or use a model with a longer context (max_position_embeddings in its config.json)",
+                 or use a model with a longer context (max_position_embeddings in its config.json; without a folder, in [model.architecture])",
                 self.system_prompt_note()
             ));
         }

@@ -58,8 +58,8 @@ table! {
 table! {
     /// Evaluation: the success rate on validation problems.
     pub struct EvalSettings {
-        /// Number of training steps between evaluations. The last step is always evaluated. 0 means no
-        /// evaluation during training.
+        /// Number of training steps between evaluations; the last step is also evaluated. 0 means
+        /// neither.
         pub every_steps: u64 = 10,
         /// Maximum number of validation problems; the first ones are used.
         pub problems_max: usize = 512 => from(1.0),

@@ -145,7 +145,7 @@ impl ProgramReply {
             let numbers = value.as_object()?.iter();
             numbers.map(|(name, value)| Some((name.clone(), finite(value)?))).collect()
         };
-        Ok(self.read(key, "numbers by name", all)?.unwrap_or_default())
+        Ok(self.read(key, "an object of numbers, such as {\"right\": 1.0}", all)?.unwrap_or_default())
     }
 
     fn read<T>(&self, key: &str, kind: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
@@ -157,7 +157,8 @@ impl ProgramReply {
 }
 
 fn finite(value: &Value) -> Option<f32> {
-    value.as_f64().map(|n| n as f32).filter(|n| n.is_finite())
+    let number = value.as_bool().map(|flag| f64::from(u8::from(flag))).or_else(|| value.as_f64());
+    number.map(|n| n as f32).filter(|n| n.is_finite())
 }
 
 /// A program's answer to `describe`.

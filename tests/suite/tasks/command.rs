@@ -442,6 +442,8 @@ fn named_rewards_are_those_that_describe_weighs() {
         of("{\"rewards\": {\"a\": 3, \"b\": 4}}").unwrap(),
         Reward { value: 4.0, success: true, named }
     );
+    let booleans = of("{\"rewards\": {\"a\": true, \"b\": false}}").unwrap().named;
+    assert_eq!(booleans, [("a".to_owned(), 1.0), ("b".to_owned(), 0.0)].into());
     for (reward, reason) in [
         ("{\"rewards\": {\"a\": 3}}", "`rewards` of the answer has no `b`"),
         ("{\"reward\": 1}", "`rewards` of the answer has no `a`"),
@@ -450,7 +452,7 @@ fn named_rewards_are_those_that_describe_weighs() {
             "has `c`, which has no weight in `describe`; did you mean `a`",
         ),
         ("{\"rewards\": {\"a\": 3, \"b\": 4, \"c\": 5}}", "`rewards` of the answer has `c`; give its weight"),
-        ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not numbers by name"),
+        ("{\"rewards\": {\"a\": 3, \"b\": \"x\"}}", "not an object of numbers, such as {\"right\": 1.0}"),
         ("{\"reward\": 1, \"rewards\": {\"a\": 3, \"b\": 4}}", "has both `reward` and `rewards`"),
     ] {
         let error = format!("{:#}", of(reward).unwrap_err());
