@@ -16,7 +16,7 @@ use stand_ins::{PageFolder, StandIns, fill_placeholders};
 use std::collections::BTreeSet;
 
 /// Beginnings of the commands that are run.
-const RUN: [&str; 5] = ["rloss ", "printf ", "tail ", "curl ", "source <(rloss "];
+const RUN: [&str; 6] = ["rloss ", "printf ", "head ", "tail ", "curl ", "source <(rloss "];
 
 const DOWNLOAD: &str = "needs a download";
 const GPU: &str = "needs a GPU";
@@ -43,6 +43,10 @@ const LISTED: &[(&str, &str)] = &[
     ("scripts/package.sh", MINUTES),
     ("rloss train recipes/results/", MINUTES),
     ("rloss eval runs/gsm8k_lora ", MINUTES),
+    ("rloss rollout recipes/results/", MINUTES),
+    ("rloss eval runs/gsm8k_tool ", MINUTES),
+    ("scripts/gsm8k_tool.py ", MINUTES),
+    ("scripts/init_tokens.py ", PACKAGES),
     ("scripts/bench_", PACKAGES),
     ("scripts/adapter_parity.py", PACKAGES),
     ("scripts/parity.py", PACKAGES),
