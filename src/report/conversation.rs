@@ -66,8 +66,11 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
             let alone = worst.is_none();
             let worst = worst.map(|row| SelectedTrajectory { row, why: "lowest reward of those stored" });
             picked.extend(worst);
-            let why =
-                if alone { "first of the step; all stored rewards are equal" } else { "highest reward of those stored" };
+            let why = if alone {
+                "first of the step; all stored rewards are equal"
+            } else {
+                "highest reward of those stored"
+            };
             picked.push(SelectedTrajectory { row: best, why });
         }
     }

@@ -16,7 +16,8 @@ use stand_ins::{PageFolder, StandIns, fill_placeholders};
 use std::collections::BTreeSet;
 
 /// Beginnings of the commands that are run.
-const RUN: [&str; 6] = ["rloss ", "printf ", "head ", "tail ", "curl ", "source <(rloss "];
+const RUN: [&str; 7] =
+    ["rloss ", "printf ", "head ", "tail ", "curl ", "source <(rloss ", "scripts/gsm8k_tool.py problems "];
 
 const DOWNLOAD: &str = "needs a download";
 const GPU: &str = "needs a GPU";
@@ -45,7 +46,8 @@ const LISTED: &[(&str, &str)] = &[
     ("rloss eval runs/gsm8k_lora ", MINUTES),
     ("rloss rollout recipes/results/", MINUTES),
     ("rloss eval runs/gsm8k_tool ", MINUTES),
-    ("scripts/gsm8k_tool.py ", MINUTES),
+    ("scripts/gsm8k_tool.py rows ", MINUTES),
+    ("scripts/gsm8k_tool.py task ", MINUTES),
     ("scripts/init_tokens.py ", PACKAGES),
     ("scripts/bench_", PACKAGES),
     ("scripts/adapter_parity.py", PACKAGES),

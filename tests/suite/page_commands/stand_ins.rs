@@ -22,6 +22,8 @@ const PLACEHOLDERS: &[(&str, &str, &str)] = &[
     ("rloss verify", "FOLDER", "runs/quickstart"),
     ("qwen", "FOLDER", QWEN),
     ("gsm8k_lora", "FOLDER", QWEN),
+    ("gsm8k_programs", "FOLDER", QWEN),
+    ("gsm8k_tool", "FOLDER-calls", QWEN),
     ("", "FOLDER", GPT_OSS),
     ("", "TINY", GPT_OSS),
     ("", "FILE.gguf", "qwen.gguf"),
@@ -117,6 +119,7 @@ impl StandIns {
         };
         let conversations = |range: std::ops::Range<usize>| range.map(conversation).collect::<String>();
         fs::write(folder.join("conversations.jsonl"), conversations(0..20)).unwrap();
+        fs::write(folder.join("gsm8k-calls.jsonl"), conversations(0..4)).unwrap();
         fs::write(folder.join("held_out_conversations.jsonl"), conversations(20..24)).unwrap();
         fs::write(folder.join("model.toml"), format!("[model]\npath = {GPT_OSS:?}\n")).unwrap();
 
