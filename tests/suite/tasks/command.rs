@@ -442,7 +442,7 @@ fn named_rewards_are_those_that_describe_weighs() {
         of("{\"rewards\": {\"a\": 3, \"b\": 4}}").unwrap(),
         Reward { value: 4.0, success: true, named }
     );
-    let booleans = of("{\"rewards\": {\"a\": true, \"b\": false}}").unwrap().named;
+    let booleans = of("{\"rewards\": {\"a\": True, \"b\": False}}").unwrap().named;
     assert_eq!(booleans, [("a".to_owned(), 1.0), ("b".to_owned(), 0.0)].into());
     for (reward, reason) in [
         ("{\"rewards\": {\"a\": 3}}", "`rewards` of the answer has no `b`"),
