@@ -31,7 +31,7 @@ LOSSES = {
 }
 ADVANTAGES = {
     "grpo": [], "dr_grpo": [], "grpo_batch_std": [], "rloo": [], "opo": [], "reinforce_plus_plus": [],
-    "reinforce_plus_plus_baseline": [],
+    "reinforce_plus_plus_baseline": [], "remax": [], "gae": [],
 }
 OBJECTIVES = {**{f"loss={name}": [f"policy.loss={name}", *sets] for name, sets in LOSSES.items()},
               **{f"advantage={name}": [f"policy.advantage={name}", *sets] for name, sets in ADVANTAGES.items()}}
