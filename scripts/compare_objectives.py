@@ -8,8 +8,8 @@ Every run starts from the SFT warm-up of its seed and has one thread. Runs that 
 comparison can be stopped and started again. Settings: `exact` is four updates a batch with one forward;
 `lag1` and `lag2` sample that many steps ahead; `router_noise`, `no_sinks` and `short_mantissa` are the
 failures of figures 2, 3 and 4. Before them, losses that must be equal while the ratio is 1 run with one
-update a batch, and every metric but those of the loss itself must be equal to the bit. Writes FOLDER/table.md
-and FOLDER/figure.svg: success on held-out problems at the end, mean over the seeds. An objective separates
+update a batch, and every metric but those of the loss itself must be equal to the bit. Writes FOLDER/table.md,
+summary.md and figure.svg: success on held-out problems at the end, mean over the seeds. An objective separates
 (an arrow) from the first of its kind if the ranges of their seeds do not overlap.
 """
 
@@ -24,13 +24,14 @@ from pathlib import Path
 RECIPES = Path(__file__).resolve().parent.parent / "recipes/objectives"
 COLD_STARTS = {"quickstart": "cold_start", "harder": "cold_start_harder"}
 # The first of each kind is what the others are compared with.
+FIRST = {"loss": "loss=ppo", "advantage": "advantage=grpo"}
 LOSSES = {
     "ppo": [], "gspo": ["policy.clip_low=3e-4", "policy.clip_high=4e-4"], "cispo": [], "reinforce": [],
     "geo_mean": ["policy.clip_low=0.33", "policy.clip_high=0.49"], "dppo_tv": [], "dppo_kl": ["policy.clip_low=0.05",
     "policy.clip_high=0.05"], "sapo": [], "vespo": [], "clip_cov": [], "kl_cov": [],
 }
 ADVANTAGES = {
-    "grpo": [], "dr_grpo": [], "grpo_batch_std": [], "rloo": [], "opo": [], "reinforce_plus_plus": [],
+    "grpo": [], "dr_grpo": [], "grpo_batch_std": [], "rloo": [], "maxrl": [], "opo": [], "reinforce_plus_plus": [],
     "reinforce_plus_plus_baseline": [], "remax": [], "gae": [],
 }
 OBJECTIVES = {**{f"loss={name}": [f"policy.loss={name}", *sets] for name, sets in LOSSES.items()},
@@ -148,7 +149,7 @@ def results(a):
 
 def separates(cells, task, setting, objective):
     kind = objective.split("=")[0]
-    baseline = {"loss": "loss=ppo", "advantage": "advantage=grpo"}[kind]
+    baseline = FIRST[kind]
     ours, other = cells.get((task, setting, objective)), cells.get((task, setting, baseline))
     if objective == baseline or ours is None or other is None:
         return ""
@@ -158,6 +159,7 @@ def separates(cells, task, setting, objective):
 
 
 def table(a, cells):
+    """Returns a table with mean, least and largest success of every cell."""
     lines = []
     for task in a.tasks:
         lines += [f"| {task} | " + " | ".join(a.settings) + " |", "| --- |" + " --- |" * len(a.settings)]
@@ -172,26 +174,48 @@ def table(a, cells):
     return "\n".join(lines)
 
 
+def summary(a, cells):
+    """Returns a table of means, with a column that says where an objective separates from the first of its kind."""
+    places = [(task, setting) for task in a.tasks for setting in a.settings]
+    lines = ["|objective|" + "|".join(f"{task}, {setting}" for task, setting in places) + "|separates|",
+             "|---|" + "---|" * (len(places) + 1)]
+    for objective in a.objectives:
+        row, arrows = [], []
+        for task, setting in places:
+            cell = cells.get((task, setting, objective))
+            arrow = separates(cells, task, setting, objective).strip()
+            row.append(f"{sum(cell[0]) / len(cell[0]):.2f}{arrow}" if cell else "–")
+            arrows += [arrow] if arrow else []
+        is_first = objective in FIRST.values()
+        counted = f"{arrows.count('↑')}↑{arrows.count('↓')}↓" if arrows else "from none"
+        lines.append(f"|`{objective}`|" + "|".join(row) + f"|{'–' if is_first else counted}|")
+    return "\n".join(lines) + "\n"
+
+
 def figure(a, cells):
-    """Returns an SVG: a row of dots for each objective, a panel for each setting and task."""
-    left, width, row, top = 220, 150, 18, 46
-    panels = [(task, setting) for task in a.tasks for setting in a.settings]
-    height = top + row * len(a.objectives) + 20
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width * len(panels)}" height="{height}" '
-           'font-family="sans-serif" font-size="11">', '<rect width="100%" height="100%" fill="white"/>']
-    for i, objective in enumerate(a.objectives):
-        out.append(f'<text x="8" y="{top + row * i + 4}">{objective.replace("=", " = ")}</text>')
-    for p, (task, setting) in enumerate(panels):
-        x = left + p * width
-        place = lambda value, x=x: x + 8 + value * (width - 24)
-        out.append(f'<text x="{x + 8}" y="16">{task}</text><text x="{x + 8}" y="30">{setting}</text>')
-        for value in (0, 0.5, 1):
-            out.append(f'<line x1="{place(value)}" x2="{place(value)}" y1="{top - 10}" y2="{height - 20}" stroke="#ddd"/>'
-                       f'<text x="{place(value)}" y="{height - 6}" text-anchor="middle">{value}</text>')
+    """Returns an SVG: a row of dots for each objective, a panel for each task and setting."""
+    left, width, row, top = 220, 150, 16, 46
+    panel_height = top + row * len(a.objectives) + 24
+    size = f'width="{left + width * len(a.settings)}" height="{panel_height * len(a.tasks)}"'
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
+           '<rect width="100%" height="100%" fill="white"/>']
+    for t, task in enumerate(a.tasks):
+        above, below = t * panel_height, (t + 1) * panel_height - 20
         for i, objective in enumerate(a.objectives):
-            for success in cells.get((task, setting, objective), ([], 0))[0]:
-                out.append(f'<circle cx="{place(success):.1f}" cy="{top + row * i}" r="3.5" fill="#1f77b4" '
-                           'fill-opacity="0.6"/>')
+            out.append(f'<text x="8" y="{above + top + row * i + 4}">{objective.replace("=", " = ")}</text>')
+        for s, setting in enumerate(a.settings):
+            x = left + s * width
+            place = lambda value, x=x: x + 8 + value * (width - 24)
+            out.append(f'<text x="{x + 8}" y="{above + 16}">{task}</text>'
+                       f'<text x="{x + 8}" y="{above + 30}">{setting}</text>')
+            for value in (0, 0.5, 1):
+                out.append(f'<line x1="{place(value)}" x2="{place(value)}" y1="{above + top - 10}" y2="{below}" '
+                           f'stroke="#ddd"/><text x="{place(value)}" y="{below + 13}" '
+                           f'text-anchor="middle">{value}</text>')
+            for i, objective in enumerate(a.objectives):
+                for success in cells.get((task, setting, objective), ([], 0))[0]:
+                    out.append(f'<circle cx="{place(success):.1f}" cy="{above + top + row * i}" r="3.5" '
+                               'fill="#1f77b4" fill-opacity="0.6"/>')
     return "\n".join([*out, "</svg>\n"])
 
 
@@ -209,6 +233,7 @@ def main():
     failed = run_all(a)
     cells = results(a)
     (a.out / "table.md").write_text(table(a, cells))
+    (a.out / "summary.md").write_text(summary(a, cells))
     (a.out / "figure.svg").write_text(figure(a, cells))
     print(table(a, cells))
     sys.exit(failed > 0)

@@ -180,7 +180,6 @@ fn prepare(
         pin_model(&mut plan, source, &args.sets)?;
     }
     processes::configure_mesh(mesh, &plan)?;
-    processes::check_optimizers(mesh, &plan)?;
     processes::check_distillation(mesh, &plan)?;
     let console = match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),

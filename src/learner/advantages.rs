@@ -26,6 +26,8 @@ pub struct AdvantageEstimator<'a> {
     pub kl_coefficient: f64,
     /// The token limit that overlong shaping uses.
     pub response_tokens_max: usize,
+    /// The task's least reward.
+    pub reward_min: f32,
     /// The critic, which computes the returns. The advantage `gae` needs a critic.
     pub critic: Option<CriticStep<'a>>,
 }
@@ -60,7 +62,11 @@ impl AdvantageEstimator<'_> {
             Advantage::DrGrpo => group_advantages(dr_grpo)?,
             Advantage::GrpoBatchStd => group_advantages(grpo_batch_std)?,
             Advantage::Rloo => group_advantages(rloo)?,
-            Advantage::Maxrl => group_advantages(maxrl)?,
+            Advantage::Maxrl => {
+                let rewards = episodes.rewards(&sequence_rewards()?);
+                let advantages = maxrl(&rewards, &episodes.group_sizes, self.reward_min)?;
+                sequences.broadcast(&episodes.spread(&advantages))?
+            }
             Advantage::Opo => {
                 let rows = sequences.token_ranges();
                 let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();

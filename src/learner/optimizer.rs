@@ -5,8 +5,9 @@ use crate::bad_input;
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
+use crate::model::sharded_layers::to_op_error;
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
-use crate::ops::muon::{self, Muon, muon};
+use crate::ops::muon::{self, Muon, muon, muon_shard};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
@@ -54,9 +55,26 @@ pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usiz
     buffers(settings, spec, &Shape::from(local_values)).into_iter().map(bytes).sum()
 }
 
-/// Returns the number of bytes that the update of a tensor needs temporarily.
-pub fn update_bytes(settings: &Settings, spec: &ParameterSpec) -> u64 {
-    if is_orthogonalized(settings, spec) { muon::scratch_bytes(&spec.working_shape()) } else { 0 }
+/// Returns the number of bytes that the update of a tensor needs temporarily, on one of `ranks` processes.
+pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, ranks: usize) -> u64 {
+    if is_orthogonalized(settings, spec) { muon::scratch_bytes(&spec.working_shape(), ranks) } else { 0 }
+}
+
+/// Returns the floating-point operations of Muon's iterations in one update of the trainable tensors, as far
+/// as this process runs them.
+pub fn update_flop(settings: &Settings, parameters: &Parameters, trainable: &[bool]) -> f64 {
+    let flop = |index: usize| {
+        let spec = &parameters.specs[index];
+        let (true, Some([matrices, rows, columns])) =
+            (is_orthogonalized(settings, spec), spec.matrix_shape())
+        else {
+            return 0.0;
+        };
+        let own = parameters.matrix_shard(index);
+        let matrices = own.map_or(matrices, |shard| shard.whole_matrices().len() / (rows * columns));
+        matrices as f64 * muon::iteration_flop((rows, columns))
+    };
+    (0..parameters.len()).filter(|&index| trainable.get(index).copied().unwrap_or(true)).map(flop).sum()
 }
 
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.
@@ -72,13 +90,10 @@ impl Optimizer {
     /// [`MASTER`] holds its weights in f32. Every other tensor is its own master weight.
     ///
     /// # Errors
-    /// When memory runs out; [`crate::error::BadInput`] for Muon on a GPU or with several processes.
+    /// When memory runs out; [`crate::error::BadInput`] for Muon on a GPU.
     pub fn new(settings: &Settings, parameters: &mut Parameters, round_to_bf16: bool) -> Result<Self> {
-        let is_whole_on_cpu = parameters.mesh().ranks() == 1 && parameters.device().is_cpu();
-        if settings.kind == OptimizerKind::Muon && !is_whole_on_cpu {
-            return Err(bad_input!(
-                "\"muon\" needs whole matrices on a CPU, so it works with one process and without a GPU; write kind = \"adamw\""
-            ));
+        if settings.kind == OptimizerKind::Muon && !parameters.device().is_cpu() {
+            return Err(bad_input!("no GPU kernel has Muon yet; write kind = \"adamw\""));
         }
         let optimizer = Self { settings: settings.clone(), updates: 0 };
         for index in 0..parameters.len() {
@@ -164,7 +179,16 @@ impl Optimizer {
                     adamw_8bit(master, [moment(0)?, moment(1)?], gradient, &step)?;
                 }
                 OptimizerKind::Muon if is_orthogonalized(s, &parameters.specs[index]) => {
-                    muon(master, buffer(MOMENTUM)?, gradient, &orthogonal_step)?;
+                    let momentum = buffer(MOMENTUM)?;
+                    match parameters.matrix_shard(index) {
+                        None => muon(master, momentum, gradient, &orthogonal_step)?,
+                        Some(shard) => {
+                            let complete = |own: Vec<f32>| {
+                                parameters.exchange_whole_matrices(index, &own).map_err(to_op_error)
+                            };
+                            muon_shard(master, momentum, gradient, &orthogonal_step, &shard, complete)?;
+                        }
+                    }
                 }
                 OptimizerKind::AdamW | OptimizerKind::AdamW8Bit | OptimizerKind::Muon => {
                     adamw(master, [buffer(MOMENTS[0])?, buffer(MOMENTS[1])?], gradient, &step)?;

@@ -277,15 +277,14 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
         Verdict::Rounding => format!(
             "No mistake found: over {tokens} tokens the mismatch is no larger than that of bf16 rounding in this model."
         ),
-        Verdict::Explained(cause) => format!("Differs: {}.", cause.description()),
+        Verdict::Explained(cause) => format!("Cause found: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
-            "Differs, and each of these causes alone explains the mismatch: {}. To decide between them: {}.",
+            "Cause not decided: each of these alone explains the mismatch: {}. To decide between them: {}.",
             join_causes(causes),
             causes[0].deciding_experiment
         ),
         Verdict::Unknown(partial_causes) => {
-            let mut text =
-                "Differs, and the cause is unknown: no known cause explains the mismatch.".to_owned();
+            let mut text = "Cause unknown: no known cause explains the mismatch.".to_owned();
             if let [first, rest @ ..] = partial_causes.as_slice() {
                 text.push_str(&format!(" Nearest: {}", first.description()));
                 if let Some(second) = rest.first() {
@@ -296,7 +295,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
             text
         }
         Verdict::Unfinished(partial_causes) => {
-            let mut text = "Differs; the cause is not known yet.".to_owned();
+            let mut text = "Cause not found yet.".to_owned();
             if !partial_causes.is_empty() {
                 text.push_str(&format!(" Nearest so far: {}.", join_causes(partial_causes)));
             }
@@ -321,7 +320,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
         && matches!(diagnosis.verdict, Verdict::Explained(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
-            " With this cause, |Δlogp| is {} (median) and {} (maximum).",
+            " Computed with this cause, the mismatch is {} (median) and {} (maximum).",
             number(remaining.median),
             number(remaining.max)
         ));

@@ -4,6 +4,8 @@ use super::cpu::{edit, host_values};
 use super::optimizer::check_same_shape;
 use super::product::{GemmThreads, StridedMatrix, product};
 use candle_core::{Result, Tensor, bail};
+use std::ops::Range;
+use std::time::Instant;
 
 /// The constants of one Muon update.
 #[derive(Debug, Clone, Copy)]
@@ -25,11 +27,41 @@ const ITERATIONS: usize = 5;
 const NORM_EPSILON: f64 = 1e-7;
 /// Number of f32 matrices of the size of the largest one that an update needs besides its tensors.
 const SCRATCH_MATRICES: usize = 4;
+/// Number of copies of a shard's whole matrices that exist while processes exchange them.
+const EXCHANGE_COPIES: usize = 4;
 
-/// Returns the bytes that an update of a tensor with these dimensions needs temporarily.
-pub fn scratch_bytes(dims: &[usize]) -> u64 {
+/// Returns the bytes that an update of a tensor with these dimensions needs temporarily, on one of `ranks`
+/// processes.
+pub fn scratch_bytes(dims: &[usize], ranks: usize) -> u64 {
     let [.., rows, columns] = *dims else { return 0 };
-    (SCRATCH_MATRICES * rows * columns * size_of::<f32>()) as u64
+    let size = rows * columns;
+    let exchanged = match ranks {
+        1 => 0,
+        // The matrices at both ends of a shard may be whole on no process.
+        _ => dims.iter().product::<usize>().div_ceil(ranks) + 2 * size,
+    };
+    ((SCRATCH_MATRICES * size + EXCHANGE_COPIES * exchanged) * size_of::<f32>()) as u64
+}
+
+/// Returns the floating-point operations of the iteration for a matrix.
+pub fn iteration_flop((rows, columns): (usize, usize)) -> f64 {
+    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
+    ITERATIONS as f64 * (4.0 * short * short * long + 2.0 * short.powi(3))
+}
+
+/// Measures the floating-point operations per second of the iteration on this machine, in a few
+/// hundredths of a second.
+pub fn measure_flop_rate() -> f64 {
+    const SHAPE: (usize, usize) = (256, 512);
+    let matrix: Vec<f32> = (0..SHAPE.0 * SHAPE.1).map(|i| (i * 7919 % 1009) as f32 - 504.0).collect();
+    // The first call allocates and wakes the threads.
+    let mut rate = 0.0f64;
+    for _ in 0..3 {
+        let (x, start) = (matrix.clone(), Instant::now());
+        orthogonalize(x, SHAPE);
+        rate = rate.max(iteration_flop(SHAPE) / start.elapsed().as_secs_f64().max(1e-9));
+    }
+    rate
 }
 
 /// Updates matrices by Muon (Jordan 2024, github.com/KellerJordan/Muon at 857d1ad). With the learning rate η,
@@ -53,34 +85,92 @@ pub fn scratch_bytes(dims: &[usize]) -> u64 {
 /// When shapes differ, or a tensor is no matrix.
 pub fn muon(weights: &Tensor, momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<()> {
     check_same_shape(weights, &[momentum, gradient])?;
-    let (rows, columns) = match *weights.dims() {
+    let shape = match *weights.dims() {
         [rows, columns] | [_, rows, columns] => (rows, columns),
         _ => bail!("muon: {:?} is the shape of no matrix", weights.dims()),
     };
     let gradient = host_values(gradient)?;
     edit(weights, |weights| {
         edit(momentum, |momentum| {
-            let size = (rows * columns).max(1);
+            let size = (shape.0 * shape.1).max(1);
             let matrices = weights.chunks_exact_mut(size).zip(momentum.chunks_exact_mut(size));
             for ((w, m), g) in matrices.zip(gradient.chunks_exact(size)) {
-                step.update(w, m, g, (rows, columns));
+                let direction = orthogonalize(step.direction(m, g), shape);
+                step.apply(w, &direction, shape);
             }
             Ok(())
         })
     })
 }
 
-impl Muon {
-    /// Performs one update of a matrix `w` and its momentum `m`, given the gradient `g`.
-    fn update(&self, w: &mut [f32], m: &mut [f32], g: &[f32], (rows, columns): (usize, usize)) {
-        let mut direction = Vec::with_capacity(w.len());
-        for (m, &g) in m.iter_mut().zip(g) {
-            *m += (g - *m) * self.one_minus_momentum;
-            direction.push(g + (*m - g) * self.momentum);
+/// The values of a tensor of matrices that one process holds.
+#[derive(Debug, Clone)]
+pub struct MatrixShard {
+    /// Rows and columns of each matrix.
+    pub shape: (usize, usize),
+    /// The process's values, of all values of the tensor.
+    pub range: Range<usize>,
+}
+
+impl MatrixShard {
+    /// Returns the values of the matrices that have at least one value in the shard.
+    pub fn whole_matrices(&self) -> Range<usize> {
+        let size = (self.shape.0 * self.shape.1).max(1);
+        match self.range.is_empty() {
+            true => 0..0,
+            false => self.range.start / size * size..self.range.end.div_ceil(size) * size,
         }
-        let direction = orthogonalize(direction, (rows, columns));
+    }
+}
+
+/// Updates a shard of a tensor by [`muon`], with the same bits. All tensors are flat and have the values of
+/// `shard`. `complete` gets the direction u of the shard, and returns that of
+/// [`MatrixShard::whole_matrices`], of which other processes have a part. It is called once, also for an
+/// empty shard.
+///
+/// # Errors
+/// When shapes differ, and the errors of `complete`.
+pub fn muon_shard(
+    weights: &Tensor,
+    momentum: &Tensor,
+    gradient: &Tensor,
+    step: &Muon,
+    shard: &MatrixShard,
+    complete: impl FnOnce(Vec<f32>) -> Result<Vec<f32>>,
+) -> Result<()> {
+    check_same_shape(weights, &[momentum, gradient])?;
+    let MatrixShard { shape, range } = shard;
+    let gradient = host_values(gradient)?;
+    let direction = complete(edit(momentum, |momentum| Ok(step.direction(momentum, &gradient)))?)?;
+    let (whole, size) = (shard.whole_matrices(), shape.0 * shape.1);
+    if weights.elem_count() != range.len() || direction.len() != whole.len() {
+        bail!("muon: {} values of {range:?}, {} of {whole:?}", weights.elem_count(), direction.len());
+    }
+    edit(weights, |weights| {
+        for (start, matrix) in whole.step_by(size.max(1)).zip(direction.chunks_exact(size.max(1))) {
+            let own = start.max(range.start)..(start + size).min(range.end);
+            let matrix = orthogonalize(matrix.to_vec(), *shape);
+            let (w, x) = (own.start - range.start..own.end - range.start, own.start - start..own.end - start);
+            step.apply(&mut weights[w], &matrix[x], *shape);
+        }
+        Ok(())
+    })
+}
+
+impl Muon {
+    /// Updates the momentum `m` by the gradient `g`. Returns the direction u.
+    fn direction(&self, m: &mut [f32], g: &[f32]) -> Vec<f32> {
+        let direction = m.iter_mut().zip(g).map(|(m, &g)| {
+            *m += (g - *m) * self.one_minus_momentum;
+            g + (*m - g) * self.momentum
+        });
+        direction.collect()
+    }
+
+    /// Updates weights `w` by the values `x` of their matrix, whose singular values are close to 1.
+    fn apply(&self, w: &mut [f32], x: &[f32], (rows, columns): (usize, usize)) {
         let rate = (f64::from(self.rate) * 0.2 * (rows.max(columns) as f64).sqrt()) as f32;
-        for (w, x) in w.iter_mut().zip(direction) {
+        for (w, x) in w.iter_mut().zip(x) {
             *w = *w * self.shrink - rate * x;
         }
     }

@@ -5,7 +5,9 @@ use super::evaluation::validation_prompts;
 use super::memory::{ModelCommand, SecondWeights};
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
+use crate::learner::optimizer::update_flop;
 use crate::metrics::{format_count, format_number};
+use crate::ops::muon::measure_flop_rate;
 use crate::recipe::Recipe;
 use crate::rollout::RolloutSettings;
 use crate::settings::Choice;
@@ -72,6 +74,22 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
     }
 }
 
+/// Returns the work of Muon in an update of the policy, with its time on a CPU. `None` without Muon.
+fn muon_line(context: &RunContext, command: ModelCommand) -> Option<(&'static str, String)> {
+    let recipe = context.recipe();
+    let settings =
+        if recipe.train.steps > 0 { &recipe.train.optimizer } else { &recipe.cold_start.optimizer };
+    let flop = update_flop(settings, &context.parameters, &context.trainable);
+    if !command.trains() || flop == 0.0 {
+        return None;
+    }
+    let seconds = match context.parameters.device().is_cpu() {
+        true => format!(", about {} s", format_number(flop / measure_flop_rate())),
+        false => String::new(),
+    };
+    Some(("muon", format!("{} GFLOP an update{seconds}", format_number(flop / 1e9))))
+}
+
 /// Returns the files whose problems the command samples, if the task reads files.
 fn data(recipe: &Recipe, command: ModelCommand) -> Option<(&'static str, String)> {
     let task = &recipe.task;
@@ -132,12 +150,12 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
-    let rest = [
-        work_line(context, command),
-        ("device", context.device_name.clone()),
-        ("threads", threads),
-        ("folder", folder.display().to_string()),
-    ];
+    let rest =
+        [Some(work_line(context, command)), muon_line(context, command)].into_iter().flatten().chain([
+            ("device", context.device_name.clone()),
+            ("threads", threads),
+            ("folder", folder.display().to_string()),
+        ]);
     // Every command that may run generated code shows the sandbox.
     let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
     let head = [model].into_iter().chain(task).chain(data(recipe, command)).chain(rest);

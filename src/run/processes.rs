@@ -2,7 +2,6 @@
 
 use crate::dist::Mesh;
 use crate::integrity::{MANIFEST_FILE, file_digest};
-use crate::learner::OptimizerKind;
 use crate::recipe::Plan;
 use anyhow::{Context, Result};
 use std::io::ErrorKind;
@@ -28,21 +27,6 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
     }
     mesh.set_sequence_ranks(sequence);
     Ok(())
-}
-
-/// Checks that the optimizers of `plan` work with the processes of `mesh`.
-///
-/// # Errors
-/// [`crate::error::BadInput`] for Muon with several processes.
-pub fn check_optimizers(mesh: &Mesh, plan: &Plan) -> Result<()> {
-    let optimizers = plan.recipe.optimizers();
-    match optimizers.iter().find(|(_, optimizer)| optimizer.kind == OptimizerKind::Muon) {
-        Some((key, _)) if mesh.ranks() > 1 => {
-            let reason = "\"muon\" needs whole matrices, and several processes shard them; start one process, or write \"adamw\"";
-            Err(plan.mistake(key, reason.to_owned()).into())
-        }
-        _ => Ok(()),
-    }
 }
 
 /// Checks that distillation works with the processes of `mesh`.
@@ -92,19 +76,6 @@ fn manifest_digest(folder: &Path) -> Result<String> {
 mod tests {
     use super::*;
     use crate::recipe::resolve;
-
-    #[test]
-    fn muon_works_with_one_process_only() {
-        let check = |text: &str, ranks| {
-            let plan = resolve(Path::new("r.toml"), text, &[]).unwrap();
-            check_optimizers(&Mesh::without_connection(0, ranks), &plan)
-        };
-        let muon = "[train.optimizer]\nkind = \"muon\"";
-        check(muon, 1).unwrap();
-        check("", 2).unwrap();
-        let error = check(muon, 2).unwrap_err().to_string();
-        assert!(error.contains("r.toml:2: train.optimizer.kind: \"muon\" needs whole matrices"), "{error}");
-    }
 
     #[test]
     fn distillation_works_with_one_process_only() {

@@ -12,7 +12,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Your own agent: a program that plays episodes through OpenAI's interface, see AGENTS.md.",
     reads_files: false,
     data: "",
-    has_negative_rewards: false,
+    reward_min: 0.0,
     keys: &["command", "serve_on", "episode_timeout_s", "episodes_at_once"],
     make: |settings, context| Ok(Box::new(AgentTask::load(settings, context)?)),
 };

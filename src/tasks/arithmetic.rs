@@ -18,7 +18,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Three-number word problems, answered with the Python tool.",
     reads_files: false,
     data: "",
-    has_negative_rewards: true,
+    reward_min: -1.0,
     keys: &[],
     make: |settings, _| Ok(Box::new(Arithmetic::new(settings.generated_problem_count()))),
 };

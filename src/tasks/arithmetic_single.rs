@@ -12,7 +12,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Small additions and subtractions, solved step by step without a tool.",
     reads_files: false,
     data: "",
-    has_negative_rewards: true,
+    reward_min: -1.0,
     keys: &[],
     make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.generated_problem_count()))),
 };

@@ -24,7 +24,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Your own task: a program that gives problems and rewards as JSON lines, see TASKS.md.",
     reads_files: false,
     data: "",
-    has_negative_rewards: false,
+    reward_min: 0.0,
     keys: &["command", "command_timeout_s", "command_processes"],
     make: |settings, context| Ok(Box::new(CommandTask::start(settings, context)?)),
 };

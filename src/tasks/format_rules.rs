@@ -21,7 +21,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Generated requests for one line: in capitals, with a given number of words, with a given prefix. Checked by rules, without a tool.",
     reads_files: false,
     data: "",
-    has_negative_rewards: true,
+    reward_min: -1.0,
     keys: &[],
     make: |settings, _| Ok(Box::new(FormatRules::new(settings.generated_problem_count()))),
 };

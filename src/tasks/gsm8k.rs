@@ -24,7 +24,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Grade-school word problems from GSM8K's JSONL files, without a tool.",
     reads_files: true,
     data: "gsm8k",
-    has_negative_rewards: false,
+    reward_min: 0.0,
     keys: &["extraction"],
     make: |settings, context| Ok(Box::new(Gsm8k::load(settings, context)?)),
 };

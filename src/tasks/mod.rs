@@ -176,8 +176,8 @@ pub struct TaskEntry {
     pub reads_files: bool,
     /// Argument of `rloss fetch` that fetches the recipe's files. Empty if there is none.
     pub data: &'static str,
-    /// Whether a wrong answer has a negative reward.
-    pub has_negative_rewards: bool,
+    /// The least reward of an answer.
+    pub reward_min: f32,
     /// Further keys of `[task]` that the task reads. All other keys are rejected.
     pub keys: &'static [&'static str],
     /// Reads and checks the task's files, and starts its processes.

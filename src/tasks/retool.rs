@@ -26,7 +26,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Competition mathematics with the Python tool, as in ReTool.",
     reads_files: true,
     data: "dapo-math aime",
-    has_negative_rewards: true,
+    reward_min: -1.0,
     keys: &["validation_files", "answer", "prompt"],
     make: |settings, context| Ok(Box::new(Retool::load(settings, context)?)),
 };

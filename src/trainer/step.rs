@@ -83,6 +83,7 @@ impl Trainer {
             pass: PassSettings { load_balance_coefficient, ..self.pass_settings(recipe.rollout.temperature) },
             old_log_prob_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
+            reward_min: recipe.task.name.reward_min,
             norm_limits: GradientNormLimits {
                 actor: self.norm_limit(&self.monitor.actor_norms),
                 critic: self.norm_limit(&self.monitor.critic_norms),
@@ -129,6 +130,8 @@ pub struct PolicyStep<'a> {
     /// Maximum number of response tokens. [`crate::policy::Aggregation::Constant`] divides by it, and the
     /// penalty of overlong shaping begins before it.
     pub response_tokens_max: usize,
+    /// The task's least reward.
+    pub reward_min: f32,
     pub norm_limits: GradientNormLimits,
     pub timings: &'a Timings,
     /// Shows the current stage.
@@ -214,6 +217,7 @@ impl<'a> PolicyStep<'a> {
             old_log_prob_source: self.old_log_prob_source(),
             kl_coefficient: self.kl_coefficient,
             response_tokens_max: self.response_tokens_max,
+            reward_min: self.reward_min,
             critic: critic.map(|critic| self.critic_step(&critic.settings, &critic.parameters)),
         };
         let mut metrics = self.timings.time("adv", || estimator.estimate(&mut batch, groups))?;

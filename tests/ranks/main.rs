@@ -75,6 +75,7 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
                 "policy.kl.place=loss",
             ],
         ),
+        ("quickstart", &["train.optimizer.kind=muon", "cold_start.optimizer.kind=muon", "model.dtype=bf16"]),
         ("quickstart_lora", &["cold_start.eval_every_steps=0"]),
         ("quickstart_ppo", &[]),
         ("quickstart_dense", &[]),

@@ -314,6 +314,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             pass: pass(false),
             old_log_prob_forward: None,
             response_tokens_max: 72,
+            reward_min: -1.0,
             norm_limits: GradientNormLimits::default(),
             timings: &Timings::new(),
             console: &Console::silent(),

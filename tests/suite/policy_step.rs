@@ -96,6 +96,7 @@ impl Fixture {
             pass: pass(),
             old_log_prob_forward: None,
             response_tokens_max: 72,
+            reward_min: 0.0,
             norm_limits: GradientNormLimits::default(),
             timings: &self.timings,
             console: &self.console,

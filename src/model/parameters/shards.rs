@@ -10,6 +10,7 @@ use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::sharded_layers::{GatherPart, GatherTarget, ShardedLayers, finish_gather, start_gather};
 use crate::model::weights::Weights;
 use crate::ops::cpu::{host_codes, host_values, to_host};
+use crate::ops::muon::MatrixShard;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
@@ -164,6 +165,34 @@ impl Parameters {
         stored.assemble(&self.specs[index], self.gather_shards(index, own)?)
     }
 
+    /// Returns this rank's shard of the matrices of tensor `index`. `None` if the tensor is not sharded, or
+    /// has no matrices.
+    pub fn matrix_shard(&self, index: usize) -> Option<MatrixShard> {
+        self.is_sharded(index).then(|| self.matrix_shard_of(index, self.mesh().rank())).flatten()
+    }
+
+    fn matrix_shard_of(&self, index: usize, rank: usize) -> Option<MatrixShard> {
+        let &[.., rows, columns] = self.specs[index].working_shape().as_slice() else { return None };
+        let range = self.range_of_rank(index, VALUES, rank, self.mesh().ranks());
+        Some(MatrixShard { shape: (rows, columns), range })
+    }
+
+    /// Returns the values of the matrices of tensor `index` that have a value in this rank's shard
+    /// ([`MatrixShard::whole_matrices`]). `own` has the values of the shard. Every rank must call this
+    /// method.
+    ///
+    /// # Errors
+    /// When a rank does not respond in time.
+    pub fn exchange_whole_matrices(&self, index: usize, own: &[f32]) -> Result<Vec<f32>> {
+        let bytes = |values: Range<usize>| values.start * size_of::<f32>()..values.end * size_of::<f32>();
+        let ranks = self.mesh().ranks();
+        let shard_of = |rank| bytes(self.range_of_rank(index, VALUES, rank, ranks));
+        let range_of = |rank| bytes(self.matrix_shard_of(index, rank).map_or(0..0, |s| s.whole_matrices()));
+        let name = format!("matrices of {}", self.specs[index].name);
+        let bytes = exchange_ranges(self.mesh(), (&name, index), f32_bytes(own), shard_of, range_of)?;
+        Ok(f32_values(&bytes).collect())
+    }
+
     /// Returns the dtype of the values of tensor `index` that `kind` names, and the number of these values in
     /// the whole tensor. For `kind` see [`Self::gather`].
     ///
@@ -224,12 +253,25 @@ impl Parameters {
 fn reshard(mesh: &Mesh, part: &GatherPart, range_of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
     let mut own = vec![];
     part.stored.append_shard(&mut own)?;
+    let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
+    let name = format!("experts of {}", part.spec.name);
+    exchange_ranges(mesh, (&name, part.index), &own, shard_of, range_of)
+}
+
+/// Sends each rank r the bytes of the range `range_of(r)` of tensor `index`. Rank r holds the range
+/// `shard_of(r)`, of which `own` is this rank's. Returns the bytes of this rank's range.
+fn exchange_ranges(
+    mesh: &Mesh,
+    (name, index): (&str, usize),
+    own: &[u8],
+    shard_of: impl Fn(usize) -> Range<usize>,
+    range_of: impl Fn(usize) -> Range<usize>,
+) -> Result<Vec<u8>> {
     let common = |a: &Range<usize>, b: &Range<usize>| {
         let start = a.start.max(b.start);
         start..a.end.min(b.end).max(start)
     };
     let (rank, ranks) = (mesh.rank(), mesh.ranks());
-    let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
     let (own_shard, requested_range) = (shard_of(rank), range_of(rank));
     let parts = (0..ranks).map(|to| {
         let sent = common(&own_shard, &range_of(to));
@@ -239,10 +281,8 @@ fn reshard(mesh: &Mesh, part: &GatherPart, range_of: impl Fn(usize) -> Range<usi
     });
     let received_range = |from: usize| common(&shard_of(from), &requested_range);
     let lengths: Vec<usize> = (0..ranks).map(|from| received_range(from).len()).collect();
-    let received =
-        mesh.start(&format!("experts of {}", part.spec.name), &mesh.all_ranks(), parts.collect(), &lengths)?;
-    let received = received.wait()?;
-    Ok(ranks_in_shard_order(part.index, ranks).map(|from| &received[from][..]).collect::<Vec<_>>().concat())
+    let received = mesh.start(name, &mesh.all_ranks(), parts.collect(), &lengths)?.wait()?;
+    Ok(ranks_in_shard_order(index, ranks).map(|from| &received[from][..]).collect::<Vec<_>>().concat())
 }
 
 /// A request of rank 0 to the other ranks while it writes a checkpoint.

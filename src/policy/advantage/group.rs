@@ -54,22 +54,24 @@ pub fn rloo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     })
 }
 
-/// Returns the advantages of MaxRL (Tajwar et al. 2026, arXiv 2602.02710): (r − mean) / (mean + 1e-6).
+/// Returns the advantages of MaxRL (Tajwar et al. 2026, arXiv 2602.02710): (r − mean) / (mean − least +
+/// 1e-6). `least` is the task's least reward; the paper has 0. With two rewards this is (s − p) / p, where s
+/// is 1 for a success and p the group's success rate.
 ///
 /// In a group without a success, all advantages are 0.
 ///
 /// # Errors
-/// The errors of [`grpo`], and [`BadInput`](crate::error::BadInput) for a negative reward, because the mean
-/// must be a success rate.
-pub fn maxrl(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
-    if let Some(response) = rewards.iter().position(|r| *r < 0.0) {
+/// The errors of [`grpo`], and [`BadInput`](crate::error::BadInput) for a reward below `least`.
+pub fn maxrl(rewards: &[f32], group_sizes: &[usize], least: f32) -> Result<Vec<f32>> {
+    if let Some(response) = rewards.iter().position(|r| *r < least) {
         return Err(bad_input!(
-            "policy.advantage = \"maxrl\" divides by the mean reward of a group, so rewards must be 0 or more: \
-             response {response} of the batch has {}; use another advantage",
+            "policy.advantage = \"maxrl\" counts the task's least reward, {least}, as 0: response {response} of the \
+             batch has {}; use another advantage",
             rewards[response]
         ));
     }
-    scale_rewards(rewards, group_sizes, |group| 1.0 / (group.mean + STD_EPSILON))
+    let gains: Vec<f32> = rewards.iter().map(|reward| reward - least).collect();
+    scale_rewards(&gains, group_sizes, |group| 1.0 / (group.mean + STD_EPSILON))
 }
 
 /// Returns the advantages of OPO (Hao et al. 2025, arXiv 2505.23585): r − Σ l·r / Σ l. `lengths` holds l, the

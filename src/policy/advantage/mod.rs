@@ -19,7 +19,7 @@ choice! {
         GrpoBatchStd = "grpo_batch_std",
         /// Reward minus the mean of the group's other rewards.
         Rloo = "rloo",
-        /// Reward minus the group's mean, divided by that mean. Rewards must be 0 or more.
+        /// Reward minus the group's mean, divided by that mean. The task's least reward counts as 0.
         Maxrl = "maxrl",
         /// Reward minus the group's mean reward, in which each response is weighted by its length.
         Opo = "opo",

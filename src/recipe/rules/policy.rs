@@ -102,18 +102,13 @@ impl Rules<'_> {
         }
     }
 
-    /// Checks that rewards cannot be negative under MaxRL, which divides by a mean reward.
+    /// Checks that MaxRL, which divides by a mean reward, has rewards of at least the task's least reward.
     fn check_rewards_of_maxrl(&mut self) {
         let recipe = self.recipe;
         if recipe.policy.advantage != Advantage::Maxrl {
             return;
         }
         let negative = [
-            (
-                "task.name",
-                recipe.task.name.has_negative_rewards,
-                "this task gives negative rewards to wrong answers",
-            ),
             (
                 "policy.kl.place",
                 recipe.policy.kl.place == KlPlacement::Reward,
@@ -122,7 +117,7 @@ impl Rules<'_> {
             (
                 "policy.overlong.buffer_tokens",
                 recipe.policy.overlong.buffer_tokens > 0,
-                "the penalty makes rewards negative",
+                "the penalty is subtracted from rewards",
             ),
         ];
         for (key, is_negative, why) in negative {
@@ -130,7 +125,7 @@ impl Rules<'_> {
                 self.refuse(
                     &["policy.advantage", key],
                     format!(
-                        "\"maxrl\" needs rewards of at least 0, but {why} ({key}); write another advantage"
+                        "\"maxrl\" needs rewards of at least that of a wrong answer, but {why} ({key}); write another advantage"
                     ),
                 );
             }

@@ -556,7 +556,7 @@ impl MemoryPlanInput<'_> {
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
         let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
-            tensors.iter().map(|(_, spec)| update_bytes(settings, spec)).max().unwrap_or(0)
+            tensors.iter().map(|(_, spec)| update_bytes(settings, spec, self.processes)).max().unwrap_or(0)
         };
         let stages = [
             (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),

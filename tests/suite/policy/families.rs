@@ -115,7 +115,7 @@ fn group_based(row: &Row, sequences: &Sequences, rewards: &[f32]) -> Outcome {
             ("grpo" | "grpo_vectorized", Some(true)) => grpo,
             ("dr_grpo" | "grpo_vectorized", Some(false)) => dr_grpo,
             ("rloo" | "rloo_vectorized", None) => rloo,
-            ("maxrl", None) => maxrl,
+            ("maxrl", None) => |rewards, sizes| maxrl(rewards, sizes, 0.0),
             ("opo", None) => {
                 return Ok(vec![("advantages", widen(&by_group(opo(&ordered, &sizes, &lengths)?)?))]);
             }

@@ -3,7 +3,7 @@
 use rand::Rng;
 use rand::seq::SliceRandom;
 use rloss::policy::advantage::{
-    dr_grpo, gae, grpo, grpo_batch_std, informative_groups, reinforce_plus_plus,
+    dr_grpo, gae, grpo, grpo_batch_std, informative_groups, maxrl, reinforce_plus_plus,
     reinforce_plus_plus_baseline, remax, rloo, whiten,
 };
 use rloss::policy::alarm::alarm;
@@ -34,6 +34,18 @@ fn equal_rewards_give_exactly_zero() {
             }
         }
     }
+}
+
+/// Tasks that give −1 to wrong answers were refused.
+#[test]
+fn maxrl_counts_the_least_reward_as_no_success() {
+    let signed = maxrl(&[1.0, -1.0, -1.0, -1.0, -1.0, -1.0], &[4, 2], -1.0).unwrap();
+    // Successes of 1 in 4: (1 − 1/4) / (1/4), and (0 − 1/4) / (1/4).
+    for (found, expected) in signed.iter().zip([3.0, -1.0, -1.0, -1.0, 0.0, 0.0]) {
+        assert!((found - expected).abs() <= 1e-5, "{signed:?}");
+    }
+    let error = maxrl(&[0.0, -0.5], &[2], 0.0).unwrap_err().to_string();
+    assert!(error.contains("least reward, 0, as 0: response 1 of the batch has -0.5"), "{error}");
 }
 
 #[test]

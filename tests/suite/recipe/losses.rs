@@ -77,11 +77,6 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
             "\"muon\" is for whole matrices, and an adapter trains their low-rank factors",
         ),
         (
-            "policy.advantage = \"maxrl\"",
-            "policy.advantage",
-            "this task gives negative rewards to wrong answers (task.name)",
-        ),
-        (
             "task.name = \"command\"\ntask.command = [\"true\"]\npolicy.advantage = \"maxrl\"\npolicy.kl.place = \"reward\"",
             "policy.advantage",
             "the divergence is subtracted from rewards",
@@ -89,7 +84,7 @@ fn keys_that_a_loss_or_an_advantage_does_not_go_with_are_refused() {
         (
             "task.name = \"command\"\ntask.command = [\"true\"]\npolicy.advantage = \"maxrl\"\npolicy.overlong.buffer_tokens = 4",
             "policy.advantage",
-            "the penalty makes rewards negative",
+            "the penalty is subtracted from rewards",
         ),
     ];
     for (text, key, reason) in cases {
