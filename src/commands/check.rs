@@ -7,9 +7,11 @@ use crate::error::EXIT_SUCCESS;
 use crate::harmony::Message;
 use crate::learner::CriticSettings;
 use crate::metrics::{Console, format_count, sanitize_terminal};
+use crate::model::names::parameter_specs;
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
+use crate::run::header::muon_cost;
 use crate::run::memory::{
     AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, available_memory,
     gigabytes,
@@ -190,6 +192,12 @@ fn print_memory_plan(
         several => format!(" in each of {several} processes"),
     };
     print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
+    let where_it_runs = (subject.processes, subject.gpu_sequences.is_none());
+    let specs = parameter_specs(subject.config);
+    let cost = muon_cost(subject.recipe, &specs, &subject.trainable, where_it_runs);
+    if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {
+        print_text(&format!("Muon: {cost}.\n\n"))?;
+    }
     if processes > 1 && first == ModelCommand::Train {
         let traffic = Traffic::new(&subject);
         print_text(&format!(

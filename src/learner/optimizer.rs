@@ -2,12 +2,13 @@
 //! updates.
 
 use crate::bad_input;
+use crate::dist::shard_range;
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
 use crate::model::sharded_layers::to_op_error;
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
-use crate::ops::muon::{self, Muon, muon, muon_shard};
+use crate::ops::muon::{self, MatrixShard, Muon, muon, muon_shard};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
@@ -60,21 +61,23 @@ pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, ranks: usize) -> 
     if is_orthogonalized(settings, spec) { muon::scratch_bytes(&spec.working_shape(), ranks) } else { 0 }
 }
 
-/// Returns the floating-point operations of Muon's iterations in one update of the trainable tensors, as far
-/// as this process runs them.
-pub fn update_flop(settings: &Settings, parameters: &Parameters, trainable: &[bool]) -> f64 {
-    let flop = |index: usize| {
-        let spec = &parameters.specs[index];
-        let (true, Some([matrices, rows, columns])) =
-            (is_orthogonalized(settings, spec), spec.matrix_shape())
+/// Returns the floating-point operations of Muon's iterations in one update of `tensors`, as far as the first
+/// of `ranks` processes runs them. Each tensor has its index in the parameter store.
+pub fn update_flop<'a>(
+    settings: &Settings,
+    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
+    ranks: usize,
+) -> f64 {
+    let flop = |(index, spec): (usize, &ParameterSpec)| {
+        let Some([_, rows, columns]) = spec.matrix_shape().filter(|_| is_orthogonalized(settings, spec))
         else {
             return 0.0;
         };
-        let own = parameters.matrix_shard(index);
-        let matrices = own.map_or(matrices, |shard| shard.whole_matrices().len() / (rows * columns));
-        matrices as f64 * muon::iteration_flop((rows, columns))
+        let range = shard_range(spec.element_count(), index, 0, ranks);
+        let whole = MatrixShard { shape: (rows, columns), range }.whole_matrices();
+        (whole.len() / (rows * columns).max(1)) as f64 * muon::iteration_flop((rows, columns))
     };
-    (0..parameters.len()).filter(|&index| trainable.get(index).copied().unwrap_or(true)).map(flop).sum()
+    tensors.map(flop).sum()
 }
 
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.

@@ -7,6 +7,7 @@ use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
 use crate::learner::optimizer::update_flop;
 use crate::metrics::{format_count, format_number};
+use crate::model::names::ParameterSpec;
 use crate::ops::muon::measure_flop_rate;
 use crate::recipe::Recipe;
 use crate::rollout::RolloutSettings;
@@ -74,20 +75,29 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
     }
 }
 
-/// Returns the work of Muon in an update of the policy, with its time on a CPU. `None` without Muon.
-fn muon_line(context: &RunContext, command: ModelCommand) -> Option<(&'static str, String)> {
-    let recipe = context.recipe();
+/// Returns the work of Muon in an update of the policy, as text: operations in each of `ranks` processes, and
+/// on a CPU the time, measured with a small matrix. `None` without Muon.
+pub fn muon_cost(
+    recipe: &Recipe,
+    specs: &[ParameterSpec],
+    trainable: &[bool],
+    (ranks, is_cpu): (usize, bool),
+) -> Option<String> {
     let settings =
         if recipe.train.steps > 0 { &recipe.train.optimizer } else { &recipe.cold_start.optimizer };
-    let flop = update_flop(settings, &context.parameters, &context.trainable);
-    if !command.trains() || flop == 0.0 {
+    let is_trainable = |index: usize| trainable.get(index).copied().unwrap_or(true);
+    let tensors = specs.iter().enumerate().filter(|(index, _)| is_trainable(*index));
+    let flop = update_flop(settings, tensors, ranks);
+    if flop == 0.0 {
         return None;
     }
-    let seconds = match context.parameters.device().is_cpu() {
-        true => format!(", about {} s", format_number(flop / measure_flop_rate())),
-        false => String::new(),
+    let seconds = if is_cpu { flop / measure_flop_rate() } else { 0.0 };
+    let time = match seconds {
+        0.0 => String::new(),
+        short if short < 0.1 => ", under 0.1 s".to_owned(),
+        seconds => format!(", about {seconds:.1} s"),
     };
-    Some(("muon", format!("{} GFLOP an update{seconds}", format_number(flop / 1e9))))
+    Some(format!("{:.1} GFLOP an update{time}", flop / 1e9))
 }
 
 /// Returns the files whose problems the command samples, if the task reads files.
@@ -150,12 +160,17 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
-    let rest =
-        [Some(work_line(context, command)), muon_line(context, command)].into_iter().flatten().chain([
-            ("device", context.device_name.clone()),
-            ("threads", threads),
-            ("folder", folder.display().to_string()),
-        ]);
+    let where_it_runs = (mesh.ranks(), context.parameters.device().is_cpu());
+    let muon = match command.trains() {
+        true => muon_cost(recipe, &context.parameters.specs, &context.trainable, where_it_runs),
+        false => None,
+    };
+    let muon = muon.map(|cost| ("muon", cost));
+    let rest = [Some(work_line(context, command)), muon].into_iter().flatten().chain([
+        ("device", context.device_name.clone()),
+        ("threads", threads),
+        ("folder", folder.display().to_string()),
+    ]);
     // Every command that may run generated code shows the sandbox.
     let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
     let head = [model].into_iter().chain(task).chain(data(recipe, command)).chain(rest);

@@ -101,6 +101,20 @@ fn a_recipe_that_trains_nothing_is_not_measured_by_what_training_it_would_take()
     assert!(text.contains("Peak memory of `rloss rollout`") && !text.contains("optimizer "), "{text}");
 }
 
+#[test]
+fn it_shows_what_muon_computes() {
+    let folder = TempDir::new().unwrap();
+    let text = |processes: &str| {
+        let mut command = rloss();
+        command.current_dir(folder.path()).arg("check").arg(quickstart());
+        command.args(["--set", "train.optimizer.kind=muon", "--processes", processes]);
+        String::from_utf8(done(&mut command).stdout).unwrap()
+    };
+    assert!(text("1").contains("\nMuon: 0.4 GFLOP an update, "), "{}", text("1"));
+    // Experts are divided; both processes compute a matrix that they share.
+    assert!(text("2").contains("\nMuon: 0.2 GFLOP an update, "), "{}", text("2"));
+}
+
 /// A recipe of a task program, written in `folder`: it answers until `ill`, which it then does `instead`.
 fn task_program(folder: &TempDir, ill: &str, instead: &str) -> std::path::PathBuf {
     let program = format!(
