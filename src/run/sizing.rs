@@ -132,7 +132,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         changes.push(("adapter.alpha", "16.0".to_owned(), String::new()));
         let lora_rate = if is_toy(&plan, parameters) { LORA_RATE } else { lora_rate };
         changes.retain(|(key, ..)| *key != "train.optimizer.lr");
-        let remark = "about ten times that of full training".to_owned();
+        let remark = "usual for LoRA; full training has about 1e-6".to_owned();
         changes.push(("train.optimizer.lr", format!("{lora_rate:e}"), remark));
         peak = peak_bytes(&changes)?;
     }
