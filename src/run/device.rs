@@ -150,11 +150,6 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
             ));
         }
     }
-    for (key, optimizer) in recipe.optimizers() {
-        if optimizer.kind == OptimizerKind::Muon {
-            obstacles.push((key, "no GPU kernel has Muon yet; write \"adamw\"".to_owned()));
-        }
-    }
     if recipe.policy.distill.is_some() {
         let reason = "no GPU kernel compares the policy with a teacher yet; remove [policy.distill]";
         obstacles.push(("policy.distill.teacher", reason.to_owned()));
@@ -173,6 +168,12 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
     }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
+        for (key, optimizer) in recipe.optimizers() {
+            if optimizer.kind == OptimizerKind::Muon {
+                let reason = "Muon on GPUs works with one GPU and one process only; write \"adamw\"";
+                obstacles.push((key, reason.to_owned()));
+            }
+        }
         if recipe.device == DeviceKind::Auto {
             obstacles.push((
                 "device",

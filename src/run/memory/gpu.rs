@@ -222,6 +222,7 @@ impl MemoryPlanInput<'_> {
                     phases.push(("sampling beside the update", [sampling, update.clone()].concat()));
                 }
                 phases.push(("update", update));
+                phases.extend(self.optimizer_phase());
             }
         }
         phases
