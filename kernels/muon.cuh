@@ -26,6 +26,6 @@ constexpr int chunk = 8192;  // values of a matrix whose squares one block adds
 constexpr int sum_shared_bytes = threads * 8;
 constexpr int tile = 32;  // rows and columns that one block processes
 constexpr int staged_row = tile + 1;  // so that a column of a staged tile is in different banks
-constexpr int tile_shared_bytes = tile * staged_row * 4;
+constexpr int tile_shared_bytes = (tile * staged_row - 1) * 4;
 
 }  // namespace muon

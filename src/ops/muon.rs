@@ -65,6 +65,12 @@ pub fn measure_flop_rate() -> f64 {
     rate
 }
 
+/// Returns the floating-point operations of the iteration for a matrix.
+pub fn iteration_flop((rows, columns): (usize, usize)) -> f64 {
+    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
+    ITERATIONS as f64 * (4.0 * short * short * long + 2.0 * short.powi(3))
+}
+
 /// Updates matrices by Muon (Jordan 2024, github.com/KellerJordan/Muon at 857d1ad). With the learning rate η,
 /// the weight decay λ and the gradient g:
 ///

@@ -2,6 +2,8 @@
 #include "muon.cuh"
 #include "op_checks.h"
 
+#include <algorithm>
+
 // The kernels, each compiled from its own .cu.
 extern "C" {
 void muon_momentum(Muon);
@@ -74,7 +76,8 @@ std::string wrong_update(const Options& options, const Shape& s) {
   }
   if (wrong.empty()) wrong = bits("muon, direction", t.x.data(), exact_x.data(), s.count());
 
-  t.x = numbers(s.count(), 1, 4);
+  const std::vector<bf16> results = numbers(s.count(), 1, 4);
+  std::copy(results.begin(), results.end(), t.x.begin());
   launch(options, unsigned(s.tiles()), op::threads, op::tile_shared_bytes, [=] { muon_update(p); });
   for (size_t i = 0; i < s.count(); i++) exact_w[i] = exact_w[i] * SHRINK - RATE * to_float(t.x[s.in_x(i)]);
   return wrong.empty() ? bits("muon, weights", t.weights.data(), exact_w.data(), s.count()) : wrong;

@@ -23,8 +23,11 @@ const OP: Op = Op("muon");
 const MOMENTUM: Kernel =
     Kernel { function: "muon_momentum", file: "muon", threads: 256, shared_bytes: 256 * size_of::<f64>() };
 const NORM: Kernel = Kernel { function: "muon_norm", ..MOMENTUM };
-const DIRECTION: Kernel =
-    Kernel { function: "muon_direction", shared_bytes: TILE * (TILE + 1) * size_of::<f32>(), ..MOMENTUM };
+const DIRECTION: Kernel = Kernel {
+    function: "muon_direction",
+    shared_bytes: (TILE * (TILE + 1) - 1) * size_of::<f32>(),
+    ..MOMENTUM
+};
 const UPDATE: Kernel = Kernel { function: "muon_update", ..DIRECTION };
 /// Number of rows and of columns that one thread block processes.
 const TILE: usize = 32;

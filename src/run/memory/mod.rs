@@ -540,18 +540,23 @@ impl MemoryPlanInput<'_> {
         let gathered = if exchanges { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         let update = vec![MemoryItem { name, bytes }, gathered];
-        if self.samples_beside_the_update() && steps > 0 {
-            phases.push(("sampling beside the update", [self.sampling_items(), update.clone()].concat()));
+        let samples_ahead = self.samples_beside_the_update() && steps > 0;
+        let sampling = samples_ahead.then(|| self.sampling_items());
+        if let Some(sampling) = &sampling {
+            phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
         }
         phases.push(("update", update));
-        phases.extend(self.optimizer_phase());
+        phases.extend(self.optimizer_phase(sampling));
         phases
     }
 
-    /// Returns the phase of the optimizers that multiply matrices.
-    fn optimizer_phase(&self) -> Option<(&'static str, Vec<MemoryItem>)> {
+    /// Returns the phase of the optimizers that multiply matrices. `sampling` has the items of sampling that
+    /// runs at the same time.
+    fn optimizer_phase(&self, sampling: Option<Vec<MemoryItem>>) -> Option<(&'static str, Vec<MemoryItem>)> {
         let bytes = self.optimizer_scratch_bytes();
-        (bytes > 0).then(|| ("optimizer", vec![MemoryItem { name: "products of one matrix", bytes }]))
+        let products = MemoryItem { name: "products of matrices", bytes };
+        let items = sampling.into_iter().flatten().chain([products]);
+        (bytes > 0).then(|| ("optimizer", items.collect()))
     }
 
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are

@@ -57,8 +57,8 @@ fn reference(matrix: &Tensor) -> Result<Tensor> {
     Ok(x)
 }
 
-/// The error is the distance to the CPU's f32 result, of the result's norm. It may be 1.2 times the error of
-/// the author's code: both round, at other places.
+/// The error is the distance to the CPU's f32 result, of the result's norm. The author's code rounds at more
+/// places, so its error is the bound.
 #[test]
 fn an_update_is_as_close_to_the_cpus_as_the_authors_bf16_code() {
     let gpu = open(0).unwrap();
@@ -78,7 +78,7 @@ fn an_update_is_as_close_to_the_cpus_as_the_authors_bf16_code() {
         let error = |x: &[f32]| distance(x, &exact) / norm(&exact);
         let (found, plain) = (error(&found), error(&plain));
         println!("muon, {shape:?}: off by {found:.1e}, the author's code by {plain:.1e}");
-        assert!(found <= 1.2 * plain.max(2f64.powi(-8)), "{shape:?}: {found:e}, {plain:e}");
+        assert!(found <= plain, "{shape:?}: {found:e}, {plain:e}");
     }
 }
 
