@@ -65,12 +65,6 @@ pub fn measure_flop_rate() -> f64 {
     rate
 }
 
-/// Returns the floating-point operations of the iteration for a matrix.
-pub fn iteration_flop((rows, columns): (usize, usize)) -> f64 {
-    let (short, long) = (rows.min(columns) as f64, rows.max(columns) as f64);
-    ITERATIONS as f64 * (4.0 * short * short * long + 2.0 * short.powi(3))
-}
-
 /// Updates matrices by Muon (Jordan 2024, github.com/KellerJordan/Muon at 857d1ad). With the learning rate η,
 /// the weight decay λ and the gradient g:
 ///
@@ -84,10 +78,10 @@ pub fn iteration_flop((rows, columns): (usize, usize)) -> f64 {
 /// Moonlight (Liu et al. 2025, arXiv 2502.16982): it gives the update the size of AdamW's, so that both have
 /// one learning rate and one weight decay. The reference has the factor √max(1, rows/columns) instead.
 ///
-/// On a CPU the iteration runs in f32. On a GPU it rounds X, A and b·A + c·A² to bf16, as the reference does,
-/// with sums in f32. A tall matrix is transposed for the iteration.
-/// All tensors have the shape `[rows, columns]`, or `[E, rows, columns]` for the matrices of E experts, each
-/// of which is updated by itself. The bits do not depend on the number of threads.
+/// On a CPU the iteration runs in f32. On a GPU it rounds X, A and the polynomial of A to bf16, as the
+/// reference does, with sums in f32. A tall matrix is transposed for the iteration. All tensors have the shape
+/// `[rows, columns]`, or `[E, rows, columns]` for the matrices of E experts, each of which is updated by
+/// itself. The bits do not depend on the number of threads.
 ///
 /// # Errors
 /// When shapes differ, or a tensor is no matrix.

@@ -197,3 +197,27 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
     }
     obstacles
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Console;
+    use crate::recipe::resolve;
+    use crate::run::preflight::Preflight;
+    use std::path::Path;
+
+    #[test]
+    fn muon_works_with_one_gpu_only() {
+        let text = "task.name = \"format_rules\"\ntrain.optimizer.kind = \"muon\"";
+        let plan = resolve(Path::new("r.toml"), text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let config = preflight.memory_plan_input().config;
+        let obstacles = |processes| {
+            let mesh = Mesh::without_connection(0, processes);
+            let obstacles = list_gpu_obstacles(&preflight.plan, config, &mesh).into_iter();
+            obstacles.filter(|(key, _)| *key == "train.optimizer.kind").collect::<Vec<_>>()
+        };
+        assert_eq!(obstacles(1), []);
+        assert!(matches!(&*obstacles(2), [(_, reason)] if reason.contains("one GPU and one process only")));
+    }
+}
