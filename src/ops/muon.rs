@@ -79,9 +79,10 @@ pub fn measure_flop_rate() -> f64 {
 /// one learning rate and one weight decay. The reference has the factor √max(1, rows/columns) instead.
 ///
 /// On a CPU the iteration runs in f32. On a GPU it rounds X, A and the polynomial of A to bf16, as the
-/// reference does, with sums in f32. A tall matrix is transposed for the iteration. All tensors have the shape
-/// `[rows, columns]`, or `[E, rows, columns]` for the matrices of E experts, each of which is updated by
-/// itself. The bits do not depend on the number of threads.
+/// reference does, with sums in f32. A tall matrix is transposed for the iteration.
+///
+/// All tensors have the shape `[rows, columns]`, or `[E, rows, columns]` for the matrices of E experts, each
+/// of which is updated by itself. The bits do not depend on the number of threads.
 ///
 /// # Errors
 /// When shapes differ, or a tensor is no matrix.
