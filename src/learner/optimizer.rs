@@ -49,6 +49,11 @@ fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'s
     }
 }
 
+/// Returns the number of bytes of GPU memory that the update of a tensor needs temporarily.
+pub fn device_update_bytes(settings: &Settings, spec: &ParameterSpec) -> u64 {
+    if is_orthogonalized(settings, spec) { muon::device_scratch_bytes(&spec.working_shape()) } else { 0 }
+}
+
 /// Returns the number of bytes of optimizer state that this process needs for a tensor of which it holds
 /// `local_values` values.
 pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usize) -> u64 {
@@ -93,10 +98,13 @@ impl Optimizer {
     /// [`MASTER`] holds its weights in f32. Every other tensor is its own master weight.
     ///
     /// # Errors
-    /// When memory runs out; [`crate::error::BadInput`] for Muon on a GPU.
+    /// When memory runs out; [`crate::error::BadInput`] for Muon on several GPUs.
     pub fn new(settings: &Settings, parameters: &mut Parameters, round_to_bf16: bool) -> Result<Self> {
-        if settings.kind == OptimizerKind::Muon && !parameters.device().is_cpu() {
-            return Err(bad_input!("no GPU kernel has Muon yet; write kind = \"adamw\""));
+        let on_several_gpus = parameters.mesh().ranks() > 1 && !parameters.device().is_cpu();
+        if settings.kind == OptimizerKind::Muon && on_several_gpus {
+            return Err(bad_input!(
+                "Muon on GPUs works with one GPU and one process only; write kind = \"adamw\""
+            ));
         }
         let optimizer = Self { settings: settings.clone(), updates: 0 };
         for index in 0..parameters.len() {

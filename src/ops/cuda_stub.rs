@@ -4,6 +4,7 @@ use super::adamw_8bit::Moment;
 use super::embedding::TokensById;
 use super::load_balance::LoadBalance;
 use super::logits::SampledToken;
+use super::muon::Muon;
 use super::operation::DeviceArgument;
 use super::optimizer::AdamW;
 use super::packed_weights::PackedMatrix;
@@ -202,4 +203,5 @@ refused! { pub(super),
     scale(&Tensor, f32) -> ();
     round_into(&Tensor, &Tensor) -> ();
     sum_of_squares(&Tensor) -> f64;
+    muon(&Tensor, &Tensor, &Tensor, &Muon) -> ();
 }

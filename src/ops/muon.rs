@@ -1,6 +1,7 @@
 //! Muon: momentum whose singular values are all moved close to 1, for the matrices of hidden layers.
 
 use super::cpu::{edit, host_values};
+use super::cuda;
 use super::optimizer::check_same_shape;
 use super::product::{GemmThreads, StridedMatrix, product};
 use candle_core::{Result, Tensor, bail};
@@ -21,8 +22,8 @@ pub struct Muon {
 }
 
 /// Coefficients of the Newton–Schulz iteration, from the author's reference.
-const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
-const ITERATIONS: usize = 5;
+pub(super) const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
+pub(super) const ITERATIONS: usize = 5;
 /// Added to the norm of a matrix, so that a matrix of zeros stays zero.
 const NORM_EPSILON: f64 = 1e-7;
 /// Number of f32 matrices of the size of the largest one that an update needs besides its tensors.
@@ -77,18 +78,20 @@ pub fn measure_flop_rate() -> f64 {
 /// Moonlight (Liu et al. 2025, arXiv 2502.16982): it gives the update the size of AdamW's, so that both have
 /// one learning rate and one weight decay. The reference has the factor √max(1, rows/columns) instead.
 ///
-/// The iteration runs in f32; the reference rounds X to bf16. A tall matrix is transposed for the iteration.
+/// On a CPU the iteration runs in f32. On a GPU it rounds X, A and the polynomial of A to bf16, as the
+/// reference does, with sums in f32. A tall matrix is transposed for the iteration.
+///
 /// All tensors have the shape `[rows, columns]`, or `[E, rows, columns]` for the matrices of E experts, each
 /// of which is updated by itself. The bits do not depend on the number of threads.
 ///
 /// # Errors
 /// When shapes differ, or a tensor is no matrix.
 pub fn muon(weights: &Tensor, momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<()> {
+    if weights.device().is_cuda() {
+        return cuda::muon(weights, momentum, gradient, step);
+    }
     check_same_shape(weights, &[momentum, gradient])?;
-    let shape = match *weights.dims() {
-        [rows, columns] | [_, rows, columns] => (rows, columns),
-        _ => bail!("muon: {:?} is the shape of no matrix", weights.dims()),
-    };
+    let (_, shape) = matrix_shape(weights.dims())?;
     let gradient = host_values(gradient)?;
     edit(weights, |weights| {
         edit(momentum, |momentum| {
@@ -169,7 +172,7 @@ impl Muon {
 
     /// Updates weights `w` by the values `x` of their matrix, whose singular values are close to 1.
     fn apply(&self, w: &mut [f32], x: &[f32], (rows, columns): (usize, usize)) {
-        let rate = (f64::from(self.rate) * 0.2 * (rows.max(columns) as f64).sqrt()) as f32;
+        let rate = self.rate_of((rows, columns)) as f32;
         for (w, x) in w.iter_mut().zip(x) {
             *w = *w * self.shrink - rate * x;
         }
@@ -209,4 +212,44 @@ fn orthogonalize(matrix: Vec<f32>, (rows, columns): (usize, usize)) -> Vec<f32> 
 fn transpose(matrix: &[f32], (rows, columns): (usize, usize)) -> Vec<f32> {
     let value = |index: usize| matrix[index % rows * columns + index / rows];
     (0..rows * columns).map(value).collect()
+}
+
+/// Returns the number of matrices of a tensor, and the rows and columns of each.
+pub(super) fn matrix_shape(dims: &[usize]) -> Result<(usize, (usize, usize))> {
+    match *dims {
+        [rows, columns] => Ok((1, (rows, columns))),
+        [matrices, rows, columns] => Ok((matrices, (rows, columns))),
+        _ => bail!("muon: {dims:?} is the shape of no matrix"),
+    }
+}
+
+impl Muon {
+    /// Returns the learning rate of matrices of this shape: η·0.2·√max(rows, columns).
+    pub(super) fn rate_of(&self, (rows, columns): (usize, usize)) -> f64 {
+        f64::from(self.rate) * 0.2 * (rows.max(columns) as f64).sqrt()
+    }
+}
+
+/// Number of values of the matrices that a GPU updates at a time. It updates one matrix if that is larger.
+const DEVICE_VALUES: usize = 1 << 24;
+/// Number of values of a matrix whose squares one thread block of a GPU adds.
+pub(super) const SQUARES_CHUNK: usize = 8192;
+
+/// Returns the number of matrices that a GPU updates at a time.
+pub(super) fn matrices_at_once(dims: &[usize]) -> usize {
+    match *dims {
+        [matrices, rows, columns] => (DEVICE_VALUES / (rows * columns).max(1)).clamp(1, matrices.max(1)),
+        _ => 1,
+    }
+}
+
+/// Returns the bytes of GPU memory that an update of a tensor with these dimensions needs temporarily.
+pub fn device_scratch_bytes(dims: &[usize]) -> u64 {
+    let [.., rows, columns] = *dims else { return 0 };
+    let (size, short) = (rows * columns, rows.min(columns));
+    // X before and after an iteration, A and the polynomial of A; the squares and the factor of the norm.
+    let products = 2 * (size + short * short) * size_of::<half::bf16>();
+    let norm = size.div_ceil(SQUARES_CHUNK) * size_of::<f64>() + size_of::<f32>();
+    let starts = size_of::<u32>();
+    (matrices_at_once(dims) * (products + norm + starts) + starts) as u64
 }

@@ -14,6 +14,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
 - two processes with a GPU each, and an adapter beside packed experts: gap 0;
+- Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
   between rollout, prefill, decode and training;
 - what a GPU cannot do is refused before any work, and more than its memory holds.
@@ -157,7 +158,7 @@ def several(world):
     assert "in each of 2 processes" in said, said
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
+    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut"), ("train.optimizer.kind", "muon")]:
         said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
 
@@ -177,6 +178,25 @@ def adapted(world):
     world.train(world.gpu, "adapted_ahead", *words, *ahead)
     rows = world.rows("adapted_ahead", "rl")
     assert len(rows) == 3 and all(row["engine/bit_equal_fraction"] == 1 for row in rows), rows
+
+
+def orthogonal(world):
+    """Muon: four steps, and two that are resumed for two more. Returns the bytes of state compared, and memory in use and planned."""
+    muon = sets(train__optimizer__kind="muon", train__optimizer__schedule="constant", train__optimizer__warmup_steps=0)
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, checkpoint__every_steps=2, policy__entropy_coefficient=0.01), *muon]
+    world.train(world.gpu, "muon", *words, *sets(train__steps=4))
+    world.train(world.gpu, "muon_ended", *words, *sets(train__steps=2))
+    world.train(world.gpu, "muon_ended", "--resume", *words, *sets(train__steps=4))
+    whole, resumed = ([timeless(row) for row in world.rows(name, "rl")] for name in ("muon", "muon_ended"))
+    assert len(whole) == 4 and whole == resumed, f"{whole}\n{resumed}"
+    assert all(row["mismatch/bit_equal_fraction"] == 1 for row in whole) and any(row["actor/grad_norm"] > 0 for row in whole), whole
+    compared = 0
+    for name in ("model.safetensors", "trainer.safetensors"):
+        one, other = ((world.place / run / "checkpoints/step-000004" / name).read_bytes() for run in ("muon", "muon_ended"))
+        assert one == other, f"{name} after the resume"
+        compared += len(one)
+    used, planned = plan_holds_with(world, "muon_memory", *muon)
+    return compared, used, planned
 
 
 def wide_heads(world):
@@ -332,6 +352,8 @@ def main():
         goes_on_elsewhere(world)
         several(world)
         adapted(world)
+        compared, used, planned = orthogonal(world)
+        print(f"Muon: resumed, {compared} bytes of weights and state as without the break; {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
         print(f"heads of 128: {wide_heads(world)} tokens, 0 differing bits")
         sampled_ahead(world)
         print("sampled ahead on a second stream: the same rows in three orders of the streams")

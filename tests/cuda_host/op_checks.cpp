@@ -19,6 +19,7 @@ std::string wrong_silu_gated(const Options& options, bool small);
 std::string wrong_log_prob(const Options& options, bool small);
 std::string wrong_sampling(const Options& options, bool small);
 std::string wrong_optimizer(const Options& options, bool small);
+std::string wrong_muon(const Options& options, bool small);
 
 const std::vector<OpFamily> OP_FAMILIES = {
     {"dispatch", wrong_dispatch},
@@ -34,6 +35,7 @@ const std::vector<OpFamily> OP_FAMILIES = {
     {"log_prob", wrong_log_prob},
     {"sampling", wrong_sampling},
     {"optimizer", wrong_optimizer},
+    {"muon", wrong_muon},
 };
 
 std::vector<float> floats(size_t count, double size, unsigned seed) {

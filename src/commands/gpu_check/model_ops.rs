@@ -5,6 +5,7 @@ use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
 use crate::ops::logits::SamplingParameters;
+use crate::ops::muon::{Muon, muon};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
 use crate::ops::parameter::GradientSink;
 use crate::ops::rope::{RopeTable, Rotation};
@@ -363,7 +364,12 @@ const STEP: AdamW = AdamW {
     eps: 1e-8,
 };
 
-/// Runs the optimizers. All values must be bitwise equal to the CPU's.
+const MUON_STEP: Muon = Muon { shrink: 0.98, rate: 0.1, momentum: 0.9, one_minus_momentum: 0.1 };
+/// Tolerance of Muon's update: a GPU rounds its matrices to bf16. Five iterations turn that into 1 to 2% of
+/// the update's norm, and of single values into more.
+const MUON_TOLERANCE: Tolerance = Tolerance::F32Sum(0.1);
+
+/// Runs the optimizers. All values must be bitwise equal to the CPU's, except for Muon's updates.
 fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let values = |seed: u64, width: usize| -> Result<Tensor> {
         Ok((f32_rows(seed, rows, width, &Device::Cpu)? / 3.0)?)
@@ -394,7 +400,18 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         adamw_8bit(&weights_8bit, moments, &to_device(values(seed, 53)?)?, &STEP)?;
     }
     let bit_equal = |name: &str, x: &Tensor| over_rows(name, x, Tolerance::BitEqual);
-    Ok(vec![
+    // Weights of 0 make the whole update visible. One pair of matrices is wide or tall by the rows, one is
+    // always tall.
+    let mut muon_outputs = vec![];
+    for (name, width) in [("muon", 24), ("muon, narrow", 2)] {
+        let experts = |x: Tensor| -> Result<Tensor> { to_device(x.reshape((2, (), width))?) };
+        let momentum = experts(values(11, 2 * width)?)?;
+        let updated = momentum.zeros_like()?;
+        muon(&updated, &momentum, &experts(values(12, 2 * width)?)?, &MUON_STEP)?;
+        muon_outputs.push(bit_equal(&format!("{name}, momentum"), &momentum)?);
+        muon_outputs.push(over_rows(&format!("{name}, update"), &updated, MUON_TOLERANCE)?);
+    }
+    let outputs = [
         bit_equal("adamw, weights", &weights)?,
         bit_equal("adamw, first moment", &first)?,
         bit_equal("adamw, second moment", &second)?,
@@ -408,7 +425,8 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         bit_equal("adamw_8bit, first scales", &m_scales)?,
         bit_equal("adamw_8bit, second codes", &v)?,
         bit_equal("adamw_8bit, second scales", &v_scales)?,
-    ])
+    ];
+    Ok(outputs.into_iter().chain(muon_outputs).collect())
 }
 
 /// Runs an op on rows of seeded inputs.

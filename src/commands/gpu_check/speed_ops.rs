@@ -7,6 +7,7 @@
 use super::model_ops::trainable_parameter;
 use super::speed::{median_milliseconds, random_values};
 use crate::ops::graph::differentiate;
+use crate::ops::muon::{Muon, iteration_flop, muon};
 use crate::ops::optimizer::{AdamW, adamw};
 use crate::ops::{self, Dispatch};
 use anyhow::Result;
@@ -73,7 +74,12 @@ pub(super) fn run(device: &Device, small: bool) -> Result<()> {
     };
     measure_and_print(device, "adamw", count, 0.0, 28.0 * count as f64, || {
         Ok(adamw(&w, [&m, &v], &g, &step)?)
-    })
+    })?;
+    let shape = (sizes.experts, sizes.hidden, sizes.intermediate);
+    let (w, m, g) = (w.reshape(shape)?, m.reshape(shape)?, g.reshape(shape)?);
+    let step = Muon { shrink: 1.0, rate: 1e-3, momentum: 0.95, one_minus_momentum: 0.05 };
+    let operations = sizes.experts as f64 * iteration_flop((sizes.hidden, sizes.intermediate));
+    measure_and_print(device, "muon", count, operations, 20.0 * count as f64, || Ok(muon(&w, &m, &g, &step)?))
 }
 
 /// Measures `pass` and prints its row. The last column is the shortest possible time, divided by the measured

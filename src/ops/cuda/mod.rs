@@ -19,6 +19,7 @@ mod load_balance;
 mod log_prob;
 mod low_rank;
 mod modules;
+mod muon;
 #[cfg(test)]
 mod on_device;
 mod optimizer;
@@ -57,6 +58,7 @@ pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_r
 pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
+pub(super) use muon::muon;
 pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
 pub(super) use paged_attention::cached_sink_attention;
 pub(super) use product::{

@@ -218,10 +218,12 @@ impl MemoryPlanInput<'_> {
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = self.pass_shape(tokens, tokens).forward_backward_bytes(recomputes);
                 let update = vec![MemoryItem { name, bytes }];
-                if let Some(sampling) = sampling.filter(|_| self.samples_beside_the_update()) {
-                    phases.push(("sampling beside the update", [sampling, update.clone()].concat()));
+                let sampling = sampling.filter(|_| self.samples_beside_the_update());
+                if let Some(sampling) = &sampling {
+                    phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
                 }
                 phases.push(("update", update));
+                phases.extend(self.optimizer_phase(sampling));
             }
         }
         phases

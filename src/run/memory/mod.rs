@@ -29,7 +29,7 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
-use crate::learner::optimizer::{state_bytes, update_bytes};
+use crate::learner::optimizer::{device_update_bytes, state_bytes, update_bytes};
 use crate::metrics::TextTable;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
@@ -540,15 +540,23 @@ impl MemoryPlanInput<'_> {
         let gathered = if exchanges { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         let update = vec![MemoryItem { name, bytes }, gathered];
-        if self.samples_beside_the_update() && steps > 0 {
-            phases.push(("sampling beside the update", [self.sampling_items(), update.clone()].concat()));
+        let samples_ahead = self.samples_beside_the_update() && steps > 0;
+        let sampling = samples_ahead.then(|| self.sampling_items());
+        if let Some(sampling) = &sampling {
+            phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
         }
         phases.push(("update", update));
-        let scratch = self.optimizer_scratch_bytes();
-        if scratch > 0 {
-            phases.push(("optimizer", vec![MemoryItem { name: "products of one matrix", bytes: scratch }]));
-        }
+        phases.extend(self.optimizer_phase(sampling));
         phases
+    }
+
+    /// Returns the phase of the optimizers that multiply matrices. `sampling` has the items of sampling that
+    /// runs at the same time.
+    fn optimizer_phase(&self, sampling: Option<Vec<MemoryItem>>) -> Option<(&'static str, Vec<MemoryItem>)> {
+        let bytes = self.optimizer_scratch_bytes();
+        let products = MemoryItem { name: "products of matrices", bytes };
+        let items = sampling.into_iter().flatten().chain([products]);
+        (bytes > 0).then(|| ("optimizer", items.collect()))
     }
 
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
@@ -556,7 +564,11 @@ impl MemoryPlanInput<'_> {
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
         let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
-            tensors.iter().map(|(_, spec)| update_bytes(settings, spec, self.processes)).max().unwrap_or(0)
+            let bytes = |spec: &ParameterSpec| match self.gpu_sequences {
+                Some(_) => device_update_bytes(settings, spec),
+                None => update_bytes(settings, spec, self.processes),
+            };
+            tensors.iter().map(|(_, spec)| bytes(spec)).max().unwrap_or(0)
         };
         let stages = [
             (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),

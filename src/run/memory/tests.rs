@@ -390,6 +390,14 @@ fn a_gpu_has_a_copy_of_the_trained_weights_and_both_phases_if_it_samples_beside_
     let both = phase(&ahead, "sampling").unwrap() + phase(&ahead, "update").unwrap();
     assert_eq!(phase(&ahead, beside), Some(both));
     assert_eq!(ahead.peak_bytes(), ahead.resident_bytes() + both);
+    // Muon's products have memory of their own, and one moment takes less than two.
+    let muon = "train.optimizer.kind = \"muon\"\n";
+    let (orthogonal, beside_sampling) = (plan(muon, 1), plan(&format!("{lag}{muon}"), 1));
+    assert_eq!(phase(&without, "optimizer"), None);
+    let products = phase(&orthogonal, "optimizer").unwrap();
+    assert!(products > 0 && bytes(&orthogonal, "optimizer") < bytes(&without, "optimizer"));
+    let sampling = phase(&beside_sampling, "sampling").unwrap();
+    assert_eq!(phase(&beside_sampling, "optimizer"), Some(sampling + products));
     let frozen = plan(&format!("{lag}train.freeze = [\"*.mlp.experts.*\"]"), 1);
     assert!(bytes(&frozen, copy) < bytes(&frozen, "weights"));
 }

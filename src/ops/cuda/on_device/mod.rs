@@ -8,6 +8,7 @@ mod head;
 mod load_balance;
 mod log_prob;
 mod low_rank;
+mod muon;
 mod optimizer;
 mod packed_weights;
 mod parameter;
