@@ -334,6 +334,7 @@ fn main() -> Result<()> {
                 },
                 old_log_prob_forward: None,
                 response_tokens_max: shapes.response_tokens,
+                reward_min: -1.0,
                 norm_limits: GradientNormLimits::default(),
                 timings: &timings,
                 console: &Console::silent(),

@@ -194,7 +194,7 @@ def summary(a, cells):
 
 def figure(a, cells):
     """Returns an SVG: a row of dots for each objective, a panel for each task and setting."""
-    left, width, row, top = 220, 150, 16, 46
+    left, width, row, top = 250, 150, 16, 46
     panel_height = top + row * len(a.objectives) + 24
     size = f'width="{left + width * len(a.settings)}" height="{panel_height * len(a.tasks)}"'
     out = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',

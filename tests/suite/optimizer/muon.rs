@@ -151,11 +151,9 @@ fn shards_of_a_tensor_are_updated_as_the_whole_tensor() {
     let directions: Vec<f32> = ranges().flat_map(|range| update(range, &[]).0).collect();
     assert_eq!(directions.len(), count);
     let shards: Vec<_> = ranges().map(|range| update(range, &directions)).collect();
-    let joined = |of: fn(&(Vec<f32>, Vec<f32>, Vec<f32>)) -> &Vec<f32>| -> Vec<f32> {
-        shards.iter().flat_map(|shard| of(shard).clone()).collect()
-    };
-    assert_eq!(joined(|shard| &shard.1), tiny::values(&whole[0]));
-    assert_eq!(joined(|shard| &shard.2), tiny::values(&whole[1]));
+    let weights: Vec<f32> = shards.iter().flat_map(|(_, weights, _)| weights.clone()).collect();
+    let momenta: Vec<f32> = shards.iter().flat_map(|(_, _, momentum)| momentum.clone()).collect();
+    assert_eq!((weights, momenta), (tiny::values(&whole[0]), tiny::values(&whole[1])));
     let shard = MatrixShard { shape: (4, 6), range: 0..24 };
     let w = tensor(&[0.0; 24], &[24]);
     let error = muon_shard(&w, &w.copy().unwrap(), &w, &step, &shard, |_| Ok(vec![])).unwrap_err();
