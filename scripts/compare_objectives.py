@@ -175,20 +175,21 @@ def table(a, cells):
 
 
 def summary(a, cells):
-    """Returns a table of means, with a column that says where an objective separates from the first of its kind."""
-    places = [(task, setting) for task in a.tasks for setting in a.settings]
-    lines = ["|objective|" + "|".join(f"{task}, {setting}" for task, setting in places) + "|separates|",
-             "|---|" + "---|" * (len(places) + 1)]
+    """Returns a table of means, one for each task in a cell. The last column counts where an objective separates."""
+    lines = ["|" + ", ".join(a.tasks) + "|" + "|".join(a.settings) + "|separates|", "|---|" + "---|" * (len(a.settings) + 1)]
     for objective in a.objectives:
         row, arrows = [], []
-        for task, setting in places:
-            cell = cells.get((task, setting, objective))
-            arrow = separates(cells, task, setting, objective).strip()
-            row.append(f"{sum(cell[0]) / len(cell[0]):.2f}{arrow}" if cell else "–")
-            arrows += [arrow] if arrow else []
-        is_first = objective in FIRST.values()
-        counted = f"{arrows.count('↑')}↑{arrows.count('↓')}↓" if arrows else "from none"
-        lines.append(f"|`{objective}`|" + "|".join(row) + f"|{'–' if is_first else counted}|")
+        for setting in a.settings:
+            texts = []
+            for task in a.tasks:
+                cell = cells.get((task, setting, objective))
+                arrow = separates(cells, task, setting, objective).strip()
+                texts.append(f"{sum(cell[0]) / len(cell[0]):.2f}{arrow}" if cell else "–")
+                arrows += [arrow] if arrow else []
+            row.append(" ".join(texts))
+        counts = [f"{arrows.count(arrow)}{arrow}" for arrow in "↑↓" if arrow in arrows]
+        counted = "–" if objective in FIRST.values() else " ".join(counts) or "from none"
+        lines.append(f"|`{objective}`|" + "|".join(row) + f"|{counted}|")
     return "\n".join(lines) + "\n"
 
 

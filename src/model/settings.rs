@@ -243,7 +243,8 @@ choice! {
 table! {
     /// A low-rank adapter (LoRA). Training changes only the adapter; the weights of the model stay frozen,
     /// packed or dense. The reference of `policy.kl` is then the model without the adapter. The critic is a
-    /// second adapter with a value head. Suitable learning rates are ten or more times those of full training.
+    /// second adapter with a value head. Suitable learning rates are at least ten times those of full
+    /// training.
     pub struct AdapterSettings {
         /// Rank of the adapter of each matrix.
         pub rank: usize = 16 => from(1.0).to(4096.0),
