@@ -10,11 +10,12 @@ use crate::tasks::{Demonstration, Task};
 use anyhow::Result;
 use serde_json::Value;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The source of supervised examples.
 pub enum Examples {
     /// Rows of a file, shuffled again in each epoch.
-    Rows { sequences: Vec<Sequence>, order: EpochOrder },
+    Rows { sequences: Arc<[Sequence]>, order: EpochOrder },
     /// The task's own demonstrations.
     Demonstrations,
 }
@@ -106,19 +107,15 @@ impl ConversationRenderer<'_> {
 }
 
 impl Examples {
-    /// Reads the rows of `file`; without a file, uses the task's demonstrations.
-    ///
-    /// # Errors
-    /// When [`ConversationRenderer::read_rows`] fails.
-    pub fn open(file: Option<&Path>, renderer: &ConversationRenderer) -> Result<Self> {
-        Ok(match file {
-            Some(path) => {
-                let sequences = renderer.read_rows(path, None)?;
+    /// Returns the examples of `rows`; without rows, the task's demonstrations.
+    pub fn new(rows: Option<Arc<[Sequence]>>) -> Self {
+        match rows {
+            Some(sequences) => {
                 let order = EpochOrder::new(sequences.len(), Purpose::Shuffle);
                 Examples::Rows { sequences, order }
             }
             None => Examples::Demonstrations,
-        })
+        }
     }
 
     /// Returns the examples `start..start + count`. The sequence of examples is endless.

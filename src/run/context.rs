@@ -17,6 +17,7 @@ use crate::engine::{Engine, EngineLimits};
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::learner::examples::ConversationRenderer;
+use crate::learner::micro_batch::Sequence;
 use crate::learner::teacher::PromptChange;
 use crate::metrics::Console;
 use crate::model::cache::CacheCapacity;
@@ -78,6 +79,8 @@ pub struct RunContext {
     pub system_prompt: Vec<Message>,
     /// The teacher of distillation, if it is another model.
     pub teacher: Option<TeacherModel>,
+    /// The rows of `cold_start.train_file`, if the command trains on them.
+    pub sft_rows: Option<Arc<[Sequence]>>,
     /// The teacher's system prompt, if it is not the policy's.
     pub teacher_prompt: Option<PromptChange>,
 }

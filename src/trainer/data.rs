@@ -28,7 +28,11 @@ impl TrainingData {
     /// [`crate::error::BadInput`] that names file and row, or the problem whose prompt is too long.
     pub fn open(context: &RunContext) -> Result<Self> {
         let file = context.recipe().cold_start.train_file.as_deref();
-        let examples = Examples::open(file, &context.renderer())?;
+        let rows = match (&context.sft_rows, file) {
+            (None, Some(file)) => Some(context.renderer().read_rows(file, None)?.into()),
+            (rows, _) => rows.clone(),
+        };
+        let examples = Examples::new(rows);
         let validation = open_validation(context, &examples)?;
         let stored = open_stored(context)?;
         check_prompts(context, stored.is_none())?;

@@ -336,6 +336,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             packed_weights: PackedWeightPlacement::Whole,
             gpu_sequences: None,
             recompute_layers: None,
+            sft_row_tokens_max: None,
             teacher: None,
         };
         let plan = MemoryPlan::new(&subject);

@@ -20,7 +20,7 @@ pub fn confine_worker(parent_id: u32, memory_bytes: u64, first_unused: i32) -> R
     capabilities_dropped?;
     let abi = landlock?;
     seccomp?;
-    Ok(format!("landlock ABI {abi} without rules, seccomp allow-list, no capabilities, resource limits"))
+    Ok(format!("landlock ABI {abi} denies all files, seccomp allow-list, no capabilities, resource limits"))
 }
 
 /// System calls that a computation needs: pipes, non-executable memory, clocks, and the process's own signals

@@ -201,8 +201,7 @@ impl MemoryPlanInput<'_> {
         }
         let sampling = phases.first().map(|(_, items)| items.clone());
         let (prompts, samples) = self.rollout_size();
-        let tokens = recipe.train.micro_batch_tokens.max(self.longest_sequence());
-        let tokens = tokens.min(prompts.saturating_mul(samples).saturating_mul(self.longest_sequence()));
+        let tokens = self.micro_batch_tokens();
         match self.command {
             ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {}
             ModelCommand::CheckMismatch(_) => {

@@ -133,6 +133,8 @@ pub struct MemoryPlanInput<'a> {
     /// Whether the backward pass recomputes layers, chosen by the available memory. `None` if that memory is
     /// unknown. The recipe's key overrides this value.
     pub recompute_layers: Option<bool>,
+    /// Tokens of the longest row of an SFT file, if the command reads one.
+    pub sft_row_tokens_max: Option<usize>,
     /// The teacher of distillation, if the command distills.
     pub teacher: Option<TeacherInput<'a>>,
 }
@@ -502,17 +504,10 @@ impl MemoryPlanInput<'_> {
         if steps > 0 {
             phases.push(("sampling", self.sampling_items()));
         }
-        let trajectories = match self.command {
-            ModelCommand::Eval | ModelCommand::Rollout | ModelCommand::Chat | ModelCommand::Serve => {
-                return phases;
-            }
-            _ => recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt,
-        };
-        let tokens = recipe
-            .train
-            .micro_batch_tokens
-            .max(self.longest_sequence())
-            .min(trajectories * self.longest_sequence());
+        if !matches!(self.command, ModelCommand::Train | ModelCommand::CheckMismatch(_)) {
+            return phases;
+        }
+        let tokens = self.micro_batch_tokens();
         let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
         let pass = PassShape {
             config: self.config,

@@ -1,6 +1,7 @@
 //! The memory of a forward pass and of a forward and backward pass, without weights and their gradients.
 //! Shapes have the names of [`crate::ops`].
 
+use super::MemoryPlanInput;
 use crate::model::config::Config;
 use crate::model::names::layer_norm_width;
 use crate::ops::logits::{device_logits_rows, logits_rows_max};
@@ -22,6 +23,25 @@ pub struct PassShape<'a> {
     pub on_gpu: bool,
     /// The config of the teacher that the head compares the policy with.
     pub teacher: Option<&'a Config>,
+}
+
+impl MemoryPlanInput<'_> {
+    /// Returns the maximum number of tokens of a micro-batch: that of the recipe or, if it is longer, one
+    /// sequence. A batch of fewer tokens is one micro-batch.
+    pub(super) fn micro_batch_tokens(&self) -> usize {
+        let recipe = self.recipe;
+        let tokens = |longest: usize, sequences: usize| {
+            recipe.train.micro_batch_tokens.max(longest).min(longest.saturating_mul(sequences))
+        };
+        let rollout = &recipe.rollout;
+        let sampled = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt);
+        let sampled = tokens(self.longest_sequence(), sampled);
+        match self.sft_row_tokens_max.filter(|_| self.command.trains()) {
+            Some(longest) if recipe.train.steps == 0 => tokens(longest, recipe.cold_start.batch_size),
+            Some(longest) => sampled.max(tokens(longest, recipe.cold_start.batch_size)),
+            None => sampled,
+        }
+    }
 }
 
 impl PassShape<'_> {

@@ -3,8 +3,8 @@
 use super::*;
 use crate::dist::Mesh;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::learner::OptimizerKind;
 use crate::learner::optimizer::Optimizer;
+use crate::learner::{OptimizerKind, TrainSettings};
 use crate::metrics::Console;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
@@ -73,6 +73,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
                 recompute_layers: None,
+                sft_row_tokens_max: None,
                 teacher: None,
             };
             let plan = MemoryPlan::new(&input);
@@ -400,4 +401,35 @@ fn a_gpu_has_a_copy_of_the_trained_weights_and_both_phases_if_it_samples_beside_
     assert_eq!(phase(&beside_sampling, "optimizer"), Some(sampling + products));
     let frozen = plan(&format!("{lag}train.freeze = [\"*.mlp.experts.*\"]"), 1);
     assert!(bytes(&frozen, copy) < bytes(&frozen, "weights"));
+}
+
+/// The plan had the longest prompt and response in place of the longest row, which may be shorter or longer.
+#[test]
+fn an_sft_run_is_planned_for_its_longest_row() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rows.jsonl");
+    let row =
+        |tokens: usize| format!("{{\"tokens\": {:?}, \"mask\": {:?}}}\n", vec![1; tokens], vec![1; tokens]);
+    std::fs::write(&file, row(20) + &row(150) + &row(30)).unwrap();
+    let tokens = |more: &str| {
+        let text = format!(
+            "[cold_start]\nsteps = 1\ntrain_file = {:?}\n{more}[train]\nmicro_batch_tokens = 100\n",
+            file.display().to_string()
+        );
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let recipe = Recipe {
+            train: TrainSettings { steps: 0, ..preflight.plan.recipe.train.clone() },
+            ..preflight.plan.recipe.clone()
+        };
+        let input = preflight.memory_plan_input();
+        (
+            MemoryPlanInput { recipe: &recipe, ..input.clone() }.micro_batch_tokens(),
+            input.micro_batch_tokens(),
+        )
+    };
+    assert_eq!(tokens("batch_size = 2\n").0, 150);
+    let (sft, rl) = tokens("batch_size = 1\n");
+    // With reinforcement learning, the longest sequence has a prompt and a response.
+    assert!(sft == 150 && rl > 150, "{sft}, {rl}");
 }

@@ -76,6 +76,7 @@ impl Preflight {
             agent,
             interpreter: self.interpreter,
             system_prompt: self.system_prompt,
+            sft_rows: self.sft_rows,
             teacher,
             teacher_prompt,
         })

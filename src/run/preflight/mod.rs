@@ -8,6 +8,8 @@ use crate::checkpoint::peft::is_adapter_folder;
 use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
+use crate::learner::examples::ConversationRenderer;
+use crate::learner::micro_batch::Sequence;
 use crate::metrics::Console;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::sequence_parallel::head_split_error;
@@ -55,6 +57,8 @@ pub struct Preflight {
     system_prompt: Vec<Message>,
     /// Whether layers stay on disk and are read on demand.
     layers_on_demand: bool,
+    /// The rows of `cold_start.train_file`, if the command trains on them.
+    sft_rows: Option<Arc<[Sequence]>>,
     /// The teacher, if the command distills.
     teacher: Option<TeacherSettings>,
 }
@@ -188,6 +192,17 @@ impl Preflight {
             let tools = (task.uses_python(), task.tools());
             teacher.prompt = prompt_change(&plan.recipe, &source.chat, &system_prompt, tools)?;
         }
+        let renderer = ConversationRenderer {
+            chat: &source.chat,
+            system_prompt: &system_prompt,
+            context_tokens_max: source.config.max_position_embeddings,
+            vocabulary: source.config.vocab_size,
+        };
+        let file = plan.recipe.cold_start.train_file.as_ref();
+        let sft_rows = match file.filter(|file| command.trains() && file.exists()) {
+            Some(file) => Some(renderer.read_rows(file, None)?.into()),
+            None => None,
+        };
         let preflight = Self {
             plan,
             command,
@@ -207,6 +222,7 @@ impl Preflight {
             interpreter,
             system_prompt,
             layers_on_demand: false,
+            sft_rows,
             teacher,
         };
         if let Some(teacher) = &preflight.teacher {
@@ -264,6 +280,11 @@ impl Preflight {
             packed_weights: self.packed_weights,
             gpu_sequences: self.gpu_sequences,
             recompute_layers: self.recompute_layers,
+            sft_row_tokens_max: self
+                .sft_rows
+                .iter()
+                .flat_map(|rows| rows.iter().map(|row| row.tokens.len()))
+                .max(),
             teacher: self
                 .teacher
                 .as_ref()
