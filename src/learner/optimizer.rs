@@ -1,7 +1,6 @@
 //! AdamW, AdamW with 8-bit moments, SGD and Muon: the optimizer state of each trainable tensor, and the
 //! updates.
 
-use crate::bad_input;
 use crate::dist::shard_range;
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
@@ -98,14 +97,8 @@ impl Optimizer {
     /// [`MASTER`] holds its weights in f32. Every other tensor is its own master weight.
     ///
     /// # Errors
-    /// When memory runs out; [`crate::error::BadInput`] for Muon on several GPUs.
+    /// When memory runs out.
     pub fn new(settings: &Settings, parameters: &mut Parameters, round_to_bf16: bool) -> Result<Self> {
-        let on_several_gpus = parameters.mesh().ranks() > 1 && !parameters.device().is_cpu();
-        if settings.kind == OptimizerKind::Muon && on_several_gpus {
-            return Err(bad_input!(
-                "Muon on GPUs works with one GPU and one process only; write kind = \"adamw\""
-            ));
-        }
         let optimizer = Self { settings: settings.clone(), updates: 0 };
         for index in 0..parameters.len() {
             let mut state = OptimizerState::new();

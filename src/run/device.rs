@@ -4,7 +4,6 @@ use super::memory::{AvailableMemory, ModelCommand, SecondWeights};
 use super::source::precision;
 use crate::dist::Mesh;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::learner::OptimizerKind;
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
@@ -168,12 +167,6 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
     }
     if mesh.ranks() > 1 {
         let parallel = &recipe.parallel;
-        for (key, optimizer) in recipe.optimizers() {
-            if optimizer.kind == OptimizerKind::Muon {
-                let reason = "Muon on GPUs works with one GPU and one process only; write \"adamw\"";
-                obstacles.push((key, reason.to_owned()));
-            }
-        }
         if recipe.device == DeviceKind::Auto {
             obstacles.push((
                 "device",
@@ -196,28 +189,4 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
         }
     }
     obstacles
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::metrics::Console;
-    use crate::recipe::resolve;
-    use crate::run::preflight::Preflight;
-    use std::path::Path;
-
-    #[test]
-    fn muon_works_with_one_gpu_only() {
-        let text = "task.name = \"format_rules\"\ntrain.optimizer.kind = \"muon\"";
-        let plan = resolve(Path::new("r.toml"), text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let config = preflight.memory_plan_input().config;
-        let obstacles = |processes| {
-            let mesh = Mesh::without_connection(0, processes);
-            let obstacles = list_gpu_obstacles(&preflight.plan, config, &mesh).into_iter();
-            obstacles.filter(|(key, _)| *key == "train.optimizer.kind").collect::<Vec<_>>()
-        };
-        assert_eq!(obstacles(1), []);
-        assert!(matches!(&*obstacles(2), [(_, reason)] if reason.contains("one GPU and one process only")));
-    }
 }

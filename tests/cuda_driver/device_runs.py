@@ -13,7 +13,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
-- two processes with a GPU each, and an adapter beside packed experts: gap 0;
+- two processes with a GPU each, also with Muon, and an adapter beside packed experts: gap 0;
 - Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
   between rollout, prefill, decode and training;
@@ -158,7 +158,14 @@ def several(world):
     assert "in each of 2 processes" in said, said
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut"), ("train.optimizer.kind", "muon")]:
+    # Shards of Muon's matrices are exchanged in host memory.
+    world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "several_muon", *SHORT, *words, *sets(train__optimizer__kind="muon", policy__entropy_coefficient=0.01))
+    rows = world.rows("several_muon", "rl")
+    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows), rows
+    weights = [(world.place / run / "checkpoints/step-000002/model.safetensors").read_bytes() for run in ("several", "several_muon")]
+    assert weights[0] != weights[1], "Muon changed nothing"
+    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
         said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
 

@@ -413,7 +413,7 @@ fn an_sft_run_is_planned_for_its_longest_row() {
     std::fs::write(&file, row(20) + &row(150) + &row(30)).unwrap();
     let tokens = |more: &str| {
         let text = format!(
-            "[cold_start]\nsteps = 1\ntrain_file = {:?}\n{more}[train]\nmicro_batch_tokens = 100\n",
+            "task.name = \"format_rules\"\n[cold_start]\nsteps = 1\ntrain_file = {:?}\n{more}[train]\nmicro_batch_tokens = 100\n",
             file.display().to_string()
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
