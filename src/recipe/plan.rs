@@ -7,7 +7,6 @@ use super::other_trainers::find_name;
 use super::removed_keys::{blank_removed_keys, removed_key_error};
 use super::rules::{self, Findings};
 use crate::error::BadInput;
-use crate::learner::OptimizerSettings;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
 use crate::settings::{
@@ -311,16 +310,6 @@ impl Recipe {
     /// Returns whether the recipe trains, by SFT warm-up or by reinforcement learning.
     pub fn trains(&self) -> bool {
         self.train.steps > 0 || self.cold_start.steps > 0
-    }
-
-    /// Returns the optimizers of the run's stages, with the key of their kind.
-    pub fn optimizers(&self) -> Vec<(&'static str, &OptimizerSettings)> {
-        let stages = [
-            (self.cold_start.steps > 0).then_some(("cold_start.optimizer.kind", &self.cold_start.optimizer)),
-            (self.train.steps > 0).then_some(("train.optimizer.kind", &self.train.optimizer)),
-            self.critic.as_ref().map(|critic| ("critic.optimizer.kind", &critic.optimizer)),
-        ];
-        stages.into_iter().flatten().collect()
     }
 
     /// Returns every table and key, in the order of declaration, with this recipe's values.
