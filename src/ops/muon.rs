@@ -177,6 +177,11 @@ impl Muon {
             *w = *w * self.shrink - rate * x;
         }
     }
+
+    /// Returns the learning rate of matrices of this shape: η·0.2·√max(rows, columns).
+    pub(super) fn rate_of(&self, (rows, columns): (usize, usize)) -> f64 {
+        f64::from(self.rate) * 0.2 * (rows.max(columns) as f64).sqrt()
+    }
 }
 
 /// Moves the singular values of `matrix` close to 1: between 0.7 and 1.2, unless they are below a few
@@ -220,13 +225,6 @@ pub(super) fn matrix_shape(dims: &[usize]) -> Result<(usize, (usize, usize))> {
         [rows, columns] => Ok((1, (rows, columns))),
         [matrices, rows, columns] => Ok((matrices, (rows, columns))),
         _ => bail!("muon: {dims:?} is the shape of no matrix"),
-    }
-}
-
-impl Muon {
-    /// Returns the learning rate of matrices of this shape: η·0.2·√max(rows, columns).
-    pub(super) fn rate_of(&self, (rows, columns): (usize, usize)) -> f64 {
-        f64::from(self.rate) * 0.2 * (rows.max(columns) as f64).sqrt()
     }
 }
 

@@ -187,7 +187,7 @@ def adapted(world):
     assert len(rows) == 3 and all(row["engine/bit_equal_fraction"] == 1 for row in rows), rows
 
 
-def orthogonal(world):
+def muon_resumed(world):
     """Muon: four steps, and two that are resumed for two more. Returns the bytes of state compared, and memory in use and planned."""
     muon = sets(train__optimizer__kind="muon", train__optimizer__schedule="constant", train__optimizer__warmup_steps=0)
     words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, checkpoint__every_steps=2, policy__entropy_coefficient=0.01), *muon]
@@ -359,7 +359,7 @@ def main():
         goes_on_elsewhere(world)
         several(world)
         adapted(world)
-        compared, used, planned = orthogonal(world)
+        compared, used, planned = muon_resumed(world)
         print(f"Muon: resumed, {compared} bytes of weights and state as without the break; {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
         print(f"heads of 128: {wide_heads(world)} tokens, 0 differing bits")
         sampled_ahead(world)

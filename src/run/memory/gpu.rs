@@ -69,11 +69,14 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes of host memory: the program, and the weights while they are read. With several
-    /// processes, also this process's shards.
+    /// processes, also this process's shards and their update.
     pub fn host_bytes(&self) -> u64 {
         match self.processes {
             1 => self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes(),
-            _ => self.resident().iter().map(|item| item.bytes).sum(),
+            _ => {
+                let resident: u64 = self.resident().iter().map(|item| item.bytes).sum();
+                resident + if self.command.trains() { self.optimizer_scratch_bytes() } else { 0 }
+            }
         }
     }
 
@@ -222,7 +225,9 @@ impl MemoryPlanInput<'_> {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
                 }
                 phases.push(("update", update));
-                phases.extend(self.optimizer_phase(sampling));
+                if self.processes == 1 {
+                    phases.extend(self.optimizer_phase(sampling));
+                }
             }
         }
         phases

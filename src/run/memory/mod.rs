@@ -555,13 +555,13 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
-    /// updated one by one.
+    /// updated one by one. Shards of several GPUs are updated on the host.
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
         let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
             let bytes = |spec: &ParameterSpec| match self.gpu_sequences {
-                Some(_) => device_update_bytes(settings, spec),
-                None => update_bytes(settings, spec, self.processes),
+                Some(_) if self.processes == 1 => device_update_bytes(settings, spec),
+                _ => update_bytes(settings, spec, self.processes),
             };
             tensors.iter().map(|(_, spec)| bytes(spec)).max().unwrap_or(0)
         };

@@ -25,25 +25,6 @@ pub struct PassShape<'a> {
     pub teacher: Option<&'a Config>,
 }
 
-impl MemoryPlanInput<'_> {
-    /// Returns the maximum number of tokens of a micro-batch: that of the recipe or, if it is longer, one
-    /// sequence. A batch of fewer tokens is one micro-batch.
-    pub(super) fn micro_batch_tokens(&self) -> usize {
-        let recipe = self.recipe;
-        let tokens = |longest: usize, sequences: usize| {
-            recipe.train.micro_batch_tokens.max(longest).min(longest.saturating_mul(sequences))
-        };
-        let rollout = &recipe.rollout;
-        let sampled = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt);
-        let sampled = tokens(self.longest_sequence(), sampled);
-        match self.sft_row_tokens_max.filter(|_| self.command.trains()) {
-            Some(longest) if recipe.train.steps == 0 => tokens(longest, recipe.cold_start.batch_size),
-            Some(longest) => sampled.max(tokens(longest, recipe.cold_start.batch_size)),
-            None => sampled,
-        }
-    }
-}
-
 impl PassShape<'_> {
     /// Returns the bytes of a matrix of `rows × width` values.
     fn value_bytes(&self, rows: usize, width: usize) -> u64 {
@@ -194,5 +175,25 @@ impl PassShape<'_> {
                     .max(self.layer_backward_bytes())
         };
         own + self.teacher_row_bytes()
+    }
+}
+
+impl MemoryPlanInput<'_> {
+    /// Returns the maximum number of tokens of a micro-batch: that of the recipe or, if it is longer, one
+    /// sequence. A batch of fewer tokens is one micro-batch.
+    pub(super) fn micro_batch_tokens(&self) -> usize {
+        let recipe = self.recipe;
+        let tokens = |longest: usize, sequences: usize| {
+            recipe.train.micro_batch_tokens.max(longest).min(longest.saturating_mul(sequences))
+        };
+        let rollout = &recipe.rollout;
+        let sampled = rollout.prompts_per_step.saturating_mul(rollout.samples_per_prompt);
+        let sampled = tokens(self.longest_sequence(), sampled);
+        let has_sft = self.command.trains() && recipe.cold_start.steps > 0;
+        let sft = self.sft_row_tokens_max.filter(|_| has_sft);
+        match sft.map(|longest| tokens(longest, recipe.cold_start.batch_size)) {
+            Some(sft) if recipe.train.steps == 0 => sft,
+            sft => sampled.max(sft.unwrap_or(0)),
+        }
     }
 }

@@ -198,6 +198,7 @@ impl Preflight {
             context_tokens_max: source.config.max_position_embeddings,
             vocabulary: source.config.vocab_size,
         };
+        // `rloss init` plans before the data is there.
         let file = plan.recipe.cold_start.train_file.as_ref();
         let sft_rows = match file.filter(|file| command.trains() && file.exists()) {
             Some(file) => Some(renderer.read_rows(file, None)?.into()),
