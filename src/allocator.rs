@@ -1,6 +1,10 @@
 //! The allocator of the binary and of the benchmarks. It keeps freed memory. When an allocation fails, it
 //! prints a one-line error and exits.
 
+#[cfg(target_os = "linux")]
+#[path = "allocator/large_blocks.rs"]
+mod large_blocks;
+
 use rloss::error::EXIT_FAILED;
 use std::alloc::{GlobalAlloc, Layout};
 use std::ffi::{c_int, c_long};
@@ -13,26 +17,121 @@ struct ExitingAllocator(mimalloc::MiMalloc);
 #[global_allocator]
 static ALLOCATOR: ExitingAllocator = ExitingAllocator(mimalloc::MiMalloc);
 
-// SAFETY: each method forwards its arguments and returns mimalloc's result unchanged, or the process ends.
+// SAFETY: each method returns mimalloc's result for its arguments or a large block, or the process ends.
 unsafe impl GlobalAlloc for ExitingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        if let Some(block) = large::alloc(layout, false) {
+            return check_pointer(block, layout.size());
+        }
         // SAFETY: the caller upholds the same contract.
         check_pointer(unsafe { self.0.alloc(layout) }, layout.size())
     }
 
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        if let Some(block) = large::alloc(layout, true) {
+            return check_pointer(block, layout.size());
+        }
         // SAFETY: the caller upholds the same contract.
         check_pointer(unsafe { self.0.alloc_zeroed(layout) }, layout.size())
     }
 
     unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if large::may_be(layout.size()) || large::may_be(size) {
+            // SAFETY: the caller upholds the same contract.
+            return unsafe { self.realloc_large(pointer, layout, size) };
+        }
         // SAFETY: the caller upholds the same contract.
         check_pointer(unsafe { self.0.realloc(pointer, layout, size) }, size)
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        if large::free(pointer, layout.size()) {
+            return;
+        }
         // SAFETY: the caller upholds the same contract.
         unsafe { self.0.dealloc(pointer, layout) }
+    }
+}
+
+impl ExitingAllocator {
+    /// Resizes a block that is large before or after.
+    ///
+    /// # Safety
+    /// As [`GlobalAlloc::realloc`].
+    unsafe fn realloc_large(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        if let Some(block) = large::resize(pointer, layout.size(), size) {
+            return check_pointer(block, size);
+        }
+        // SAFETY: the caller guarantees a valid layout for `size`, and that `pointer` has `layout`.
+        unsafe {
+            let new = self.alloc(Layout::from_size_align_unchecked(size, layout.align()));
+            new.copy_from_nonoverlapping(pointer, layout.size().min(size));
+            self.dealloc(pointer, layout);
+            new
+        }
+    }
+}
+
+/// The large blocks of this process. A function returns `None` or false for a block that mimalloc serves.
+#[cfg(target_os = "linux")]
+mod large {
+    use super::large_blocks::{ALIGNMENT_MAX, LARGE_BYTES_MIN, LargeBlocks};
+    use std::alloc::Layout;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    static ARE_USED: AtomicBool = AtomicBool::new(false);
+    static BLOCKS: Mutex<LargeBlocks> = Mutex::new(LargeBlocks::new());
+
+    fn blocks() -> MutexGuard<'static, LargeBlocks> {
+        BLOCKS.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Uses large blocks from now on.
+    pub fn begin() {
+        ARE_USED.store(true, Ordering::Relaxed);
+    }
+
+    /// Returns whether a block of `size` bytes may be a large block.
+    pub fn may_be(size: usize) -> bool {
+        size >= LARGE_BYTES_MIN && ARE_USED.load(Ordering::Relaxed)
+    }
+
+    pub fn alloc(layout: Layout, zeroed: bool) -> Option<*mut u8> {
+        let is_large = may_be(layout.size()) && layout.align() <= ALIGNMENT_MAX;
+        is_large.then(|| blocks().alloc(layout.size(), zeroed))
+    }
+
+    pub fn free(pointer: *mut u8, size: usize) -> bool {
+        may_be(size) && blocks().free(pointer)
+    }
+
+    /// Resizes a large block that stays one.
+    pub fn resize(pointer: *mut u8, old: usize, size: usize) -> Option<*mut u8> {
+        (old.min(size) >= LARGE_BYTES_MIN).then(|| blocks().resize(pointer, size))?
+    }
+}
+
+#[cfg(not(target_os = "linux"))]
+mod large {
+    use std::alloc::Layout;
+
+    pub fn begin() {}
+
+    pub fn may_be(_: usize) -> bool {
+        false
+    }
+
+    pub fn alloc(_: Layout, _: bool) -> Option<*mut u8> {
+        None
+    }
+
+    pub fn free(_: *mut u8, _: usize) -> bool {
+        false
+    }
+
+    pub fn resize(_: *mut u8, _: usize, _: usize) -> Option<*mut u8> {
+        None
     }
 }
 
@@ -73,10 +172,11 @@ unsafe extern "C" {
 
 /// Keeps freed memory for later allocations. By default mimalloc returns it to the system after a delay. But
 /// each pass allocates as much as the previous pass freed, and the system clears every page that it hands
-/// out.
+/// out. A worker of the Python tool does not call this function: its sandbox limits the system calls.
 pub fn retain_freed_memory() {
     // SAFETY: the library allows this call at any time. The call writes one number.
     unsafe { mi_option_set(PURGE_DELAY, -1) };
+    large::begin();
 }
 
 /// Runs before any allocation, therefore before `main`.

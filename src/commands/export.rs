@@ -92,7 +92,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let dtype = context.recipe().checkpoint.dtype;
     print_text(&match cost {
         Some(cost) if cost.largest == 0.0 => format!(
-            "{path_text}: the model with its adapter merged, {dtype}; no log-probability of {} sampled tokens changes\n",
+            "{path_text}: the model with its adapter merged, {dtype}; merging changes no log-probability of {} sampled tokens\n",
             cost.tokens
         ),
         Some(cost) => format!(

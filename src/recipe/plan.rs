@@ -23,6 +23,8 @@ pub struct Plan {
     pub warnings: Vec<String>,
     /// The keys that the command reads.
     pub scope: KeyScope,
+    /// Whether the recipe's text is that of a run folder, which has the keys of its bases as its own.
+    is_of_run: bool,
     locations: KeyLocations,
 }
 
@@ -131,6 +133,7 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             recipe,
             warnings: findings.warnings.iter().map(Mistake::to_string).collect(),
             scope,
+            is_of_run: false,
             locations,
         });
     }
@@ -148,7 +151,8 @@ pub fn resolve_run_recipe(
     text: &str,
     sets: &[String],
 ) -> Result<Plan, Mistakes> {
-    resolve_for(scope, path, &blank_removed_keys(text), sets)
+    let plan = resolve_for(scope, path, &blank_removed_keys(text), sets)?;
+    Ok(Plan { is_of_run: true, ..plan })
 }
 
 /// Maximum number of syntax mistakes that are reported individually.
@@ -289,9 +293,13 @@ impl Plan {
         self.recipe.to_toml()
     }
 
-    /// Returns whether a base of the recipe sets `key`, and neither the recipe nor an override does.
-    pub fn is_from_base(&self, key: &str) -> bool {
-        self.locations.is_from_base(key)
+    /// Returns whether a base of the recipe or, in a run folder, its resolved recipe sets `key`, and no
+    /// override does.
+    pub fn is_inherited(&self, key: &str) -> bool {
+        match self.is_of_run {
+            true => matches!(self.locations.location_of(key), SourceLocation::File { .. }),
+            false => self.locations.is_from_base(key),
+        }
     }
 
     /// Returns whether the command reads `key`.

@@ -16,6 +16,22 @@ fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Va
     Some(context! { name, first, last => format_number(last) })
 }
 
+/// Maximum number of steps at each end of a run whose rewards are averaged.
+const REWARD_STEPS_MAX: usize = 10;
+
+/// Returns the mean reward of the first and of the last steps, because a single step's is noisy. The two
+/// windows do not overlap.
+fn format_reward_change(run: &Run) -> Option<Value> {
+    let rewards: Vec<f64> =
+        run.series(Phase::Rl, "critic/rewards/mean").iter().map(|point| point.1).collect();
+    let steps = (rewards.len() / 2).clamp(1, REWARD_STEPS_MAX);
+    let mean = |window: &[f64]| format_number(window.iter().sum::<f64>() / window.len() as f64);
+    let last = mean(rewards.get(rewards.len().checked_sub(steps)?..)?);
+    let first = (rewards.len() > 1).then(|| mean(&rewards[..steps]));
+    let name = format!("Mean of the first and of the last {}", format_count(steps as u64, "RL step"));
+    Some(context! { name, first, last })
+}
+
 const ABSENT: &str = "–";
 
 /// Returns a row of the summary for each run.
@@ -35,7 +51,6 @@ fn summarise(i: usize, run: &Run) -> Value {
     let held_out = names(run, is_held_out);
     let success =
         held_out.iter().filter_map(|name| format_change(run, Phase::Eval, name, &held_out_name(name)));
-    let reward = "critic/rewards/mean";
     context! {
         run => i,
         label => run.label,
@@ -46,7 +61,7 @@ fn summarise(i: usize, run: &Run) -> Value {
         mismatch => mismatch_of_steps(run),
         folder => run.folder.display().to_string(),
         success => success.collect::<Vec<_>>(),
-        reward =>format_change(run, Phase::Rl, reward, reward),
+        reward => format_reward_change(run),
         time => wall_time(&run.rows),
     }
 }
@@ -63,7 +78,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     })
 }
 
-/// Returns the task. For the task `command`, returns the file names in its command.
+/// Returns the task's name with its command, of which only file names remain. Returns nothing for a task without a command.
 fn task(run: &Run) -> Option<String> {
     let words = run.recipe.get("task")?.get("command")?.as_array()?;
     let name = |word: &toml::Value| {
@@ -72,7 +87,9 @@ fn task(run: &Run) -> Option<String> {
         let cut = if line.len() < word.len() { " …" } else { "" };
         format!("{}{cut}", line.rsplit('/').next().unwrap_or_default())
     };
-    (!words.is_empty()).then(|| words.iter().map(name).collect::<Vec<_>>().join(" "))
+    let words: Vec<_> = words.iter().map(name).collect();
+    (!words.is_empty())
+        .then(|| format!("{}: {}", run.setting("task.name").unwrap_or_default(), words.join(" ")))
 }
 
 /// Returns a warning for a run in which most trajectories failed, so that rewards say nothing about the

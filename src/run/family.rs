@@ -54,13 +54,13 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
     };
-    let is_refused = |key: &str| plan.reads(key) && !(has_no_effect(key) && plan.is_from_base(key));
+    let is_refused = |key: &str| plan.reads(key) && !(has_no_effect(key) && plan.is_inherited(key));
     keys.into_iter().filter(|(key, _)| is_refused(key)).map(message).collect()
 }
 
 /// Returns whether `key`, which the family does not support, leaves the model's results unchanged. Such a key
-/// is ignored if it comes from the recipe's base, which may be for another family. Other unsupported keys,
-/// such as ablations, are refused even if they come from the base.
+/// is ignored if it comes from the recipe's base, which may be for another family, or from the resolved recipe
+/// of a run, which has the keys of its bases. Other unsupported keys, such as ablations, are always refused.
 fn has_no_effect(key: &str) -> bool {
     key.starts_with("harmony.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
 }

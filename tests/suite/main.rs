@@ -17,6 +17,8 @@ mod gguf_parity;
 mod harmony;
 mod instructions;
 mod interpreter;
+#[cfg(target_os = "linux")]
+mod large_blocks;
 mod mcp;
 mod metrics;
 mod mismatch;

@@ -436,3 +436,29 @@ fn init_writes_a_recipe_that_check_accepts_from_a_base_of_another_family() {
         assert!(error.contains(key), "{error}");
     }
 }
+
+/// Regression test: a run whose base had keys of another family could be neither resumed nor evaluated nor
+/// exported, because its own resolved recipe was refused for them.
+#[test]
+fn a_run_with_a_base_of_another_family_reads_its_own_recipe() {
+    let folder = TempDir::new().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    done(&train(&folder.path().join("first"), &["cold_start.steps=1", "train.steps=1"]));
+    let base = "base = \"quickstart\"\nharmony.reasoning_effort = \"medium\"\n";
+    std::fs::write(path("harmony.toml"), base).unwrap();
+    let model = path("first/checkpoints/step-000001");
+    std::fs::write(path("mine.toml"), format!("base = \"harmony.toml\"\nmodel.path = {model:?}\n")).unwrap();
+    let mut sets = vec![];
+    for set in ["cold_start.steps=0", "train.steps=1", "eval.before_training=false", "eval.problems_max=2"] {
+        sets.extend(["--set", set]);
+    }
+    let run = path("run");
+    done(&rloss(&[&["train", &path("mine.toml"), "--out", &run][..], &sets].concat()));
+    done(&rloss(&["eval", &run, "--out", &path("eval")]));
+    done(&rloss(&["export", &run, "--out", &path("exported")]));
+    done(&rloss(&["train", &run, "--resume", "--set", "train.steps=2"]));
+    let refused = rloss(&["eval", &run, "--set", "harmony.reasoning_effort=low"]);
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(2), "{error}");
+    assert!(error.contains("harmony.reasoning_effort"), "{error}");
+}

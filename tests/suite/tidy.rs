@@ -12,10 +12,10 @@ const FILE_LINES_AIM: usize = 400;
 /// The only places with unsafe code: the calls of MPI and of NCCL, the system calls for the processes of
 /// the Python tool and of a task's own program, two seams of the tensor ops that the borrow checker cannot
 /// follow, vectors over packed weights, over tiles of a product and over few rows of one, launches on a
-/// GPU, fresh buffers that are not cleared, an option of the allocator, a hint to the cache, and one
+/// GPU, fresh buffers that are not cleared, the allocator, a hint to the cache, and one
 /// environment variable set before any thread starts.
 const UNSAFE_PLACES: [&str; 15] = [
-    "src/allocator.rs",
+    "src/allocator",
     "src/dist/mpi.rs",
     "src/dist/nccl.rs",
     "src/interpreter/",
