@@ -139,8 +139,7 @@ impl SampleCounts {
             }
         };
         [
-            // A truncated answer is mostly graded as wrong, so a smaller share already matters.
-            (truncated > 0 && truncated * 4 >= count).then(|| {
+            is_most(truncated, count).then(|| {
                 format!(
                     "{truncated} of {count} trajectories reached response_tokens_max = {response_tokens_max}; raise \
                      rollout.response_tokens_max, or ask for shorter answers"
