@@ -72,7 +72,7 @@ impl ExitingAllocator {
     }
 }
 
-/// The large blocks of this process. A function returns `None` or false for a block that mimalloc serves.
+/// The large blocks of this process. A function returns `None` or false for a block of mimalloc.
 #[cfg(target_os = "linux")]
 mod large {
     use super::large_blocks::{ALIGNMENT_MAX, LARGE_BYTES_MIN, LargeBlocks};

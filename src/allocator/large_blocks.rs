@@ -1,9 +1,9 @@
-//! Blocks of 16 MiB and more, such as the activations and gradients of a real model, in mappings of their own.
+//! Blocks of 16 MiB and more, such as the activations of a real model, in mappings of their own.
 //!
-//! The sizes of such blocks differ from micro-batch to micro-batch. An allocator that hands out whole free
-//! blocks therefore keeps far more memory than is in use at one time. Here a free block becomes a block of
-//! another size: its tail is cut off, or `mremap` adds pages to it. Pages stay with the process, so they are
-//! not cleared again, and all mappings together never exceed the most that was in use at one time.
+//! The sizes of such blocks differ from micro-batch to micro-batch. An allocator that reuses only whole free
+//! blocks keeps far more memory than is in use at one time. Here a free block becomes a block of another size:
+//! its tail is cut off, or `mremap` adds pages to it. The pages it had are not cleared again. All mappings
+//! together never exceed the most that was in use at one time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::null_mut;
@@ -50,8 +50,8 @@ impl LargeBlocks {
         }
     }
 
-    /// Returns a block of at least `size` bytes, whose first `size` bytes are zero if `zeroed` is set. Returns
-    /// null if the system refuses the memory.
+    /// Returns a block of at least `size` bytes. With `zeroed`, its first `size` bytes are zero. Returns null
+    /// if the system refuses the memory.
     pub(super) fn alloc(&mut self, size: usize, zeroed: bool) -> *mut u8 {
         let Some(bytes) = size.checked_next_multiple_of(HUGE_PAGE_BYTES) else { return null_mut() };
         let Some(block) = self.reuse(bytes).or_else(|| self.map(bytes)) else { return null_mut() };

@@ -23,7 +23,7 @@ pub struct Plan {
     pub warnings: Vec<String>,
     /// The keys that the command reads.
     pub scope: KeyScope,
-    /// Whether the recipe's text is that of a run folder, which has the keys of its bases as its own.
+    /// Whether this is the resolved recipe of a run folder, which also has the keys of its bases.
     is_of_run: bool,
     locations: KeyLocations,
 }

@@ -19,8 +19,7 @@ fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Va
 /// Maximum number of steps at each end of a run whose rewards are averaged.
 const REWARD_STEPS_MAX: usize = 10;
 
-/// Returns the mean reward of the first and of the last steps, because a single step's is noisy. The two
-/// windows do not overlap.
+/// Returns the mean reward of the first and of the last steps, because the reward of one step is noisy.
 fn format_reward_change(run: &Run) -> Option<Value> {
     let rewards: Vec<f64> =
         run.series(Phase::Rl, "critic/rewards/mean").iter().map(|point| point.1).collect();
@@ -78,7 +77,8 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     })
 }
 
-/// Returns the task's name with its command, of which only file names remain. Returns nothing for a task without a command.
+/// Returns the task's name and its command, with file names in place of paths. Returns `None` for a task
+/// without a command.
 fn task(run: &Run) -> Option<String> {
     let words = run.recipe.get("task")?.get("command")?.as_array()?;
     let name = |word: &toml::Value| {

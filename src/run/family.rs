@@ -59,8 +59,9 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
 }
 
 /// Returns whether `key`, which the family does not support, leaves the model's results unchanged. Such a key
-/// is ignored if it comes from the recipe's base, which may be for another family, or from the resolved recipe
-/// of a run, which has the keys of its bases. Other unsupported keys, such as ablations, are always refused.
+/// is ignored if it comes from the recipe's base, which may be for another family. It is also ignored in the
+/// resolved recipe of a run, which has the keys of its bases. Other unsupported keys, such as ablations, are
+/// always refused.
 fn has_no_effect(key: &str) -> bool {
     key.starts_with("harmony.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
 }

@@ -1,4 +1,4 @@
-//! The allocator's large blocks: reused in other sizes, and never more mapped than was in use.
+//! The allocator's large blocks: they keep their values, and mappings never exceed the peak of use.
 
 #[path = "../../src/allocator/large_blocks.rs"]
 mod large_blocks;
