@@ -1,9 +1,9 @@
 //! Blocks of 16 MiB and more, such as the activations of a real model, in mappings of their own.
 //!
 //! The sizes of such blocks differ from micro-batch to micro-batch. An allocator that reuses only whole free
-//! blocks keeps far more memory than is in use at one time. Here a free block becomes a block of another size:
-//! its tail is cut off, or `mremap` adds pages to it. The pages it had are not cleared again. All mappings
-//! together never exceed the most that was in use at one time.
+//! blocks keeps far more memory than is in use at one time. Here a free block becomes a block of another
+//! size: its tail is cut off, or `mremap` adds pages to it. The pages it had are not cleared again. All
+//! mappings together never exceed the most that was in use at one time.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ptr::null_mut;

@@ -77,8 +77,7 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     })
 }
 
-/// Returns the task's name and its command, with file names in place of paths. Returns `None` for a task
-/// without a command.
+/// Returns the task. For the task `command`, returns the file names in its command.
 fn task(run: &Run) -> Option<String> {
     let words = run.recipe.get("task")?.get("command")?.as_array()?;
     let name = |word: &toml::Value| {
@@ -87,9 +86,7 @@ fn task(run: &Run) -> Option<String> {
         let cut = if line.len() < word.len() { " …" } else { "" };
         format!("{}{cut}", line.rsplit('/').next().unwrap_or_default())
     };
-    let words: Vec<_> = words.iter().map(name).collect();
-    (!words.is_empty())
-        .then(|| format!("{}: {}", run.setting("task.name").unwrap_or_default(), words.join(" ")))
+    (!words.is_empty()).then(|| words.iter().map(name).collect::<Vec<_>>().join(" "))
 }
 
 /// Returns a warning for a run in which most trajectories failed, so that rewards say nothing about the

@@ -449,7 +449,14 @@ fn a_run_with_a_base_of_another_family_reads_its_own_recipe() {
     let model = path("first/checkpoints/step-000001");
     std::fs::write(path("mine.toml"), format!("base = \"harmony.toml\"\nmodel.path = {model:?}\n")).unwrap();
     let mut sets = vec![];
-    for set in ["cold_start.steps=0", "train.steps=1", "eval.before_training=false", "eval.problems_max=2"] {
+    for set in [
+        "cold_start.steps=0",
+        "train.steps=1",
+        "eval.before_training=false",
+        "eval.problems_max=2",
+        "adapter.rank=2",
+        "adapter.alpha=4.0",
+    ] {
         sets.extend(["--set", set]);
     }
     let run = path("run");

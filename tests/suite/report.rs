@@ -360,6 +360,17 @@ fn a_program_that_is_the_task_is_named() {
     assert!(page(&[path]).contains(">python3 -c shop.py one …<"));
 }
 
+/// Regression test: the summary compared the reward of two single steps.
+#[test]
+fn the_summary_compares_the_mean_rewards_of_the_first_and_last_steps() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = run(folder.path(), "rising", &rising(0.5));
+    let means = "title=\"Mean of the first and of the last 10 RL steps\">1.25 → <b>16.25</b>";
+    assert!(page(&[path]).contains(means));
+    let three = run(folder.path(), "three", &rising(0.5)[..3]);
+    assert!(page(&[three]).contains(">-1 → <b>0</b>"));
+}
+
 #[test]
 fn a_run_that_has_only_begun_is_shown() {
     let folder = tempfile::tempdir().unwrap();
