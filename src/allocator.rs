@@ -75,10 +75,13 @@ impl ExitingAllocator {
 /// The large blocks of this process. A function returns `None` or false for a block of mimalloc.
 #[cfg(target_os = "linux")]
 mod large {
-    use super::large_blocks::{ALIGNMENT_MAX, LARGE_BYTES_MIN, LargeBlocks};
+    use super::large_blocks::{LARGE_BYTES_MIN, LargeBlocks};
     use std::alloc::Layout;
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Mutex, MutexGuard, PoisonError};
+
+    /// Maximum alignment of a block: the smallest page of any processor, in bytes.
+    const ALIGNMENT_MAX: usize = 4096;
 
     static ARE_USED: AtomicBool = AtomicBool::new(false);
     static BLOCKS: Mutex<LargeBlocks> = Mutex::new(LargeBlocks::new());

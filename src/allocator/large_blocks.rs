@@ -11,9 +11,6 @@ use std::ptr::null_mut;
 /// Minimum size of a block, in bytes.
 pub(super) const LARGE_BYTES_MIN: usize = 16 << 20;
 
-/// Maximum alignment of a block: the smallest page of any processor, in bytes.
-pub(super) const ALIGNMENT_MAX: usize = 4096;
-
 /// Unit of a block's size: a huge page of x86-64, in bytes.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 

@@ -3,6 +3,8 @@
 mod adapter;
 mod against;
 mod agent;
+#[cfg(target_os = "linux")]
+mod allocator;
 mod answer_texts;
 mod chat;
 mod commands;
@@ -17,8 +19,6 @@ mod gguf_parity;
 mod harmony;
 mod instructions;
 mod interpreter;
-#[cfg(target_os = "linux")]
-mod large_blocks;
 mod mcp;
 mod metrics;
 mod mismatch;
