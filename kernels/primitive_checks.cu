@@ -9,18 +9,18 @@
 
 // The parameter of all checks. Reads past the end start over, writes past the end do nothing.
 struct CheckBuffers {
-  const uint32_t* in;
-  uint32_t* out;
-  int32_t in_words;
-  int32_t out_words;
+  const uint32_t* input;
+  uint32_t* output;
+  int32_t input_words;
+  int32_t output_words;
 };
 
 namespace {
 
-PRIMITIVE uint32_t get(const CheckBuffers& b, int at) { return b.in[at % b.in_words]; }
+PRIMITIVE uint32_t get(const CheckBuffers& b, int at) { return b.input[at % b.input_words]; }
 
 PRIMITIVE void put(const CheckBuffers& b, int at, uint32_t word) {
-  if (at < b.out_words) b.out[at] = word;
+  if (at < b.output_words) b.output[at] = word;
 }
 
 PRIMITIVE int thread_of_grid() { return blockIdx.x * blockDim.x + threadIdx.x; }
@@ -136,7 +136,7 @@ extern "C" __global__ void check_barriers(const __grid_constant__ CheckBuffers b
 extern "C" __global__ void check_copies(const __grid_constant__ CheckBuffers b) {
   const int i = threadIdx.x, threads = blockDim.x;
   uint32_t* shared = shared_words();
-  const uint32_t* from = b.in + 4 * i % (b.in_words / 4 * 4);
+  const uint32_t* from = b.input + 4 * i % (b.input_words / 4 * 4);
   for (int word = 0; word < 8; word++) shared[8 * i + word] = 0xdeadbeefu;
   block_barrier();
   copy_async_16(shared + 4 * i, from, i % 3 != 0);
@@ -297,7 +297,7 @@ extern "C" __global__ void check_mbarriers(const __grid_constant__ CheckBuffers 
     put(b, 7 * i + phase, shared[other]);
     block_barrier();
   }
-  copy_async_16(shared + 4 * i, b.in + 4 * i % (b.in_words / 4 * 4), true);
+  copy_async_16(shared + 4 * i, b.input + 4 * i % (b.input_words / 4 * 4), true);
   mbarrier_arrive_copies(barriers + 1);
   mbarrier_wait(barriers + 1, 0);
   for (int word = 0; word < 4; word++) put(b, 7 * i + 3 + word, shared[4 * other + word]);

@@ -17,6 +17,7 @@ mod gguf_parity;
 mod harmony;
 mod instructions;
 mod interpreter;
+mod kernel_params;
 mod mcp;
 mod metrics;
 mod mismatch;
