@@ -14,6 +14,7 @@ mod engine;
 mod figures;
 mod gguf;
 mod gguf_parity;
+mod gpu_check_script;
 mod harmony;
 mod instructions;
 mod interpreter;
