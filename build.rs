@@ -15,7 +15,7 @@ mod kernels {
 
     const ARGUMENTS: [&str; 2] = ["-std=c++17", "-O3"];
 
-    /// `$OUT_DIR/kernels.rs`: a file's stem, its machine code and its PTX, for every file.
+    /// `$OUT_DIR/kernels.rs`: a file's stem, its kernels, its machine code and its PTX, for every file.
     pub fn compile() -> Result<(), Box<dyn Error>> {
         println!("cargo:rerun-if-changed=kernels");
         let (sources, headers) = (files("cu")?, files("cuh")?);
@@ -39,8 +39,8 @@ mod kernels {
             let running: Vec<_> = sources.iter().map(compile).collect();
             running.into_iter().try_for_each(|one| one.join().map_err(|_| "a compiler's thread broke off")?)
         })?;
-        let rows: String = sources.iter().map(|source| row(source)).collect();
-        let table = format!("pub const IMAGES: &[(&str, &[u8], &str)] = &[\n{rows}];\n");
+        let rows = sources.iter().map(|source| row(source)).collect::<Result<String, _>>()?;
+        let table = format!("pub const IMAGES: &[(&str, &[&str], &[u8], &str)] = &[\n{rows}];\n");
         Ok(std::fs::write(out.join("kernels.rs"), table)?)
     }
 
@@ -74,9 +74,20 @@ mod kernels {
         if status.success() { Ok(()) } else { Err(format!("{} does not compile", source.display()).into()) }
     }
 
-    fn row(source: &Path) -> String {
-        let stem = stem(source);
+    /// The names of the kernels in `text`: what follows `__global__ void` and launch bounds.
+    fn kernels(text: &str) -> Vec<&str> {
+        let declared = text.split("extern \"C\" __global__ void").skip(1).map(str::trim_start);
+        let named = declared.map(|rest| match rest.strip_prefix("__launch_bounds__(") {
+            Some(bounds) => bounds.split_once(')').map_or("", |(_, rest)| rest.trim_start()),
+            None => rest,
+        });
+        named.filter_map(|rest| Some(rest.split_once('(')?.0)).collect()
+    }
+
+    fn row(source: &Path) -> std::io::Result<String> {
+        let (stem, text) = (stem(source), std::fs::read_to_string(source)?);
         let at = |kind: &str| format!("concat!(env!(\"OUT_DIR\"), \"/{stem}.{kind}\")");
-        format!("(\"{stem}\", include_bytes!({}), include_str!({})),\n", at("cubin"), at("ptx"))
+        let (names, code, ptx) = (kernels(&text), at("cubin"), at("ptx"));
+        Ok(format!("(\"{stem}\", &{names:?}, include_bytes!({code}), include_str!({ptx})),\n"))
     }
 }

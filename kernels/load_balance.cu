@@ -10,7 +10,7 @@ PRIMITIVE int64_t row_of_warp() { return static_cast<int64_t>(blockIdx.x) * (row
 
 // Number of tokens that a row counts for.
 PRIMITIVE float weight(const LoadBalance& p, int64_t row) {
-  return p.holders == nullptr ? 1.0f : static_cast<float>(p.holders[row]);
+  return p.sequences_per_row == nullptr ? 1.0f : static_cast<float>(p.sequences_per_row[row]);
 }
 
 // Softmax of a row: largest logit, sum of e^(logit − highest), mean of the fractions.
@@ -43,10 +43,10 @@ extern "C" __global__ void __launch_bounds__(fractions_threads)
     load_balance_fractions(const __grid_constant__ LoadBalance p) {
   const int64_t start = p.offsets[blockIdx.x], end = p.offsets[blockIdx.x + 1];
   int64_t count = 0;
-  if (p.holders == nullptr)
+  if (p.sequences_per_row == nullptr)
     count = threadIdx.x == 0 ? end - start : 0;
   else
-    for (int64_t i = start + threadIdx.x; i < end; i += fractions_threads) count += p.holders[p.token_of[i]];
+    for (int64_t i = start + threadIdx.x; i < end; i += fractions_threads) count += p.sequences_per_row[p.token_of[i]];
   int64_t* counts = reinterpret_cast<int64_t*>(dynamic_shared_memory());
   counts[threadIdx.x] = count;
   block_barrier();

@@ -8,7 +8,7 @@ struct LoadBalance {
   const float* logits;       // [rows, experts]
   const uint32_t* token_of;  // the row of each (row, slot) sorted by expert
   const uint32_t* offsets;   // [experts + 1]: first row of each expert
-  const uint32_t* holders;   // [rows]: number of tokens that a row counts for; null: one each
+  const uint32_t* sequences_per_row;  // [rows]: number of tokens that a row counts for; null: one each
   float* fractions;          // [experts]: (token, slot) pairs of each expert, divided by `tokens`
   float* of_rows;            // [rows]: each row's term of the sum
   float* loss;               // [1]

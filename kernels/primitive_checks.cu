@@ -2,25 +2,25 @@
 // host twins, on the CPU. tests/cuda_host/primitive_checks.cpp writes the twins' results to
 // primitive_checks.txt; gpu-check compares.
 //
-// Matrix products here are of small integers, exact in any order. The last two kernels accept any operands:
+// Matrix products here are of small integers, exact in any order. The last three kernels accept any operands:
 // gpu-check tests with them what batch invariance relies on.
 
 #include "primitives.cuh"
 
 // The parameter of all checks. Reads past the end start over, writes past the end do nothing.
 struct CheckBuffers {
-  const uint32_t* in;
-  uint32_t* out;
-  int32_t in_words;
-  int32_t out_words;
+  const uint32_t* input;
+  uint32_t* output;
+  int32_t input_words;
+  int32_t output_words;
 };
 
 namespace {
 
-PRIMITIVE uint32_t get(const CheckBuffers& b, int at) { return b.in[at % b.in_words]; }
+PRIMITIVE uint32_t get(const CheckBuffers& b, int at) { return b.input[at % b.input_words]; }
 
 PRIMITIVE void put(const CheckBuffers& b, int at, uint32_t word) {
-  if (at < b.out_words) b.out[at] = word;
+  if (at < b.output_words) b.output[at] = word;
 }
 
 PRIMITIVE int thread_of_grid() { return blockIdx.x * blockDim.x + threadIdx.x; }
@@ -136,7 +136,7 @@ extern "C" __global__ void check_barriers(const __grid_constant__ CheckBuffers b
 extern "C" __global__ void check_copies(const __grid_constant__ CheckBuffers b) {
   const int i = threadIdx.x, threads = blockDim.x;
   uint32_t* shared = shared_words();
-  const uint32_t* from = b.in + 4 * i % (b.in_words / 4 * 4);
+  const uint32_t* from = b.input + 4 * i % (b.input_words / 4 * 4);
   for (int word = 0; word < 8; word++) shared[8 * i + word] = 0xdeadbeefu;
   block_barrier();
   copy_async_16(shared + 4 * i, from, i % 3 != 0);
@@ -297,7 +297,7 @@ extern "C" __global__ void check_mbarriers(const __grid_constant__ CheckBuffers 
     put(b, 7 * i + phase, shared[other]);
     block_barrier();
   }
-  copy_async_16(shared + 4 * i, b.in + 4 * i % (b.in_words / 4 * 4), true);
+  copy_async_16(shared + 4 * i, b.input + 4 * i % (b.input_words / 4 * 4), true);
   mbarrier_arrive_copies(barriers + 1);
   mbarrier_wait(barriers + 1, 0);
   for (int word = 0; word < 4; word++) put(b, 7 * i + 3 + word, shared[4 * other + word]);
@@ -362,4 +362,82 @@ extern "C" __global__ void __launch_bounds__(128) check_product_wgmma(const __gr
   wgmma_hold(d);
 #pragma unroll
   for (int e = 0; e < 32; e++) put(b, to + place(e), __float_as_uint(d[e]));
+}
+
+namespace {
+
+constexpr int shapes_columns = 256;
+
+// One product by wgmma, in parts of `n` columns. `exchanged`: b's columns are the rows of the instruction and a's
+// rows its columns, `n` at a time.
+template <int n, bool exchanged>
+PRIMITIVE void product_of_width(const CheckBuffers& b, int from, int to, const unsigned char* a_tile,
+                                const unsigned char* b_tile) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = threadIdx.x / 32 * 16;
+  const unsigned char* left = exchanged ? b_tile : a_tile;
+  const unsigned char* right = exchanged ? a_tile : b_tile;
+  const int rows = exchanged ? shapes_columns : 64, columns = exchanged ? 64 : shapes_columns;
+#pragma unroll 1
+  for (int part = 0; part < rows / 64 * (columns / n); part++) {
+    const int row = part / (columns / n) * 64, column = part % (columns / n) * n;
+    const auto place = [&](int e) {
+      const int i = row + m + g + e % 4 / 2 * 8, j = column + e / 4 * 8 + 2 * t + e % 2;
+      return exchanged ? j * shapes_columns + i : i * shapes_columns + j;
+    };
+    float d[n / 2];
+#pragma unroll
+    for (int e = 0; e < n / 2; e++) d[e] = __uint_as_float(get(b, from + 512 + 8 * shapes_columns + place(e)));
+    wgmma_fence();
+    const uint64_t a = wgmma_descriptor(left + row * 128), other = wgmma_descriptor(right + column * 128);
+    if constexpr (n == 64)
+      wgmma_m64n64k16_bf16<Major::K, Major::K>(d, a, other, true);
+    else
+      wgmma_add_bf16<n>(d, a, other);
+    wgmma_commit();
+    wgmma_wait<0>();
+    wgmma_hold(d);
+#pragma unroll
+    for (int e = 0; e < n / 2; e++) put(b, to + place(e), __float_as_uint(d[e]));
+  }
+}
+
+// The same product by mma.
+PRIMITIVE void product_of_warps(const CheckBuffers& b, int from, int to) {
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, m = threadIdx.x / 32 * 16;
+  const auto a_pair = [&](int row, int k) { return get(b, from + 8 * row + k); };
+  const uint32_t a[4] = {a_pair(m + g, t), a_pair(m + g + 8, t), a_pair(m + g, t + 4), a_pair(m + g + 8, t + 4)};
+  for (int column = 0; column < shapes_columns; column += 8) {
+    const uint32_t pair[2] = {get(b, from + 512 + 8 * (column + g) + t), get(b, from + 512 + 8 * (column + g) + t + 4)};
+    const auto place = [&](int e) { return (m + g + e / 2 * 8) * shapes_columns + column + 2 * t + e % 2; };
+    float d[4];
+    for (int e = 0; e < 4; e++) d[e] = __uint_as_float(get(b, from + 512 + 8 * shapes_columns + place(e)));
+    mma_bf16_16x8x16(d, a, pair);
+    for (int e = 0; e < 4; e++) put(b, to + place(e), __float_as_uint(d[e]));
+  }
+}
+
+}  // namespace
+
+// One product per block of one warpgroup, computed in eight ways: a 64x16, b transposed 256x16 in bf16, the
+// accumulator 64x256 in f32, row-major; 18,944 words in. Out 16,384 words for each of wgmma with n = 8, 16, 64,
+// 128, 256, wgmma with a and b exchanged with n = 8, 64, and mma.
+extern "C" __global__ void __launch_bounds__(128) check_product_shapes(const __grid_constant__ CheckBuffers b) {
+  constexpr int words = 64 * shapes_columns;
+  const int from = blockIdx.x * (512 + 8 * shapes_columns + words), to = blockIdx.x * 8 * words;
+  unsigned char* a_tile = dynamic_shared_memory();
+  unsigned char* b_tile = a_tile + 8192;
+  for (int at = threadIdx.x; at < 512; at += 128)
+    *reinterpret_cast<uint32_t*>(a_tile + swizzle_128(at / 8 * 128 + at % 8 * 4)) = get(b, from + at);
+  for (int at = threadIdx.x; at < 8 * shapes_columns; at += 128)
+    *reinterpret_cast<uint32_t*>(b_tile + swizzle_128(at / 8 * 128 + at % 8 * 4)) = get(b, from + 512 + at);
+  fence_proxy_async();
+  block_barrier();
+  product_of_width<8, false>(b, from, to, a_tile, b_tile);
+  product_of_width<16, false>(b, from, to + words, a_tile, b_tile);
+  product_of_width<64, false>(b, from, to + 2 * words, a_tile, b_tile);
+  product_of_width<128, false>(b, from, to + 3 * words, a_tile, b_tile);
+  product_of_width<256, false>(b, from, to + 4 * words, a_tile, b_tile);
+  product_of_width<8, true>(b, from, to + 5 * words, a_tile, b_tile);
+  product_of_width<64, true>(b, from, to + 6 * words, a_tile, b_tile);
+  product_of_warps(b, from, to + 7 * words);
 }

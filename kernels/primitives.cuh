@@ -302,6 +302,44 @@ PRIMITIVE void wgmma_m64n64k16_bf16(float (&d)[32], const uint32_t (&a)[4], uint
   ON_HOST(cuda_host::wgmma(d, 64, a, 0, false, b, b_major == Major::MN, accumulate);)
 }
 
+#define WGMMA_D_8 "%0,%1,%2,%3"
+#define WGMMA_D_16 WGMMA_D_8 ",%4,%5,%6,%7"
+#define WGMMA_D_128                                                                                                    \
+  WGMMA_D_16                                                                                                           \
+  ",%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,"    \
+  "%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define WGMMA_D_256                                                                                                    \
+  WGMMA_D_128                                                                                                          \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,"  \
+  "%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,"   \
+  "%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+#define WGMMA_OUT_4(d) "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define WGMMA_OUT_32_FROM(d, i)                                                                                        \
+  WGMMA_OUT_8(d, i), WGMMA_OUT_8(d, i + 8), WGMMA_OUT_8(d, i + 16), WGMMA_OUT_8(d, i + 24)
+#define WGMMA_ADD(shape, registers, a, b, one, ...)                                                                    \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " one ", 0;\nwgmma.mma_async.sync.aligned." shape                    \
+               ".f32.bf16.bf16 {" registers "}, " a ", " b ", p, 1, 1, 0, 0;\n}"                                       \
+               : __VA_ARGS__                                                                                           \
+               : "l"(a_operand), "l"(b_operand), "r"(1))
+
+// d += a b as above for other widths: a 64x16 and b 16x`n`, both K-major in shared memory. gpu-check asks
+// whether an element's bits depend on the width.
+template <int n>
+PRIMITIVE void wgmma_add_bf16(float (&d)[n / 2], uint64_t a_operand, uint64_t b_operand) {
+  static_assert(n == 8 || n == 16 || n == 128 || n == 256);
+  if constexpr (n == 8) {
+    ON_DEVICE(WGMMA_ADD("m64n8k16", WGMMA_D_8, "%4", "%5", "%6", WGMMA_OUT_4(d));)
+  } else if constexpr (n == 16) {
+    ON_DEVICE(WGMMA_ADD("m64n16k16", WGMMA_D_16, "%8", "%9", "%10", WGMMA_OUT_8(d, 0));)
+  } else if constexpr (n == 128) {
+    ON_DEVICE(WGMMA_ADD("m64n128k16", WGMMA_D_128, "%64", "%65", "%66", WGMMA_OUT_32_FROM(d, 0), WGMMA_OUT_32_FROM(d, 32));)
+  } else {
+    ON_DEVICE(WGMMA_ADD("m64n256k16", WGMMA_D_256, "%128", "%129", "%130", WGMMA_OUT_32_FROM(d, 0),
+                        WGMMA_OUT_32_FROM(d, 32), WGMMA_OUT_32_FROM(d, 64), WGMMA_OUT_32_FROM(d, 96));)
+  }
+  ON_HOST(cuda_host::wgmma(d, n, nullptr, a_operand, false, b_operand, false, true);)
+}
+
 // ---- mbarriers, TMA, register budgets (Hopper) ----------------------------------------------------------------------
 
 // Makes this thread's shared-memory writes, including completed cp.async copies, visible to wgmma and TMA.

@@ -2,19 +2,29 @@
 # Checks the CUDA kernels on a machine with a GPU. That machine needs neither Rust nor network.
 #
 #   scripts/gpu_check.sh --build          here: builds the program, stripped and packed, target/gpu-check/rloss.gz
-#   scripts/gpu_check.sh                  there: runs everything, writes gpu-check.md
+#   scripts/gpu_check.sh --deadline 600   there: the first call, ten minutes at most; appends to gpu-check.md
+#   scripts/gpu_check.sh --full           there: the second call, every case
 #
-# Options there: --binary FILE, --out FILE, --device N, --skip PART (sanitizer, peers, runs, model; may be repeated). runs: the
-# quickstart on the GPU and on the CPU; model: tokens a second at the shape of 20B; peers: other implementations of attention
-# and of the model beside ours.
-# Every part has a process and a time limit of its own: one that crashes or hangs is a row of the table, no more. The
-# machine needs a driver of release 580 or newer and CUDA 13's libraries, from a toolkit or beside a Python's torch
-# (PYTHON names it). compute-sanitizer and torch are used where they are; else their rows say "not run".
-# Exit code: 0 all passed, 1 something failed, 2 it could not begin.
+# Options there: --binary FILE, --out FILE (default: gpu-check.md in the folder OUT, or here), --device N,
+# --deadline SECONDS (from the start), --only PARTS (comma-separated), which run in the order of this list:
+#   the first call     device, primitives, facts, seeded, oracle, links, speed, profile, model, quickstart, memcheck
+#   --full             oracle-full, links-full, nccl, speed-full, model-full, quickstart-full
+#   only when named    peers (other implementations beside speed-full and model-full), racecheck, initcheck, synccheck
+# racecheck and initcheck do not know mbarriers and wgmma: their failures in such kernels may be false.
+# Each row is appended when it is known, so a call that is cut off keeps every row that it reached. A part that the
+# deadline stops, before it begins or within it, has the row "not run: deadline". Every part has a process and a
+# time limit of its own: one that crashes or hangs is a row of the table, no more.
+# The machine needs a driver of release 580 or newer and CUDA 13's libraries, from a toolkit or beside a Python's torch
+# (PYTHON names it). compute-sanitizer, ncu and torch are used where they are; else their rows say "not run".
+# Exit code: 0 nothing failed, 1 something failed, 2 it could not begin.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-binary=target/gpu-check/rloss.gz out=gpu-check.md device=0 skip=""
+FIRST=(device primitives facts seeded oracle links speed profile model quickstart memcheck)
+FULL=(oracle-full links-full nccl speed-full model-full quickstart-full)
+NAMED=(peers racecheck initcheck synccheck)
+
+binary=target/gpu-check/rloss.gz out=${OUT:-.}/gpu-check.md device=0 deadline="" parts=("${FIRST[@]}")
 fail() {
     echo "gpu_check: $*" >&2
     exit 2
@@ -47,20 +57,34 @@ while [ $# -gt 0 ]; do
             build
             exit
             ;;
-        --binary | --out | --device | --skip)
+        --full)
+            parts=("${FULL[@]}")
+            shift
+            ;;
+        --binary | --out | --device | --deadline | --only)
             [ $# -ge 2 ] || fail "$1 needs a value"
             case $1 in
                 --binary) binary=$2 ;;
                 --out) out=$2 ;;
                 --device) device=$2 ;;
-                --skip)
-                    case $2 in sanitizer | peers | runs | model) skip="$skip $2" ;; *) fail "--skip takes sanitizer, peers, runs or model, not $2" ;; esac
+                --deadline)
+                    [[ $2 =~ ^[1-9][0-9]*$ ]] || fail "--deadline takes seconds from the start, such as 600, not $2"
+                    deadline=$2
+                    ;;
+                --only)
+                    IFS=, read -ra parts <<<"$2"
+                    [ ${#parts[@]} -gt 0 ] || fail "--only needs the names of parts, such as seeded,oracle"
                     ;;
             esac
             shift 2
             ;;
+        --skip) fail "--skip is gone: name the parts to run, such as --only oracle-full,links-full (see the head of scripts/gpu_check.sh)" ;;
         *) fail "unknown argument $1 (see the head of scripts/gpu_check.sh)" ;;
     esac
+done
+wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
+for name in "${parts[@]}"; do
+    [[ " ${FIRST[*]} ${FULL[*]} ${NAMED[*]} " == *" $name "* ]] || fail "no part $name: --only takes ${FIRST[*]} ${FULL[*]} ${NAMED[*]}"
 done
 [ -f "$binary" ] || fail "no program at $binary: make it with scripts/gpu_check.sh --build on a machine with Rust, and bring it here"
 scratch=$(mktemp -d)
@@ -111,125 +135,199 @@ case " $still" in
     *" lib"*) fail "the loader does not find: $still. Install CUDA 13's libraries, or name a Python with torch for CUDA 13 in PYTHON, or set CUDA_HOME" ;;
 esac
 
-rloss() { LD_LIBRARY_PATH=$libraries "$@"; }
+# With eager loading no kernel is loaded while another one runs, and no first launch is slower than the next.
+rloss() { LD_LIBRARY_PATH=$libraries CUDA_MODULE_LOADING=EAGER "$@"; }
 
-# Exit code 2 is refused here, before anything is written.
-described=$(rloss timeout 120 "$binary" gpu-check device --device "$device") || exit 2
-name=$(sed -n 's/^| device | \([^|]*[^ |]\) *|.*/\1/p' <<<"$described")
-table=$scratch/table.md
 failed=0
 
-{
-    echo "### $name, $(date -u +%Y-%m-%d)"
-    echo
-    echo "| check | | |"
-    echo "| --- | --- | --- |"
-    echo "$described"
-    if command -v nvidia-smi >/dev/null; then
-        echo "| driver | $(nvidia-smi --query-gpu=driver_version --format=csv,noheader -i "$device" 2>/dev/null || echo unknown) | |"
+# limit SECONDS: sets `limit` to SECONDS, or to what the deadline leaves of them. Fails where that is nothing.
+limit() {
+    limit=$1 is_cut=""
+    if [ -n "$deadline" ] && [ $((deadline - SECONDS)) -lt "$limit" ]; then
+        limit=$((deadline - SECONDS)) is_cut=yes
     fi
-    if commit=$(git rev-parse --short HEAD 2>/dev/null); then echo "| commit | $commit | |"; fi
-} >"$table"
-
-# part NAME SECONDS ARGUMENTS...: its rows go to the table; an end that is none is a row too.
-part() {
-    local name=$1 seconds=$2 code=0
-    shift 2
-    echo "gpu_check: $name" >&2
-    rloss timeout "$seconds" "$binary" gpu-check "$@" --device "$device" >"$scratch/rows" 2>"$scratch/errors" || code=$?
-    cat "$scratch/errors" >&2
-    cat "$scratch/rows" >>"$table"
-    if [ $code -ne 0 ]; then failed=1; fi
-    case $code in
-        0 | 1) if [ $code = 1 ] && grep -q '^error:' "$scratch/errors"; then row "$name" "**FAILED**" "$(tail -1 "$scratch/errors")"; fi ;;
-        124) row "$name" "**FAILED**" "not done after $seconds seconds" ;;
-        *) row "$name" "**FAILED**" "ended with code $code: $(tail -1 "$scratch/errors")" ;;
-    esac
+    [ "$limit" -ge 1 ]
 }
 
-row() { echo "| $1 | $2 | ${3//|//} |" >>"$table"; }
+# Exit code 2 is refused here, before anything is written.
+limit 120 || limit=1
+described=$(rloss timeout -k 5 "$limit" "$binary" gpu-check device --device "$device") || exit 2
+name=$(sed -n 's/^| device | \([^|]*[^ |]\) *|.*/\1/p' <<<"$described")
 
-part seeded 60 seeded
-part primitives 60 primitives
-part facts 120 facts
-part oracle 180 oracle
-part links 180 links
-if rloss "$binary" gpu-check --help | grep -q nccl; then
-    part nccl 120 nccl
-else
-    row "NCCL" "not run" "built without it"
+mkdir -p "$(dirname "$out")"
+begin_table() {
+    printf '\n| check | | |\n| --- | --- | --- |\n'
+    in_table=yes
+} >>"$out"
+# row NAME VERDICT TEXT: appended to the table of checks, which begins anew after a part's own tables.
+row() {
+    [ -n "$in_table" ] || begin_table
+    echo "| $1 | $2 | ${3//|//} |" >>"$out"
+}
+
+echo "### $name, $(date -u "+%Y-%m-%d %H:%M")" >>"$out"
+begin_table
+echo "$described" >>"$out"
+if command -v nvidia-smi >/dev/null; then
+    row driver "$(nvidia-smi --query-gpu=driver_version --format=csv,noheader -i "$device" 2>/dev/null || echo unknown)" ""
 fi
+if commit=$(git rev-parse --short HEAD 2>/dev/null); then row commit "$commit" ""; fi
 
-# whole_run NAME SETS...: the quickstart with heads 64 wide, from its cold start to its last evaluation.
+# begin NAME SECONDS: whether the part is wanted and the deadline leaves time for it.
+begin() {
+    wanted "$1" || return 1
+    if ! limit "$2"; then
+        row "$1" "not run: deadline" ""
+        return 1
+    fi
+    echo "gpu_check: $1" >&2
+}
+
+# end NAME CODE ERRORS: an end that is none is a row, with the last line of the file ERRORS.
+end() {
+    local last
+    last=$(tail -1 "$3")
+    case $2 in
+        0) ;;
+        124 | 137)
+            if [ -n "$is_cut" ]; then
+                row "$1" "not run: deadline" "cut off after $limit seconds"
+                return
+            fi
+            row "$1" "**FAILED**" "not done after $limit seconds"
+            ;;
+        *) row "$1" "**FAILED**" "ended with code $2: $last" ;;
+    esac
+    if [ "$2" != 0 ]; then failed=1; fi
+}
+
+# part NAME SECONDS ARGUMENTS...: the program appends its rows itself. Parts with tables of their own begin with one.
+part() {
+    local name=$1 code=0
+    begin "$name" "$2" || return 0
+    shift 2
+    case $name in speed* | model*) in_table="" ;; *) [ -n "$in_table" ] || begin_table ;; esac
+    rloss timeout -k 5 "$limit" "$binary" gpu-check "$@" --device "$device" >>"$out" 2>"$scratch/errors" || code=$?
+    cat "$scratch/errors" >&2
+    if [ $code = 1 ] && ! grep -q '^error:' "$scratch/errors"; then
+        failed=1 # and its rows say so
+    else
+        end "$name" "$code" "$scratch/errors"
+    fi
+}
+
+# whole_run PART SECONDS DEVICE SETS...: quickstart_cuda from its cold start to its last evaluation.
 whole_run() {
-    local name=$1 run=$scratch/$1 code=0 begun=$SECONDS success gap verdict=passed
-    shift
-    echo "gpu_check: quickstart_cuda on the $name" >&2
-    rloss timeout 600 "$binary" train quickstart_cuda --out "$run" --set logging.tensorboard=false "$@" >"$scratch/errors" 2>&1 || code=$?
+    local name=$1 where=$3 run=$scratch/$1-$3 code=0 begun=$SECONDS success gap verdict=passed
+    begin "$name" "$2" || return 0
+    shift 3
+    rloss timeout -k 5 "$limit" "$binary" train quickstart_cuda --out "$run" --set logging.tensorboard=false "$@" >"$scratch/errors" 2>&1 || code=$?
     if [ $code != 0 ]; then
-        failed=1
-        row "quickstart_cuda on the $name" "**FAILED**" "ended with code $code: $(tail -1 "$scratch/errors")"
+        end "$name on the $where" "$code" "$scratch/errors"
         return
     fi
     success=$(sed -n 's/.*"phase":"eval".*acc\/mean@1":\([0-9.]*\).*/\1/p' "$run/metrics.jsonl" | tail -1)
     gap=$(sed -n 's/.*"mismatch\/logprob_abs_diff_max":\([-+0-9.e]*\).*/\1/p' "$run/metrics.jsonl" | sort -g | tail -1)
     if [ "$gap" != 0 ]; then verdict="**FAILED**" failed=1; fi
-    row "quickstart_cuda on the $name" "$verdict" "$((SECONDS - begun)) s, success $success at the end, largest gap $gap"
+    row "$name on the $where" "$verdict" "$((SECONDS - begun)) s, success $success at the end, largest gap $gap"
 }
-if [[ $skip != *runs* ]]; then
-    whole_run GPU --set parallel.device_index="$device"
-    whole_run CPU --set device=cpu
-fi
 
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -1 || true)
-for tool in memcheck racecheck initcheck synccheck; do
-    if [[ $skip == *sanitizer* ]] || [ -z "$sanitizer" ]; then
-        row "compute-sanitizer $tool" "not run" ""
-        continue
+# tool NAME: the first of a CUDA tool that is found.
+tool() { command -v "$1" || ls /usr/local/cuda*/bin/"$1" 2>/dev/null | head -1 || true; }
+
+# Four kernels: attention forward and backward, a dense product, the experts' product.
+KERNELS='^(sink_attention_forward_hopper|sink_attention_dkv_hopper|product_forward)$'
+METRICS=gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed
+METRICS+=,gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed
+METRICS+=,l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed
+profile() {
+    local ncu code=0
+    begin profile 60 || return 0
+    ncu=$(tool ncu)
+    if [ -z "$ncu" ]; then
+        row profile "not run" "no ncu"
+        return
     fi
-    echo "gpu_check: compute-sanitizer $tool" >&2
-    code=0
-    rloss timeout 120 "$sanitizer" --tool "$tool" --error-exitcode 9 \
+    rloss timeout -k 5 "$limit" "$ncu" --kernel-name "regex:$KERNELS" --metrics "$METRICS" --csv \
+        "$binary" gpu-check profile --device "$device" >"$scratch/profile" 2>"$scratch/errors" || code=$?
+    # A line of CSV for each kernel and metric. Fields 5 and 13 to 15 are the kernel, the metric, its unit and its value.
+    while IFS=$'\t' read -r kernel metric unit value; do
+        row "ncu: $kernel" "$metric" "$value $unit"
+    done < <(awk -F '","' '/^"[0-9]+"/ { gsub(/"/, "", $15); print $5 "\t" $13 "\t" $14 "\t" $15 }' "$scratch/profile")
+    if [ $code = 0 ] && ! grep -q '^"[0-9]' "$scratch/profile"; then
+        row profile "not run" "$(cat "$scratch/errors" "$scratch/profile" | grep ERROR | tail -1)"
+    fi
+    end profile "$code" "$scratch/errors"
+}
+
+# sanitizer NAME SECONDS: the small checks under a tool of compute-sanitizer.
+sanitizer() {
+    local sanitizer summary code=0
+    begin "$1" "$2" || return 0
+    sanitizer=$(tool compute-sanitizer)
+    if [ -z "$sanitizer" ]; then
+        row "compute-sanitizer $1" "not run" "no compute-sanitizer"
+        return
+    fi
+    rloss timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 9 \
         "$binary" gpu-check oracle links --small --device "$device" >"$scratch/sanitizer" 2>&1 || code=$?
     summary=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|not supported' "$scratch/sanitizer" | tail -1 | sed 's/^=* *//')
-    case $code in
-        0) row "compute-sanitizer $tool" passed "$summary" ;;
-        124) row "compute-sanitizer $tool" "not run" "not done after 120 seconds" ;;
-        *)
-            row "compute-sanitizer $tool" "**FAILED**" "code $code: $summary"
-            failed=1
-            grep -v '^|' "$scratch/sanitizer" | head -40 >&2
-            ;;
-    esac
-done
-
-peers=()
-if [[ $skip == *peers* ]] || [ -z "$python" ]; then
-    echo "gpu_check: other implementations: not run" >&2
-elif CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 330 "$python" scripts/attention_peers.py "$scratch/peers.json" --seconds-max 150; then
-    peers=(--peers "$scratch/peers.json")
-fi
-part speed 240 speed "${peers[@]}"
-if [[ $skip != *model* ]]; then
-    part model 600 model
-    why=""
-    if [[ $skip == *peers* ]]; then
-        why="--skip peers"
-    elif [ -z "$python" ]; then
-        why="no Python; name one with torch in PYTHON"
-    else
-        echo "gpu_check: other implementations of the model" >&2
-        CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout 660 "$python" scripts/model_peers.py \
-            --ours "$scratch/rows" --seconds-max 560 >>"$table" || why="ended with code $?"
+    if [ $code = 0 ]; then row "compute-sanitizer $1" passed "$summary"; fi
+    if [ $code = 1 ] || [ $code = 9 ]; then
+        row "compute-sanitizer $1" "**FAILED**" "code $code: $summary"
+        failed=1
+        grep -v '^|' "$scratch/sanitizer" | head -40 >&2
+        return
     fi
-    if [ -n "$why" ]; then printf '\nOther implementations of the model: not run (%s).\n' "$why" >>"$table"; fi
-fi
+    end "compute-sanitizer $1" "$code" "$scratch/sanitizer"
+}
 
-mkdir -p "$(dirname "$out")"
-cp "$table" "$out"
+# peer NAME SECONDS SCRIPT ARGUMENTS...: runs a Python script that measures other implementations.
+peer() {
+    local name=$1 code=0
+    begin peers "$2" || return 1
+    shift 2
+    in_table=""
+    if [ -z "$python" ]; then
+        row "$name" "not run" "no Python; name one with torch in PYTHON"
+        return 1
+    fi
+    CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES:-$device} timeout -k 5 "$limit" "$python" "$@" || code=$?
+    [ $code = 0 ] || row "$name" "not run" "ended with code $code"
+    return $code
+}
+
+part primitives 20 primitives
+part facts 40 facts
+part seeded 40 seeded
+part oracle 40 oracle --small
+part links 40 links --small
+part speed 90 speed --short
+profile
+part model 120 model --short
+whole_run quickstart 100 GPU --set parallel.device_index="$device" --set cold_start.steps=100 --set train.steps=8
+sanitizer memcheck 60
+part oracle-full 180 oracle
+part links-full 180 links
+if rloss "$binary" gpu-check --help | grep -q nccl; then
+    part nccl 120 nccl
+elif wanted nccl; then
+    row nccl "not run" "built without it"
+fi
+attention_peers=()
+if peer "attention of others" 330 scripts/attention_peers.py "$scratch/peers.json" --seconds-max 150; then
+    attention_peers=(--peers "$scratch/peers.json")
+fi
+part speed-full 240 speed "${attention_peers[@]}"
+part model-full 600 model
+peer "models of others" 660 scripts/model_peers.py --ours "$out" --seconds-max 560 >>"$out" || true
+whole_run quickstart-full 600 GPU --set parallel.device_index="$device"
+whole_run quickstart-full 600 CPU --set device=cpu
+for name in racecheck initcheck synccheck; do sanitizer "$name" 120; done
+
 cat "$out"
 if [ $failed = 1 ]; then
     echo "gpu_check: something failed; the table is in $out" >&2
     exit 1
 fi
-echo "gpu_check: all passed; the table is in $out" >&2
+echo "gpu_check: nothing failed; the table is in $out" >&2

@@ -27,6 +27,7 @@ use anyhow::Result;
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 
 /// Arguments of `gpu-check`.
 #[derive(Args, Debug, Clone, Default)]
@@ -37,6 +38,9 @@ pub struct GpuCheckArgs {
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
+    /// The most telling cases of speed and model only, for a first call of minutes
+    #[arg(long, conflicts_with = "small")]
+    pub short: bool,
     /// Only write a file with the outputs that the part "seeded" compares
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
@@ -46,6 +50,17 @@ pub struct GpuCheckArgs {
     /// Times of other attention implementations, written by scripts/attention_peers.py in the same run
     #[arg(long, value_name = "FILE")]
     pub peers: Option<PathBuf>,
+}
+
+/// The cases that a part runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Extent {
+    /// A few of toy size.
+    Small,
+    /// The most telling ones.
+    Short,
+    /// All.
+    Full,
 }
 
 /// A part of the check.
@@ -68,6 +83,8 @@ pub enum Part {
     Nccl,
     /// Measures TFLOP/s and GB/s
     Speed,
+    /// Launches attention and products once, for a profiler
+    Profile,
     /// Measures the tokens per second of whole models with gpt-oss-20b's shape
     Model,
 }
@@ -111,17 +128,24 @@ impl Verdicts {
 /// When the kernels support no GPU of this machine, or when the peers' file cannot be read.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
     let peers = args.peers.as_deref().map(peers::read).transpose()?;
+    let start = Instant::now();
     let Gpu { device, .. } =
         ops::cuda::open_gpu(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
+    let opened = start.elapsed();
     if let Some(path) = &args.write_seeded {
         return seeded_outputs::write(&device, path).map(|()| EXIT_SUCCESS);
     }
     let gpu = device.as_cuda_device()?;
+    let extent = match (args.small, args.short) {
+        (true, _) => Extent::Small,
+        (_, true) => Extent::Short,
+        _ => Extent::Full,
+    };
     let parts = if args.parts.is_empty() { Part::value_variants().to_vec() } else { args.parts.clone() };
     let mut verdicts = Verdicts::default();
     for part in parts {
         match part {
-            Part::Device => print_device(gpu)?,
+            Part::Device => print_device(gpu, opened)?,
             Part::Primitives => primitives::run(gpu, &mut verdicts)?,
             Part::Seeded => seeded_outputs::run(&device, &mut verdicts)?,
             Part::Facts => instruction_properties::run(gpu, &mut verdicts),
@@ -137,22 +161,29 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
                 Ok(Ok(format!("version {version}, parts of 1 to {bytes_max} bytes")))
             }),
             Part::Speed => {
-                speed::run(gpu, args.small, peers.as_ref())?;
+                speed::run(gpu, extent, peers.as_ref())?;
                 speed_ops::run(&device, args.small)?;
             }
-            Part::Model => model_speed::run(&device, args.small)?,
+            Part::Profile => {
+                speed::launch_once(gpu, args.small)?;
+                speed_ops::launch_once(&device, args.small)?;
+            }
+            Part::Model => model_speed::run(&device, extent)?,
         }
     }
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);
     Ok(if verdicts.failed == 0 { EXIT_SUCCESS } else { EXIT_FAILED })
 }
 
-fn print_device(gpu: &CudaDevice) -> Result<()> {
+/// Prints the device's rows. `opened` is the time of opening it, in which the driver loads all kernels. On a
+/// new machine the driver also compiles candle's.
+fn print_device(gpu: &CudaDevice, opened: Duration) -> Result<()> {
     let stream = gpu.cuda_stream();
     let context = stream.context();
     let (major, minor) = context.compute_capability().w()?;
     println!("| device | {} | compute capability {major}.{minor} |", context.name().w()?);
     println!("| memory | {} MiB | |", context.total_mem().w()? >> 20);
     println!("| attention kernels | {} | |", ops::cuda::kernel_set(gpu, HEAD_DIMS[0])?.name);
+    println!("| opened, with all kernels loaded | {:.2} s | |", opened.as_secs_f64());
     Ok(())
 }

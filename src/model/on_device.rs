@@ -2,6 +2,7 @@
 //! the same bits, and that gradients are close to those of the CPU.
 
 mod adapted;
+mod lost_capture;
 
 use super::attention::PackedAttention;
 use super::cache::{CacheCapacity, CacheFactory, SequenceCache};

@@ -15,6 +15,7 @@ CUresult copy(const char* call, void* handle, CUdeviceptr to, bool to_device, CU
   if (stuck()) return stuck();
   auto stream = stream_of(handle, call);
   if (!stream) return INVALID_HANDLE;
+  if (CUresult error = lost_capture(stream)) return error;
   if (!bytes) return SUCCESS;
   for (CUdeviceptr address : {to_device ? 0 : to, from_device ? 0 : from})
     if (in_device_memory(host(address)))
@@ -70,6 +71,7 @@ API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, 
   if (stuck()) return stuck();
   auto stream = stream_of(handle, __func__);
   if (!stream) return INVALID_HANDLE;
+  if (CUresult error = lost_capture(stream)) return error;
   enqueue(stream, "cuMemsetD8Async", [=] {
     if (bytes && check_range("cuMemsetD8Async", to, bytes)) memset(host(to), value, bytes);
   });

@@ -101,12 +101,20 @@ std::shared_ptr<Stream> stream_of(void* handle, const char* call);  // null, and
 void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run);
 // Work that waits for another process: run again and again until it says that it is done.
 void enqueue_waiting(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run);
+// What waits for another process and is not done when it is run once more; empty when nothing does.
+std::string waiting_for_others();
 void run_stream(const std::shared_ptr<Stream>& stream);
 // But for what waits for another process.
 void run_everything();
 
 // Whether what the stream is given is recorded, not done.
 bool is_captured(const std::shared_ptr<Stream>& stream);
+// CAPTURE_INVALIDATED where the recording is lost: every call on its stream but the one that ends it says so.
+CUresult lost_capture(const std::shared_ptr<Stream>& stream);
+// The recording is lost. Returns `code`.
+CUresult lose_capture(const std::shared_ptr<Stream>& stream, CUresult code);
+// Of every launch: CAPTURE_INVALIDATED where the recording is lost, or is to be lost at this one.
+CUresult captured_launch(const std::shared_ptr<Stream>& stream);
 // Of what cannot be recorded: complains, and the recording is lost. SUCCESS where none is made.
 CUresult not_while_captured(const std::shared_ptr<Stream>& stream, const char* what);
 // The same of what is for no stream in particular.

@@ -181,6 +181,54 @@ void test_graphs() {
     cuStreamWaitEvent(on, event, 0);
     expect_lost(on);
   });
+  accepted("every call on a lost recording says so, and its end frees the stream", [] {
+    setenv("CUDA_EMULATOR_LOSES_CAPTURE", "2", 1);
+    context();
+    void *module = load(), *add_one = kernel("add_one", module), *event;
+    Device x = floats({1}), scratch, other;
+    must(cuEventCreate(&event, 2));
+    void* on = begin();
+    must(cuMemAllocAsync(&scratch, 4, on));
+    must(launch(add_one, 1, 1, on, 0, scratch, 1));
+    expect(launch(add_one, 1, 1, on, 0, scratch, 1) == 901, "the second launch");
+    int status;
+    must(cuStreamIsCapturing(on, &status));
+    expect(status == 2, "lost");
+    float value = 3;
+    const int calls[] = {launch(add_one, 1, 1, on, 0, x, 1),
+                         cuMemAllocAsync(&other, 4, on),
+                         cuMemAllocAsync(&other, 0, on),
+                         cuMemFreeAsync(scratch, on),
+                         cuMemFreeAsync(0, on),
+                         cuMemcpyDtoDAsync_v2(x, scratch, 4, on),
+                         cuMemcpyHtoDAsync_v2(x, &value, 4, on),
+                         cuMemsetD8Async(x, 0, 4, on),
+                         cuEventRecord(event, on),
+                         cuStreamWaitEvent(on, event, 0),
+                         cuStreamSynchronize(on),
+                         cuStreamQuery(on)};
+    for (int result : calls) expect(result == 901, "a call on a lost recording");
+    expect_lost(on);
+    must(cuStreamIsCapturing(on, &status));
+    expect(status == 0, "it has ended");
+    must(launch(add_one, 1, 1, on, 0, x, 1));
+    must(cuStreamSynchronize(on));
+    expect(read(x, 1) == std::vector<float>{2}, "x + 1");
+    must(cuEventDestroy_v2(event));
+    must(cuStreamDestroy_v2(on));
+    clean({x}, module);
+  });
+  refused("memory of no bytes while captured", "cuMemAllocAsync: of no bytes on a stream that is captured", [] {
+    void* on = begin();
+    Device none;
+    expect(cuMemAllocAsync(&none, 0, on) == 1, "refused");
+    expect_lost(on);
+  });
+  refused("no memory released while captured", "cuMemFreeAsync: of no memory on a stream that is captured", [] {
+    void* on = begin();
+    expect(cuMemFreeAsync(0, on) == 1, "refused");
+    expect_lost(on);
+  });
   refused("an end without a begin", "of a stream that is not captured", [] {
     void* graph;
     cuStreamEndCapture(stream(), &graph);

@@ -208,6 +208,9 @@ API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, void* handle) {
   auto stream = stream_of(handle, __func__);
   if (!stream || stuck()) return stuck() ? stuck() : INVALID_HANDLE;
   *address = 0;
+  if (CUresult error = lost_capture(stream)) return error;
+  if (!bytes && is_captured(stream))
+    return lose_capture(stream, complain(INVALID_VALUE, "cuMemAllocAsync: of no bytes on a stream that is captured"));
   if (!bytes) return SUCCESS;
   if (is_captured(stream)) {
     if (!(*address = reserve(bytes))) return OUT_OF_MEMORY;
@@ -223,6 +226,9 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, void* handle) {
   Locked lock;
   auto stream = stream_of(handle, __func__);
   if (!stream || stuck()) return stuck() ? stuck() : INVALID_HANDLE;
+  if (CUresult error = lost_capture(stream)) return error;
+  if (!address && is_captured(stream))
+    return lose_capture(stream, complain(INVALID_VALUE, "cuMemFreeAsync: of no memory on a stream that is captured"));
   if (!address) return SUCCESS;
   if (!is_buffer(address)) return complain(INVALID_VALUE, "cuMemFreeAsync: %s", describe(address).c_str());
   if (is_captured(stream)) {

@@ -21,8 +21,10 @@ constexpr int SHARED_BYTES_UNASKED = 48 << 10;
 
 struct Function {
   const Kernel* kernel;
+  void* module;
   int shared_bytes_max = SHARED_BYTES_UNASKED;
   int carveout = -1;
+  bool is_loaded = false;
 };
 
 struct Loaded {
@@ -221,6 +223,43 @@ std::string wrong_size(const Function& function, dim3 grid, dim3 block, unsigned
   return text;
 }
 
+bool loads_eagerly() {
+  static const char* loading = getenv("CUDA_MODULE_LOADING");
+  return loading && !strcmp(loading, "EAGER");
+}
+
+// With lazy loading, the driver may wait for all work of the device before it loads. If some of it waits for another
+// process, both may hang. Other work is not run here, because late work shows more.
+void lazy_load(const std::string& what) {
+  const std::string waiting = waiting_for_others();
+  if (!waiting.empty())
+    complain(SUCCESS, "%s is loaded while %s waits for another process: a GPU may hang", what.c_str(), waiting.c_str());
+}
+
+void load(Function& function) {
+  if (!function.is_loaded) lazy_load(function.kernel->name);
+  function.is_loaded = true;
+}
+
+Function* make_function(void* module, Loaded& loaded, const Kernel* kernel) {
+  auto& function = loaded.functions[kernel->name];
+  if (!function) {
+    function = std::make_unique<Function>();
+    function->kernel = kernel;
+    function->module = module;
+    function->is_loaded = loads_eagerly();
+    functions[function.get()] = function.get();
+  }
+  return function.get();
+}
+
+Loaded* module_of(void* handle, const char* call) {
+  auto found = modules.find(handle);
+  if (found != modules.end()) return found->second.get();
+  complain(INVALID_HANDLE, "%s: no such module, or it was unloaded", call);
+  return nullptr;
+}
+
 Function* function_of(void* handle, const char* call) {
   auto found = functions.find(handle);
   if (found != functions.end()) return found->second;
@@ -260,6 +299,7 @@ API CUresult cuModuleLoadData(void** handle, const void* image) {
     const char* error = loaded->library ? nullptr : dlerror();
     return complain(INVALID_IMAGE, "cuModuleLoadData: %s", error ? error : "an object without kernels");
   }
+  if (!loads_eagerly()) lazy_load(std::string("the module of ") + loaded->module->source);
   *handle = loaded.get();
   modules[*handle] = std::move(loaded);
   return SUCCESS;
@@ -279,19 +319,45 @@ API CUresult cuModuleUnload(void* handle) {
 
 API CUresult cuModuleGetFunction(void** handle, void* module_handle, const char* name) {
   Locked lock;
-  auto found = modules.find(module_handle);
-  if (found == modules.end()) return complain(INVALID_HANDLE, "cuModuleGetFunction: no such module, or it was unloaded");
-  Loaded& loaded = *found->second;
-  const Kernel* kernel = find(*loaded.module, name);
-  if (!kernel) return complain(NOT_FOUND, "cuModuleGetFunction: %s has no kernel %s", loaded.module->source, name);
-  auto& function = loaded.functions[name];
-  if (!function) {
-    function = std::make_unique<Function>();
-    function->kernel = kernel;
-    functions[function.get()] = function.get();
-  }
-  *handle = function.get();
+  Loaded* loaded = module_of(module_handle, __func__);
+  if (!loaded) return INVALID_HANDLE;
+  const Kernel* kernel = find(*loaded->module, name);
+  if (!kernel) return complain(NOT_FOUND, "cuModuleGetFunction: %s has no kernel %s", loaded->module->source, name);
+  return *handle = make_function(module_handle, *loaded, kernel), SUCCESS;
+}
+
+API CUresult cuModuleGetFunctionCount(unsigned* count, void* handle) {
+  Locked lock;
+  Loaded* loaded = module_of(handle, __func__);
+  return loaded ? (*count = unsigned(loaded->module->kernel_count), SUCCESS) : INVALID_HANDLE;
+}
+
+API CUresult cuModuleEnumerateFunctions(void** handles, unsigned count, void* handle) {
+  Locked lock;
+  Loaded* loaded = module_of(handle, __func__);
+  if (!loaded) return INVALID_HANDLE;
+  for (int i = 0; i < int(count) && i < loaded->module->kernel_count; i++)
+    handles[i] = make_function(handle, *loaded, &loaded->module->kernels[i]);
   return SUCCESS;
+}
+
+API CUresult cuFuncGetModule(void** module, void* handle) {
+  Locked lock;
+  Function* function = function_of(handle, __func__);
+  return function ? (*module = function->module, SUCCESS) : INVALID_HANDLE;
+}
+
+// CUfunctionLoadingState: not loaded, loaded.
+API CUresult cuFuncIsLoaded(int* state, void* handle) {
+  Locked lock;
+  Function* function = function_of(handle, __func__);
+  return function ? (*state = function->is_loaded, SUCCESS) : INVALID_HANDLE;
+}
+
+API CUresult cuFuncLoad(void* handle) {
+  Locked lock;
+  Function* function = function_of(handle, __func__);
+  return function ? (load(*function), SUCCESS) : INVALID_HANDLE;
 }
 
 constexpr int MAX_THREADS = 0, MAX_DYNAMIC_SHARED_BYTES = 8, SHARED_CARVEOUT = 9;  // CUfunction_attribute
@@ -340,6 +406,8 @@ API CUresult cuLaunchKernel(void* handle, unsigned grid_x, unsigned grid_y, unsi
   *launch = {&kernel, dim3(grid_x, grid_y, grid_z), dim3(block_x, block_y, block_z), shared_bytes, {}};
   const std::string wrong = wrong_size(*function, launch->grid, launch->block, shared_bytes);
   if (!wrong.empty()) return complain(INVALID_VALUE, "%s: %s", kernel.name, wrong.c_str());
+  if (CUresult error = captured_launch(stream)) return error;
+  load(*function);
   for (int i = 0; i < kernel.parameters; i++) {
     const char* from = static_cast<const char*>(parameters[i]);
     launch->parameters.emplace_back(from, from + kernel.parameter_bytes[i]);

@@ -6,7 +6,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <string>
 #include <thread>
 #include <vector>
@@ -39,6 +41,7 @@ namespace {
 
 constexpr int BYTES = 1, FLOATS = 7, SUM = 0, IN_PROGRESS = 7, NOT_READY = 600;
 int tests = 0, failures = 0;
+std::string module_image;  // of faulty.cu
 
 void must(int result) {
   if (!result || result == IN_PROGRESS) return;
@@ -172,9 +175,37 @@ float reduced(Rank& self) {
   return sum;
 }
 
+// A kernel's first launch while the other rank keeps this one waiting; `loaded`: the kernel was loaded before.
+void launch_while_waiting(Rank& self, bool loaded) {
+  Device memory = self.memory(64, 1);
+  if (self.rank == 0) {
+    void *module, *kernel, *own;
+    must(cuModuleLoadData(&module, module_image.data()));
+    must(cuModuleGetFunction(&kernel, module, "add_one"));
+    if (loaded) must(cuFuncLoad(kernel));
+    must(cuStreamCreate(&own, 1));
+    must(ncclRecv(memory, 64, BYTES, 1, self.comm, self.stream));
+    self.settle();
+    int count = 1;
+    void* parameters[] = {&memory, &count};
+    must(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, own, parameters, nullptr));
+    must(ncclCommAbort(self.comm));
+    must(cuStreamDestroy_v2(own));
+    must(cuModuleUnload(module));
+  } else {
+    must(ncclCommAbort(self.comm));
+  }
+  must(cuStreamSynchronize(self.stream));
+  must(cuMemFree_v2(memory));
+  must(cuStreamDestroy_v2(self.stream));
+}
+
 }  // namespace
 
-int main() {
+int main(int count, char** arguments) {
+  if (count != 2) return fprintf(stderr, "usage: nccl_tests MODULE\n"), 2;
+  std::ifstream file(arguments[1], std::ios::binary);
+  module_image.assign(std::istreambuf_iterator<char>(file), {});
   for (int ranks : {1, 2, 4}) {
     accepted("everybody to everybody, longer than what is on its way at once", ranks, [](Rank& self) {
       const size_t bytes = 300000;
@@ -267,6 +298,9 @@ int main() {
     ncclCommAbort(self.comm);
     ncclCommFinalize(self.comm);
   });
+  accepted("a loaded kernel is launched while a rank is waited for", 2, [](Rank& self) { launch_while_waiting(self, true); });
+  refused("a kernel is loaded while a rank is waited for", "add_one is loaded while NCCL, rank 0", 2,
+          [](Rank& self) { launch_while_waiting(self, false); });
   printf("nccl: %d tests, %d failed\n", tests, failures);
   return failures != 0;
 }

@@ -14,7 +14,8 @@ namespace cuda_driver {
 
 struct Work {
   std::string what;
-  std::function<bool()> run;  // whether it is done: else it waits for another process and is run again
+  std::function<bool()> run;  // whether it is done: else it is run again
+  bool waits_for_others = false;  // for another process
 };
 
 // What a stream was given between the begin of a capture and its end.
@@ -26,6 +27,7 @@ struct Graph {
   int mode;                         // what is refused meanwhile: on every OS thread, on the one that captures, on none
   std::thread::id thread = std::this_thread::get_id();
   bool lost = false;
+  int launches = 0;
   ~Graph() {
     for (auto& [address, _] : memory) forget(address);
   }
@@ -163,26 +165,58 @@ std::shared_ptr<Stream> stream_of(void* handle, const char* call) {
   return nullptr;
 }
 
-void enqueue_waiting(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run) {
+static void give(const std::shared_ptr<Stream>& stream, Work work) {
   if (trace)
-    fprintf(stderr, "cuda-emulator: stream %p: %s%s\n", static_cast<void*>(stream.get()), what.c_str(),
+    fprintf(stderr, "cuda-emulator: stream %p: %s%s\n", static_cast<void*>(stream.get()), work.what.c_str(),
             stream->captured ? ", recorded" : "");
-  if (stream->captured) return stream->captured->work.push_back({std::move(what), std::move(run)});
+  if (stream->captured) return stream->captured->work.push_back(std::move(work));
   add_implicit_waits(stream);
-  add(stream, std::move(what), std::move(run));
+  stream->queue.push_back(std::move(work));
   if (stream->at_once || stream->queue.size() > QUEUE_MAX) run_until(end_of(stream), Patience::none);
 }
 
+void enqueue_waiting(const std::shared_ptr<Stream>& stream, std::string what, std::function<bool()> run) {
+  give(stream, {std::move(what), std::move(run), true});
+}
+
 void enqueue(const std::shared_ptr<Stream>& stream, std::string what, std::function<void()> run) {
-  enqueue_waiting(stream, std::move(what), [run = std::move(run)] { return run(), true; });
+  give(stream, {std::move(what), [run = std::move(run)] { return run(), true; }});
+}
+
+std::string waiting_for_others() {
+  std::vector<std::shared_ptr<Stream>> all = {legacy_stream()};
+  for (auto& [_, stream] : streams) all.push_back(stream);
+  for (auto& stream : all) {
+    const auto waits = [](const Work& work) { return work.waits_for_others; };
+    if (std::none_of(stream->queue.begin(), stream->queue.end(), waits)) continue;
+    if (!run_until(end_of(stream), Patience::none)) return stream->queue.front().what;
+  }
+  return "";
 }
 
 bool is_captured(const std::shared_ptr<Stream>& stream) { return stream->captured != nullptr; }
 
+CUresult lost_capture(const std::shared_ptr<Stream>& stream) {
+  return stream->captured && stream->captured->lost ? CAPTURE_INVALIDATED : SUCCESS;
+}
+
+CUresult lose_capture(const std::shared_ptr<Stream>& stream, CUresult code) {
+  stream->captured->lost = true;
+  return code;
+}
+
+CUresult captured_launch(const std::shared_ptr<Stream>& stream) {
+  if (CUresult error = lost_capture(stream)) return error;
+  if (!stream->captured) return SUCCESS;
+  const char* text = getenv("CUDA_EMULATOR_LOSES_CAPTURE");
+  if (++stream->captured->launches == (text ? atoi(text) : 0)) return lose_capture(stream, CAPTURE_INVALIDATED);
+  return SUCCESS;
+}
+
 CUresult not_while_captured(const std::shared_ptr<Stream>& stream, const char* what) {
   if (!stream->captured) return SUCCESS;
-  stream->captured->lost = true;
-  return complain(CAPTURE_UNSUPPORTED, "%s on a stream that is captured", what);
+  if (CUresult error = lost_capture(stream)) return error;
+  return lose_capture(stream, complain(CAPTURE_UNSUPPORTED, "%s on a stream that is captured", what));
 }
 
 CUresult not_while_any_is_captured(const char* what) {
@@ -208,8 +242,8 @@ CUresult captured_release(const std::shared_ptr<Stream>& stream, CUdeviceptr add
     graph.bytes -= graph.memory[address];
     return SUCCESS;
   }
-  graph.lost = true;
-  return complain(INVALID_VALUE, "cuMemFreeAsync: not memory of the recording: %s", describe(address).c_str());
+  return lose_capture(
+      stream, complain(INVALID_VALUE, "cuMemFreeAsync: not memory of the recording: %s", describe(address).c_str()));
 }
 
 void run_stream(const std::shared_ptr<Stream>& stream) {
@@ -339,7 +373,7 @@ API CUresult cuGraphLaunch(std::shared_ptr<Graph>* executable, void* stream_hand
     return complain(NOT_SUPPORTED, "cuGraphLaunch: a graph that keeps %zu of its buffers is not emulated",
                     graph.memory.size() - graph.released.size());
   if (!pool_take_for_graphs(graph.bytes_max, own_bytes())) return OUT_OF_MEMORY;
-  for (const Work& work : graph.work) enqueue_waiting(stream, work.what, work.run);
+  for (const Work& work : graph.work) give(stream, work);
   return stuck();
 }
 
@@ -347,6 +381,7 @@ API CUresult cuGraphUpload(std::shared_ptr<Graph>* executable, void* stream_hand
   STREAM(stream_handle);
   auto found = executables.find(executable);
   if (found == executables.end()) return complain(INVALID_HANDLE, "cuGraphUpload: no such graph, or it was destroyed");
+  if (CUresult error = lost_capture(stream)) return error;
   return pool_take_for_graphs((*executable)->bytes_max, own_bytes()) ? SUCCESS : OUT_OF_MEMORY;
 }
 
@@ -438,11 +473,10 @@ API CUresult cuEventElapsedTime(float* milliseconds, void* from, void* to) {
 API CUresult cuStreamWaitEvent(void* stream_handle, void* handle, unsigned) {
   STREAM(stream_handle);
   EVENT(handle);
-  if (stream->captured) {
-    stream->captured->lost = true;
-    return complain(CAPTURE_ISOLATION, "cuStreamWaitEvent: an event from outside of what is captured");
-  }
+  if (CUresult error = lost_capture(stream)) return error;
+  if (stream->captured)
+    return lose_capture(stream, complain(CAPTURE_ISOLATION, "cuStreamWaitEvent: an event from outside of what is captured"));
   if (!event->place.stream || event->place.stream == stream) return SUCCESS;
-  enqueue_waiting(stream, "cuStreamWaitEvent", [place = event->place] { return run_until(place, Patience::none); });
+  give(stream, {"cuStreamWaitEvent", [place = event->place] { return run_until(place, Patience::none); }});
   return SUCCESS;
 }

@@ -59,24 +59,33 @@ void write_words(std::ostream& out, const std::vector<uint32_t>& words) {
 }
 
 // The products of single instructions on whole numbers: the frame that gpu-check's facts rest on.
+struct Products {
+  void (*kernel)(const CheckBuffers);
+  int rows, columns, threads, results;
+};
+const Products PRODUCTS[] = {
+    {check_product_mma, 16, 8, 32, 1},
+    {check_product_wgmma, 64, 64, 128, 1},
+    {check_product_shapes, 64, 256, 128, 8},
+};
+
 bool products_are_right() {
   bool right = true;
-  for (const bool wide : {false, true}) {
-    const int rows = wide ? 64 : 16, columns = wide ? 64 : 8;
-    std::vector<uint32_t> input(8 * rows + 8 * columns + rows * columns), output(rows * columns);
+  for (const auto& [kernel, rows, columns, threads, results] : PRODUCTS) {
+    const int elements = rows * columns;
+    std::vector<uint32_t> input(8 * rows + 8 * columns + elements), output(results * elements);
     const auto element = [&](int at) { return float(at * 7 % 11 - 5); };
     for (int at = 0; at < 8 * (rows + columns); at++)
       input[at] = pack_bf16(element(2 * at), element(2 * at + 1));
-    for (int at = 0; at < rows * columns; at++) input[8 * (rows + columns) + at] = __float_as_uint(float(at));
+    for (int at = 0; at < elements; at++) input[8 * (rows + columns) + at] = __float_as_uint(float(at));
     const CheckBuffers buffers{input.data(), output.data(), int(input.size()), int(output.size())};
-    cuda_host::launch({}, 1, wide ? 128 : 32, 48 << 10,
-                      [&] { (wide ? check_product_wgmma : check_product_mma)(buffers); });
-    for (int row = 0; row < rows; row++)
-      for (int column = 0; column < columns; column++) {
-        float expected = float(row * columns + column);
-        for (int k = 0; k < 16; k++) expected += element(16 * row + k) * element(16 * (rows + column) + k);
-        right &= output[row * columns + column] == __float_as_uint(expected);
-      }
+    cuda_host::launch({}, 1, threads, 48 << 10, [&, kernel = kernel] { kernel(buffers); });
+    for (int at = 0; at < results * elements; at++) {
+      const int row = at % elements / columns, column = at % columns;
+      float expected = float(at % elements);
+      for (int k = 0; k < 16; k++) expected += element(16 * row + k) * element(16 * (rows + column) + k);
+      right &= output[at] == __float_as_uint(expected);
+    }
   }
   return right;
 }
@@ -115,7 +124,7 @@ int main(int count, char** arguments) {
     write_words(text, output);
   }
   if (!products_are_right()) {
-    printf("check_product_mma or check_product_wgmma: wrong\n");
+    printf("a kernel check_product_...: wrong\n");
     return 1;
   }
   if (write) {

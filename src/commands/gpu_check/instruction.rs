@@ -19,6 +19,8 @@ pub(super) struct Instruction {
     threads: usize,
     /// Number of warps or warpgroups per block. Each computes one product.
     per_block: usize,
+    /// Number of ways in which a product is computed.
+    ways: usize,
 }
 
 pub(super) const INSTRUCTIONS: [Instruction; 2] = [
@@ -29,6 +31,7 @@ pub(super) const INSTRUCTIONS: [Instruction; 2] = [
         columns: 8,
         threads: 128,
         per_block: 4,
+        ways: 1,
     },
     Instruction {
         name: "wgmma 64x64x16",
@@ -37,7 +40,32 @@ pub(super) const INSTRUCTIONS: [Instruction; 2] = [
         columns: 64,
         threads: 128,
         per_block: 1,
+        ways: 1,
     },
+];
+
+/// A product of 64 rows and 256 columns, in the ways [`WAYS`].
+pub(super) const ALL_WAYS: Instruction = Instruction {
+    name: "products of 64x256x16",
+    function: "check_product_shapes",
+    rows: 64,
+    columns: 256,
+    threads: 128,
+    per_block: 1,
+    ways: WAYS.len(),
+};
+
+/// The instructions of `check_product_shapes`. Exchanged: the columns of b are the instruction's rows, and
+/// the rows of a are its columns.
+pub(super) const WAYS: [&str; 8] = [
+    "wgmma m64n8k16",
+    "wgmma m64n16k16",
+    "wgmma m64n64k16",
+    "wgmma m64n128k16",
+    "wgmma m64n256k16",
+    "wgmma m64n8k16, a and b exchanged",
+    "wgmma m64n64k16, a and b exchanged",
+    "mma.sync m16n8k16",
 ];
 
 /// The operands of one product. `b` is stored transposed, as `[columns][16]`.
@@ -69,7 +97,7 @@ impl Operands {
 
 impl Instruction {
     /// Computes one product for each of `problems` in a single launch. Returns the bits of each result,
-    /// `[rows][columns]`.
+    /// `[ways][rows][columns]`.
     pub fn run(&self, gpu: &CudaDevice, problems: &[Operands]) -> Result<Vec<Vec<u32>>> {
         let mut input = vec![];
         for problem in problems {
@@ -78,7 +106,7 @@ impl Instruction {
             }
             input.extend(problem.c.iter().map(|x| x.to_bits()));
         }
-        let elements = self.rows * self.columns;
+        let elements = self.ways * self.rows * self.columns;
         let blocks = problems.len().div_ceil(self.per_block);
         let output = run_primitive_check(
             gpu,

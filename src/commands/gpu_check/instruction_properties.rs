@@ -3,8 +3,11 @@
 //! - A product is deterministic.
 //! - An element depends only on its row of A, its column of B and its accumulator, not on its position.
 //! - Products of zero do not change an element.
+//!
+//! It also tells whether other instructions give an element the same bits. No kernel relies on it. It decides
+//! which instructions a new kernel may use beside those of today.
 
-use super::instruction::{DEPTH, INSTRUCTIONS, Instruction, Operands};
+use super::instruction::{ALL_WAYS, DEPTH, INSTRUCTIONS, Instruction, Operands, WAYS};
 use super::{CheckResult, Verdicts};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
@@ -29,6 +32,42 @@ pub(super) fn run(gpu: &CudaDevice, verdicts: &mut Verdicts) {
         property("products of zero change nothing", check_zeros);
         property("the same in any row and column", check_permutations);
     }
+    match compare_ways(gpu) {
+        Ok(rows) => rows.iter().for_each(|(way, text)| print_fact(way, text)),
+        Err(error) => verdicts.print_row(ALL_WAYS.name, Err(format!("stopped: {error:#}"))),
+    }
+}
+
+/// Number of products that are computed in all ways.
+const PRODUCTS: usize = 8;
+/// The way that the kernels use, as an index of [`WAYS`].
+const WAY_OF_KERNELS: usize = 2;
+
+/// Returns, for each other way, its name and how many elements have the bits of [`WAY_OF_KERNELS`].
+pub(super) fn compare_ways(gpu: &CudaDevice) -> Result<Vec<(&'static str, String)>> {
+    let mut rng = stream(6, Purpose::Evaluation, &[]);
+    let products: Vec<Operands> = (0..PRODUCTS).map(|_| Operands::random(&ALL_WAYS, &mut rng)).collect();
+    let results = ALL_WAYS.run(gpu, &products)?;
+    let others = (0..WAYS.len()).filter(|&way| way != WAY_OF_KERNELS);
+    Ok(others.map(|way| (WAYS[way], count_differing(&results, way))).collect())
+}
+
+/// Compares the results of a way with those of [`WAY_OF_KERNELS`]. `results` has `[ways][rows][columns]` for
+/// each product.
+fn count_differing(results: &[Vec<u32>], way: usize) -> String {
+    let elements = ALL_WAYS.rows * ALL_WAYS.columns;
+    let of = |result: &Vec<u32>, way: usize| result[way * elements..(way + 1) * elements].to_vec();
+    let pairs = results.iter().flat_map(|result| of(result, way).into_iter().zip(of(result, WAY_OF_KERNELS)));
+    let differing = pairs.filter(|(a, b)| a != b).count();
+    match differing {
+        0 => format!("the same bits, {} elements", results.len() * elements),
+        _ => format!("other bits: {differing} of {} elements differ", results.len() * elements),
+    }
+}
+
+/// Prints the row of a fact, which neither passes nor fails.
+fn print_fact(way: &str, text: &str) {
+    println!("| fact: {way} beside {} | {text} | |", WAYS[WAY_OF_KERNELS]);
 }
 
 /// Returns the result of `trials` comparisons, `differing` of which failed.
@@ -195,4 +234,24 @@ fn check_permutations(instruction: &Instruction, gpu: &CudaDevice) -> CheckResul
         }
     }
     Ok(verdict(permutations.len() * instruction.rows * instruction.columns, differing))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_bits_of_a_way_are_counted() {
+        let elements = ALL_WAYS.rows * ALL_WAYS.columns;
+        let mut results = vec![vec![7; WAYS.len() * elements]; 2];
+        assert_eq!(count_differing(&results, 7), format!("the same bits, {} elements", 2 * elements));
+        results[1][7 * elements + 5] = 8;
+        assert_eq!(
+            count_differing(&results, 7),
+            format!("other bits: 1 of {} elements differ", 2 * elements)
+        );
+        assert!(count_differing(&results, 0).starts_with("the same bits"));
+        results[0][WAY_OF_KERNELS * elements] = 6;
+        assert!(count_differing(&results, 0).starts_with("other bits: 1 of"));
+    }
 }

@@ -54,11 +54,20 @@ pub(super) struct Output {
     pub tolerance: Tolerance,
     /// Whether each row depends on only one input row.
     is_row_wise: bool,
+    /// Whether some elements are masked, which makes them exactly zero.
+    pub has_masked: bool,
+}
+
+impl Output {
+    fn with_masked(self) -> Self {
+        Self { has_masked: true, ..self }
+    }
 }
 
 /// Returns an output in which each row depends on only one input row.
 fn row_wise(name: &str, x: &Tensor, tolerance: Tolerance) -> Result<Output> {
-    Ok(Output { name: name.into(), values: to_host_f32(x)?, tolerance, is_row_wise: true })
+    let values = to_host_f32(x)?;
+    Ok(Output { name: name.into(), values, tolerance, is_row_wise: true, has_masked: false })
 }
 
 /// Returns an output that depends on all input rows.
@@ -221,7 +230,7 @@ fn router(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     let mut outputs = vec![
         row_wise("route", &routed_experts, Tolerance::BitEqual)?,
         row_wise("top k softmax, weights", &weights, F32_SUM)?,
-        row_wise("top k softmax, dlogits", &dlogits[0], F32_SUM)?,
+        row_wise("top k softmax, dlogits", &dlogits[0], F32_SUM)?.with_masked(),
     ];
     for (name, sequences_per_row) in
         [("load balance", None), ("load balance, rows held", Some(&sequences_per_row))]
@@ -273,7 +282,7 @@ fn embedding(device: &Device, rows: Rows) -> Result<Vec<Output>> {
         row_wise("tied embedding, y", &from_transposed, Tolerance::BitEqual)?,
         over_rows("tied embedding, dtable", &dtransposed, F32_SUM)?,
         row_wise("selected rows, y", &selected, Tolerance::BitEqual)?,
-        over_rows("selected rows, dx", &dx[0], ONE_ROUNDING)?,
+        over_rows("selected rows, dx", &dx[0], ONE_ROUNDING)?.with_masked(),
     ])
 }
 
@@ -308,7 +317,7 @@ fn swiglu_and_norm(device: &Device, rows: Rows) -> Result<Vec<Output>> {
     Ok(vec![
         row_wise("swiglu y", &y, ONE_ROUNDING)?,
         row_wise("rms_norm y", &normed, ONE_ROUNDING)?,
-        row_wise("swiglu dx", &dx[0], ONE_ROUNDING)?,
+        row_wise("swiglu dx", &dx[0], ONE_ROUNDING)?.with_masked(),
         row_wise("rms_norm dx", &norm_gradients[0], ONE_ROUNDING)?,
         over_rows("rms_norm dweight", &norm_gradients[1], ONE_ROUNDING)?,
     ])

@@ -4,6 +4,7 @@
 //! model. Full training of all layers does not fit in memory, so it is measured with one and with two layers.
 //! The difference is the time of one layer, which gives an estimate for all layers.
 
+use super::Extent;
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::PassSettings;
@@ -113,15 +114,24 @@ fn small() -> Cases {
     }
 }
 
-pub(super) fn run(device: &Device, is_small: bool) -> Result<()> {
-    let cases = if is_small { small() } else { gpt_oss_20b() };
-    println!("\nRandom weights of gpt-oss-20b's shape{}.\n", if is_small { ", made small" } else { "" });
+/// Returns decode of usual batches, and one step of training.
+fn short() -> Cases {
+    Cases { sequences: &[64, 256], context_tokens: &[1024], step_tokens: &[4096], ..gpt_oss_20b() }
+}
+
+pub(super) fn run(device: &Device, extent: Extent) -> Result<()> {
+    let (cases, size) = match extent {
+        Extent::Small => (small(), ", made small"),
+        Extent::Short => (short(), ""),
+        Extent::Full => (gpt_oss_20b(), ""),
+    };
+    println!("\nRandom weights of gpt-oss-20b's shape{size}.\n");
     println!(
         "| work | sequences | tokens of each | ms | tokens/s | GB at most |\n| --- | --- | --- | --- | --- | --- |"
     );
     measure_sampling(device, &cases)?;
     measure_adapter_training(device, &cases)?;
-    measure_full_training(device, &cases)
+    if extent == Extent::Short { Ok(()) } else { measure_full_training(device, &cases) }
 }
 
 /// Prints a row of the table. The last column is the peak memory since the previous row. `processed` is the

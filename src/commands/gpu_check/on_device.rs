@@ -11,6 +11,17 @@ fn every_op_is_timed() {
 
 #[test]
 fn small_checks_pass() {
-    let parts = vec![Part::Device, Part::Primitives, Part::Seeded, Part::Oracle, Part::Links];
+    let parts = vec![Part::Device, Part::Primitives, Part::Seeded, Part::Oracle, Part::Links, Part::Profile];
     assert_eq!(run(&GpuCheckArgs { parts, small: true, ..GpuCheckArgs::default() }).unwrap(), EXIT_SUCCESS);
+}
+
+#[test]
+fn a_product_is_computed_in_every_way() {
+    let device = crate::ops::cuda::open(0).unwrap();
+    let ways = super::instruction_properties::compare_ways(device.as_cuda_device().unwrap()).unwrap();
+    assert_eq!(ways.len(), 7);
+    // On a GPU some may differ by roundings. Unwritten words would differ everywhere.
+    for (way, text) in ways {
+        assert!(text.starts_with("the same bits") || !text.contains(": 131072 of"), "{way}: {text}");
+    }
 }

@@ -5,10 +5,11 @@
 //! operations per head and visible pair of query and key, the backward pass 2.5 times as many. A batch has
 //! 16,384 tokens, in sequences of equal length.
 
+use super::Extent;
 use super::cpu_reference::round_to_bf16;
 use super::peers::{AttentionTimings, TimingCase};
 use super::problem::{AttentionProblem, AttentionShape};
-use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer};
+use crate::ops::cuda::{DeviceLaunchPlan, Inputs, Timer, kernel_set};
 use crate::ops::sink_attention::kernels::{HEAD_DIMS, KernelSet, kernel_sets};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use anyhow::Result;
@@ -26,9 +27,17 @@ const PASSES: usize = 5;
 /// of its layers with a sliding window.
 const LAYERS: [((usize, usize), Option<usize>); 3] =
     [((32, 32), None), ((64, 8), None), ((64, 8), Some(128))];
-const LENGTHS: [usize; 5] = [1024, 2048, 4096, 8192, 16_384];
 
-pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&AttentionTimings>) -> Result<()> {
+/// Returns the lengths of the sequences, in tokens.
+fn lengths(extent: Extent) -> &'static [usize] {
+    match extent {
+        Extent::Small => &[1024],
+        Extent::Short => &[4096, 16_384],
+        Extent::Full => &[1024, 2048, 4096, 8192, 16_384],
+    }
+}
+
+pub(super) fn run(gpu: &CudaDevice, extent: Extent, peers: Option<&AttentionTimings>) -> Result<()> {
     let names = peers.map(AttentionTimings::names).unwrap_or_default();
     println!();
     match peers {
@@ -42,10 +51,10 @@ pub(super) fn run(gpu: &CudaDevice, small: bool, peers: Option<&AttentionTimings
     names.iter().for_each(|name| print!(" {name} |"));
     println!("\n| --- | --- | --- | --- | --- | --- |{}", " --- |".repeat(names.len()));
     for ((heads, kv_heads), window) in LAYERS {
-        for length in LENGTHS.into_iter().take(if small { 1 } else { LENGTHS.len() }) {
+        for &length in lengths(extent) {
             let mut rows = vec![];
             for kernels in kernel_sets(HEAD_DIMS[0]).map_or(&[][..], |sets| sets) {
-                let times = measure(gpu, kernels, (heads, kv_heads), window, length)?;
+                let times = measure(gpu, kernels, (heads, kv_heads), window, length, median_milliseconds)?;
                 rows.extend([(false, kernels, times[0]), (true, kernels, times[1])]);
             }
             rows.sort_by_key(|&(backward, ..)| backward);
@@ -104,13 +113,24 @@ pub(super) fn random_values(count: usize, seed: u64) -> Vec<bf16> {
     round_to_bf16(&problem.q).into_iter().cycle().take(count).collect()
 }
 
-/// Returns the milliseconds of the forward pass and of the backward pass.
+/// Launches the forward and the backward pass of GPT-OSS's full attention once, with the device's kernels.
+pub(super) fn launch_once(gpu: &CudaDevice, small: bool) -> Result<()> {
+    let (heads, length) = if small { ((2, 1), TOKENS / 16) } else { (LAYERS[1].0, 4096) };
+    let once: Stopwatch = |_, pass| pass().map(|()| 0.0);
+    measure(gpu, kernel_set(gpu, HEAD_DIMS[0])?, heads, None, length, once).map(drop)
+}
+
+/// Runs a pass and returns its time in milliseconds.
+type Stopwatch = fn(&CudaDevice, &mut dyn FnMut() -> Result<()>) -> Result<f32>;
+
+/// Returns the milliseconds of the forward pass and of the backward pass, as `stopwatch` measures them.
 fn measure(
     gpu: &CudaDevice,
     kernels: &'static KernelSet,
     heads: (usize, usize),
     window: Option<usize>,
     length: usize,
+    stopwatch: Stopwatch,
 ) -> Result<[f32; 2]> {
     let shape = AttentionShape::new("speed", heads, window, &vec![length; TOKENS / length]);
     let sequences = LaunchSequences::for_packed_sequences(&shape.cu_seqlens())?;
@@ -121,15 +141,14 @@ fn measure(
     let (q, kv, dout, sinks) = (q.as_view(), kv.as_view(), dout.as_view(), sinks.as_view());
     let inputs = Inputs { q: &q, kv: &kv, sinks: &sinks };
     let (mut outputs, mut gradients) = (plan.outputs()?, plan.gradients()?);
-    let forward = median_milliseconds(gpu, || Ok(plan.forward(&inputs, &mut outputs)?))?;
+    let forward = stopwatch(gpu, &mut || Ok(plan.forward(&inputs, &mut outputs)?))?;
     let (out, lse) = (outputs.out.as_view(), &outputs.lse);
-    let backward =
-        median_milliseconds(gpu, || Ok(plan.backward(&inputs, &out, lse, &dout, &mut gradients)?))?;
+    let backward = stopwatch(gpu, &mut || Ok(plan.backward(&inputs, &out, lse, &dout, &mut gradients)?))?;
     Ok([forward, backward])
 }
 
 /// Returns the median time of `pass`, in milliseconds.
-pub(super) fn median_milliseconds(gpu: &CudaDevice, mut pass: impl FnMut() -> Result<()>) -> Result<f32> {
+pub(super) fn median_milliseconds(gpu: &CudaDevice, pass: &mut dyn FnMut() -> Result<()>) -> Result<f32> {
     for _ in 0..WARM_UPS {
         pass()?;
     }

@@ -91,9 +91,9 @@ fn measure_and_print(
     count: usize,
     operations: f64,
     bytes: f64,
-    pass: impl FnMut() -> Result<()>,
+    mut pass: impl FnMut() -> Result<()>,
 ) -> Result<()> {
-    let seconds = median_milliseconds(device.as_cuda_device()?, pass)? as f64 / 1e3;
+    let seconds = median_milliseconds(device.as_cuda_device()?, &mut pass)? as f64 / 1e3;
     let rate = |amount: f64, unit: f64| match amount > 0.0 {
         true => format!("{:.1}", amount / seconds / unit),
         false => String::new(),
@@ -111,10 +111,27 @@ fn measure_and_print(
     Ok(())
 }
 
-fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
+/// Routes every token to [`TOP_K`] experts, all experts alike.
+fn dispatch_plan(device: &Device, s: &Sizes, tokens: usize) -> Result<Dispatch> {
     let routed_experts = (0..tokens * TOP_K).map(|i| ((i / TOP_K + i % TOP_K * 7) % s.experts) as u32);
     let routed_experts = Tensor::from_iter(routed_experts, &Device::Cpu)?.reshape((tokens, TOP_K))?;
-    let plan = Dispatch::new(&routed_experts.to_device(device)?, s.experts)?;
+    Ok(Dispatch::new(&routed_experts.to_device(device)?, s.experts)?)
+}
+
+/// Launches the dense product and the experts' product once, with the most tokens.
+pub(super) fn launch_once(device: &Device, small: bool) -> Result<()> {
+    let s = if small { SMALL } else { GPT_OSS };
+    let tokens = s.tokens[s.tokens.len() - 1];
+    let dense = ops::Parameter::constant(&random_bf16(device, &[s.hidden, s.queries])?);
+    let grouped = ops::Parameter::constant(&random_bf16(device, &[s.experts, s.hidden, 2 * s.intermediate])?);
+    let plan = dispatch_plan(device, &s, tokens)?;
+    ops::linear(&random_bf16(device, &[tokens, s.hidden])?, &dense, None)?;
+    ops::grouped_linear(&random_bf16(device, &[tokens * TOP_K, s.hidden])?, &grouped, None, &plan)?;
+    Ok(device.synchronize()?)
+}
+
+fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
+    let plan = dispatch_plan(device, s, tokens)?;
     let (k, up) = (s.hidden, 2 * s.intermediate);
     let (dense, _) = trainable_parameter(&random_bf16(device, &[k, s.queries])?)?;
     let (grouped, _) = trainable_parameter(&random_bf16(device, &[s.experts, k, up])?)?;

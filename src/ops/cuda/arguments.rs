@@ -138,8 +138,15 @@ impl<T: CudaDType, R, F: FnOnce(&CudaDevice, &mut CudaViewMut<T>) -> Result<R>> 
 
 /// Allocates memory with arbitrary contents. The launch that uses it must overwrite every element.
 pub(super) fn output<T: CudaDType + DeviceRepr>(device: &CudaDevice, len: usize) -> Result<CudaSlice<T>> {
+    // A capture refuses allocations of no bytes, so an empty slice owns one element.
     // SAFETY: the elements are numbers, for which every bit pattern is valid.
-    unsafe { device.alloc::<T>(len) }
+    let memory = unsafe { device.alloc::<T>(len.max(1)) }?;
+    if len > 0 {
+        return Ok(memory);
+    }
+    let stream = device.cuda_stream();
+    // SAFETY: `leak` gives up the memory, which the new slice owns from now on.
+    Ok(unsafe { stream.upgrade_device_ptr(memory.leak(), 0) })
 }
 
 /// Makes a tensor from the output of a kernel.

@@ -1,6 +1,7 @@
 //! Opens a GPU and reports its memory.
 
 use super::kernel_set;
+use super::modules::load_kernels;
 use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::panics::catch_panic;
 use candle_core::cuda_backend::cudarc::driver::CudaContext;
@@ -15,13 +16,14 @@ use candle_core::{Device, Error, Result};
 ///
 /// `Device::new_cuda` would give every OS thread its own stream, and work on different streams has no order.
 /// A second thread could then read a tensor before it was written. The process keeps the memory that it
-/// frees.
+/// frees. All kernels are loaded.
 ///
 /// # Errors
 /// When the driver fails.
 pub fn open(ordinal: usize) -> Result<Device> {
     let device = Device::new_cuda_with_stream(ordinal)?;
     keep_freed_memory(device.as_cuda_device()?)?;
+    load_kernels(device.as_cuda_device()?)?;
     Ok(device)
 }
 

@@ -11,7 +11,7 @@ pub struct RecordedGraph(CudaGraph);
 
 impl RecordedGraph {
     /// Captures the launches of `work` without running them. `work` must not wait for the device or copy from
-    /// the host, and must free its own allocations.
+    /// the host, and must free its own allocations. After an error the stream captures no longer.
     ///
     /// # Errors
     /// Errors of `work`, and errors of the driver when a call cannot be captured.
@@ -25,8 +25,11 @@ impl RecordedGraph {
         let begun = stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL);
         let result = begun.w().and_then(|()| {
             let worked = work();
+            // In a lost capture every call fails, also those that free the memory of `work`. cudarc stores
+            // such errors, and would return the first of them before it ends the capture.
+            let stored = context.check_err().w();
             let recorded = stream.end_capture(CUgraphInstantiate_flags(0)).w();
-            worked.and(recorded)
+            worked.and(stored).and(recorded)
         });
         // SAFETY: as above.
         unsafe { context.enable_event_tracking() };

@@ -190,7 +190,7 @@ pub(super) fn paged_sequences<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a 
 }
 
 kernel_params! {
-    /// `KvAppend` of `kernels/kv_append.cu`.
+    /// `KvAppend` of `kernels/kv_append.cuh`.
     struct KvAppendParams {
         rows: u64,
         cache: u64,

@@ -6,7 +6,7 @@ use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, bail};
 
 kernel_params! {
-    /// `CheckBuffers` of the kernels.
+    /// `CheckBuffers` of `kernels/primitive_checks.cu`.
     struct CheckBuffers {
         input: u64,
         output: u64,

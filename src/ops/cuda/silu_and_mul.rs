@@ -16,7 +16,7 @@ const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
 const VECTOR: usize = 8;
 
 kernel_params! {
-    /// `SiluAndMul` of `kernels/silu_gated.cuh`.
+    /// `SiluGated` of `kernels/silu_gated.cuh`.
     struct Params {
         gate: u64,
         up: u64,

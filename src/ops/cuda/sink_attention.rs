@@ -278,8 +278,8 @@ impl LaunchPlan {
             if !spread {
                 return launch(device, forward, &params, blocks);
             }
-            let mut part_out: CudaSlice<f32> = device.alloc(parts * heads * head_dim)?;
-            let mut part_sums: CudaSlice<f32> = device.alloc(parts * heads * PART_SUMS)?;
+            let mut part_out: CudaSlice<f32> = output(device, parts * heads * head_dim)?;
+            let mut part_sums: CudaSlice<f32> = output(device, parts * heads * PART_SUMS)?;
             let mut at = Addresses::new(&stream);
             let params = SinkAttentionParams {
                 part_out: at.write(&mut part_out),

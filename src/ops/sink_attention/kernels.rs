@@ -1,10 +1,9 @@
 //! Rust mirror of `kernels/sink_attention.cuh`: parameter struct, kernel names and launch sizes.
 //!
-//! It has no CUDA types and is compiled in every build, so a test can compare it with the header without a
-//! GPU.
+//! It has no CUDA types and is compiled in every build.
 
-/// `Tile` of the header: a part of one sequence, from `first` on. A query tile has 128 packed rows. A key
-/// tile has [`KernelSet::dkv_keys`] keys.
+/// `Tile` of `kernels/sink_attention.cuh`: a part of one sequence, from `first` on. A query tile has 128
+/// packed rows. A key tile has [`KernelSet::dkv_keys`] keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Tile {
@@ -14,7 +13,8 @@ pub struct Tile {
     pub first: i32,
 }
 
-/// `ChunkTile` of the header: a [`Tile`] of packed rows and one chunk of their visible keys.
+/// `ChunkTile` of `kernels/sink_attention.cuh`: a [`Tile`] of packed rows and one chunk of their visible
+/// keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct ChunkTile {
@@ -24,7 +24,8 @@ pub struct ChunkTile {
     pub chunk: i32,
 }
 
-/// `SinkAttention` of the header, which documents each field. Pointers are device addresses.
+/// `SinkAttention` of `kernels/sink_attention.cuh`, which documents each field. Pointers are device
+/// addresses.
 #[derive(Debug, Clone, Copy, Default)]
 #[repr(C)]
 #[allow(missing_docs)]
@@ -226,66 +227,4 @@ const fn dkv_hopper_bytes(head_dim: usize, keys: usize) -> usize {
 
 const fn dq_hopper_bytes(head_dim: usize, stages: usize) -> usize {
     2 * tile_bytes(head_dim) + ring_bytes(head_dim, stages)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A C type of the header.
-    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-    enum CType {
-        /// Any pointer.
-        Pointer,
-        /// `int32_t`.
-        Int,
-        /// `float`.
-        Float,
-    }
-
-    macro_rules! fields {
-        ($($ctype:ident: $($name:ident)*;)*) => {
-            [$($((stringify!($name), CType::$ctype, std::mem::offset_of!(SinkAttentionParams, $name))),*),*]
-        };
-    }
-
-    /// Name, C type and offset in bytes of every field, in order.
-    const FIELDS: [(&str, CType, usize); 29] = fields! {
-        Pointer: q k v sinks cu_seqlens_q cu_seqlens_k page_table tiles chunk_tiles part_starts part_out
-            part_sums out lse dout delta dq dk dv dsinks;
-        Int: tokens heads kv_heads kv_token_stride kv_head_stride pages_max window;
-        Float: scale scale_log2;
-    };
-
-    /// Returns the lines between `start` and the next `};`, without comments.
-    fn body(start: &str) -> Vec<String> {
-        let header = include_str!("../../../kernels/sink_attention.cuh");
-        let inside = header.split(start).nth(1).expect("in the header").split("};").next().unwrap();
-        let code = inside.lines().map(|line| line.split("//").next().unwrap().trim().to_owned());
-        code.filter(|line| !line.is_empty()).collect()
-    }
-
-    #[test]
-    fn the_parameters_are_the_headers_field_by_field() {
-        let lines = body("struct SinkAttention {");
-        let mut offset = 0;
-        let mut fields = vec![];
-        for line in &lines {
-            let (ctype, name) = line.trim_end_matches(';').rsplit_once(' ').expect("a type and a name");
-            let (ctype, size) = match ctype.trim() {
-                pointer if pointer.ends_with('*') => (CType::Pointer, 8),
-                "int32_t" => (CType::Int, 4),
-                "float" => (CType::Float, 4),
-                other => panic!("{other} {name}: the mirror knows no such type"),
-            };
-            offset = usize::next_multiple_of(offset, size);
-            fields.push((name.to_owned(), ctype, offset));
-            offset += size;
-        }
-        let mirror: Vec<_> = FIELDS.iter().map(|&(name, ctype, at)| (name.to_owned(), ctype, at)).collect();
-        assert_eq!(fields, mirror);
-        assert_eq!(offset.next_multiple_of(8), size_of::<SinkAttentionParams>());
-        assert_eq!(body("struct Tile {"), ["int32_t sequence;", "int32_t first;"]);
-        assert_eq!(body("struct ChunkTile {"), ["Tile tile;", "int32_t chunk;"]);
-    }
 }

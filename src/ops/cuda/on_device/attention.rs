@@ -291,19 +291,19 @@ fn a_launch_is_given_sizes_inputs_and_sequences() {
 }
 
 #[test]
-fn kernels_get_the_shared_memory_that_they_are_launched_with() {
+fn kernels_get_the_shared_memory_that_they_are_launched_with_and_one_carve_out() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
     for head_dim in HEAD_DIMS {
-        let forward = &kernel_set(gpu, head_dim).unwrap().forward;
-        let function = function(gpu, forward).unwrap();
-        let asked = function
-            .get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
-            .unwrap();
-        assert_eq!(asked as usize, forward.shared_bytes);
-        let carveout =
-            function.get_attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT);
-        assert_eq!(carveout.unwrap(), 100);
+        let set = kernel_set(gpu, head_dim).unwrap();
+        for kernel in [&set.forward, &set.delta] {
+            let function = function(gpu, kernel).unwrap();
+            let attribute = |attribute| function.get_attribute(attribute).unwrap();
+            let bytes = attribute(CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES);
+            assert_eq!(bytes as usize, kernel.shared_bytes.max(48 << 10));
+            let carveout = CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+            assert_eq!(attribute(carveout), 100);
+        }
     }
 }
 

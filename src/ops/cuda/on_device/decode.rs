@@ -1,6 +1,7 @@
 //! Tests of decode steps that are loaded, captured and replayed, compared with single calls.
 
 use super::{assert_refused, floats, numbers, to_gpu};
+use crate::ops::cuda::arguments::output;
 use crate::ops::cuda::{
     DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
     paged_sink_attention, upload,
@@ -160,6 +161,20 @@ fn work_that_fails_leaves_no_recording_begun() {
     // Later work runs instead of being captured.
     let from = to_gpu(&numbers(1, 2, 8, 1.0), &gpu);
     overwrite(&x, &from).unwrap();
+    assert_eq!(floats(&x), floats(&from));
+}
+
+#[test]
+fn an_empty_allocation_can_be_captured() {
+    let gpu = open(0).unwrap();
+    let device = gpu.as_cuda_device().unwrap();
+    let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
+    let from = to_gpu(&numbers(1, 2, 8, 1.0), &gpu);
+    let recorded = RecordedGraph::record(&gpu, || {
+        assert_eq!(output::<f32>(device, 0)?.len(), 0);
+        overwrite(&x, &from)
+    });
+    recorded.unwrap().launch().unwrap();
     assert_eq!(floats(&x), floats(&from));
 }
 

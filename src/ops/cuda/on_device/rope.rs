@@ -55,18 +55,6 @@ fn table_and_positions_are_copied_once_to_each_device() {
 }
 
 #[test]
-fn a_row_alone_has_the_bits_it_has_in_a_batch() {
-    let gpu = open(0).unwrap();
-    let (positions, x) = (positions(9), numbers(5, 9, 96, 1.0));
-    let all = floats(&rope(&to_gpu(&x, &gpu), 3, &rotation(16, positions.clone())).unwrap());
-    for row in 0..9 {
-        let one = to_gpu(&x.narrow(0, row, 1).unwrap(), &gpu);
-        let alone = floats(&rope(&one, 3, &rotation(16, vec![positions[row]])).unwrap());
-        assert_eq!(all[row * 96..(row + 1) * 96], alone);
-    }
-}
-
-#[test]
 fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let gpu = open(0).unwrap();
     let empty = Tensor::zeros((0, 32), DType::BF16, &gpu).unwrap();
