@@ -23,7 +23,7 @@ use crate::model::policy_view::PolicyView;
 use crate::model::settings::Yarn;
 use crate::model::storage::{TensorStorage, copy_to_device};
 use crate::ops::cuda::{device_memory, free_memory, reset_memory_peaks};
-use crate::ops::logits::{SamplingParameters, logits_rows_max};
+use crate::ops::logits::{SamplingParameters, sampled_rows_max};
 use crate::ops::packed_weights::{PANEL_COLUMNS, PackedFormat, PackedMatrix};
 use crate::ops::threads::Threads;
 use crate::ops::weight::Weight;
@@ -293,7 +293,7 @@ fn run_step(
     };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
     let sampling = SamplingParameters::with_temperature(1.0);
-    for rows in last.chunks(logits_rows_max(vocabulary)) {
+    for rows in last.chunks(sampled_rows_max(vocabulary, hidden.device())) {
         let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
         policy.decoder_stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;

@@ -175,6 +175,13 @@ impl MemoryPlanInput<'_> {
         PassShape { config: self.config, tokens, targets, has_adapter, on_gpu: true, teacher: None }
     }
 
+    /// Returns the maximum number of rows of a forward pass whose logits are needed. The server scores the
+    /// tokens of prompts too.
+    fn sampled_rows_max(&self) -> usize {
+        let drawn = self.recipe.rollout.sequences_max;
+        if self.command == ModelCommand::Serve { drawn.max(FORWARD_TOKENS_MAX) } else { drawn }
+    }
+
     /// Returns the bytes of partial attention results. When few long sequences are decoded, several thread
     /// blocks share a sequence, and their partial results are merged.
     fn partial_attention_bytes(&self) -> u64 {
@@ -193,8 +200,7 @@ impl MemoryPlanInput<'_> {
         let mut phases = vec![];
         if self.samples() {
             let capacity = self.cache_capacity(sequences);
-            let forward =
-                self.pass_shape(capacity.fed_tokens_max, recipe.rollout.sequences_max).forward_bytes();
+            let forward = self.pass_shape(capacity.fed_tokens_max, self.sampled_rows_max()).forward_bytes();
             let items = [
                 cache_item(capacity),
                 MemoryItem { name: "one forward pass and its logits", bytes: forward },
