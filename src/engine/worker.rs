@@ -10,9 +10,9 @@ use super::queue::RefillResult;
 use super::request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
-use super::{Client, Engine, FORWARD_TOKENS_MAX, PanicGuard};
+use super::{Client, Engine, EngineLimits, FORWARD_TOKENS_MAX, PanicGuard};
 use crate::dist::Mesh;
-use crate::model::cache::{CacheBlock, SequenceCache};
+use crate::model::cache::{CacheBlock, CacheCapacity, SequenceCache};
 use crate::model::decode::Decoder;
 use crate::ops::kv_cache::BLOCK;
 use crate::ops::logits::{Logits, SampledToken, SamplingParameters, sampled_rows_max};
@@ -231,6 +231,15 @@ struct ForwardInputs {
     scored: Vec<(usize, u32, Vec<u32>)>,
 }
 
+impl ForwardInputs {
+    /// Replaces each row by `rows[row]`, after a forward of one token per entry that moved rows.
+    fn move_rows(&mut self, rows: &[u32]) {
+        let complete = self.complete.iter_mut().map(|(_, row)| row);
+        let scored = self.scored.iter_mut().map(|(_, first, _)| first);
+        complete.chain(scored).for_each(|row| *row = rows[*row as usize]);
+    }
+}
+
 /// One decoding loop with its own batch.
 pub(super) struct Worker<'e, 'm> {
     engine: &'e Engine<'m>,
@@ -243,8 +252,10 @@ pub(super) struct Worker<'e, 'm> {
 
 impl<'e, 'm> Worker<'e, 'm> {
     pub(super) fn new(engine: &'e Engine<'m>, client: &'e dyn Client) -> Self {
-        let records = engine.limits.cuda_graphs;
-        let decoder = if records { Decoder::new(&engine.policy.decoder_stack()) } else { None };
+        let EngineLimits { cuda_graphs, sequences_max, cache_capacity, .. } = engine.limits;
+        let sequences = sequences_max.min(cache_capacity.sequences);
+        let capacity = CacheCapacity { sequences, ..cache_capacity };
+        let decoder = if cuda_graphs { Decoder::new(&engine.policy.decoder_stack(), capacity) } else { None };
         Self { engine, client, batch: Vec::new(), decoder, sampled: 0 }
     }
 
@@ -428,7 +439,9 @@ impl<'e, 'm> Worker<'e, 'm> {
             && !keeps_routed_experts
             && counts.iter().all(|&count| count == 1)
         {
-            return decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches);
+            let (hidden, rows) = decoder.decode_step(&policy.decoder_stack(), &tokens, &mut caches)?;
+            feed.move_rows(&rows);
+            return Ok(hidden);
         }
         let mut layers: Vec<Vec<u32>> = vec![];
         let hidden =
