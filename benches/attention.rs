@@ -5,7 +5,7 @@ mod timing;
 
 use candle_core::{Device, Tensor};
 use rand::Rng;
-use rloss::ops::kv_cache::{KvBlocks, KvSequence};
+use rloss::ops::kv_cache::KvBlocks;
 use rloss::ops::sink_attention::{Attention, cached_sink_attention};
 use rloss::random::{Purpose, stream};
 use std::hint::black_box;
@@ -31,16 +31,16 @@ fn measure(name: &str, attention: Attention, sequences: usize, held: usize, new:
     let cache = || {
         let mut cache = KvBlocks::new(kv_heads, head_dim);
         cache.append(&held_kv);
-        KvSequence::Host(cache)
+        cache
     };
-    let caches: Vec<KvSequence> = (0..sequences).map(|_| cache()).collect();
+    let caches: Vec<KvBlocks> = (0..sequences).map(|_| cache()).collect();
     let pools = [1, 2].map(|n| rayon::ThreadPoolBuilder::new().num_threads(n).build().expect("pool"));
     // Every run gets sequences to extend; clones share all full blocks.
     let (one, two) = medians(
         201,
         || caches.clone(),
         |second, caches| {
-            let mut caches: Vec<&mut KvSequence> = caches.iter_mut().collect();
+            let mut caches: Vec<&mut KvBlocks> = caches.iter_mut().collect();
             let counts = vec![new; sequences];
             let attend = || cached_sink_attention(&q, &kv, &sinks, &mut caches, &counts, attention);
             black_box(pools[usize::from(second)].install(attend).expect("attention"));

@@ -10,12 +10,12 @@ use super::queue::RefillResult;
 use super::request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
-use super::{Client, Engine, FORWARD_TOKENS_MAX, PanicGuard};
+use super::{Client, Engine, EngineLimits, FORWARD_TOKENS_MAX, PanicGuard};
 use crate::dist::Mesh;
-use crate::model::cache::{CacheBlock, SequenceCache};
+use crate::model::cache::{CacheBlock, CacheCapacity, SequenceCache};
 use crate::model::decode::Decoder;
 use crate::ops::kv_cache::BLOCK;
-use crate::ops::logits::{Logits, SampledToken, SamplingParameters, logits_rows_max};
+use crate::ops::logits::{Logits, SampledToken, SamplingParameters, sampled_rows_max};
 use crate::ops::threads::with_spinning_threads;
 use anyhow::Result;
 use candle_core::Tensor;
@@ -231,6 +231,15 @@ struct ForwardInputs {
     scored: Vec<(usize, u32, Vec<u32>)>,
 }
 
+impl ForwardInputs {
+    /// Replaces each row by `rows[row]`, after a forward of one token per entry that moved rows.
+    fn move_rows(&mut self, rows: &[u32]) {
+        let complete = self.complete.iter_mut().map(|(_, row)| row);
+        let scored = self.scored.iter_mut().map(|(_, first, _)| first);
+        complete.chain(scored).for_each(|row| *row = rows[*row as usize]);
+    }
+}
+
 /// One decoding loop with its own batch.
 pub(super) struct Worker<'e, 'm> {
     engine: &'e Engine<'m>,
@@ -243,8 +252,10 @@ pub(super) struct Worker<'e, 'm> {
 
 impl<'e, 'm> Worker<'e, 'm> {
     pub(super) fn new(engine: &'e Engine<'m>, client: &'e dyn Client) -> Self {
-        let records = engine.limits.cuda_graphs;
-        let decoder = if records { Decoder::new(&engine.policy.decoder_stack()) } else { None };
+        let EngineLimits { cuda_graphs, sequences_max, cache_capacity, .. } = engine.limits;
+        let sequences = sequences_max.min(cache_capacity.sequences);
+        let capacity = CacheCapacity { sequences, ..cache_capacity };
+        let decoder = if cuda_graphs { Decoder::new(&engine.policy.decoder_stack(), capacity) } else { None };
         Self { engine, client, batch: Vec::new(), decoder, sampled: 0 }
     }
 
@@ -337,7 +348,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         let policy = &self.engine.policy;
         let (works, rows): (Vec<_>, Vec<_>) = done.into_iter().unzip();
         let normed = policy.decoder_stack().final_norm_rows(hidden, &Arc::new(rows))?;
-        let rows_max = logits_rows_max(policy.model.config.vocab_size);
+        let rows_max = sampled_rows_max(policy.model.config.vocab_size, policy.weights.device());
         let (mut works, mut start) = (works.into_iter(), 0);
         while works.len() > 0 {
             let count = works.len().min(rows_max);
@@ -428,7 +439,9 @@ impl<'e, 'm> Worker<'e, 'm> {
             && !keeps_routed_experts
             && counts.iter().all(|&count| count == 1)
         {
-            return decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches);
+            let (hidden, rows) = decoder.decode_step(&policy.decoder_stack(), &tokens, &mut caches)?;
+            feed.move_rows(&rows);
+            return Ok(hidden);
         }
         let mut layers: Vec<Vec<u32>> = vec![];
         let hidden =
@@ -457,7 +470,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// Scores the prompt of entry `index`: `targets[i]` is the token after row `first + i`.
     fn score_prompt(&mut self, hidden: &Tensor, index: usize, first: u32, targets: &[u32]) -> Result<()> {
         let policy = &self.engine.policy;
-        let rows_max = logits_rows_max(policy.model.config.vocab_size);
+        let rows_max = sampled_rows_max(policy.model.config.vocab_size, policy.weights.device());
         let Work::Prefill(prefill) = &mut self.batch[index] else { return Ok(()) };
         let top = prefill.request.prompt_log_probs.unwrap_or_default();
         let raw = SamplingParameters::with_temperature(1.0);
@@ -497,7 +510,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         }
         let logits = engine.policy.decoder_stack().logits(normed, sampling)?;
         let (drawn, kept) = draw_tokens(&logits, sampling, &mut sequences)?;
-        let mut scores = self.score_drawn(normed, &logits, sampling, &sequences, &drawn)?.into_iter();
+        let mut scores = self.score_drawn(normed, logits, sampling, &sequences, &drawn)?.into_iter();
         for (((_, mut sequence, is_new), drawn), kept) in sequences.into_iter().zip(drawn).zip(kept) {
             self.sampled += 1;
             let SampledToken { token: id, log_prob } = drawn;
@@ -515,7 +528,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     fn score_drawn(
         &self,
         normed: &Tensor,
-        logits: &Logits,
+        logits: Logits,
         sampling: &SamplingParameters,
         sequences: &[(usize, Box<Sequence>, bool)],
         drawn: &[SampledToken],
@@ -532,8 +545,10 @@ impl<'e, 'm> Worker<'e, 'm> {
         }
         // At temperature 1 and in greedy sampling (0) the logits are not divided.
         if [0.0, 1.0].contains(&sampling.temperature) {
-            return scores(logits, &tokens, &rows);
+            return scores(&logits, &tokens, &rows);
         }
+        // The plan of a GPU's memory has room for the logits of one product.
+        drop(logits);
         let raw = SamplingParameters::with_temperature(1.0);
         scores(&self.engine.policy.decoder_stack().logits(normed, &raw)?, &tokens, &rows)
     }

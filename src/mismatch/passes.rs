@@ -6,7 +6,7 @@ use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use crate::model::decoder_stack;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
-use crate::ops::logits::{SamplingParameters, logits_rows_max};
+use crate::ops::logits::{SamplingParameters, sampled_rows_max};
 use crate::ops::threads::Threads;
 use anyhow::Result;
 use candle_core::Tensor;
@@ -143,7 +143,7 @@ impl PolicyView<'_> {
 /// computes them.
 fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperature: f64) -> Result<Vec<f32>> {
     let (stack, sampling) = (policy.decoder_stack(), SamplingParameters::with_temperature(temperature));
-    let rows_max = logits_rows_max(policy.model.config.vocab_size);
+    let rows_max = sampled_rows_max(policy.model.config.vocab_size, policy.weights.device());
     let mut log_probs = Vec::with_capacity(targets.len());
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {
         let first = (chunk * rows_max) as u32;

@@ -109,7 +109,7 @@ impl DecoderStack<'_> {
             positions.extend((cache.len()..cache.len() + count).map(|p| p as u32));
         }
         let rotation = self.model.rotation(positions);
-        let attention = &mut CachedAttention { caches, counts };
+        let attention = &mut CachedAttention::new(caches, counts);
         self.forward(&Arc::new(tokens), &mut Rows { rotation, attention, replay: None }, keep)
     }
 

@@ -7,6 +7,7 @@ pub mod cache;
 pub mod config;
 mod config_json;
 pub mod decode;
+pub mod decode_rows;
 pub mod decoder_stack;
 pub mod expert_parallel;
 pub mod families;

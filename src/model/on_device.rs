@@ -7,7 +7,7 @@ mod lost_capture;
 use super::attention::PackedAttention;
 use super::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use super::config::{Config, Rope};
-use super::decode::Decoder;
+use super::decode::{DecodeCounts, Decoder};
 use super::decoder_stack::{DecoderStack, keep_nothing};
 use super::families::Family;
 use super::forward::{ForwardOptions, Model, Rows};
@@ -18,7 +18,7 @@ use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
-use crate::ops::{Parameter, SequenceRows, logits::SamplingParameters};
+use crate::ops::{Parameter, SequenceRows, logits::SamplingParameters, select_rows};
 use crate::settings::Choice;
 use candle_core::{DType, Device, Tensor, Var};
 use std::collections::HashMap;
@@ -155,16 +155,19 @@ impl Learner {
             }
             let rows: Vec<usize> =
                 (0..lengths.len()).flat_map(|i| starts[i] + at[i]..starts[i] + at[i] + counts[i]).collect();
-            let fed = rows.iter().map(|&row| tokens[row]).collect();
+            let fed: Vec<u32> = rows.iter().map(|&row| tokens[row]).collect();
             let open = caches.iter_mut().zip(&counts).filter(|(_, count)| **count > 0);
             let mut open: Vec<_> = open.map(|(cache, _)| cache).collect();
             let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
-            let hidden = match &mut decoder {
-                Some(decoder) => decoder.decode_step(&self.stack(), fed, &mut open).unwrap(),
-                None => self.stack().forward_cached(fed, &mut open, &counts, &mut keep_nothing).unwrap(),
+            let (hidden, places) = match &mut decoder {
+                Some(decoder) => decoder.decode_step(&self.stack(), &fed, &mut open).unwrap(),
+                None => {
+                    let hidden =
+                        self.stack().forward_cached(fed, &mut open, &counts, &mut keep_nothing).unwrap();
+                    (hidden, (0..rows.len() as u32).collect())
+                }
             };
-            let all = Arc::new((0..rows.len() as u32).collect());
-            let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
+            let normed = self.stack().final_norm_rows(&hidden, &Arc::new(places)).unwrap();
             let sampling = SamplingParameters::with_temperature(1.0);
             let logits = self.stack().logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
@@ -209,12 +212,62 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     }
     let capacity = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = CacheFactory::new(config, gpu, capacity).unwrap();
-    let mut decoder = Decoder::new(&learner.stack()).unwrap();
+    let mut decoder = Decoder::new(&learner.stack(), capacity).unwrap();
     let sample = learner.sample(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sample, trained[..tokens.len()], "{:?} captured", config.family);
-    // The shapes are three sequences for one step, two sequences for 8 steps, and one sequence for 55 steps
-    // in a page and 6 in the next. The first step of each shape launches every kernel separately.
-    assert_eq!(decoder.replay_count(), 7 + 54 + 5);
+    // Three and two sequences take 4 rows for 9 steps, and the last one a row for 61. The first step of each
+    // shape launches every kernel separately.
+    let DecodeCounts { steps, replays, graphs, .. } = decoder.counts();
+    assert_eq!((steps, replays, graphs), (70, 8 + 60, 2));
+}
+
+#[test]
+fn few_graphs_serve_a_rollout_whose_sequences_end_at_different_steps() {
+    let gpu = open(0).unwrap();
+    let shape = config(Family::default(), 2, 1, 20);
+    let learner = learner(&shape, &gpu);
+    // Most sequences end early, and there are steps with any number of them.
+    let length = |i: usize| 2 + (200.0 * (i as f64 / 255.0).powi(14)) as usize;
+    let lengths: Vec<usize> = (0..256).map(|i| length(i * 101 % 256)).collect();
+    let tokens = ids(lengths.iter().sum());
+    let trained = floats(&learner.training(&tokens, &lengths));
+    let capacity = CacheCapacity { sequences: 256, tokens: 202, fed_tokens_max: 256 };
+    let caches = CacheFactory::new(&shape, &gpu, capacity).unwrap();
+    let mut decoder = Decoder::new(&learner.stack(), capacity).unwrap();
+    let sample = learner.sample(&caches, &tokens, &lengths, 1, Some(&mut decoder));
+    assert_eq!(sample, trained[..tokens.len()]);
+    let DecodeCounts { steps, replays, graphs, .. } = decoder.counts();
+    println!("{} tokens, {steps} steps, {replays} replays of {graphs} graphs", tokens.len());
+    assert_eq!(steps, 202);
+    assert!(graphs <= 8 && 100 * replays >= 95 * steps, "{steps} steps, {replays} replays, {graphs} graphs");
+}
+
+/// Bytes that a step sends outside of the forward pass, for each sequence: the row of the final norm, and the
+/// row and the number of a draw.
+const DRAW_BYTES: u64 = 4 + 4 + 8;
+
+#[test]
+fn a_steady_step_sends_few_bytes() {
+    let gpu = open(0).unwrap();
+    let shape = config(Family::default(), 2, 1, 20);
+    let learner = learner(&shape, &gpu);
+    // Batches with few sequences for their rows, and a full one.
+    for sequences in [1, 2, 5, 17, 32] {
+        let capacity = CacheCapacity { sequences, tokens: 200, fed_tokens_max: 3 * sequences };
+        let caches = CacheFactory::new(&shape, &gpu, capacity).unwrap();
+        let mut caches: Vec<_> = (0..sequences).map(|_| caches.sequence()).collect();
+        let mut open: Vec<_> = caches.iter_mut().collect();
+        let mut decoder = Decoder::new(&learner.stack(), capacity).unwrap();
+        let fed = ids(3 * sequences);
+        learner.stack().forward_cached(fed, &mut open, &vec![3; sequences], &mut keep_nothing).unwrap();
+        for step in 0..4 {
+            let before = decoder.counts().sent_bytes;
+            decoder.decode_step(&learner.stack(), &ids(sequences), &mut open).unwrap();
+            let sent = (decoder.counts().sent_bytes - before) / sequences as u64 + DRAW_BYTES;
+            println!("{sequences} sequences, step {step}: {sent} bytes a sequence");
+            assert!(step == 0 || sent <= 64, "{sequences} sequences, step {step}: {sent} bytes a sequence");
+        }
+    }
 }
 
 #[test]
@@ -233,11 +286,12 @@ fn captured_decode_of_long_sequences_has_the_bits_of_separate_launches() {
     // One sequence is new, and the other two share the page in which the prompt ends.
     let mut recorded = [long.clone(), long.clone(), caches.sequence()];
     let mut plain = [long.clone(), long, caches.sequence()];
-    let mut decoder = Decoder::new(&stack).unwrap();
+    let mut decoder = Decoder::new(&stack, CacheCapacity { sequences: 3, ..capacity }).unwrap();
     for step in 0..7u32 {
         let tokens = vec![step, step + 9, step + 20];
         let mut open: Vec<_> = recorded.iter_mut().collect();
-        let got = floats(&decoder.decode_step(&stack, tokens.clone(), &mut open).unwrap());
+        let (hidden, rows) = decoder.decode_step(&stack, &tokens, &mut open).unwrap();
+        let got = floats(&select_rows(&hidden, &Arc::new(rows)).unwrap());
         let mut open: Vec<_> = plain.iter_mut().collect();
         assert_eq!(
             got,
@@ -250,10 +304,10 @@ fn captured_decode_of_long_sequences_has_the_bits_of_separate_launches() {
             stack.forward_cached(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
         }
     }
-    assert_eq!(decoder.replay_count(), 2 + 3);
+    assert_eq!(decoder.counts().replays, 2 + 3);
     let full = &mut [&mut caches.sequence()];
     stack.forward_cached(ids(1100), full, &[1100], &mut keep_nothing).unwrap();
-    let error = decoder.decode_step(&stack, vec![1], full).unwrap_err().to_string();
+    let error = decoder.decode_step(&stack, &[1], full).unwrap_err().to_string();
     assert!(error.contains("positions up to 1101"), "{error}");
 }
 

@@ -37,18 +37,37 @@ impl KvPages {
         match *self {}
     }
 
-    pub fn forget_before(&mut self, _: usize, _: usize) {
+    pub fn id(&self) -> u64 {
         match *self {}
     }
 }
 
-/// Stub: no step is ever built.
-#[derive(Default)]
-pub struct DecodeStep(());
+/// Stub without values.
+pub enum PagedPass {}
 
-impl DecodeStep {
-    pub fn add_layer(&mut self, _: Attention, _: &mut [&mut KvPages]) -> Result<()> {
+impl PagedPass {
+    pub fn new(_: &mut [&mut KvPages], _: &[usize], _: &Attention) -> Result<Self> {
         refuse()
+    }
+
+    pub fn attend(&self, _: usize, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Tensor> {
+        match *self {}
+    }
+}
+
+/// Stub without values.
+pub enum DecodeStep {}
+
+/// Stub without values.
+pub enum DecodeTable {}
+
+impl DecodeTable {
+    pub fn new(_: &KvPages, _: usize, _: usize) -> Result<Self> {
+        refuse()
+    }
+
+    pub fn step(&mut self, _: Attention, _: &mut [&mut KvPages], _: usize) -> Result<DecodeStep> {
+        match *self {}
     }
 }
 
@@ -56,19 +75,19 @@ impl DecodeStep {
 pub struct DecodeBatch;
 
 impl DecodeBatch {
-    pub fn new(_: &Device, _: &DecodeStep) -> Result<Self> {
+    pub fn new(_: &Device, _: &[DecodeStep]) -> Result<Self> {
         refuse()
     }
 
-    pub fn has_shape_of(&self, _: &DecodeStep) -> bool {
+    pub fn has_shape_of(&self, _: &[DecodeStep]) -> bool {
         false
     }
 
-    pub fn load(&mut self, _: &DecodeStep) -> Result<()> {
+    pub fn load(&mut self, _: &[DecodeStep]) -> Result<usize> {
         refuse()
     }
 
-    pub fn attend(&self, _: usize, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Tensor> {
+    pub fn attend(&self, _: &[DecodeTable], _: (usize, usize), _: [&Tensor; 3]) -> Result<Tensor> {
         refuse()
     }
 }
@@ -141,7 +160,7 @@ fn refuse<T>() -> Result<T> {
 refused! { pub,
     overwrite(&Tensor, &Tensor) -> ();
     upload(&Tensor, &[u32]) -> ();
-    kv_pages(&CudaDevice, usize, usize, usize) -> KvPages;
+    kv_pages(&CudaDevice, usize, usize, usize, usize) -> KvPages;
     device_memory(&CudaDevice) -> DeviceMemory;
     reset_memory_peaks(&CudaDevice) -> ();
 }
@@ -175,7 +194,6 @@ refused! { pub(super),
     rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
     sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
     sink_attention_backward(&Attention, &[usize], &DeviceLse, [&Tensor; 5]) -> [Tensor; 3];
-    cached_sink_attention(&Tensor, &Tensor, &Tensor, &mut [&mut KvPages], &[usize], &Attention) -> Tensor;
     add_tensor(&Tensor, &Tensor) -> ();
     copy_argument(DeviceArgument) -> OpOutput;
     add_columns(&Tensor, &Tensor, &TokensById) -> ();

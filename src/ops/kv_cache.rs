@@ -1,6 +1,5 @@
 //! A key-value cache in blocks at absolute positions. Attention reads this format in training and in decode.
 
-use super::cuda::KvPages;
 use std::sync::Arc;
 
 /// Number of keys per block. Blocks start at multiples of this number, so a row reads the same blocks in
@@ -23,51 +22,8 @@ impl KvBlock {
     }
 }
 
-/// Keys and values of one sequence at one layer, on the device of the model. Clones share blocks, so the
-/// samples of a group share the blocks of their prompt. A shared block is copied before it is written.
-#[derive(Debug, Clone)]
-pub enum KvSequence {
-    Host(KvBlocks),
-    // Never constructed without feature `cuda`.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    Device(KvPages),
-}
-
-impl KvSequence {
-    /// Returns the number of cached positions.
-    pub fn len(&self) -> usize {
-        match self {
-            KvSequence::Host(blocks) => blocks.len(),
-            KvSequence::Device(pages) => pages.len(),
-        }
-    }
-
-    /// Frees blocks or pages whose keys are outside the `window` of every query at or after `position`.
-    pub fn forget_before(&mut self, position: usize, window: usize) {
-        match self {
-            KvSequence::Host(blocks) => blocks.forget_before(position, window),
-            KvSequence::Device(pages) => pages.forget_before(position, window),
-        }
-    }
-
-    /// Returns the blocks; `None` if the sequence is on a GPU.
-    pub fn blocks_mut(&mut self) -> Option<&mut KvBlocks> {
-        match self {
-            KvSequence::Host(blocks) => Some(blocks),
-            KvSequence::Device(_) => None,
-        }
-    }
-
-    /// Returns the pages; `None` if the sequence is in host memory.
-    pub fn pages_mut(&mut self) -> Option<&mut KvPages> {
-        match self {
-            KvSequence::Host(_) => None,
-            KvSequence::Device(pages) => Some(pages),
-        }
-    }
-}
-
-/// Keys and values in host memory.
+/// Keys and values of one sequence at one layer, in host memory. Clones share blocks, so the samples of a
+/// group share the blocks of their prompt. A shared block is copied before it is written.
 #[derive(Debug, Clone)]
 pub struct KvBlocks {
     heads: usize,

@@ -71,6 +71,12 @@ pub fn device_logits_rows(vocabulary: usize) -> usize {
     (DEVICE_LOGITS_MAX / vocabulary.max(1) / DEVICE_TILE_ROWS).max(1) * DEVICE_TILE_ROWS
 }
 
+/// Returns the maximum number of rows whose logits a sampler computes at a time on `device`. Each head
+/// product reads the whole head, so a GPU takes many rows.
+pub fn sampled_rows_max(vocabulary: usize, device: &Device) -> usize {
+    if device.is_cuda() { device_logits_rows(vocabulary) } else { logits_rows_max(vocabulary) }
+}
+
 /// Computes logits of rows `h [R, H]` by the head `weight [H, V]`, divided by the sampling temperature.
 ///
 /// # Errors

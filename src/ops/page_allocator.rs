@@ -195,11 +195,31 @@ impl PagedSequence {
         if count == 0 || self.len.is_multiple_of(PAGE_POSITIONS) { None } else { self.pages.last()?.as_ref() }
     }
 
-    /// Returns the index, in the cache, of page number `page` of the sequence. Returns 0 for a freed page,
-    /// which no kernel reads.
-    fn index(&self, page: usize) -> usize {
-        self.pages.get(page).and_then(Option::as_ref).map_or(0, |page| page.index as usize)
+    /// Returns the number of pages, freed ones included.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
+    pub fn page_count(&self) -> usize {
+        self.pages.len()
     }
+
+    /// Returns the index, in the cache, of page number `page` of the sequence; `None` for a freed page.
+    pub fn page(&self, page: usize) -> Option<i32> {
+        // Indices fit i32, because rows do.
+        self.pages.get(page).and_then(Option::as_ref).map(|page| page.index as i32)
+    }
+
+    /// Returns the index of [`Self::page`]. Returns 0 for a freed page, which no kernel reads.
+    fn index(&self, page: usize) -> usize {
+        self.page(page).unwrap_or(0) as usize
+    }
+}
+
+/// Number of entries of a page table in 16 bytes, the unit in which decode sends entries.
+pub const TABLE_VECTOR: usize = 4;
+
+/// Returns the number of entries per sequence of decode's page table, for sequences of up to `tokens`
+/// positions.
+pub fn table_width(tokens: usize) -> usize {
+    tokens.div_ceil(PAGE_POSITIONS).max(1).next_multiple_of(TABLE_VECTOR)
 }
 
 /// Returns the `page_table` of the kernels, `[sequences, pages_max]`, and `pages_max`, which is at least

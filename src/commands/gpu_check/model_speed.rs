@@ -24,8 +24,9 @@ use crate::model::policy_view::PolicyView;
 use crate::model::settings::Yarn;
 use crate::model::storage::{TensorStorage, copy_to_device};
 use crate::ops::cuda::{device_memory, free_memory, reset_memory_peaks};
-use crate::ops::logits::{SamplingParameters, logits_rows_max};
+use crate::ops::logits::{SamplingParameters, sampled_rows_max};
 use crate::ops::packed_weights::{PANEL_COLUMNS, PackedFormat, PackedMatrix};
+use crate::ops::select_rows;
 use crate::ops::threads::Threads;
 use crate::ops::weight::Weight;
 use crate::random::{Purpose, stream};
@@ -231,7 +232,7 @@ fn measure_sampling(device: &Device, cases: &Cases) -> Result<()> {
             let caches = CacheFactory::new(config, device, capacity)?;
             let mut sequence_caches: Vec<SequenceCache> = (0..sequences).map(|_| caches.sequence()).collect();
             sequence_caches.iter_mut().try_for_each(|cache| cache.reserve(config, context))?;
-            let mut decoder = Decoder::new(&policy.decoder_stack());
+            let mut decoder = Decoder::new(&policy.decoder_stack(), capacity);
             let seconds = median_seconds(|| run_step(&policy, &mut sequence_caches, 1, decoder.as_mut()))?;
             print_row(device, "decode", sequences, context, seconds, sequences)?;
             if context == cases.context_tokens[0] {
@@ -266,16 +267,17 @@ fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
         &mut keep_nothing,
     )?;
     let mut recorded = plain.clone();
-    let mut decoder = Decoder::new(&stack).context("decode cannot be recorded here")?;
+    let mut decoder = Decoder::new(&stack, capacity).context("decode cannot be recorded here")?;
     for step in 0..STEPS {
         let tokens = vec![id(step), id(step + 9)];
         let bits = |x: Tensor| x.flatten_all()?.to_vec1::<half::bf16>();
-        let one = bits(decoder.decode_step(&stack, tokens.clone(), &mut recorded.each_mut()[..])?)?;
+        let (hidden, rows) = decoder.decode_step(&stack, &tokens, &mut recorded.each_mut()[..])?;
+        let one = bits(select_rows(&hidden, &Arc::new(rows))?)?;
         let other =
             bits(stack.forward_cached(tokens, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
-    ensure!(decoder.replay_count() > 0, "decode was not recorded");
+    ensure!(decoder.counts().replays > 0, "decode was not recorded");
     println!("| decode, recorded and kernel by kernel: the same bits | 2 | 61 | | | |");
     Ok(())
 }
@@ -290,10 +292,11 @@ fn run_step(
 ) -> Result<()> {
     let sequences = sequence_caches.len();
     let vocabulary = policy.model.config.vocab_size;
-    let tokens = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
+    let tokens: Vec<u32> = (0..sequences * count).map(|i| (i * 7919 % vocabulary) as u32).collect();
     let mut caches: Vec<&mut SequenceCache> = sequence_caches.iter_mut().collect();
     let hidden = match decoder {
-        Some(decoder) => decoder.decode_step(&policy.decoder_stack(), tokens, &mut caches)?,
+        // The rows may be in another order, which changes no time.
+        Some(decoder) => decoder.decode_step(&policy.decoder_stack(), &tokens, &mut caches)?.0,
         None => policy.decoder_stack().forward_cached(
             tokens,
             &mut caches,
@@ -303,7 +306,7 @@ fn run_step(
     };
     let last: Vec<u32> = (0..sequences).map(|i| ((i + 1) * count - 1) as u32).collect();
     let sampling = SamplingParameters::with_temperature(1.0);
-    for rows in last.chunks(logits_rows_max(vocabulary)) {
+    for rows in last.chunks(sampled_rows_max(vocabulary, hidden.device())) {
         let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
         policy.decoder_stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;

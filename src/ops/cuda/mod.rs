@@ -35,7 +35,7 @@ mod silu_and_mul;
 mod sink_attention;
 mod swiglu;
 
-pub use decode::{DecodeBatch, DecodeStep, overwrite, upload};
+pub use decode::{DecodeBatch, DecodeStep, DecodeTable, overwrite, upload};
 pub use device::{
     DeviceMemory, Gpu, device_memory, free_memory, gpu_count, open, open_gpu, reset_memory_peaks,
 };
@@ -45,7 +45,7 @@ pub use graph::RecordedGraph;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
-pub use paged_attention::{KvPages, KvPool, kv_pages, paged_sink_attention};
+pub use paged_attention::{KvPages, KvPool, PagedPass, kv_pages, paged_sink_attention};
 pub use primitive_checks::run_primitive_check;
 pub use second_stream::SecondStream;
 pub use sink_attention::{DeviceLaunchPlan, DeviceLse, Gradients, Inputs, Outputs};
@@ -60,7 +60,6 @@ pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
 pub(super) use muon::muon;
 pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
-pub(super) use paged_attention::cached_sink_attention;
 pub(super) use product::{
     add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_forward,
     product_input_gradient,

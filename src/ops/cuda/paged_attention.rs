@@ -10,44 +10,76 @@ use crate::ops::sink_attention::kernels::{BLOCK_KEYS, Kernel, KernelSet};
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Layout, Result, StorageRef, Tensor, bail};
 use half::bf16;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The keys and values of one layer for all sequences, in GPU memory: `[pages · 64, 2, M, D]`.
+/// The keys and values of layers whose sequences have the same pages, in GPU memory.
 #[derive(Debug)]
 pub struct KvPool {
     device: CudaDevice,
-    memory: Mutex<CudaSlice<bf16>>,
+    /// Per layer: `[pages · 64, 2, M, D]`.
+    layers: Vec<Mutex<CudaSlice<bf16>>>,
     kv_heads: usize,
     head_dim: usize,
     /// Assigns pages to sequences.
     pages: Arc<PageAllocator>,
+    /// The id of the last sequence.
+    last_id: AtomicU64,
 }
 
 /// The keys and values of one sequence in a pool. Clones share pages. Dropping the last clone frees the
 /// pages.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct KvPages {
     pool: Arc<KvPool>,
     sequence: PagedSequence,
+    /// From 1 on. No other sequence of the pool has or had it.
+    id: u64,
+}
+
+impl Clone for KvPages {
+    fn clone(&self) -> Self {
+        self.pool.with_id(self.sequence.clone())
+    }
 }
 
 impl KvPool {
-    /// Allocates a pool of `pages` free pages for `kv_heads` heads of `head_dim`.
+    /// Allocates a pool of one layer, with `pages` free pages for `kv_heads` heads of `head_dim`.
     ///
     /// # Errors
     /// When the device has too little memory.
     pub fn new(device: &CudaDevice, kv_heads: usize, head_dim: usize, pages: usize) -> Result<Arc<Self>> {
+        Self::with_layers(device, 1, kv_heads, head_dim, pages)
+    }
+
+    /// Allocates a pool of `layers` layers, as [`KvPool::new`] does for one.
+    ///
+    /// # Errors
+    /// When the device has too little memory.
+    pub fn with_layers(
+        device: &CudaDevice,
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        pages: usize,
+    ) -> Result<Arc<Self>> {
         // At least one page is allocated, because an empty allocation has no address.
-        let memory = device.alloc_zeros(pages.max(1) * BLOCK_KEYS * 2 * kv_heads * head_dim)?;
-        let (device, memory, pages) = (device.clone(), Mutex::new(memory), PageAllocator::new(pages));
-        Ok(Arc::new(Self { device, memory, kv_heads, head_dim, pages }))
+        let elements = pages.max(1) * BLOCK_KEYS * 2 * kv_heads * head_dim;
+        let layers = (0..layers).map(|_| Ok(Mutex::new(device.alloc_zeros(elements)?)));
+        let (layers, device, pages) =
+            (layers.collect::<Result<_>>()?, device.clone(), PageAllocator::new(pages));
+        Ok(Arc::new(Self { device, layers, kv_heads, head_dim, pages, last_id: AtomicU64::new(0) }))
     }
 
     /// Returns an empty sequence.
     pub fn new_sequence(self: &Arc<Self>) -> KvPages {
-        KvPages { pool: self.clone(), sequence: PagedSequence::default() }
+        self.with_id(PagedSequence::default())
+    }
+
+    fn with_id(self: &Arc<Self>, sequence: PagedSequence) -> KvPages {
+        KvPages { pool: self.clone(), sequence, id: self.last_id.fetch_add(1, Ordering::Relaxed) + 1 }
     }
 
     pub(super) fn device(&self) -> &CudaDevice {
@@ -59,7 +91,8 @@ impl KvPool {
         self.pages.free_pages()
     }
 
-    /// Appends the rows of `kv [T, 2, M, D]` to the sequences: `counts[i]` rows to `sequences[i]`.
+    /// Appends the rows of `kv [T, 2, M, D]` to the sequences of a pool of one layer: `counts[i]` rows to
+    /// `sequences[i]`.
     ///
     /// # Errors
     /// When row counts disagree, or the cache is too small. Nothing is changed then.
@@ -74,10 +107,11 @@ impl KvPool {
         if slots.is_empty() {
             return Ok(());
         }
-        self.write(kv, &self.device.clone_htod(&slots)?.as_view())
+        self.write(0, kv, &self.device.clone_htod(&slots)?.as_view())
     }
 
-    /// Allocates `counts[i]` new rows in `sequences[i]`. Returns the cache row of each new row.
+    /// Allocates `counts[i]` new rows in `sequences[i]`, for all layers. Returns the cache row of each new
+    /// row.
     ///
     /// # Errors
     /// When the cache is too small. Nothing is changed then.
@@ -86,9 +120,9 @@ impl KvPool {
             bail!("key-value cache: a sequence belongs to another cache");
         }
         let growth = self.pages.extend(&mut paged_sequences(sequences), counts)?;
-        let mut memory = self.memory();
-        for copy in &growth.copies {
-            self.copy(&mut memory, copy)?;
+        for layer in 0..if growth.copies.is_empty() { 0 } else { self.layers.len() } {
+            let mut memory = self.memory(layer)?;
+            growth.copies.iter().try_for_each(|copy| self.copy(&mut memory, copy))?;
         }
         // Rows fit i32, because they are below the length of the cache.
         Ok(growth.runs.iter().flat_map(|r| r.row..r.row + r.rows).map(|row| row as i32).collect())
@@ -102,33 +136,24 @@ impl KvPool {
         Ok(())
     }
 
-    /// Copies rows of `kv` to the cache rows `slots`, which [`KvPool::extend`] returned.
+    /// Copies rows of `kv` to the cache rows `slots` of a layer, which [`KvPool::extend`] returned.
     ///
     /// # Errors
-    /// When the row counts differ.
-    pub(super) fn write(&self, kv: &CudaView<bf16>, slots: &CudaView<i32>) -> Result<()> {
+    /// When the row counts differ, or there is no such layer.
+    pub(super) fn write(&self, layer: usize, kv: &CudaView<bf16>, slots: &CudaView<i32>) -> Result<()> {
         self.check_rows(kv, slots.len())?;
-        let (width, tokens) = (self.row_elements(), slots.len());
-        let mut memory = self.memory();
-        let stream = self.device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = KvAppendParams {
-            rows: at.read(kv),
-            cache: at.write(&mut *memory),
-            slots: at.read(slots),
-            row_vectors: (width / VECTOR) as i32,
-        };
-        // SAFETY: all three buffers outlive the launch, `kv` and `slots` have `tokens` rows, and the slots
-        // are rows of the cache.
-        unsafe { launch(&self.device, &KV_APPEND, &params, tokens) }
+        // SAFETY: `kv` has as many rows as there are slots, and the slots are rows of the cache.
+        unsafe {
+            scatter_rows(&self.device, kv, &mut *self.memory(layer)?, slots, self.row_elements() / VECTOR)
+        }
     }
 
-    /// Returns the contents of all pages, `[pages · 64, 2, M, D]`.
+    /// Returns the contents of all pages of the first layer, `[pages · 64, 2, M, D]`.
     ///
     /// # Errors
     /// When the copy fails.
     pub fn values(&self) -> Result<Vec<bf16>> {
-        self.device.clone_dtoh(&*self.memory())
+        self.device.clone_dtoh(&*self.memory(0)?)
     }
 
     /// Copies rows between two pages. The two ranges never overlap, so the memory can be split between them.
@@ -147,8 +172,15 @@ impl KvPool {
         2 * self.kv_heads * self.head_dim
     }
 
-    pub(super) fn memory(&self) -> MutexGuard<'_, CudaSlice<bf16>> {
-        self.memory.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns the keys and values of a layer.
+    ///
+    /// # Errors
+    /// When there is no such layer.
+    pub(super) fn memory(&self, layer: usize) -> Result<MutexGuard<'_, CudaSlice<bf16>>> {
+        match self.layers.get(layer) {
+            Some(memory) => Ok(memory.lock().unwrap_or_else(PoisonError::into_inner)),
+            None => bail!("key-value cache: no layer {layer} of {}", self.layers.len()),
+        }
     }
 }
 
@@ -158,8 +190,17 @@ impl KvPages {
         self.sequence.len()
     }
 
+    /// Returns the id, which no other sequence of the pool has or had.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
     pub(super) fn pool(&self) -> &Arc<KvPool> {
         &self.pool
+    }
+
+    pub(super) fn pages(&self) -> &PagedSequence {
+        &self.sequence
     }
 
     /// Returns a sequence of this pool with `len` positions of arbitrary contents, for timings.
@@ -167,7 +208,7 @@ impl KvPages {
     /// # Errors
     /// When there are too few free pages.
     pub fn reserve(&self, len: usize, window: Option<usize>) -> Result<Self> {
-        Ok(Self { pool: self.pool.clone(), sequence: self.pool.pages.reserve(len, window)? })
+        Ok(self.pool.with_id(self.pool.pages.reserve(len, window)?))
     }
 
     /// Frees pages whose keys are outside the `window` of every query at or after `position`. Pages that
@@ -177,12 +218,18 @@ impl KvPages {
     }
 }
 
-/// Returns an empty sequence of a new pool.
+/// Returns an empty sequence of a new pool of `layers` layers.
 ///
 /// # Errors
 /// Errors of [`KvPool::new`].
-pub fn kv_pages(device: &CudaDevice, kv_heads: usize, head_dim: usize, pages: usize) -> Result<KvPages> {
-    Ok(KvPool::new(device, kv_heads, head_dim, pages)?.new_sequence())
+pub fn kv_pages(
+    device: &CudaDevice,
+    layers: usize,
+    kv_heads: usize,
+    head_dim: usize,
+    pages: usize,
+) -> Result<KvPages> {
+    Ok(KvPool::with_layers(device, layers, kv_heads, head_dim, pages)?.new_sequence())
 }
 
 pub(super) fn paged_sequences<'a>(sequences: &'a mut [&mut KvPages]) -> Vec<&'a mut PagedSequence> {
@@ -199,9 +246,33 @@ kernel_params! {
     }
 }
 
+/// Copies rows to places: keys and values to a cache, and entries to a page table.
 const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
 /// Number of elements in 16 bytes, which a thread copies per step.
 const VECTOR: usize = 8;
+
+/// Copies row i of `rows` to row `places[i]` of `to`. A row has `row_vectors` times 16 bytes.
+///
+/// # Safety
+/// `rows` must have one row per place, and every place must be a row of `to`.
+pub(super) unsafe fn scatter_rows<T>(
+    device: &CudaDevice,
+    rows: &CudaView<T>,
+    to: &mut CudaSlice<T>,
+    places: &CudaView<i32>,
+    row_vectors: usize,
+) -> Result<()> {
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let params = KvAppendParams {
+        rows: at.read(rows),
+        cache: at.write(to),
+        slots: at.read(places),
+        row_vectors: row_vectors as i32,
+    };
+    // SAFETY: the buffers outlive the launch, and the caller guarantees the rows.
+    unsafe { launch(device, &KV_APPEND, &params, places.len()) }
+}
 
 /// Computes attention of new tokens over cached keys, and appends the keys and values of the tokens to the
 /// cache. `counts[i]` rows of bf16 `q [T, N, D]` and `kv [T, 2, M, D]` belong to `sequences[i]`. All
@@ -219,48 +290,120 @@ pub fn paged_sink_attention(
     counts: &[usize],
     attention: &Attention,
 ) -> Result<(Tensor, Tensor)> {
-    let Attention { heads, kv_heads, head_dim, .. } = *attention;
-    let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
-    let batch = LaunchSequences::for_cached_sequences(counts, &lengths)?;
-    let tokens = batch.tokens();
+    let Attention { heads, head_dim, .. } = *attention;
     check_attention(attention)?;
-    let device = q.device();
-    let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, head_dim])?;
-    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
-    let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
-    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
-    let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()).filter(|_| tokens > 0) else {
-        let empty = |width, dtype| Tensor::zeros((0, width), dtype, device);
+    let tokens = counts.iter().sum();
+    let tensors = [q, kv, sinks];
+    let opened = tensors.map(Tensor::storage_and_layout);
+    Opened::new(&opened, tokens, attention)?;
+    if tokens == 0 {
+        let empty = |width, dtype| Tensor::zeros((0, width), dtype, q.device());
         return Ok((empty(heads * head_dim, DType::BF16)?, empty(heads, DType::F32)?));
-    };
-    if (kv_heads, head_dim) != (pool.kv_heads, pool.head_dim) {
-        let KvPool { kv_heads, head_dim, .. } = *pool;
-        bail!("sink_attention: a cache of {kv_heads} key-value heads of {head_dim} for {attention:?}");
     }
-    pool.append(&kv, sequences, counts)?;
-    let (table, pages_max) = page_table(&paged_sequences(sequences), 0);
-    let prepared =
-        DeviceLaunchPlan::new(&pool.device, kernels, attention, &batch, Some((&table, pages_max)))?;
-    let mut outputs = prepared.outputs()?;
-    let memory = pool.memory();
-    prepared.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
-    let Outputs { out, lse } = outputs;
-    Ok((tensor(out, &pool.device, (tokens, heads * head_dim)), tensor(lse, &pool.device, (tokens, heads))))
+    let pass = PagedPass::with_kernels(kernels, sequences, counts, attention)?;
+    let Outputs { out, lse } = pass.forward(0, tensors)?;
+    let device = &pass.pool.device;
+    Ok((tensor(out, device, (tokens, heads * head_dim)), tensor(lse, device, (tokens, heads))))
 }
 
-/// Computes attention as [`paged_sink_attention`] does, with the kernels of the device. Returns `[T, N·D]`.
-///
-/// # Errors
-/// Errors of [`paged_sink_attention`].
-pub(in crate::ops) fn cached_sink_attention(
-    q: &Tensor,
-    kv: &Tensor,
-    sinks: &Tensor,
-    sequences: &mut [&mut KvPages],
-    counts: &[usize],
-    attention: &Attention,
-) -> Result<Tensor> {
-    let kernels = kernel_set(q.device().as_cuda_device()?, attention.head_dim)?;
-    Ok(paged_sink_attention(kernels, q, kv, sinks, sequences, counts, attention)?.0)
+/// The checked inputs of attention over a cache.
+pub(super) struct Opened<'a> {
+    /// `[T, N, D]`.
+    pub q: CudaView<'a, bf16>,
+    /// `[T, 2, M, D]`.
+    pub kv: CudaView<'a, bf16>,
+    /// `[N]`.
+    pub sinks: CudaView<'a, f32>,
+}
+
+impl<'a> Opened<'a> {
+    /// Checks `q`, `kv` and `sinks` of `tokens` new tokens.
+    ///
+    /// # Errors
+    /// When a tensor has another shape or type, or is not on the GPU.
+    pub fn new(
+        [q, kv, sinks]: &'a [(StorageRef<'_>, &Layout); 3],
+        tokens: usize,
+        attention: &Attention,
+    ) -> Result<Self> {
+        let Attention { heads, kv_heads, head_dim, .. } = *attention;
+        let (q, _) = OP.open_tensor("q", q, &[tokens, heads, head_dim])?;
+        let (kv, _) = OP.open_tensor("kv", kv, &[tokens, 2, kv_heads, head_dim])?;
+        let (sinks, _) = OP.open_tensor("sinks", sinks, &[heads])?;
+        Ok(Self { q, kv, sinks })
+    }
+}
+
+/// A pass of new tokens over the cached sequences of a pool, for all layers of the pool.
+pub struct PagedPass {
+    pool: Arc<KvPool>,
+    attention: Attention,
+    tokens: usize,
+    /// The cache row of each new row.
+    slots: CudaSlice<i32>,
+    plan: DeviceLaunchPlan,
+}
+
+impl PagedPass {
+    /// Allocates `counts[i]` new positions in `sequences[i]`. All sequences must be in one pool. Frees the
+    /// pages that later passes do not see.
+    ///
+    /// # Errors
+    /// When there is no new position, or the cache is too small. Nothing is changed then.
+    pub fn new(sequences: &mut [&mut KvPages], counts: &[usize], attention: &Attention) -> Result<Self> {
+        let Some(first) = sequences.first() else { bail!("sink_attention: a pass without sequences") };
+        let kernels = kernel_set(&first.pool.device, attention.head_dim)?;
+        let pass = Self::with_kernels(kernels, sequences, counts, attention)?;
+        if let Some(window) = attention.window {
+            // The pages that are freed here stay intact for this pass: no other pass can reuse them before
+            // the launches of this pass.
+            sequences.iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
+        }
+        Ok(pass)
+    }
+
+    fn with_kernels(
+        kernels: &'static KernelSet,
+        sequences: &mut [&mut KvPages],
+        counts: &[usize],
+        attention: &Attention,
+    ) -> Result<Self> {
+        let Some(pool) = sequences.first().map(|sequence| sequence.pool.clone()) else {
+            bail!("sink_attention: a pass without sequences")
+        };
+        let Attention { kv_heads, head_dim, .. } = *attention;
+        if (kv_heads, head_dim) != (pool.kv_heads, pool.head_dim) {
+            let KvPool { kv_heads, head_dim, .. } = *pool;
+            bail!("sink_attention: a cache of {kv_heads} key-value heads of {head_dim} for {attention:?}");
+        }
+        let lengths: Vec<usize> = sequences.iter().map(|s| s.len()).collect();
+        let batch = LaunchSequences::for_cached_sequences(counts, &lengths)?;
+        let slots = pool.extend(sequences, counts)?;
+        let (table, pages_max) = page_table(&paged_sequences(sequences), 0);
+        let pages = Some((&table[..], pages_max));
+        let plan = DeviceLaunchPlan::new(&pool.device, kernels, attention, &batch, pages)?;
+        let (attention, slots) = (*attention, pool.device.clone_htod(&slots)?);
+        Ok(Self { pool, attention, tokens: batch.tokens(), slots, plan })
+    }
+
+    /// Computes attention in layer `layer` of the pool for `q [T, N, D]`, and appends `kv [T, 2, M, D]` to
+    /// the cache. Returns `[T, N·D]`. Not differentiable.
+    ///
+    /// # Errors
+    /// When shapes disagree, or there is no such layer.
+    pub fn attend(&self, layer: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor) -> Result<Tensor> {
+        let out = self.forward(layer, [q, kv, sinks])?.out;
+        let width = self.attention.heads * self.attention.head_dim;
+        Ok(tensor(out, &self.pool.device, (self.tokens, width)))
+    }
+
+    fn forward(&self, layer: usize, tensors: [&Tensor; 3]) -> Result<Outputs> {
+        let opened = tensors.map(Tensor::storage_and_layout);
+        let Opened { q, kv, sinks } = Opened::new(&opened, self.tokens, &self.attention)?;
+        self.pool.write(layer, &kv, &self.slots.as_view())?;
+        let mut outputs = self.plan.outputs()?;
+        let memory = self.pool.memory(layer)?;
+        self.plan.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
+        Ok(outputs)
+    }
 }

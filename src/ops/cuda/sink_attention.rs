@@ -7,7 +7,7 @@ use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, KernelSet, PART_SUMS, SinkAttentionParams, Tile,
 };
-use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
+use crate::ops::sink_attention::plan::{LaunchSequences, check_attention, padded_chunks};
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
@@ -79,16 +79,26 @@ pub(super) struct LaunchPlan {
     attention: Attention,
     pub shape: LaunchShape,
     /// The start of each array, in elements. The arrays are query bounds, key bounds, query tiles, key tiles,
-    /// chunk tiles, part starts and the page table.
-    starts: [usize; 7],
+    /// chunk tiles and part starts.
+    starts: [usize; 6],
+}
+
+/// The arrays of a launch on the device.
+#[derive(Clone, Copy)]
+pub(super) struct LaunchArrays<'a> {
+    /// The arrays of a plan, concatenated.
+    pub plan: &'a CudaSlice<i32>,
+    /// `[sequences, pages_max]`; `None` if keys are not in a cache.
+    pub page_table: Option<&'a CudaSlice<i32>>,
 }
 
 /// A launch plan with its arrays on the device. Any number of layers and passes can use it.
 pub struct DeviceLaunchPlan {
     device: CudaDevice,
     plan: LaunchPlan,
-    /// The arrays of the parameters, concatenated.
+    /// The arrays of the plan, concatenated.
     arrays: CudaSlice<i32>,
+    page_table: Option<CudaSlice<i32>>,
     /// Sinks that have no effect, for attention without sinks: the kernel always takes sinks.
     no_sinks: Option<CudaSlice<f32>>,
 }
@@ -98,18 +108,14 @@ pub struct DeviceLaunchPlan {
 pub(super) enum SplitKv {
     /// Splits if the flag is true.
     Exactly(bool),
-    /// As [`LaunchSequences::should_split_keys`] decides. The last chunk tile is repeated until the number of
-    /// chunk tiles is a multiple of [`CHUNK_STEP`]. So this number stays the same while sequences grow a
-    /// little.
-    InSteps,
+    /// Splits as [`LaunchSequences::should_split_decode`] decides. Arrays and sizes change as seldom as
+    /// possible while sequences grow: the last chunk tile is repeated, [`padded_chunks`] tiles in all.
+    Decode,
 }
 
-/// With [`SplitKv::InSteps`], the number of chunk tiles is a multiple of this number.
-const CHUNK_STEP: usize = 32;
-
 impl LaunchPlan {
-    /// Returns the launch plan for `kernels`, and the contents of its arrays. `pages` is a page table and its
-    /// width, if keys are in a cache.
+    /// Returns the launch plan for `kernels`, and the contents of its arrays. `pages` is the number of
+    /// entries of a page table and its width, if keys are in a cache.
     ///
     /// # Errors
     /// When the kernels do not support these sizes, or a page table is too small.
@@ -117,7 +123,7 @@ impl LaunchPlan {
         kernels: &'static KernelSet,
         attention: &Attention,
         sequences: &LaunchSequences,
-        pages: Option<(&[i32], usize)>,
+        pages: Option<(usize, usize)>,
         spread: SplitKv,
     ) -> Result<(Self, Vec<i32>)> {
         check_attention(attention)?;
@@ -125,18 +131,18 @@ impl LaunchPlan {
             bail!("sink_attention: kernels for heads of {} for {attention:?}", kernels.head_dim);
         }
         sequences.check_rows(attention)?;
-        if let Some((table, pages_max)) = pages {
-            sequences.check_page_table(table.len(), pages_max)?;
+        if let Some((entries, pages_max)) = pages {
+            sequences.check_page_table(entries, pages_max)?;
         }
         let tokens = sequences.tokens();
         if tokens == 0 {
             bail!("sink_attention: no sequence has a token; omit the call");
         }
-        let (is_spread, step) = match spread {
-            SplitKv::Exactly(is_spread) => (is_spread, 1),
-            SplitKv::InSteps => (sequences.should_split_keys(attention), CHUNK_STEP),
+        let (is_spread, query_tiles) = match spread {
+            SplitKv::Exactly(is_spread) => (is_spread, sequences.query_tiles(attention)),
+            SplitKv::Decode => (sequences.should_split_decode(attention), sequences.decode_tiles(attention)),
         };
-        let query_tiles = sequences.query_tiles(attention);
+        let padded = |count| if matches!(spread, SplitKv::Decode) { padded_chunks(count) } else { count };
         // Keys in a cache have no gradients.
         let key_tiles = match pages {
             Some(_) => vec![],
@@ -146,12 +152,12 @@ impl LaunchPlan {
         let mut chunk_tiles = if is_spread { sequences.chunk_tiles(attention) } else { vec![] };
         if let Some(&last) = chunk_tiles.last() {
             // A repeated block computes and writes the same numbers again.
-            chunk_tiles.resize(chunk_tiles.len().next_multiple_of(step), last);
+            chunk_tiles.resize(padded(chunk_tiles.len()), last);
         }
         let part_starts = if is_spread { sequences.part_starts() } else { vec![0] };
         let flat = |tiles: &[Tile]| tiles.iter().flat_map(|t| [t.sequence, t.first]).collect::<Vec<_>>();
         let mut arrays: Vec<i32> = vec![];
-        let mut starts = [0; 7];
+        let mut starts = [0; 6];
         let parts = [
             sequences.query_bounds(),
             sequences.key_bounds(),
@@ -159,7 +165,6 @@ impl LaunchPlan {
             flat(&key_tiles),
             chunk_tiles.iter().flat_map(|t| [t.tile.sequence, t.tile.first, t.chunk]).collect(),
             part_starts.clone(),
-            pages.map_or(vec![], |(table, _)| table.to_vec()),
         ];
         for (start, part) in starts.iter_mut().zip(parts) {
             *start = arrays.len();
@@ -169,7 +174,7 @@ impl LaunchPlan {
             tokens,
             query_tiles: query_tiles.len(),
             chunk_tiles: chunk_tiles.len(),
-            parts: part_starts.last().map_or(0, |&parts| (parts as usize).next_multiple_of(step)),
+            parts: part_starts.last().map_or(0, |&parts| padded(parts as usize)),
             spread: is_spread,
             key_tiles: key_tiles.len(),
             pages_max: pages.map(|(_, pages_max)| pages_max),
@@ -189,13 +194,14 @@ impl LaunchPlan {
     /// Returns the parameters that all launches share: sizes, inputs and sequences.
     fn params<'a>(
         &self,
-        arrays: u64,
+        arrays: &LaunchArrays<'a>,
         inputs: &Inputs<'a>,
         at: &mut Addresses<'a>,
     ) -> Result<SinkAttentionParams> {
         let Attention { heads, kv_heads, head_dim, window, .. } = self.attention;
         let LaunchShape { tokens, pages_max, .. } = self.shape;
-        let array = |i: usize| arrays + 4 * self.starts[i] as u64;
+        let plan = at.read(arrays.plan);
+        let array = |i: usize| plan + 4 * self.starts[i] as u64;
         let kv = at.read(inputs.kv);
         // A window that does not fit 32 bits masks no key, so it is passed as 0, which means no window.
         let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
@@ -206,7 +212,8 @@ impl LaunchPlan {
             sinks: at.read(inputs.sinks),
             cu_seqlens_q: array(0),
             cu_seqlens_k: array(1),
-            page_table: if pages_max.is_some() { array(6) } else { 0 },
+            page_table: arrays.page_table.map_or(0, |table| at.read(table)),
+            tiles: array(2),
             chunk_tiles: array(4),
             part_starts: array(5),
             tokens: tokens as i32,
@@ -245,23 +252,22 @@ impl LaunchPlan {
         Ok(())
     }
 
-    /// Launches the forward pass. `arrays` belong to this plan or to another plan of the same shape.
+    /// Launches the forward pass. `arrays` belong to this plan or to another plan of the same shape. The page
+    /// table has the size that the plan was made for.
     ///
     /// # Errors
     /// When sizes disagree, or the driver fails.
     pub(super) fn forward(
         &self,
         device: &CudaDevice,
-        arrays: &CudaView<i32>,
+        arrays: &LaunchArrays,
         inputs: &Inputs,
         outputs: &mut Outputs,
     ) -> Result<()> {
         self.check_inputs(inputs)?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
-        let arrays = at.read(arrays);
         let params = SinkAttentionParams {
-            tiles: arrays + 4 * self.starts[2] as u64,
             out: at.write(&mut outputs.out),
             lse: at.write(&mut outputs.lse),
             ..self.params(arrays, inputs, &mut at)?
@@ -321,12 +327,14 @@ impl DeviceLaunchPlan {
         pages: Option<(&[i32], usize)>,
         spread: bool,
     ) -> Result<Self> {
-        let (plan, arrays) = LaunchPlan::new(kernels, attention, sequences, pages, SplitKv::Exactly(spread))?;
+        let sizes = pages.map(|(table, pages_max)| (table.len(), pages_max));
+        let (plan, arrays) = LaunchPlan::new(kernels, attention, sequences, sizes, SplitKv::Exactly(spread))?;
         let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
         Ok(Self {
             device: device.clone(),
             plan,
             arrays: device.clone_htod(&arrays)?,
+            page_table: pages.map(|(table, _)| device.clone_htod(table)).transpose()?,
             no_sinks: no_sinks.map(|sinks| device.clone_htod(&sinks)).transpose()?,
         })
     }
@@ -365,9 +373,13 @@ impl DeviceLaunchPlan {
         inputs: &Inputs<'a>,
         at: &mut Addresses<'a>,
     ) -> Result<SinkAttentionParams> {
-        let params = self.plan.params(at.read(&self.arrays), inputs, at)?;
+        let params = self.plan.params(&self.launch_arrays(), inputs, at)?;
         let sinks = self.no_sinks.as_ref().map_or(params.sinks, |sinks| at.read(sinks));
         Ok(SinkAttentionParams { sinks, ..params })
+    }
+
+    fn launch_arrays(&self) -> LaunchArrays<'_> {
+        LaunchArrays { plan: &self.arrays, page_table: self.page_table.as_ref() }
     }
 
     /// Returns `inputs`. If `no_sinks` is given, it replaces the sinks.
@@ -386,7 +398,7 @@ impl DeviceLaunchPlan {
     pub fn forward(&self, inputs: &Inputs, outputs: &mut Outputs) -> Result<()> {
         let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
         let inputs = self.replace_sinks(inputs, &no_sinks);
-        self.plan.forward(&self.device, &self.arrays.as_view(), &inputs, outputs)
+        self.plan.forward(&self.device, &self.launch_arrays(), &inputs, outputs)
     }
 
     /// Launches the backward pass of [`DeviceLaunchPlan::forward`] for the gradient `dout [T, N, D]` of the
@@ -419,7 +431,6 @@ impl DeviceLaunchPlan {
         }
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
-        let arrays = at.read(&self.arrays);
         let dkv = at.write(&mut gradients.dkv);
         let params = SinkAttentionParams {
             out: at.read(out),
@@ -430,16 +441,16 @@ impl DeviceLaunchPlan {
             dk: dkv,
             dv: dkv + 2 * (kv_heads * head_dim) as u64,
             dsinks: at.write(&mut gradients.dsinks),
-            ..self.plan.params(arrays, inputs, &mut at)?
+            ..self.plan.params(&self.launch_arrays(), inputs, &mut at)?
         };
-        let query_params = SinkAttentionParams { tiles: arrays + 4 * starts[2] as u64, ..params };
-        let key_params = SinkAttentionParams { tiles: arrays + 4 * starts[3] as u64, ..params };
+        let key_tiles = params.tiles + 4 * (starts[3] - starts[2]) as u64;
+        let key_params = SinkAttentionParams { tiles: key_tiles, ..params };
         let KernelSet { delta, dkv, dq, dsinks, .. } = kernels;
         // SAFETY: as in `forward`. `gradients` allocated the gradients.
         unsafe {
             launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
             launch(&self.device, dkv, &key_params, shape.key_tiles * kv_heads)?;
-            launch(&self.device, dq, &query_params, shape.query_tiles * kv_heads)?;
+            launch(&self.device, dq, &params, shape.query_tiles * kv_heads)?;
             if sinks && sink_gradient {
                 launch(&self.device, dsinks, &params, heads)?;
             }

@@ -6,26 +6,24 @@ use super::forward::{ChunkState, attend, attend_chunk, merge_chunks};
 use super::rows::Rows;
 use crate::ops::buffer::buffer;
 use crate::ops::cpu::{host_values, should_parallelize};
-use crate::ops::cuda;
-use crate::ops::kv_cache::{KvBlocks, KvSequence};
-use candle_core::{Error, Result, Tensor, bail};
+use crate::ops::kv_cache::KvBlocks;
+use candle_core::{Result, Tensor, bail};
 use rayon::prelude::*;
 
 /// Number of rows per task.
 const TILE: usize = 32;
 
-/// Computes attention of new tokens over cached sequences, and appends the keys and values of these tokens to
-/// the caches. `counts[i]` rows of `q` and `kv` belong to `caches[i]`. The caches must be on the device of
-/// the tensors. Not differentiable. Returns `[T, N·D]`.
+/// Computes attention of new tokens over cached sequences in host memory, and appends the keys and values of
+/// these tokens to the caches. `counts[i]` rows of `q` and `kv` belong to `caches[i]`. Not differentiable.
+/// Returns `[T, N·D]`.
 ///
 /// # Errors
-/// When shapes disagree with `attention` or `counts`, or a cache is on another device. On a GPU also when
-/// there are too few free pages.
+/// When shapes disagree with `attention` or `counts`, or a tensor is not in host memory.
 pub fn cached_sink_attention(
     q: &Tensor,
     kv: &Tensor,
     sinks: &Tensor,
-    caches: &mut [&mut KvSequence],
+    caches: &mut [&mut KvBlocks],
     counts: &[usize],
     attention: Attention,
 ) -> Result<Tensor> {
@@ -37,13 +35,6 @@ pub fn cached_sink_attention(
     {
         bail!("cached_sink_attention: q {:?}, kv {:?}, counts {counts:?}", q.dims(), kv.dims());
     }
-    let elsewhere =
-        || Error::Msg(format!("cached_sink_attention: q on {:?}, a cache on another device", q.device()));
-    if q.device().is_cuda() {
-        let pages = caches.iter_mut().map(|cache| cache.pages_mut().ok_or_else(elsewhere));
-        let mut pages = pages.collect::<Result<Vec<_>>>()?;
-        return cuda::cached_sink_attention(q, kv, sinks, &mut pages, counts, &attention);
-    }
     let (width, kv_width) = (heads * head_dim, 2 * kv_heads * head_dim);
     let mut out = buffer(tokens * width);
     let mut lse = buffer(tokens * heads);
@@ -52,7 +43,6 @@ pub fn cached_sink_attention(
     let mut sequences = Vec::with_capacity(counts.len());
     let (mut start, mut work) = (0, 0);
     for (cache, &count) in caches.iter_mut().zip(counts) {
-        let cache = cache.blocks_mut().ok_or_else(elsewhere)?;
         let first = cache.len();
         cache.append(&kv_values[start * kv_width..(start + count) * kv_width]);
         sequences.push(NewRows {

@@ -14,6 +14,24 @@ const BLOCKS_AT_ONCE: usize = 264;
 /// Maximum memory for the parts of a split forward pass, in bytes.
 pub const PARTS_BYTES_MAX: usize = 256 << 20;
 
+/// Least number of chunk tiles of a decode launch.
+const PADDED_CHUNKS_MIN: usize = 32;
+
+/// Returns the number of chunk tiles, or of parts, of a decode launch that needs `count` of them: 32, and
+/// powers of 4 times that. Sequences then outgrow a launch only when they are several times longer.
+pub fn padded_chunks(count: usize) -> usize {
+    let mut padded = PADDED_CHUNKS_MIN;
+    while padded < count {
+        padded *= 4;
+    }
+    padded
+}
+
+/// Returns the bytes of `parts` parts of a split forward pass with `heads` query heads.
+pub fn part_bytes(parts: usize, heads: usize, head_dim: usize) -> usize {
+    parts.saturating_mul(heads * (head_dim + PART_SUMS) * size_of::<f32>())
+}
+
 /// Checks that the kernels run on a device. They are compiled as `sm_90a` code, which runs only on devices of
 /// compute capability 9.0.
 ///
@@ -160,6 +178,13 @@ impl LaunchSequences {
         most_work_first(tiles.map(|(tile, seen)| (blocks(seen), tile)).collect())
     }
 
+    /// Returns the query tiles of decode, the longest sequence first. All sequences grow by one token a step,
+    /// so the order stays the same.
+    pub fn decode_tiles(&self, attention: &Attention) -> Vec<Tile> {
+        let tiles = self.rows_and_keys(attention).into_iter();
+        most_work_first(tiles.map(|(tile, _)| (self.keys[tile.sequence as usize], tile)).collect())
+    }
+
     /// Returns the blocks of a split forward pass: every query tile, once per chunk with keys that are
     /// visible to its rows.
     pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
@@ -180,12 +205,24 @@ impl LaunchSequences {
     /// do not depend on the choice. Splitting is faster when there are too few tiles to fill the GPU and many
     /// keys per tile, as in decode of a few long sequences.
     pub fn should_split_keys(&self, attention: &Attention) -> bool {
-        let tiles = self.query_tiles(attention).len();
-        let parts: usize = self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum();
-        let bytes = parts.saturating_mul(attention.heads * (attention.head_dim + PART_SUMS) * 4);
+        let tiles = self.rows_and_keys(attention).len();
         tiles * attention.kv_heads < BLOCKS_AT_ONCE
             && self.chunk_tiles(attention).len() >= 2 * tiles
+            && part_bytes(self.parts(), attention.heads, attention.head_dim) <= PARTS_BYTES_MAX
+    }
+
+    /// Returns [`Self::should_split_keys`] for a decode step, with the number of parts padded. The keys of a
+    /// window of at most one chunk are not split: only sometimes do they lie in two chunks.
+    pub fn should_split_decode(&self, attention: &Attention) -> bool {
+        let bytes = part_bytes(padded_chunks(self.parts()), attention.heads, attention.head_dim);
+        attention.window.is_none_or(|window| window > CHUNK_KEYS)
             && bytes <= PARTS_BYTES_MAX
+            && self.should_split_keys(attention)
+    }
+
+    /// Returns the number of parts of a split forward pass.
+    fn parts(&self) -> usize {
+        self.queries.iter().zip(&self.keys).map(|(q, k)| q * k.div_ceil(CHUNK_KEYS)).sum()
     }
 
     /// Checks that the kernels can count the rows of every sequence.

@@ -8,10 +8,12 @@ use crate::engine::FORWARD_TOKENS_MAX;
 use crate::learner::OptimizerSettings;
 use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheCapacity;
+use crate::model::decode::Decoder;
+use crate::model::decode_rows::padded_rows;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::ops::packed_weights::PackedFormat;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
-use crate::ops::sink_attention::plan::PARTS_BYTES_MAX;
+use crate::ops::sink_attention::plan::{PARTS_BYTES_MAX, padded_chunks, part_bytes};
 
 /// Maximum number of sequences that `check-mismatch` decodes together.
 const DECODE_SEQUENCES_MAX: usize = 64;
@@ -114,7 +116,7 @@ impl MemoryPlanInput<'_> {
         let rollout = &recipe.rollout;
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
             // A CUDA graph has its own memory, which the driver does not free.
-            let forward = self.pass_shape(rollout.sequences_max, 0).forward_bytes();
+            let forward = self.pass_shape(padded_rows(rollout.sequences_max), 0).forward_bytes();
             add("CUDA graph", forward + self.partial_attention_bytes());
         }
         if !self.command.trains() {
@@ -175,12 +177,19 @@ impl MemoryPlanInput<'_> {
         PassShape { config: self.config, tokens, targets, has_adapter, on_gpu: true, teacher: None }
     }
 
+    /// Returns the maximum number of rows of a forward pass whose logits are needed. The server scores the
+    /// tokens of prompts too.
+    pub(super) fn sampled_rows_max(&self) -> usize {
+        let drawn = self.recipe.rollout.sequences_max;
+        if self.command == ModelCommand::Serve { drawn.max(FORWARD_TOKENS_MAX) } else { drawn }
+    }
+
     /// Returns the bytes of partial attention results. When few long sequences are decoded, several thread
     /// blocks share a sequence, and their partial results are merged.
     fn partial_attention_bytes(&self) -> u64 {
         let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
-        let values = chunks * self.config.num_attention_heads * (self.config.head_dim + 2);
-        ((values * size_of::<f32>()) as u64).min(PARTS_BYTES_MAX as u64)
+        let (heads, head_dim) = (self.config.num_attention_heads, self.config.head_dim);
+        part_bytes(padded_chunks(chunks), heads, head_dim).min(PARTS_BYTES_MAX) as u64
     }
 
     /// Returns the GPU memory of each phase, with `sequences` sequences in the KV cache.
@@ -193,10 +202,13 @@ impl MemoryPlanInput<'_> {
         let mut phases = vec![];
         if self.samples() {
             let capacity = self.cache_capacity(sequences);
-            let forward =
-                self.pass_shape(capacity.fed_tokens_max, recipe.rollout.sequences_max).forward_bytes();
+            let forward = self.pass_shape(capacity.fed_tokens_max, self.sampled_rows_max()).forward_bytes();
+            let decoded =
+                CacheCapacity { sequences: sequences.min(recipe.rollout.sequences_max), ..capacity };
+            let bytes = Decoder::device_bytes(config, decoded);
             let items = [
                 cache_item(capacity),
+                MemoryItem { name: "page tables and rows of decode", bytes },
                 MemoryItem { name: "one forward pass and its logits", bytes: forward },
                 MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
             ];

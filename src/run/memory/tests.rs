@@ -3,6 +3,7 @@
 use super::*;
 use crate::dist::Mesh;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::engine::FORWARD_TOKENS_MAX;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::{OptimizerKind, TrainSettings};
 use crate::metrics::Console;
@@ -10,6 +11,8 @@ use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::storage::TensorStorage;
 use crate::ops::packed_weights::PackedMatrix;
+use crate::ops::page_allocator::PAGE_POSITIONS;
+use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::weight::Weight;
 use crate::recipe::resolve;
 use crate::run::preflight::Preflight;
@@ -449,4 +452,31 @@ fn an_sft_run_is_planned_for_its_longest_row() {
     let (sft, rl) = tokens("batch_size = 1\n");
     // With reinforcement learning, the longest sequence has a prompt and a response.
     assert!(sft == 150 && rl > 150, "{sft}, {rl}");
+}
+
+/// The plan had two sums for each row of a part of split attention, which has eight. It had the logits of the
+/// drawn rows for a server, which scores the rows of prompts too.
+#[test]
+fn a_gpus_parts_of_attention_and_scored_rows_are_planned() {
+    let plan = |command| {
+        let text = "task.name = \"format_rules\"\nmodel.architecture.max_position_embeddings = 4096\n\
+                    rollout.sequences_max = 3\nrollout.response_tokens_max = 3000";
+        let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
+        let preflight = Preflight::open(plan, command, &Console::silent()).unwrap();
+        let mut input = preflight.memory_plan_input();
+        input.gpu_sequences = Some(4);
+        let item = |name: &str| {
+            let (_, items) = input.gpu_phases(4).swap_remove(0);
+            items.iter().find(|item| item.name == name).unwrap().bytes
+        };
+        let Config { num_attention_heads: heads, head_dim, .. } = *input.config;
+        let parts = 3 * input.longest_sequence().div_ceil(CHUNK_KEYS);
+        assert!(
+            parts >= 18 && item("partial attention results") >= (parts * heads * (head_dim + 8) * 4) as u64
+        );
+        let tables = 4 * input.longest_sequence().div_ceil(PAGE_POSITIONS) * 4;
+        assert!(item("page tables and rows of decode") > tables as u64);
+        input.sampled_rows_max()
+    };
+    assert_eq!([plan(ModelCommand::Rollout), plan(ModelCommand::Serve)], [3, FORWARD_TOKENS_MAX]);
 }

@@ -5,7 +5,7 @@ use super::attention::Case;
 use super::{assert_close, check_some, floats, gradients, noise, tensors};
 use candle_core::{Device, Tensor, Var};
 use rloss::ops::cpu::should_parallelize;
-use rloss::ops::kv_cache::{KvBlocks, KvSequence};
+use rloss::ops::kv_cache::KvBlocks;
 use rloss::ops::math::{exp, max_lanes, sum_lanes};
 use rloss::ops::sink_attention::{Attention, cached_sink_attention};
 
@@ -99,7 +99,7 @@ fn rows(tensor: &Tensor, start: usize, count: usize) -> Tensor {
 /// The rows of a sequence whose tokens come in `pieces`; keys behind the window are freed as the model
 /// frees them.
 fn cached(attention: &Attention, v: &[&Tensor], pieces: impl IntoIterator<Item = usize>) -> Vec<f32> {
-    let mut cache = KvSequence::Host(KvBlocks::new(attention.kv_heads, attention.head_dim));
+    let mut cache = KvBlocks::new(attention.kv_heads, attention.head_dim);
     let mut out = vec![];
     for count in pieces {
         let [q, kv] = [rows(v[0], cache.len(), count), rows(v[1], cache.len(), count)];
@@ -160,7 +160,7 @@ fn sequences_side_by_side_give_what_each_gives_alone() {
         let mut caches = starts.map(|start| {
             let mut cache = KvBlocks::new(case.attention.kv_heads, case.attention.head_dim);
             cache.append(&floats(v[1])[..start * 2 * case.attention.kv_heads * case.attention.head_dim]);
-            KvSequence::Host(cache)
+            cache
         });
         let mut caches: Vec<_> = caches.iter_mut().collect();
         let run =

@@ -4,8 +4,9 @@
 use candle_core::{DType, Device, Tensor};
 use rloss::ops::SequenceRows;
 use rloss::ops::argument::Argument;
+use rloss::ops::logits::device_logits_rows;
 use rloss::ops::sink_attention::kernels::{self, ChunkTile, Tile, kernel_sets};
-use rloss::ops::sink_attention::plan::{LaunchSequences, check_attention, check_device};
+use rloss::ops::sink_attention::plan::{LaunchSequences, check_attention, check_device, padded_chunks};
 use rloss::ops::sink_attention::{Attention, sink_attention};
 
 fn header() -> String {
@@ -134,6 +135,43 @@ fn few_long_sequences_are_spread_and_nothing_else() {
     assert!(!decode(1, 1 << 17, Some(128)), "a window sees one or two chunks of many");
     let prefill = LaunchSequences::for_cached_sequences(&[500], &[1 << 17]).unwrap();
     assert!(!prefill.should_split_keys(&attention(64, 8, None)), "the parts take too much memory");
+}
+
+/// Sequences of 500 keys and more, which grow by one token a step: what a decode launch takes stays the same.
+#[test]
+fn a_decode_launch_changes_seldom_while_sequences_grow() {
+    let decode = |step: usize| {
+        let lengths = [500, 3000, 1200, 500].map(|length| length + step);
+        LaunchSequences::for_cached_sequences(&[1; 4], &lengths).unwrap()
+    };
+    let (full, window) = (attention(64, 8, None), attention(64, 8, Some(128)));
+    let chunks = |step| padded_chunks(decode(step).chunk_tiles(&full).len());
+    for step in 0..600 {
+        let order = decode(step).decode_tiles(&full);
+        assert_eq!(order.iter().map(|tile| tile.sequence).collect::<Vec<_>>(), [1, 2, 0, 3], "step {step}");
+        assert_eq!(order, decode(step).decode_tiles(&window));
+        assert!(decode(step).should_split_decode(&full) && chunks(step) == 32, "step {step}");
+        assert!(!decode(step).should_split_decode(&window), "step {step}");
+    }
+    // The keys of a window lie in two chunks for some steps.
+    let single = |step: usize| LaunchSequences::for_cached_sequences(&[1], &[500 + step]).unwrap();
+    assert!((0..600).any(|step| single(step).should_split_keys(&window)));
+    assert!((0..600).all(|step| !single(step).should_split_decode(&window)));
+    assert_eq!([1, 32, 33, 128, 129, 2049].map(padded_chunks), [32, 32, 128, 128, 512, 8192]);
+    // The padded parts, too, fit in the memory for parts.
+    let many = |sequences: usize| {
+        let lengths = vec![(1 << 17) - 1; sequences];
+        LaunchSequences::for_cached_sequences(&vec![1; sequences], &lengths).unwrap()
+    };
+    assert!(many(32).should_split_keys(&full) && many(32).should_split_decode(&full));
+    let wide = attention(128, 8, None);
+    assert!(many(9).should_split_keys(&wide) && !many(9).should_split_decode(&wide));
+}
+
+#[test]
+fn the_head_of_1024_sequences_is_two_products() {
+    assert_eq!(device_logits_rows(201_088), 640);
+    assert_eq!(1024_usize.div_ceil(device_logits_rows(201_088)), 2);
 }
 
 #[test]

@@ -1,13 +1,13 @@
 //! Tests of attention, its cache and tensors that change threads, on a GPU or the emulated driver.
 
+use super::{assert_refused, floats};
 use crate::ops;
 use crate::ops::cuda::launch::Addresses;
 use crate::ops::cuda::modules::function;
 use crate::ops::cuda::{
-    DeviceLaunchPlan, Inputs, KvPages, KvPool, Timer, kernel_set, open, paged_sink_attention,
+    DeviceLaunchPlan, Inputs, KvPages, KvPool, PagedPass, Timer, kernel_set, open, paged_sink_attention,
     sink_attention_backward,
 };
-use crate::ops::kv_cache::{KvBlocks, KvSequence};
 use crate::ops::page_allocator::{PageAllocator, PagedSequence};
 use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::ops::sink_attention::plan::LaunchSequences;
@@ -230,20 +230,28 @@ fn samples_of_a_group_share_their_prompts_pages_and_write_in_their_own() {
 }
 
 #[test]
-fn the_forward_finds_its_keys_where_the_tensors_are() {
+fn the_layers_of_a_pool_share_pages_and_have_their_own_keys() {
     let device = open(0).unwrap();
     let gpu = device.as_cuda_device().unwrap();
-    let cache = KvPool::new(gpu, 2, 64, 1).unwrap();
+    let cache = KvPool::with_layers(gpu, 2, 2, 64, 3).unwrap();
     let q = Tensor::ones((1, 4, 64), DType::BF16, &device).unwrap();
     let kv = Tensor::ones((1, 2, 2, 64), DType::BF16, &device).unwrap();
     let sinks = Tensor::full(f32::NEG_INFINITY, 4, &device).unwrap();
-    let mut held = KvSequence::Device(cache.new_sequence());
-    let out = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut held], &[1], ATTENTION).unwrap();
-    assert_eq!(out.to_dtype(DType::F32).unwrap().to_vec2::<f32>().unwrap(), [[1.0; 256]]);
-    assert_eq!(held.len(), 1);
-    let mut elsewhere = KvSequence::Host(KvBlocks::new(2, 64));
-    let error = ops::cached_sink_attention(&q, &kv, &sinks, &mut [&mut elsewhere], &[1], ATTENTION);
-    assert!(error.unwrap_err().to_string().contains("a cache on another device"));
+    let mut prompt = cache.new_sequence();
+    let values = |pass: &PagedPass, layer: usize, value: f64| {
+        let out = pass.attend(layer, &q, &(&kv * value).unwrap(), &sinks).unwrap();
+        floats(&out)[0]
+    };
+    let pass = PagedPass::new(&mut [&mut prompt], &[1], &ATTENTION).unwrap();
+    assert_eq!([values(&pass, 0, 1.0), values(&pass, 1, 8.0)], [1.0, 8.0]);
+    assert_refused(pass.attend(2, &q, &kv, &sinks), "key-value cache: no layer 2 of 2");
+    // A clone copies the page in which it goes on, in both layers.
+    let mut sample = prompt.clone();
+    assert!(sample.id() != prompt.id());
+    let pass = PagedPass::new(&mut [&mut sample], &[1], &ATTENTION).unwrap();
+    assert_eq!([values(&pass, 0, 1.0), values(&pass, 1, 8.0)], [1.0, 8.0]);
+    assert_eq!((prompt.len(), sample.len(), cache.free_pages()), (1, 2, 1));
+    assert_refused(PagedPass::new(&mut [], &[], &ATTENTION).map(drop), "a pass without sequences");
 }
 
 /// Returns the words that a launch would read at an address.

@@ -3,19 +3,21 @@
 use super::{assert_refused, floats, numbers, to_gpu};
 use crate::ops::cuda::arguments::output;
 use crate::ops::cuda::{
-    DecodeBatch, DecodeStep, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
+    DecodeBatch, DecodeStep, DecodeTable, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
     paged_sink_attention, upload,
 };
 use crate::ops::sink_attention::Attention;
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
-/// One layer has a window and sinks, the next has neither, the last has heads of 128.
+/// One layer has a window and sinks, the next has neither, the last has heads of 128. Each has its own pool.
 const LAYERS: [Attention; 3] = [
     Attention { heads: 4, kv_heads: 2, head_dim: 64, window: Some(20), sinks: true, sink_gradient: true },
     Attention { heads: 3, kv_heads: 1, head_dim: 64, window: None, sinks: false, sink_gradient: true },
     Attention { heads: 2, kv_heads: 1, head_dim: 128, window: None, sinks: false, sink_gradient: true },
 ];
+/// Bytes of a vector of the page table, and of its place.
+const ENTRY_BYTES: usize = 16 + 4;
 
 /// Returns rows of queries, and of keys and values, of each layer.
 fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 3] {
@@ -49,25 +51,49 @@ fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 3
     (pools.into(), sequences)
 }
 
-fn step(sequences: &mut [Vec<KvPages>; 3]) -> DecodeStep {
-    let mut step = DecodeStep::default();
-    for (layer, attention) in LAYERS.into_iter().enumerate() {
-        step.add_layer(attention, &mut sequences[layer].iter_mut().collect::<Vec<_>>()).unwrap();
-    }
-    step
+/// Returns a table for each layer, with 4 rows for up to 1,100 positions.
+fn tables(sequences: &[Vec<KvPages>; 3]) -> Vec<DecodeTable> {
+    sequences.iter().map(|sequences| DecodeTable::new(&sequences[0], 4, 1100).unwrap()).collect()
+}
+
+/// Returns a step of the sequences in the rows from 0 on.
+fn step(tables: &mut [DecodeTable], sequences: &mut [Vec<KvPages>; 3], rows: usize) -> Vec<DecodeStep> {
+    let layers = tables.iter_mut().zip(LAYERS).zip(sequences);
+    let step = |((table, attention), sequences): ((&mut DecodeTable, _), &mut Vec<KvPages>)| {
+        table.step(attention, &mut sequences.iter_mut().collect::<Vec<_>>(), rows).unwrap()
+    };
+    layers.map(step).collect()
+}
+
+/// Runs one plain call of every layer. Returns the outputs.
+fn plain(sequences: &mut [Vec<KvPages>; 3], fed: &[[Tensor; 2]; 3], gpu: &Device) -> [Vec<f32>; 3] {
+    [0, 1, 2].map(|layer| {
+        let count = sequences[layer].len();
+        let mut open: Vec<_> = sequences[layer].iter_mut().collect();
+        let [q, kv] = &fed[layer].each_ref().map(|x| x.narrow(0, 0, count).unwrap());
+        let kernels = kernel_set(gpu.as_cuda_device().unwrap(), LAYERS[layer].head_dim).unwrap();
+        let (counts, sinks) = (vec![1; count], sinks(layer, gpu));
+        let (out, _) =
+            paged_sink_attention(kernels, q, kv, &sinks, &mut open, &counts, &LAYERS[layer]).unwrap();
+        if let Some(window) = LAYERS[layer].window {
+            sequences[layer].iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
+        }
+        floats(&out)
+    })
 }
 
 #[test]
 fn replayed_steps_have_the_bits_of_single_calls() {
     let gpu = open(0).unwrap();
-    // A new page begins during the steps, and the longest sequence is split into chunks of keys.
-    for lengths in [vec![62, 5, 300], vec![1030]] {
+    // A new page begins during the steps, and the longest sequence is split into chunks of keys. One row of
+    // the first batch is padding.
+    for (lengths, count) in [(vec![62, 5, 300], 4), (vec![1030], 1)] {
         let (pools, mut replayed) = begun(&lengths, &gpu);
-        let (own_pools, mut plain) = begun(&lengths, &gpu);
-        let count = lengths.len();
+        let (own_pools, mut own) = begun(&lengths, &gpu);
+        let mut tables = tables(&replayed);
         let empty =
             || [0, 1, 2].map(|layer| rows(0, count, &gpu)[layer].each_ref().map(|x| x.zeros_like().unwrap()));
-        let (inputs, first) = (empty(), step(&mut replayed));
+        let (inputs, first) = (empty(), step(&mut tables, &mut replayed, count));
         let outputs =
             LAYERS.map(|a| Tensor::zeros((count, a.heads * a.head_dim), DType::BF16, &gpu).unwrap());
         let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
@@ -75,41 +101,82 @@ fn replayed_steps_have_the_bits_of_single_calls() {
         let mut recorded: Option<RecordedGraph> = None;
         let mut next = Some(first);
         for turn in 0..5 {
-            let step = next.take().unwrap_or_else(|| step(&mut replayed));
-            assert!(batch.has_shape_of(&step), "{lengths:?}, turn {turn}");
-            batch.load(&step).unwrap();
+            let steps = next.take().unwrap_or_else(|| step(&mut tables, &mut replayed, count));
+            assert!(batch.has_shape_of(&steps), "{lengths:?}, turn {turn}");
+            batch.load(&steps).unwrap();
             let fed = rows(100 + 2 * turn, count, &gpu);
             for (input, fed) in inputs.as_flattened().iter().zip(fed.as_flattened()) {
                 overwrite(input, fed).unwrap();
             }
-            let both = || {
+            let all = || {
                 for (layer, [q, kv]) in inputs.iter().enumerate() {
-                    overwrite(&outputs[layer], &batch.attend(layer, q, kv, &held[layer])?)?;
+                    let out = batch.attend(&tables, (layer, 0), [q, kv, &held[layer]])?;
+                    overwrite(&outputs[layer], &out)?;
                 }
                 Ok(())
             };
             match &recorded {
-                None if turn == 0 => both().unwrap(),
+                None if turn == 0 => all().unwrap(),
                 None => {
-                    let made = RecordedGraph::record(&gpu, both).unwrap();
+                    let made = RecordedGraph::record(&gpu, all).unwrap();
                     made.launch().unwrap();
                     recorded = Some(made);
                 }
                 Some(recorded) => recorded.launch().unwrap(),
             }
-            for (layer, attention) in LAYERS.iter().enumerate() {
-                let mut open: Vec<_> = plain[layer].iter_mut().collect();
-                let [q, kv] = &fed[layer];
-                let kernels = kernel_set(gpu.as_cuda_device().unwrap(), attention.head_dim).unwrap();
-                let (out, _) =
-                    paged_sink_attention(kernels, q, kv, &held[layer], &mut open, &vec![1; count], attention)
-                        .unwrap();
-                assert_eq!(floats(&outputs[layer]), floats(&out), "{lengths:?}, turn {turn}, layer {layer}");
+            for (layer, out) in plain(&mut own, &fed, &gpu).into_iter().enumerate() {
+                let got = outputs[layer].narrow(0, 0, lengths.len()).unwrap();
+                assert_eq!(floats(&got), out, "{lengths:?}, turn {turn}, layer {layer}");
             }
         }
         for (pool, own) in pools.iter().zip(&own_pools) {
-            assert!(pool.values().unwrap() == own.values().unwrap());
-            assert_eq!(pool.free_pages(), own.free_pages());
+            assert_eq!(pool.free_pages() + 1, own.free_pages(), "the padding has a page");
+        }
+    }
+}
+
+#[test]
+fn a_step_sends_what_has_changed() {
+    let gpu = open(0).unwrap();
+    let (_, mut sequences) = begun(&[62, 5, 300], &gpu);
+    let mut tables = tables(&sequences);
+    let first = step(&mut tables, &mut sequences, 4);
+    let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
+    batch.load(&first).unwrap();
+    // The arrays are there now. In the tables, 300 positions have five pages, in two vectors. The first
+    // sequence has page 0, which is there before.
+    assert_eq!(batch.load(&first).unwrap(), LAYERS.len() * (1 + 2 + 1) * ENTRY_BYTES);
+    // Per layer: the bounds of 4 rows, and the slots of 3 sequences.
+    let steady = LAYERS.len() * 4 * (4 + 3);
+    for turn in 1..8 {
+        let steps = step(&mut tables, &mut sequences, 4);
+        // The sequence of 62 begins a page at its third step.
+        let begun = if turn == 2 { LAYERS.len() * ENTRY_BYTES } else { 0 };
+        assert_eq!(batch.load(&steps).unwrap(), steady + begun, "turn {turn}");
+    }
+}
+
+#[test]
+fn sequences_that_change_rows_take_their_pages_with_them() {
+    let gpu = open(0).unwrap();
+    let lengths = [62, 5, 300, 130];
+    let (_, mut moved) = begun(&lengths, &gpu);
+    let (_, mut own) = begun(&lengths, &gpu);
+    let mut tables = tables(&moved);
+    // The last of four takes the row of one that left; then the rows are exchanged; then two are alone.
+    let changes: [fn(&mut Vec<KvPages>); 4] =
+        [|_| (), |rows| drop(rows.swap_remove(1)), |rows| rows.rotate_left(1), |rows| drop(rows.remove(0))];
+    for (turn, change) in changes.into_iter().enumerate() {
+        moved.iter_mut().for_each(change);
+        own.iter_mut().for_each(change);
+        let steps = step(&mut tables, &mut moved, 4);
+        let mut batch = DecodeBatch::new(&gpu, &steps).unwrap();
+        batch.load(&steps).unwrap();
+        let fed = rows(200 + 2 * turn as u64, 4, &gpu);
+        for (layer, out) in plain(&mut own, &fed, &gpu).into_iter().enumerate() {
+            let [q, kv] = &fed[layer];
+            let got = batch.attend(&tables, (layer, 0), [q, kv, &sinks(layer, &gpu)]).unwrap();
+            assert_eq!(floats(&got)[..out.len()], out, "turn {turn}, layer {layer}");
         }
     }
 }
@@ -117,34 +184,44 @@ fn replayed_steps_have_the_bits_of_single_calls() {
 #[test]
 fn steps_of_another_shape_do_not_fit() {
     let gpu = open(0).unwrap();
-    let (_, mut three) = begun(&[62, 5, 9], &gpu);
-    let (_, mut two) = begun(&[62, 5], &gpu);
-    let of_three = step(&mut three);
-    let mut batch = DecodeBatch::new(&gpu, &of_three).unwrap();
-    assert!(batch.has_shape_of(&step(&mut three)));
-    let of_two = step(&mut two);
-    assert!(!batch.has_shape_of(&of_two));
-    assert_refused(batch.load(&of_two), "the step and the buffers have different shapes");
-    // A sequence of 65 positions or more has two pages.
-    assert!(!batch.has_shape_of(&step(&mut three)));
-    let mut fewer = DecodeStep::default();
-    fewer.add_layer(LAYERS[0], &mut three[0].iter_mut().collect::<Vec<_>>()).unwrap();
-    assert!(!batch.has_shape_of(&fewer));
-    assert_refused(fewer.add_layer(LAYERS[0], &mut []), "decode: no sequence");
-    let [[q, kv], ..] = rows(3, 3, &gpu);
-    assert_refused(batch.attend(3, &q, &kv, &sinks(0, &gpu)), "decode: no layer 3");
+    let (_, mut sequences) = begun(&[62, 5, 9], &gpu);
+    let mut tables = tables(&sequences);
+    let steps = step(&mut tables, &mut sequences, 4);
+    let mut batch = DecodeBatch::new(&gpu, &steps).unwrap();
+    let other = step(&mut tables, &mut sequences, 3);
+    assert!(!batch.has_shape_of(&other));
+    assert_refused(batch.load(&other), "the step and the buffers have different shapes");
+    assert!(!batch.has_shape_of(&steps[..2]));
+    let [[q, kv], ..] = rows(3, 4, &gpu);
+    let held = sinks(0, &gpu);
+    assert_refused(batch.attend(&tables, (3, 0), [&q, &kv, &held]), "decode: no pool 3");
+    assert_refused(batch.attend(&tables, (0, 1), [&q, &kv, &held]), "key-value cache: no layer 1 of 1");
     let [[short, _], ..] = rows(3, 2, &gpu);
-    assert_refused(batch.attend(0, &short, &kv, &sinks(0, &gpu)), "q has shape [2, 4, 64]");
+    assert_refused(batch.attend(&tables, (0, 0), [&short, &kv, &held]), "q has shape [2, 4, 64]");
+    let mut open: Vec<_> = sequences[0].iter_mut().collect();
+    assert_refused(tables[0].step(LAYERS[0], &mut open, 2).map(drop), "decode: 3 sequences for 2 of 4 rows");
+    assert_refused(tables[0].step(LAYERS[0], &mut open, 5).map(drop), "decode: 3 sequences for 5 of 4 rows");
 }
 
 #[test]
 fn a_full_cache_is_refused_before_a_step() {
     let gpu = open(0).unwrap();
-    let pool = KvPool::new(gpu.as_cuda_device().unwrap(), 2, 64, 1).unwrap();
+    let pool = KvPool::new(gpu.as_cuda_device().unwrap(), 2, 64, 2).unwrap();
     let mut both = [pool.new_sequence(), pool.new_sequence()];
+    let mut table = DecodeTable::new(&both[0], 2, 64).unwrap();
     let mut open: Vec<_> = both.iter_mut().collect();
-    assert_refused(DecodeStep::default().add_layer(LAYERS[0], &mut open), "key-value cache too small");
+    assert_refused(table.step(LAYERS[0], &mut open, 2).map(drop), "key-value cache too small");
     assert_eq!((both[0].len(), pool.free_pages()), (0, 1));
+}
+
+#[test]
+fn a_sequence_beyond_the_table_is_refused_before_a_step() {
+    let gpu = open(0).unwrap();
+    let (pools, mut sequences) = begun(&[256], &gpu);
+    let mut table = DecodeTable::new(&sequences[1][0], 1, 256).unwrap();
+    let free = pools[1].free_pages();
+    assert_refused(table.step(LAYERS[1], &mut [&mut sequences[1][0]], 1).map(drop), "make the table wider");
+    assert_eq!((sequences[1][0].len(), pools[1].free_pages()), (256, free));
 }
 
 #[test]
@@ -184,10 +261,15 @@ fn numbers_go_where_they_stay() {
     let ids = Tensor::zeros(3, DType::U32, &gpu).unwrap();
     upload(&ids, &[4, 0, 7]).unwrap();
     assert_eq!(ids.to_vec1::<u32>().unwrap(), [4, 0, 7]);
+    // A part of a tensor takes its own rows only.
+    upload(&ids.narrow(0, 1, 1).unwrap(), &[9]).unwrap();
+    assert_eq!(ids.to_vec1::<u32>().unwrap(), [4, 9, 7]);
     assert_refused(upload(&ids, &[1, 2]), "2 values for [3]");
     let x = Tensor::zeros((2, 8), DType::BF16, &gpu).unwrap();
     assert_refused(
         overwrite(&x, &Tensor::zeros((3, 8), DType::BF16, &gpu).unwrap()),
         "decode: the rows has shape [3, 8]",
     );
+    overwrite(&x.narrow(0, 1, 1).unwrap(), &Tensor::ones((1, 8), DType::BF16, &gpu).unwrap()).unwrap();
+    assert_eq!(floats(&x), [[0.0; 8], [1.0; 8]].concat());
 }

@@ -5,7 +5,7 @@ use super::{
     output_and_gradients, to_gpu, trainable_parameter,
 };
 use crate::ops::cuda::open;
-use crate::ops::logits::SamplingParameters;
+use crate::ops::logits::{SamplingParameters, device_logits_rows, logits_rows_max, sampled_rows_max};
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use crate::ops::{self, Parameter};
@@ -112,4 +112,14 @@ fn no_rows_have_no_log_probabilities_and_f32_weights_are_refused() {
     let h = Tensor::zeros((1, 16), DType::BF16, &gpu).unwrap();
     let refusal = ops::log_prob_and_entropy(&h, &wide, &Arc::new(vec![0]), None, 1.0);
     assert_refused(refusal, "log_prob: the head [16, 40] is F32, expected BF16 on a GPU");
+}
+
+/// The sampler cut the head by the CPU's rows, so a step of many sequences read the whole head many times.
+#[test]
+fn the_sampler_takes_the_rows_of_the_device() {
+    let gpu = open(0).unwrap();
+    for vocabulary in [101, 201_088] {
+        assert_eq!(sampled_rows_max(vocabulary, &gpu), device_logits_rows(vocabulary));
+        assert_eq!(sampled_rows_max(vocabulary, &Device::Cpu), logits_rows_max(vocabulary));
+    }
 }
