@@ -19,7 +19,7 @@ fn recorded_steps_have_the_bits_of_separate_launches() {
     let gpu = open(0).unwrap();
     let config = config(Family::default(), 4, 2, 20);
     let learner = learner(&config, &gpu);
-    let stack = learner.stack();
+    let stack = learner.sampler();
     let capacity = CacheCapacity { sequences: 4, tokens: 40, fed_tokens_max: 40 };
     let caches = CacheFactory::new(&config, &gpu, capacity).unwrap();
     let mut prompt = caches.sequence();
