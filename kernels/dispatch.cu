@@ -27,6 +27,10 @@ PRIMITIVE void sum_slots(const Dispatch& p) {
       const float weight = weighed ? p.weights[token * p.top_k + slot] : 1.0f;
       for (int k = 0; k < vector; k++) sum.v[k] = multiply_add(weight, x.v[k], sum.v[k]);
     }
+    if (weighed && p.residual) {
+      const Values residual = load(p.residual + token * p.width + i);
+      for (int k = 0; k < vector; k++) sum.v[k] = add(residual.v[k], rounded(sum.v[k]));
+    }
     store(p.out + token * p.width + i, sum);
   }
 }

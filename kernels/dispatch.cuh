@@ -25,6 +25,7 @@ struct Dispatch {
   float* dweights;        // [tokens, top_k]; only for combine's backward
   int32_t width;
   int32_t top_k;
+  const bf16* residual;   // [tokens, width], added to the rounded sums of combine; null: none
 };
 
 namespace dispatch {

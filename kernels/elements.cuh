@@ -26,6 +26,9 @@ PRIMITIVE void store(bf16* to, const Values& y) {
                                              pack_bf16(y.v[4], y.v[5]), pack_bf16(y.v[6], y.v[7]));
 }
 
+// The nearest bf16.
+PRIMITIVE float rounded(float x) { return to_float(to_bf16(x)); }
+
 // e^x, relative error below 2^-22 + |x| · 2^-24.
 PRIMITIVE float exp_approx(float x) { return exp2_approx(multiply(x, 1.4426950408889634f)); }
 

@@ -19,7 +19,43 @@ struct Product {
   int32_t k;
   int32_t n;
   int32_t groups;
-  float scale;  // factor of y and dx
+  float scale;           // factor of y and dx
+  const bf16* residual;  // [rows, n], added to y rounded to bf16; null: none
+};
+
+// One of the matrices of a joined product.
+struct JoinedMatrix {
+  const bf16* weight;  // [k, n]
+  const float* bias;   // [n]; null: none
+  bf16* out;           // [rows, n]
+  int32_t n;           // 0: no such matrix
+  int32_t end;         // column tiles of the matrices up to this one
+};
+
+// Products of the same rows by up to three matrices.
+struct JoinedProduct {
+  const bf16* x;  // [rows, k]
+  JoinedMatrix first;
+  JoinedMatrix second;
+  JoinedMatrix third;
+  int32_t rows;
+  int32_t k;
+};
+
+// The rows of tokens by the matrices of their experts, then SwiGLU (row_ops.cuh). Rows are sorted by expert.
+struct ExpertSwiglu {
+  const bf16* x;             // [tokens, k]
+  const void* weight;        // [experts, k, n], bf16 or MXFP4; columns of gate and up alternate
+  const float* bias;         // [experts, n]; null: none
+  bf16* out;                 // [rows, n / 2]
+  const uint32_t* token_of;  // [rows]
+  const uint32_t* starts;    // [experts + 1]
+  int32_t rows;
+  int32_t k;
+  int32_t n;
+  int32_t experts;
+  float limit;
+  float alpha;
 };
 
 namespace product {
@@ -84,6 +120,64 @@ PRIMITIVE TileCopies<major, extent, threads> tile_copies(const Operand& from) {
   return {from.first + row * from.stride + column, static_cast<int>(from.stride), offset, from.i_limit - i, from.k_limit - k};
 }
 
+// Rows of the left operand at the places `rows` of a matrix: row i of the operand is row rows[i].
+struct Gathered {
+  const bf16* first;     // 16-byte aligned where the stride is a multiple of 8
+  const uint32_t* rows;  // [i_limit]
+  int64_t stride;
+  int i_limit, k_limit;
+};
+
+// As TileCopies, of gathered rows.
+template <int extent, int threads>
+struct GatheredCopies {
+  using Copies = TileCopies<Major::K, extent, threads>;
+  const bf16* first;  // column of the first step
+  uint32_t rows[Copies::count];
+  int stride, offset;
+  int i_left, k_left;
+};
+
+template <Major major, int extent, int threads>
+PRIMITIVE GatheredCopies<extent, threads> tile_copies(const Gathered& from) {
+  static_assert(major == Major::K, "rows are gathered");
+  using Copies = TileCopies<Major::K, extent, threads>;
+  const int i = threadIdx.x / Copies::across, k = threadIdx.x % Copies::across * 8;
+  unsigned char* shared = dynamic_shared_memory();
+  GatheredCopies<extent, threads> copies = {from.first + k, {}, static_cast<int>(from.stride), static_cast<int>(place<major>(shared, i, k) - shared),
+                                            from.i_limit - i, from.k_limit - k};
+#pragma unroll
+  for (int v = 0; v < Copies::count; v++) copies.rows[v] = v * Copies::apart < copies.i_left ? from.rows[i + v * Copies::apart] : 0;
+  return copies;
+}
+
+// Writes eight elements, of which the first `left` are at `source`, one by one.
+PRIMITIVE void load_eight(unsigned char* to, const bf16* source, int left) {
+  uint32_t pairs[4];
+  for (int p = 0; p < 4; p++) {
+    const uint32_t low = 2 * p < left ? source[2 * p].bits : 0, high = 2 * p + 1 < left ? source[2 * p + 1].bits : 0;
+    pairs[p] = low | high << 16;
+  }
+  *reinterpret_cast<uint4*>(to) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
+template <int extent, int threads>
+PRIMITIVE void load_tile(unsigned char* tile, const GatheredCopies<extent, threads>& from, int s) {
+  using Copies = TileCopies<Major::K, extent, threads>;
+  const int k_left = from.k_left - s * step;
+  tile += from.offset;
+  const auto source = [&](int v) { return from.first + static_cast<int64_t>(from.rows[v]) * from.stride + s * step; };
+  if (from.stride % 8 == 0) {
+#pragma unroll
+    for (int v = 0; v < Copies::count; v++)
+      copy_async_16(tile + v * Copies::apart * 128, source(v), k_left > 0 && v * Copies::apart < from.i_left);
+  } else {
+#pragma unroll
+    for (int v = 0; v < Copies::count; v++)
+      load_eight(tile + v * Copies::apart * 128, source(v), v * Copies::apart < from.i_left ? k_left : 0);
+  }
+}
+
 // Starts the copy of step `s` into `tile`.
 template <Major major, int extent, int threads>
 PRIMITIVE void load_tile(unsigned char* tile, const TileCopies<major, extent, threads>& from, int s) {
@@ -102,13 +196,7 @@ PRIMITIVE void load_tile(unsigned char* tile, const TileCopies<major, extent, th
 #pragma unroll 1
     for (int v = 0; v < Copies::count; v++) {
       const bf16* source = first + stride * (v * Copies::apart);
-      const int left = v * Copies::apart < rows ? in_row : 0;
-      uint32_t pairs[4];
-      for (int p = 0; p < 4; p++) {
-        const uint32_t low = 2 * p < left ? source[2 * p].bits : 0, high = 2 * p + 1 < left ? source[2 * p + 1].bits : 0;
-        pairs[p] = low | high << 16;
-      }
-      *reinterpret_cast<uint4*>(tile + v * Copies::apart * 128) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      load_eight(tile + v * Copies::apart * 128, source, v * Copies::apart < rows ? in_row : 0);
     }
   }
 }
@@ -170,9 +258,9 @@ PRIMITIVE void multiply_step(Sums<S>& sums, unsigned char* left, unsigned char* 
   }
 }
 
-// Computes the sums over k from 0 to `depth` of this warp's share of the tile.
-template <class S, Major a_major, Major b_major>
-PRIMITIVE void multiply_tile(Sums<S>& sums, const Operand& a, const Operand& b, int depth) {
+// Computes the sums over k from 0 to `depth` of this warp's share of the tile. The left operand may be gathered.
+template <class S, Major a_major, Major b_major, class Left>
+PRIMITIVE void multiply_tile(Sums<S>& sums, const Left& a, const Operand& b, int depth) {
   unsigned char* shared = dynamic_shared_memory();
   const int steps = (depth + step - 1) / step;
   const auto left = [&](int s) { return shared + s % S::stages * S::stage_bytes; };
@@ -218,25 +306,25 @@ struct Rows {
   int group, first, end;
 };
 
-PRIMITIVE Rows group_rows(const Product& p, int group) {
-  if (!p.starts) return {group, 0, p.rows};
-  return {group, static_cast<int>(p.starts[group]), static_cast<int>(p.starts[group + 1])};
+PRIMITIVE Rows group_rows(const uint32_t* starts, int rows, int group) {
+  if (!starts) return {group, 0, rows};
+  return {group, static_cast<int>(starts[group]), static_cast<int>(starts[group + 1])};
 }
 
 // Tile `tile` of `tile_rows` rows, counted over all groups; `end` is the end of its group.
-PRIMITIVE Rows row_tile(const Product& p, int tile, int tile_rows) {
-  for (int group = 0; group < p.groups; group++) {
-    const Rows all = group_rows(p, group);
+PRIMITIVE Rows row_tile(const uint32_t* starts, int rows, int groups, int tile, int tile_rows) {
+  for (int group = 0; group < groups; group++) {
+    const Rows all = group_rows(starts, rows, group);
     const int tiles = (all.end - all.first + tile_rows - 1) / tile_rows;
     if (tile < tiles) return {group, all.first + tile * tile_rows, all.end};
     tile -= tiles;
   }
-  return {0, p.rows, p.rows};
+  return {0, rows, rows};
 }
 
 // Maximum number of tiles over all divisions of the rows into groups.
-PRIMITIVE int row_tiles(const Product& p, int tile_rows) {
-  return (p.rows + tile_rows - 1) / tile_rows + (p.starts ? p.groups : 0);
+PRIMITIVE int row_tiles(const uint32_t* starts, int rows, int groups, int tile_rows) {
+  return (rows + tile_rows - 1) / tile_rows + (starts ? groups : 0);
 }
 
 }  // namespace product

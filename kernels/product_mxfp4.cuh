@@ -95,8 +95,8 @@ PRIMITIVE void decode_blocks(unsigned char* tile, const unsigned char* blocks) {
 
 // multiply_tile with an MXFP4 right operand, from `column` of the result on. Major::MN is a forward,
 // Major::K an input gradient. A step is decoded while the previous one is multiplied.
-template <class S, Major b_major>
-PRIMITIVE void multiply_mxfp4(Sums<S>& sums, const Operand& a, const Panels& b, int column, int depth) {
+template <class S, Major b_major, class Left>
+PRIMITIVE void multiply_mxfp4(Sums<S>& sums, const Left& a, const Panels& b, int column, int depth) {
   using M = Mxfp4<S>;
   unsigned char* shared = dynamic_shared_memory();
   const int steps = (depth + step - 1) / step;

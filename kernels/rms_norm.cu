@@ -32,23 +32,49 @@ PRIMITIVE Sums block_sums(Sums s) {
   return all;
 }
 
-PRIMITIVE float inverse_rms(const RmsNorm& p, float squares) { return 1.0f / sqrtf(add(squares / p.width, p.eps)); }
+template <class Params>
+PRIMITIVE float inverse_rms(const Params& p, float squares) {
+  return 1.0f / sqrtf(add(squares / p.width, p.eps));
+}
+
+PRIMITIVE float add_squares(const Values& x, float squares) {
+  for (int k = 0; k < vector; k++) squares = multiply_add(x.v[k], x.v[k], squares);
+  return squares;
+}
+
+// Eight values of a norm, from column `column` on.
+PRIMITIVE Values normed(Values x, float r, const float* weight, int column) {
+  for (int k = 0; k < vector; k++) x.v[k] = multiply(multiply(x.v[k], r), weight[column + k]);
+  return x;
+}
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(rms_norm_threads) rms_norm_forward(const __grid_constant__ RmsNorm p) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * p.width;
   Sums sums = {0.0f, 0.0f};
+  for (int i = threadIdx.x * vector; i < p.width; i += rms_norm_threads * vector)
+    sums.a = add_squares(load(p.x + row + i), sums.a);
+  const float r = inverse_rms(p, block_sums(sums).a);
+  for (int i = threadIdx.x * vector; i < p.width; i += rms_norm_threads * vector)
+    store(p.out + row + i, normed(load(p.x + row + i), r, p.weight, i));
+}
+
+// The norm of x + y. The sum is rounded and stored first, so both results are those of two launches.
+extern "C" __global__ void __launch_bounds__(rms_norm_threads) sum_norm(const __grid_constant__ SumNorm p) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * p.width;
+  Sums sums = {0.0f, 0.0f};
   for (int i = threadIdx.x * vector; i < p.width; i += rms_norm_threads * vector) {
-    const Values x = load(p.x + row + i);
-    for (int k = 0; k < vector; k++) sums.a = multiply_add(x.v[k], x.v[k], sums.a);
+    Values sum = load(p.x + row + i);
+    const Values y = load(p.y + row + i);
+    for (int k = 0; k < vector; k++) sum.v[k] = rounded(add(sum.v[k], y.v[k]));
+    store(p.sum + row + i, sum);
+    sums.a = add_squares(sum, sums.a);
   }
   const float r = inverse_rms(p, block_sums(sums).a);
-  for (int i = threadIdx.x * vector; i < p.width; i += rms_norm_threads * vector) {
-    Values x = load(p.x + row + i);
-    for (int k = 0; k < vector; k++) x.v[k] = multiply(multiply(x.v[k], r), p.weight[i + k]);
-    store(p.out + row + i, x);
-  }
+  // A thread reads only what it stored itself.
+  for (int i = threadIdx.x * vector; i < p.width; i += rms_norm_threads * vector)
+    store(p.out + row + i, normed(load(p.sum + row + i), r, p.weight, i));
 }
 
 extern "C" __global__ void __launch_bounds__(rms_norm_threads) rms_norm_backward(const __grid_constant__ RmsNorm p) {

@@ -20,6 +20,23 @@ struct Rope {
   float direction;     // 1, or -1 for the gradient (inverse rotation)
 };
 
+// Rows of one new token each: queries to rotate, keys to rotate and values to copy into a cache.
+struct RopeAppend {
+  const bf16* q;              // [rows, heads, 2 half]
+  const bf16* k;              // [rows, kv_heads, 2 half]
+  const bf16* v;              // like k
+  bf16* q_out;                // like q
+  bf16* cache;                // [cache rows, 2, kv_heads, 2 half]: keys, then values
+  const float* cosines;       // [positions of the table, half]
+  const float* sines;         // like cosines
+  const uint32_t* positions;  // [rows]
+  const int32_t* slots;       // [rows]: each row's index in the cache
+  int64_t rows;
+  int32_t heads;
+  int32_t kv_heads;
+  int32_t half;  // a multiple of 8
+};
+
 namespace rope_op {
 
 constexpr int threads = 256;  // eight pairs each

@@ -22,9 +22,26 @@ struct TopKSoftmax {
   int32_t top_k;
 };
 
+// The experts of each token, their weights, and the plan that sorts the routes by expert (dispatch.cuh).
+struct SelectExperts {
+  const float* logits;  // [tokens, experts]
+  uint32_t* routes;     // [tokens, top_k]
+  float* weights;       // [tokens, top_k]
+  uint32_t* row_of;     // [tokens · top_k]
+  uint32_t* token_of;   // [tokens · top_k]
+  uint32_t* starts;     // [experts + 1]
+  int32_t tokens;
+  int32_t experts;  // at most the threads of the block
+  int32_t top_k;    // at most `experts`
+};
+
 namespace router_op {
 
 constexpr int route_threads = 128;  // one warp per token
 constexpr int softmax_threads = 128;  // one token each
+constexpr int select_threads = 1024;  // of the one block that selects the experts of a few tokens
+constexpr int select_lanes = 8;       // per token
+// The routes, and one sum per thread.
+constexpr int select_shared_bytes(int pairs) { return (pairs + select_threads) * 4; }
 
 }  // namespace router_op

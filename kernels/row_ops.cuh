@@ -24,6 +24,17 @@ struct RmsNorm {
   float eps;
 };
 
+// A sum of two rows, rounded to bf16, and its norm; `width` is a multiple of 8.
+struct SumNorm {
+  const bf16* x;        // [rows, width]
+  const bf16* y;        // [rows, width]
+  const float* weight;  // [width]
+  bf16* sum;            // x + y, [rows, width]
+  bf16* out;            // the norm of `sum`, [rows, width]
+  int32_t width;
+  float eps;
+};
+
 // The weight's gradient: first sums over chunks of rows, then over the chunks.
 struct RmsNormWeight {
   const bf16* x;             // [rows, width]
@@ -38,6 +49,26 @@ struct RmsNormWeight {
 namespace row_ops {
 
 using namespace elements;
+
+// The clamped values of one pair of SwiGLU and its sigmoid.
+struct Unit {
+  float gate, up, sigmoid;
+};
+
+PRIMITIVE Unit swiglu_unit(float limit, float alpha, float gate, float up) {
+  Unit u;
+  u.gate = min(gate, limit);
+  // NaN stays NaN.
+  u.up = up > limit ? limit : up < -limit ? -limit : up;
+  const float log2e = 1.4426950408889634f;
+  u.sigmoid = 1.0f / add(1.0f, exp2_approx(multiply(multiply(alpha, u.gate), -log2e)));
+  return u;
+}
+
+PRIMITIVE float swiglu_value(float limit, float alpha, float gate, float up) {
+  const Unit u = swiglu_unit(limit, alpha, gate, up);
+  return multiply(add(u.up, 1.0f), multiply(u.gate, u.sigmoid));
+}
 
 constexpr int swiglu_threads = 256;      // eight pairs each
 constexpr int rms_norm_threads = 128;    // per row

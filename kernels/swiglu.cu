@@ -5,30 +5,12 @@ using namespace row_ops;
 
 namespace {
 
-// The clamped values of one pair and its sigmoid.
-struct Unit {
-  float gate, up, sigmoid;
-};
-
-PRIMITIVE Unit unit(const Swiglu& p, float gate, float up) {
-  Unit u;
-  u.gate = min(gate, p.limit);
-  // NaN stays NaN.
-  u.up = up > p.limit ? p.limit : up < -p.limit ? -p.limit : up;
-  const float log2e = 1.4426950408889634f;
-  u.sigmoid = 1.0f / add(1.0f, exp2_approx(multiply(multiply(p.alpha, u.gate), -log2e)));
-  return u;
-}
-
-PRIMITIVE float value(const Swiglu& p, uint32_t pair) {
-  const Unit u = unit(p, low(pair), high(pair));
-  return multiply(add(u.up, 1.0f), multiply(u.gate, u.sigmoid));
-}
+PRIMITIVE float value(const Swiglu& p, uint32_t pair) { return swiglu_value(p.limit, p.alpha, low(pair), high(pair)); }
 
 // Gradients of gate and up, packed.
 PRIMITIVE uint32_t gradient(const Swiglu& p, uint32_t pair, float dy) {
   const float gate = low(pair), up = high(pair);
-  const Unit u = unit(p, gate, up);
+  const Unit u = swiglu_unit(p.limit, p.alpha, gate, up);
   // gate · σ first: for a very negative gate it is 0, while alpha · gate may be infinite.
   const float slope = multiply_add(multiply(p.alpha, multiply(u.gate, u.sigmoid)), add(1.0f, -u.sigmoid), u.sigmoid);
   const float dgate = multiply(multiply(dy, add(u.up, 1.0f)), slope);

@@ -139,10 +139,11 @@ class Step:
     def product_slots(self, kernel, depth, tiles, warps):
         return tiles * warps * up(depth, 64) * self.codes[kernel].loop("HMMA", "LDGSTS")
 
-    def forward(self, what, rows, k, n, groups=1, out=2, times=1):
+    def forward(self, what, rows, k, n, groups=1, out=2, times=1, family="product_forward"):
+        """`out`: bytes written for each of n columns."""
         weights = min(groups, rows) * k * n * 2
         narrow = rows <= NARROW_ROWS_MAX * groups
-        kernel = "product_forward" + ("_narrow" if narrow else "") + ("_f32" if out == 4 else "")
+        kernel = family + ("_narrow" if narrow else "") + ("_f32" if out == 4 else "")
         # Each expert's rows are tiles of their own.
         tile_rows, tile_columns, warps = (16, 64, 4) if narrow else (128, 128, 8)
         tiles = groups * up(up(rows, groups), tile_rows) * up(n, tile_columns)
@@ -184,7 +185,16 @@ class Step:
             moved = read * 2 * KV * 2 + self.tokens * (2 * Q * 2 + HEADS * 4)
             self.add(kernel, what, moved, 4 * HEAD_DIM * HEADS * pairs, blocks * 8 * ATTENTION[kernel], LAYERS // 2)
 
-    def experts(self, backward):
+    def experts_in_decode(self):
+        t, rows = self.tokens, self.tokens * TOP_K
+        self.forward("router", t, HIDDEN, EXPERTS, out=4, times=LAYERS)
+        self.add("select_experts", "router", (t * EXPERTS + rows * 4) * 4, times=LAYERS)
+        # SwiGLU leaves one bf16 of two columns.
+        self.forward("gate and up", rows, HIDDEN, 2 * INTERMEDIATE, EXPERTS, out=1, times=LAYERS, family="expert_swiglu")
+        self.forward("down", rows, INTERMEDIATE, HIDDEN, EXPERTS, times=LAYERS)
+        self.add("combine_forward", "experts and residual", (2 * t + rows) * HIDDEN * 2, times=LAYERS)
+
+    def experts(self):
         t, rows = self.tokens, self.tokens * TOP_K
         up_down = [("gate and up", HIDDEN, 2 * INTERMEDIATE), ("down", INTERMEDIATE, HIDDEN)]
         self.forward("router", t, HIDDEN, EXPERTS, out=4, times=LAYERS)
@@ -197,15 +207,14 @@ class Step:
             self.forward(what, rows, k, n, EXPERTS, times=LAYERS)
         self.elements("swiglu_forward", "experts", rows * INTERMEDIATE * 6, rows * INTERMEDIATE, 8, VECTOR_STORE, LAYERS)
         self.add("combine_forward", "experts", (t + rows) * HIDDEN * 2, times=LAYERS)
-        if backward:
-            self.add("combine_backward", "experts", (t + 2 * rows) * HIDDEN * 2, times=LAYERS)
-            for what, k, n in up_down:
-                self.backward(what, rows, k, n, EXPERTS, LAYERS)
-                self.bias_gradient(what, rows, n, EXPERTS, LAYERS)
-            self.elements("swiglu_backward", "experts", rows * INTERMEDIATE * 10, rows * INTERMEDIATE, 8, VECTOR_STORE, LAYERS)
-            self.add("dispatch_backward", "experts", (t + rows) * HIDDEN * 2, times=LAYERS)
-            self.backward("router", t, HIDDEN, EXPERTS, times=LAYERS)
-            self.add("top_k_softmax_backward", "router", t * (TOP_K * 12 + EXPERTS * 4), times=LAYERS)
+        self.add("combine_backward", "experts", (t + 2 * rows) * HIDDEN * 2, times=LAYERS)
+        for what, k, n in up_down:
+            self.backward(what, rows, k, n, EXPERTS, LAYERS)
+            self.bias_gradient(what, rows, n, EXPERTS, LAYERS)
+        self.elements("swiglu_backward", "experts", rows * INTERMEDIATE * 10, rows * INTERMEDIATE, 8, VECTOR_STORE, LAYERS)
+        self.add("dispatch_backward", "experts", (t + rows) * HIDDEN * 2, times=LAYERS)
+        self.backward("router", t, HIDDEN, EXPERTS, times=LAYERS)
+        self.add("top_k_softmax_backward", "router", t * (TOP_K * 12 + EXPERTS * 4), times=LAYERS)
 
     def residuals(self, times):
         self.add("candle's sum", "residuals", self.tokens * HIDDEN * 6, times=times)
@@ -219,10 +228,10 @@ def decode(codes, sequences):
     """One token of each sequence, at CONTEXT keys of its own."""
     step = Step(codes, sequences)
     step.add("take_rows", "embedding", sequences * HIDDEN * 4)
-    step.norm(2 * LAYERS + 1, False)
-    step.projections(step.forward)
-    step.rope(1)
-    step.add("kv_append", "cache", sequences * 2 * KV * 4, times=LAYERS)
+    step.norm(LAYERS + 1, False)
+    step.forward("queries, keys and values", sequences, HIDDEN, Q + 2 * KV, times=LAYERS, family="product_joined")
+    moved, pairs = sequences * (Q * 4 + KV * 8), sequences * (Q + KV) // 2
+    step.elements("rope_append", "queries, keys and values", moved, pairs, 8, "STG", LAYERS)
 
     def keys_of(window):
         keys = min(window or CONTEXT, CONTEXT)
@@ -231,8 +240,9 @@ def decode(codes, sequences):
 
     # A tile of 128 rows has 8 of a token: all its warps walk.
     step.attention(keys_of)
-    step.experts(False)
-    step.residuals(2 * LAYERS)
+    step.forward("attention's output", sequences, Q, HIDDEN, times=LAYERS)
+    step.add("sum_norm", "residual and norm", sequences * HIDDEN * 10, times=LAYERS)
+    step.experts_in_decode()
     step.forward("head", sequences, HIDDEN, VOCABULARY, out=4)
     step.stats(sequences)
     slots = sequences * up(VOCABULARY, 256) * codes["sampling_draw"].loop(r"LDG\S*\.128")
@@ -270,7 +280,7 @@ def training(codes, tokens, update):
             slots = blocks * 8 * ATTENTION[kernel]
             step.add(kernel, what, moved + written, products * 2 * HEAD_DIM * HEADS * pairs, slots, LAYERS // 2)
     step.add("sink_attention_dsinks", "both kinds of layers", of_heads * 8, times=LAYERS)
-    step.experts(True)
+    step.experts()
     # And gradients that meet: of the residuals, of what queries, keys and values share.
     step.residuals(2 * LAYERS + 4 * LAYERS)
     rows = HEAD_CHUNK_VALUES // VOCABULARY // 128 * 128

@@ -6,7 +6,7 @@
 //! The number of rows is padded ([`padded_rows`]), so there are few shapes. The results are bit-identical to
 //! those of separate launches without padding. The second step of a shape is captured.
 
-use super::attention::AttentionMode;
+use super::attention::{AttentionInputs, AttentionMode};
 use super::cache::{CacheCapacity, CacheLayout, SequenceCache};
 use super::config::Config;
 use super::decode_rows::{DecodeRows, padded_rows};
@@ -15,7 +15,6 @@ use super::forward::Rows;
 use crate::ops::cuda::{DecodeBatch, DecodeStep, DecodeTable, RecordedGraph, overwrite, upload};
 use crate::ops::page_allocator::table_width;
 use crate::ops::rope::Rotation;
-use crate::ops::sink_attention::Attention;
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
@@ -264,15 +263,9 @@ struct LoadedAttention<'a> {
 }
 
 impl AttentionMode for LoadedAttention<'_> {
-    fn attend(
-        &mut self,
-        layer: usize,
-        q: &Tensor,
-        kv: &Tensor,
-        sinks: &Tensor,
-        _: Attention,
-    ) -> Result<Tensor> {
+    fn attend(&mut self, layer: usize, inputs: AttentionInputs) -> Result<Tensor> {
+        let AttentionInputs { qkv, rotation, sinks, .. } = inputs;
         let Buffers { tables, layout, .. } = self.buffers;
-        Ok(self.launches.attend(tables, layout.places[layer], [q, kv, sinks])?)
+        Ok(self.launches.attend(tables, layout.places[layer], qkv, rotation, sinks.as_ref())?)
     }
 }

@@ -1,13 +1,15 @@
 //! Decoder layers: the trait that the layers of each family implement, and the blocks of a layer.
 
+use super::attention::AttentionInputs;
 use super::config::LayerType;
 use super::expert_parallel::ExpertParallel;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::matrix::{LayerTensors, Matrix};
+use crate::ops::fused::{SelectedExperts, select_experts};
 use crate::ops::graph::add;
 use crate::ops::{self, Dispatch, Parameter, sink_attention};
 use anyhow::Result;
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use std::sync::Arc;
 
 /// One decoder layer. Rollout and training use the same code.
@@ -47,12 +49,18 @@ impl LayerPass<'_, '_> {
         self.options.round(self.model.norm(x, weight)?)
     }
 
-    /// Returns the residual stream `x [T, H]` plus `output [T, H]`, the output of attention or of an MLP.
+    /// Returns the residual stream `x [T, H]` plus `output [T, H]`, the output of attention, and the RMS norm
+    /// of the sum.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn add_residual(&self, x: &Tensor, output: &Tensor) -> Result<Tensor> {
-        self.options.round(add(x, output)?)
+    pub fn add_and_norm(&self, x: &Tensor, output: &Tensor, weight: &Parameter) -> Result<[Tensor; 2]> {
+        if self.options.mantissa_bits.is_none() {
+            return Ok(ops::fused::add_and_norm(x, output, weight, self.model.config.rms_norm_eps)?);
+        }
+        let sum = self.options.round(add(x, output)?)?;
+        let normed = self.norm(&sum, weight)?;
+        Ok([sum, normed])
     }
 }
 
@@ -111,7 +119,15 @@ impl AttentionWeights {
     /// # Errors
     /// When shapes disagree.
     pub fn forward(&self, h: &Tensor, pass: &mut LayerPass) -> Result<Tensor> {
-        self.attend([self.q.matmul(h)?, self.k.matmul(h)?, self.v.matmul(h)?], pass)
+        self.attend(self.project(h)?, pass)
+    }
+
+    /// Returns queries `[T, Q]`, keys `[T, K]` and values `[T, K]` of normed rows `h [T, H]`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn project(&self, h: &Tensor) -> Result<[Tensor; 3]> {
+        Matrix::matmul_each([&self.q, &self.k, &self.v], h)
     }
 
     /// Returns the output `[T, H]` of attention for queries `q [T, Q]`, keys `k [T, K]` and values `v [T,
@@ -120,17 +136,13 @@ impl AttentionWeights {
     /// # Errors
     /// When shapes disagree.
     pub fn attend(&self, [q, k, v]: [Tensor; 3], pass: &mut LayerPass) -> Result<Tensor> {
-        let shape = self.shape(pass.model, pass.index, pass.options);
-        let rotation = &pass.rows.rotation;
-        let q = ops::rope(&q, shape.heads, rotation)?;
-        let kv = ops::rope_keys_with_values(&k, &v, shape.kv_heads, rotation)?;
-        let sinks = match &self.sinks {
-            Some(sinks) => sinks.graph_tensor()?,
-            // The op ignores these zeros, because `shape.sinks` is false.
-            None => Tensor::zeros(shape.heads, DType::F32, q.device())?,
+        let inputs = AttentionInputs {
+            qkv: [&q, &k, &v],
+            rotation: &pass.rows.rotation,
+            sinks: self.sinks.as_ref().map(Parameter::graph_tensor).transpose()?,
+            attention: self.shape(pass.model, pass.index, pass.options),
         };
-        let output = pass.rows.attention.attend(pass.index, &q, &kv, &sinks, shape)?;
-        self.o.matmul(&output)
+        self.o.matmul(&pass.rows.attention.attend(pass.index, inputs)?)
     }
 
     /// Returns the attention without gradients.
@@ -154,6 +166,20 @@ pub trait ExpertMlp: Send + Sync {
     fn forward(&self, x: &Tensor, plan: &Dispatch, model: &Model, options: &ForwardOptions)
     -> Result<Tensor>;
 
+    /// Returns the outputs `[T·K, H]` of tokens `h [T, H]`, sorted by `plan`.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    fn forward_tokens(
+        &self,
+        h: &Tensor,
+        plan: &Dispatch,
+        model: &Model,
+        options: &ForwardOptions,
+    ) -> Result<Tensor> {
+        self.forward(&ops::dispatch(h, plan)?, plan, model, options)
+    }
+
     /// Returns the MLPs without gradients.
     fn without_gradient(&self) -> Arc<dyn ExpertMlp>;
 }
@@ -169,35 +195,28 @@ pub struct Experts {
 }
 
 impl Experts {
-    /// Returns the weighted sum `[T, H]` of the expert outputs for normed rows `h [T, H]`, and the decision
-    /// of the router.
+    /// Returns the residual stream `x [T, H]` plus the weighted sum of the expert outputs for normed rows `h
+    /// [T, H]`, and the decision of the router.
     ///
     /// # Errors
     /// When shapes disagree, or a rank does not respond in time.
-    pub fn forward(&self, h: &Tensor, pass: &LayerPass) -> Result<(Tensor, Routing)> {
-        let (config, options, rows) = (&pass.model.config, pass.options, &pass.rows);
+    pub fn forward(&self, x: &Tensor, h: &Tensor, pass: &LayerPass) -> Result<LayerOutput> {
+        let (options, rows) = (pass.options, &pass.rows);
         let mut router_logits = self.router.matmul_f32(h)?;
         if let Some(noise) = options.router_noise {
             router_logits = ops::router_noise(&router_logits, noise, pass.index, &rows.rotation.positions)?;
         }
-        let routed_experts = match rows.replay.and_then(|layers| layers.get(pass.index)) {
-            Some(replay) => replay.clone(),
-            None => ops::route(&router_logits, config.num_experts_per_tok)?,
-        };
-        let plan = Dispatch::new(&routed_experts, config.num_local_experts)?;
-        let expert_weights = match options.softmax_before_top_k {
-            true => full_softmax_weights(&router_logits, &routed_experts)?,
-            false => ops::top_k_softmax(&router_logits, &routed_experts)?,
-        };
-        let sorted = ops::dispatch(h, &plan)?;
+        let replay = rows.replay.and_then(|layers| layers.get(pass.index));
+        let SelectedExperts { routed_experts, plan, weights } = select(&router_logits, replay, pass)?;
         let products = match &self.expert_parallel {
-            None => self.mlp.forward(&sorted, &plan, pass.model, options)?,
+            None => self.mlp.forward_tokens(h, &plan, pass.model, options)?,
             Some(parallel) => {
+                let sorted = ops::dispatch(h, &plan)?;
                 parallel.forward(&sorted, &plan, &|x, plan| self.mlp.forward(x, plan, pass.model, options))?
             }
         };
-        let output = ops::combine(&products, &expert_weights, &plan)?;
-        Ok((output, Routing { routed_experts, plan, router_logits }))
+        let hidden = options.round(ops::fused::combine_and_add(&products, &weights, &plan, x)?)?;
+        Ok(LayerOutput { hidden, routing: Some(Routing { routed_experts, plan, router_logits }) })
     }
 
     /// Takes part in a pass in which this rank has no rows. Computes the expert outputs for rows of other
@@ -220,6 +239,24 @@ impl Experts {
             expert_parallel: self.expert_parallel.clone(),
         }
     }
+}
+
+/// Returns the experts of each token, from `router_logits [T, E]` or from `replay [T, K]`.
+fn select(router_logits: &Tensor, replay: Option<&Tensor>, pass: &LayerPass) -> Result<SelectedExperts> {
+    let (config, before_top_k) = (&pass.model.config, pass.options.softmax_before_top_k);
+    if replay.is_none() && !before_top_k {
+        return Ok(select_experts(router_logits, config.num_experts_per_tok)?);
+    }
+    let routed_experts = match replay {
+        Some(replay) => replay.clone(),
+        None => ops::route(router_logits, config.num_experts_per_tok)?,
+    };
+    let plan = Dispatch::new(&routed_experts, config.num_local_experts)?;
+    let weights = match before_top_k {
+        true => full_softmax_weights(router_logits, &routed_experts)?,
+        false => ops::top_k_softmax(router_logits, &routed_experts)?,
+    };
+    Ok(SelectedExperts { routed_experts, plan, weights })
 }
 
 /// Returns the weights `[T, K]` of the routed experts `routes [T, K]` in a softmax over all `logits [T, E]`.
@@ -251,12 +288,14 @@ impl SwigluMlp {
         })
     }
 
-    /// Returns the output `[T, H]` of the MLP for normed rows `h [T, H]`.
+    /// Returns the residual stream `x [T, H]` plus the output of the MLP for normed rows `h [T, H]`, rounded
+    /// as the options say.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn forward(&self, h: &Tensor) -> Result<Tensor> {
-        self.down.matmul(&ops::silu_and_mul(&self.gate.matmul(h)?, &self.up.matmul(h)?)?)
+    pub fn forward(&self, x: &Tensor, h: &Tensor, options: &ForwardOptions) -> Result<Tensor> {
+        let [gate, up] = Matrix::matmul_each([&self.gate, &self.up], h)?;
+        options.round(self.down.matmul_and_add(&ops::silu_and_mul(&gate, &up)?, x)?)
     }
 
     /// Returns the MLP without gradients.

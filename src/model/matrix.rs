@@ -54,6 +54,40 @@ impl Matrix {
         self.add_adapter_output(self.weight.matmul(x, self.bias.as_ref())?, x, None)
     }
 
+    /// Returns the products of [`Self::matmul`] by up to three matrices. Where no gradient is recorded, a GPU
+    /// computes them in one launch.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn matmul_each<const N: usize>(matrices: [&Self; N], x: &Tensor) -> Result<[Tensor; N]> {
+        let dense = matrices.map(|matrix| Some((matrix.weight.as_dense()?, matrix.bias.as_ref())));
+        let joined = match dense.into_iter().collect::<Option<Vec<_>>>() {
+            Some(dense) => ops::fused::joined_linear(x, &dense)?,
+            None => None,
+        };
+        let products = match joined {
+            Some(joined) => {
+                let products = joined.into_iter().zip(matrices);
+                products.map(|(y, matrix)| matrix.add_adapter_output(y, x, None)).collect::<Result<Vec<_>>>()
+            }
+            None => matrices.iter().map(|matrix| matrix.matmul(x)).collect(),
+        };
+        <[Tensor; N]>::try_from(products?).or_else(|found| bail!("{} products of {N}", found.len()))
+    }
+
+    /// Returns `residual [T, out]` plus the product of [`Self::matmul`].
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn matmul_and_add(&self, x: &Tensor, residual: &Tensor) -> Result<Tensor> {
+        Ok(match (&self.weight, &self.adapter) {
+            (Weight::Dense(weight), None) => {
+                ops::fused::linear_and_add(x, weight, self.bias.as_ref(), residual)?
+            }
+            _ => ops::graph::add(residual, &self.matmul(x)?)?,
+        })
+    }
+
     /// Returns the product as [`Self::matmul`] does, but computes it in f32 on every device. Router logits
     /// and values of a critic need this.
     ///
@@ -70,6 +104,21 @@ impl Matrix {
     /// When shapes disagree.
     pub fn grouped_matmul(&self, x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
         self.add_adapter_output(self.weight.grouped_matmul(x, self.bias.as_ref(), plan)?, x, Some(plan))
+    }
+
+    /// Returns the SwiGLU of the products of tokens `x [T, in]` by the matrices of their experts: `[T·K, out /
+    /// 2]`, sorted by `plan`. `unit` has clamp and gain.
+    ///
+    /// # Errors
+    /// When shapes disagree.
+    pub fn dispatch_to_swiglu(&self, x: &Tensor, plan: &Dispatch, unit: (f64, f64)) -> Result<Tensor> {
+        Ok(match self.adapter {
+            None => ops::fused::expert_swiglu(x, &self.weight, self.bias.as_ref(), plan, unit)?,
+            Some(_) => {
+                let products = self.grouped_matmul(&ops::dispatch(x, plan)?, plan)?;
+                ops::swiglu(&products, unit.0, unit.1)?
+            }
+        })
     }
 
     /// Adds the output of the adapter for `x` to `y`.

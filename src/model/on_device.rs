@@ -2,6 +2,7 @@
 //! the same bits, and that gradients are close to those of the CPU.
 
 mod adapted;
+mod launches;
 mod lost_capture;
 
 use super::attention::PackedAttention;
@@ -72,6 +73,8 @@ impl GradientSink for Buffers {
 struct Learner {
     model: Model,
     weights: Weights,
+    /// The weights of a sampler, without gradients.
+    frozen: Weights,
     names: Vec<String>,
     gradients: Arc<Buffers>,
 }
@@ -97,7 +100,7 @@ fn learner(config: &Config, device: &Device) -> Learner {
     };
     let tensors = ModelTensors { find: &find, adapters: &HashMap::new(), expert_parallel: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
-    Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
+    Learner::new(config, weights, names, gradients)
 }
 
 fn floats(x: &Tensor) -> Vec<f32> {
@@ -110,8 +113,18 @@ fn ids(count: usize) -> Vec<u32> {
 }
 
 impl Learner {
+    fn new(config: &Config, weights: Weights, names: Vec<String>, gradients: Arc<Buffers>) -> Self {
+        let frozen = weights.without_gradient();
+        Self { model: Model::new(config.clone(), 256), weights, frozen, names, gradients }
+    }
+
     fn stack(&self) -> DecoderStack<'_> {
         DecoderStack { model: &self.model, weights: &self.weights, forward: ForwardOptions::default() }
+    }
+
+    /// Returns the decoder stack of a sampler, in which ops share launches.
+    fn sampler(&self) -> DecoderStack<'_> {
+        DecoderStack { weights: &self.frozen, ..self.stack() }
     }
 
     /// Returns the log-probabilities of the targets and the entropies after every row, `[2, T]`, as training
@@ -160,16 +173,16 @@ impl Learner {
             let mut open: Vec<_> = open.map(|(cache, _)| cache).collect();
             let counts: Vec<usize> = counts.iter().copied().filter(|&count| count > 0).collect();
             let (hidden, places) = match &mut decoder {
-                Some(decoder) => decoder.decode_step(&self.stack(), &fed, &mut open).unwrap(),
+                Some(decoder) => decoder.decode_step(&self.sampler(), &fed, &mut open).unwrap(),
                 None => {
                     let hidden =
-                        self.stack().forward_cached(fed, &mut open, &counts, &mut keep_nothing).unwrap();
+                        self.sampler().forward_cached(fed, &mut open, &counts, &mut keep_nothing).unwrap();
                     (hidden, (0..rows.len() as u32).collect())
                 }
             };
-            let normed = self.stack().final_norm_rows(&hidden, &Arc::new(places)).unwrap();
+            let normed = self.sampler().final_norm_rows(&hidden, &Arc::new(places)).unwrap();
             let sampling = SamplingParameters::with_temperature(1.0);
-            let logits = self.stack().logits(&normed, &sampling).unwrap();
+            let logits = self.sampler().logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
                 out[row] = log_prob;
@@ -212,7 +225,7 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     }
     let capacity = CacheCapacity { sequences: 3, tokens: 70, fed_tokens_max: 3 };
     let caches = CacheFactory::new(config, gpu, capacity).unwrap();
-    let mut decoder = Decoder::new(&learner.stack(), capacity).unwrap();
+    let mut decoder = Decoder::new(&learner.sampler(), capacity).unwrap();
     let sample = learner.sample(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sample, trained[..tokens.len()], "{:?} captured", config.family);
     // Three and two sequences take 4 rows for 9 steps, and the last one a row for 61. The first step of each
@@ -233,7 +246,7 @@ fn few_graphs_serve_a_rollout_whose_sequences_end_at_different_steps() {
     let trained = floats(&learner.training(&tokens, &lengths));
     let capacity = CacheCapacity { sequences: 256, tokens: 202, fed_tokens_max: 256 };
     let caches = CacheFactory::new(&shape, &gpu, capacity).unwrap();
-    let mut decoder = Decoder::new(&learner.stack(), capacity).unwrap();
+    let mut decoder = Decoder::new(&learner.sampler(), capacity).unwrap();
     let sample = learner.sample(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sample, trained[..tokens.len()]);
     let DecodeCounts { steps, replays, graphs, .. } = decoder.counts();
@@ -257,12 +270,12 @@ fn a_steady_step_sends_few_bytes() {
         let caches = CacheFactory::new(&shape, &gpu, capacity).unwrap();
         let mut caches: Vec<_> = (0..sequences).map(|_| caches.sequence()).collect();
         let mut open: Vec<_> = caches.iter_mut().collect();
-        let mut decoder = Decoder::new(&learner.stack(), capacity).unwrap();
+        let mut decoder = Decoder::new(&learner.sampler(), capacity).unwrap();
         let fed = ids(3 * sequences);
-        learner.stack().forward_cached(fed, &mut open, &vec![3; sequences], &mut keep_nothing).unwrap();
+        learner.sampler().forward_cached(fed, &mut open, &vec![3; sequences], &mut keep_nothing).unwrap();
         for step in 0..4 {
             let before = decoder.counts().sent_bytes;
-            decoder.decode_step(&learner.stack(), &ids(sequences), &mut open).unwrap();
+            decoder.decode_step(&learner.sampler(), &ids(sequences), &mut open).unwrap();
             let sent = (decoder.counts().sent_bytes - before) / sequences as u64 + DRAW_BYTES;
             println!("{sequences} sequences, step {step}: {sent} bytes a sequence");
             assert!(step == 0 || sent <= 64, "{sequences} sequences, step {step}: {sent} bytes a sequence");
@@ -278,7 +291,7 @@ fn captured_decode_of_long_sequences_has_the_bits_of_separate_launches() {
     let shape =
         Config { max_position_embeddings: 1100, num_hidden_layers: 2, ..config(Family::default(), 2, 1, 70) };
     let learner = learner(&shape, &gpu);
-    let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.stack() };
+    let stack = DecoderStack { model: &Model::new(shape.clone(), 1100), ..learner.sampler() };
     let capacity = CacheCapacity { sequences: 6, tokens: 1100, fed_tokens_max: 1100 };
     let caches = CacheFactory::new(&shape, &gpu, capacity).unwrap();
     let mut long = caches.sequence();

@@ -6,7 +6,7 @@
 //! backward pass runs the exchanges in reverse. If there are fewer key-value heads than ranks, several ranks
 //! share a head. The gradient of a shared head is the sum of the gradients of these ranks, in rank order.
 
-use super::attention::AttentionMode;
+use super::attention::{AttentionInputs, AttentionMode};
 use super::sharded_layers::to_op_error;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
@@ -190,14 +190,8 @@ pub struct SequenceParallelAttention {
 }
 
 impl AttentionMode for SequenceParallelAttention {
-    fn attend(
-        &mut self,
-        _: usize,
-        q: &Tensor,
-        kv: &Tensor,
-        sinks: &Tensor,
-        attention: Attention,
-    ) -> Result<Tensor> {
+    fn attend(&mut self, _: usize, inputs: AttentionInputs) -> Result<Tensor> {
+        let ([q, kv], sinks, attention) = (inputs.rotate()?, inputs.sinks_or_zeros()?, inputs.attention);
         let Attention { heads, kv_heads, head_dim, .. } = attention;
         let ranks = self.split.group.len();
         let q_heads = Heads::even(heads, ranks);
@@ -208,11 +202,11 @@ impl AttentionMode for SequenceParallelAttention {
         let (all, t) = (self.split.rows(), self.split.local_range().len());
         let op =
             |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
-        let q = apply([&contiguous(q)?], op(&q_heads, true))?;
-        let kv = reshape(kv, (t, 2 * kv_heads, head_dim))?;
+        let q = apply([&contiguous(&q)?], op(&q_heads, true))?;
+        let kv = reshape(&kv, (t, 2 * kv_heads, head_dim))?;
         let kv = apply([&contiguous(&kv)?], op(&kv_of.keys_and_values(), true))?;
         let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
-        let sinks = slice(sinks, first..first + own.len())?;
+        let sinks = slice(&sinks, first..first + own.len())?;
         let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
         let output = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
         let output = reshape(&output, (all, own.len(), head_dim))?;

@@ -2,6 +2,7 @@
 
 use super::adamw_8bit::Moment;
 use super::embedding::TokensById;
+use super::experts::Dispatch;
 use super::load_balance::LoadBalance;
 use super::logits::SampledToken;
 use super::muon::Muon;
@@ -87,7 +88,14 @@ impl DecodeBatch {
         refuse()
     }
 
-    pub fn attend(&self, _: &[DecodeTable], _: (usize, usize), _: [&Tensor; 3]) -> Result<Tensor> {
+    pub fn attend(
+        &self,
+        _: &[DecodeTable],
+        _: (usize, usize),
+        _: [&Tensor; 3],
+        _: &Rotation,
+        _: Option<&Tensor>,
+    ) -> Result<Tensor> {
         refuse()
     }
 }
@@ -173,10 +181,15 @@ refused! { pub(super),
     dispatch_forward(DeviceArgument, &Tensor) -> OpOutput;
     dispatch_backward(&Tensor, &Tensor, usize) -> Tensor;
     combine_forward(DeviceArgument, DeviceArgument, &Tensor) -> OpOutput;
+    combine_and_add([&Tensor; 3], &Tensor) -> Tensor;
+    expert_swiglu(&Tensor, &Tensor, Option<&Tensor>, &Dispatch, (f32, f32)) -> Tensor;
+    packed_expert_swiglu(&Tensor, &PackedMatrix, Option<&Tensor>, &Dispatch, (f32, f32)) -> Tensor;
+    joined_product(&Tensor, &[(&Tensor, Option<&Tensor>)]) -> Vec<Tensor>;
     combine_backward([&Tensor; 3], &Tensor) -> (Tensor, Tensor);
     product_forward(
         &'static str, DeviceArgument, DeviceArgument, Option<DeviceArgument>, Option<&Tensor>, DType,
     ) -> OpOutput;
+    product_and_add(&'static str, [&Tensor; 3], Option<&Tensor>) -> Tensor;
     product_input_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> Tensor;
     packed_forward(
         &'static str, DeviceArgument, &PackedMatrix, Option<DeviceArgument>, Option<&Tensor>,
@@ -190,6 +203,7 @@ refused! { pub(super),
     ) -> Option<Tensor>;
     swiglu_forward(DeviceArgument, f32, f32) -> OpOutput;
     swiglu_backward(&Tensor, &Tensor, f32, f32) -> Tensor;
+    sum_norm([&Tensor; 3], f32) -> [Tensor; 2];
     rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> OpOutput;
     rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
     sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
@@ -208,6 +222,7 @@ refused! { pub(super),
     rope_keys_backward(&Tensor, &Rotation) -> [Tensor; 2];
     rope_keys_forward(DeviceArgument, DeviceArgument, &Rotation) -> OpOutput;
     route(DeviceArgument, usize) -> OpOutput;
+    select_experts(&Tensor, usize) -> Option<[Tensor; 3]>;
     top_k_softmax_backward(&Tensor, &Tensor, &Tensor, usize) -> Tensor;
     top_k_softmax_forward(DeviceArgument, &Tensor) -> OpOutput;
     silu_and_mul_backward([&Tensor; 3]) -> [Tensor; 2];

@@ -53,6 +53,11 @@ impl Dispatch {
         Ok(Self { tokens, top_k, experts, plan })
     }
 
+    /// Returns a plan from the array `plan` of its ids.
+    pub(super) fn from_plan(plan: Tensor, tokens: usize, top_k: usize, experts: usize) -> Self {
+        Self { tokens, top_k, experts, plan }
+    }
+
     /// Returns `T·K`.
     pub(super) fn rows(&self) -> usize {
         self.tokens * self.top_k

@@ -16,6 +16,7 @@ pub mod cpu;
 pub mod cuda;
 pub mod embedding;
 pub mod experts;
+pub mod fused;
 pub mod graph;
 pub mod kv_cache;
 pub mod linear;

@@ -147,6 +147,14 @@ impl Weight {
         }
     }
 
+    /// Returns the matrix, if it is dense.
+    pub fn as_dense(&self) -> Option<&Parameter> {
+        match self {
+            Weight::Dense(parameter) => Some(parameter),
+            Weight::Packed(_) => None,
+        }
+    }
+
     /// Multiplies each row by the matrix of its expert: `x [T·K, in]`, sorted by `plan`, optional `bias [E,
     /// out]` → `[T·K, out]`.
     ///

@@ -66,6 +66,17 @@ std::string wrong_sort(const Options& options, int tokens, int experts, int top_
   return got.starts[experts] == of.size() ? "" : differs("the last of starts", experts, got.starts[experts], double(of.size()));
 }
 
+// The combined rows plus a residual, in one launch and in two.
+std::string wrong_residual(const Options& options, const Plan& plan, int width, int top_k, const std::vector<bf16>& of_rows,
+                           const std::vector<float>& weights, const std::vector<bf16>& combined) {
+  const std::vector<bf16> residual = numbers(combined.size(), 1, 24);
+  std::vector<bf16> got(combined.size()), expected(combined.size());
+  for (size_t i = 0; i < got.size(); i++) expected[i] = to_bf16(to_float(residual[i]) + to_float(combined[i]));
+  const Dispatch p = {of_rows.data(), nullptr, weights.data(), plan.row_of.data(), got.data(), nullptr, width, top_k, residual.data()};
+  launch(options, unsigned(got.size() / width), op::row_threads, op::row_shared_bytes, [=] { combine_forward(p); });
+  return bits("combine and a residual", got.data(), expected.data(), got.size());
+}
+
 struct Rows {
   std::vector<bf16> sorted, dtokens, combined, dsorted;
   std::vector<float> dweights;
@@ -78,7 +89,7 @@ Rows rows(const Options& options, const Plan& plan, int width, int top_k, const 
               std::vector<bf16>(pairs * width), std::vector<float>(pairs)};
   const auto run = [&](void (*kernel)(Dispatch), size_t blocks, const bf16* x, const bf16* dy, const std::vector<uint32_t>& rows,
                        bf16* out) {
-    const Dispatch p = {x, dy, weights.data(), rows.data(), out, got.dweights.data(), width, top_k};
+    const Dispatch p = {x, dy, weights.data(), rows.data(), out, got.dweights.data(), width, top_k, nullptr};
     launch(options, unsigned(blocks), op::row_threads, op::row_shared_bytes, [=] { kernel(p); });
   };
   run(dispatch_forward, pairs, of_tokens.data(), nullptr, plan.token_of, got.sorted.data());
@@ -94,6 +105,7 @@ std::string wrong_rows(const Options& options, int tokens, int experts, int top_
   const std::vector<bf16> of_tokens = numbers(size_t(tokens) * width, 1, 21), of_rows = numbers(pairs * width, 1, 22);
   const std::vector<float> weights = floats(pairs, 1, 23);
   const Rows got = rows(options, plan, width, top_k, of_tokens, of_rows, weights);
+  if (const std::string wrong = wrong_residual(options, plan, width, top_k, of_rows, weights, got.combined); !wrong.empty()) return wrong;
   // A token's slots are added in their order, each with one rounding.
   for (size_t i = 0; i < got.combined.size(); i++) {
     float plain = 0, weighed = 0;
@@ -160,13 +172,14 @@ std::string wrong_far_row(const Options& options) {
   const std::vector<float> weights(far + 1, 0.5f);
   std::vector<float> dweights(far + 1);
   std::vector<uint32_t> rows(far + 1, far);
-  const Dispatch p = {x.data, dy.data, weights.data(), rows.data(), out.data, dweights.data(), width, 1};
-  std::vector<bf16> halves(width), half_dy(width);
+  const Dispatch p = {x.data, dy.data, weights.data(), rows.data(), out.data, dweights.data(), width, 1, nullptr};
+  std::vector<bf16> halves(width), half_dy(width), added(width);
   double dot = 0, terms = 0;
   for (int i = 0; i < width; i++) {
     halves[i] = to_bf16(0.5f * to_float(of_x[i])), half_dy[i] = to_bf16(0.5f * to_float(of_dy[i]));
     const double term = double(to_float(of_x[i])) * to_float(of_dy[i]);
     dot += term, terms += std::fabs(term);
+    added[i] = to_bf16(to_float(of_dy[i]) + to_float(halves[i]));
   }
   struct Pass { const char* what; void (*kernel)(Dispatch); const std::vector<bf16>& expected; };
   for (const Pass& pass : {Pass{"a far row, dispatch", dispatch_forward, of_x}, Pass{"a far row, dispatch, dx", dispatch_backward, of_x},
@@ -175,6 +188,10 @@ std::string wrong_far_row(const Options& options) {
     launch_last(options, far + 1, op::row_threads, op::row_shared_bytes, [=] { pass.kernel(p); });
     if (const std::string wrong = bits(pass.what, at, pass.expected.data(), width); !wrong.empty()) return wrong;
   }
+  Dispatch with_residual = p;
+  with_residual.residual = dy.data;
+  launch_last(options, far + 1, op::row_threads, op::row_shared_bytes, [=] { combine_forward(with_residual); });
+  if (const std::string wrong = bits("a far row, combine and a residual", at, added.data(), width); !wrong.empty()) return wrong;
   return off_sum("a far row, combine, dweights", {dweights[far]}, {dot}, {terms});
 }
 

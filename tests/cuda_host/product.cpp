@@ -1,8 +1,10 @@
 // Products of matrices, whole and by groups of rows: errors against f64, a row's bits whatever the batch, the tile and the
 // schedule.
 #include "product_mxfp4.cuh"
+#include "row_ops.cuh"
 
 #include <random>
+#include <tuple>
 
 #include "op_checks.h"
 
@@ -18,6 +20,13 @@ void product_input_gradient(Product);
 void product_input_gradient_mxfp4(Product);
 void product_weight_gradient(Product);
 void product_bias_gradient(Product);
+void product_joined(JoinedProduct);
+void product_joined_narrow(JoinedProduct);
+void expert_swiglu(ExpertSwiglu);
+void expert_swiglu_narrow(ExpertSwiglu);
+void expert_swiglu_mxfp4(ExpertSwiglu);
+void expert_swiglu_narrow_mxfp4(ExpertSwiglu);
+void swiglu_forward(Swiglu);
 }
 
 namespace suite {
@@ -122,7 +131,7 @@ Results run(const Options& options, const Shape& s, const Inputs& in) {
   const auto start = [&](void (*kernel)(Product), const void* weight, const void* addend, void* out, bool backward, int blocks,
                          int threads, int shared) {
     const Product p = {in.x.data(), weight, s.bias ? in.bias.data() : nullptr, s.addend ? addend : nullptr,
-                       backward ? in.dy.data() : nullptr, out, groups > 1 ? s.starts.data() : nullptr, rows, s.k, s.n, groups, s.scale};
+                       backward ? in.dy.data() : nullptr, out, groups > 1 ? s.starts.data() : nullptr, rows, s.k, s.n, groups, s.scale, nullptr};
     if (blocks > 0) launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
   };
   const auto run = [&](void (*kernel)(Product), void* out, bool backward, int blocks, int threads, int shared) {
@@ -221,6 +230,93 @@ std::string wrong_packed(const Results& got) {
   return wrong;
 }
 
+// y plus a residual, in one launch and in two.
+std::string wrong_residual(const Options& options, const Shape& s, const Inputs& in, const Results& separate) {
+  std::vector<bf16> expected(separate.y.size()), got(expected);
+  for (size_t i = 0; i < expected.size(); i++) expected[i] = to_bf16(to_float(in.dy[i]) + to_float(separate.y[i]));
+  const auto run = [&](void (*kernel)(Product), const void* weight, int tile_rows, int columns, int threads, int shared) {
+    const Product p = {in.x.data(), weight, s.bias ? in.bias.data() : nullptr, s.addend ? in.addend.data() : nullptr, nullptr, got.data(),
+                       s.groups() > 1 ? s.starts.data() : nullptr, s.rows(), s.k, s.n, s.groups(), s.scale, in.dy.data()};
+    const int blocks = (tiles(s.rows(), tile_rows) + (s.groups() > 1 ? s.groups() : 0)) * tiles(s.n, columns);
+    got.assign(got.size(), {});
+    launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    return bits("y and a residual", got.data(), expected.data(), got.size());
+  };
+  std::string wrong = run(product_forward, in.weight.data(), Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = run(product_forward_narrow, in.weight.data(), Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes);
+  if (wrong.empty() && s.packed())
+    wrong = run(product_forward_mxfp4, in.packed.data(), Wide::rows, Wide::columns, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes);
+  return wrong;
+}
+
+constexpr float LIMIT = 1.5f, ALPHA = 1.702f;
+
+std::vector<bf16> swiglu(const Options& options, const std::vector<bf16>& x) {
+  std::vector<bf16> y(x.size() / 2);
+  const Swiglu p = {x.data(), nullptr, y.data(), int64_t(y.size()), LIMIT, ALPHA};
+  const int in_block = row_ops::swiglu_threads * row_ops::vector;
+  launch(options, unsigned(tiles(int(y.size()), in_block)), row_ops::swiglu_threads, 0, [=] { swiglu_forward(p); });
+  return y;
+}
+
+// Dispatch, product and SwiGLU, in one launch and in three. The rows are scattered among tokens of NaN.
+std::string wrong_experts(const Options& options, const Shape& s, const Inputs& in, const Results& separate) {
+  const size_t rows = s.rows(), k = s.k;
+  std::vector<bf16> tokens((2 * rows + 1) * k, to_bf16(NAN)), got(rows * s.n / 2);
+  std::vector<uint32_t> token_of(rows);
+  for (size_t row = 0; row < rows; row++) {
+    token_of[row] = uint32_t(2 * (rows - row) - 1);
+    std::copy_n(&in.x[row * k], k, &tokens[token_of[row] * k]);
+  }
+  const std::vector<bf16> expected = swiglu(options, separate.y);
+  const auto run = [&](void (*kernel)(ExpertSwiglu), const void* weight, int tile_rows, int columns, int threads, int shared) {
+    const ExpertSwiglu p = {tokens.data(), weight, s.bias ? in.bias.data() : nullptr, got.data(), token_of.data(), s.starts.data(),
+                            s.rows(), s.k, s.n, s.groups(), LIMIT, ALPHA};
+    got.assign(got.size(), {});
+    const int blocks = (tiles(s.rows(), tile_rows) + s.groups()) * tiles(s.n, columns);
+    launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    return bits("experts' first half", got.data(), expected.data(), got.size());
+  };
+  std::string wrong = run(expert_swiglu, in.weight.data(), Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes);
+  if (wrong.empty()) wrong = run(expert_swiglu_narrow, in.weight.data(), Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes);
+  if (wrong.empty() && s.packed())
+    wrong = run(expert_swiglu_mxfp4, in.packed.data(), Wide::rows, Wide::columns, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes);
+  if (wrong.empty() && s.packed())
+    wrong = run(expert_swiglu_narrow_mxfp4, in.packed.data(), Narrow::rows, Narrow::columns, NarrowMxfp4::threads,
+                Mxfp4<NarrowMxfp4>::shared_bytes);
+  return wrong;
+}
+
+// Products by up to three matrices, in one launch and in one each. The second has no bias.
+std::string wrong_joined(const Options& options, int rows, int k, const std::vector<int>& widths) {
+  std::vector<Inputs> in;
+  std::vector<Results> separate;
+  for (size_t i = 0; i < widths.size(); i++) {
+    const Shape s = {"joined", k, widths[i], {0, uint32_t(rows)}, i != 1};
+    in.push_back(inputs(s, 7));
+    in.back().weight = numbers(size_t(k) * widths[i], 0.5, 20 + i);
+    separate.push_back(run(options, s, in.back()));
+  }
+  const auto run = [&](void (*kernel)(JoinedProduct), int tile_rows, int columns, int threads, int shared) {
+    JoinedMatrix matrices[3] = {};
+    std::vector<std::vector<bf16>> got;
+    for (int width : widths) got.emplace_back(size_t(rows) * width);
+    int end = 0;
+    for (size_t i = 0; i < widths.size(); i++) {
+      end += tiles(widths[i], columns);
+      matrices[i] = {in[i].weight.data(), i == 1 ? nullptr : in[i].bias.data(), got[i].data(), widths[i], end};
+    }
+    const JoinedProduct p = {in[0].x.data(), matrices[0], matrices[1], matrices[2], rows, k};
+    launch(options, unsigned(tiles(rows, tile_rows) * end), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    std::string wrong;
+    for (size_t i = 0; i < widths.size() && wrong.empty(); i++)
+      wrong = bits("y of joined matrices", got[i].data(), separate[i].y.data(), got[i].size());
+    return wrong;
+  };
+  const std::string wrong = run(product_joined, Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes);
+  return wrong.empty() ? run(product_joined_narrow, Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes) : wrong;
+}
+
 // Every number at every scale, a column a scale; of rows of the identity, so that what is finite stands in y.
 std::string wrong_scales(const Options& options) {
   const Shape s = {"every scale", 32, 256, {0, 32}, false};
@@ -250,6 +346,8 @@ std::string wrong_shape(const Options& options, const Shape& s) {
   for (size_t i = 0; i < got.y.size() && wrong.empty(); i++)
     if (to_bf16(got.y_f32[i]).bits != got.y[i].bits) wrong = differs("y, not that in f32 rounded", i, to_float(got.y[i]), got.y_f32[i]);
   if (wrong.empty()) wrong = wrong_packed(got);
+  if (wrong.empty()) wrong = wrong_residual(options, s, in, got);
+  if (wrong.empty() && s.n % 2 == 0 && s.scale == 1 && !s.addend) wrong = wrong_experts(options, s, in, got);
   if (wrong.empty()) wrong = off_rounded("dx", got.dx, e.dx, e.dx_terms, error);
   if (wrong.empty()) wrong = off_sum("dweight", got.dweight, e.dweight, e.dweight_terms, error);
   if (wrong.empty()) wrong = off_sum("dbias", got.dbias, e.dbias, e.dbias_terms, SUM_ERROR_MAX);
@@ -302,7 +400,7 @@ std::string wrong_far(const Options& options) {
   std::copy(in.bias.begin(), in.bias.end(), bias.end() - width);
   std::vector<uint32_t> starts(groups + 1, many);
   starts[0] = 0, starts[groups] = rows;
-  const Product p = {x.data, weight.data, bias.data(), nullptr, dy.data, out.data, starts.data(), rows, width, width, groups, 1};
+  const Product p = {x.data, weight.data, bias.data(), nullptr, dy.data, out.data, starts.data(), rows, width, width, groups, 1, nullptr};
   const auto last = [&](void (*kernel)(Product), uint64_t block, int threads, int shared) {
     launch_last(options, block + 1, unsigned(threads), size_t(shared), [=] { kernel(p); });
   };
@@ -318,6 +416,15 @@ std::string wrong_far(const Options& options) {
   if (wrong.empty()) wrong = bits("y far away", halves, near.y.data(), Wide::columns);
   last(product_forward_narrow, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
   if (wrong.empty()) wrong = bits("y of narrow tiles far away", halves, near.y.data(), Narrow::columns);
+  // A far token, and its row.
+  const FarArray<uint32_t> token_of(rows);
+  token_of.data[many] = many;
+  const std::vector<bf16> units = swiglu(options, near.y);
+  bf16* const unit = reinterpret_cast<bf16*>(out.data) + size_t(many) * width / 2;
+  const ExpertSwiglu own = {x.data, weight.data, bias.data(), reinterpret_cast<bf16*>(out.data), token_of.data, starts.data(), rows,
+                            width, width, groups, LIMIT, ALPHA};
+  launch_last(options, many / Narrow::rows + 1, Narrow::threads, Narrow::shared_bytes, [=] { expert_swiglu_narrow(own); });
+  if (wrong.empty()) wrong = bits("experts' first half far away", unit, units.data(), Narrow::columns / 2);
   last(product_input_gradient, many / Wide::rows, Wide::threads, Wide::shared_bytes);
   if (wrong.empty()) wrong = bits("dx far away", halves, near.dx.data(), Wide::columns);
   // Sums of gradients, which held nothing.
@@ -342,6 +449,7 @@ std::string wrong_product(const Options& options, bool small) {
       {"a value head", 72, 1, {0, 21}, true},
       {"two row tiles, ends amid tiles", 136, 72, {0, 131}, true},
       {"groups with none, one and several rows", 40, 24, {0, 0, 1, 18, 18, 21}, true},
+      {"experts of odd width", 67, 14, {0, 0, 5, 19}, true},
       {"half a step of MXFP4", 32, 13, {0, 19}, true},
       {"MXFP4 in several steps, ends amid panels", 352, 72, {0, 17}, false},
       {"MXFP4 by groups", 160, 200, {0, 0, 1, 18, 18, 21}, true},
@@ -358,6 +466,9 @@ std::string wrong_product(const Options& options, bool small) {
   std::string wrong = wrong_scales(options);
   for (const Shape& shape : shapes)
     if (wrong.empty()) wrong = wrong_shape(options, shape);
+  for (const auto& [rows, k, widths] : std::vector<std::tuple<int, int, std::vector<int>>>{
+           {1, 8, {8}}, {19, 67, {13, 5}}, {21, 72, {136, 64, 64}}, {131, 40, {130, 1, 200}}, {70, 64, {64, 128, 24}}})
+    if (wrong.empty()) wrong = wrong_joined(options, rows, k, widths);
   return wrong.empty() ? wrong_far(options) : wrong;
 }
 

@@ -3,7 +3,10 @@
 
 #include "op_checks.h"
 
-extern "C" void rope(Rope);
+extern "C" {
+void rope(Rope);
+void rope_append(RopeAppend);
+}
 
 namespace suite {
 
@@ -28,6 +31,11 @@ struct Table {
 void run(const Options& options, const Rope& p) {
   const size_t threads = p.rows * p.heads * (p.half / elements::vector);
   cuda_host::launch(options, unsigned((threads + rope_op::threads - 1) / rope_op::threads), rope_op::threads, 0, [=] { rope(p); });
+}
+
+void append(const Options& options, const RopeAppend& p) {
+  const size_t threads = p.rows * (p.heads + p.kv_heads) * (p.half / elements::vector);
+  cuda_host::launch(options, unsigned((threads + rope_op::threads - 1) / rope_op::threads), rope_op::threads, 0, [=] { rope_append(p); });
 }
 
 std::vector<double> exact(const Table& table, const std::vector<bf16>& x, const std::vector<uint32_t>& positions, int heads,
@@ -87,6 +95,51 @@ std::string wrong_case(const Options& options, size_t rows, int heads, int half)
   return wrong;
 }
 
+// Queries, keys and the cache in one launch, and in two with the rows put in place here.
+std::string wrong_append(const Options& options, size_t rows, int heads, int kv_heads, int half) {
+  const Table table(half, 61);
+  const int q_width = heads * 2 * half, width = kv_heads * 2 * half;
+  std::vector<uint32_t> positions(rows);
+  std::vector<int32_t> slots(rows);
+  for (size_t row = 0; row < rows; row++) positions[row] = row * 37 % 61, slots[row] = int32_t(2 * (rows - row) - 1);
+  const std::vector<bf16> q = numbers(rows * q_width, 1, 1), k = numbers(rows * width, 1, 2), v = numbers(rows * width, 1, 3);
+  std::vector<bf16> turned(q.size()), both(2 * k.size()), got(q.size()), cache(2 * rows * 2 * width, to_bf16(7)), expected(cache);
+  Rope separate = {q.data(),      nullptr, turned.data(), nullptr, table.cosines.data(), table.sines.data(), positions.data(),
+                   int64_t(rows), heads,   half,          q_width, q_width,              1};
+  run(options, separate);
+  separate.x = k.data(), separate.values = v.data(), separate.out = both.data(), separate.values_out = both.data() + width;
+  separate.heads = kv_heads, separate.x_stride = width, separate.out_stride = 2 * width;
+  run(options, separate);
+  for (size_t row = 0; row < rows; row++) std::copy_n(&both[row * 2 * width], 2 * width, &expected[size_t(slots[row]) * 2 * width]);
+  append(options, {q.data(), k.data(), v.data(), got.data(), cache.data(), table.cosines.data(), table.sines.data(), positions.data(),
+                   slots.data(), int64_t(rows), heads, kv_heads, half});
+  const std::string wrong = bits("rope_append, queries", got.data(), turned.data(), got.size());
+  return wrong.empty() ? bits("rope_append, cache", cache.data(), expected.data(), cache.size()) : wrong;
+}
+
+// A row beyond 2^31 numbers, at a place and a position that are too.
+std::string wrong_far_append(const Options& options) {
+  constexpr int half = 8, width = 2 * half;
+  constexpr uint32_t position = (1u << 28) + 3;
+  constexpr size_t last = size_t(1) << 27, slot = (1 << 27) + 5;
+  const FarArray<float> cosines(size_t(position + 1) * half), sines(size_t(position + 1) * half);
+  for (int i = 0; i < half; i++) cosines.data[size_t(position) * half + i] = 0, sines.data[size_t(position) * half + i] = 1;
+  const FarArray<bf16> q((last + 1) * width), k((last + 1) * width), v((last + 1) * width), out((last + 1) * width), cache((slot + 1) * 2 * width);
+  const FarArray<uint32_t> positions(last + 1);
+  const FarArray<int32_t> slots(last + 1);
+  positions.data[last] = position, slots.data[last] = slot;
+  const std::vector<bf16> row = numbers(width, 1, 1);
+  for (bf16* at : {q.data, k.data, v.data}) std::copy(row.begin(), row.end(), at + last * width);
+  const RopeAppend p = {q.data, k.data, v.data, out.data, cache.data, cosines.data, sines.data, positions.data, slots.data, last + 1, 1, 1, half};
+  launch_last(options, 2 * last / rope_op::threads + 1, rope_op::threads, 0, [=] { rope_append(p); });
+  std::vector<double> turned(width);
+  for (int i = 0; i < half; i++) turned[i] = -to_float(row[half + i]), turned[half + i] = to_float(row[i]);
+  const bf16 *const query = out.data + last * width, *const key = cache.data + slot * 2 * width;
+  std::string wrong = off("rope_append, a far query", {query, query + width}, turned);
+  if (wrong.empty()) wrong = off("rope_append, a far key", {key, key + width}, turned);
+  return wrong.empty() ? bits("rope_append, a far value", key + width, row.data(), width) : wrong;
+}
+
 // Positions whose angles lie beyond 2^31 numbers, and rows too.
 std::string wrong_far(const Options& options) {
   constexpr int half = 8, width = 2 * half;
@@ -118,8 +171,13 @@ std::string wrong_far(const Options& options) {
 std::string wrong_rope(const Options& options, bool small) {
   struct Case { size_t rows; int heads, half; };
   for (const Case& c : std::vector<Case>{{1, 1, 8}, {3, 5, 8}, {7, 8, 32}, {2, 3, 64}, {size_t(small ? 9 : 67), 16, 32}})
-    if (const std::string wrong = wrong_case(options, c.rows, c.heads, c.half); !wrong.empty()) return wrong;
-  return wrong_far(options);
+    for (int kv_heads : {1, c.heads}) {
+      std::string wrong = wrong_case(options, c.rows, c.heads, c.half);
+      if (wrong.empty()) wrong = wrong_append(options, c.rows, c.heads, kv_heads, c.half);
+      if (!wrong.empty()) return wrong;
+    }
+  const std::string wrong = wrong_far(options);
+  return wrong.empty() ? wrong_far_append(options) : wrong;
 }
 
 }  // namespace suite

@@ -1,4 +1,4 @@
-// The router's choice against a plain sort, ties and NaN; its softmax against f64, forward and backward.
+// The router's choice against a plain sort, ties and NaN; its softmax against f64, forward and backward; all in one launch.
 #include "router.cuh"
 
 #include <algorithm>
@@ -10,6 +10,7 @@ extern "C" {
 void route(Route);
 void top_k_softmax_forward(TopKSoftmax);
 void top_k_softmax_backward(TopKSoftmax);
+void select_experts(SelectExperts);
 }
 
 namespace suite {
@@ -85,6 +86,29 @@ std::string wrong_softmax(const Options& options, const std::vector<float>& logi
   return wrong;
 }
 
+// Route, softmax and sort, in one launch and one after the other.
+std::string wrong_selection(const Options& options, const std::vector<float>& logits, const std::vector<uint32_t>& routes, int experts,
+                            int top_k) {
+  const size_t pairs = routes.size(), tokens = pairs / top_k;
+  std::vector<float> weights(pairs), expected(pairs);
+  const TopKSoftmax separate = {logits.data(), routes.data(), nullptr, expected.data(), nullptr, int64_t(tokens), experts, top_k};
+  softmax(options, top_k_softmax_forward, separate);
+  std::vector<uint32_t> got(pairs, ~0u), row_of(got), token_of(got), starts(experts + 1, ~0u);
+  const SelectExperts p = {logits.data(), got.data(), weights.data(), row_of.data(), token_of.data(), starts.data(), int(tokens), experts, top_k};
+  cuda_host::launch(options, 1, router_op::select_threads, router_op::select_shared_bytes(int(pairs)), [=] { select_experts(p); });
+  std::string wrong = bits("select_experts, routes", got.data(), routes.data(), pairs);
+  if (wrong.empty()) wrong = bits("select_experts, weights", weights.data(), expected.data(), pairs);
+  std::vector<uint32_t> order(pairs), rows(pairs), tokens_of(pairs), first(experts + 1);
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return routes[a] < routes[b]; });
+  for (size_t row = 0; row < pairs; row++) rows[order[row]] = uint32_t(row), tokens_of[row] = order[row] / top_k;
+  for (uint32_t route : routes) first[route + 1]++;
+  for (int e = 0; e < experts; e++) first[e + 1] += first[e];
+  if (wrong.empty()) wrong = bits("select_experts, row_of", row_of.data(), rows.data(), pairs);
+  if (wrong.empty()) wrong = bits("select_experts, token_of", token_of.data(), tokens_of.data(), pairs);
+  return wrong.empty() ? bits("select_experts, starts", starts.data(), first.data(), first.size()) : wrong;
+}
+
 std::string wrong_case(const Options& options, size_t tokens, int experts, int top_k) {
   std::vector<float> logits = floats(tokens * experts, 3, 1);
   // Ties: whole numbers in every other row; and rows of one number.
@@ -95,6 +119,7 @@ std::string wrong_case(const Options& options, size_t tokens, int experts, int t
   const std::vector<uint32_t> routes = choose(options, logits, experts, top_k), expected = sorted(logits, experts, top_k);
   std::string wrong = bits("route", routes.data(), expected.data(), expected.size());
   if (wrong.empty()) wrong = wrong_softmax(options, logits, routes, experts, top_k);
+  if (wrong.empty()) wrong = wrong_selection(options, logits, routes, experts, top_k);
   // So far apart that e^x without the largest taken off is infinite.
   if (wrong.empty()) {
     std::vector<float> apart = logits;
@@ -108,6 +133,7 @@ std::string wrong_case(const Options& options, size_t tokens, int experts, int t
       if (i % 4 != 3) logits[i] = odd[i * 7919 % 5];
     const std::vector<uint32_t> routes = choose(options, logits, experts, top_k), expected = sorted(logits, experts, top_k);
     wrong = bits("route of odd numbers", routes.data(), expected.data(), expected.size());
+    if (wrong.empty()) wrong = wrong_selection(options, logits, routes, experts, top_k);
   }
   return wrong;
 }
@@ -149,7 +175,7 @@ std::string wrong_far(const Options& options) {
 
 std::string wrong_router(const Options& options, bool small) {
   struct Case { size_t tokens; int experts, top_k; };
-  for (const Case& c : std::vector<Case>{{1, 1, 1}, {7, 4, 2}, {5, 32, 4}, {9, 33, 33}, {13, 128, 4}, {size_t(small ? 130 : 1001), 40, 8}, {2, 1000, 5}})
+  for (const Case& c : std::vector<Case>{{1, 1, 1}, {7, 4, 2}, {5, 32, 4}, {9, 33, 33}, {13, 128, 4}, {size_t(small ? 130 : 1001), 40, 8}, {2, 1000, 5}, {3, 1024, 2}})
     if (const std::string wrong = wrong_case(options, c.tokens, c.experts, c.top_k); !wrong.empty()) return wrong;
   const std::string wrong = wrong_routes_are_seen(options);
   return wrong.empty() ? wrong_far(options) : wrong;

@@ -7,6 +7,7 @@ extern "C" {
 void swiglu_forward(Swiglu);
 void swiglu_backward(Swiglu);
 void rms_norm_forward(RmsNorm);
+void sum_norm(SumNorm);
 void rms_norm_backward(RmsNorm);
 void rms_norm_weight(RmsNormWeight);
 void rms_norm_weight_sum(RmsNormWeight);
@@ -101,6 +102,18 @@ Normed rms_norm(const Options& options, const std::vector<bf16>& x, const std::v
   return got;
 }
 
+// A sum and its norm, in one launch and in two.
+std::string wrong_sum_norm(const Options& options, const std::vector<bf16>& x, const std::vector<float>& weight, float eps) {
+  const int width = int(weight.size());
+  const std::vector<bf16> y = numbers(x.size(), 1, 11);
+  std::vector<bf16> sum(x.size()), out(x.size()), expected(x.size());
+  for (size_t i = 0; i < x.size(); i++) expected[i] = to_bf16(to_float(x[i]) + to_float(y[i]));
+  const SumNorm p = {x.data(), y.data(), weight.data(), sum.data(), out.data(), width, eps};
+  launch(options, unsigned(x.size() / width), op::rms_norm_threads, op::rms_norm_shared_bytes, [=] { sum_norm(p); });
+  const std::string wrong = bits("sum_norm, the sum", sum.data(), expected.data(), sum.size());
+  return wrong.empty() ? bits("sum_norm, the norm", out.data(), rms_norm(options, expected, weight, y, eps).y.data(), out.size()) : wrong;
+}
+
 std::string wrong_rms_norm(const Options& options, size_t rows, int width, double size, float eps) {
   const std::vector<bf16> x = numbers(rows * width, size, 3), dy = numbers(rows * width, 1, 4);
   std::vector<float> weight(width);
@@ -127,6 +140,7 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
     }
   }
   std::string wrong = off_rounding("rms_norm, y", got.y, y, y_terms);
+  if (wrong.empty()) wrong = wrong_sum_norm(options, x, weight, eps);
   if (wrong.empty()) wrong = off_rounding("rms_norm, dx", got.dx, dx, dx_terms);
   if (wrong.empty()) wrong = off_sum("rms_norm, dweight", got.dweight, dweight, terms);
   // The last row alone.
@@ -177,6 +191,14 @@ std::string wrong_far_rms_norm(const Options& options) {
   std::string wrong = bits("rms_norm far away, y", out.data + row * width, near.y.data(), width);
   launch_last(options, row + 1, op::rms_norm_threads, op::rms_norm_shared_bytes, [=] { rms_norm_backward(p); });
   if (wrong.empty()) wrong = bits("rms_norm far away, dx", out.data + row * width, near.dx.data(), width);
+  // x + x, whose norm is that of 2 x.
+  const FarArray<bf16> sum((row + 1) * width);
+  std::vector<bf16> doubled(width);
+  for (int i = 0; i < width; i++) doubled[i] = to_bf16(2 * to_float(x[i]));
+  const SumNorm s = {xs.data, xs.data, weight.data(), sum.data, out.data, width, 1e-5f};
+  launch_last(options, row + 1, op::rms_norm_threads, op::rms_norm_shared_bytes, [=] { sum_norm(s); });
+  if (wrong.empty()) wrong = bits("sum_norm far away, the sum", sum.data + row * width, doubled.data(), width);
+  if (wrong.empty()) wrong = bits("sum_norm far away", out.data + row * width, rms_norm(options, doubled, weight, dy, 1e-5f).y.data(), width);
   // The first columns of the last chunk, and their sum over all chunks.
   std::vector<float> dweight(width);
   const RmsNormWeight w = {xs.data, dys.data, inverse_rms.data, parts.data, dweight.data(), row + 1, width};

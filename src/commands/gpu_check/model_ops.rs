@@ -1,6 +1,8 @@
 //! Compares the GPU's outputs and gradients with the CPU's, for the optimizers and for all ops of models
 //! except attention. Also compares the bits of a row that is computed alone with its bits in a batch.
 
+mod fused;
+
 use super::Verdicts;
 use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
 use crate::ops::graph::differentiate;
@@ -440,7 +442,7 @@ fn optimizers(device: &Device, rows: Rows) -> Result<Vec<Output>> {
 
 /// Runs an op on rows of seeded inputs.
 type OpRun = fn(&Device, Rows) -> Result<Vec<Output>>;
-const OPS: [(&str, OpRun); 9] = [
+const OPS: [(&str, OpRun); 10] = [
     ("linear", linear),
     ("experts", experts),
     ("router and load balance", router),
@@ -449,6 +451,7 @@ const OPS: [(&str, OpRun); 9] = [
     ("silu_gated", silu_gated),
     ("swiglu and rms_norm", swiglu_and_norm),
     ("head and sampling", head),
+    ("ops in one launch", fused::fused),
     ("optimizers", optimizers),
 ];
 

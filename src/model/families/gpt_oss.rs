@@ -148,6 +148,17 @@ impl ExpertMlp for ClampedMlp {
         self.down.grouped_matmul(&active, plan)
     }
 
+    fn forward_tokens(
+        &self,
+        h: &Tensor,
+        plan: &Dispatch,
+        model: &Model,
+        options: &ForwardOptions,
+    ) -> Result<Tensor> {
+        let unit = (model.config.swiglu_limit, options.swiglu_alpha);
+        self.down.grouped_matmul(&self.gate_up.dispatch_to_swiglu(h, plan, unit)?, plan)
+    }
+
     fn without_gradient(&self) -> Arc<dyn ExpertMlp> {
         let (gate_up, down) = (self.gate_up.without_gradient(), self.down.without_gradient());
         Arc::new(Self { gate_up, down })
@@ -158,10 +169,8 @@ impl Layer for GptOssLayer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let h = pass.norm(x, &self.input_norm)?;
         let output = self.attention.forward(&h, pass)?;
-        let x = pass.add_residual(x, &output)?;
-        let h = pass.norm(&x, &self.post_attention_norm)?;
-        let (output, routing) = self.experts.forward(&h, pass)?;
-        Ok(LayerOutput { hidden: pass.add_residual(&x, &output)?, routing: Some(routing) })
+        let [x, h] = pass.add_and_norm(x, &output, &self.post_attention_norm)?;
+        self.experts.forward(&x, &h, pass)
     }
 
     fn attention(&self) -> &AttentionWeights {

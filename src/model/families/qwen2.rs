@@ -104,9 +104,8 @@ impl Layer for Qwen2Layer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let h = pass.norm(x, &self.input_norm)?;
         let output = self.attention.forward(&h, pass)?;
-        let x = pass.add_residual(x, &output)?;
-        let h = pass.norm(&x, &self.post_attention_norm)?;
-        Ok(LayerOutput { hidden: pass.add_residual(&x, &self.mlp.forward(&h)?)?, routing: None })
+        let [x, h] = pass.add_and_norm(x, &output, &self.post_attention_norm)?;
+        Ok(LayerOutput { hidden: self.mlp.forward(&x, &h, pass.options)?, routing: None })
     }
 
     fn attention(&self) -> &AttentionWeights {

@@ -125,12 +125,10 @@ impl NormedAttention {
     /// When shapes disagree.
     pub(super) fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<[Tensor; 2]> {
         let (h, weights) = (pass.norm(x, &self.input_norm)?, &self.weights);
-        let q = norm_heads(&weights.q.matmul(&h)?, &self.q_norm, pass)?;
-        let k = norm_heads(&weights.k.matmul(&h)?, &self.k_norm, pass)?;
-        let output = weights.attend([q, k, weights.v.matmul(&h)?], pass)?;
-        let x = pass.add_residual(x, &output)?;
-        let h = pass.norm(&x, &self.post_attention_norm)?;
-        Ok([x, h])
+        let [q, k, v] = weights.project(&h)?;
+        let (q, k) = (norm_heads(&q, &self.q_norm, pass)?, norm_heads(&k, &self.k_norm, pass)?);
+        let output = weights.attend([q, k, v], pass)?;
+        pass.add_and_norm(x, &output, &self.post_attention_norm)
     }
 
     pub(super) fn without_gradient(&self) -> Self {
@@ -167,7 +165,7 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
 impl Layer for Qwen3Layer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let [x, h] = self.attention.forward(x, pass)?;
-        Ok(LayerOutput { hidden: pass.add_residual(&x, &self.mlp.forward(&h)?)?, routing: None })
+        Ok(LayerOutput { hidden: self.mlp.forward(&x, &h, pass.options)?, routing: None })
     }
 
     fn attention(&self) -> &AttentionWeights {

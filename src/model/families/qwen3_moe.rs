@@ -115,8 +115,7 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
 impl Layer for Qwen3MoeLayer {
     fn forward(&self, x: &Tensor, pass: &mut LayerPass) -> Result<LayerOutput> {
         let [x, h] = self.attention.forward(x, pass)?;
-        let (output, routing) = self.experts.forward(&h, pass)?;
-        Ok(LayerOutput { hidden: pass.add_residual(&x, &output)?, routing: Some(routing) })
+        self.experts.forward(&x, &h, pass)
     }
 
     fn attention(&self) -> &AttentionWeights {

@@ -9,12 +9,13 @@ use crate::random::{Purpose, stream};
 use rand::Rng;
 
 /// Returns a config whose sizes divide into MXFP4 blocks of 32.
-fn blocks(heads: usize, kv_heads: usize) -> Config {
+pub(super) fn blocks(heads: usize, kv_heads: usize) -> Config {
     Config { hidden_size: 64, intermediate_size: 32, ..config(Family::default(), heads, kv_heads, 20) }
 }
 
-/// Returns frozen weights with trainable factors of rank `rank` for each matrix except the LM head.
-fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
+/// Returns frozen weights with trainable factors of rank `rank` for each matrix except the LM head. There are
+/// no factors of rank 0.
+pub(super) fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     let settings = InitSettings { embedding_std: 1.0, head_scale: 1.0, sink: 0.5 };
     let copy_rounded = |values: Vec<f32>, shape: &[usize], matrix: bool| {
         let rounded = Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(DType::BF16).unwrap();
@@ -26,7 +27,7 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     for (spec, values) in init(config, &settings, 5).unwrap() {
         let matrix = spec.packed_format(WeightFormat::Bf16).is_some();
         let shape = spec.working_shape();
-        if matrix && !spec.is_lookup_table() && spec.name != "lm_head.weight" {
+        if rank > 0 && matrix && !spec.is_lookup_table() && spec.name != "lm_head.weight" {
             let experts = &shape[..shape.len() - 2];
             for [k, n] in [[shape[shape.len() - 2], rank], [rank, shape[shape.len() - 1]]] {
                 let shape = [experts, &[k, n]].concat();
@@ -58,7 +59,7 @@ fn adapted(config: &Config, rank: usize, device: &Device) -> Learner {
     let find = |name: &str| Ok(bases[name].clone());
     let tensors = ModelTensors { find: &find, adapters: &adapters, expert_parallel: None };
     let weights = Weights::new(config, false, 0, None, tensors).unwrap();
-    Learner { model: Model::new(config.clone(), 256), weights, names, gradients }
+    Learner::new(config, weights, names, gradients)
 }
 
 #[test]

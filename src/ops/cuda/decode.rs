@@ -5,9 +5,11 @@
 
 use super::arguments::{Op, tensor};
 use super::launch::kernel_set;
-use super::paged_attention::{KvPages, KvPool, Opened, scatter_rows};
+use super::paged_attention::{KvPages, KvPool, scatter_rows};
+use super::rope::rope_append;
 use super::sink_attention::{Inputs, LaunchArrays, LaunchPlan, Outputs, SplitKv};
 use crate::ops::page_allocator::{PAGE_POSITIONS, PagedSequence, TABLE_VECTOR, table_width};
+use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::plan::LaunchSequences;
 use crate::ops::sink_attention::{Attention, NO_SINK};
 use candle_core::cuda_backend::cudarc::driver::CudaSlice;
@@ -230,8 +232,8 @@ impl DecodeBatch {
     }
 
     /// Computes attention in layer `layer` of pool `pool` for the tokens of the step. `tables` has the table
-    /// of each pool. The tensors are queries `[T, N, D]`, keys and values `[T, 2, M, D]`, which are appended
-    /// to the cache, and sinks `[N]`. Returns `[T, N·D]`.
+    /// of each pool. Queries `[T, N·D]` and keys `[T, M·D]` are rotated by `rotation`. Keys and values `[T,
+    /// M·D]` are appended to the cache. `sinks [N]` are needed if attention has sinks. Returns `[T, N·D]`.
     ///
     /// # Errors
     /// When shapes disagree, or there is no such layer.
@@ -239,23 +241,33 @@ impl DecodeBatch {
         &self,
         tables: &[DecodeTable],
         (pool, layer): (usize, usize),
-        tensors: [&Tensor; 3],
+        qkv: [&Tensor; 3],
+        rotation: &Rotation,
+        sinks: Option<&Tensor>,
     ) -> Result<Tensor> {
         let (Some(PoolArrays { attention, plan, arrays, slots }), Some(table)) =
             (self.pools.get(pool), tables.get(pool))
         else {
             bail!("decode: no pool {pool}")
         };
-        let Attention { heads, head_dim, .. } = *attention;
+        let Attention { heads, kv_heads, head_dim, .. } = *attention;
         let tokens = plan.shape.tokens;
-        let opened = tensors.map(Tensor::storage_and_layout);
-        let Opened { q, kv, sinks } = Opened::new(&opened, tokens, attention)?;
-        let no_sinks = self.no_sinks.slice(..heads);
-        let sinks = if attention.sinks { &sinks } else { &no_sinks };
-        table.pool.write(layer, &kv, &slots.memory.as_view())?;
+        for (x, heads) in qkv.into_iter().zip([heads, kv_heads, kv_heads]) {
+            if x.dims() != [tokens, heads * head_dim] {
+                bail!("decode: {:?} for {tokens} rows of {heads} heads of {head_dim}", x.dims());
+            }
+        }
+        let opened = sinks.filter(|_| attention.sinks).map(Tensor::storage_and_layout);
+        let sinks = match &opened {
+            Some(opened) => OP.open_tensor::<f32>("the sinks", opened, &[heads])?.0,
+            None if attention.sinks => bail!("decode: attention with sinks without sinks"),
+            None => self.no_sinks.slice(..heads),
+        };
+        let mut memory = table.pool.memory(layer)?;
+        // SAFETY: the slots are rows of the cache. All rows of padding have the same input.
+        let q = unsafe { rope_append(qkv, rotation, &mut memory, &slots.memory.as_view())? };
         let mut outputs = plan.outputs(&self.device)?;
-        let memory = table.pool.memory(layer)?;
-        let inputs = Inputs { q: &q, kv: &memory.as_view(), sinks };
+        let inputs = Inputs { q: &q.as_view(), kv: &memory.as_view(), sinks: &sinks };
         let arrays = LaunchArrays { plan: &arrays.memory, page_table: Some(&table.memory) };
         plan.forward(&self.device, &arrays, &inputs, &mut outputs)?;
         let Outputs { out, .. } = outputs;

@@ -46,6 +46,7 @@ kernel_params! {
         dweights: u64,
         width: i32,
         top_k: i32,
+        residual: u64,
     }
 }
 
@@ -97,11 +98,12 @@ struct Operands<'a> {
     /// Indices of the rows of `x` that the kernel reads.
     rows: &'a Tensor,
     top_k: usize,
+    residual: Option<DeviceArgument<'a>>,
 }
 
 /// Launches a kernel that writes `blocks` rows, one per thread block.
 fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<CudaStorage> {
-    let Operands { x, weights, rows, top_k } = *operands;
+    let Operands { x, weights, rows, top_k, residual } = *operands;
     let width = x.1.shape().dims2()?.1;
     let (xs, device) = op.input::<bf16>("x", x, x.1.dims())?;
     op.check_width(width)?;
@@ -111,6 +113,8 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
         op.check("the weights", weights, DType::F32, &[blocks, top_k])?;
     }
     let weights = weights.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
+    let residual =
+        residual.map(|added| op.input::<bf16>("the residual", added, &[blocks, width])).transpose()?;
     let mut out = output::<bf16>(device, blocks * width)?;
     if blocks > 0 {
         let stream = device.cuda_stream();
@@ -122,6 +126,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
             out: at.write(&mut out),
             width: width as i32,
             top_k: top_k as i32,
+            residual: residual.as_ref().map_or(0, |(residual, _)| at.read(residual)),
             ..Params::default()
         };
         // SAFETY: all buffers outlive the launch, `rows` are indices of `x`, and each block writes its own
@@ -134,7 +139,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
 /// Returns rows `token_of [T·K]` of `x [T, H]`.
 pub(in crate::ops) fn dispatch_forward(x: DeviceArgument, token_of: &Tensor) -> Result<(CudaStorage, Shape)> {
     let (rows, width) = (token_of.dim(0)?, x.1.shape().dims2()?.1);
-    let operands = Operands { x, weights: None, rows: token_of, top_k: 1 };
+    let operands = Operands { x, weights: None, rows: token_of, top_k: 1, residual: None };
     Ok((run(Op("dispatch"), &DISPATCH_FORWARD, &operands, rows)?, Shape::from((rows, width))))
 }
 
@@ -146,7 +151,8 @@ pub(in crate::ops) fn dispatch_backward(dy: &Tensor, row_of: &Tensor, top_k: usi
     let tokens = rows / top_k;
     let opened = dy.storage_and_layout();
     let x = OP.gpu_storage("the output's gradient", &opened, DType::BF16, &[rows, width])?;
-    let out = run(OP, &DISPATCH_BACKWARD, &Operands { x, weights: None, rows: row_of, top_k }, tokens)?;
+    let operands = Operands { x, weights: None, rows: row_of, top_k, residual: None };
+    let out = run(OP, &DISPATCH_BACKWARD, &operands, tokens)?;
     Ok(from_storage(out, (tokens, width)))
 }
 
@@ -157,8 +163,23 @@ pub(in crate::ops) fn combine_forward(
     row_of: &Tensor,
 ) -> Result<(CudaStorage, Shape)> {
     let ((tokens, top_k), width) = (weights.1.shape().dims2()?, x.1.shape().dims2()?.1);
-    let operands = Operands { x, weights: Some(weights), rows: row_of, top_k };
+    let operands = Operands { x, weights: Some(weights), rows: row_of, top_k, residual: None };
     Ok((run(Op("combine"), &COMBINE_FORWARD, &operands, tokens)?, Shape::from((tokens, width))))
+}
+
+/// Returns `residual [T, H]` plus the sums of [`combine_forward`], which are rounded first.
+pub(in crate::ops) fn combine_and_add(
+    [x, weights, residual]: [&Tensor; 3],
+    row_of: &Tensor,
+) -> Result<Tensor> {
+    const OP: Op = Op("combine");
+    let (tokens, top_k) = weights.dims2()?;
+    let opened = [x, weights, residual].map(Tensor::storage_and_layout);
+    let x = OP.gpu_storage("x", &opened[0], DType::BF16, x.dims())?;
+    let weights = OP.gpu_storage("the weights", &opened[1], DType::F32, &[tokens, top_k])?;
+    let added = OP.gpu_storage("the residual", &opened[2], DType::BF16, residual.dims())?;
+    let operands = Operands { x, weights: Some(weights), rows: row_of, top_k, residual: Some(added) };
+    Ok(from_storage(run(OP, &COMBINE_FORWARD, &operands, tokens)?, residual.dims()))
 }
 
 /// Returns the gradients of `x [T·K, H]` and `weights [T, K]`, given the gradient `dy [T, H]` of the weighted
@@ -189,6 +210,7 @@ pub(in crate::ops) fn combine_backward(
             dweights: at.write(&mut dweights),
             width: width as i32,
             top_k: top_k as i32,
+            residual: 0,
         };
         // SAFETY: all buffers outlive the launch, and `row_of` has every row of `x` and `dx` once.
         unsafe { launch(device, &COMBINE_BACKWARD, &params, rows)? };

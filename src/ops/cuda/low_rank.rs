@@ -22,7 +22,7 @@ fn project_down(
 ) -> Result<(CudaStorage, Shape)> {
     let opened = a.storage_and_layout();
     let a = OP.gpu_storage("the first factor", &opened, DType::BF16, a.dims())?;
-    product_with_epilogue(OP, x, a, starts, &Epilogue { scale, bias: None, addend: None }, DType::BF16)
+    product_with_epilogue(OP, x, a, starts, &Epilogue { scale, ..Epilogue::default() }, DType::BF16)
 }
 
 /// Computes `y + s · (x · A) · B` in the type of `y`, bf16 or f32.
@@ -36,7 +36,7 @@ pub(in crate::ops) fn low_rank_forward(
     let (u, shape) = project_down(x, a, scale, starts)?;
     let opened = b.storage_and_layout();
     let b = OP.gpu_storage("the second factor", &opened, DType::BF16, b.dims())?;
-    let finish = Epilogue { scale: 1.0, bias: None, addend: Some(y) };
+    let finish = Epilogue { addend: Some(y), ..Epilogue::default() };
     product_with_epilogue(OP, (&u, &Layout::contiguous(shape)), b, starts, &finish, y.0.dtype())
 }
 

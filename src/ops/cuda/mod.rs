@@ -10,10 +10,12 @@ mod decode;
 mod device;
 mod dispatch;
 mod embedding;
+mod expert_swiglu;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
 mod graph;
 mod head;
+mod joined_product;
 mod launch;
 mod load_balance;
 mod log_prob;
@@ -52,21 +54,23 @@ pub use sink_attention::{DeviceLaunchPlan, DeviceLse, Gradients, Inputs, Outputs
 
 pub(super) use accumulate::{add_tensor, copy_argument};
 pub(super) use dispatch::{
-    combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
+    combine_and_add, combine_backward, combine_forward, dispatch_backward, dispatch_forward, sort_by_expert,
 };
 pub(super) use embedding::{add_columns, add_rows, sum_rows, take_columns, take_rows};
+pub(super) use expert_swiglu::{expert_swiglu, packed_expert_swiglu};
 pub(super) use head::{head_backward, head_forward, head_logits};
+pub(super) use joined_product::joined_product;
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
 pub(super) use muon::muon;
 pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
 pub(super) use product::{
-    add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_forward,
-    product_input_gradient,
+    add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_and_add,
+    product_forward, product_input_gradient,
 };
-pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward};
+pub(super) use rms_norm::{rms_norm_backward, rms_norm_forward, sum_norm};
 pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys_forward};
-pub(super) use router::{route, top_k_softmax_backward, top_k_softmax_forward};
+pub(super) use router::{route, select_experts, top_k_softmax_backward, top_k_softmax_forward};
 pub(super) use sampling::{draw_tokens, token_log_probs};
 pub(super) use silu_and_mul::{silu_and_mul_backward, silu_and_mul_forward};
 pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};

@@ -153,7 +153,7 @@ fn add_product(addend: &Tensor, x: &Tensor, weight: &Tensor, starts: &Tensor, sc
     let opened = [addend, x, weight].map(Tensor::storage_and_layout);
     let argument = |i: usize, name| OP.gpu_storage(name, &opened[i], DType::BF16, opened[i].1.dims());
     let (addend, x, weight) = (argument(0, "the addend")?, argument(1, "x")?, argument(2, "the matrix")?);
-    let epilogue = Epilogue { scale: scale as f32, bias: None, addend: Some(addend) };
+    let epilogue = Epilogue { scale: scale as f32, addend: Some(addend), ..Epilogue::default() };
     let (storage, shape) = product_with_epilogue(OP, x, weight, Some(starts), &epilogue, DType::BF16)?;
     Ok(from_storage(storage, shape))
 }

@@ -307,7 +307,7 @@ pub fn paged_sink_attention(
 }
 
 /// The checked inputs of attention over a cache.
-pub(super) struct Opened<'a> {
+struct Opened<'a> {
     /// `[T, N, D]`.
     pub q: CudaView<'a, bf16>,
     /// `[T, 2, M, D]`.

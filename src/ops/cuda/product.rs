@@ -4,7 +4,7 @@
 //! Rows, matrices and gradients of activations are bf16. Sums, biases and gradients of parameters are f32. A
 //! matrix may be packed as MXFP4. The result is then bit for bit that of the decoded matrix.
 
-use super::arguments::{Op, output, tensor};
+use super::arguments::{Op, from_storage, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::packed_weights::PackedMatrix;
@@ -16,13 +16,17 @@ use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
 /// A tile shape of `kernels/product.cuh`, and the kernels that compute such tiles.
-struct Tiling {
-    rows: usize,
-    columns: usize,
+pub(super) struct Tiling {
+    pub rows: usize,
+    pub columns: usize,
     to_bf16: Kernel,
     to_f32: Kernel,
     /// The kernel that multiplies by an MXFP4 matrix. Its result is bf16.
     of_mxfp4: Kernel,
+    /// The kernel that multiplies by up to three matrices.
+    pub joined: Kernel,
+    /// The kernels of the first half of experts, for bf16 and for MXFP4 matrices.
+    pub expert_swiglu: [Kernel; 2],
 }
 
 const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
@@ -44,6 +48,11 @@ const WIDE: Tiling = Tiling {
     to_bf16: kernel("product_forward", 256, WIDE_BYTES),
     to_f32: kernel("product_forward_f32", 256, WIDE_BYTES),
     of_mxfp4: kernel("product_forward_mxfp4", 256, WIDE_MXFP4_BYTES),
+    joined: kernel("product_joined", 256, WIDE_BYTES),
+    expert_swiglu: [
+        kernel("expert_swiglu", 256, WIDE_BYTES),
+        kernel("expert_swiglu_mxfp4", 256, WIDE_MXFP4_BYTES),
+    ],
 };
 const NARROW: Tiling = Tiling {
     rows: 16,
@@ -51,6 +60,11 @@ const NARROW: Tiling = Tiling {
     to_bf16: kernel("product_forward_narrow", 128, NARROW_BYTES),
     to_f32: kernel("product_forward_narrow_f32", 128, NARROW_BYTES),
     of_mxfp4: kernel("product_forward_narrow_mxfp4", 128, NARROW_MXFP4_BYTES),
+    joined: kernel("product_joined_narrow", 128, NARROW_BYTES),
+    expert_swiglu: [
+        kernel("expert_swiglu_narrow", 128, NARROW_BYTES),
+        kernel("expert_swiglu_narrow_mxfp4", 128, NARROW_MXFP4_BYTES),
+    ],
 };
 const INPUT_GRADIENT: Kernel = kernel("product_input_gradient", 256, WIDE_BYTES);
 const INPUT_GRADIENT_MXFP4: Kernel = kernel("product_input_gradient_mxfp4", 256, WIDE_MXFP4_BYTES);
@@ -75,22 +89,23 @@ kernel_params! {
         n: i32,
         groups: i32,
         scale: f32,
+        residual: u64,
     }
 }
 
 /// The sizes of a product of `rows` rows by one matrix `[k, n]`, or by one such matrix per group.
 #[derive(Clone, Copy)]
-struct Sizes {
-    rows: usize,
-    k: usize,
-    n: usize,
-    groups: usize,
+pub(super) struct Sizes {
+    pub rows: usize,
+    pub k: usize,
+    pub n: usize,
+    pub groups: usize,
     grouped: bool,
 }
 
 impl Sizes {
     /// Returns the sizes of a product by one matrix `[k, n]`, or by one such matrix per group of `starts`.
-    fn new(op: Op, rows: usize, [k, n]: [usize; 2], starts: Option<&Tensor>) -> Result<Self> {
+    pub fn new(op: Op, rows: usize, [k, n]: [usize; 2], starts: Option<&Tensor>) -> Result<Self> {
         let groups = starts.map_or(Ok(1), |starts| starts.dims1().map(|len| len.saturating_sub(1)))?;
         let grouped = starts.is_some();
         if [rows, k, n, groups].iter().any(|&size| size > i32::MAX as usize) {
@@ -102,23 +117,22 @@ impl Sizes {
         Ok(Self { rows, k, n, groups, grouped })
     }
 
-    fn matrix(&self) -> Vec<usize> {
+    pub fn matrix(&self) -> Vec<usize> {
         if self.grouped { vec![self.groups, self.k, self.n] } else { vec![self.k, self.n] }
     }
 
-    fn vector(&self) -> Vec<usize> {
+    pub fn vector(&self) -> Vec<usize> {
         if self.grouped { vec![self.groups, self.n] } else { vec![self.n] }
     }
 
     /// Returns the maximum number of row tiles, for any division of the rows into groups.
-    fn row_tiles(&self, tile_rows: usize) -> usize {
+    pub fn row_tiles(&self, tile_rows: usize) -> usize {
         self.rows.div_ceil(tile_rows) + if self.grouped { self.groups } else { 0 }
     }
 
     fn params(&self) -> Params {
         let [rows, k, n, groups] = [self.rows, self.k, self.n, self.groups].map(|size| size as i32);
-        let [x, weight, bias, addend, dy, out, starts] = [0; 7];
-        Params { x, weight, bias, addend, dy, out, starts, rows, k, n, groups, scale: 1.0 }
+        Params { rows, k, n, groups, scale: 1.0, ..Params::default() }
     }
 
     fn is_empty(&self) -> bool {
@@ -136,7 +150,7 @@ fn matrix(dims: &[usize]) -> Result<[usize; 2]> {
 
 /// Calls `f` with the offsets of the groups, u32 `[E + 1]`: the first row of each group, then the number of
 /// rows. Without groups, calls `f` with `None`.
-fn with_starts<R>(
+pub(super) fn with_starts<R>(
     op: Op,
     starts: Option<&Tensor>,
     f: impl FnOnce(Option<&CudaView<u32>>) -> Result<R>,
@@ -148,13 +162,13 @@ fn with_starts<R>(
 }
 
 /// The matrices of a product, after the checks.
-enum Weight<'a> {
+pub(super) enum Weight<'a> {
     Bf16(CudaView<'a, bf16>),
     Mxfp4(CudaView<'a, u8>),
 }
 
 impl<'a> Weight<'a> {
-    fn read(&'a self, at: &mut Addresses<'a>) -> u64 {
+    pub fn read(&'a self, at: &mut Addresses<'a>) -> u64 {
         match self {
             Weight::Bf16(weight) => at.read(weight),
             Weight::Mxfp4(weight) => at.read(weight),
@@ -162,17 +176,20 @@ impl<'a> Weight<'a> {
     }
 }
 
-/// The epilogue of `x · W`: sums are multiplied by `scale`, then `bias` and `addend` are added.
+/// The epilogue of `x · W`: sums are multiplied by `scale`, then `bias` and `addend` are added. The result is
+/// rounded to bf16 before `residual` is added.
 pub(super) struct Epilogue<'a> {
     pub scale: f32,
     pub bias: Option<DeviceArgument<'a>>,
     /// `[T, out]`, in the output type.
     pub addend: Option<DeviceArgument<'a>>,
+    /// `[T, out]`, for an output in bf16.
+    pub residual: Option<DeviceArgument<'a>>,
 }
 
-impl<'a> Epilogue<'a> {
-    fn with_bias(bias: Option<DeviceArgument<'a>>) -> Self {
-        Self { scale: 1.0, bias, addend: None }
+impl Default for Epilogue<'_> {
+    fn default() -> Self {
+        Self { scale: 1.0, bias: None, addend: None, residual: None }
     }
 }
 
@@ -185,7 +202,28 @@ pub(in crate::ops) fn product_forward(
     starts: Option<&Tensor>,
     out: DType,
 ) -> Result<(CudaStorage, Shape)> {
-    product_with_epilogue(Op(op), x, weight, starts, &Epilogue::with_bias(bias), out)
+    product_with_epilogue(Op(op), x, weight, starts, &Epilogue { bias, ..Epilogue::default() }, out)
+}
+
+/// Returns `residual [T, out]` plus `x · W + b`, which is rounded first.
+pub(in crate::ops) fn product_and_add(
+    op: &'static str,
+    [x, weight, residual]: [&Tensor; 3],
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
+    let op = Op(op);
+    let opened = [x, weight, residual].map(Tensor::storage_and_layout);
+    let x = op.gpu_storage("x", &opened[0], DType::BF16, x.dims())?;
+    let weight = op.gpu_storage("the weight", &opened[1], DType::BF16, weight.dims())?;
+    let residual = op.gpu_storage("the residual", &opened[2], DType::BF16, residual.dims())?;
+    let opened = bias.map(Tensor::storage_and_layout);
+    let bias = match (bias, &opened) {
+        (Some(bias), Some(opened)) => Some(op.gpu_storage("the bias", opened, DType::F32, bias.dims())?),
+        _ => None,
+    };
+    let epilogue = Epilogue { bias, residual: Some(residual), ..Epilogue::default() };
+    let (storage, shape) = product_with_epilogue(op, x, weight, None, &epilogue, DType::BF16)?;
+    Ok(from_storage(storage, shape))
 }
 
 /// Returns `x · W` after the epilogue `epilogue`. [`product_forward`] is the case with only a bias.
@@ -215,12 +253,16 @@ pub(in crate::ops) fn packed_forward(
     let [_, k, n] = weight.shape();
     let sizes = Sizes::new(op, x.1.shape().dims2()?.0, [k, n], starts)?;
     with_packed(op, weight, |weight| {
-        multiply(op, sizes, x, weight, starts, &Epilogue::with_bias(bias), DType::BF16)
+        multiply(op, sizes, x, weight, starts, &Epilogue { bias, ..Epilogue::default() }, DType::BF16)
     })
 }
 
 /// Calls `f` with the bytes of a packed matrix in GPU memory.
-fn with_packed<R>(op: Op, weight: &PackedMatrix, f: impl FnOnce(&Weight) -> Result<R>) -> Result<R> {
+pub(super) fn with_packed<R>(
+    op: Op,
+    weight: &PackedMatrix,
+    f: impl FnOnce(&Weight) -> Result<R>,
+) -> Result<R> {
     let bytes = weight.device_tensor()?;
     let opened = bytes.storage_and_layout();
     let (storage, layout) =
@@ -245,7 +287,10 @@ fn multiply(
     if let Some(addend) = epilogue.addend {
         op.check("what is added to", addend, out, &[rows, n])?;
     }
-    let tiling = if rows <= NARROW_ROWS_MAX * sizes.groups { &NARROW } else { &WIDE };
+    if let Some(residual) = epilogue.residual {
+        op.check("the residual", residual, DType::BF16, &[rows, n])?;
+    }
+    let tiling = tiling(rows, sizes.groups);
     let storage = with_starts(op, starts, |starts| {
         let operands = Operands { op, x, weight, starts, epilogue };
         match (weight, out) {
@@ -255,6 +300,11 @@ fn multiply(
         }
     })?;
     Ok((storage, Shape::from((rows, n))))
+}
+
+/// Returns the faster tiles for `rows` rows in `groups` groups.
+pub(super) fn tiling(rows: usize, groups: usize) -> &'static Tiling {
+    if rows <= NARROW_ROWS_MAX * groups { &NARROW } else { &WIDE }
 }
 
 /// The inputs of a forward pass, after the checks.
@@ -278,6 +328,8 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
         let x = op.view::<bf16>(x.0, x.1)?;
         let bias = epilogue.bias.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
         let addend = epilogue.addend.map(|(storage, layout)| op.view::<T>(storage, layout)).transpose()?;
+        let residual =
+            epilogue.residual.map(|(storage, layout)| op.view::<bf16>(storage, layout)).transpose()?;
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params {
@@ -288,6 +340,7 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
             out: at.write(&mut out),
             starts: starts.map_or(0, |starts| at.read(starts)),
             scale: epilogue.scale,
+            residual: residual.as_ref().map_or(0, |residual| at.read(residual)),
             ..sizes.params()
         };
         let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);

@@ -13,6 +13,7 @@ const OP: Op = Op("rms_norm");
 const SHARED_BYTES: usize = 2 * 128 / 32 * size_of::<f32>();
 const FORWARD: Kernel =
     Kernel { function: "rms_norm_forward", file: "rms_norm", threads: 128, shared_bytes: SHARED_BYTES };
+const SUM: Kernel = Kernel { function: "sum_norm", ..FORWARD };
 const BACKWARD: Kernel = Kernel { function: "rms_norm_backward", ..FORWARD };
 const WEIGHT: Kernel = Kernel { function: "rms_norm_weight", shared_bytes: 0, ..FORWARD };
 const WEIGHT_SUM: Kernel = Kernel { function: "rms_norm_weight_sum", ..WEIGHT };
@@ -27,6 +28,17 @@ kernel_params! {
         dy: u64,
         out: u64,
         inverse_rms: u64,
+        width: i32,
+        eps: f32,
+    }
+
+    /// `SumNorm` of `kernels/row_ops.cuh`.
+    struct SumParams {
+        x: u64,
+        y: u64,
+        weight: u64,
+        sum: u64,
+        out: u64,
         width: i32,
         eps: f32,
     }
@@ -69,6 +81,34 @@ pub(in crate::ops) fn rms_norm_forward(
         unsafe { launch(device, &FORWARD, &params, rows)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
+}
+
+/// Returns `x + y` and its norm. Both have the bits of separate launches.
+pub(in crate::ops) fn sum_norm([x, y, weight]: [&Tensor; 3], eps: f32) -> Result<[Tensor; 2]> {
+    let (rows, width) = x.dims2()?;
+    let opened = [x, y, weight].map(Tensor::storage_and_layout);
+    let (x, device) = OP.open_tensor::<bf16>("x", &opened[0], &[rows, width])?;
+    let (y, _) = OP.open_tensor::<bf16>("what is added to x", &opened[1], &[rows, width])?;
+    let (weight, _) = OP.open_tensor::<f32>("the weight", &opened[2], &[width])?;
+    OP.check_width(width)?;
+    let mut sum = output::<bf16>(device, rows * width)?;
+    let mut out = output::<bf16>(device, rows * width)?;
+    if rows > 0 {
+        let stream = device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let params = SumParams {
+            x: at.read(&x),
+            y: at.read(&y),
+            weight: at.read(&weight),
+            sum: at.write(&mut sum),
+            out: at.write(&mut out),
+            width: width as i32,
+            eps,
+        };
+        // SAFETY: all buffers outlive the launch, and each block accesses only its row.
+        unsafe { launch(device, &SUM, &params, rows)? };
+    }
+    Ok([sum, out].map(|rows_of| tensor(rows_of, device, (rows, width))))
 }
 
 /// Returns the gradient of `x` for `dy`, and the gradient of the weight if the weight is trainable.

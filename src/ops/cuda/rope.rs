@@ -5,12 +5,14 @@ use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::kernels::Kernel;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{Device, Result, Shape, Tensor, bail};
+use candle_core::{Device, Layout, Result, Shape, StorageRef, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rope");
 const ROPE: Kernel = Kernel { function: "rope", file: "rope", threads: 256, shared_bytes: 0 };
+const APPEND: Kernel = Kernel { function: "rope_append", ..ROPE };
 /// Number of pairs per thread.
 const VECTOR: usize = 8;
 
@@ -30,6 +32,23 @@ kernel_params! {
         x_stride: i32,
         out_stride: i32,
         direction: f32,
+    }
+
+    /// `RopeAppend` of `kernels/rope.cuh`.
+    struct AppendParams {
+        q: u64,
+        k: u64,
+        v: u64,
+        q_out: u64,
+        cache: u64,
+        cosines: u64,
+        sines: u64,
+        positions: u64,
+        slots: u64,
+        rows: i64,
+        heads: i32,
+        kv_heads: i32,
+        half: i32,
     }
 }
 
@@ -72,6 +91,23 @@ fn check(rotation: &Rotation, (rows, width): (usize, usize)) -> Result<()> {
     Ok(())
 }
 
+/// Returns the table and the positions of `rotation` on `device`.
+fn angles(device: &CudaDevice, rotation: &Rotation) -> Result<[Tensor; 2]> {
+    let place = Device::Cuda(device.clone());
+    Ok([rotation.table.to_device(&place)?, rotation.device_positions(&place)?])
+}
+
+/// Checks and returns the locked tensors of [`angles`].
+fn open_angles<'a>(
+    opened: &'a [(StorageRef<'_>, &Layout); 2],
+    rotation: &Rotation,
+) -> Result<(CudaView<'a, f32>, CudaView<'a, u32>)> {
+    let shape = [2, rotation.table.positions(), rotation.table.half_dim()];
+    let (table, _) = OP.open_tensor::<f32>("the table", &opened[0], &shape)?;
+    let (positions, _) = OP.open_tensor::<u32>("the positions", &opened[1], &[rotation.positions.len()])?;
+    Ok((table, positions))
+}
+
 /// Rotates the rows of `width` values at `from`, and writes the result to `to`.
 ///
 /// # Safety
@@ -84,13 +120,10 @@ unsafe fn run(
     to: &Rows,
     direction: f32,
 ) -> Result<()> {
-    let place = Device::Cuda(device.clone());
     let (half, rows) = (rotation.table.half_dim(), rotation.positions.len());
-    let shape = [2, rotation.table.positions(), half];
-    let tensors = [rotation.table.to_device(&place)?, rotation.device_positions(&place)?];
+    let tensors = angles(device, rotation)?;
     let opened = tensors.each_ref().map(Tensor::storage_and_layout);
-    let (table, _) = OP.open_tensor::<f32>("the table", &opened[0], &shape)?;
-    let (positions, _) = OP.open_tensor::<u32>("the positions", &opened[1], &[rows])?;
+    let (table, positions) = open_angles(&opened, rotation)?;
     let stream = device.cuda_stream();
     let mut at = Addresses::new(&stream);
     let cosines = at.read(&table);
@@ -112,6 +145,58 @@ unsafe fn run(
     let vectors = rows * (width / 2 / VECTOR);
     // SAFETY: guaranteed by the caller. `Rotation` has checked that the table has every position.
     unsafe { launch(device, &ROPE, &params, vectors.div_ceil(ROPE.threads)) }
+}
+
+/// Rotates `q [T, N·D]`, and appends rotated `k [T, M·D]` with `v [T, M·D]` to the rows `slots [T]` of
+/// `cache`, which has rows of `2·M·D`. Returns the rotated queries.
+///
+/// # Safety
+/// Every slot must be a row of `cache`. Rows with the same slot must have the same keys and values.
+pub(super) unsafe fn rope_append(
+    [q, k, v]: [&Tensor; 3],
+    rotation: &Rotation,
+    cache: &mut CudaSlice<bf16>,
+    slots: &CudaView<i32>,
+) -> Result<CudaSlice<bf16>> {
+    let ((rows, q_width), kv_width) = (q.dims2()?, k.dim(1)?);
+    let opened = [q, k, v].map(Tensor::storage_and_layout);
+    let (q, device) = OP.open_tensor::<bf16>("q", &opened[0], &[rows, q_width])?;
+    let (k, _) = OP.open_tensor::<bf16>("k", &opened[1], &[rows, kv_width])?;
+    let (v, _) = OP.open_tensor::<bf16>("v", &opened[2], &[rows, kv_width])?;
+    check(rotation, (rows, q_width))?;
+    check(rotation, (rows, kv_width))?;
+    if slots.len() != rows || !cache.len().is_multiple_of(2 * kv_width) {
+        bail!("rope: {rows} rows of {kv_width} for {} slots of a cache of {}", slots.len(), cache.len());
+    }
+    let half = rotation.table.half_dim();
+    let tensors = angles(device, rotation)?;
+    let opened = tensors.each_ref().map(Tensor::storage_and_layout);
+    let (table, positions) = open_angles(&opened, rotation)?;
+    let mut out = output::<bf16>(device, rows * q_width)?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let cosines = at.read(&table);
+    let params = AppendParams {
+        q: at.read(&q),
+        k: at.read(&k),
+        v: at.read(&v),
+        q_out: at.write(&mut out),
+        cache: at.write(cache),
+        cosines,
+        sines: cosines + (table.len() / 2 * size_of::<f32>()) as u64,
+        positions: at.read(&positions),
+        slots: at.read(slots),
+        rows: rows as i64,
+        heads: (q_width / (2 * half)) as i32,
+        kv_heads: (kv_width / (2 * half)) as i32,
+        half: half as i32,
+    };
+    let vectors = rows * ((q_width + kv_width) / 2 / VECTOR);
+    // SAFETY: all buffers outlive the launch, `Rotation` has checked that the table has every position, and
+    // the caller guarantees the slots.
+    unsafe { launch(device, &APPEND, &params, vectors.div_ceil(APPEND.threads))? };
+    drop(at);
+    Ok(out)
 }
 
 /// Rotates `x [T, N·D]`.

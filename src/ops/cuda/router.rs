@@ -12,6 +12,10 @@ const SOFTMAX_OP: Op = Op("top_k_softmax");
 const ROUTE: Kernel = Kernel { function: "route", file: "router", threads: 128, shared_bytes: 0 };
 const FORWARD: Kernel = Kernel { function: "top_k_softmax_forward", ..ROUTE };
 const BACKWARD: Kernel = Kernel { function: "top_k_softmax_backward", ..ROUTE };
+/// One block selects the experts of all tokens. Each thread keeps a sum.
+const SELECT_THREADS: usize = 1024;
+/// Maximum number of routes of such a block, which are in its shared memory.
+const SELECT_ROUTES_MAX: usize = 8192;
 /// Number of threads per token in the selection of experts.
 const WARP: usize = 32;
 
@@ -21,6 +25,19 @@ kernel_params! {
         logits: u64,
         routes: u64,
         tokens: i64,
+        experts: i32,
+        top_k: i32,
+    }
+
+    /// `SelectExperts` of `kernels/router.cuh`.
+    struct SelectParams {
+        logits: u64,
+        routes: u64,
+        weights: u64,
+        row_of: u64,
+        token_of: u64,
+        starts: u64,
+        tokens: i32,
         experts: i32,
         top_k: i32,
     }
@@ -57,6 +74,45 @@ pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(Cud
         unsafe { launch(device, &ROUTE, &params, tokens.div_ceil(ROUTE.threads / WARP))? };
     }
     Ok((CudaStorage::wrap_cuda_slice(routes, device.clone()), Shape::from((tokens, top_k))))
+}
+
+/// Returns the `top_k` experts of each token, their weights, and the plan of [`super::sort_by_expert`], from
+/// one launch; `None` if there are too many tokens or experts for one block.
+pub(in crate::ops) fn select_experts(logits: &Tensor, top_k: usize) -> Result<Option<[Tensor; 3]>> {
+    let (tokens, experts) = logits.dims2()?;
+    let pairs = tokens * top_k;
+    if pairs == 0 || pairs > SELECT_ROUTES_MAX || experts > SELECT_THREADS {
+        return Ok(None);
+    }
+    let opened = logits.storage_and_layout();
+    let (logits, device) = ROUTE_OP.open_tensor::<f32>("the logits", &opened, &[tokens, experts])?;
+    let (mut routes, mut weights) = (output::<u32>(device, pairs)?, output::<f32>(device, pairs)?);
+    let len = 2 * pairs + experts + 1;
+    let mut plan = output::<u32>(device, len)?;
+    let stream = device.cuda_stream();
+    let mut at = Addresses::new(&stream);
+    let (row_of, pair_bytes) = (at.write(&mut plan), (pairs * size_of::<u32>()) as u64);
+    let params = SelectParams {
+        logits: at.read(&logits),
+        routes: at.write(&mut routes),
+        weights: at.write(&mut weights),
+        row_of,
+        token_of: row_of + pair_bytes,
+        starts: row_of + 2 * pair_bytes,
+        tokens: tokens as i32,
+        experts: experts as i32,
+        top_k: top_k as i32,
+    };
+    let shared_bytes = (pairs + SELECT_THREADS) * size_of::<u32>();
+    let kernel = Kernel { function: "select_experts", threads: SELECT_THREADS, shared_bytes, ..ROUTE };
+    // SAFETY: all buffers outlive the launch, and `plan` has space for its three parts.
+    unsafe { launch(device, &kernel, &params, 1)? };
+    drop(at);
+    Ok(Some([
+        tensor(routes, device, (tokens, top_k)),
+        tensor(weights, device, (tokens, top_k)),
+        tensor(plan, device, len),
+    ]))
 }
 
 /// Returns the weights of the routed experts.

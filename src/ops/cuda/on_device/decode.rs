@@ -6,7 +6,9 @@ use crate::ops::cuda::{
     DecodeBatch, DecodeStep, DecodeTable, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
     paged_sink_attention, upload,
 };
+use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::sink_attention::Attention;
+use crate::ops::{rope, rope_keys_with_values};
 use candle_core::{DType, Device, Tensor};
 use std::sync::Arc;
 
@@ -19,15 +21,27 @@ const LAYERS: [Attention; 3] = [
 /// Bytes of a vector of the page table, and of its place.
 const ENTRY_BYTES: usize = 16 + 4;
 
-/// Returns rows of queries, and of keys and values, of each layer.
-fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 2]; 3] {
+/// Returns rows of queries, keys and values of each layer, before the rotation.
+fn rows(seed: u64, count: usize, gpu: &Device) -> [[Tensor; 3]; 3] {
     LAYERS.map(|Attention { heads, kv_heads, head_dim, .. }| {
-        let of = |seed: u64, shape: &[usize]| {
-            let width = shape[1..].iter().product();
-            to_gpu(&numbers(seed, count, width, 1.0).reshape(shape).unwrap(), gpu)
-        };
-        [of(seed, &[count, heads, head_dim]), of(seed + 1, &[count, 2, kv_heads, head_dim])]
+        let of = |seed: u64, heads: usize| to_gpu(&numbers(seed, count, heads * head_dim, 1.0), gpu);
+        [of(seed, heads), of(seed + 1, kv_heads), of(seed + 2, kv_heads)]
     })
+}
+
+/// Returns the rotation of rows in a layer. A row's position depends on its index only.
+fn rotation(layer: usize, count: usize) -> Rotation {
+    let half = LAYERS[layer].head_dim / 2;
+    let frequencies: Vec<f32> = (0..half).map(|i| 0.5f32.powi(i as i32)).collect();
+    let positions = (0..count as u32).map(|row| row * 7 % 61).collect();
+    Rotation::new(Arc::new(RopeTable::new(&frequencies, 61, 1.0)), positions)
+}
+
+/// Rotates rows of a layer in separate launches.
+fn rotate([q, k, v]: &[Tensor; 3], layer: usize) -> [Tensor; 2] {
+    let Attention { heads, kv_heads, .. } = LAYERS[layer];
+    let rotation = rotation(layer, q.dim(0).unwrap());
+    [rope(q, heads, &rotation).unwrap(), rope_keys_with_values(k, v, kv_heads, &rotation).unwrap()]
 }
 
 fn sinks(layer: usize, gpu: &Device) -> Tensor {
@@ -42,7 +56,7 @@ fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 3
     let count = lengths.iter().sum();
     let sequences = [0, 1, 2].map(|layer| {
         let mut sequences: Vec<KvPages> = lengths.iter().map(|_| pools[layer].new_sequence()).collect();
-        let [q, kv] = &rows(70, count, gpu)[layer];
+        let [q, kv] = &rotate(&rows(70, count, gpu)[layer], layer);
         let mut open: Vec<_> = sequences.iter_mut().collect();
         let kernels = kernel_set(device, LAYERS[layer].head_dim).unwrap();
         paged_sink_attention(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
@@ -66,11 +80,12 @@ fn step(tables: &mut [DecodeTable], sequences: &mut [Vec<KvPages>; 3], rows: usi
 }
 
 /// Runs one plain call of every layer. Returns the outputs.
-fn plain(sequences: &mut [Vec<KvPages>; 3], fed: &[[Tensor; 2]; 3], gpu: &Device) -> [Vec<f32>; 3] {
+fn plain(sequences: &mut [Vec<KvPages>; 3], fed: &[[Tensor; 3]; 3], gpu: &Device) -> [Vec<f32>; 3] {
     [0, 1, 2].map(|layer| {
         let count = sequences[layer].len();
         let mut open: Vec<_> = sequences[layer].iter_mut().collect();
-        let [q, kv] = &fed[layer].each_ref().map(|x| x.narrow(0, 0, count).unwrap());
+        let own = fed[layer].each_ref().map(|x| x.narrow(0, 0, count).unwrap());
+        let [q, kv] = &rotate(&own, layer);
         let kernels = kernel_set(gpu.as_cuda_device().unwrap(), LAYERS[layer].head_dim).unwrap();
         let (counts, sinks) = (vec![1; count], sinks(layer, gpu));
         let (out, _) =
@@ -98,6 +113,7 @@ fn replayed_steps_have_the_bits_of_single_calls() {
             LAYERS.map(|a| Tensor::zeros((count, a.heads * a.head_dim), DType::BF16, &gpu).unwrap());
         let mut batch = DecodeBatch::new(&gpu, &first).unwrap();
         let held = [0, 1, 2].map(|layer| sinks(layer, &gpu));
+        let turned = [0, 1, 2].map(|layer| rotation(layer, count));
         let mut recorded: Option<RecordedGraph> = None;
         let mut next = Some(first);
         for turn in 0..5 {
@@ -109,8 +125,10 @@ fn replayed_steps_have_the_bits_of_single_calls() {
                 overwrite(input, fed).unwrap();
             }
             let all = || {
-                for (layer, [q, kv]) in inputs.iter().enumerate() {
-                    let out = batch.attend(&tables, (layer, 0), [q, kv, &held[layer]])?;
+                for (layer, qkv) in inputs.iter().enumerate() {
+                    // Layers without sinks need none.
+                    let sinks = Some(&held[layer]).filter(|_| layer == 0);
+                    let out = batch.attend(&tables, (layer, 0), qkv.each_ref(), &turned[layer], sinks)?;
                     overwrite(&outputs[layer], &out)?;
                 }
                 Ok(())
@@ -174,8 +192,8 @@ fn sequences_that_change_rows_take_their_pages_with_them() {
         batch.load(&steps).unwrap();
         let fed = rows(200 + 2 * turn as u64, 4, &gpu);
         for (layer, out) in plain(&mut own, &fed, &gpu).into_iter().enumerate() {
-            let [q, kv] = &fed[layer];
-            let got = batch.attend(&tables, (layer, 0), [q, kv, &sinks(layer, &gpu)]).unwrap();
+            let (qkv, sinks) = (fed[layer].each_ref(), sinks(layer, &gpu));
+            let got = batch.attend(&tables, (layer, 0), qkv, &rotation(layer, 4), Some(&sinks)).unwrap();
             assert_eq!(floats(&got)[..out.len()], out, "turn {turn}, layer {layer}");
         }
     }
@@ -192,12 +210,17 @@ fn steps_of_another_shape_do_not_fit() {
     assert!(!batch.has_shape_of(&other));
     assert_refused(batch.load(&other), "the step and the buffers have different shapes");
     assert!(!batch.has_shape_of(&steps[..2]));
-    let [[q, kv], ..] = rows(3, 4, &gpu);
-    let held = sinks(0, &gpu);
-    assert_refused(batch.attend(&tables, (3, 0), [&q, &kv, &held]), "decode: no pool 3");
-    assert_refused(batch.attend(&tables, (0, 1), [&q, &kv, &held]), "key-value cache: no layer 1 of 1");
-    let [[short, _], ..] = rows(3, 2, &gpu);
-    assert_refused(batch.attend(&tables, (0, 0), [&short, &kv, &held]), "q has shape [2, 4, 64]");
+    let [[q, k, v], ..] = rows(3, 4, &gpu);
+    let (held, turned) = (sinks(0, &gpu), rotation(0, 4));
+    let attend = |place, q: &Tensor, sinks| batch.attend(&tables, place, [q, &k, &v], &turned, sinks);
+    assert_refused(attend((3, 0), &q, Some(&held)), "decode: no pool 3");
+    assert_refused(attend((0, 1), &q, Some(&held)), "key-value cache: no layer 1 of 1");
+    assert_refused(attend((0, 0), &q, None), "decode: attention with sinks without sinks");
+    let [[short, ..], ..] = rows(3, 2, &gpu);
+    assert_refused(attend((0, 0), &short, Some(&held)), "decode: [2, 256] for 4 rows of 4 heads of 64");
+    let short = rotation(0, 2);
+    let refused = batch.attend(&tables, (0, 0), [&q, &k, &v], &short, Some(&held));
+    assert_refused(refused, "rope: 4 rows of 256, 2 positions");
     let mut open: Vec<_> = sequences[0].iter_mut().collect();
     assert_refused(tables[0].step(LAYERS[0], &mut open, 2).map(drop), "decode: 3 sequences for 2 of 4 rows");
     assert_refused(tables[0].step(LAYERS[0], &mut open, 5).map(drop), "decode: 3 sequences for 5 of 4 rows");

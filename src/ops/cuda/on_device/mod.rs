@@ -7,6 +7,7 @@ mod attention;
 mod decode;
 mod embedding;
 mod experts;
+mod fused;
 mod head;
 mod load_balance;
 mod log_prob;
