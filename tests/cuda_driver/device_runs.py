@@ -170,6 +170,46 @@ def several(world):
         assert key in said, said
 
 
+def numbers(row):
+    """What has the same bits on any number of GPUs: all but times, memory, and the norm, whose additions have another order."""
+    return {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/")) and "grad_norm" not in key}
+
+
+def tensors(folder, stem):
+    """The bytes of each tensor of a checkpoint's files, the shards of several processes one after the other."""
+    found = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, info in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                begin, end = (start + offset for offset in info["data_offsets"])
+                found[name] = found.get(name, b"") + data[begin:end]
+    return found
+
+
+def equals_one(world):
+    """Weights gathered by NCCL on the GPUs: metrics, weights and optimizer state of one GPU. Returns the values compared."""
+    torchrun = HERE.parent / "ranks/torchrun"
+    # Nothing is clipped by the norm.
+    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=3, train__micro_batch_tokens=64), *off]
+    kept = lambda run: [numbers(row) for row in world.rows(run)]
+    compared = 0
+    for name, more in [("adamw", []), ("recomputed", sets(train__recompute_layers="true", train__optimizer__kind="adamw_8bit"))]:
+        world.train(world.gpu, f"one_{name}", *words, *more)
+        for ranks, mode in [(2, "late"), (2, "at-once"), (2, "first-late"), (4, "late")]:
+            run = f"{name}_{ranks}_{mode}"
+            world.run(torchrun, ranks, world.gpu, "train", RECIPE, "--out", run, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
+            assert kept(run) == kept(f"one_{name}"), f"{run}:\n{kept(run)}\n{kept(f'one_{name}')}"
+            for stem in ("model", "trainer"):
+                one, several = (tensors(world.place / out / "checkpoints/step-000003", stem) for out in (f"one_{name}", run))
+                differing = [key for key in one.keys() | several.keys() if one.get(key) != several.get(key)]
+                assert one and not differing, f"{run}: {stem}: {differing}"
+                compared += sum(map(len, one.values()))
+    return compared
+
+
 def adapted(world):
     """An adapter learns beside experts that stay packed in MXFP4."""
     short = sets(device="cpu", cold_start__steps=1, train__steps=0, checkpoint__dtype="mxfp4")
@@ -358,6 +398,7 @@ def main():
         print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
         goes_on_elsewhere(world)
         several(world)
+        print(f"several GPUs: {equals_one(world)} bytes of weights and state as on one, in three orders of the streams")
         adapted(world)
         compared, used, planned = muon_resumed(world)
         print(f"Muon: resumed, {compared} bytes of weights and state as without the break; {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")

@@ -12,6 +12,7 @@ mod dispatch;
 mod embedding;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
+mod gather_memory;
 mod graph;
 mod head;
 mod launch;
@@ -41,6 +42,7 @@ pub use device::{
 };
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_sinks;
+pub use gather_memory::{GatherMemory, address_of, record_event, wait_for_event};
 pub use graph::RecordedGraph;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
@@ -59,7 +61,9 @@ pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
 pub(super) use muon::muon;
-pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
+pub(super) use optimizer::{
+    adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum, upload_values,
+};
 pub(super) use product::{
     add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_forward,
     product_input_gradient,

@@ -411,16 +411,15 @@ fn a_gpu_has_a_copy_of_the_trained_weights_and_both_phases_if_it_samples_beside_
 /// The plan of several GPUs had these products in GPU memory.
 #[test]
 fn hosts_of_several_gpus_plan_muons_products() {
-    let beyond_resident = |kind: &str| {
+    let bytes = |kind: &str| {
         let text = format!("task.name = \"format_rules\"\ntrain.optimizer.kind = \"{kind}\"");
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
         (input.gpu_sequences, input.processes) = (Some(4), 2);
-        input.host_bytes() - input.resident().iter().map(|item| item.bytes).sum::<u64>()
+        input.host_bytes()
     };
-    assert_eq!(beyond_resident("adamw"), 0);
-    assert!(beyond_resident("muon") > 0);
+    assert!(bytes("muon") > bytes("adamw"));
 }
 
 /// The plan had the longest prompt and response in place of the longest row, which may be shorter or longer.
