@@ -154,8 +154,8 @@ pub fn write_tensors(
     Ok(file.digest())
 }
 
-/// Returns the header of a file with `tensors` in the given order and with `metadata`, padded to a multiple of
-/// 8 bytes.
+/// Returns the header of a file with `tensors` in the given order and with `metadata`, padded to a multiple
+/// of 8 bytes.
 fn header(tensors: Vec<StoredTensor>, metadata: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut offset = 0;
     let infos = tensors.into_iter().map(|stored| {

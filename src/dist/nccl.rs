@@ -240,8 +240,8 @@ fn enqueue_on_device(
     let mut started = result::group_start();
     for &DeviceGather { address, part_bytes } in &exchange.gathers {
         let own = address + (rank * part_bytes) as u64;
-        // SAFETY: the caller's memory has one part of `part_bytes` for each rank. It stays allocated until the
-        // caller's stream has waited for the end of the group. The stream belongs to this communicator's
+        // SAFETY: the caller's memory has one part of `part_bytes` for each rank. It stays allocated until
+        // the caller's stream has waited for the end of the group. The stream belongs to this communicator's
         // device.
         let call = || unsafe {
             result::all_gather(own as *const _, address as *mut _, part_bytes, byte, comm, place)

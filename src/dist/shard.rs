@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn shards_of_older_checkpoints_were_rotated_by_the_index() {
-        let starts = |index| (0..3).map(|rank| rotated_shard_range(700, index, rank, 3).start);
+        let starts = |index| (0..3).map(move |rank| rotated_shard_range(700, index, rank, 3).start);
         assert_eq!(starts(0).collect::<Vec<_>>(), [0, 256, 512]);
         assert_eq!(starts(1).collect::<Vec<_>>(), [512, 0, 256]);
         assert_eq!(starts(5).collect::<Vec<_>>(), [256, 512, 0]);

@@ -1,9 +1,9 @@
 //! Exchanges between the memories of several GPUs, beside the stream that computes: weights are gathered from
 //! shards, and gradients are added to shards. No value passes the host.
 //!
-//! The memory is allocated on the stream that computes. An exchange begins when the work before its start has
-//! ended: what made its values, and the uses of a tensor that had the same memory before. The stream waits for
-//! the end of the exchange before it reads or frees the memory.
+//! The memory is allocated on the stream that computes. An exchange begins when the work before its start
+//! has ended: what made its values, and the uses of a tensor that had the same memory before. The stream
+//! waits for the end of the exchange before it reads or frees the memory.
 
 use super::sharded_layers::GatherPart;
 use crate::dist::{

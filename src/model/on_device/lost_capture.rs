@@ -6,7 +6,9 @@ use crate::model::decode::Decoder;
 use crate::model::decoder_stack::keep_nothing;
 use crate::model::families::Family;
 use crate::ops::cuda::open;
+use crate::ops::select_rows;
 use std::process::Command;
+use std::sync::Arc;
 
 /// The emulated driver loses each capture at the launch with this number, from 1.
 const LOSES_CAPTURE: &str = "CUDA_EMULATOR_LOSES_CAPTURE";
@@ -18,22 +20,22 @@ fn recorded_steps_have_the_bits_of_separate_launches() {
     let config = config(Family::default(), 4, 2, 20);
     let learner = learner(&config, &gpu);
     let stack = learner.stack();
-    let caches =
-        CacheFactory::new(&config, &gpu, CacheCapacity { sequences: 4, tokens: 40, fed_tokens_max: 40 })
-            .unwrap();
+    let capacity = CacheCapacity { sequences: 4, tokens: 40, fed_tokens_max: 40 };
+    let caches = CacheFactory::new(&config, &gpu, capacity).unwrap();
     let mut prompt = caches.sequence();
     stack.forward_cached(ids(21), &mut [&mut prompt], &[21], &mut keep_nothing).unwrap();
     let (mut recorded, mut plain) = ([prompt.clone(), caches.sequence()], [prompt, caches.sequence()]);
-    let mut decoder = Decoder::new(&stack).unwrap();
+    let mut decoder = Decoder::new(&stack, capacity).unwrap();
     for step in 0..STEPS {
         let tokens = vec![step, step + 9];
         let mut open: Vec<_> = recorded.iter_mut().collect();
-        let got = floats(&decoder.decode_step(&stack, tokens.clone(), &mut open).unwrap());
+        let (hidden, rows) = decoder.decode_step(&stack, &tokens, &mut open).unwrap();
+        let got = floats(&select_rows(&hidden, &Arc::new(rows)).unwrap());
         let mut open: Vec<_> = plain.iter_mut().collect();
         let separate = stack.forward_cached(tokens, &mut open, &[1; 2], &mut keep_nothing).unwrap();
         assert_eq!(got, floats(&separate), "step {step}");
     }
-    println!("replayed: {}", decoder.replay_count());
+    println!("replayed: {}", decoder.counts().replays);
 }
 
 /// The driver reads its variables from the environment of the process, so each case has its own process.
