@@ -62,7 +62,9 @@ def tree():
 
 def build(copy):
     command = ["cargo", "build", "--quiet", "--profile", "emulated", "--features", "cuda,nccl", "--bin", "rloss"]
-    subprocess.run(command, cwd=copy, check=True)
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
     return Path(os.environ["CARGO_TARGET_DIR"]) / "emulated/rloss"
 
 
