@@ -14,6 +14,7 @@ pub type DeviceEvent = Arc<dyn Any + Send + Sync>;
 
 /// Memory that all ranks fill: part r of equal parts comes from rank r. A rank's own part is there already.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub struct DeviceGather {
     /// The address of the first part on this GPU.
     pub address: u64,
@@ -23,6 +24,7 @@ pub struct DeviceGather {
 
 /// Memory of this GPU that is sent to another rank, or received from it.
 #[derive(Debug, Clone, Copy)]
+#[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub struct DevicePart {
     /// The other rank.
     pub rank: usize,
