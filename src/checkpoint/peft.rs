@@ -311,7 +311,7 @@ pub fn write(
         .flat_map(|(tensors, spec)| (0..tensors.len()).map(move |part| (*spec, part, tensors.len())))
         .collect();
     let mut working = vec![];
-    let digest = write_tensors(&folder.join(TENSORS_FILE), tensors.collect(), |index, out| {
+    let digest = write_tensors(&folder.join(TENSORS_FILE), tensors.collect(), &[], |index, out| {
         let (spec, part, count) = parts[index];
         if part == 0 {
             working = factor(&spec.name)?;

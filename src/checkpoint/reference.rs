@@ -11,7 +11,7 @@ use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{Parameters, VALUES};
 use crate::model::storage::TensorStorage;
-use crate::ops::cpu::host_values;
+use crate::ops::cpu::{host_values, to_host};
 use anyhow::{Context, Result};
 use blake3::Hash;
 use safetensors::Dtype;
@@ -28,7 +28,8 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
         let stored = match parameters.share(index) {
             Some(frozen) => frozen,
             None if parameters.is_sharded(index) => {
-                TensorStorage::from_shard(host_values(parameters.values(index)?)?.to_vec())?
+                let own = to_host(parameters.values(index)?)?;
+                TensorStorage::from_shard(host_values(&own)?.to_vec())?
             }
             None => TensorStorage::to_variable(spec, &parameters.weight(index)?)?,
         };
@@ -54,7 +55,7 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     };
     let mut digest = None;
     replace_file(&run.join(FILE), |temporary| {
-        digest = Some(write_tensors(temporary, kept.iter().map(stored).collect(), |index, out| {
+        digest = Some(write_tensors(temporary, kept.iter().map(stored).collect(), &[], |index, out| {
             write_f32(out, &host_values(&reference.gather(kept[index].0, VALUES)?)?)
         })?);
         Ok(())

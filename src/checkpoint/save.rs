@@ -237,7 +237,7 @@ fn write_shard(
     let mut pending_scales: Option<Vec<u8>> = None;
     let mut experts: Option<Tensor> = None;
     let stored = specs.iter().flat_map(|spec| spec.stored_tensors(format)).collect();
-    write_tensors(path, stored, |index, out| {
+    write_tensors(path, stored, &[], |index, out| {
         let (spec, part) = owner[index];
         if let Some(scales) = pending_scales.take() {
             return Ok(out.write_all(&scales)?);

@@ -9,9 +9,10 @@ use super::resume::DAMAGE_REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::dist::serialization::f32_values;
+use crate::dist::{rotated_shard_range, shard_range};
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
-use crate::model::parameters::{MASTER, Parameters, ShardRequest};
+use crate::model::parameters::{MASTER, Parameters, ShardRequest, state_range};
 use crate::ops::cpu::{host_codes, host_values, to_host};
 use anyhow::{Result, bail};
 use blake3::Hash;
@@ -21,6 +22,13 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+
+/// Marks files whose shards are in rank order, as [`shard_range`] has them. Older files have the shards of
+/// [`rotated_shard_range`].
+const SHARD_ORDER: (&str, &str) = ("shards", "rank order");
+
+/// A rule that shards tensors, such as [`shard_range`].
+type ShardRule = fn(usize, usize, usize, usize) -> Range<usize>;
 
 /// The result of writing the file of one process.
 #[derive(Serialize, Deserialize)]
@@ -126,7 +134,8 @@ fn write_own(
     });
     let stored = stored.collect::<Result<_>>()?;
     let indices: Vec<(usize, &str)> = kept.into_values().collect();
-    write_tensors(&folder.join(file_name(stem, mesh.rank(), mesh.ranks())), stored, |index, out| {
+    let path = folder.join(file_name(stem, mesh.rank(), mesh.ranks()));
+    write_tensors(&path, stored, &[SHARD_ORDER], |index, out| {
         let (index, kind) = indices[index];
         let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {
@@ -156,6 +165,17 @@ impl StateFiles {
         };
         let files = paths.iter().map(open).collect::<Result<_>>()?;
         Ok(Self { path: paths.into_iter().next().unwrap_or_default(), files })
+    }
+
+    /// Returns the rule by which the files are sharded. Its arguments are those of [`shard_range`].
+    fn shard_rule(&self) -> ShardRule {
+        let has_rank_order = |file: &TensorFile| {
+            let metadata = file.metadata.metadata().as_ref();
+            metadata
+                .and_then(|entries| entries.get(SHARD_ORDER.0))
+                .is_some_and(|order| order == SHARD_ORDER.1)
+        };
+        if self.files.iter().all(has_rank_order) { shard_range } else { rotated_shard_range }
     }
 
     /// Returns the names of all tensors that are not empty.
@@ -232,6 +252,7 @@ pub fn restore(
     let files = StateFiles::open(folder, stem)?;
     let damaged = |problem: String| bad_input!("{}: {problem}; {DAMAGE_REMEDY}", files.path.display());
     let mut unread = files.names();
+    let shard_of = files.shard_rule();
     for (index, spec) in parameters.specs.clone().iter().enumerate() {
         if parameters.values(index).is_err() {
             continue;
@@ -241,7 +262,10 @@ pub fn restore(
             let name = format!("{kind}.{}", spec.name);
             let (dtype, length) = parameters.state_shape(index, kind)?;
             let own = parameters.local_range(index, kind, length);
-            let range_of = |rank: usize, ranks: usize| parameters.range_of_rank(index, kind, rank, ranks);
+            let range_of = |rank: usize, ranks: usize| {
+                let values = shard_of(spec.element_count(), index, rank, ranks);
+                state_range(kind, values)
+            };
             let bytes =
                 files.read(&name, (dtype, length), own, range_of).map_err(|mismatch| match mismatch {
                     StateMismatch::Size => damaged(format!("{} has another size or optimizer", spec.name)),
@@ -267,4 +291,37 @@ pub fn restore(
         return Err(damaged(format!("{name} belongs to another model or optimizer")));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Before shards were in rank order, the shards of a tensor were rotated by its index.
+    #[test]
+    fn shards_of_older_checkpoints_are_read() {
+        const VALUES: usize = 700;
+        let values: Vec<f32> = (0..VALUES).map(|i| i as f32).collect();
+        for (written, metadata) in
+            [(rotated_shard_range as ShardRule, &[][..]), (shard_range, &[SHARD_ORDER])]
+        {
+            let folder = tempfile::tempdir().unwrap();
+            for rank in 0..3 {
+                let own = written(VALUES, 1, rank, 3);
+                let path = folder.path().join(file_name("trainer", rank, 3));
+                let shape = vec![own.len()];
+                let stored = StoredTensor { name: "master.x".to_owned(), dtype: Dtype::F32, shape };
+                write_tensors(&path, vec![stored], metadata, |_, out| write_f32(out, &values[own.clone()]))
+                    .unwrap();
+            }
+            let files = StateFiles::open(folder.path(), "trainer").unwrap();
+            let rule = files.shard_rule();
+            let range_of = |rank: usize, ranks: usize| rule(VALUES, 1, rank, ranks);
+            for own in [0..VALUES, 200..600, 512..VALUES] {
+                let read = files.read("master.x", (DType::F32, VALUES), own.clone(), range_of).ok().flatten();
+                let read: Vec<f32> = f32_values(&read.unwrap()).collect();
+                assert_eq!(read, values[own]);
+            }
+        }
+    }
 }

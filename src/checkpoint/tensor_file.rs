@@ -134,27 +134,29 @@ impl TensorFile {
 }
 
 /// Writes and syncs a new file with `tensors` in the given order. Returns the digest of the file. `write` is
-/// called once per tensor with its index, and writes its bytes.
+/// called once per tensor with its index, and writes its bytes. `metadata` is added to the header.
 ///
 /// # Errors
 /// When the file exists or cannot be written, or `write` fails.
 pub fn write_tensors(
     path: &Path,
     tensors: Vec<StoredTensor>,
+    metadata: &[(&str, &str)],
     mut write: impl FnMut(usize, &mut dyn Write) -> Result<()>,
 ) -> Result<Hash> {
     let context = || format!("{}: cannot be written", path.display());
     let mut out = BufWriter::new(DigestWriter::new(File::create_new(path).with_context(context)?));
     let count = tensors.len();
-    out.write_all(&header(tensors)?).with_context(context)?;
+    out.write_all(&header(tensors, metadata)?).with_context(context)?;
     (0..count).try_for_each(|index| write(index, &mut out))?;
     let file = out.into_inner().map_err(std::io::IntoInnerError::into_error).with_context(context)?;
     file.inner.sync_all().with_context(context)?;
     Ok(file.digest())
 }
 
-/// Returns the header of a file with `tensors` in the given order, padded to a multiple of 8 bytes.
-fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
+/// Returns the header of a file with `tensors` in the given order and with `metadata`, padded to a multiple
+/// of 8 bytes.
+fn header(tensors: Vec<StoredTensor>, metadata: &[(&str, &str)]) -> Result<Vec<u8>> {
     let mut offset = 0;
     let infos = tensors.into_iter().map(|stored| {
         let start = offset;
@@ -162,8 +164,9 @@ fn header(tensors: Vec<StoredTensor>) -> Result<Vec<u8>> {
         (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
     });
     // Readers of the Hugging Face Hub refuse files whose metadata does not name a framework.
-    let framework = HashMap::from([("format".to_string(), "pt".to_string())]);
-    let metadata = Metadata::new(Some(framework), infos.collect())?;
+    let entries = [("format", "pt")].iter().chain(metadata);
+    let entries: HashMap<_, _> = entries.map(|(key, value)| (key.to_string(), value.to_string())).collect();
+    let metadata = Metadata::new(Some(entries), infos.collect())?;
     let mut json = serde_json::to_vec(&metadata)?;
     json.resize(json.len().next_multiple_of(8), b' ');
     Ok([&(json.len() as u64).to_le_bytes()[..], &json].concat())

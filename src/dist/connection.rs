@@ -3,8 +3,8 @@
 //! No call waits without a time limit. The thread polls pending exchanges. So an exchange that a rank never
 //! joins ends with an error at its time limit.
 
-use super::{Communicator, Exchange, PendingMessages};
-use anyhow::{Context, Result, anyhow};
+use super::{Communicator, DeviceEvent, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages};
+use anyhow::{Context, Result, anyhow, bail};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -27,6 +27,8 @@ pub(super) trait TransportBackend {
     /// Whether [`Self::missing_ranks`] returns exactly the ranks whose parts are missing. If not, it returns
     /// all ranks of the exchange until no part is missing.
     const NAMES_MISSING_RANKS: bool;
+    /// Whether the library exchanges memory of GPUs.
+    const EXCHANGES_ON_DEVICES: bool;
 
     /// Returns this process's rank.
     fn rank(&self) -> usize;
@@ -34,6 +36,14 @@ pub(super) trait TransportBackend {
     fn ranks(&self) -> usize;
     /// Starts `exchange`. If the library must wait for other ranks, it waits at most `limit`.
     fn post(&mut self, exchange: Exchange, limit: Duration) -> Result<Self::Active>;
+    /// Starts an exchange between GPUs. Also returns the event at its end.
+    fn post_on_device(
+        &mut self,
+        exchange: DeviceExchange,
+        _: Duration,
+    ) -> Result<(Self::Active, DeviceEvent)> {
+        bail!("{}: these ranks cannot exchange memory of GPUs", exchange.name)
+    }
     /// Returns the ranks whose parts are not sent or received yet, one entry per part.
     fn missing_ranks(&mut self, active: &mut Self::Active) -> Result<Vec<usize>>;
     /// Returns the received parts. Call it when no part is missing.
@@ -47,6 +57,7 @@ pub(super) trait TransportBackend {
 /// A request to the communication thread.
 enum Request {
     Exchange(Exchange, Sender<Result<Vec<Vec<u8>>>>),
+    OnDevice(DeviceExchange, Sender<Result<DeviceEvent>>),
     Limit(Duration),
     Disconnect(Sender<()>),
 }
@@ -55,6 +66,7 @@ enum Request {
 pub(super) struct Connection {
     rank: usize,
     ranks: usize,
+    exchanges_on_devices: bool,
     requests: Mutex<Sender<Request>>,
 }
 
@@ -78,7 +90,8 @@ impl Connection {
             .spawn(work)
             .context("starting the communication thread")?;
         let (rank, ranks) = receiver.recv().context("the communication thread has ended")??;
-        Ok(Self { rank, ranks, requests: Mutex::new(requests) })
+        let exchanges_on_devices = C::EXCHANGES_ON_DEVICES;
+        Ok(Self { rank, ranks, exchanges_on_devices, requests: Mutex::new(requests) })
     }
 
     fn send(&self, request: Request) -> Result<()> {
@@ -102,6 +115,16 @@ impl Communicator for Connection {
         Ok(PendingMessages(receiver))
     }
 
+    fn exchanges_on_devices(&self) -> bool {
+        self.exchanges_on_devices
+    }
+
+    fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange> {
+        let (reply, receiver) = channel();
+        self.send(Request::OnDevice(exchange, reply))?;
+        Ok(PendingDeviceExchange(receiver))
+    }
+
     fn set_timeout(&self, limit: Duration) {
         // If the thread has ended, the next exchange returns the error.
         let _ = self.send(Request::Limit(limit));
@@ -116,19 +139,22 @@ impl Communicator for Connection {
     }
 }
 
-/// A pending exchange, and the channel to its caller.
+/// A pending exchange, and the channel to its caller. `None` for an exchange between GPUs, whose caller does
+/// not wait.
 struct ActiveExchange<U> {
     name: String,
     started: Instant,
     active: U,
     missing: usize,
-    reply: Sender<Result<Vec<Vec<u8>>>>,
+    reply: Option<Sender<Result<Vec<Vec<u8>>>>>,
 }
 
-/// Serves requests until the connection ends.
+/// Serves requests until the connection ends. If an exchange between GPUs fails, all later exchanges return
+/// its error, because the GPUs computed with undefined memory.
 fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
     let mut limit = TIMEOUT;
     let mut exchanges: Vec<ActiveExchange<C::Active>> = vec![];
+    let mut failure: Option<String> = None;
     let mut idle_polls = 0;
     loop {
         let request = match exchanges.is_empty() {
@@ -138,12 +164,33 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
         match request {
             Ok(Request::Exchange(exchange, reply)) => {
                 let (name, started) = (exchange.name.clone(), Instant::now());
-                match backend.post(exchange, limit) {
+                let posted = unless_failed(&failure, || backend.post(exchange, limit));
+                match posted {
                     Ok(active) => {
+                        let reply = Some(reply);
                         exchanges.push(ActiveExchange { name, started, active, missing: usize::MAX, reply });
                     }
                     Err(error) => drop(reply.send(Err(error.context(name)))),
                 }
+                idle_polls = 0;
+                continue;
+            }
+            Ok(Request::OnDevice(exchange, reply)) => {
+                let (name, started) = (exchange.name.clone(), Instant::now());
+                let posted = unless_failed(&failure, || backend.post_on_device(exchange, limit));
+                let event = posted.map(|(active, event)| {
+                    let name = name.clone();
+                    exchanges.push(ActiveExchange {
+                        name,
+                        started,
+                        active,
+                        missing: usize::MAX,
+                        reply: None,
+                    });
+                    event
+                });
+                // The caller may have failed meanwhile.
+                let _ = reply.send(event.context(name));
                 idle_polls = 0;
                 continue;
             }
@@ -161,7 +208,8 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
             Err(TryRecvError::Empty) => {}
         }
         let before = exchanges.iter().map(|one| one.missing).collect::<Vec<_>>();
-        exchanges = exchanges.into_iter().filter_map(|one| poll(&mut backend, one, limit)).collect();
+        exchanges =
+            exchanges.into_iter().filter_map(|one| poll(&mut backend, one, limit, &mut failure)).collect();
         idle_polls = match before.into_iter().eq(exchanges.iter().map(|one| one.missing)) {
             true => idle_polls + 1,
             false => 0,
@@ -173,15 +221,28 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
     }
 }
 
+/// Calls `post`, unless an exchange between GPUs has failed.
+fn unless_failed<T>(failure: &Option<String>, post: impl FnOnce() -> Result<T>) -> Result<T> {
+    match failure {
+        None => post(),
+        Some(failure) => Err(anyhow!("{failure}")),
+    }
+}
+
 /// Polls one exchange. Returns the exchange if it is still pending; otherwise sends its result to the caller.
+/// The error of an exchange between GPUs becomes `failure`.
 fn poll<C: TransportBackend>(
     backend: &mut C,
     mut one: ActiveExchange<C::Active>,
     limit: Duration,
+    failure: &mut Option<String>,
 ) -> Option<ActiveExchange<C::Active>> {
     let error = match backend.missing_ranks(&mut one.active) {
         Ok(missing) if missing.is_empty() => {
-            let _ = one.reply.send(backend.take_messages(one.active).context(one.name));
+            let messages = backend.take_messages(one.active).context(one.name);
+            if let Some(reply) = one.reply {
+                let _ = reply.send(messages);
+            }
             return None;
         }
         Ok(missing) if one.started.elapsed() < limit => {
@@ -201,7 +262,10 @@ fn poll<C: TransportBackend>(
         }
         Err(error) => error.context(one.name),
     };
-    let _ = one.reply.send(Err(error));
+    match one.reply {
+        Some(reply) => drop(reply.send(Err(error))),
+        None => drop(failure.get_or_insert(format!("{error:#}"))),
+    }
     backend.abandon(one.active);
     None
 }

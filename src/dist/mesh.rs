@@ -6,7 +6,7 @@ use super::connection::Connection;
 use super::launch::Transport;
 use super::liveness::LivenessMonitor;
 use super::serialization::{deserialize, serialize};
-use super::{Communicator, Exchange, PendingMessages, replicate};
+use super::{Communicator, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages, replicate};
 use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -194,6 +194,20 @@ impl Mesh {
         let receive = group.iter().copied().zip(lengths.iter().copied()).filter(others).collect();
         let pending = communicator.start(Exchange { name: name.to_owned(), send, receive })?;
         Ok(PendingExchange { own: (own, place), others: Some(pending) })
+    }
+
+    /// Returns whether the ranks can exchange memory of their GPUs. False for a single process.
+    pub fn exchanges_on_devices(&self) -> bool {
+        self.communicator.as_ref().is_some_and(|c| c.exchanges_on_devices())
+    }
+
+    /// Starts an exchange between the GPUs of all ranks.
+    ///
+    /// # Errors
+    /// When the connection has ended, or the ranks cannot exchange memory of GPUs.
+    pub fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange> {
+        let communicator = self.communicator.as_ref();
+        communicator.context("a single process exchanges nothing")?.start_on_device(exchange)
     }
 
     /// Gathers the parts of all ranks, in rank order. A part may have any length.
@@ -412,6 +426,12 @@ impl Mesh {
                 self.1
             }
             fn start(&self, exchange: Exchange) -> Result<PendingMessages> {
+                anyhow::bail!("{}: these ranks have no connection", exchange.name)
+            }
+            fn exchanges_on_devices(&self) -> bool {
+                false
+            }
+            fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange> {
                 anyhow::bail!("{}: these ranks have no connection", exchange.name)
             }
             fn set_timeout(&self, _: Duration) {}

@@ -7,6 +7,7 @@
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod connection;
+mod device_exchange;
 pub mod launch;
 mod liveness;
 mod mesh;
@@ -21,11 +22,12 @@ mod settings;
 mod shard;
 mod tcp;
 
+pub use device_exchange::{DeviceEvent, DeviceExchange, DeviceGather, DevicePart, PendingDeviceExchange};
 pub use mesh::{Mesh, PendingExchange};
 #[cfg(feature = "nccl")]
 pub use nccl::self_test as check_nccl_alone;
 pub use settings::{PackedWeightPlacement, ParallelSettings, RolloutWeightPlacement};
-pub use shard::{SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
+pub use shard::{SHARD_ALIGNMENT, first_shard_rank, rotated_shard_range, shard_length, shard_range};
 
 use anyhow::{Context, Result};
 use std::sync::Arc;
@@ -65,6 +67,13 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// When the communication thread has ended.
     fn start(&self, exchange: Exchange) -> Result<PendingMessages>;
+    /// Returns whether the ranks can exchange memory of their GPUs.
+    fn exchanges_on_devices(&self) -> bool;
+    /// Starts `exchange` and returns at once.
+    ///
+    /// # Errors
+    /// When the communication thread has ended.
+    fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange>;
     /// Sets the time limit of later exchanges.
     fn set_timeout(&self, limit: Duration);
     /// Disconnects, after every rank has finished.

@@ -57,6 +57,7 @@ impl TransportBackend for World {
     type Active = PendingRequests;
 
     const NAMES_MISSING_RANKS: bool = true;
+    const EXCHANGES_ON_DEVICES: bool = false;
 
     fn rank(&self) -> usize {
         self.rank

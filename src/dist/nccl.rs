@@ -6,7 +6,7 @@
 
 use super::connection::{DISCONNECT_TIMEOUT, TIMEOUT, TransportBackend};
 use super::launch::RankAddress;
-use super::{Exchange, rendezvous, tag};
+use super::{DeviceEvent, DeviceExchange, DeviceGather, DevicePart, Exchange, rendezvous, tag};
 use crate::error::BadInput;
 use anyhow::{Context, Result, bail};
 use cudarc::driver::{
@@ -41,7 +41,7 @@ pub(super) struct Comm {
 /// A pending exchange.
 pub(super) struct PendingGroup {
     /// The event after the group.
-    end: CudaEvent,
+    end: Arc<CudaEvent>,
     /// For each part: sending rank, expected header, device memory.
     receive: Vec<(usize, [u8; HEADER_BYTES], CudaSlice<u8>)>,
     /// Receiving ranks. Several ranks may receive the same part.
@@ -172,6 +172,12 @@ impl Comm {
         }
     }
 
+    /// Returns the event after all groups that were enqueued before.
+    fn end_of_group(&mut self) -> Result<Arc<CudaEvent>> {
+        let event = driver(self.exchanges.record_event(None), "an event of the GPU");
+        event.map(Arc::new).inspect_err(|_| self.abort())
+    }
+
     /// Copies `part` and its header to the device.
     fn upload(&self, name: &str, part: &[u8]) -> Result<CudaSlice<u8>, DriverError> {
         let mut memory = memory(&self.copies, part.len())?;
@@ -223,6 +229,40 @@ fn enqueue_group<'a>(
     (guards, started.and(ended))
 }
 
+/// Enqueues `exchange` of rank `rank` on `stream`, as one group.
+fn enqueue_on_device(
+    comm: sys::ncclComm_t,
+    stream: &CudaStream,
+    rank: usize,
+    exchange: &DeviceExchange,
+) -> Result<NcclStatus, NcclError> {
+    let (place, byte) = (stream.cu_stream().cast(), sys::ncclDataType_t::ncclUint8);
+    let mut started = result::group_start();
+    for &DeviceGather { address, part_bytes } in &exchange.gathers {
+        let own = address + (rank * part_bytes) as u64;
+        // SAFETY: the caller's memory has one part of `part_bytes` for each rank. It stays allocated until
+        // the caller's stream has waited for the end of the group. The stream belongs to this communicator's
+        // device.
+        let call = || unsafe {
+            result::all_gather(own as *const _, address as *mut _, part_bytes, byte, comm, place)
+        };
+        started = started.and_then(|_| call());
+    }
+    for &DevicePart { rank, address, bytes } in &exchange.receive {
+        // SAFETY: the caller's memory has `bytes` bytes, and lives as above.
+        let call = || unsafe { result::recv(address as *mut _, bytes, byte, rank as c_int, comm, place) };
+        started = started.and_then(|_| call());
+    }
+    for &DevicePart { rank, address, bytes } in &exchange.send {
+        // SAFETY: as above.
+        let call = || unsafe { result::send(address as *const _, bytes, byte, rank as c_int, comm, place) };
+        started = started.and_then(|_| call());
+    }
+    // The group must be ended, even if a call in it failed.
+    let ended = result::group_end();
+    started.and(ended)
+}
+
 /// Returns NCCL's message for a failed call.
 fn nccl_error(comm: Option<sys::ncclComm_t>, call: &str, error: &NcclError) -> anyhow::Error {
     // SAFETY: NCCL's texts live as long as the process, or until the next call of NCCL on this thread.
@@ -238,6 +278,7 @@ impl TransportBackend for Comm {
     type Active = PendingGroup;
 
     const NAMES_MISSING_RANKS: bool = false;
+    const EXCHANGES_ON_DEVICES: bool = true;
 
     fn rank(&self) -> usize {
         self.rank
@@ -274,8 +315,24 @@ impl TransportBackend for Comm {
         // NCCL's work is enqueued on the stream only after this call.
         self.wait_for_call("ncclGroupEnd", launched, limit)?;
         drop(guards);
-        let end = driver(stream.record_event(None), "an event of the GPU").inspect_err(|_| self.abort())?;
+        let end = self.end_of_group()?;
         Ok(PendingGroup { end, receive, to: to.into_iter().map(|(rank, _)| rank).collect(), _send: send })
+    }
+
+    fn post_on_device(
+        &mut self,
+        exchange: DeviceExchange,
+        limit: Duration,
+    ) -> Result<(PendingGroup, DeviceEvent)> {
+        let comm = self.comm()?;
+        let ready =
+            exchange.ready.downcast_ref::<CudaEvent>().context("the exchange has no event of a GPU")?;
+        driver(self.exchanges.wait(ready), "an event of the GPU")?;
+        let launched = enqueue_on_device(comm, &self.exchanges, self.rank, &exchange);
+        self.wait_for_call("ncclGroupEnd", launched, limit)?;
+        let end = self.end_of_group()?;
+        let to = (0..self.ranks).filter(|rank| *rank != self.rank).collect();
+        Ok((PendingGroup { end: end.clone(), receive: vec![], to, _send: vec![] }, end))
     }
 
     fn missing_ranks(&mut self, group: &mut PendingGroup) -> Result<Vec<usize>> {

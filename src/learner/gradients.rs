@@ -8,16 +8,18 @@
 //!
 //! With several processes, a pass first adds to a whole tensor of zeros. The ranks then exchange shards of
 //! that tensor. Each rank adds the received shards to its own shard, in rank order. Micro-batches are
-//! assigned to ranks in round-robin order, so rank order is batch order.
+//! assigned to ranks in round-robin order, so rank order is batch order. On GPUs, shards are exchanged and
+//! added in the memory of the GPUs.
 
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
 use crate::dist::{Mesh, PendingExchange, shard_range};
 use crate::metrics::Progress;
+use crate::model::device_exchange::PendingDeviceSum;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::to_op_error;
-use crate::ops::cpu::{edit, host_values, to_host};
+use crate::ops::cpu::{edit, host_values};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
@@ -69,8 +71,16 @@ struct InFlightGradients {
     /// The pass that made the waiting tensors. An exchange holds tensors of one pass only. Otherwise tensors
     /// of two passes would be added in rank order instead of batch order.
     pass: usize,
-    /// Exchanges in flight: the parameters, the number of bytes, and the pending exchange.
-    exchanges: VecDeque<(Vec<usize>, u64, PendingExchange)>,
+    /// Exchanges in flight, with their number of bytes.
+    exchanges: VecDeque<(u64, PendingSum)>,
+}
+
+/// Gradients whose shards are exchanged.
+enum PendingSum {
+    /// Through host memory, with the parameters.
+    Host(Vec<usize>, PendingExchange),
+    /// In the memory of the GPUs.
+    Device(PendingDeviceSum),
 }
 
 /// The order of additions.
@@ -219,7 +229,6 @@ impl Reduction {
     ) -> candle_core::Result<()> {
         let whole = Tensor::zeros(self.specs[parameter].working_shape(), DType::F32, &self.device)?;
         add(&whole)?;
-        let whole = to_host(&whole)?;
         let mut state = self.in_flight.lock().unwrap_or_else(PoisonError::into_inner);
         if state.pass != pass {
             self.send(&mut state, buffers)?;
@@ -236,6 +245,18 @@ impl Reduction {
         let Some((first, _)) = tensors.first() else { return Ok(()) };
         self.drain(state, buffers, self.bytes_max.saturating_sub(2 * bytes))?;
         let label = format!("gradients from {} on", self.specs[*first].name);
+        let started = match self.device.is_cpu() {
+            true => self.send_on_host(&label, tensors)?,
+            false => {
+                let started = PendingDeviceSum::start(&self.mesh, &label, tensors, &self.device);
+                PendingSum::Device(started.map_err(to_op_error)?)
+            }
+        };
+        state.exchanges.push_back((2 * bytes, started));
+        Ok(())
+    }
+
+    fn send_on_host(&self, label: &str, tensors: Vec<(usize, Tensor)>) -> candle_core::Result<PendingSum> {
         let (mesh, ranks) = (&self.mesh, self.mesh.ranks());
         let (mut parts, mut shard_bytes) = (vec![vec![]; ranks], 0);
         for (parameter, tensor) in &tensors {
@@ -249,10 +270,8 @@ impl Reduction {
         }
         let parts = parts.into_iter().map(Arc::new).collect();
         let exchange =
-            mesh.start(&label, &mesh.all_ranks(), parts, &vec![shard_bytes; ranks]).map_err(to_op_error)?;
-        let parameters = tensors.into_iter().map(|(parameter, _)| parameter).collect();
-        state.exchanges.push_back((parameters, 2 * bytes, exchange));
-        Ok(())
+            mesh.start(label, &mesh.all_ranks(), parts, &vec![shard_bytes; ranks]).map_err(to_op_error)?;
+        Ok(PendingSum::Host(tensors.into_iter().map(|(parameter, _)| parameter).collect(), exchange))
     }
 
     /// Returns the number of values in this rank's shard of a parameter's gradient.
@@ -268,8 +287,15 @@ impl Reduction {
         buffers: &[Option<Tensor>],
         bytes_max: u64,
     ) -> candle_core::Result<()> {
-        while state.exchanges.iter().map(|(_, bytes, _)| bytes).sum::<u64>() > bytes_max {
-            let Some((parameters, _, exchange)) = state.exchanges.pop_front() else { break };
+        while state.exchanges.iter().map(|(bytes, _)| bytes).sum::<u64>() > bytes_max {
+            let (parameters, exchange) = match state.exchanges.pop_front() {
+                None => break,
+                Some((_, PendingSum::Host(parameters, exchange))) => (parameters, exchange),
+                Some((_, PendingSum::Device(pending))) => {
+                    pending.add_to(|parameter| buffers[parameter].as_ref()).map_err(to_op_error)?;
+                    continue;
+                }
+            };
             for part in exchange.wait().map_err(to_op_error)? {
                 let mut values = f32_values(&part);
                 for &parameter in &parameters {

@@ -111,8 +111,13 @@ impl Optimizer {
                     false => values.dtype() == DType::BF16,
                 };
                 if has_master {
-                    let is_f32 = master.dtype() == DType::F32;
-                    state.insert(MASTER, if is_f32 { master.copy()? } else { master.to_dtype(DType::F32)? });
+                    let exact = match (master.dtype(), master.elem_count()) {
+                        // On a GPU candle cannot convert an empty shard.
+                        (_, 0) => Tensor::zeros(master.shape(), DType::F32, master.device())?,
+                        (DType::F32, _) => master.copy()?,
+                        _ => master.to_dtype(DType::F32)?,
+                    };
+                    state.insert(MASTER, exact);
                 }
                 for (name, dtype, shape) in buffers(settings, &parameters.specs[index], values.shape()) {
                     state.insert(name, Tensor::zeros(shape, dtype, values.device())?);

@@ -4,7 +4,7 @@
 mod edit;
 mod shards;
 
-pub use shards::ShardRequest;
+pub use shards::{ShardRequest, state_range};
 
 use super::adapter::Lora;
 use super::config::Config;
@@ -354,14 +354,13 @@ impl Parameters {
                 let values = host_values(&master)?;
                 let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
                 let shard = TensorStorage::from_shard(values[own].to_vec())?;
-                self.entries[index].stored = entry(&self.specs[index], shard, &self.backend)?.stored;
+                self.entries[index] = entry(&self.specs[index], shard, &self.backend)?;
             }
             let zeros = |values: &Tensor| Tensor::zeros(values.shape(), DType::F32, values.device());
             let gradient = if is_trained { Some(zeros(self.values(index)?)?) } else { None };
             let entry = &mut self.entries[index];
             entry.gradient = gradient;
-            let is_sharded = entry.stored.is_sharded();
-            entry.state.retain(|name, _| is_trained && !is_sharded && *name == MASTER);
+            entry.state.retain(|name, _| is_trained && *name == MASTER);
         }
         Ok(())
     }
@@ -497,15 +496,14 @@ impl Parameters {
 }
 
 /// Returns the entry of `stored` on `backend`. On a GPU matrices become bf16. If this rounds values, the
-/// exact values become the state [`MASTER`]. A shard and its optimizer state stay in host memory. The values
-/// of a shard are copied to the GPU when the tensor is gathered.
+/// exact values become the state [`MASTER`].
 fn entry(spec: &ParameterSpec, stored: TensorStorage, backend: &Backend) -> Result<Entry> {
     if stored.is_on_disk() {
         ensure!(backend.device.is_cpu(), "{} is on disk", spec.name);
         return Ok(Entry::new(stored));
     }
     let weight = stored.weight(spec)?.clone().with_precision(backend.precision);
-    if stored.is_sharded() || backend.device.is_cpu() {
+    if backend.device.is_cpu() {
         return Ok(Entry::new(stored.with_weight(weight)));
     }
     let working = copy_to_device(&weight, &backend.device, spec)?;

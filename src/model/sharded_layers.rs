@@ -1,13 +1,15 @@
 //! Layers that are sharded over ranks (ZeRO-3) and gathered when a pass reaches them.
 
 use super::config::Config;
+use super::device_exchange::PendingDeviceGather;
 use super::layer::Layer;
 use super::matrix::{Adapter, ModelTensors};
 use super::names::ParameterSpec;
 use super::storage::{TensorStorage, copy_to_device};
 use super::weights::LayerSource;
-use crate::dist::{Mesh, PendingExchange, ranks_in_shard_order, replicate};
+use crate::dist::{Mesh, PendingExchange, replicate};
 use crate::ops::Parameter;
+use crate::ops::graph::is_tracked;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result};
@@ -32,8 +34,28 @@ pub(super) struct GatherPart {
     pub is_trained: bool,
 }
 
-/// Starts an exchange that gathers the sharded tensors of `parts`.
-pub(super) fn start_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
+/// Tensors whose shards are being gathered.
+pub(super) enum PendingGather {
+    /// Through host memory.
+    Host(PendingExchange),
+    /// In the memory of the GPUs.
+    Device(PendingDeviceGather),
+}
+
+/// Starts to gather the sharded tensors of `parts` on `device`.
+pub(super) fn start_gather(
+    mesh: &Mesh,
+    what: &str,
+    parts: &[GatherPart],
+    device: &Device,
+) -> Result<PendingGather> {
+    match device.is_cpu() {
+        true => start_host_gather(mesh, what, parts).map(PendingGather::Host),
+        false => PendingDeviceGather::start(mesh, what, parts, device).map(PendingGather::Device),
+    }
+}
+
+fn start_host_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
     for part in parts.iter().filter(|part| part.stored.is_sharded()) {
         part.stored.append_shard(&mut own)?;
@@ -49,15 +71,18 @@ pub(super) fn start_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Res
 pub(super) fn finish_gather(
     mesh: &Mesh,
     parts: &[GatherPart],
-    started: PendingExchange,
+    started: PendingGather,
 ) -> Result<Vec<Weight>> {
-    let received = started.wait()?;
+    let received = match started {
+        PendingGather::Device(gather) => return gather.finish(parts),
+        PendingGather::Host(exchange) => exchange.wait()?,
+    };
     let mut read = vec![0; received.len()];
     let assemble = |part: &GatherPart| {
         if !part.stored.is_sharded() {
             return part.stored.whole_weight(&part.spec).cloned();
         }
-        let shards = ranks_in_shard_order(part.index, received.len()).map(|rank| {
+        let shards = (0..received.len()).map(|rank| {
             let start = read[rank];
             read[rank] += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
             &received[rank][start..read[rank]]
@@ -76,7 +101,7 @@ pub(super) struct ShardedLayers {
     pub adapters: HashMap<String, Adapter>,
     pub target: GatherTarget,
     /// The index of the layer whose exchange is running, and the exchange.
-    pub pending: Mutex<Option<(usize, PendingExchange)>>,
+    pub pending: Mutex<Option<(usize, PendingGather)>>,
 }
 
 /// The destination of gathered tensors: the sink of their gradients, and their device.
@@ -97,9 +122,12 @@ impl GatherTarget {
         let weight = copy_to_device(&weight, &self.device, &part.spec)?;
         Ok(match (&self.sink, weight) {
             (Some(sink), Weight::Dense(gathered)) if part.is_trained => {
-                // The tensor becomes a variable, so that the graph records ops on it.
-                let variable = Var::from_tensor(gathered.values())?;
-                let trained = Parameter::with_gradient_sink(variable.as_tensor(), sink.clone(), part.index);
+                // The graph must record ops on the tensor. A tensor gathered on a GPU is a view of a variable.
+                let variable = match is_tracked(gathered.values()) {
+                    true => gathered.values().clone(),
+                    false => Var::from_tensor(gathered.values())?.into_inner(),
+                };
+                let trained = Parameter::with_gradient_sink(&variable, sink.clone(), part.index);
                 Weight::Dense(trained.with_precision(gathered.precision()))
             }
             (_, weight) => weight.without_gradient(),
@@ -108,8 +136,9 @@ impl GatherTarget {
 }
 
 impl ShardedLayers {
-    fn start(&self, index: usize) -> Result<PendingExchange> {
-        start_gather(&self.mesh, &format!("weights of layer {index}"), &self.layers[index])
+    fn start(&self, index: usize) -> Result<PendingGather> {
+        let name = format!("weights of layer {index}");
+        start_gather(&self.mesh, &name, &self.layers[index], &self.target.device)
     }
 }
 

@@ -4,7 +4,7 @@ use super::config::WeightFormat;
 use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, shard_range};
-use crate::ops::cpu::host_values;
+use crate::ops::cpu::{host_values, to_host};
 use crate::ops::packed_weights::PackedFormat;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
@@ -73,7 +73,8 @@ impl TensorStorage {
         match &self.weight {
             _ if mesh.ranks() == 1 || self.is_sharded => Ok(self),
             Some(Weight::Dense(dense)) if dense.values().is_variable() => {
-                let values = host_values(dense.values())?;
+                let values = to_host(dense.values())?;
+                let values = host_values(&values)?;
                 Self::from_shard(values[own(values.len())].to_vec())
             }
             Some(Weight::Packed(matrix)) if matrix.is_on_host() => {
@@ -159,7 +160,9 @@ impl TensorStorage {
     /// When the tensor is on disk.
     pub(super) fn append_shard(&self, bytes: &mut Vec<u8>) -> Result<()> {
         match &self.weight {
-            Some(Weight::Dense(dense)) => bytes.extend_from_slice(f32_bytes(&host_values(dense.values())?)),
+            Some(Weight::Dense(dense)) => {
+                bytes.extend_from_slice(f32_bytes(&host_values(&to_host(dense.values())?)?));
+            }
             Some(Weight::Packed(matrix)) => bytes.extend_from_slice(matrix.shard_bytes()?),
             None => bail!("a tensor on disk has no shards"),
         }

@@ -13,6 +13,8 @@ use super::parameter::GradientTarget;
 use super::rope::Rotation;
 use super::sink_attention::Attention;
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
+use std::any::Any;
+use std::sync::Arc;
 
 /// Storage and shape of a result.
 type OpOutput = (CudaStorage, Shape);
@@ -140,6 +142,19 @@ impl SecondStream {
     }
 }
 
+/// Stub that is never constructed.
+pub struct GatherMemory {
+    pub values: Tensor,
+    pub address: u64,
+    pub part_bytes: usize,
+}
+
+impl GatherMemory {
+    pub fn new(_: &Tensor, _: usize, _: usize, _: usize) -> Result<Self> {
+        refuse()
+    }
+}
+
 /// Stub: no GPU is ever opened.
 pub struct Gpu {
     pub device: Device,
@@ -171,6 +186,9 @@ refused! { pub,
     kv_pages(&CudaDevice, usize, usize, usize, usize) -> KvPages;
     device_memory(&CudaDevice) -> DeviceMemory;
     reset_memory_peaks(&CudaDevice) -> ();
+    address_of(&Tensor) -> u64;
+    record_event(&Device) -> Arc<dyn Any + Send + Sync>;
+    wait_for_event(&Device, &(dyn Any + Send + Sync)) -> ();
 }
 
 refused! { pub(super),
@@ -236,5 +254,6 @@ refused! { pub(super),
     scale(&Tensor, f32) -> ();
     round_into(&Tensor, &Tensor) -> ();
     sum_of_squares(&Tensor) -> f64;
+    upload_values(&Tensor, &[f32]) -> ();
     muon(&Tensor, &Tensor, &Tensor, &Muon) -> ();
 }

@@ -1,6 +1,6 @@
 //! Muon: momentum whose singular values are all moved close to 1, for the matrices of hidden layers.
 
-use super::cpu::{edit, host_values};
+use super::cpu::{edit, host_values, to_host};
 use super::cuda;
 use super::optimizer::check_same_shape;
 use super::product::{GemmThreads, StridedMatrix, product};
@@ -129,7 +129,7 @@ impl MatrixShard {
 /// Updates a shard of a tensor by [`muon`], with the same bits. All tensors are flat and have the values of
 /// `shard`. `complete` gets the direction u of the shard, and returns that of
 /// [`MatrixShard::whole_matrices`], of which other processes have a part. It is called once, also for an
-/// empty shard.
+/// empty shard. Shards on a GPU are updated on the host.
 ///
 /// # Errors
 /// When shapes differ, and the errors of `complete`.
@@ -142,6 +142,12 @@ pub fn muon_shard(
     complete: impl FnOnce(Vec<f32>) -> Result<Vec<f32>>,
 ) -> Result<()> {
     check_same_shape(weights, &[momentum, gradient])?;
+    if weights.device().is_cuda() {
+        let (w, m) = (to_host(weights)?, to_host(momentum)?);
+        muon_shard(&w, &m, &to_host(gradient)?, step, shard, complete)?;
+        cuda::upload_values(weights, &host_values(&w)?)?;
+        return cuda::upload_values(momentum, &host_values(&m)?);
+    }
     let MatrixShard { shape, range } = shard;
     let gradient = host_values(gradient)?;
     let direction = complete(edit(momentum, |momentum| Ok(step.direction(momentum, &gradient)))?)?;

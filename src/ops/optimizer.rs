@@ -117,6 +117,14 @@ pub fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Res
     })
 }
 
+/// Computes `sum ← sum + x` for two f32 tensors on a GPU.
+///
+/// # Errors
+/// When shapes differ, or a tensor is not on a GPU.
+pub fn add_on_device(sum: &Tensor, x: &Tensor) -> Result<()> {
+    cuda::add_tensor(sum, x)
+}
+
 /// Computes `w ← bf16(x)`. `x` are the master weights in f32. `w` are the weights of the forward pass, stored
 /// as f32 on a CPU and as bf16 on a GPU.
 ///

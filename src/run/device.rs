@@ -172,6 +172,10 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
                 "device",
                 "with several processes, every process needs a GPU; write \"cuda\"".to_owned(),
             ));
+        } else if !mesh.exchanges_on_devices() {
+            let reason = "GPUs of several processes exchange weights by NCCL; build with --features cuda,nccl, \
+                          and start the processes with torchrun";
+            obstacles.push(("device", reason.to_owned()));
         }
         if parallel.sequence > 1 {
             obstacles.push((

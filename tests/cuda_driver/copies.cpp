@@ -1,4 +1,6 @@
 // Copies and fills, in stream order.
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "driver.h"
@@ -6,6 +8,9 @@
 using namespace cuda_driver;
 
 namespace {
+
+// Bytes copied so far.
+size_t host_to_device, device_to_host;
 
 char* host(CUdeviceptr address) { return reinterpret_cast<char*>(address); }
 
@@ -23,6 +28,8 @@ CUresult copy(const char* call, void* handle, CUdeviceptr to, bool to_device, CU
   // The real one may read or write it whenever the recording is replayed.
   if ((!from_device && !is_pinned(host(from))) || (!to_device && !is_pinned(host(to))))
     if (CUresult error = not_while_captured(stream, call)) return error;
+  if (!from_device) host_to_device += bytes;
+  if (!to_device) device_to_host += bytes;
   std::shared_ptr<std::vector<char>> staged;
   if (!from_device && !is_pinned(host(from)))
     staged = std::make_shared<std::vector<char>>(host(from), host(from) + bytes);
@@ -46,6 +53,11 @@ CUresult copy_now(const char* call, CUdeviceptr to, bool to_device, CUdeviceptr 
 CUdeviceptr address_of(const void* pointer) { return reinterpret_cast<CUdeviceptr>(pointer); }
 
 }  // namespace
+
+void cuda_driver::tell_copies() {
+  if (getenv("CUDA_EMULATOR_COPIES"))
+    fprintf(stderr, "copies: %zu bytes to the device, %zu bytes from it\n", host_to_device, device_to_host);
+}
 
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, void* stream) {
   return copy("cuMemcpyHtoDAsync", stream, to, true, address_of(from), false, bytes);

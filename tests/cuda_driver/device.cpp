@@ -34,6 +34,7 @@ __attribute__((destructor)) void at_exit() {
     tell_leaks();
     tell_leaked_modules();
     tell_leaked_graphs();
+    tell_copies();
   }).join();
 }
 

@@ -154,8 +154,12 @@ def several(world):
     """Two processes over NCCL's stand-in, each with an emulated GPU: the gap is 0, and so are the weights' differences."""
     words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=2)]
     torchrun = HERE.parent / "ranks/torchrun"
-    said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words)
+    plan = world.run(world.gpu, "check", RECIPE, *SHORT, *words, "--processes", 2)
+    planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+    said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words, env={"CUDA_EMULATOR_PEAK": "1"})
     assert "in each of 2 processes" in said, said
+    used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
+    assert len(used) == 2 and max(used) <= planned, f"{used} bytes in use, {planned:.0f} planned"
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
     # Shards of Muon's matrices are exchanged in host memory.
@@ -168,6 +172,80 @@ def several(world):
     for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
         said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
+
+
+def numbers(row):
+    """What has the same bits on any number of GPUs: all but times, memory, and the norm, whose additions have another order."""
+    return {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/")) and "grad_norm" not in key}
+
+
+def tensors(folder, stem):
+    """The bytes of each tensor of a checkpoint's files, the shards of several processes one after the other."""
+    found = {}
+    for path in sorted(folder.glob(f"{stem}*.safetensors")):
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        for name, info in json.loads(data[8:start]).items():
+            if name != "__metadata__":
+                begin, end = (start + offset for offset in info["data_offsets"])
+                found[name] = found.get(name, b"") + data[begin:end]
+    return found
+
+
+def equals_one(world):
+    """Two, three and four GPUs have the metrics, weights and optimizer state of one. Returns the bytes compared."""
+    torchrun = HERE.parent / "ranks/torchrun"
+    # Nothing is clipped by the norm.
+    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=3), *off, *steady]
+    compared = 0
+
+    def train(out, ranks, *more, mode="late"):
+        world.run(torchrun, ranks, world.gpu, "train", RECIPE, "--out", out, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
+
+    def compare(one, several):
+        nonlocal compared
+        rows = [[numbers(row) for row in world.rows(run)] for run in (one, several)]
+        assert rows[0] == rows[1], f"{several}:\n{rows[0]}\n{rows[1]}"
+        for stem in ("model", "trainer"):
+            kept = [tensors(world.place / run / "checkpoints/step-000003", stem) for run in (one, several)]
+            differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
+            assert kept[0] and not differing, f"{several}: {stem}: {differing}"
+            compared += sum(map(len, kept[0].values()))
+
+    world.train(world.gpu, "one", *words)
+    for ranks, mode in [(2, "late"), (2, "at-once"), (3, "first-late")]:
+        train(f"on_{ranks}_{mode}", ranks, mode=mode)
+        compare("one", f"on_{ranks}_{mode}")
+    # Two layers at a time, and moments of 8 bits.
+    other = sets(train__recompute_layers="true", train__optimizer__kind="adamw_8bit")
+    world.train(world.gpu, "one_8bit", *words, *other)
+    train("on_4_8bit", 4, *other)
+    compare("one_8bit", "on_4_8bit")
+    # A run goes on on another number of GPUs.
+    train("resumed", 2, *sets(train__steps=2))
+    train("resumed", 3, "--resume")
+    compare("one", "resumed")
+    return compared
+
+
+def hangs(world):
+    """One of two processes stops in the middle of a step: the other one says in which exchange it waits, and both end."""
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=1000, parallel__exchange_timeout_s=15)]
+    command = [HERE.parent / "ranks/torchrun", 2, world.gpu, "train", RECIPE, "--out", "hangs", *SHORT, *words]
+    with open(world.place / "hangs.txt", "w") as said:
+        process = subprocess.Popen(list(map(str, command)), cwd=world.place, stdout=said, stderr=said)
+        deadline = time.monotonic() + WAIT_S
+        while not (world.place / "hangs/metrics.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline, (world.place / "hangs.txt").read_text()
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+        os.kill(int(next(pid for pid, variables in ranks.items() if b"RANK=1" in variables)), signal.SIGSTOP)
+        code = process.wait(WAIT_S)
+    said = (world.place / "hangs.txt").read_text()
+    assert code != 0 and 'has waited 15 s in "' in said, f"{code}: {said}"
 
 
 def adapted(world):
@@ -358,6 +436,8 @@ def main():
         print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
         goes_on_elsewhere(world)
         several(world)
+        print(f"several GPUs: {equals_one(world)} bytes of weights and state as on one, in three orders of the streams")
+        hangs(world)
         adapted(world)
         compared, used, planned = muon_resumed(world)
         print(f"Muon: resumed, {compared} bytes of weights and state as without the break; {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")

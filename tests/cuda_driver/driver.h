@@ -134,5 +134,6 @@ extern std::string& running;
 void tell_leaks();
 void tell_leaked_modules();
 void tell_leaked_graphs();
+void tell_copies();
 
 }  // namespace cuda_driver

@@ -1,5 +1,6 @@
 // NCCL between processes of one machine, over shared memory: as much of it as src/dist/nccl.rs uses, and the sum of all ranks,
 // which adds in another order every time. A message's length travels with it, so that a receive of another length shows.
+// What an all-gather receives is NaN from its turn in the stream until all of it is there.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -100,10 +101,14 @@ struct Comm {
 
 auto& comms = lasting<std::map<Comm*, std::unique_ptr<Comm>>>();
 
+// Runs on the device, in the turn of its group.
+typedef std::function<void()> Action;
+
 struct Started {
   Comm* comm;
   void* stream;
-  Transfer transfer;
+  std::vector<Transfer> transfers;
+  Action before, after;  // of the transfers; may be empty
 };
 thread_local int group_depth;
 thread_local std::vector<Started> group;
@@ -157,20 +162,29 @@ bool advance_all(Comm& comm, std::vector<Transfer>& transfers) {
   return all || stuck();
 }
 
-// Gives the transfers of one stream to it, as one piece of work; `after` runs when they are done.
-void give(Comm& comm, void* stream_handle, std::vector<Transfer> transfers, std::function<void()> after = {}) {
+// Gives the transfers of one stream to it, as one piece of work.
+void give(Comm& comm, void* stream_handle, const std::vector<Started>& group) {
+  auto pieces = std::make_shared<std::vector<Transfer>>();
+  std::vector<Action> before, after;
+  for (const Started& one : group) {
+    pieces->insert(pieces->end(), one.transfers.begin(), one.transfers.end());
+    if (one.before) before.push_back(one.before);
+    if (one.after) after.push_back(one.after);
+  }
   char what[64];
-  snprintf(what, sizeof what, "NCCL, rank %d, %zu transfers", comm.rank, transfers.size());
-  auto pieces = std::make_shared<std::vector<Transfer>>(std::move(transfers));
-  auto is_checked = std::make_shared<bool>(false);
-  auto work = [&comm, is_aborted = comm.is_aborted, pieces, is_checked, after, what = std::string(what)] {
+  snprintf(what, sizeof what, "NCCL, rank %d, %zu transfers", comm.rank, pieces->size());
+  auto is_begun = std::make_shared<bool>(false);
+  auto work = [&comm, is_aborted = comm.is_aborted, pieces, is_begun, before, after, what = std::string(what)] {
     if (*is_aborted) return true;
-    if (!*is_checked)
+    if (!*is_begun) {
       for (const Transfer& piece : *pieces)
         if (!piece.own && piece.bytes && !check_range(what, piece.address, piece.bytes)) return true;
-    *is_checked = true;
+      for (const Action& action : before) action();
+    }
+    *is_begun = true;
     if (!advance_all(comm, *pieces)) return false;
-    if (after && !stuck()) after();
+    for (const Action& action : after)
+      if (!stuck()) action();
     return true;
   };
   auto launch = [stream_handle, work, what = std::string(what)] {
@@ -188,26 +202,38 @@ void give(Comm& comm, void* stream_handle, std::vector<Transfer> transfers, std:
 ncclResult end_group() {
   std::vector<Started> started;
   started.swap(group);
-  std::map<std::pair<Comm*, void*>, std::vector<Transfer>> by_stream;
-  for (Started& one : started) by_stream[{one.comm, one.stream}].push_back(one.transfer);
+  std::map<std::pair<Comm*, void*>, std::vector<Started>> by_stream;
+  for (Started& one : started) by_stream[{one.comm, one.stream}].push_back(one);
   bool is_blocking = true;
-  for (auto& [key, transfers] : by_stream) {
-    give(*key.first, key.second, std::move(transfers));
+  for (auto& [key, group] : by_stream) {
+    give(*key.first, key.second, group);
     is_blocking &= key.first->is_blocking;
   }
   return is_blocking ? OK : IN_PROGRESS;
 }
 
-ncclResult start(const char* call, Comm* handle, void* stream, Transfer transfer) {
-  Comm* comm = ready(handle, call);
+ncclResult start(const char* call, Started one) {
+  Comm* comm = ready(one.comm, call);
   if (!comm) return INVALID_ARGUMENT;
   if (!comm->is_initialised || !comm->launches.empty() || comm->is_finalised)
     return wrong(INVALID_USAGE, "%s: the communicator is not ready: its state was not asked for until it was", call);
-  if (transfer.peer < 0 || transfer.peer >= comm->ranks)
-    return wrong(INVALID_ARGUMENT, "%s: rank %d of %d", call, transfer.peer, comm->ranks);
-  if (!stream_of(stream, call)) return INVALID_ARGUMENT;
-  group.push_back({comm, stream, transfer});
+  for (const Transfer& transfer : one.transfers)
+    if (transfer.peer < 0 || transfer.peer >= comm->ranks)
+      return wrong(INVALID_ARGUMENT, "%s: rank %d of %d", call, transfer.peer, comm->ranks);
+  if (!stream_of(one.stream, call)) return INVALID_ARGUMENT;
+  group.push_back(std::move(one));
   return group_depth ? OK : end_group();
+}
+
+// What every rank has, to every other; `parts` are what comes, by rank, in memory of the stand-in's.
+std::vector<Transfer> to_everybody(const Comm& comm, const void* from, size_t bytes, std::vector<std::shared_ptr<std::vector<char>>>& parts) {
+  std::vector<Transfer> transfers;
+  for (int peer = 0; peer < comm.ranks; peer++) {
+    parts.push_back(std::make_shared<std::vector<char>>(bytes));
+    transfers.push_back({true, peer, reinterpret_cast<CUdeviceptr>(from), bytes, nullptr});
+    transfers.push_back({false, peer, 0, bytes, parts.back()});
+  }
+  return transfers;
 }
 
 size_t type_bytes(int type) { return type >= 0 && type < TYPES ? TYPE_BYTES[type] : 0; }
@@ -302,12 +328,37 @@ API ncclResult ncclGroupEnd() {
 API ncclResult ncclSend(const void* from, size_t count, int type, int peer, Comm* comm, void* stream) {
   Locked lock;
   if (!type_bytes(type)) return wrong(INVALID_ARGUMENT, "ncclSend: type %d", type);
-  return start(__func__, comm, stream, {true, peer, reinterpret_cast<CUdeviceptr>(from), count * type_bytes(type), nullptr});
+  return start(__func__, {comm, stream, {{true, peer, reinterpret_cast<CUdeviceptr>(from), count * type_bytes(type), nullptr}}, {}, {}});
 }
 API ncclResult ncclRecv(void* to, size_t count, int type, int peer, Comm* comm, void* stream) {
   Locked lock;
   if (!type_bytes(type)) return wrong(INVALID_ARGUMENT, "ncclRecv: type %d", type);
-  return start(__func__, comm, stream, {false, peer, reinterpret_cast<CUdeviceptr>(to), count * type_bytes(type), nullptr});
+  return start(__func__, {comm, stream, {{false, peer, reinterpret_cast<CUdeviceptr>(to), count * type_bytes(type), nullptr}}, {}, {}});
+}
+
+// Rank r's values come at place r of `to`. A rank's own may lie there already, and nowhere else in `to`.
+API ncclResult ncclAllGather(const void* from, void* to, size_t count, int type, Comm* handle, void* stream) {
+  Locked lock;
+  if (!type_bytes(type)) return wrong(INVALID_ARGUMENT, "ncclAllGather: type %d", type);
+  Comm* comm = ready(handle, __func__);
+  if (!comm) return INVALID_ARGUMENT;
+  const size_t bytes = count * type_bytes(type), own = bytes * size_t(comm->rank), all = bytes * size_t(comm->ranks);
+  char* const out = static_cast<char*>(to);
+  const char* const in = static_cast<const char*>(from);
+  if (in != out + own && in < out + all && out < in + bytes)
+    return wrong(INVALID_ARGUMENT, "ncclAllGather: rank %d sends from its result, but not from its place there", comm->rank);
+  std::vector<std::shared_ptr<std::vector<char>>> parts;
+  std::vector<Transfer> transfers = to_everybody(*comm, from, bytes, parts);
+  const auto before = [=] {
+    if (!check_range("ncclAllGather to", reinterpret_cast<CUdeviceptr>(to), all)) return;
+    for (size_t at = 0; at < all; at++)
+      if (in != out + own || at < own || at >= own + bytes) out[at] = char(0xff);
+  };
+  const auto after = [=] {
+    if (!check_range("ncclAllGather to", reinterpret_cast<CUdeviceptr>(to), all)) return;
+    for (size_t rank = 0; rank < parts.size(); rank++) memcpy(out + rank * bytes, parts[rank]->data(), bytes);
+  };
+  return start(__func__, {comm, stream, std::move(transfers), before, after});
 }
 
 // A sum of f32 whose order nobody can count on: a use of it where bits matter shows.
@@ -315,17 +366,11 @@ API ncclResult ncclAllReduce(const void* from, void* to, size_t count, int type,
   Locked lock;
   if (type != FLOAT32 || operation != SUM) return wrong(INVALID_ARGUMENT, "ncclAllReduce: sums of f32 alone are emulated");
   Comm* comm = ready(handle, __func__);
-  if (!comm || group_depth || !comm->is_initialised || !comm->launches.empty())
-    return wrong(INVALID_USAGE, "ncclAllReduce: in a group, or the communicator is not ready");
+  if (!comm) return INVALID_ARGUMENT;
   const size_t bytes = count * sizeof(float);
   std::vector<std::shared_ptr<std::vector<char>>> parts;
-  std::vector<Transfer> transfers;
-  for (int peer = 0; peer < comm->ranks; peer++) {
-    parts.push_back(std::make_shared<std::vector<char>>(bytes));
-    transfers.push_back({true, peer, reinterpret_cast<CUdeviceptr>(from), bytes, nullptr});
-    transfers.push_back({false, peer, 0, bytes, parts.back()});
-  }
-  give(*comm, stream, std::move(transfers), [=] {
+  std::vector<Transfer> transfers = to_everybody(*comm, from, bytes, parts);
+  const auto after = [=] {
     if (!check_range("ncclAllReduce to", reinterpret_cast<CUdeviceptr>(to), bytes)) return;
     // One order for all ranks, and another one for each sum and each run.
     std::vector<size_t> order(parts.size());
@@ -340,8 +385,8 @@ API ncclResult ncclAllReduce(const void* from, void* to, size_t count, int type,
         memcpy(&value, parts[part]->data() + i * sizeof value, sizeof value);
         sums[i] += value;
       }
-  });
-  return comm->is_blocking ? OK : IN_PROGRESS;
+  };
+  return start(__func__, {comm, stream, std::move(transfers), {}, after});
 }
 
 API ncclResult ncclCommFinalize(Comm* handle) {

@@ -1,7 +1,9 @@
 // The NCCL stand-in's own tests: each rank is a process, in each of the driver's modes; and each check fires once.
+#include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +33,7 @@ int ncclGroupStart();
 int ncclGroupEnd();
 int ncclSend(Device, size_t, int, int, void*, void*);
 int ncclRecv(Device, size_t, int, int, void*, void*);
+int ncclAllGather(Device, Device, size_t, int, void*, void*);
 int ncclAllReduce(Device, Device, size_t, int, int, void*, void*);
 int ncclCommFinalize(void*);
 int ncclCommDestroy(void*);
@@ -42,6 +45,7 @@ namespace {
 constexpr int BYTES = 1, FLOATS = 7, SUM = 0, IN_PROGRESS = 7, NOT_READY = 600;
 int tests = 0, failures = 0;
 std::string module_image;  // of faulty.cu
+std::atomic<int>* has_looked;  // shared by the ranks of a test
 
 void must(int result) {
   if (!result || result == IN_PROGRESS) return;
@@ -175,6 +179,34 @@ float reduced(Rank& self) {
   return sum;
 }
 
+// Gathers `bytes` a rank into place, in one group with a second gather from elsewhere.
+struct Gathered {
+  Device in_place, own, out;
+  static constexpr size_t bytes = 100000;
+
+  explicit Gathered(Rank& self) {
+    in_place = self.memory(bytes * size_t(self.ranks), 0);
+    own = self.memory(bytes, 50 + self.rank);
+    out = self.memory(bytes * size_t(self.ranks), 0);
+    must(cuMemsetD8Async(in_place + bytes * size_t(self.rank), static_cast<unsigned char>(10 + self.rank), bytes, self.stream));
+    must(ncclGroupStart());
+    must(ncclAllGather(in_place + bytes * size_t(self.rank), in_place, bytes, BYTES, self.comm, self.stream));
+    must(ncclAllGather(own, out, bytes / 4, FLOATS, self.comm, self.stream));
+    must(ncclGroupEnd());
+    self.settle();
+  }
+  void check(Rank& self) {
+    const auto expected = [&](int first) {
+      std::vector<unsigned char> all;
+      for (int rank = 0; rank < self.ranks; rank++) all.insert(all.end(), bytes, static_cast<unsigned char>(first + rank));
+      return all;
+    };
+    expect(self.read(in_place, bytes * size_t(self.ranks)) == expected(10), "what was gathered in place");
+    expect(self.read(out, bytes * size_t(self.ranks)) == expected(50), "what was gathered from elsewhere");
+    for (Device memory : {in_place, own, out}) must(cuMemFree_v2(memory));
+  }
+};
+
 // A kernel's first launch while the other rank keeps this one waiting; `loaded`: the kernel was loaded before.
 void launch_while_waiting(Rank& self, bool loaded) {
   Device memory = self.memory(64, 1);
@@ -206,6 +238,9 @@ int main(int count, char** arguments) {
   if (count != 2) return fprintf(stderr, "usage: nccl_tests MODULE\n"), 2;
   std::ifstream file(arguments[1], std::ios::binary);
   module_image.assign(std::istreambuf_iterator<char>(file), {});
+  void* shared = mmap(nullptr, sizeof *has_looked, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (shared == MAP_FAILED) return 2;
+  has_looked = new (shared) std::atomic<int>(0);
   for (int ranks : {1, 2, 4}) {
     accepted("everybody to everybody, longer than what is on its way at once", ranks, [](Rank& self) {
       const size_t bytes = 300000;
@@ -229,6 +264,36 @@ int main(int count, char** arguments) {
       self.close();
     });
   }
+  for (int ranks : {1, 2, 4})
+    accepted("an all-gather has every rank's values in rank order", ranks, [](Rank& self) {
+      Gathered gathered(self);
+      must(cuStreamSynchronize(self.stream));
+      gathered.check(self);
+      self.close();
+    });
+  accepted("an all-gather is NaN until all of it is there, but for a rank's own values in place", 2, [](Rank& self) {
+    constexpr size_t bytes = 8;
+    Device out = self.memory(2 * bytes, 7);
+    if (self.rank == 0) {
+      must(ncclAllGather(out, out, bytes, BYTES, self.comm, self.stream));
+      self.settle();
+      expect(cuStreamQuery(self.stream) == NOT_READY, "the other rank has not come");
+      const auto found = self.read(out, 2 * bytes);
+      expect(found[0] == 7 && found[bytes - 1] == 7, "its own values");
+      expect(found[bytes] == 0xff && found[2 * bytes - 1] == 0xff, "values that are not there yet");
+    }
+    if (self.rank == 0) {
+      *has_looked = 1;
+    } else {
+      while (!has_looked->exchange(0)) std::this_thread::yield();
+      must(ncclAllGather(out + bytes, out, bytes, BYTES, self.comm, self.stream));
+      self.settle();
+    }
+    must(cuStreamSynchronize(self.stream));
+    expect(self.read(out, 2 * bytes) == std::vector<unsigned char>(2 * bytes, 7), "all of it");
+    must(cuMemFree_v2(out));
+    self.close();
+  });
   accepted("a rank that does not come is waited for without end, and an abort ends it", 2, [](Rank& self) {
     Device memory = self.memory(64, 1);
     if (self.rank == 0) {
@@ -271,6 +336,23 @@ int main(int count, char** arguments) {
     Device memory = self.memory(16, 1);
     if (self.rank == 0) ncclSend(memory, 16, BYTES, 1, self.comm, self.stream);
     else ncclRecv(memory, 8, BYTES, 0, self.comm, self.stream);
+    self.settle();
+    cuStreamSynchronize(self.stream);
+  });
+  refused("an all-gather past the end of its result", "ncclAllGather to", 2, [](Rank& self) {
+    Device out = self.memory(16, 1), own = self.memory(16, 1);
+    must(ncclAllGather(own, out, 16, BYTES, self.comm, self.stream));
+    self.settle();
+    cuStreamSynchronize(self.stream);
+  });
+  refused("an all-gather from another rank's place", "sends from its result, but not from its place there", 2, [](Rank& self) {
+    Device out = self.memory(16, 1);
+    ncclAllGather(out + 8 * size_t(1 - self.rank), out, 8, BYTES, self.comm, self.stream);
+  });
+  refused("an all-gather of lengths that differ", "bytes where rank", 2, [](Rank& self) {
+    Device out = self.memory(32, 1);
+    const size_t bytes = self.rank ? 8 : 16;
+    must(ncclAllGather(out + bytes * size_t(self.rank), out, bytes, BYTES, self.comm, self.stream));
     self.settle();
     cuStreamSynchronize(self.stream);
   });

@@ -2,7 +2,7 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::serialization::{f32_bytes, f32_values};
-use crate::dist::{Mesh, SHARD_ALIGNMENT, ranks_in_shard_order, shard_range};
+use crate::dist::{Mesh, SHARD_ALIGNMENT, shard_range};
 use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::ModelTensors;
@@ -88,7 +88,8 @@ impl Parameters {
             }
         }
         let mesh = self.mesh();
-        let gathered = finish_gather(mesh, &outside, start_gather(mesh, "weights", &outside)?)?;
+        let started = start_gather(mesh, "weights", &outside, self.device())?;
+        let gathered = finish_gather(mesh, &outside, started)?;
         let weights = outside.iter().zip(gathered).map(|(part, weight)| {
             let weight = target.weight(part, weight)?;
             Ok((part.spec.name.as_str(), weight))
@@ -150,13 +151,18 @@ impl Parameters {
     /// Gathers the bytes of the shards of tensor `index`. `own` is the shard of this rank. Every rank must
     /// call this method.
     fn gather_shards(&self, index: usize, own: Vec<u8>) -> Result<Vec<u8>> {
-        let parts = self.mesh().all_gather(&format!("shards of {}", self.specs[index].name), own)?;
-        Ok(ranks_in_shard_order(index, parts.len()).map(|rank| &parts[rank][..]).collect::<Vec<_>>().concat())
+        Ok(self.mesh().all_gather(&format!("shards of {}", self.specs[index].name), own)?.concat())
     }
 
     /// Gathers the sharded tensor `index`. Every rank must call this method.
     pub(super) fn gather_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
+        if self.device().is_cuda() {
+            let (mesh, parts) = (self.mesh(), [self.part(index)]);
+            let name = format!("weight {}", parts[0].spec.name);
+            let gathered = finish_gather(mesh, &parts, start_gather(mesh, &name, &parts, self.device())?)?;
+            return gathered.into_iter().next().context("no weight was gathered");
+        }
         if stored.is_variable() {
             return Ok(Weight::dense(&self.gather(index, VALUES)?).with_precision(self.backend.precision));
         }
@@ -189,7 +195,7 @@ impl Parameters {
         let shard_of = |rank| bytes(self.range_of_rank(index, VALUES, rank, ranks));
         let range_of = |rank| bytes(self.matrix_shard_of(index, rank).map_or(0..0, |s| s.whole_matrices()));
         let name = format!("matrices of {}", self.specs[index].name);
-        let bytes = exchange_ranges(self.mesh(), (&name, index), f32_bytes(own), shard_of, range_of)?;
+        let bytes = exchange_ranges(self.mesh(), &name, f32_bytes(own), shard_of, range_of)?;
         Ok(f32_values(&bytes).collect())
     }
 
@@ -243,10 +249,15 @@ impl Parameters {
     /// Returns the range of values of a sharded tensor that `rank` of `ranks` holds. `kind` names the values
     /// ([`Self::gather`]).
     pub fn range_of_rank(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
-        let own = shard_range(self.specs[index].element_count(), index, rank, ranks);
-        let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
-        own.start.div_ceil(by)..own.end.div_ceil(by)
+        state_range(kind, shard_range(self.specs[index].element_count(), index, rank, ranks))
     }
+}
+
+/// Returns the range that a range of `values` has in the state `kind`, which has one value per block or per
+/// value.
+pub fn state_range(kind: &str, values: Range<usize>) -> Range<usize> {
+    let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
+    values.start.div_ceil(by)..values.end.div_ceil(by)
 }
 
 /// Reshards `part`, so that rank r gets the bytes of the range `range_of(r)`. Returns the bytes of this rank.
@@ -255,14 +266,14 @@ fn reshard(mesh: &Mesh, part: &GatherPart, range_of: impl Fn(usize) -> Range<usi
     part.stored.append_shard(&mut own)?;
     let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
     let name = format!("experts of {}", part.spec.name);
-    exchange_ranges(mesh, (&name, part.index), &own, shard_of, range_of)
+    exchange_ranges(mesh, &name, &own, shard_of, range_of)
 }
 
-/// Sends each rank r the bytes of the range `range_of(r)` of tensor `index`. Rank r holds the range
+/// Sends each rank r the bytes of the range `range_of(r)` of a tensor. Rank r holds the range
 /// `shard_of(r)`, of which `own` is this rank's. Returns the bytes of this rank's range.
 fn exchange_ranges(
     mesh: &Mesh,
-    (name, index): (&str, usize),
+    name: &str,
     own: &[u8],
     shard_of: impl Fn(usize) -> Range<usize>,
     range_of: impl Fn(usize) -> Range<usize>,
@@ -281,8 +292,7 @@ fn exchange_ranges(
     });
     let received_range = |from: usize| common(&shard_of(from), &requested_range);
     let lengths: Vec<usize> = (0..ranks).map(|from| received_range(from).len()).collect();
-    let received = mesh.start(name, &mesh.all_ranks(), parts.collect(), &lengths)?.wait()?;
-    Ok(ranks_in_shard_order(index, ranks).map(|from| &received[from][..]).collect::<Vec<_>>().concat())
+    Ok(mesh.start(name, &mesh.all_ranks(), parts.collect(), &lengths)?.wait()?.concat())
 }
 
 /// A request of rank 0 to the other ranks while it writes a checkpoint.

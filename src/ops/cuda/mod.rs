@@ -13,6 +13,7 @@ mod embedding;
 mod expert_swiglu;
 #[cfg(feature = "flash-attn")]
 mod flash_attention;
+mod gather_memory;
 mod graph;
 mod head;
 mod joined_product;
@@ -43,6 +44,7 @@ pub use device::{
 };
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_sinks;
+pub use gather_memory::{GatherMemory, address_of, record_event, wait_for_event};
 pub use graph::RecordedGraph;
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
@@ -63,7 +65,9 @@ pub(super) use joined_product::joined_product;
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
 pub(super) use muon::muon;
-pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
+pub(super) use optimizer::{
+    adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum, upload_values,
+};
 pub(super) use product::{
     add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_and_add,
     product_forward, product_input_gradient,

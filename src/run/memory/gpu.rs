@@ -1,12 +1,11 @@
 //! Memory plan of a GPU: bf16 matrices with f32 masters and gradients, and a paged KV cache.
 
+use super::gpu_shards::working_bytes;
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, TrainableTensor,
-    TrainingStage, WARNING_FRACTION, gathered_bytes, gigabytes,
+    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, TrainingStage,
+    WARNING_FRACTION, gigabytes,
 };
 use crate::engine::FORWARD_TOKENS_MAX;
-use crate::learner::OptimizerSettings;
-use crate::learner::optimizer::state_bytes;
 use crate::model::cache::CacheCapacity;
 use crate::model::decode::Decoder;
 use crate::model::decode_rows::padded_rows;
@@ -18,25 +17,9 @@ use crate::ops::sink_attention::plan::{PARTS_BYTES_MAX, padded_chunks, part_byte
 /// Maximum number of sequences that `check-mismatch` decodes together.
 const DECODE_SEQUENCES_MAX: usize = 64;
 
-/// Returns the bytes of a tensor in the dtype of the forward pass: bf16 for matrices, f32 for other tensors.
-fn working_bytes(spec: &ParameterSpec) -> u64 {
-    let width = if spec.is_matrix() { size_of::<half::bf16>() } else { size_of::<f32>() };
-    (spec.element_count() * width) as u64
-}
-
 /// Returns the bytes of tensors in the dtypes of the forward pass.
 fn total_working_bytes<'a>(specs: impl IntoIterator<Item = &'a ParameterSpec>) -> u64 {
     specs.into_iter().map(working_bytes).sum()
-}
-
-/// Returns the bytes of master weights and optimizer state.
-fn optimizer_bytes(settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
-    let tensor_bytes = |(_, spec): &TrainableTensor| {
-        let values = spec.element_count();
-        let master = if spec.is_matrix() { values * size_of::<f32>() } else { 0 };
-        master as u64 + state_bytes(settings, spec, values)
-    };
-    tensors.iter().map(tensor_bytes).sum()
 }
 
 impl MemoryPlanInput<'_> {
@@ -71,15 +54,10 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes of host memory: the program, and the weights while they are read. With several
-    /// processes, also this process's shards and their update.
+    /// processes, also the products of Muon.
     pub fn host_bytes(&self) -> u64 {
-        match self.processes {
-            1 => self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes(),
-            _ => {
-                let resident: u64 = self.resident().iter().map(|item| item.bytes).sum();
-                resident + if self.command.trains() { self.optimizer_scratch_bytes() } else { 0 }
-            }
-        }
+        let alone = self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes();
+        alone + if self.has_gpu_shards() { self.optimizer_scratch_bytes() } else { 0 }
     }
 
     /// Describes the KV cache of one sequence. A GPU needs at least this cache to sample.
@@ -102,7 +80,11 @@ impl MemoryPlanInput<'_> {
         let specs = parameter_specs(self.config);
         let weights: u64 = specs.iter().enumerate().map(|(index, spec)| self.gpu_bytes(spec, index)).sum();
         let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
-        let mut items = vec![MemoryItem { name: "weights", bytes: weights + total_working_bytes(factors) }];
+        let weights = weights + total_working_bytes(factors);
+        let trainable = if self.command.trains() { self.ever_trainable_tensors() } else { vec![] };
+        let whole = total_working_bytes(trainable.iter().map(|(_, spec)| spec));
+        let weights = weights - whole + self.working_shard_bytes(&trainable);
+        let mut items = vec![MemoryItem { name: "weights", bytes: weights }];
         let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
         let beside = self.samples_beside_the_update() && recipe.train.steps > 0;
@@ -129,19 +111,11 @@ impl MemoryPlanInput<'_> {
         let stage_bytes =
             stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
                 let tensors = self.trainable_tensors(stage);
-                (gathered_bytes(&tensors), optimizer_bytes(optimizer, &tensors))
+                (self.f32_shard_bytes(&tensors), self.gpu_optimizer_bytes(optimizer, &tensors))
             });
         let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
-        // With several processes, each process has its shards in host memory. Its GPU holds one whole
-        // gradient at a time.
-        let is_alone = self.processes == 1;
-        let largest_gradient = |tensors: &[TrainableTensor]| {
-            let bytes = tensors.iter().map(|(_, spec)| (spec.element_count() * size_of::<f32>()) as u64);
-            bytes.max().unwrap_or(0)
-        };
-        let largest = largest_gradient(&self.ever_trainable_tensors());
-        add("gradients", if is_alone { gradients } else { largest });
-        add("optimizer", if is_alone { optimizer } else { 0 });
+        add("gradients", gradients);
+        add("optimizer", optimizer);
         if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
             let tensors = self.critic_trainable_tensors(trainable);
             let critic_specs = value_model_specs(self.config);
@@ -150,18 +124,19 @@ impl MemoryPlanInput<'_> {
                 Some(_) => total_working_bytes(head.chain(factors)),
                 None => total_working_bytes(&critic_specs),
             };
-            add("critic's weights", weights);
-            let gradients = if is_alone { gathered_bytes(&tensors) } else { largest_gradient(&tensors) };
-            add("critic's gradients", gradients);
-            add(
-                "critic's optimizer",
-                if is_alone { optimizer_bytes(&critic.optimizer, &tensors) } else { 0 },
-            );
+            let whole = total_working_bytes(tensors.iter().map(|(_, spec)| spec));
+            add("critic's weights", weights - whole + self.working_shard_bytes(&tensors));
+            add("critic's gradients", self.f32_shard_bytes(&tensors));
+            add("critic's optimizer", self.gpu_optimizer_bytes(&critic.optimizer, &tensors));
         }
         // With an adapter, the reference policy is the model without the adapter.
         if recipe.policy.needs_reference() && self.adapter.is_none() {
             let copied = specs.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
-            add("reference", total_working_bytes(copied.map(|(_, spec)| spec)));
+            let copied = total_working_bytes(copied.map(|(_, spec)| spec));
+            // The reference is sharded like the trainable weights.
+            let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
+            let whole = total_working_bytes(tensors.iter().map(|(_, spec)| spec));
+            add("reference", copied - whole + self.working_shard_bytes(&tensors));
         }
         items
     }
@@ -212,7 +187,8 @@ impl MemoryPlanInput<'_> {
                 MemoryItem { name: "one forward pass and its logits", bytes: forward },
                 MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
             ];
-            phases.push(("sampling", items.to_vec()));
+            let items = items.into_iter().chain(self.gpu_sampling_gather());
+            phases.push(("sampling", items.collect::<Vec<_>>()));
         }
         let sampling = phases.first().map(|(_, items)| items.clone());
         let (prompts, samples) = self.rollout_size();
@@ -231,7 +207,8 @@ impl MemoryPlanInput<'_> {
                 let recomputes = self.recomputes_layers();
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
                 let bytes = self.pass_shape(tokens, tokens).forward_backward_bytes(recomputes);
-                let update = vec![MemoryItem { name, bytes }];
+                let update: Vec<MemoryItem> =
+                    [MemoryItem { name, bytes }].into_iter().chain(self.gpu_update_gather()).collect();
                 let sampling = sampling.filter(|_| self.samples_beside_the_update());
                 if let Some(sampling) = &sampling {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));

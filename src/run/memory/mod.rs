@@ -7,6 +7,7 @@
 //! compares the peak with the available memory.
 
 mod gpu;
+mod gpu_shards;
 mod machine;
 mod passes;
 mod program;
@@ -555,7 +556,7 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
-    /// updated one by one. Shards of several GPUs are updated on the host.
+    /// updated one by one. Muon updates the shards of several GPUs on the host.
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
         let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {

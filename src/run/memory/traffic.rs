@@ -1,6 +1,8 @@
 //! Communication in one training step: the bytes that each process receives, computed from recipe and config.
+//! CPUs exchange weights in f32, GPUs as the forward pass has them: matrices in bf16.
 
-use super::weights::{ShardedTensor, unsharded_bytes};
+use super::gpu_shards::working_bytes;
+use super::weights::ShardedTensor;
 use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
 use crate::metrics::TextTable;
@@ -28,9 +30,9 @@ impl Traffic {
         let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
         let gradients = gathered_bytes(&tensors);
         let sharded = input.sharded_tensors();
-        let weight_bytes = unsharded_bytes(&sharded);
-        let layer_bytes: u64 =
-            sharded.iter().filter(|tensor| tensor.layer().is_some()).map(ShardedTensor::bytes).sum();
+        let bytes_of = |tensor: &ShardedTensor| exchanged_bytes(input, tensor);
+        let weight_bytes = sharded.iter().map(bytes_of).sum();
+        let layer_bytes: u64 = sharded.iter().filter(|tensor| tensor.layer().is_some()).map(bytes_of).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = input.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
@@ -63,6 +65,14 @@ impl Traffic {
     }
 }
 
+/// Returns the bytes of a gathered tensor.
+fn exchanged_bytes(input: &MemoryPlanInput, tensor: &ShardedTensor) -> u64 {
+    match input.gpu_sequences {
+        Some(_) => working_bytes(&tensor.spec),
+        None => tensor.bytes(),
+    }
+}
+
 /// Returns the bytes of weights and of expert rows that a process receives during sampling. `weight_bytes` is
 /// the size of all sharded weights.
 fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
@@ -78,7 +88,7 @@ fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
                 .sharded_tensors()
                 .iter()
                 .filter(|tensor| tensor.spec.has_expert_axis())
-                .map(ShardedTensor::bytes)
+                .map(|tensor| exchanged_bytes(input, tensor))
                 .sum();
             // A row is sent to its expert, and the result is sent back.
             let rows =

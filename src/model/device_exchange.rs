@@ -1,0 +1,170 @@
+//! Exchanges between the memories of several GPUs, beside the stream that computes: weights are gathered from
+//! shards, and gradients are added to shards. No value passes the host.
+//!
+//! The memory is allocated on the stream that computes. An exchange begins when the work before its start
+//! has ended: what made its values, and the uses of a tensor that had the same memory before. The stream
+//! waits for the end of the exchange before it reads or frees the memory.
+
+use super::sharded_layers::GatherPart;
+use crate::dist::{
+    DeviceExchange, DeviceGather, DevicePart, Mesh, PendingDeviceExchange, first_shard_rank, shard_length,
+    shard_range,
+};
+use crate::ops::cuda::{GatherMemory, address_of, record_event, wait_for_event};
+use crate::ops::optimizer::add_on_device;
+use crate::ops::parameter::Parameter;
+use crate::ops::weight::Weight;
+use anyhow::{Context, Result, bail};
+use candle_core::{DType, Device, Tensor};
+
+/// A running exchange. It must be dropped before the memory that it reads and writes.
+struct RunningExchange {
+    device: Device,
+    /// `None` after the stream was made to wait.
+    pending: Option<PendingDeviceExchange>,
+}
+
+impl RunningExchange {
+    /// Starts an exchange after all earlier work on `device`.
+    fn start(
+        mesh: &Mesh,
+        name: &str,
+        device: &Device,
+        gathers: Vec<DeviceGather>,
+        [send, receive]: [Vec<DevicePart>; 2],
+    ) -> Result<Self> {
+        let ready = record_event(device)?;
+        let exchange = DeviceExchange { name: name.to_owned(), gathers, send, receive, ready };
+        Ok(Self { device: device.clone(), pending: Some(mesh.start_on_device(exchange)?) })
+    }
+
+    /// Makes later work on the GPU wait for the exchange.
+    fn wait(&mut self) -> Result<()> {
+        if let Some(pending) = self.pending.take() {
+            wait_for_event(&self.device, &*pending.posted()?)?;
+        }
+        Ok(())
+    }
+}
+
+/// The memory is freed after this. Without the wait, the exchange could still write to it.
+impl Drop for RunningExchange {
+    fn drop(&mut self) {
+        // If the exchange was not enqueued, nothing writes to the memory.
+        let _ = self.wait();
+    }
+}
+
+/// Tensors that are gathered on the GPU, while the exchange runs.
+pub(super) struct PendingDeviceGather {
+    exchange: RunningExchange,
+    /// For each sharded part, its values with the shape of the tensor. Undefined until the exchange ends.
+    gathered: Vec<Tensor>,
+}
+
+impl PendingDeviceGather {
+    /// Starts to gather the sharded tensors of `parts`.
+    ///
+    /// # Errors
+    /// When memory runs out, or the connection has ended.
+    pub fn start(mesh: &Mesh, name: &str, parts: &[GatherPart], device: &Device) -> Result<Self> {
+        let (rank, ranks) = (mesh.rank(), mesh.ranks());
+        let (mut gathered, mut gathers) = (vec![], vec![]);
+        for part in parts.iter().filter(|part| part.stored.is_sharded()) {
+            let Weight::Dense(own) = part.stored.weight(&part.spec)? else {
+                bail!("{}: packed shards are not gathered on GPUs", part.spec.name)
+            };
+            let count = part.spec.element_count();
+            let length = shard_length(count, ranks);
+            let GatherMemory { values, address, part_bytes } =
+                GatherMemory::new(own.values(), length, rank, ranks)?;
+            let first = first_shard_rank(count, part.index, ranks) * length;
+            gathered.push(values.narrow(0, first, count)?.reshape(part.spec.working_shape())?);
+            gathers.push(DeviceGather { address, part_bytes });
+        }
+        let exchange = RunningExchange::start(mesh, name, device, gathers, [vec![], vec![]])?;
+        Ok(Self { exchange, gathered })
+    }
+
+    /// Returns the weights of `parts`, which later work on the GPU may read.
+    ///
+    /// # Errors
+    /// When an exchange has failed.
+    pub fn finish(mut self, parts: &[GatherPart]) -> Result<Vec<Weight>> {
+        self.exchange.wait()?;
+        let mut gathered = self.gathered.into_iter();
+        let weight = |part: &GatherPart| match (part.stored.is_sharded(), part.stored.weight(&part.spec)?) {
+            (true, Weight::Dense(own)) => {
+                let values =
+                    gathered.next().with_context(|| format!("{} was not gathered", part.spec.name))?;
+                Ok(Weight::Dense(Parameter::variable(&values).with_precision(own.precision())))
+            }
+            _ => part.stored.whole_weight(&part.spec).cloned(),
+        };
+        parts.iter().map(weight).collect()
+    }
+}
+
+/// Whole gradients whose shards are sent to their ranks, while the exchange runs.
+pub struct PendingDeviceSum {
+    exchange: RunningExchange,
+    /// For each gradient: the index of its parameter, and this rank's shard of the gradient of each rank, in
+    /// rank order.
+    shards: Vec<(usize, Vec<Tensor>)>,
+    /// The gradients, which are sent.
+    _whole: Vec<Tensor>,
+}
+
+impl PendingDeviceSum {
+    /// Sends the shards of `gradients`, which are f32 tensors with the indices of their parameters.
+    ///
+    /// # Errors
+    /// When memory runs out, or the connection has ended.
+    pub fn start(mesh: &Mesh, name: &str, gradients: Vec<(usize, Tensor)>, device: &Device) -> Result<Self> {
+        let (rank, ranks) = (mesh.rank(), mesh.ranks());
+        let (mut send, mut receive, mut shards) = (vec![], vec![], vec![]);
+        for (parameter, gradient) in &gradients {
+            let gradient = gradient.flatten_all()?;
+            let count = gradient.elem_count();
+            let own = shard_range(count, *parameter, rank, ranks);
+            let mut shards_of_ranks = vec![];
+            for other in 0..ranks {
+                let range = shard_range(count, *parameter, other, ranks);
+                if other == rank {
+                    shards_of_ranks.push(gradient.narrow(0, own.start, own.len())?);
+                    continue;
+                }
+                if !range.is_empty() {
+                    let part = gradient.narrow(0, range.start, range.len())?;
+                    send.push(device_part(other, &part)?);
+                }
+                let received = Tensor::zeros(own.len(), DType::F32, device)?;
+                if !own.is_empty() {
+                    receive.push(device_part(other, &received)?);
+                }
+                shards_of_ranks.push(received);
+            }
+            shards.push((*parameter, shards_of_ranks));
+        }
+        let exchange = RunningExchange::start(mesh, name, device, vec![], [send, receive])?;
+        Ok(Self { exchange, shards, _whole: gradients.into_iter().map(|(_, whole)| whole).collect() })
+    }
+
+    /// Adds the shards of all ranks to the shard `sum_of(parameter)` of each gradient, in rank order.
+    ///
+    /// # Errors
+    /// When an exchange has failed, or a parameter has no sum.
+    pub fn add_to<'a>(mut self, sum_of: impl Fn(usize) -> Option<&'a Tensor>) -> Result<()> {
+        self.exchange.wait()?;
+        for (parameter, shards) in &self.shards {
+            let sum =
+                sum_of(*parameter).with_context(|| format!("parameter {parameter} is not trainable"))?;
+            shards.iter().try_for_each(|shard| add_on_device(sum, shard))?;
+        }
+        Ok(())
+    }
+}
+
+fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {
+    Ok(DevicePart { rank, address: address_of(values)?, bytes: values.elem_count() * size_of::<f32>() })
+}
