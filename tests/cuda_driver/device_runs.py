@@ -230,6 +230,26 @@ def equals_one(world):
     return compared
 
 
+def host_copies(world):
+    """The bytes that a steady step of two processes copies between hosts and GPUs, and those of the weights."""
+    torchrun = HERE.parent / "ranks/torchrun"
+    wide = sets(model__architecture__hidden_size=128, model__architecture__intermediate_size=64, train__optimizer__schedule="constant")
+    words = [*sets(device="cuda", cold_start__steps=1, rollout__response_tokens_max=8, policy__entropy_coefficient=0.01), *wide]
+    copied = []
+    for steps in (2, 3):
+        run = f"copies_{steps}"
+        env = {"CUDA_EMULATOR_COPIES": "1", "CUDA_EMULATOR": "at-once"}
+        said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", run, *SHORT, *words, *sets(train__steps=steps), env=env)
+        found = re.findall(r"copies: (\d+) bytes to the device, (\d+) bytes from it", said)
+        assert len(found) == 2, said
+        copied.append(sum(int(bytes) for process in found for bytes in process))
+    step = copied[1] - copied[0]
+    f32_bytes = sum(map(len, tensors(world.place / run / "checkpoints/step-000003", "model").values()))
+    # The shards of both in bf16 are half of this.
+    assert 0 < step < f32_bytes / 2 / 4, f"{step} bytes in a step, {f32_bytes} bytes of weights"
+    return step, f32_bytes
+
+
 def hangs(world):
     """One of two processes stops in the middle of a step: the other one says in which exchange it waits, and both end."""
     words = [*sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=1000, parallel__exchange_timeout_s=15)]
@@ -437,6 +457,8 @@ def main():
         goes_on_elsewhere(world)
         several(world)
         print(f"several GPUs: {equals_one(world)} bytes of weights and state as on one, in three orders of the streams")
+        step, weights = host_copies(world)
+        print(f"several GPUs: a step copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32")
         hangs(world)
         adapted(world)
         compared, used, planned = muon_resumed(world)

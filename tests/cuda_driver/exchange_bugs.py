@@ -27,7 +27,7 @@ EXCHANGE, NCCL, MEMORY = "src/model/device_exchange.rs", "src/dist/nccl.rs", "sr
 # Name, file, the text before the place, what is there, what is put there.
 BUGS = [
     ("an exchange does not wait for the work before it", NCCL, "", 'driver(self.exchanges.wait(ready), "an event of the GPU")?;', ""),
-    ("a layer is used before it is there", EXCHANGE, "parts: &[GatherPart]) -> Result<Vec<Weight>> {\n        ", "self.exchange.wait()?;", ""),
+    ("memory is used before the exchange has ended", EXCHANGE, "", "wait_for_event(&self.device, &*pending.posted()?)?;", "pending.posted()?;"),
     ("gradients are added before they are there", EXCHANGE, "Option<&'a Tensor>) -> Result<()> {\n        ", "self.exchange.wait()?;", ""),
     ("the event is recorded on the stream that computes", EXCHANGE, "", "wait_for_event(&self.device, &*pending.posted()?)?;", "pending.posted()?; wait_for_event(&self.device, &*record_event(&self.device)?)?;"),
     ("slots are swapped", "src/model/sharded_layers.rs", "*pending = Some((next, ", "self.start(next)?", "self.start(index)?"),
