@@ -215,7 +215,7 @@ def equals_one(world):
             compared += sum(map(len, kept[0].values()))
 
     world.train(world.gpu, "one", *words)
-    for ranks, mode in [(2, "late"), (2, "at-once"), (3, "first-late")]:
+    for ranks, mode in [(2, "at-once"), (3, "first-late")]:
         train(f"on_{ranks}_{mode}", ranks, mode=mode)
         compare("one", f"on_{ranks}_{mode}")
     # Two layers at a time, and moments of 8 bits.
