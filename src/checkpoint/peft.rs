@@ -13,7 +13,7 @@
 //! `base_layer`; if only one parameter has an adapter, there is no such name.
 
 use super::BaseModel;
-use super::tensor_file::{TensorFile, write_f32, write_tensors};
+use super::tensor_file::{FRAMEWORK, TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::dist::serialization::f32_values;
@@ -311,7 +311,7 @@ pub fn write(
         .flat_map(|(tensors, spec)| (0..tensors.len()).map(move |part| (*spec, part, tensors.len())))
         .collect();
     let mut working = vec![];
-    let digest = write_tensors(&folder.join(TENSORS_FILE), tensors.collect(), &[], |index, out| {
+    let digest = write_tensors(&folder.join(TENSORS_FILE), tensors.collect(), FRAMEWORK, |index, out| {
         let (spec, part, count) = parts[index];
         if part == 0 {
             working = factor(&spec.name)?;

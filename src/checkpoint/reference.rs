@@ -2,7 +2,7 @@
 //!
 //! The reference is a file of the run folder, so that a resumed run uses the same bits.
 
-use super::tensor_file::{TensorFile, write_f32, write_tensors};
+use super::tensor_file::{FRAMEWORK, TensorFile, write_f32, write_tensors};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
 use crate::dist::serialization::f32_values;
@@ -55,9 +55,10 @@ pub fn write(run: &Path, reference: &Parameters) -> Result<Hash> {
     };
     let mut digest = None;
     replace_file(&run.join(FILE), |temporary| {
-        digest = Some(write_tensors(temporary, kept.iter().map(stored).collect(), &[], |index, out| {
-            write_f32(out, &host_values(&reference.gather(kept[index].0, VALUES)?)?)
-        })?);
+        digest =
+            Some(write_tensors(temporary, kept.iter().map(stored).collect(), FRAMEWORK, |index, out| {
+                write_f32(out, &host_values(&reference.gather(kept[index].0, VALUES)?)?)
+            })?);
         Ok(())
     })?;
     digest.context("the reference was not written")

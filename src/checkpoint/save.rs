@@ -5,7 +5,7 @@
 //! overwritten. For an atomic save, save into a new folder and rename the folder.
 
 use super::load::{INDEX_FILE, WEIGHTS_FILE};
-use super::tensor_file::{write_bf16, write_f32, write_tensors};
+use super::tensor_file::{FRAMEWORK, write_bf16, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::chat::Chat;
@@ -237,7 +237,7 @@ fn write_shard(
     let mut pending_scales: Option<Vec<u8>> = None;
     let mut experts: Option<Tensor> = None;
     let stored = specs.iter().flat_map(|spec| spec.stored_tensors(format)).collect();
-    write_tensors(path, stored, &[], |index, out| {
+    write_tensors(path, stored, FRAMEWORK, |index, out| {
         let (spec, part) = owner[index];
         if let Some(scales) = pending_scales.take() {
             return Ok(out.write_all(&scales)?);

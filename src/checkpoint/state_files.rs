@@ -135,7 +135,7 @@ fn write_own(
     let stored = stored.collect::<Result<_>>()?;
     let indices: Vec<(usize, &str)> = kept.into_values().collect();
     let path = folder.join(file_name(stem, mesh.rank(), mesh.ranks()));
-    write_tensors(&path, stored, &[SHARD_ORDER], |index, out| {
+    write_tensors(&path, stored, SHARD_ORDER, |index, out| {
         let (index, kind) = indices[index];
         let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {

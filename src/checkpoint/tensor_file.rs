@@ -133,15 +133,19 @@ impl TensorFile {
     }
 }
 
+/// Metadata of files with weights. Readers of the Hugging Face Hub refuse files that do not name a framework.
+pub const FRAMEWORK: (&str, &str) = ("format", "pt");
+
 /// Writes and syncs a new file with `tensors` in the given order. Returns the digest of the file. `write` is
-/// called once per tensor with its index, and writes its bytes. `metadata` is added to the header.
+/// called once per tensor with its index, and writes its bytes. `metadata` is the key and value in the header: a
+/// single entry, because several are written in a random order, and files of equal runs would differ.
 ///
 /// # Errors
 /// When the file exists or cannot be written, or `write` fails.
 pub fn write_tensors(
     path: &Path,
     tensors: Vec<StoredTensor>,
-    metadata: &[(&str, &str)],
+    metadata: (&str, &str),
     mut write: impl FnMut(usize, &mut dyn Write) -> Result<()>,
 ) -> Result<Hash> {
     let context = || format!("{}: cannot be written", path.display());
@@ -156,16 +160,14 @@ pub fn write_tensors(
 
 /// Returns the header of a file with `tensors` in the given order and with `metadata`, padded to a multiple
 /// of 8 bytes.
-fn header(tensors: Vec<StoredTensor>, metadata: &[(&str, &str)]) -> Result<Vec<u8>> {
+fn header(tensors: Vec<StoredTensor>, (key, value): (&str, &str)) -> Result<Vec<u8>> {
     let mut offset = 0;
     let infos = tensors.into_iter().map(|stored| {
         let start = offset;
         offset += stored.bytes() as usize;
         (stored.name, TensorInfo { dtype: stored.dtype, shape: stored.shape, data_offsets: (start, offset) })
     });
-    // Readers of the Hugging Face Hub refuse files whose metadata does not name a framework.
-    let entries = [("format", "pt")].iter().chain(metadata);
-    let entries: HashMap<_, _> = entries.map(|(key, value)| (key.to_string(), value.to_string())).collect();
+    let entries = HashMap::from([(key.to_owned(), value.to_owned())]);
     let metadata = Metadata::new(Some(entries), infos.collect())?;
     let mut json = serde_json::to_vec(&metadata)?;
     json.resize(json.len().next_multiple_of(8), b' ');
