@@ -295,6 +295,7 @@ pub fn restore(
 
 #[cfg(test)]
 mod tests {
+    use super::super::tensor_file::FRAMEWORK;
     use super::*;
 
     /// Before shards were in rank order, the shards of a tensor were rotated by its index.
@@ -302,8 +303,7 @@ mod tests {
     fn shards_of_older_checkpoints_are_read() {
         const VALUES: usize = 700;
         let values: Vec<f32> = (0..VALUES).map(|i| i as f32).collect();
-        for (written, metadata) in
-            [(rotated_shard_range as ShardRule, &[][..]), (shard_range, &[SHARD_ORDER])]
+        for (written, metadata) in [(rotated_shard_range as ShardRule, FRAMEWORK), (shard_range, SHARD_ORDER)]
         {
             let folder = tempfile::tempdir().unwrap();
             for rank in 0..3 {
