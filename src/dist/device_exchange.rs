@@ -33,7 +33,7 @@ pub struct DevicePart {
     pub bytes: usize,
 }
 
-/// What one rank exchanges with the others, in the memory of its GPU.
+/// The parts that one rank exchanges with the others, in the memory of its GPU.
 #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
 pub struct DeviceExchange {
     /// The name of the exchange in messages. It is equal on every rank.

@@ -106,8 +106,8 @@ impl Matrix {
         self.add_adapter_output(self.weight.grouped_matmul(x, self.bias.as_ref(), plan)?, x, Some(plan))
     }
 
-    /// Returns the SwiGLU of the products of tokens `x [T, in]` by the matrices of their experts: `[T·K, out /
-    /// 2]`, sorted by `plan`. `unit` has clamp and gain.
+    /// Returns the SwiGLU of the products of tokens `x [T, in]` by the matrices of their experts: `[T·K, out
+    /// / 2]`, sorted by `plan`. `unit` has clamp and gain.
     ///
     /// # Errors
     /// When shapes disagree.

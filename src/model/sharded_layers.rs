@@ -122,7 +122,8 @@ impl GatherTarget {
         let weight = copy_to_device(&weight, &self.device, &part.spec)?;
         Ok(match (&self.sink, weight) {
             (Some(sink), Weight::Dense(gathered)) if part.is_trained => {
-                // The graph must record ops on the tensor. A tensor gathered on a GPU is a view of a variable.
+                // The graph must record ops on the tensor. A tensor gathered on a GPU is a view of a
+                // variable.
                 let variable = match is_tracked(gathered.values()) {
                     true => gathered.values().clone(),
                     false => Var::from_tensor(gathered.values())?.into_inner(),

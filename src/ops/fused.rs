@@ -1,7 +1,7 @@
 //! Sequences of ops that a GPU computes in one launch where no gradient is recorded, as in decode.
 //!
-//! The one kernel has the same roundings, so its results have the bits of the separate ops. On a CPU, and where
-//! a gradient reaches an input, the separate ops run.
+//! The one kernel has the same roundings, so its results have the bits of the separate ops. On a CPU, and
+//! where a gradient reaches an input, the separate ops run.
 
 use super::cuda;
 use super::experts::{Dispatch, combine, dispatch};
@@ -97,8 +97,8 @@ pub fn select_experts(logits: &Tensor, top_k: usize) -> Result<SelectedExperts> 
     Ok(SelectedExperts { routed_experts, plan, weights })
 }
 
-/// Returns the SwiGLU of the products of tokens `x [T, H]` by the matrices `[E, H, 2I]` of their experts: `[T·K,
-/// I]`, sorted by `plan`. `limit` and `alpha` are those of [`swiglu`].
+/// Returns the SwiGLU of the products of tokens `x [T, H]` by the matrices `[E, H, 2I]` of their experts:
+/// `[T·K, I]`, sorted by `plan`. `limit` and `alpha` are those of [`swiglu`].
 ///
 /// # Errors
 /// When shapes disagree.
@@ -125,8 +125,8 @@ pub fn expert_swiglu(
     swiglu(&weight.grouped_matmul(&dispatch(x, plan)?, bias, plan)?, limit, alpha)
 }
 
-/// Returns `residual [T, H]` plus the sum of the expert outputs `x [T·K, H]` of each token, weighted by `weights
-/// [T, K]`.
+/// Returns `residual [T, H]` plus the sum of the expert outputs `x [T·K, H]` of each token, weighted by
+/// `weights [T, K]`.
 ///
 /// # Errors
 /// Errors of [`combine`], and when `residual` has another shape.

@@ -14,9 +14,9 @@ use std::process::Command;
 
 /// Maximum number of launches per layer.
 const LAUNCHES_MAX: usize = 12;
-/// The same for experts whose gate and up are two tensors.
+/// Maximum number of launches of a layer whose experts have gate and up as two tensors.
 const SEPARATE_GATE_LAUNCHES_MAX: usize = 17;
-/// So many keys are split into two chunks, whose results a launch of its own merges.
+/// Number of keys. They are split into two chunks, whose results are merged by one more launch.
 const TOKENS: usize = 520;
 
 /// A form of a model, with models of one and of two layers.

@@ -1,5 +1,5 @@
-//! The first half of experts in one launch, on the GPU: dispatch, the products by gate and up, and SwiGLU. The
-//! result has the bits of separate launches.
+//! The first half of experts in one launch, on the GPU: dispatch, the products by gate and up, and SwiGLU.
+//! The result has the bits of separate launches.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
@@ -29,8 +29,8 @@ kernel_params! {
     }
 }
 
-/// Returns `swiglu(x · W + b)` of the tokens `x [T, H]` for their experts, `[T·K, I]` sorted by `plan`. `W [E,
-/// H, 2I]` and `b [E, 2I]` have interleaved columns.
+/// Returns `swiglu(x · W + b)` of the tokens `x [T, H]` for their experts, `[T·K, I]` sorted by `plan`. `W
+/// [E, H, 2I]` and `b [E, 2I]` have interleaved columns.
 pub(in crate::ops) fn expert_swiglu(
     x: &Tensor,
     weight: &Tensor,
@@ -111,7 +111,8 @@ fn run(
         let [bf16, mxfp4] = &tiling.expert_swiglu;
         let kernel = if matches!(weight, Weight::Mxfp4(_)) { mxfp4 } else { bf16 };
         let blocks = sizes.row_tiles(tiling.rows) * n.div_ceil(tiling.columns);
-        // SAFETY: all buffers outlive the launch and have the sizes in `params`. The plan names tokens of `x`.
+        // SAFETY: all buffers outlive the launch and have the sizes in `params`. The plan names tokens of
+        // `x`.
         unsafe { launch(device, kernel, &params, blocks) }
     })?;
     Ok(tensor(out, device, (rows, n / 2)))

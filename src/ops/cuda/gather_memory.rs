@@ -20,8 +20,8 @@ pub struct GatherMemory {
 }
 
 impl GatherMemory {
-    /// Allocates `ranks` parts of `part` values and copies `own` to part `rank`. The other parts are undefined
-    /// until the exchange has ended. `own` has at most `part` values, in bf16 or f32.
+    /// Allocates `ranks` parts of `part` values and copies `own` to part `rank`. The other parts are
+    /// undefined until the exchange has ended. `own` has at most `part` values, in bf16 or f32.
     ///
     /// # Errors
     /// When memory runs out, or `own` is not on a GPU.

@@ -1,5 +1,5 @@
-//! Products of the same rows by several matrices in one launch, on the GPU. Each result has the bits of its own
-//! launch.
+//! Products of the same rows by several matrices in one launch, on the GPU. Each result has the bits of its
+//! own launch.
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_params, launch};
