@@ -34,6 +34,12 @@ pub struct InitArgs {
     /// The model to train: a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file
     #[arg(long, value_name = "FOLDER", requires = "from")]
     model: Option<PathBuf>,
+    /// The training problems, in the format of RECIPE's task
+    #[arg(long, value_name = "FILE", requires = "from")]
+    train_file: Option<PathBuf>,
+    /// The held-out problems, in the same format
+    #[arg(long, value_name = "FILE", requires = "from")]
+    validation_file: Option<PathBuf>,
 }
 
 /// Writes the files and prints the next steps. If one of the files exists, writes none.
@@ -47,7 +53,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         return Err(bad_input!("init: {name:?} is not a valid name; use only letters, digits, _ and -"));
     }
     if let (Some(from), Some(model)) = (&args.from, &args.model) {
-        return write_derived_recipe(name, from, model);
+        return write_derived_recipe(args, from, model);
     }
     let [recipe, program, demonstrations] = ["toml", "py", "jsonl"].map(|kind| format!("{name}.{kind}"));
     let fill = |text: &str| {
@@ -77,18 +83,28 @@ fn refuse_existing(file: &str) -> Result<()> {
     }
 }
 
-/// Writes a recipe that is based on `from` and trains `model` with sizes for this machine.
-fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
-    let file = format!("{name}.toml");
+/// Writes a recipe that is based on `from` and trains `model` with sizes for this machine, on the data files
+/// of `args`.
+fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8> {
+    let file = format!("{}.toml", args.name);
     refuse_existing(&file)?;
     let source = locate(from)?;
     let base = match &source {
         RecipeSource::BuiltIn { name, .. } => (*name).to_owned(),
         source => absolute_path_text(&source.recipe_file())?,
     };
-    let model = toml::Value::String(absolute_path_text(model)?).to_string();
     let base_text = toml::Value::String(base.clone());
-    let sizing = propose_sizes(Path::new(&file), &format!("base = {base_text}\n[model]\npath = {model}\n"))?;
+    let mut tables = format!("base = {base_text}\n\n[model]\npath = {}\n", path_value(model)?);
+    let data_files = [("train_file", &args.train_file), ("validation_file", &args.validation_file)];
+    if data_files.iter().any(|(_, file)| file.is_some()) {
+        tables += "\n[task]\n";
+    }
+    for (key, file) in data_files {
+        if let Some(file) = file {
+            tables += &format!("{key} = {}\n", path_value(file)?);
+        }
+    }
+    let sizing = propose_sizes(Path::new(&file), &tables)?;
     let (missing, fetched) = &sizing.missing_data;
     let missing: Vec<String> = missing.iter().map(|file| file.display().to_string()).collect();
     let data = match (missing.is_empty(), fetched.is_empty()) {
@@ -104,11 +120,10 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
          #   rloss check {file}         the prompt, the memory and the keys that differ; --all shows every key\n\
          #   rloss train {file}\n\
          # A step should take minutes. More prompts and samples per step make training steadier, and a step longer.\n\
-         {data}base = {base_text}\n\n\
-         [model]\npath = {model}\n",
+         {data}{tables}",
         sizing.machine, sizing.memory,
     );
-    let mut table = "model";
+    let mut table = "";
     let mut changes = sizing.changes;
     changes.sort_by_key(|(key, ..)| key.rsplit_once('.').map(|(table, _)| table));
     for (key, value, remark) in &changes {
@@ -142,6 +157,11 @@ fn write_derived_recipe(name: &str, from: &Path, model: &Path) -> Result<u8> {
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));
     print_text(&output)?;
     Ok(EXIT_SUCCESS)
+}
+
+/// Returns the absolute path of `path` as a TOML string.
+fn path_value(path: &Path) -> Result<String> {
+    Ok(toml::Value::String(absolute_path_text(path)?).to_string())
 }
 
 /// Returns the absolute path of `path` as text.

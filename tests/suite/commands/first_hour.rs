@@ -389,6 +389,19 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
         told.contains(" tokens (16000000 in ") && told.contains("rollout.response_tokens_max\n"),
         "{told}"
     );
+    // The user's own files.
+    for (name, answer) in [("a.jsonl", 1), ("b.jsonl", 2)] {
+        let row = format!("{{\"question\": \"?\", \"answer\": \"#### {answer}\"}}\n");
+        std::fs::write(folder.path().join(name), row).unwrap();
+    }
+    let mut init = rloss();
+    init.current_dir(&folder).args(["init", "own", "--from", "long.toml", "--model"]).arg(&model);
+    let said = done(init.args(["--train-file", "a.jsonl", "--validation-file", "b.jsonl"]));
+    assert!(!text(&said.stdout).contains("data"), "{}", text(&said.stdout));
+    let recipe = std::fs::read_to_string(folder.path().join("own.toml")).unwrap();
+    assert!(recipe.contains("\n[task]\ntrain_file = \"") && !recipe.contains("# Fetch"), "{recipe}");
+    let shown = text(&done(rloss().current_dir(&folder).args(["check", "own.toml"])).stdout);
+    assert!(shown.contains("a.jsonl") && shown.contains("b.jsonl"), "{shown}");
 }
 
 #[test]
