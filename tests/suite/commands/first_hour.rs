@@ -399,9 +399,11 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     let said = done(init.args(["--train-file", "a.jsonl", "--validation-file", "b.jsonl"]));
     assert!(!text(&said.stdout).contains("data"), "{}", text(&said.stdout));
     let recipe = std::fs::read_to_string(folder.path().join("own.toml")).unwrap();
-    assert!(recipe.contains("\n[task]\ntrain_file = \"") && !recipe.contains("# Fetch"), "{recipe}");
-    let shown = text(&done(rloss().current_dir(&folder).args(["check", "own.toml"])).stdout);
-    assert!(shown.contains("a.jsonl") && shown.contains("b.jsonl"), "{shown}");
+    let [train, validation] = ["a.jsonl", "b.jsonl"].map(|name| folder.path().join(name));
+    let task = format!("\n[task]\ntrain_file = {train:?}\nvalidation_file = {validation:?}\n");
+    assert!(recipe.contains(&task) && !recipe.contains("# Fetch"), "{recipe}");
+    let check = output(rloss().current_dir(&folder).args(["check", "own.toml"]));
+    assert!(stderr(&check).contains("problem gsm8k/train/0: the prompt has "), "{}", stderr(&check));
 }
 
 #[test]
