@@ -143,6 +143,10 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
              rollout.response_tokens_max\n"
         );
     }
+    if args.train_file.is_some() && args.validation_file.is_none() {
+        output +=
+            &format!("\nThe validation problems stay those of {base}; --validation-file names yours.\n");
+    }
     if !missing.is_empty() {
         output += &format!("\nno data at {}\n", missing.join(", "));
         let words = ["fetch"].into_iter().chain(fetched.split_whitespace());

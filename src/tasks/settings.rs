@@ -46,9 +46,9 @@ table! {
         /// directory. A run stores the absolute path.
         pub command: Vec<String> = Vec::new(),
         /// Time limit of an answer from the program of the task `command`, in seconds. After it, the program
-        /// is killed and restarted.
+        /// is killed and restarted. Absent means 60.
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
-        /// Number of processes of the task `command`. Each answers one request at a time.
+        /// Number of processes of the task `command`. Each answers one request at a time. Absent means 4.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
         /// Address and port of the server for the program of the task `agent`, such as `127.0.0.1:9000`.
         /// Absent means this machine alone and a free port. An address that other machines reach needs a

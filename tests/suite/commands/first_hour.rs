@@ -390,6 +390,10 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
         "{told}"
     );
     // The user's own files.
+    let mut init = rloss();
+    init.current_dir(&folder).args(["init", "half", "--from", "long.toml", "--model"]).arg(&model);
+    let said = text(&done(init.args(["--train-file", "a.jsonl"])).stdout);
+    assert!(said.contains("The validation problems stay those of "), "{said}");
     for (name, answer) in [("a.jsonl", 1), ("b.jsonl", 2)] {
         let row = format!("{{\"question\": \"?\", \"answer\": \"#### {answer}\"}}\n");
         std::fs::write(folder.path().join(name), row).unwrap();
