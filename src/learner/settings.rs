@@ -106,7 +106,8 @@ table! {
         /// Learning-rate schedule from the end of the learning-rate warm-up to the last step.
         pub schedule: Schedule = Schedule::Constant,
         /// Step at which the schedule ends; later steps keep its final learning rate. If absent, the schedule
-        /// ends at the last step of the stage. A resume that adds steps keeps this end, unless it sets another.
+        /// ends at the last step of the stage. A resume that adds steps keeps this end, unless it sets
+        /// another.
         pub schedule_steps: Option<u64> = None => from(1.0).to(1e9),
         /// Final learning rate of the schedule, as a fraction of `lr`; for `linear` and `cosine`.
         pub lr_final_fraction: f64 = 0.0 => from(0.0).to(1.0),
