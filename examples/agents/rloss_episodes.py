@@ -2,10 +2,11 @@
 
 `run(play)` asks rloss for episodes, calls `play(episode)` for each, and posts what it returns: a reward, or a
 dictionary {"reward": 1.0, "success": True, "metrics": {"name": 0.5}}. An exception makes the episode fail, and no
-step learns from it. Several episodes are played at once, each in a thread of its own.
+step learns from it. Several are played at once: by `run` in threads, by `run_async` in one event loop.
 """
 
-import json, os, threading, traceback
+import asyncio, json, os, threading, traceback
+from concurrent.futures import ThreadPoolExecutor
 from urllib.request import Request, urlopen
 
 
@@ -15,6 +16,18 @@ def post(path, body):
     return json.load(urlopen(Request(url, json.dumps(body).encode(), headers)))
 
 
+def failure(error):
+    traceback.print_exc()
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def tell(episode, result):
+    try:
+        post(f"{episode['id']}/reward", result if isinstance(result, dict) else {"reward": float(result)})
+    except OSError as error:  # The episode had already ended, by its time limit.
+        print(f"{episode['id']}: {error}")
+
+
 def run(play, at_once=16):
     def work():
         while not (episode := post("next", {})).get("done"):
@@ -22,15 +35,26 @@ def run(play, at_once=16):
                 continue  # There is none now, for example because the weights are being updated.
             try:
                 result = play(episode)
-                result = result if isinstance(result, dict) else {"reward": float(result)}
             except Exception as error:
-                traceback.print_exc()
-                result = {"error": f"{type(error).__name__}: {error}"}
-            try:
-                post(f"{episode['id']}/reward", result)
-            except OSError as error:  # The episode had already ended, by its time limit.
-                print(f"{episode['id']}: {error}")
+                result = failure(error)
+            tell(episode, result)
 
     threads = [threading.Thread(target=work) for _ in range(at_once)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
+
+
+async def run_async(play, at_once=16):
+    # Requests for an episode wait. In asyncio's own few threads they would hold up everything else.
+    threads, loop = ThreadPoolExecutor(at_once), asyncio.get_running_loop()
+
+    async def work():
+        while not (episode := await loop.run_in_executor(threads, post, "next", {})).get("done"):
+            if episode["id"] is not None:
+                try:
+                    result = await play(episode)
+                except Exception as error:
+                    result = failure(error)
+                await loop.run_in_executor(threads, tell, episode, result)
+
+    await asyncio.gather(*(work() for _ in range(at_once)))

@@ -5,12 +5,14 @@ this one is found too. Its single agent plays with the run's policy; its rewards
 """
 
 import asyncio, itertools, json, os, sys
+from pathlib import Path
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
-from rloss_episodes import post
+from rloss_episodes import run_async
 
-AT_ONCE = int(os.environ.get("VERIFIERS_AT_ONCE", 4))  # Each episode is a process of its own.
 TASKS_MAX = 1000  # Of an infinite taskset. The last tenth of the tasks is held out.
+# The processes of a taskset's tools find files beside this one too.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent.resolve()), os.environ.get("PYTHONPATH", "")])
 
 
 def result(episode):
@@ -29,19 +31,16 @@ async def main():
     held_out = max(1, len(tasks) // 10)
     parts = {"train": tasks[:-held_out], "validation": tasks[-held_out:]}
 
-    async def work():
-        while not (given := await asyncio.to_thread(post, "next", {})).get("done"):
-            if given["id"] is None:
-                continue
-            part = parts[given["phase"]]
-            client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY",
-                                         headers={"X-Episode-Id": given["id"]})
-            context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
-            episode = await env.run_episode(part[given["index"] % len(part)], context)
-            await asyncio.to_thread(post, f"{given['id']}/reward", result(episode))
+    async def play(given):
+        part = parts[given["phase"]]
+        client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY",
+                                     headers={"X-Episode-Id": given["id"]})
+        context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
+        return result(await env.run_episode(part[given["index"] % len(part)], context))
 
     async with env.serving():
-        await asyncio.gather(*(work() for _ in range(AT_ONCE)))
+        # Each episode starts a process.
+        await run_async(play, int(os.environ.get("VERIFIERS_AT_ONCE", 4)))
 
 
 asyncio.run(main())

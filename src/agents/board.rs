@@ -7,7 +7,9 @@
 //! Locks: whoever holds the state may lock an episode's `play`, never the other way round.
 
 use super::trace::{EpisodeFacts, Trace};
-use crate::engine::EngineRequest;
+use crate::chat::ChatTurnParser;
+use crate::engine::{Completion, EngineRequest, NewToken};
+use crate::harmony::TurnStep;
 use crate::metrics::{Console, sanitize_line};
 use crate::ops::logits::SamplingParameters;
 use crate::random::Purpose;
@@ -108,6 +110,16 @@ pub(super) enum Command {
     Cancel(u64),
 }
 
+/// A sample in the engine, and the request that waits for it.
+struct OpenSample {
+    /// The id of its episode.
+    episode: String,
+    events: Sender<(usize, Event)>,
+    /// Finds the end of the answer if the request gets it as a whole. Then its tokens are not sent one by one,
+    /// because each would wake the request's thread.
+    whole: Option<ChatTurnParser>,
+}
+
 /// The answer to a request for an episode.
 pub(super) enum NextEpisode {
     Episode(Value),
@@ -140,8 +152,8 @@ struct State {
     results: BTreeMap<Place, EpisodeResult>,
     expected: usize,
     commands: Vec<Command>,
-    /// For each sample in the engine: its episode's id and the channel of the waiting request.
-    samples: HashMap<u64, (String, Sender<(usize, Event)>)>,
+    /// The samples in the engine.
+    samples: HashMap<u64, OpenSample>,
     next_sample: u64,
     counts: EpisodeCounts,
     progress: RolloutProgress,
@@ -289,13 +301,15 @@ impl Board {
     }
 
     /// Queues a request of an open episode. Its `samples` are set here. Returns the sample's id and the
-    /// channel of its events, which is closed when the episode ends.
+    /// channel of its events, which is closed when the episode ends. With `whole`, a parser of the answer, the
+    /// only event is the end of the answer.
     ///
     /// # Errors
     /// When the episode is over.
     pub fn submit(
         &self,
         episode: &Episode,
+        whole: Option<ChatTurnParser>,
         request: impl FnOnce(u64) -> EngineRequest,
     ) -> Result<(u64, Receiver<(usize, Event)>), ApiError> {
         let mut state = self.lock();
@@ -305,22 +319,30 @@ impl Board {
         let sample = state.next_sample;
         state.next_sample += 1;
         let (sender, events) = channel();
-        state.samples.insert(sample, (episode.id.clone(), sender));
+        state.samples.insert(sample, OpenSample { episode: episode.id.clone(), events: sender, whole });
         state.commands.push(Command::Submit(request(sample)));
         state.last_activity = Some(Instant::now());
         self.work.notify_one();
         Ok((sample, events))
     }
 
-    /// Passes an event of the engine to the request that waits for it. Returns whether there is one.
-    pub fn send(&self, sample: u64, event: Event) -> bool {
+    /// Passes a token of the engine to the request that waits for it. Returns whether the sample goes on.
+    pub fn token(&self, sample: u64, token: &NewToken) -> bool {
         let mut state = self.lock();
-        let is_last = matches!(event, Event::Finished(_));
-        let sent = state.samples.get(&sample).is_some_and(|(_, sender)| sender.send((0, event)).is_ok());
-        if is_last {
-            state.samples.remove(&sample);
+        let Some(open) = state.samples.get_mut(&sample) else { return false };
+        match &mut open.whole {
+            Some(parser) => !matches!(parser.push(token.id), TurnStep::Ended(_)),
+            None => open.events.send((0, Event::Token(token.clone()))).is_ok(),
         }
-        sent
+    }
+
+    /// Passes the end of a sample to the request that waits for it.
+    pub fn finish(&self, sample: u64, completion: Completion) {
+        let open = self.lock().samples.remove(&sample);
+        if let Some(open) = open {
+            // Sending fails if the client has left. Then nobody needs the answer.
+            let _ = open.events.send((0, Event::Finished(completion)));
+        }
     }
 
     /// Ends a sample that nobody waits for any more.
@@ -398,7 +420,7 @@ impl Board {
 
     fn drop_samples(&self, state: &mut State, id: &str) {
         let dropped: Vec<u64> =
-            state.samples.iter().filter(|(_, (owner, _))| owner == id).map(|(&sample, _)| sample).collect();
+            state.samples.iter().filter(|(_, open)| open.episode == id).map(|(&sample, _)| sample).collect();
         for sample in dropped {
             state.samples.remove(&sample);
             state.commands.push(Command::Cancel(sample));

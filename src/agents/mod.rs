@@ -25,7 +25,7 @@ use crate::harmony::Message;
 use crate::http::{self, HttpLimits};
 use crate::metrics::Console;
 use crate::rollout::{EpisodeCounts, Prompt, RolloutPlan, RolloutProgress, Rollouts, SystemPromptSettings};
-use crate::serve::{Access, Event, Metrics};
+use crate::serve::{Access, Metrics};
 use crate::tasks::TaskSettings;
 use crate::trajectory::{Group, Trajectory};
 use crate::user_key::random_bytes;
@@ -334,11 +334,11 @@ struct RoundClient<'a> {
 
 impl Client for RoundClient<'_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
-        self.board.send(sample, Event::Token(token.clone()))
+        self.board.token(sample, token)
     }
 
     fn finished(&self, sample: u64, completion: Completion) {
-        self.board.send(sample, Event::Finished(completion));
+        self.board.finish(sample, completion);
     }
 
     fn goes_on(&self, sampled: u64) -> bool {

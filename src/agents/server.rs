@@ -241,7 +241,9 @@ impl Server {
             keep_token_sets: round.keeps_token_sets,
             keep_sequence: false,
         };
-        let (sample, events) = self.board.submit(episode, engine_request)?;
+        // A stop text is found in the text of the answer so far.
+        let whole = (!request.streams && request.stop.is_empty()).then(|| chat.turn_parser());
+        let (sample, events) = self.board.submit(episode, whole, engine_request)?;
         let (prompts, reader) = (vec![(prompt.clone(), None)], TurnReader::chat(chat, request.stop));
         let head = AnswerHead {
             chat,

@@ -5,7 +5,7 @@ use super::hub::Event;
 use super::messages::call_json;
 use super::metrics::Metrics;
 use crate::chat::{Chat, Texts, TurnReader};
-use crate::engine::{FinishReason, NewToken, TokenScores};
+use crate::engine::{Completion, FinishReason, NewToken, TokenScores};
 use crate::http::{Peer, Stream};
 use serde_json::{Map, Value, json};
 use std::time::{Duration, Instant};
@@ -214,26 +214,33 @@ impl<'r> Answer<'r> {
     fn take(&mut self, ticket: &dyn SampleSource, index: usize, event: Event) {
         let waits_for_scores = self.scores_prompt();
         let choice = &mut self.choices[index];
-        match event {
-            Event::Token(token) if choice.finish.is_none() => {
-                let ends = choice.reader.push(token.id);
-                choice.tokens.push(token);
-                if ends {
-                    choice.finish = Some(choice.reader.reason());
-                    if !waits_for_scores {
-                        ticket.end(index);
-                    }
+        let (tokens, end) = match event {
+            Event::Token(token) => (vec![token], None),
+            Event::Finished(completion) => {
+                let Completion { tokens, finish_reason, prompt_scores, .. } = completion;
+                (choice.prompt_scores, choice.is_through) = (prompt_scores, true);
+                // Of a sample whose tokens were not sent, the completion has all of them.
+                (tokens.into_iter().skip(choice.tokens.len()).collect(), Some(finish_reason))
+            }
+        };
+        for token in tokens {
+            if choice.finish.is_some() {
+                break;
+            }
+            let ends = choice.reader.push(token.id);
+            choice.tokens.push(token);
+            if ends {
+                choice.finish = Some(choice.reader.reason());
+                if !waits_for_scores {
+                    ticket.end(index);
                 }
             }
-            Event::Token(_) => {}
-            Event::Finished(completion) => {
-                choice.is_through = true;
-                choice.prompt_scores = completion.prompt_scores;
-                choice.finish.get_or_insert(match completion.finish_reason {
-                    FinishReason::Length => "length",
-                    FinishReason::StopToken | FinishReason::Client | FinishReason::Cancelled => "stop",
-                });
-            }
+        }
+        if let Some(reason) = end {
+            choice.finish.get_or_insert(match reason {
+                FinishReason::Length => "length",
+                FinishReason::StopToken | FinishReason::Client | FinishReason::Cancelled => "stop",
+            });
         }
     }
 

@@ -1,0 +1,40 @@
+"""A small environment of verifiers' classic API, with a tool: what do some fruits cost?"""
+
+import random
+
+import verifiers as vf
+from datasets import Dataset
+
+PRICES = {"apple": 3, "pear": 4, "plum": 2}
+
+
+def price(fruit: str) -> str:
+    """The price of one fruit.
+
+    Args:
+        fruit: apple, pear or plum
+    """
+    return str(PRICES[fruit])
+
+
+def right(completion, answer) -> float:
+    said = completion[-1]["content"] if completion else None
+    return float((said or "").strip().rstrip(".") == answer)
+
+
+def rows(count, seed):
+    draw = random.Random(seed)
+    for _ in range(count):
+        fruit, number = draw.choice(sorted(PRICES)), draw.randrange(2, 10)
+        yield {"question": f"What do {number} {fruit}s cost? Answer with the number alone.",
+               "answer": str(number * PRICES[fruit])}
+
+
+def load_environment(tasks: int = 200) -> vf.Environment:
+    return vf.ToolEnv(
+        tools=[price],
+        max_turns=4,
+        dataset=Dataset.from_list(list(rows(tasks, 0))),
+        eval_dataset=Dataset.from_list(list(rows(20, 1))),
+        rubric=vf.Rubric(funcs=[right]),
+    )
