@@ -76,6 +76,11 @@ faults count="50" inputs="100000" seconds="60":
     cargo test --release --test soak -- --seconds {{seconds}}
     cargo test --release --test fuzz -- --inputs {{inputs}} --seed 1
 
+# SIGKILL for a run with an MCP server, and for the server: the ends are equal, and no process is left.
+mcp-kills count="20":
+    cargo build --release
+    tests/faults/mcp_kills.py --count {{count}}
+
 # A task program that lies in twenty ways, a million lines: no reward reaches another trajectory.
 lies:
     cargo test --release --test suite a_million_lines_of_a_liar -- --ignored --nocapture

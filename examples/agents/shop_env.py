@@ -22,19 +22,19 @@ def right(completion, answer) -> float:
     return float((said or "").strip().rstrip(".") == answer)
 
 
-def rows(count, seed):
+def rows(tasks, most, seed):
     draw = random.Random(seed)
-    for _ in range(count):
-        fruit, number = draw.choice(sorted(PRICES)), draw.randrange(2, 10)
+    for _ in range(tasks):
+        fruit, number = draw.choice(sorted(PRICES)), draw.randint(1, most)
         yield {"question": f"What do {number} {fruit}s cost? Answer with the number alone.",
                "answer": str(number * PRICES[fruit])}
 
 
-def load_environment(tasks: int = 200) -> vf.Environment:
+def load_environment(tasks: int = 200, most: int = 9) -> vf.Environment:
     return vf.ToolEnv(
         tools=[price],
         max_turns=4,
-        dataset=Dataset.from_list(list(rows(tasks, 0))),
-        eval_dataset=Dataset.from_list(list(rows(20, 1))),
+        dataset=Dataset.from_list(list(rows(tasks, most, 0))),
+        eval_dataset=Dataset.from_list(list(rows(20, most, 1))),
         rubric=vf.Rubric(funcs=[right]),
     )

@@ -17,8 +17,11 @@ async def play(episode):
     client = vf.ClientConfig(api_base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY",
                              extra_headers={"X-Episode-Id": episode["id"]})
     output = await ENV.run_rollout(rows[episode["index"] % len(rows)], client, "policy", {})
-    if output.get("error"):
-        return {"error": str(output["error"])}
+    error = output.get("error")
+    if error and "ModelResponse" in error["error"]:
+        return 0.0  # It answered nothing. That is the policy's own fault: it learns from it.
+    if error:
+        return {"error": f"{error['error']}: {error['message']}"}
     metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
     return {"reward": float(output["reward"]), "metrics": metrics}
 

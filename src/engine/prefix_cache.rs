@@ -2,7 +2,8 @@
 //!
 //! The unit is a block of [`BLOCK`] tokens at all layers. Sequences share the blocks, and a full block never
 //! changes. The bits of a block do not depend on the chunks in which its tokens were read, so a reused prefix
-//! changes no result.
+//! changes no result. The end of a sequence is kept too, so that the next turn of a conversation reads only
+//! what is new.
 
 use crate::model::cache::{CacheBlock, SequenceCache};
 use crate::ops::kv_cache::BLOCK;
@@ -31,6 +32,8 @@ pub(super) fn extend_keys(keys: &mut Vec<BlockKey>, tokens: &[u32]) {
 /// same last use, the one that is last in its sequence goes first.
 pub(super) struct PrefixCache {
     blocks_max: usize,
+    /// Number of tails. Each counts as a block, because it holds a partial one.
+    tails: usize,
     /// Number of calls so far that used blocks.
     clock: u64,
     blocks: HashMap<BlockKey, Entry>,
@@ -44,40 +47,81 @@ struct Entry {
     index: usize,
     /// The clock at its last use.
     used: u64,
+    /// The ends of sequences whose last whole block this is. They are removed with it.
+    tails: Vec<Tail>,
+}
+
+/// The end of a sequence.
+struct Tail {
+    /// The tokens after its last whole block, fewer than [`BLOCK`].
+    tokens: Vec<u32>,
+    /// The whole sequence.
+    cache: SequenceCache,
 }
 
 impl PrefixCache {
     /// Returns an empty cache for up to `tokens_max` tokens.
     pub fn new(tokens_max: usize) -> Self {
         let blocks_max = tokens_max / BLOCK;
-        Self { blocks_max, clock: 0, blocks: HashMap::new(), order: BTreeSet::new() }
+        Self { blocks_max, tails: 0, clock: 0, blocks: HashMap::new(), order: BTreeSet::new() }
     }
 
-    /// Returns the number of tokens that are kept.
+    /// Returns the number of tokens that the kept blocks have space for.
     pub fn tokens(&self) -> usize {
-        self.blocks.len() * BLOCK
+        (self.blocks.len() + self.tails) * BLOCK
     }
 
-    /// Appends blocks to `cache`, up to the first one that is not kept. `keys` has the keys of all blocks of
-    /// the sequence, including those that `cache` already has. Returns the number of tokens appended. Does
-    /// nothing if `cache` ends within a block.
-    pub fn extend(&mut self, keys: &[BlockKey], cache: &mut SequenceCache) -> usize {
-        let first = cache.len() / BLOCK;
-        if !cache.len().is_multiple_of(BLOCK)
-            || keys.get(first).is_none_or(|key| !self.blocks.contains_key(key))
-        {
+    /// Appends blocks to `cache`, up to the first one that is not kept, then the tail that follows them.
+    /// `keys` has the keys of the sequence's blocks that may be reused, including those that `cache` already
+    /// has; `tokens` are its tokens, of which the last is not reused. Returns the number of tokens appended.
+    /// Does nothing if `cache` ends within a block.
+    pub fn extend(&mut self, keys: &[BlockKey], tokens: &[u32], cache: &mut SequenceCache) -> usize {
+        let before = cache.len();
+        if !before.is_multiple_of(BLOCK) {
             return 0;
         }
-        self.clock += 1;
-        for (index, key) in keys.iter().enumerate() {
-            if !self.touch(key) && index >= first {
-                break;
-            }
-            if let Some(entry) = self.blocks.get(key).filter(|_| index >= first) {
-                cache.append_block(&entry.block);
+        let first = before / BLOCK;
+        if keys.get(first).is_some_and(|key| self.blocks.contains_key(key)) {
+            self.clock += 1;
+            for (index, key) in keys.iter().enumerate() {
+                if !self.touch(key) && index >= first {
+                    break;
+                }
+                if let Some(entry) = self.blocks.get(key).filter(|_| index >= first) {
+                    cache.append_block(&entry.block);
+                }
             }
         }
-        cache.len() - first * BLOCK
+        if let Some(tail) = self.take_tail(keys, tokens, cache.len()) {
+            *cache = tail;
+        }
+        cache.len() - before
+    }
+
+    /// Removes the longest tail that continues the first `len` tokens, and returns its sequence.
+    fn take_tail(&mut self, keys: &[BlockKey], tokens: &[u32], len: usize) -> Option<SequenceCache> {
+        let key = keys.get((len / BLOCK).checked_sub(1)?)?;
+        let tails = &mut self.blocks.get_mut(key)?.tails;
+        let (_, reusable) = tokens.get(len..)?.split_last()?;
+        let fitting = tails.iter().enumerate().filter(|(_, tail)| reusable.starts_with(&tail.tokens));
+        let (index, _) = fitting.max_by_key(|(_, tail)| tail.tokens.len())?;
+        self.tails -= 1;
+        Some(tails.swap_remove(index).cache)
+    }
+
+    /// Keeps the end of a sequence, if it ends within a block and the block before is kept. `keys` has the
+    /// keys of its whole blocks, `tokens` its tokens; those beyond `cache` are ignored.
+    pub fn keep_tail(&mut self, keys: &[BlockKey], tokens: &[u32], cache: &SequenceCache) {
+        let (whole, len) = (cache.len() / BLOCK, cache.len());
+        let Some(key) = whole.checked_sub(1).and_then(|last| keys.get(last)) else { return };
+        let Some(entry) = self.blocks.get_mut(key) else { return };
+        let tokens = &tokens[whole * BLOCK..len];
+        if tokens.is_empty() || entry.tails.iter().any(|tail| tail.tokens == tokens) {
+            return;
+        }
+        entry.tails.push(Tail { tokens: tokens.to_vec(), cache: cache.clone() });
+        self.tails += 1;
+        self.remove_oldest();
     }
 
     /// Keeps `blocks`. Their indices within the sequence begin at `first`, and `keys` has the keys of the
@@ -89,14 +133,18 @@ impl PrefixCache {
         }
         for ((index, key), block) in keys.iter().enumerate().skip(first).zip(blocks) {
             if !self.touch(key) {
-                self.blocks.insert(*key, Entry { block, index, used: self.clock });
+                self.blocks.insert(*key, Entry { block, index, used: self.clock, tails: vec![] });
                 self.order.insert((self.clock, Reverse(index), *key));
             }
         }
-        while self.blocks.len() > self.blocks_max
+        self.remove_oldest();
+    }
+
+    fn remove_oldest(&mut self) {
+        while self.blocks.len() + self.tails > self.blocks_max
             && let Some((_, _, key)) = self.order.pop_first()
         {
-            self.blocks.remove(&key);
+            self.tails -= self.blocks.remove(&key).map_or(0, |entry| entry.tails.len());
         }
     }
 

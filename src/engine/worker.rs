@@ -355,7 +355,8 @@ impl<'e, 'm> Worker<'e, 'm> {
         for work in &mut self.batch {
             if let Work::Prefill(prefill) = work {
                 let count = prefill.reusable_keys().len();
-                reused += prefixes.extend(&prefill.keys[..count], &mut prefill.cache);
+                let tokens = &prefill.request.tokens;
+                reused += prefixes.extend(&prefill.keys[..count], tokens, &mut prefill.cache);
             }
         }
         self.engine.prefill.reused.fetch_add(reused as u64, Ordering::Relaxed);
@@ -543,6 +544,11 @@ impl Engine<'_> {
     /// Ends a sample and gives its client the result.
     pub(super) fn end(&self, client: &dyn Client, mut sequence: Box<Sequence>, reason: FinishReason) {
         let id = sequence.id;
+        if let Some(mut prefixes) = self.prefixes()
+            && !sequence.options.keep_sequence
+        {
+            prefixes.keep_tail(&sequence.keys, &sequence.tokens, &sequence.cache);
+        }
         let completion = Completion {
             tokens: std::mem::take(&mut sequence.new_tokens),
             finish_reason: reason,

@@ -166,6 +166,27 @@ fn an_agents_run_trains_on_exactly_what_was_sampled_and_runs_twice_alike() {
     assert_eq!(again.rows(), rows);
 }
 
+/// A stream gets each token when it is drawn, a whole answer all of them at its end. Both end with the turn, of
+/// which a random model malforms many.
+#[test]
+fn a_whole_answer_has_the_tokens_of_a_streamed_one() {
+    if !skips::python3() {
+        return;
+    }
+    for family in ["model.architecture.model_type=gpt_oss", "model.architecture.model_type=qwen2"] {
+        let sets = ["rollout.samples_per_prompt=24", "train.steps=2", family];
+        let (whole, streamed) =
+            (AgentRun::start("arithmetic", &sets).done(), AgentRun::start("streamed", &sets).done());
+        assert_eq!(streamed.rows(), whole.rows(), "{family}");
+        let tokens = |run: &AgentRun| -> Vec<Value> {
+            run.trajectories(1).iter().map(|row| row["tokens"].clone()).collect()
+        };
+        assert_eq!(tokens(&streamed), tokens(&whole), "{family}");
+        check_trained(&whole, 2);
+        check_trained(&streamed, 2);
+    }
+}
+
 #[test]
 fn a_client_that_rewrites_its_history_trains_each_sampled_token_once() {
     if !skips::python3() {
