@@ -32,6 +32,7 @@ samples_per_prompt = 8
 turns_max = {turns}
 prompt_tokens_max = 1200
 response_tokens_max = 800
+prefix_tokens_max = 65536
 [train]
 steps = {steps}
 [train.optimizer]

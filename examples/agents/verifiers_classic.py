@@ -18,12 +18,11 @@ async def play(episode):
                              extra_headers={"X-Episode-Id": episode["id"]})
     output = await ENV.run_rollout(rows[episode["index"] % len(rows)], client, "policy", {})
     error = output.get("error")
-    if error and "ModelResponse" in error["error"]:
-        return 0.0  # It answered nothing. That is the policy's own fault: it learns from it.
-    if error:
+    # An empty answer is the policy's own fault: it learns from it.
+    if error and "ModelResponse" not in error["error"]:
         return {"error": f"{error['error']}: {error['message']}"}
     metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
-    return {"reward": float(output["reward"]), "metrics": metrics}
+    return {"reward": 0.0 if error else float(output["reward"]), "metrics": metrics}
 
 
 asyncio.run(run_async(play, int(os.environ.get("VERIFIERS_AT_ONCE", 16))))

@@ -414,7 +414,9 @@ impl Board {
             }
         };
         state.results.insert(episode.place, EpisodeResult { facts: episode.facts.clone(), given });
-        self.episodes.notify_all();
+        if !state.waiting.is_empty() {
+            self.episodes.notify_all();
+        }
         self.work.notify_one();
     }
 
