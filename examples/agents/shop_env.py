@@ -26,7 +26,7 @@ def rows(tasks, most, seed):
     draw = random.Random(seed)
     for _ in range(tasks):
         fruit, number = draw.choice(sorted(PRICES)), draw.randint(1, most)
-        yield {"question": f"What do {number} {fruit}s cost? Answer with the number alone.",
+        yield {"question": f"What do {number} {fruit}s cost?",
                "answer": str(number * PRICES[fruit])}
 
 
@@ -34,6 +34,7 @@ def load_environment(tasks: int = 200, most: int = 9) -> vf.Environment:
     return vf.ToolEnv(
         tools=[price],
         max_turns=4,
+        system_prompt="Ask for the price with the tool. Then answer with the total alone.",
         dataset=Dataset.from_list(list(rows(tasks, most, 0))),
         eval_dataset=Dataset.from_list(list(rows(20, most, 1))),
         rubric=vf.Rubric(funcs=[right]),

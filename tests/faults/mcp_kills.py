@@ -47,7 +47,7 @@ class McpWorld(World):
         call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
         rows = self.place / "rows.jsonl"
         with open(rows, "w") as file:
-            for _ in range(800):
+            for _ in range(480):
                 a, b, c = (self.random.randrange(10) for _ in range(3))
                 question = f"{a}{self.random.choice('+-')}{b}{self.random.choice('+-')}{c}?"
                 messages = [
@@ -57,7 +57,7 @@ class McpWorld(World):
                     {"role": "assistant", "content": "3"},
                 ]
                 print(json.dumps({"tools": DECLARED, "messages": messages}), file=file)
-        self.done(self.command("sft", HERE / "mcp.toml", "--data", rows, "--epochs", 3, "--out", self.model))
+        self.done(self.command("sft", HERE / "mcp.toml", "--data", rows, "--epochs", 2, "--out", self.model))
 
     def train(self, run, *more, steps=None):
         sets = [f"tools.mcp.command={self.server}", "tools.mcp.processes=2", f"model.path={self.model}"]
