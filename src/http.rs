@@ -1,6 +1,6 @@
-//! A small HTTP/1.1 server with one request per connection and one thread per connection. An idle thread takes
-//! the next connection. Sizes, times and connections are bounded, so that no client can exhaust memory or block
-//! another client.
+//! A small HTTP/1.1 server with one request per connection and one thread per connection. An idle thread
+//! takes the next connection. Sizes, times and connections are bounded, so that no client can exhaust memory
+//! or block another client.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;

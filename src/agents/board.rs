@@ -115,8 +115,8 @@ struct OpenSample {
     /// The id of its episode.
     episode: String,
     events: Sender<(usize, Event)>,
-    /// Finds the end of the answer if the request gets it as a whole. Then its tokens are not sent one by one,
-    /// because each would wake the request's thread.
+    /// Finds the end of the answer if the request gets it as a whole. Then its tokens are not sent one by
+    /// one, because each would wake the request's thread.
     whole: Option<ChatTurnParser>,
 }
 
@@ -301,8 +301,8 @@ impl Board {
     }
 
     /// Queues a request of an open episode. Its `samples` are set here. Returns the sample's id and the
-    /// channel of its events, which is closed when the episode ends. With `whole`, a parser of the answer, the
-    /// only event is the end of the answer.
+    /// channel of its events, which is closed when the episode ends. With `whole`, a parser of the answer,
+    /// the only event is the end of the answer.
     ///
     /// # Errors
     /// When the episode is over.
