@@ -1,12 +1,11 @@
-//! A small HTTP/1.1 server with one request per connection and one thread per connection. An idle thread
-//! takes the next connection. Sizes, times and connections are bounded, so that no client can exhaust memory
-//! or block another client.
+//! A small HTTP/1.1 server with one request per connection and one thread per connection. Sizes, times and
+//! connections are bounded, so that no client can exhaust memory or block another client.
 
 use anyhow::{Context, Result};
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
@@ -27,8 +26,6 @@ const LINGER_BYTES_MAX: usize = 64 << 10;
 /// Interval and time limit of the wait for a free connection slot.
 const ROOM_POLL: Duration = Duration::from_millis(1);
 const ROOM_WAIT: Duration = Duration::from_millis(500);
-/// Time after which an idle thread ends.
-const IDLE_WAIT: Duration = Duration::from_secs(5);
 const HEADERS: &str = "Cache-Control: no-store\r\nReferrer-Policy: no-referrer\r\nX-Content-Type-Options: nosniff\r\n\
      X-Frame-Options: DENY\r\nConnection: close\r\n";
 
@@ -214,60 +211,7 @@ impl Connections {
     }
 }
 
-/// The connections that wait for a thread, and the threads that wait for a connection. A new thread with its
-/// heap costs more than a short answer.
-#[derive(Default)]
-struct Threads {
-    state: Mutex<ThreadsState>,
-    work: Condvar,
-}
-
-#[derive(Default)]
-struct ThreadsState {
-    waiting: VecDeque<(u64, TcpStream)>,
-    idle: usize,
-    is_over: bool,
-}
-
-impl Threads {
-    fn lock(&self) -> MutexGuard<'_, ThreadsState> {
-        // Nothing panics while the lock is held.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Queues a connection. Returns whether it needs another thread.
-    fn add(&self, number: u64, stream: TcpStream) -> bool {
-        let mut state = self.lock();
-        state.waiting.push_back((number, stream));
-        self.work.notify_one();
-        state.waiting.len() > state.idle
-    }
-
-    /// Waits for a connection. Returns `None` if the calling thread should end.
-    fn next(&self) -> Option<(u64, TcpStream)> {
-        let until = Instant::now() + IDLE_WAIT;
-        let mut state = self.lock();
-        state.idle += 1;
-        let next = loop {
-            let next = state.waiting.pop_front();
-            match left(until).filter(|_| next.is_none() && !state.is_over) {
-                Some(wait) => {
-                    state = self.work.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0
-                }
-                None => break next,
-            }
-        };
-        state.idle -= 1;
-        next
-    }
-
-    fn end(&self) {
-        self.lock().is_over = true;
-        self.work.notify_all();
-    }
-}
-
-/// Serves requests with `handler`, each on a thread of its own, until `stopped` returns true.
+/// Serves requests with `handler`, each on its own thread, until `stopped` returns true.
 ///
 /// # Errors
 /// When the socket's timeout cannot be set.
@@ -281,7 +225,6 @@ pub fn serve(
     rustix::net::sockopt::set_socket_timeout(listener, rustix::net::sockopt::Timeout::Recv, Some(POLL))
         .context("waiting for a request")?;
     let connections = &Connections { connections_max: limits.connections_max, state: Mutex::default() };
-    let threads = &Threads::default();
     std::thread::scope(|scope| {
         let mut number = 0u64;
         while !stopped() {
@@ -299,19 +242,16 @@ pub fn serve(
                 continue;
             }
             let work = move || {
-                while let Some((number, stream)) = threads.next() {
-                    converse(&stream, limits, handler, connections, number);
-                    connections.end(number);
-                }
+                converse(&stream, limits, handler, connections, number);
+                connections.end(number);
             };
-            // If no thread starts, the connection waits for one that becomes idle.
-            if threads.add(number, stream) {
-                let _ = Builder::new().name("request".into()).spawn_scoped(scope, work);
+            // If no thread starts, the client sees its connection closed.
+            if Builder::new().name("request".into()).spawn_scoped(scope, work).is_err() {
+                connections.end(number);
             }
         }
         // Do not wait for clients that send nothing.
         connections.lock().idle.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
-        threads.end();
         Ok(())
     })
 }

@@ -414,9 +414,7 @@ impl Board {
             }
         };
         state.results.insert(episode.place, EpisodeResult { facts: episode.facts.clone(), given });
-        if !state.waiting.is_empty() {
-            self.episodes.notify_all();
-        }
+        self.episodes.notify_all();
         self.work.notify_one();
     }
 

@@ -347,21 +347,6 @@ fn a_token_is_asked_for_where_one_is_set() {
     assert!(text.contains("RLOSS_SERVE_TOKEN"), "{text}");
 }
 
-/// A thread takes one connection after the other. Connections that send nothing hold up no other.
-#[test]
-fn requests_share_threads_and_silent_connections_hold_up_none() {
-    let server = Server::start(&[]);
-    let silent: Vec<TcpStream> = (0..20).map(|_| TcpStream::connect(&server.address).unwrap()).collect();
-    for _ in 0..100 {
-        assert_eq!(server.ask("GET", "/health", "").0, 200);
-    }
-    let tasks = std::fs::read_dir(format!("/proc/{}/task", server.child.id())).unwrap();
-    let names = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")).ok());
-    let threads = names.filter(|name| name.trim() == "request").count();
-    assert!((20..60).contains(&threads), "{threads} threads for 20 silent connections and 100 requests");
-    drop(silent);
-}
-
 #[test]
 fn sigterm_finishes_open_answers() {
     let mut server = Server::start(&[]);
