@@ -74,7 +74,7 @@ const LISTED: &[(&str, &str)] = &[
 const BLOCKS_AS_FILES: [(&str, &str, &str); 3] = [
     ("docs/TASKS.md", "shop.py", "PRICES"),
     ("docs/TASKS.md", "shop.toml", "shop.py"),
-    ("docs/AGENTS.md", "mine.toml", "my_taskset"),
+    ("docs/AGENTS.md", "mine.toml", "my_env"),
 ];
 
 /// Returns whether a command is run; false if it is listed.
