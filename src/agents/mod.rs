@@ -285,7 +285,9 @@ impl AgentSession {
             0 => "before it asked for an episode",
             _ => "again and again, without a finished episode in between",
         };
-        anyhow!("task.command: the program ended ({status}) {when}; correct it, then start or resume the run; {last}")
+        anyhow!(
+            "task.command: the program ended ({status}) {when}; correct it, then start or resume the run; {last}"
+        )
     }
 
     fn program(&self) -> MutexGuard<'_, Option<RunningProgram>> {
