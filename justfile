@@ -81,6 +81,11 @@ mcp-kills count="20":
     cargo build --release
     tests/faults/mcp_kills.py --count {{count}}
 
+# Kills, hangs and stops of one of several emulated GPUs in mid-exchange, resumed on another number of them.
+gpu-kills count="20":
+    eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
+        tests/faults/gpu_kills.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --count {{count}}
+
 # A task program that lies in twenty ways, a million lines: no reward reaches another trajectory.
 lies:
     cargo test --release --test suite a_million_lines_of_a_liar -- --ignored --nocapture

@@ -2,6 +2,7 @@
 // which adds in another order every time. A message's length travels with it, so that a receive of another length shows.
 // What an all-gather receives is NaN from its turn in the stream until all of it is there.
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -162,6 +163,18 @@ bool advance_all(Comm& comm, std::vector<Transfer>& transfers) {
   return all || stuck();
 }
 
+// Groups whose turn has come in this process.
+size_t groups_begun = 0;
+
+// CUDA_EMULATOR_SIGNAL=RANK:GROUP:SIGNAL: that rank gets the signal when its group of that number, from 1, has sent what the
+// peer takes at once.
+void signal_in_group(const Comm& comm) {
+  static const char* const text = getenv("CUDA_EMULATOR_SIGNAL");
+  int rank, number;
+  size_t at;
+  if (text && sscanf(text, "%d:%zu:%d", &rank, &at, &number) == 3 && rank == comm.rank && at == groups_begun) kill(getpid(), number);
+}
+
 // Gives the transfers of one stream to it, as one piece of work.
 void give(Comm& comm, void* stream_handle, const std::vector<Started>& group) {
   auto pieces = std::make_shared<std::vector<Transfer>>();
@@ -181,8 +194,12 @@ void give(Comm& comm, void* stream_handle, const std::vector<Started>& group) {
         if (!piece.own && piece.bytes && !check_range(what, piece.address, piece.bytes)) return true;
       for (const Action& action : before) action();
     }
+    const bool begins = !*is_begun;
     *is_begun = true;
-    if (!advance_all(comm, *pieces)) return false;
+    groups_begun += begins;
+    const bool is_done = advance_all(comm, *pieces);
+    if (begins) signal_in_group(comm);
+    if (!is_done) return false;
     for (const Action& action : after)
       if (!stuck()) action();
     return true;
@@ -394,6 +411,7 @@ API ncclResult ncclCommFinalize(Comm* handle) {
   Comm* comm = ready(handle, __func__);
   if (!comm) return INVALID_ARGUMENT;
   comm->is_finalised = true;
+  if (getenv("CUDA_EMULATOR_GROUPS")) fprintf(stderr, "nccl: %zu groups\n", groups_begun);
   return comm->is_blocking ? OK : IN_PROGRESS;
 }
 API ncclResult ncclCommDestroy(Comm* handle) {
