@@ -128,7 +128,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let (context, ablations) = mesh.require_success("the recipe", open(args, &mesh))?;
     let names: Vec<&str> = ablations.iter().map(|(name, _)| name.as_str()).collect();
     let weights = context.recipe().model.path.as_deref();
-    processes::check_agreement(&mesh, &context.plan, weights, &names.join(" "))?;
+    processes::check_agreement(&mesh, &context, weights, &names.join(" "))?;
     let console = console(&context.plan, &mesh);
     let (command, out) = (args.command(), args.out_folder()?);
     header::lines(&context, command, &out).iter().for_each(|line| console.print(line));

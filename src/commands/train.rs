@@ -79,7 +79,7 @@ pub(super) fn run_source(
     let state =
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());
-    processes::check_agreement(&mesh, &context.plan, weights, &state)?;
+    processes::check_agreement(&mesh, &context, weights, &state)?;
     // From here on, a signal saves the run.
     let stop = StopFlag::listen()?;
     let folder = match resumes {

@@ -81,7 +81,7 @@ impl Comm {
     /// When this process has no GPU, or a rank does not connect.
     pub fn open(address: &RankAddress) -> Result<Self> {
         let device = device(address.local_rank)?;
-        let id = rendezvous::broadcast_from_rank_zero(address, || {
+        let id = rendezvous::broadcast_from_rank_zero(address, nccl_version()?, || {
             let id = result::get_uniqueid().map_err(|error| nccl_error(None, "ncclGetUniqueId", &error))?;
             Ok(id.internal.map(|byte| byte as u8))
         })?;
@@ -419,6 +419,10 @@ pub fn self_test(ordinal: usize, bytes_max: usize) -> Result<String> {
         bytes *= 16;
     }
     comm.disconnect();
+    Ok(rendezvous::version_text(nccl_version()?))
+}
+
+fn nccl_version() -> Result<u32> {
     let version = result::get_nccl_version().map_err(|error| nccl_error(None, "ncclGetVersion", &error))?;
-    Ok(format!("{}.{}.{}", version / 10_000, version / 100 % 100, version % 100))
+    Ok(version as u32)
 }

@@ -3,6 +3,7 @@
 use crate::dist::Mesh;
 use crate::integrity::{MANIFEST_FILE, file_digest};
 use crate::recipe::Plan;
+use crate::run::context::RunContext;
 use anyhow::{Context, Result};
 use std::io::ErrorKind;
 use std::path::Path;
@@ -42,22 +43,38 @@ pub fn check_distillation(mesh: &Mesh, plan: &Plan) -> Result<()> {
     Err(plan.mistake("policy.distill.teacher", reason.to_owned()).into())
 }
 
-/// Checks that all processes have the same recipe, the same binary, and the same starting point. The starting
-/// point is the folder `weights`, if any, and `state`.
+/// Checks that all processes of `context` have the same recipe, the same binary, GPUs of one kind, and the same
+/// starting point. The starting point is the folder `weights`, if any, and `state`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] on every process, with the same message.
-pub fn check_agreement(mesh: &Mesh, plan: &Plan, weights: Option<&Path>, state: &str) -> Result<()> {
+pub fn check_agreement(mesh: &Mesh, context: &RunContext, weights: Option<&Path>, state: &str) -> Result<()> {
     if mesh.ranks() == 1 {
         return Ok(());
     }
-    mesh.check_equal("recipes", &plan.to_toml(), "start all with the same file and the same --set")?;
+    mesh.check_equal("recipes", &context.plan.to_toml(), "start all with the same file and the same --set")?;
+    // The name begins with the GPU's index, which may differ.
+    let gpu = context.device_name.split_once(", ").map_or(&*context.device_name, |(_, name)| name);
+    let gpus = mesh.all_gather_records("the GPUs", &gpu.to_owned())?;
+    mesh.require_success("the GPUs", check_same_gpus(&gpus))?;
     let binary = std::env::current_exe().context("looking for this program")?;
     let digest = file_digest(&binary, None).context("reading this program")?;
     mesh.check_equal("programs", digest.to_hex().as_str(), "install one build of rloss on every node")?;
     let manifest =
         mesh.require_success("the checkpoint", weights.map_or(Ok(String::new()), manifest_digest))?;
     mesh.check_equal("checkpoints", &format!("{manifest} {state}"), "use one run folder that all nodes share")
+}
+
+/// Checks that all ranks compute on the same kind of device. `names` has the name of each rank's device.
+fn check_same_gpus(names: &[String]) -> Result<()> {
+    match names.iter().position(|name| *name != names[0]) {
+        None => Ok(()),
+        Some(other) => Err(crate::bad_input!(
+            "rank 0 computes on {}, rank {other} on {}; choose GPUs of one kind, with CUDA_VISIBLE_DEVICES or other machines",
+            names[0],
+            names[other]
+        )),
+    }
 }
 
 /// Returns the digest of a folder's manifest. The manifest has the digests of the folder's files.
@@ -76,6 +93,15 @@ fn manifest_digest(folder: &Path) -> Result<String> {
 mod tests {
     use super::*;
     use crate::recipe::resolve;
+
+    #[test]
+    fn ranks_with_different_gpus_are_refused_by_name() {
+        let names = |names: [&str; 3]| names.map(str::to_owned);
+        check_same_gpus(&names(["H200"; 3])).unwrap();
+        let error = check_same_gpus(&names(["H200", "H200", "H100"])).unwrap_err();
+        assert!(error.is::<crate::error::BadInput>());
+        assert!(error.to_string().starts_with("rank 0 computes on H200, rank 2 on H100; "), "{error}");
+    }
 
     #[test]
     fn distillation_works_with_one_process_only() {

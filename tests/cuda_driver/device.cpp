@@ -94,7 +94,8 @@ API CUresult cuDriverGetVersion(int* version) { return *version = 13000, SUCCESS
 API CUresult cuDeviceGetCount(int* count) { return *count = 1, SUCCESS; }
 API CUresult cuDeviceGet(int* device, int ordinal) { return ordinal ? INVALID_DEVICE : (*device = 0, SUCCESS); }
 API CUresult cuDeviceGetName(char* name, int bytes, int) {
-  snprintf(name, bytes, "emulated H100");
+  const char* other = getenv("CUDA_EMULATOR_NAME");
+  snprintf(name, bytes, "%s", other ? other : "emulated H100");
   return SUCCESS;
 }
 API CUresult cuDeviceGetUuid_v2(char* uuid, int) { return memset(uuid, 0xe, 16), SUCCESS; }

@@ -13,6 +13,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - the run's checkpoint is checked on the GPU (`check-mismatch`: 0 differing bits), and goes on on the CPU;
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
+- two processes of which one is unfit: refused by both, with one message;
 - two processes with a GPU each, also with Muon, and an adapter beside packed experts: gap 0;
 - Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
@@ -172,6 +173,23 @@ def several(world):
     for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
         said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
+
+
+def refused_together(world):
+    """What makes one of two processes unfit is refused by both, with one message, before any work."""
+    words = [*SHORT, *sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=1)]
+    command = [world.gpu, "train", RECIPE, "--out", "unfit", *words]
+    cases = [
+        ("CUDA_EMULATOR_NCCL=22105", "rank 0 has NCCL 2.24.3, rank 1 has 2.21.5; install one version"),
+        ("CUDA_EMULATOR_NAME=H200", "rank 0 computes on emulated H100, rank 1 on H200; choose GPUs of one kind"),
+        ("CUDA_EMULATOR_MEMORY_MIB=1", "are free on GPU 0"),
+        ("CUDA_EMULATOR_OLD=1", "compute capability 8.0"),
+    ]
+    for setting, message in cases:
+        said = world.run(HERE.parent / "ranks/torchrun", 2, *command, ":", "env", setting, *command, code=2)
+        assert said.count("error: ") == 1 and message in said, f"{setting}: {said}"
+        assert not (world.place / "unfit").exists(), setting
+    return len(cases)
 
 
 def numbers(row):
@@ -459,6 +477,7 @@ def main():
         print(f"several GPUs: {equals_one(world)} bytes of weights and state as on one, in three orders of the streams")
         step, weights = host_copies(world)
         print(f"several GPUs: a step copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32")
+        print(f"several GPUs: {refused_together(world)} unfit processes are refused by all, with one message")
         hangs(world)
         adapted(world)
         compared, used, planned = muon_resumed(world)

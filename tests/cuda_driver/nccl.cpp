@@ -265,7 +265,10 @@ ncclResult release(Comm* comm) {
 
 }  // namespace
 
-API ncclResult ncclGetVersion(int* version) { return *version = 22403, OK; }
+API ncclResult ncclGetVersion(int* version) {
+  const char* other = getenv("CUDA_EMULATOR_NCCL");
+  return *version = other ? atoi(other) : 22403, OK;
+}
 
 API const char* ncclGetErrorString(ncclResult code) {
   switch (code) {
