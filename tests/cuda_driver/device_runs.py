@@ -424,6 +424,26 @@ def steady(world):
     return settled, max(used)
 
 
+def steady_on_two(world):
+    """Two processes: after ten steps neither asks its device for memory, or gives any back. Returns how often they ask."""
+    smallest = sets(
+        model__architecture__hidden_size=8, model__architecture__intermediate_size=8, model__architecture__num_hidden_layers=1,
+        model__architecture__num_local_experts=2, model__architecture__num_experts_per_tok=1, device="cuda",
+        cold_start__steps=1, rollout__prompts_per_step=2, rollout__samples_per_prompt=2, rollout__response_tokens_max=2,
+        policy__entropy_coefficient=0.01, checkpoint__every_steps=100,
+    )  # fmt: skip
+    env = {"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR_POOL_KIB": "16"}
+    asked = []
+    for steps in (SETTLED_STEPS, 2 * SETTLED_STEPS):
+        command = [HERE.parent / "ranks/torchrun", 2, world.gpu, "train", RECIPE, "--out", f"steady_2_{steps}", *SHORT, *smallest]
+        said = world.run(*command, *sets(train__steps=steps), env=env)
+        found = re.findall(r"memory pool: .* at most, (\d+) times, given back (\d+) times", said)
+        assert len(found) == 2, said
+        asked.append(sorted((int(times), int(back)) for times, back in found))
+    assert asked[0] == asked[1], f"{asked} in {SETTLED_STEPS} steps and in twice as many"
+    return sum(times for times, _ in asked[1])
+
+
 def memory_runs_out(world):
     """Another process takes the GPU's memory after this one has planned."""
     env = {"CUDA_EMULATOR_TAKEN_MIB": str(80 * 1024 - 3)}
@@ -478,6 +498,7 @@ def main():
         step, weights = host_copies(world)
         print(f"several GPUs: a step copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32")
         print(f"several GPUs: {refused_together(world)} unfit processes are refused by all, with one message")
+        print(f"several GPUs: both ask for memory {steady_on_two(world)} times, in 10 steps as in 20")
         hangs(world)
         adapted(world)
         compared, used, planned = muon_resumed(world)
