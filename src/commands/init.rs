@@ -119,7 +119,7 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
         "# {base} with sizes for {}: training takes {}.\n\
          #   rloss check {file}         the prompt, the memory and the keys that differ; --all shows every key\n\
          #   rloss train {file}\n\
-         # A step should take minutes. More prompts and samples per step make training steadier, and a step longer.\n\
+         # Aim at steps of minutes. More prompts and samples per step make training steadier, and a step longer.\n\
          {data}{tables}",
         sizing.machine, sizing.memory,
     );
