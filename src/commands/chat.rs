@@ -349,12 +349,17 @@ impl Talk<'_> {
         let rollout = &self.context.recipe().rollout;
         let why = match trajectory.outcome {
             Outcome::Finished => return String::new(),
-            Outcome::TruncatedLength => format!(
-                "cut off after {}, by rollout.response_tokens_max = {} or the model's context of {}",
-                format_count(trajectory.sampled_tokens() as u64, "token"),
-                rollout.response_tokens_max,
-                self.context.model.context_tokens_max()
-            ),
+            Outcome::TruncatedLength => {
+                let sampled = trajectory.sampled_tokens();
+                let limit = match sampled >= rollout.response_tokens_max {
+                    true => format!("rollout.response_tokens_max = {}", rollout.response_tokens_max),
+                    false => format!(
+                        "the model's context of {} tokens; /new forgets the conversation",
+                        self.context.model.context_tokens_max()
+                    ),
+                };
+                format!("cut off after {}, by {limit}", format_count(sampled as u64, "token"))
+            }
             Outcome::TurnsExhausted => {
                 format!("one more tool call than rollout.turns_max = {} allows", rollout.turns_max)
             }
