@@ -134,7 +134,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     header::lines(&context, command, &out).iter().for_each(|line| console.print(line));
     let result = match args.against.as_slice() {
         [] => check_ablations(&context, &ablations, &console)
-            .map_err(|error| explain_out_of_memory(error, &context.memory))?,
+            .map_err(|error| explain_out_of_memory(mesh.explain(error), &context.memory))?,
         _ => check_against(&context, args, &console)?,
     };
     mesh.disconnect();

@@ -114,7 +114,8 @@ pub(super) fn run_source(
         let mut trainer = Trainer::new(context, data, folder, console.clone(), stop, resume_point.as_ref())?;
         trainer.run(resume_point)
     };
-    let stopped = run().map_err(|error| explain_out_of_memory(error, &memory)).inspect_err(|_| {
+    let explain = |error| explain_out_of_memory(mesh.explain(error), &memory);
+    let stopped = run().map_err(explain).inspect_err(|_| {
         if !resumes && mesh.is_rank_zero() {
             RunFolder::remove_without_results(&out);
         }

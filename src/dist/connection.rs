@@ -58,6 +58,7 @@ pub(super) trait TransportBackend {
 enum Request {
     Exchange(Exchange, Sender<Result<Vec<Vec<u8>>>>),
     OnDevice(DeviceExchange, Sender<Result<DeviceEvent>>),
+    Failure(Sender<Option<String>>),
     Limit(Duration),
     Disconnect(Sender<()>),
 }
@@ -123,6 +124,12 @@ impl Communicator for Connection {
         let (reply, receiver) = channel();
         self.send(Request::OnDevice(exchange, reply))?;
         Ok(PendingDeviceExchange(receiver))
+    }
+
+    fn device_failure(&self) -> Option<String> {
+        let (reply, receiver) = channel();
+        self.send(Request::Failure(reply)).ok()?;
+        receiver.recv().ok()?
     }
 
     fn set_timeout(&self, limit: Duration) {
@@ -192,6 +199,10 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
                 // The caller may have failed meanwhile.
                 let _ = reply.send(event.context(name));
                 idle_polls = 0;
+                continue;
+            }
+            Ok(Request::Failure(reply)) => {
+                let _ = reply.send(failure.clone());
                 continue;
             }
             Ok(Request::Limit(asked)) => {
@@ -268,4 +279,62 @@ fn poll<C: TransportBackend>(
     }
     backend.abandon(one.active);
     None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::Mesh;
+    use std::sync::Arc;
+
+    /// A backend whose exchanges between GPUs begin, and then fail.
+    struct LostPeer;
+
+    impl TransportBackend for LostPeer {
+        type Active = ();
+
+        const NAMES_MISSING_RANKS: bool = false;
+        const EXCHANGES_ON_DEVICES: bool = true;
+
+        fn rank(&self) -> usize {
+            0
+        }
+        fn ranks(&self) -> usize {
+            2
+        }
+        fn post(&mut self, _: Exchange, _: Duration) -> Result<()> {
+            Ok(())
+        }
+        fn post_on_device(&mut self, _: DeviceExchange, _: Duration) -> Result<((), DeviceEvent)> {
+            Ok(((), Arc::new(())))
+        }
+        fn missing_ranks(&mut self, (): &mut ()) -> Result<Vec<usize>> {
+            bail!("rank 1 is gone")
+        }
+        fn take_messages(&mut self, (): ()) -> Result<Vec<Vec<u8>>> {
+            Ok(vec![])
+        }
+        fn abandon(&mut self, (): ()) {}
+        fn disconnect(&mut self) {}
+    }
+
+    #[test]
+    fn an_error_after_a_failed_exchange_between_gpus_is_that_of_the_exchange() {
+        let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer)).unwrap()));
+        let nan = || anyhow!("the model's logits are not finite");
+        assert_eq!(mesh.explain(nan()).to_string(), nan().to_string());
+        let exchange = DeviceExchange {
+            name: "layer 3".to_owned(),
+            gathers: vec![],
+            send: vec![],
+            receive: vec![],
+            ready: Arc::new(()),
+        };
+        mesh.start_on_device(exchange).unwrap().posted().unwrap();
+        let started = Instant::now();
+        while mesh.explain(nan()).to_string() == nan().to_string() {
+            assert!(started.elapsed() < TIMEOUT, "the failure is never seen");
+        }
+        assert_eq!(mesh.explain(nan()).to_string(), "layer 3: rank 1 is gone");
+    }
 }

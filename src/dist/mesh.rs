@@ -210,6 +210,13 @@ impl Mesh {
         communicator.context("a single process exchanges nothing")?.start_on_device(exchange)
     }
 
+    /// Returns the cause of `error`. After a failed exchange between GPUs, they compute with undefined memory.
+    /// So an error such as a NaN comes from the exchange.
+    pub fn explain(&self, error: anyhow::Error) -> anyhow::Error {
+        let failure = self.communicator.as_ref().and_then(|communicator| communicator.device_failure());
+        failure.map_or(error, |failure| anyhow::anyhow!(failure))
+    }
+
     /// Gathers the parts of all ranks, in rank order. A part may have any length.
     ///
     /// # Errors
@@ -434,9 +441,17 @@ impl Mesh {
             fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange> {
                 anyhow::bail!("{}: these ranks have no connection", exchange.name)
             }
+            fn device_failure(&self) -> Option<String> {
+                None
+            }
             fn set_timeout(&self, _: Duration) {}
             fn disconnect(&self) {}
         }
-        Arc::new(Self { communicator: Some(Box::new(StubCommunicator(rank, ranks))), ..Self::single_rank() })
+        Self::connected(Box::new(StubCommunicator(rank, ranks)))
+    }
+
+    /// Creates a rank that exchanges by `communicator`, without a liveness monitor.
+    pub fn connected(communicator: Box<dyn Communicator>) -> Arc<Self> {
+        Arc::new(Self { communicator: Some(communicator), ..Self::single_rank() })
     }
 }

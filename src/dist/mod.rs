@@ -74,6 +74,8 @@ pub trait Communicator: Send + Sync {
     /// # Errors
     /// When the communication thread has ended.
     fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange>;
+    /// Returns the error of the first exchange between GPUs that failed, if any did.
+    fn device_failure(&self) -> Option<String>;
     /// Sets the time limit of later exchanges.
     fn set_timeout(&self, limit: Duration);
     /// Disconnects, after every rank has finished.
