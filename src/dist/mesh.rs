@@ -210,8 +210,8 @@ impl Mesh {
         communicator.context("a single process exchanges nothing")?.start_on_device(exchange)
     }
 
-    /// Returns the cause of `error`. After a failed exchange between GPUs, they compute with undefined memory.
-    /// So an error such as a NaN comes from the exchange.
+    /// Returns the cause of `error`. After a failed exchange, GPUs compute with undefined memory, so an error
+    /// such as a NaN comes from the exchange.
     pub fn explain(&self, error: anyhow::Error) -> anyhow::Error {
         let failure = self.communicator.as_ref().and_then(|communicator| communicator.device_failure());
         failure.map_or(error, |failure| anyhow::anyhow!(failure))
