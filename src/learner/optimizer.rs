@@ -9,6 +9,7 @@ use crate::model::sharded_layers::to_op_error;
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::muon::{self, MatrixShard, Muon, muon, muon_shard};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
+use crate::ops::product::Precision;
 use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 
@@ -46,6 +47,14 @@ fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'s
         OptimizerKind::Sgd if settings.momentum > 0.0 => vec![(MOMENTUM, DType::F32, shape.clone())],
         OptimizerKind::Sgd => vec![],
     }
+}
+
+/// Returns whether the f32 master of a tensor on a CPU is another tensor than the one that the model uses, if
+/// the model has bf16 weights and its products have `precision`. An adapter's factors stay in f32. Products
+/// in bf16 round a matrix themselves.
+pub fn has_master(spec: &ParameterSpec, precision: Precision) -> bool {
+    let rounds_itself = precision == Precision::Bf16Dot && spec.is_rounded_in_use();
+    spec.role != TensorRole::AdapterFactor && !rounds_itself
 }
 
 /// Returns the number of bytes of GPU memory that the update of a tensor needs temporarily.
@@ -93,7 +102,7 @@ pub struct Optimizer {
 }
 
 impl Optimizer {
-    /// Creates an optimizer with zero state in `parameters`. If the model uses a tensor in bf16, the state
+    /// Creates an optimizer with zero state in `parameters`. If the store has a tensor in bf16, the state
     /// [`MASTER`] holds its weights in f32. Every other tensor is its own master weight.
     ///
     /// # Errors
@@ -105,8 +114,7 @@ impl Optimizer {
             if parameters.is_trained(index) {
                 let (values, master) = (parameters.values(index)?, parameters.master(index)?);
                 let has_master = match values.device().is_cpu() {
-                    // An adapter's factors stay in f32.
-                    true => round_to_bf16 && parameters.specs[index].role != TensorRole::AdapterFactor,
+                    true => round_to_bf16 && has_master(&parameters.specs[index], parameters.backend().precision),
                     // On a GPU, matrices are bf16 and vectors are f32.
                     false => values.dtype() == DType::BF16,
                 };

@@ -5,6 +5,7 @@
 //! E experts, I intermediate.
 
 use super::config::{Config, WeightFormat};
+use super::weights::VALUE_HEAD;
 use safetensors::Dtype;
 
 /// The name of the embedding.
@@ -91,6 +92,19 @@ impl ParameterSpec {
     /// Returns whether the tensor is a matrix or an embedding. All other tensors are vectors.
     pub fn is_matrix(&self) -> bool {
         !matches!(self.role, TensorRole::Bias | TensorRole::Norm(_) | TensorRole::Sinks)
+    }
+
+    /// Returns whether ops on a CPU round the tensor to bf16 wherever they use it, if products are in bf16.
+    /// That is every matrix, except those of router logits and of a critic's values.
+    pub fn is_rounded_in_use(&self) -> bool {
+        let is_matrix = matches!(
+            self.role,
+            TensorRole::Embedding
+                | TensorRole::InputProjection
+                | TensorRole::OutputProjection
+                | TensorRole::Head
+        );
+        is_matrix && self.name != VALUE_HEAD
     }
 
     /// Returns whether the tensor is an expert matrix, which MXFP4 quantises. Apart from adapters, only
@@ -217,7 +231,7 @@ pub fn parameter_specs(config: &Config) -> Vec<ParameterSpec> {
 /// the LM head. The names are those of token classification in Hugging Face transformers.
 pub fn value_model_specs(config: &Config) -> Vec<ParameterSpec> {
     let mut specs = stack_specs(config);
-    specs.push(whole("score.weight", TensorRole::Head, &[1, config.hidden_size], Layout::Transposed));
+    specs.push(whole(VALUE_HEAD, TensorRole::Head, &[1, config.hidden_size], Layout::Transposed));
     specs.push(whole("score.bias", TensorRole::Bias, &[1], Layout::AsStored));
     specs
 }

@@ -4,7 +4,8 @@
 //!
 //! A tied embedding has the layout of the LM head, `[H, V]`, so its columns are looked up instead of rows.
 //!
-//! On a GPU values are bf16, and `H` is a multiple of 8.
+//! On a GPU values are bf16, and `H` is a multiple of 8. If products by `W` are in bf16 on a CPU, the values
+//! are rounded to bf16.
 
 use super::buffer::{buffer, zeros};
 use super::cpu::{edit, gather_rows, host_values};
@@ -12,7 +13,9 @@ use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 use super::graph::{apply, contiguous};
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{GradientTarget, Parameter};
+use super::product::Precision;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
+use half::bf16;
 use std::sync::Arc;
 
 /// Returns rows `ids` of `weight`, `[T, H]`.
@@ -24,7 +27,7 @@ pub fn embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("embedding: token {id} in a vocabulary of {vocabulary}");
     }
-    apply([weight.values()], Rows { ids: ids.clone(), table: weight.gradient() })
+    apply([weight.values()], Rows { ids: ids.clone(), table: weight.gradient(), rounds: rounds(weight) })
 }
 
 /// Returns columns `ids` of `weight [H, V]` as rows, `[T, H]`.
@@ -36,7 +39,7 @@ pub fn tied_embedding(weight: &Parameter, ids: &Arc<Vec<u32>>) -> Result<Tensor>
     if let Some(id) = ids.iter().find(|&&id| id as usize >= vocabulary) {
         bail!("tied_embedding: token {id} in a vocabulary of {vocabulary}");
     }
-    apply([weight.values()], Columns { ids: ids.clone(), table: weight.gradient() })
+    apply([weight.values()], Columns { ids: ids.clone(), table: weight.gradient(), rounds: rounds(weight) })
 }
 
 /// Returns rows `rows` of `x [T, H]`, for example the rows that predict a trained token. Differentiable.
@@ -48,13 +51,24 @@ pub fn select_rows(x: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
     if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
         bail!("select_rows: row {row} of {count}");
     }
-    apply([&contiguous(x)?], Rows { ids: rows.clone(), table: None })
+    apply([&contiguous(x)?], Rows { ids: rows.clone(), table: None, rounds: false })
+}
+
+/// Returns whether a lookup in `weight` rounds to bf16, as the products by `weight` do.
+fn rounds(weight: &Parameter) -> bool {
+    weight.precision() == Precision::Bf16Dot
+}
+
+fn round_to_bf16(values: &mut [f32]) {
+    values.iter_mut().for_each(|value| *value = bf16::from_f32(*value).to_f32());
 }
 
 struct Rows {
     ids: Arc<Vec<u32>>,
     /// The target of the gradient, if the table is a trainable parameter.
     table: Option<GradientTarget>,
+    /// Whether a CPU rounds the values to bf16.
+    rounds: bool,
 }
 
 impl Operation<1> for Rows {
@@ -62,7 +76,10 @@ impl Operation<1> for Rows {
 
     fn cpu(&self, [weight]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
         let width = weight.shape().dims2()?.1;
-        let out = gather_rows(weight.values()?, &self.ids, width);
+        let mut out = gather_rows(weight.values()?, &self.ids, width);
+        if self.rounds {
+            round_to_bf16(&mut out);
+        }
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }
 
@@ -142,6 +159,7 @@ fn each_sum(ids: &[u32], grad: &[f32], width: usize, mut add: impl FnMut(usize, 
 struct Columns {
     ids: Arc<Vec<u32>>,
     table: Option<GradientTarget>,
+    rounds: bool,
 }
 
 impl Operation<1> for Columns {
@@ -153,6 +171,9 @@ impl Operation<1> for Columns {
         let mut out = Vec::with_capacity(self.ids.len() * width);
         for &id in self.ids.iter() {
             out.extend((0..width).map(|h| weight[h * vocabulary + id as usize]));
+        }
+        if self.rounds {
+            round_to_bf16(&mut out);
         }
         Ok((CpuStorage::F32(out), Shape::from((self.ids.len(), width))))
     }

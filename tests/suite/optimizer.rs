@@ -3,22 +3,30 @@
 
 mod muon;
 
-use crate::tiny;
+use crate::{skips, tiny};
 use candle_core::{DType, Tensor};
 use rand::Rng;
 use rloss::checkpoint::save::CompanionFiles;
 use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
 use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::error::BadInput;
+use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::critic::Critic;
+use rloss::learner::forward_backward::PassSettings;
+use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerKind, OptimizerSettings as Settings};
 use rloss::metrics::Phase;
 use rloss::model::config::{Config, WeightFormat};
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::init::{InitSettings, init};
 use rloss::model::names::value_model_specs;
-use rloss::model::parameters::{OptimizerState, Parameters};
+use rloss::model::parameters::{Backend, OptimizerState, Parameters};
 use rloss::model::settings::Dtype;
+use rloss::model::storage::TensorStorage;
 use rloss::ops::cpu::{edit, edit_codes};
+use rloss::ops::product::Precision;
+use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
 use rloss::run::memory::{MemoryPlan, MemoryPlanInput, ModelCommand};
@@ -431,5 +439,52 @@ fn a_checkpoint_takes_the_bytes_it_says_and_gives_back_every_bit() {
                 "{text}"
             );
         }
+    }
+}
+
+/// The log-probs of random sequences, computed with bf16 products, and the names of the tensors that have a
+/// master beside them.
+fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>, Vec<String>) {
+    let settings = InitSettings { embedding_std: 0.5, head_scale: 0.5, sink: 1.0 };
+    let tensors = init(config, &settings, 5).unwrap().into_iter().map(|(spec, values)| {
+        let stored = TensorStorage::variable(&spec, values.into_iter().map(&round).collect())?;
+        Ok((spec, stored))
+    });
+    let backend = Backend { precision: Precision::Bf16Dot, ..Backend::default() };
+    let mut parameters = Parameters::load(config, &backend, tensors).unwrap();
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
+    Optimizer::new(&Settings::default(), &mut parameters, true).unwrap();
+    let model = Model::new(config.clone(), config.max_position_embeddings);
+    let batches = MicroBatch::split(&tiny::sequences(config.vocab_size, &[30, 41], 4), usize::MAX);
+    let threads = Threads::new(2).unwrap();
+    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+    let pass = PassSettings {
+        recompute_layers: false,
+        temperature: 1.0,
+        load_balance_coefficient: 0.0,
+        forward: ForwardOptions::default(),
+    };
+    let [log_probs, _] = runner.forward(&batches, pass).unwrap().remove(0).head;
+    let has_master = |index: &usize| parameters.state(*index).contains_key("master");
+    let names = (0..parameters.len()).filter(has_master).map(|index| parameters.specs[index].name.clone());
+    (log_probs, names.collect())
+}
+
+/// A master beside every matrix took 4 bytes a weight for nothing: products in bf16 round them as they read.
+#[test]
+fn matrices_of_bf16_products_are_their_own_masters() {
+    if !Precision::Bf16Dot.is_supported() {
+        return skips::note(skips::NO_BF16, "");
+    }
+    for tied in [false, true] {
+        let config = Config { tie_word_embeddings: tied, ..tiny::config(false) };
+        let (log_probs, masters) = with_bf16_products(&config, |value| value);
+        let rounded = |value: f32| half::bf16::from_f32(value).to_f32();
+        assert_eq!(log_probs, with_bf16_products(&config, rounded).0, "tied: {tied}");
+        let vectors = |name: &&String| {
+            !["norm", "bias", "sinks", "router.weight"].iter().any(|part| name.contains(part))
+        };
+        assert_eq!(masters.iter().find(vectors), None);
+        assert!(masters.iter().any(|name| name.ends_with("router.weight")), "{masters:?}");
     }
 }

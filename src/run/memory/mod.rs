@@ -30,12 +30,13 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
 use crate::learner::gradients::exchange_bytes_max;
-use crate::learner::optimizer::{device_update_bytes, state_bytes, update_bytes};
+use crate::learner::optimizer::{device_update_bytes, has_master, state_bytes, update_bytes};
 use crate::metrics::TextTable;
 use crate::model::config::{Config, WeightFormat};
-use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
+use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::Recipe;
+use crate::run::source::precision;
 use anyhow::Result;
 use program::retained_bytes;
 use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
@@ -385,8 +386,7 @@ impl MemoryPlanInput<'_> {
     fn optimizer_shard_bytes(&self, settings: &OptimizerSettings, tensors: &[TrainableTensor]) -> u64 {
         let rounds_weights = self.recipe.model.dtype.is_bf16();
         self.max_process_bytes(tensors, |spec, shard_elements| {
-            // An adapter stays in f32.
-            let has_master = rounds_weights && spec.role != TensorRole::AdapterFactor;
+            let has_master = rounds_weights && has_master(spec, precision(self.recipe));
             let master = if has_master { (shard_elements * size_of::<f32>()) as u64 } else { 0 };
             master + state_bytes(settings, spec, shard_elements)
         })
