@@ -11,11 +11,13 @@
 //! In f32 the bits are those of the `gemm` crate, as the tests below check. For each chunk of k, an element
 //! is one chain of fused multiply-adds, which starts from 0 and is then added to the previous value.
 
+mod packed_tiles;
 pub(super) mod panels;
 pub(super) mod vectors;
 
 use super::prefetch::{prefetch, prefetch_second};
 use super::product::{K_CHUNK, Precision, StridedMatrix};
+use packed_tiles::PackedTiles;
 use rayon::prelude::*;
 use std::ops::Range;
 use vectors::SimdWords;
@@ -148,10 +150,11 @@ impl TiledProduct<'_> {
         let width = VECTORS * W::LANES;
         let panels = n.div_ceil(width);
         let steps_max = K_CHUNK.min(k).div_ceil(W::PER_WORD);
-        let mut rows = alloc_cache_lines(m * steps_max);
+        let mut rows = PackedTiles::new::<W>(m, steps_max, self.threads);
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
-            self.pack_rows::<W>(&mut rows, chunk);
+            // SAFETY: `product` chose the instructions, and the operand was checked above.
+            unsafe { rows.pack::<W>(self.a, m, chunk) };
             let scratch = || [alloc_cache_lines(steps_max * width), alloc_cache_lines(steps_max * width)];
             let run = |scratch: &mut [Vec<CacheLine>; 2], panels| {
                 self.multiply_panels::<W>(&rows, scratch, chunk, panels, out)
@@ -170,27 +173,11 @@ impl TiledProduct<'_> {
         }
     }
 
-    /// Packs the panels of all rows for a chunk of k, tile by tile.
-    fn pack_rows<W: SimdWords>(&self, to: &mut [CacheLine], chunk: KRange) {
-        let m = self.shape.0;
-        let steps = chunk.steps::<W>();
-        let mut to: *mut u32 = to.as_mut_ptr().cast();
-        for row in (0..m).step_by(W::ROWS) {
-            let rows = W::ROWS.min(m - row);
-            // SAFETY: the processor has the vector instructions, the operand was checked, and `to` has space
-            // for the words of all rows.
-            unsafe {
-                W::pack(self.a, row, rows, chunk, to, rows);
-                to = to.add(rows * steps);
-            }
-        }
-    }
-
     /// Multiplies all rows by the columns of `panels`. While one panel is multiplied, the next panel is
     /// packed: a part of it after each tile.
     fn multiply_panels<W: SimdWords>(
         &self,
-        rows: &[CacheLine],
+        rows: &PackedTiles,
         scratch: &mut [Vec<CacheLine>; 2],
         chunk: KRange,
         panels: Range<usize>,
@@ -207,8 +194,8 @@ impl TiledProduct<'_> {
         for index in panels.clone() {
             let column = index * width;
             let has_next = index + 1 < panels.end;
-            let mut x: *const u32 = rows.as_ptr().cast();
             for (pass, row) in (0..m).step_by(W::ROWS).enumerate() {
+                let x = rows.tile(pass, W::ROWS * steps);
                 let rows = W::ROWS.min(m - row);
                 let next_steps = (pass * steps_per_tile).min(steps)..((pass + 1) * steps_per_tile).min(steps);
                 if has_next {
@@ -219,7 +206,6 @@ impl TiledProduct<'_> {
                     let to = TileOutput { first: out.first.add(row * n + column), ..out };
                     let operands = TileOperands { x, w: panel, steps, next: (std::ptr::null(), 0) };
                     W::tile(rows, operands, to, width.min(n - column), add);
-                    x = x.add(rows * steps);
                 }
                 if has_next {
                     self.pack_columns::<W>(next, chunk, column + width, next_steps);
