@@ -51,8 +51,9 @@ pub fn by_nccl() -> bool {
     }
 }
 
-pub fn program() -> &'static str {
-    env!("CARGO_BIN_EXE_rloss")
+/// The program that the tests start, or the copy of it that `RANKS_PROGRAM` names: others may compile meanwhile.
+pub fn program() -> String {
+    std::env::var("RANKS_PROGRAM").unwrap_or_else(|_| env!("CARGO_BIN_EXE_rloss").to_owned())
 }
 
 impl Done {
@@ -113,7 +114,7 @@ impl Launch {
     }
 
     fn arguments(&self) -> Vec<String> {
-        let mut arguments = vec![program().to_owned(), self.command.clone(), self.recipe.clone()];
+        let mut arguments = vec![program(), self.command.clone(), self.recipe.clone()];
         arguments.extend(["--out".to_owned(), self.place.path().join("run").display().to_string()]);
         self.sets.iter().for_each(|set| arguments.extend(["--set".to_owned(), set.clone()]));
         arguments.extend(self.resume.map(str::to_owned));
@@ -214,7 +215,7 @@ impl Going {
             let environment = String::from_utf8_lossy(&read("environ")).into_owned();
             let names = ["OMPI_COMM_WORLD_RANK", "RANK"].map(|name| format!("{name}={rank}"));
             let is_rank = environment.split('\0').any(|entry| names.iter().any(|name| name == entry));
-            if line.starts_with(program()) && line.contains(&out) && is_rank {
+            if line.starts_with(&program()) && line.contains(&out) && is_rank {
                 let pid = process.file_name().into_string().expect("a number");
                 assert!(
                     Command::new("kill")
