@@ -19,7 +19,7 @@ use crate::ops::graph::{apply, apply_without_gradient, contiguous, reshape, slic
 use crate::ops::head_parts::HeadSplit;
 use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
 use crate::ops::{self, SequenceRows, sink_attention::Attention};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, Device, Shape, Storage, Tensor};
 use std::ops::Range;
