@@ -205,7 +205,7 @@ mod on_device {
         let bytes = Tensor::zeros(4, DType::U8, &device).unwrap();
         let (storage, _) = bytes.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { panic!("not on a GPU") };
-        assert!(ExchangeMemory::new(storage, &[0..4], &[4], 0).is_err());
+        assert!(ExchangeMemory::new(storage, &[0..2, 2..4], &[2, 2], 0).is_err());
     }
 
     #[test]

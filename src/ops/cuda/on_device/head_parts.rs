@@ -24,7 +24,8 @@ fn values(storage: CudaStorage, count: usize) -> Vec<f32> {
 #[test]
 fn parts_and_rows_are_the_cpus() {
     let gpu = open(0).unwrap();
-    for (groups, heads, ranks) in [(1, 4, 2), (2, 2, 2), (2, 6, 3), (1, 8, 1), (2, 2, 4), (2, 1, 3), (1, 1, 4)]
+    for (groups, heads, ranks) in
+        [(1, 4, 2), (2, 2, 2), (2, 6, 3), (1, 8, 1), (2, 2, 4), (2, 1, 3), (1, 1, 4)]
     {
         for (rows, head_dim) in [(1, 8), (7, 64), (37, 16)] {
             let split = HeadSplit { groups, heads, head_dim, ranks };
@@ -40,8 +41,7 @@ fn parts_and_rows_are_the_cpus() {
             // A sum is rounded once.
             let expected: Vec<f32> =
                 split.unpack(&of_rank).into_iter().map(|x| bf16::from_f32(x).to_f32()).collect();
-            let got =
-                on_gpu(&to_gpu(&parts, &gpu), |parts, _| unpack_heads(parts, count, &split)).unwrap();
+            let got = on_gpu(&to_gpu(&parts, &gpu), |parts, _| unpack_heads(parts, count, &split)).unwrap();
             assert_eq!(values(got, rows * split.row_width()), expected, "{split:?}, {rows} rows");
         }
     }
