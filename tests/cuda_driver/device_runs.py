@@ -233,8 +233,9 @@ def equals_one(world):
     return compared
 
 
-# Of a tensor's largest value. Where GPUs share a key-value head, the parts of its gradient are rounded to bf16.
-SEQUENCES_APART, SHARED_HEADS_APART = 1e-5, 1 / 128
+# Of a tensor's largest value. The factor B of an adapter began at 0, so it has AdamW's updates alone, which are large where a
+# gradient is small. Where GPUs share a key-value head, the parts of its gradient are rounded to bf16.
+SEQUENCES_APART, FACTORS_APART, SHARED_HEADS_APART = 1e-5, 1e-4, 1 / 128
 FOUR_HEADS = dict(model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2)
 BALANCED = dict(FOUR_HEADS, train__load_balance_coefficient=0.01)
 WIDE = dict(FOUR_HEADS, model__dtype="bf16", model__architecture__head_dim=128, model__architecture__hidden_size=32, model__architecture__intermediate_size=32)
@@ -287,7 +288,8 @@ def sequences(world, cases):
                 assert kept[0].keys() == kept[1].keys(), f"{out}: {stem}: {kept[0].keys() ^ kept[1].keys()}"
                 for tensor in kept[0].keys() if not shared else [key for key in kept[0] if key.startswith("first.")]:
                     distance = apart(kept[0][tensor], kept[1][tensor])
-                    assert distance <= (SHARED_HEADS_APART if shared else SEQUENCES_APART), f"{out}: {stem}: {tensor}: {distance:.2e}"
+                    most = SHARED_HEADS_APART if shared else FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART
+                    assert distance <= most, f"{out}: {stem}: {tensor}: {distance:.2e}"
                     worst[shared] = max(worst[shared], (distance, f"{out}: {stem}: {tensor}"))
                     compared += len(kept[0][tensor]) // 4
     return compared, worst, metric_apart
