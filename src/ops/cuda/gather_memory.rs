@@ -60,8 +60,8 @@ impl GatherMemory {
     }
 }
 
-/// The parts that one rank sends to the ranks of a group, and memory for the parts that it receives. A part is
-/// an address and a number of bytes.
+/// The parts that one rank sends to the ranks of a group, and memory for the parts that it receives. A part
+/// is an address and a number of bytes.
 pub struct ExchangeMemory {
     /// The received parts, one after the other. They are undefined until the exchange has ended, except this
     /// rank's own part.
