@@ -137,8 +137,9 @@ impl TensorFile {
 pub const FRAMEWORK: (&str, &str) = ("format", "pt");
 
 /// Writes and syncs a new file with `tensors` in the given order. Returns the digest of the file. `write` is
-/// called once per tensor with its index, and writes its bytes. `metadata` is the key and value in the header: a
-/// single entry, because several are written in a random order, and files of equal runs would differ.
+/// called once per tensor with its index, and writes its bytes. `metadata` is the key and value in the
+/// header. There is one entry, because several are written in a random order, and files of equal runs would
+/// differ.
 ///
 /// # Errors
 /// When the file exists or cannot be written, or `write` fails.

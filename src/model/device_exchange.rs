@@ -1,5 +1,6 @@
 //! Exchanges between the memories of several GPUs, beside the stream that computes: weights are gathered from
-//! shards, and gradients are added to shards. No value passes the host.
+//! shards, gradients are added to shards, and rows are exchanged for attention heads. No value passes the
+//! host.
 //!
 //! The memory is allocated on the stream that computes. An exchange begins when the work before its start
 //! has ended: what made its values, and the uses of a tensor that had the same memory before. The stream
@@ -10,12 +11,14 @@ use crate::dist::{
     DeviceExchange, DeviceGather, DevicePart, Mesh, PendingDeviceExchange, first_shard_rank, shard_length,
     shard_range,
 };
-use crate::ops::cuda::{GatherMemory, address_of, record_event, wait_for_event};
+use crate::ops::cuda::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
-use candle_core::{DType, Device, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaStorage, DType, Device, Tensor};
+use std::ops::Range;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
 struct RunningExchange {
@@ -163,6 +166,32 @@ impl PendingDeviceSum {
         }
         Ok(())
     }
+}
+
+/// Sends the values `send[i]` of `from` to rank `group[i]`, and receives `lengths[i]` values from that rank.
+/// Returns the received values in the group's order, with this rank's own part among them. Later work on the
+/// GPU may read them.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn exchange_parts(
+    mesh: &Mesh,
+    name: &str,
+    group: &[usize],
+    from: &CudaStorage,
+    send: &[Range<usize>],
+    lengths: &[usize],
+) -> Result<CudaStorage> {
+    let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
+    let memory = ExchangeMemory::new(from, send, lengths, own)?;
+    let with_others = |parts: &[(u64, usize)]| -> Vec<DevicePart> {
+        let parts = group.iter().zip(parts).filter(|(rank, _)| **rank != mesh.rank());
+        parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
+    };
+    let parts = [with_others(&memory.sent), with_others(&memory.received)];
+    let device = Device::Cuda(from.device().clone());
+    RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;
+    Ok(memory.values)
 }
 
 fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {

@@ -9,6 +9,7 @@ mod embedding;
 mod experts;
 mod fused;
 mod head;
+mod head_parts;
 mod load_balance;
 mod log_prob;
 mod low_rank;
