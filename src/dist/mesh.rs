@@ -49,6 +49,11 @@ impl Peer {
     }
 }
 
+/// Time limit of the first exchanges. All ranks are connected, but no monitor detects a lost one yet.
+const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
+/// Time limit of an exchange, until the recipe sets another one.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
 /// A rank's result of a stage that must succeed on all ranks.
 #[derive(Serialize, Deserialize)]
 struct RankResult {
@@ -73,6 +78,7 @@ impl Mesh {
             return Ok(Self::single());
         }
         let mut mesh = Self { communicator: Some(connect_transport(processes)?), ..Self::single_rank() };
+        mesh.set_timeout(STARTUP_TIMEOUT);
         let own = Peer::this()?;
         let peers = mesh.all_gather_records("hosts and cores", &own)?;
         mesh.ranks_on_host = peers.iter().filter(|peer| peer.host == own.host).count();
@@ -80,6 +86,7 @@ impl Mesh {
         mesh.ranks_on_cores = peers.iter().filter(|peer| **peer == own).count();
         let hosts: Vec<String> = peers.into_iter().map(|peer| peer.host).collect();
         mesh.monitor = Some(LivenessMonitor::start(&mesh, &hosts)?);
+        mesh.set_timeout(TIMEOUT);
         Ok(Arc::new(mesh))
     }
 
@@ -210,8 +217,8 @@ impl Mesh {
         communicator.context("a single process exchanges nothing")?.start_on_device(exchange)
     }
 
-    /// Returns the cause of `error`. After a failed exchange between GPUs, they compute with undefined memory.
-    /// So an error such as a NaN comes from the exchange.
+    /// Returns the cause of `error`. After a failed exchange, GPUs compute with undefined memory, so an error
+    /// such as a NaN comes from the exchange.
     pub fn explain(&self, error: anyhow::Error) -> anyhow::Error {
         let failure = self.communicator.as_ref().and_then(|communicator| communicator.device_failure());
         failure.map_or(error, |failure| anyhow::anyhow!(failure))

@@ -12,8 +12,8 @@ use std::net::{Ipv4Addr, TcpListener};
 /// `ncclGetVersion` gives it.
 ///
 /// # Errors
-/// [`BadInput`] when the port is in use, or a rank has another version: rank 0 has the message, the others have
-/// [`ErrorOnOtherRank`]. Other errors when a rank does not connect.
+/// [`BadInput`] when the port is in use, or a rank has another version: rank 0 has the message, the others
+/// have [`ErrorOnOtherRank`]. Other errors when a rank does not connect.
 pub(super) fn broadcast_from_rank_zero<const BYTES: usize>(
     address: &RankAddress,
     version: u32,

@@ -43,8 +43,8 @@ pub fn check_distillation(mesh: &Mesh, plan: &Plan) -> Result<()> {
     Err(plan.mistake("policy.distill.teacher", reason.to_owned()).into())
 }
 
-/// Checks that all processes of `context` have the same recipe, the same binary, GPUs of one kind, and the same
-/// starting point. The starting point is the folder `weights`, if any, and `state`.
+/// Checks that all processes of `context` have the same recipe, the same binary, GPUs of one kind, and the
+/// same starting point. The starting point is the folder `weights`, if any, and `state`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] on every process, with the same message.
