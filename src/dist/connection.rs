@@ -3,7 +3,9 @@
 //! No call waits without a time limit. The thread polls pending exchanges. So an exchange that a rank never
 //! joins ends with an error at its time limit.
 
-use super::{Communicator, DeviceEvent, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages};
+use super::{
+    Communicator, DeviceEvent, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages, TIMEOUT,
+};
 use anyhow::{Context, Result, anyhow, bail};
 use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
 use std::sync::{Mutex, PoisonError};
@@ -13,8 +15,6 @@ use std::time::{Duration, Instant};
 const SPIN_POLLS: u32 = 200;
 /// Sleep between later polls.
 const POLL_SLEEP: Duration = Duration::from_micros(50);
-/// Time limit of an exchange, until the recipe sets another one.
-pub(super) const TIMEOUT: Duration = Duration::from_secs(600);
 /// Time limit of the disconnect.
 pub(super) const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 

@@ -6,7 +6,9 @@ use super::connection::Connection;
 use super::launch::Transport;
 use super::liveness::LivenessMonitor;
 use super::serialization::{deserialize, serialize};
-use super::{Communicator, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages, replicate};
+use super::{
+    Communicator, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages, TIMEOUT, replicate,
+};
 use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -51,8 +53,6 @@ impl Peer {
 
 /// Time limit of the first exchanges. All ranks are connected, but no monitor detects a lost one yet.
 const STARTUP_TIMEOUT: Duration = Duration::from_secs(120);
-/// Time limit of an exchange, until the recipe sets another one.
-const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// A rank's result of a stage that must succeed on all ranks.
 #[derive(Serialize, Deserialize)]

@@ -45,6 +45,9 @@ pub struct Exchange {
     pub receive: Vec<(usize, usize)>,
 }
 
+/// Time limit of an exchange, until the recipe sets another one.
+const TIMEOUT: Duration = Duration::from_secs(600);
+
 /// Returns `ranks` references to `part`, one for each rank.
 pub fn replicate(part: Vec<u8>, ranks: usize) -> Vec<Arc<Vec<u8>>> {
     std::iter::repeat_n(Arc::new(part), ranks).collect()

@@ -4,9 +4,9 @@
 //! The communicator is non-blocking. An exchange is one NCCL group, followed by an event. At the time limit,
 //! `ncclCommAbort` ends the exchange.
 
-use super::connection::{DISCONNECT_TIMEOUT, TIMEOUT, TransportBackend};
+use super::connection::{DISCONNECT_TIMEOUT, TransportBackend};
 use super::launch::RankAddress;
-use super::{DeviceEvent, DeviceExchange, DeviceGather, DevicePart, Exchange, rendezvous, tag};
+use super::{DeviceEvent, DeviceExchange, DeviceGather, DevicePart, Exchange, TIMEOUT, rendezvous, tag};
 use crate::error::BadInput;
 use anyhow::{Context, Result, bail};
 use cudarc::driver::{

@@ -113,6 +113,7 @@ mod tests {
             before = now;
         }
     }
+
     /// The shape of a step depends on its rows, and on the chunks of keys where they are split.
     #[test]
     fn at_most_eight_shapes_come_twice_in_a_rollout_of_256_sequences() {
