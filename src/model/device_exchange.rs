@@ -12,12 +12,13 @@ use crate::dist::{
     shard_range,
 };
 use crate::ops::cuda::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaStorage, DType, Device, Tensor};
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
 use std::ops::Range;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
@@ -184,14 +185,49 @@ pub(super) fn exchange_parts(
 ) -> Result<CudaStorage> {
     let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
     let memory = ExchangeMemory::new(from, send, lengths, own)?;
-    let with_others = |parts: &[(u64, usize)]| -> Vec<DevicePart> {
-        let parts = group.iter().zip(parts).filter(|(rank, _)| **rank != mesh.rank());
+    let mut values = exchange_memory(mesh, name, group, from.device(), vec![memory])?;
+    values.pop().context("no values")
+}
+
+/// Gathers `values` of the ranks of `group`, which all have the same numbers of values. Returns, for each of
+/// `values`, the values of all ranks in the group's order. Later work on the GPU may read them.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn gather_values(
+    mesh: &Mesh,
+    name: &str,
+    group: &[usize],
+    values: &[DeviceArgument],
+) -> Result<Vec<CudaStorage>> {
+    let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
+    let memory = |(from, layout): &DeviceArgument| {
+        let (start, count) = (layout.start_offset(), layout.shape().elem_count());
+        let (send, lengths) = (vec![start..start + count; group.len()], vec![count; group.len()]);
+        Ok(ExchangeMemory::new(from, &send, &lengths, own)?)
+    };
+    let memories = values.iter().map(memory).collect::<Result<Vec<_>>>()?;
+    let device = values.first().context("no values")?.0.device();
+    exchange_memory(mesh, name, group, device, memories)
+}
+
+/// Exchanges the parts of `memories` with the ranks of `group`. Returns the received values.
+fn exchange_memory(
+    mesh: &Mesh,
+    name: &str,
+    group: &[usize],
+    device: &CudaDevice,
+    memories: Vec<ExchangeMemory>,
+) -> Result<Vec<CudaStorage>> {
+    let with_others = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
+        let parts = memories.iter().flat_map(|memory| group.iter().zip(parts(memory)));
+        let parts = parts.filter(|(rank, _)| **rank != mesh.rank());
         parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
     };
-    let parts = [with_others(&memory.sent), with_others(&memory.received)];
-    let device = Device::Cuda(from.device().clone());
+    let parts = [with_others(|memory| &memory.sent), with_others(|memory| &memory.received)];
+    let device = Device::Cuda(device.clone());
     RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;
-    Ok(memory.values)
+    Ok(memories.into_iter().map(|memory| memory.values).collect())
 }
 
 fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {

@@ -6,19 +6,22 @@
 //! backward pass runs the exchanges in reverse. If there are fewer key-value heads than ranks, several ranks
 //! share a head. The gradient of a shared head is the sum of the gradients of these ranks, in rank order.
 //!
-//! On GPUs the exchanges run between the memories of the GPUs, and the host does not wait for them.
+//! On GPUs the exchanges run between the memories of the GPUs, and the host does not wait for them. GPUs that
+//! share a head gather its queries in the backward pass, and each computes the gradients of some keys. So
+//! these have the bits of one GPU too: a sum of rounded sums would not.
 
 use super::attention::{AttentionInputs, AttentionMode};
-use super::device_exchange::exchange_parts;
+use super::device_exchange::{exchange_parts, gather_values};
 use super::sharded_layers::to_op_error;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
+use crate::ops::SequenceRows;
 use crate::ops::cpu::host_values;
 use crate::ops::cuda::{pack_heads, unpack_heads};
 use crate::ops::graph::{apply, apply_without_gradient, contiguous, reshape, slice};
 use crate::ops::head_parts::HeadSplit;
 use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
-use crate::ops::{self, SequenceRows, sink_attention::Attention};
+use crate::ops::sink_attention::{Attention, KeySharing, sink_attention_with_shared_keys};
 use anyhow::{Result, ensure};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, Device, Shape, Storage, Tensor};
@@ -157,10 +160,39 @@ impl AttentionMode for SequenceParallelAttention {
         let first = q_heads.first_head(split.group_index);
         let sinks = slice(&sinks, first..first + own)?;
         let part = Attention { heads: own, kv_heads: own_kv, ..attention };
-        let output = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
+        let sharing = SharedHead::new(split, kv_heads.heads).filter(|_| q.device().is_cuda());
+        let sharing = sharing.map(|sharing| Arc::new(sharing) as Arc<dyn KeySharing>);
+        let output = sink_attention_with_shared_keys(&q, &kv, &sinks, &self.sequence_rows, part, sharing)?;
         let output = reshape(&output, (all, own, head_dim))?;
         let output = apply([&contiguous(&output)?], op(q_heads, false))?;
         Ok(reshape(&output, (t, heads * head_dim))?)
+    }
+}
+
+/// A key-value head that several GPUs of a sequence group share.
+struct SharedHead {
+    split: Arc<SequenceShards>,
+    /// Their indices in the group.
+    members: Range<usize>,
+}
+
+impl SharedHead {
+    /// Returns the head of this rank. `None` if no other rank has it.
+    fn new(split: &Arc<SequenceShards>, kv_heads: usize) -> Option<Self> {
+        let sharing = split.group.len() / kv_heads;
+        let first = split.group_index - split.group_index % sharing.max(1);
+        (sharing > 1).then(|| Self { split: split.clone(), members: first..first + sharing })
+    }
+}
+
+impl KeySharing for SharedHead {
+    fn place(&self) -> (usize, usize) {
+        (self.split.group_index - self.members.start, self.members.len())
+    }
+
+    fn gather(&self, values: &[DeviceArgument]) -> candle_core::Result<Vec<CudaStorage>> {
+        let ranks = &self.split.group[self.members.clone()];
+        gather_values(&self.split.mesh, "shared heads", ranks, values).map_err(to_op_error)
     }
 }
 

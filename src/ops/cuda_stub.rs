@@ -12,7 +12,7 @@ use super::optimizer::AdamW;
 use super::packed_weights::PackedMatrix;
 use super::parameter::GradientTarget;
 use super::rope::Rotation;
-use super::sink_attention::Attention;
+use super::sink_attention::{Attention, KeySharing};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
 use std::any::Any;
 use std::ops::Range;
@@ -242,7 +242,9 @@ refused! { pub(super),
     rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> OpOutput;
     rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
     sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
-    sink_attention_backward(&Attention, &[usize], &DeviceLse, [&Tensor; 5]) -> [Tensor; 3];
+    sink_attention_backward(
+        &Attention, &[usize], &DeviceLse, [&Tensor; 5], Option<&dyn KeySharing>,
+    ) -> [Tensor; 3];
     add_tensor(&Tensor, &Tensor) -> ();
     copy_argument(DeviceArgument) -> OpOutput;
     add_columns(&Tensor, &Tensor, &TokensById) -> ();

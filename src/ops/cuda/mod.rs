@@ -35,6 +35,7 @@ mod rope;
 mod router;
 mod sampling;
 mod second_stream;
+mod shared_keys;
 mod silu_and_mul;
 mod sink_attention;
 mod swiglu;

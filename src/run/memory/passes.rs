@@ -94,6 +94,15 @@ impl PassShape<'_> {
         }
     }
 
+    /// Returns the bytes that GPUs with a shared key-value head gather in the backward pass: queries and
+    /// output gradients of all its query heads, with copies that are ordered by rows.
+    fn shared_head_bytes(&self) -> u64 {
+        match self.sequence_ranks / self.config.num_key_value_heads {
+            sharing @ 2.. if self.on_gpu => 4 * sharing as u64 * self.query_bytes(),
+            _ => 0,
+        }
+    }
+
     /// Returns the bytes of the adapters' products in one layer: q, k, v, o, gate_up (or gate and up) and
     /// down. The low-rank intermediate values are too small to count.
     fn adapter_product_bytes(&self) -> u64 {
@@ -155,7 +164,10 @@ impl PassShape<'_> {
         // The gradients of queries, of keys with values and of attention's output.
         let attention = match self.sequence_ranks {
             1 => 0,
-            _ => 2 * self.query_bytes() + 2 * self.exchanged_key_bytes() + self.exchange_bytes(),
+            _ => {
+                let moved = self.exchange_bytes().max(self.shared_head_bytes());
+                2 * self.query_bytes() + 2 * self.exchanged_key_bytes() + moved
+            }
         };
         2 * self.hidden_bytes() + experts.max(attention)
     }

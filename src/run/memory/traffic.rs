@@ -49,6 +49,13 @@ impl Traffic {
         let values = rows.div_ceil(sequence_parallel_size)
             * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * value_bytes * (values - values / sequence_parallel_size);
+        // GPUs that share a head also gather its queries and the output's gradients, in the backward pass.
+        let others = match input.sequence_ranks() / config.num_key_value_heads {
+            sharing @ 2.. if input.gpu_sequences.is_some() => sharing - 1,
+            _ => 0,
+        };
+        let row_width = (config.num_attention_heads * config.head_dim * config.num_hidden_layers) as u64;
+        let heads = heads + 2 * others as u64 * BF16 * rows.div_ceil(sequence_parallel_size) * row_width;
         let [weights, rows] = sampling_bytes(input, weight_bytes);
         Self {
             passes,

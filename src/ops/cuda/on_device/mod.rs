@@ -21,6 +21,7 @@ mod rope;
 mod router;
 mod rows;
 mod sampling;
+mod shared_keys;
 mod silu_and_mul;
 
 use crate::ops;
