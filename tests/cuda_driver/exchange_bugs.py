@@ -42,7 +42,7 @@ BUGS = [
     ("a rank's own gradient is left out", EXCHANGE, "if other == rank {\n                    ", "shards_of_ranks.push(gradient.narrow(0, own.start, own.len())?);", ""),
 ]
 
-SEQUENCES = "src/model/sequence_parallel.rs"
+SEQUENCES, SHARED = "src/model/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"
 SEQUENCE_BUGS = [
     ("sinks are not moved with their heads", SEQUENCES, "let sinks = ", "slice(&sinks, first..first + own)?", "slice(&sinks, 0..own)?"),
     ("heads are used before the exchange has ended", EXCHANGE, "", "RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;", "std::mem::forget(RunningExchange::start(mesh, name, &device, vec![], parts)?);"),
@@ -53,6 +53,9 @@ SEQUENCE_BUGS = [
     ("a rank sends its own rows of the heads, not those of the other rank", SEQUENCES, "let part = |range: &Range<usize>| ", "start + range.start * width..start + range.end * width", "{ let first = split.local_range().start.min(split.rows() - range.len()); start + first * width..start + (first + range.len()) * width }"),
     ("a rank gets another rank's heads", SEQUENCES, "let parts: Vec<_> = ", "(0..split.group.len()).map(|i| i * length..(i + 1) * length).collect()", "(0..split.group.len()).rev().map(|i| i * length..(i + 1) * length).collect()"),
     ("the gradient of router logits is the first rank's", SEQUENCES, "Ok([Some(grad.narrow(0, ", "own.start", "0"),
+    ("GPUs that share a head compute the gradients of the same keys", SEQUENCES, "(", "self.split.group_index - self.members.start", "0"),
+    ("log-sum-exps of GPUs that share a head lie one after the other", SHARED, "", "numbers.permute((1, 2, 0, 3))?.contiguous()?", "numbers.permute((1, 0, 2, 3))?.contiguous()?"),
+    ("keys of other GPUs keep what was in memory", "src/ops/cuda/sink_attention.rs", "prepared.gradients_with(", "device.alloc_zeros(prepared.key_value_count())?", "output(device, prepared.key_value_count())?"),
 ]
 
 
