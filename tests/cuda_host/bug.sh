@@ -88,7 +88,7 @@ attempt() {
 attempt "$first_mode" "$first_check" $sources $first_sources && attempt plain "" $sources $also && [ -z "$same" ] &&
   attempt asan "" $sources $also && attempt tsan "" $sources $also
 rm -rf "$work"
-printf '  %-52s %s\n' "$name" "${caught:-NOT CAUGHT}" | cut -c1-190
+printf '  %-52s %3d s, %s\n' "$name" "$SECONDS" "${caught:-NOT CAUGHT}" | cut -c1-190
 if [ -n "$unbuilt" ]; then exit 2; fi
 if [ -n "$same" ]; then exit 3; fi
 [ -n "$caught" ]
