@@ -58,6 +58,11 @@ device-runs:
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
         tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu "$CARGO_TARGET_DIR/emulated/rloss" --steady-steps 200
 
+# Sequences that several emulated GPUs share: more models, numbers of GPUs and orders of streams than CI has.
+device-sequences:
+    eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
+        tests/cuda_driver/device_runs.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --sequences
+
 # Every seeded bug in the kernels' Rust side, and what catches it.
 cuda-rust-bugs:
     eval "$(tests/cuda_driver/setup.sh)" && tests/cuda_driver/rust_bugs.py

@@ -1,5 +1,6 @@
 //! Exchanges between the memories of several GPUs, beside the stream that computes: weights are gathered from
-//! shards, and gradients are added to shards. No value passes the host.
+//! shards, gradients are added to shards, and rows are exchanged for attention heads. No value passes the
+//! host.
 //!
 //! The memory is allocated on the stream that computes. An exchange begins when the work before its start
 //! has ended: what made its values, and the uses of a tensor that had the same memory before. The stream
@@ -10,12 +11,15 @@ use crate::dist::{
     DeviceExchange, DeviceGather, DevicePart, Mesh, PendingDeviceExchange, first_shard_rank, shard_length,
     shard_range,
 };
-use crate::ops::cuda::{GatherMemory, address_of, record_event, wait_for_event};
+use crate::ops::cuda::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
+use crate::ops::operation::DeviceArgument;
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
-use candle_core::{DType, Device, Tensor};
+use candle_core::backend::BackendStorage;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
+use std::ops::Range;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
 struct RunningExchange {
@@ -163,6 +167,67 @@ impl PendingDeviceSum {
         }
         Ok(())
     }
+}
+
+/// Sends the values `send[i]` of `from` to rank `group[i]`, and receives `lengths[i]` values from that rank.
+/// Returns the received values in the group's order, with this rank's own part among them. Later work on the
+/// GPU may read them.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn exchange_parts(
+    mesh: &Mesh,
+    name: &str,
+    group: &[usize],
+    from: &CudaStorage,
+    send: &[Range<usize>],
+    lengths: &[usize],
+) -> Result<CudaStorage> {
+    let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
+    let memory = ExchangeMemory::new(from, send, lengths, own)?;
+    let mut values = exchange_memory(mesh, name, group, from.device(), vec![memory])?;
+    values.pop().context("no values")
+}
+
+/// Gathers `values` of the ranks of `group`, which all have the same numbers of values. Returns, for each of
+/// `values`, the values of all ranks in the group's order. Later work on the GPU may read them.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn gather_values(
+    mesh: &Mesh,
+    name: &str,
+    group: &[usize],
+    values: &[DeviceArgument],
+) -> Result<Vec<CudaStorage>> {
+    let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
+    let memory = |(from, layout): &DeviceArgument| {
+        let (start, count) = (layout.start_offset(), layout.shape().elem_count());
+        let (send, lengths) = (vec![start..start + count; group.len()], vec![count; group.len()]);
+        Ok(ExchangeMemory::new(from, &send, &lengths, own)?)
+    };
+    let memories = values.iter().map(memory).collect::<Result<Vec<_>>>()?;
+    let device = values.first().context("no values")?.0.device();
+    exchange_memory(mesh, name, group, device, memories)
+}
+
+/// Exchanges the parts of `memories` with the ranks of `group`. Returns the received values.
+fn exchange_memory(
+    mesh: &Mesh,
+    name: &str,
+    group: &[usize],
+    device: &CudaDevice,
+    memories: Vec<ExchangeMemory>,
+) -> Result<Vec<CudaStorage>> {
+    let with_others = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
+        let parts = memories.iter().flat_map(|memory| group.iter().zip(parts(memory)));
+        let parts = parts.filter(|(rank, _)| **rank != mesh.rank());
+        parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
+    };
+    let parts = [with_others(|memory| &memory.sent), with_others(|memory| &memory.received)];
+    let device = Device::Cuda(device.clone());
+    RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;
+    Ok(memories.into_iter().map(|memory| memory.values).collect())
 }
 
 fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {

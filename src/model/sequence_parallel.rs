@@ -5,17 +5,26 @@
 //! reverse exchange gives each rank all heads of its rows. So a row has the same bits as in one process. The
 //! backward pass runs the exchanges in reverse. If there are fewer key-value heads than ranks, several ranks
 //! share a head. The gradient of a shared head is the sum of the gradients of these ranks, in rank order.
+//!
+//! On GPUs the exchanges run between the memories of the GPUs, and the host does not wait for them. GPUs that
+//! share a head gather its queries in the backward pass, and each computes the gradients of some keys. So
+//! these have the bits of one GPU too: a sum of rounded sums would not.
 
 use super::attention::{AttentionInputs, AttentionMode};
+use super::device_exchange::{exchange_parts, gather_values};
 use super::sharded_layers::to_op_error;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
+use crate::ops::SequenceRows;
 use crate::ops::cpu::host_values;
-use crate::ops::graph::{apply, contiguous, reshape, slice};
-use crate::ops::operation::{HostArgument, Operation};
-use crate::ops::{self, SequenceRows, sink_attention::Attention};
-use anyhow::{Context, Result, ensure};
-use candle_core::{CpuStorage, Device, Shape, Tensor};
+use crate::ops::cuda::{pack_heads, unpack_heads};
+use crate::ops::graph::{apply, apply_without_gradient, contiguous, reshape, slice};
+use crate::ops::head_parts::HeadSplit;
+use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
+use crate::ops::sink_attention::{Attention, KeySharing, sink_attention_with_shared_keys};
+use anyhow::{Result, ensure};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CudaStorage, Device, Shape, Storage, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -71,6 +80,23 @@ impl SequenceShards {
         Ok(received.iter().map(|bytes| f32_values(bytes).collect()).collect())
     }
 
+    /// Sends the values `parts[i]` of `from`, in GPU memory, to rank `i` of the group. Returns the values
+    /// received from each rank, `lengths[i]` values from rank `i`, one after the other.
+    fn exchange_on_device(
+        &self,
+        what: &str,
+        from: &CudaStorage,
+        parts: &[Range<usize>],
+        lengths: &[usize],
+    ) -> Result<CudaStorage> {
+        exchange_parts(&self.mesh, what, &self.group, from, parts, lengths)
+    }
+
+    /// Returns the number of values of each rank, for rows of `width` values.
+    fn lengths(&self, width: usize) -> Vec<usize> {
+        self.ranges.iter().map(|range| range.len() * width).collect()
+    }
+
     /// Gathers the values of all ranks. Rank `i` of the group has `lengths[i]` values.
     ///
     /// # Errors
@@ -92,7 +118,11 @@ impl SequenceShards {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn gather_routed_experts(&self, routed_experts: &Tensor) -> Result<Tensor> {
+    pub fn gather_routed_experts(self: &Arc<Self>, routed_experts: &Tensor) -> Result<Tensor> {
+        if routed_experts.device().is_cuda() {
+            let gather = GatherRows { split: self.clone() };
+            return Ok(apply_without_gradient(&routed_experts.contiguous()?, gather)?);
+        }
         let top_k = routed_experts.dim(1)?;
         let own: Vec<u8> =
             routed_experts.flatten_all()?.to_vec1::<u32>()?.iter().flat_map(|e| e.to_le_bytes()).collect();
@@ -103,83 +133,6 @@ impl SequenceShards {
             received.chunks_exact(4).map(|b| u32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect();
         Ok(Tensor::from_vec(experts, (self.rows(), top_k), &Device::Cpu)?)
     }
-
-    /// Exchanges rows for heads. `x [t, H, D]` has all heads of the rows of this rank. Returns all rows of
-    /// the heads of this rank, `[T, h, D]`.
-    fn to_heads(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
-        let part = |of: &Vec<usize>| -> Vec<f32> {
-            let rows = x.chunks_exact(heads.count * dim);
-            rows.flat_map(|row| of.iter().flat_map(|&h| row[h * dim..(h + 1) * dim].iter().copied()))
-                .collect()
-        };
-        let own = heads.of_rank[self.group_index].len();
-        let lengths: Vec<usize> = self.ranges.iter().map(|range| range.len() * own * dim).collect();
-        Ok(self.exchange("heads", heads.of_rank.iter().map(part).collect(), &lengths)?.concat())
-    }
-
-    /// Exchanges heads for rows. `x [T, h, D]` has all rows of the heads of this rank. Returns all heads of
-    /// the rows of this rank, `[t, H, D]`. For a head that several ranks share, returns the sum of their
-    /// values in rank order.
-    fn to_rows(&self, x: &[f32], heads: &Heads, dim: usize) -> Result<Vec<f32>> {
-        let own = heads.of_rank[self.group_index].len() * dim;
-        let parts = self.ranges.iter().map(|range| x[range.start * own..range.end * own].to_vec()).collect();
-        let rows = self.local_range().len();
-        let lengths: Vec<usize> = heads.of_rank.iter().map(|of| rows * of.len() * dim).collect();
-        let received = self.exchange("rows", parts, &lengths)?;
-        let mut out = vec![0f32; rows * heads.count * dim];
-        let mut written = vec![false; heads.count];
-        for (part, of) in received.iter().zip(&heads.of_rank) {
-            for (i, &head) in of.iter().enumerate() {
-                for row in 0..rows {
-                    let from = &part[(row * of.len() + i) * dim..][..dim];
-                    let to = &mut out[(row * heads.count + head) * dim..][..dim];
-                    match written[head] {
-                        false => to.copy_from_slice(from),
-                        true => to.iter_mut().zip(from).for_each(|(sum, x)| *sum += x),
-                    }
-                }
-                written[head] = true;
-            }
-        }
-        Ok(out)
-    }
-}
-
-/// The heads of each rank.
-#[derive(Clone)]
-struct Heads {
-    /// The total number of heads.
-    count: usize,
-    /// The heads of each rank, by rank.
-    of_rank: Vec<Vec<usize>>,
-}
-
-impl Heads {
-    /// Splits `count` heads evenly over `ranks`. Either number must divide the other. If there are fewer
-    /// heads than ranks, several ranks share a head.
-    fn even(count: usize, ranks: usize) -> Self {
-        let of = |rank: usize| match count >= ranks {
-            true => (rank * count / ranks..(rank + 1) * count / ranks).collect(),
-            false => vec![rank * count / ranks],
-        };
-        Self { count, of_rank: (0..ranks).map(of).collect() }
-    }
-
-    /// Returns the heads of keys, followed by the same heads of values.
-    fn keys_and_values(self) -> Self {
-        let both =
-            |of: Vec<usize>| of.iter().copied().chain(of.iter().map(|head| self.count + head)).collect();
-        Self { count: 2 * self.count, of_rank: self.of_rank.into_iter().map(both).collect() }
-    }
-}
-
-/// Returns the reason why heads cannot be split over `ranks` processes; `None` if they can be split.
-pub fn head_split_error(heads: usize, kv_heads: usize, ranks: usize) -> Option<String> {
-    let divides = |a: usize, b: usize| b != 0 && a.is_multiple_of(b);
-    (!divides(heads, ranks)).then(|| format!("does not divide the {heads} attention heads")).or_else(|| {
-        let fits = divides(kv_heads, ranks) || divides(ranks, kv_heads);
-        (!fits).then(|| format!("neither divides the {kv_heads} key-value heads nor is a multiple of them"))
-    })
 }
 
 /// Attention over rows that are split over ranks.
@@ -193,46 +146,114 @@ impl AttentionMode for SequenceParallelAttention {
     fn attend(&mut self, _: usize, inputs: AttentionInputs) -> Result<Tensor> {
         let ([q, kv], sinks, attention) = (inputs.rotate()?, inputs.sinks_or_zeros()?, inputs.attention);
         let Attention { heads, kv_heads, head_dim, .. } = attention;
-        let ranks = self.split.group.len();
-        let q_heads = Heads::even(heads, ranks);
-        let kv_of = Heads::even(kv_heads, ranks);
-        let of_rank = |heads: &Heads| heads.of_rank[self.split.group_index].clone();
-        let (own, own_kv) = (of_rank(&q_heads), of_rank(&kv_of));
-        let first = *own.first().context("a rank without heads")?;
-        let (all, t) = (self.split.rows(), self.split.local_range().len());
-        let op =
-            |heads: &Heads, to_heads| MoveHeads { split: self.split.clone(), heads: heads.clone(), to_heads };
-        let q = apply([&contiguous(&q)?], op(&q_heads, true))?;
-        let kv = reshape(&kv, (t, 2 * kv_heads, head_dim))?;
-        let kv = apply([&contiguous(&kv)?], op(&kv_of.keys_and_values(), true))?;
-        let kv = reshape(&kv, (all, 2, own_kv.len(), head_dim))?;
-        let sinks = slice(&sinks, first..first + own.len())?;
-        let part = Attention { heads: own.len(), kv_heads: own_kv.len(), ..attention };
-        let output = ops::sink_attention(&q, &kv, &sinks, &self.sequence_rows, part)?;
-        let output = reshape(&output, (all, own.len(), head_dim))?;
-        let output = apply([&contiguous(&output)?], op(&q_heads, false))?;
+        let split = &self.split;
+        let ranks = split.group.len();
+        let q_heads = HeadSplit { groups: 1, heads, head_dim, ranks };
+        let kv_heads = HeadSplit { groups: 2, heads: kv_heads, head_dim, ranks };
+        let (own, own_kv) = (q_heads.own_heads(), kv_heads.own_heads());
+        let (all, t) = (split.rows(), split.local_range().len());
+        let op = |heads: HeadSplit, to_heads| MoveHeads { split: split.clone(), heads, to_heads };
+        let q = apply([&contiguous(&q)?], op(q_heads, true))?;
+        let kv = reshape(&kv, (t, 2 * kv_heads.heads, head_dim))?;
+        let kv = apply([&contiguous(&kv)?], op(kv_heads, true))?;
+        let kv = reshape(&kv, (all, 2, own_kv, head_dim))?;
+        let first = q_heads.first_head(split.group_index);
+        let sinks = slice(&sinks, first..first + own)?;
+        let part = Attention { heads: own, kv_heads: own_kv, ..attention };
+        let sharing = SharedHead::new(split, kv_heads.heads).filter(|_| q.device().is_cuda());
+        let sharing = sharing.map(|sharing| Arc::new(sharing) as Arc<dyn KeySharing>);
+        let output = sink_attention_with_shared_keys(&q, &kv, &sinks, &self.sequence_rows, part, sharing)?;
+        let output = reshape(&output, (all, own, head_dim))?;
+        let output = apply([&contiguous(&output)?], op(q_heads, false))?;
         Ok(reshape(&output, (t, heads * head_dim))?)
     }
 }
 
-/// Exchanges rows for heads ([`SequenceShards::to_heads`]) or heads for rows ([`SequenceShards::to_rows`]).
-/// The backward pass of either exchange is the other one.
+/// A key-value head that several GPUs of a sequence group share.
+struct SharedHead {
+    split: Arc<SequenceShards>,
+    /// Their indices in the group.
+    members: Range<usize>,
+}
+
+impl SharedHead {
+    /// Returns the head of this rank. `None` if no other rank has it.
+    fn new(split: &Arc<SequenceShards>, kv_heads: usize) -> Option<Self> {
+        let sharing = split.group.len() / kv_heads;
+        let first = split.group_index - split.group_index % sharing.max(1);
+        (sharing > 1).then(|| Self { split: split.clone(), members: first..first + sharing })
+    }
+}
+
+impl KeySharing for SharedHead {
+    fn place(&self) -> (usize, usize) {
+        (self.split.group_index - self.members.start, self.members.len())
+    }
+
+    fn gather(&self, values: &[DeviceArgument]) -> candle_core::Result<Vec<CudaStorage>> {
+        let ranks = &self.split.group[self.members.clone()];
+        gather_values(&self.split.mesh, "shared heads", ranks, values).map_err(to_op_error)
+    }
+}
+
+/// Exchanges rows for heads, or heads for rows. The backward pass of either exchange is the other one.
+///
+/// Rows to heads: `x [t, G·N, D]` has all heads of the rows of this rank. The result `[T, G·n, D]` has all
+/// rows of the heads of this rank. For a head that several ranks share, the reverse exchange returns the sum
+/// of their values, in rank order.
 struct MoveHeads {
     split: Arc<SequenceShards>,
-    heads: Heads,
+    heads: HeadSplit,
     to_heads: bool,
 }
 
 impl MoveHeads {
-    fn exchange(&self, x: &[f32], dim: usize, to_heads: bool) -> candle_core::Result<(Vec<f32>, Shape)> {
-        let (split, heads) = (&self.split, &self.heads);
-        let (values, shape) = match to_heads {
-            true => {
-                (split.to_heads(x, heads, dim), (split.rows(), heads.of_rank[split.group_index].len(), dim))
-            }
-            false => (split.to_rows(x, heads, dim), (split.local_range().len(), heads.count, dim)),
+    /// Returns the shape of the result.
+    fn shape(&self, to_heads: bool) -> Shape {
+        let HeadSplit { groups, heads, head_dim, .. } = self.heads;
+        match to_heads {
+            true => (self.split.rows(), groups * self.heads.own_heads(), head_dim).into(),
+            false => (self.split.local_range().len(), groups * heads, head_dim).into(),
+        }
+    }
+
+    /// Returns the name of the exchange.
+    fn name(to_heads: bool) -> &'static str {
+        if to_heads { "heads" } else { "rows" }
+    }
+
+    fn exchange(&self, x: &[f32], to_heads: bool) -> Result<Vec<f32>> {
+        let (split, width) = (&self.split, self.heads.part_width());
+        if to_heads {
+            let parts = self.heads.pack(x);
+            return Ok(split.exchange(Self::name(to_heads), parts, &split.lengths(width))?.concat());
+        }
+        let part = |range: &Range<usize>| x[range.start * width..range.end * width].to_vec();
+        let lengths = vec![split.local_range().len() * width; split.group.len()];
+        let parts = split.ranges.iter().map(part).collect();
+        Ok(self.heads.unpack(&split.exchange(Self::name(to_heads), parts, &lengths)?))
+    }
+
+    fn exchange_on_device(
+        &self,
+        (x, layout): DeviceArgument,
+        to_heads: bool,
+    ) -> candle_core::Result<CudaStorage> {
+        let (split, width) = (&self.split, self.heads.part_width());
+        let exchange = |from: &CudaStorage, parts: &[Range<usize>], lengths: &[usize]| {
+            split.exchange_on_device(Self::name(to_heads), from, parts, lengths).map_err(to_op_error)
         };
-        Ok((values.map_err(to_op_error)?, Shape::from(shape)))
+        // The part of each rank with all heads of the rows of this rank.
+        let length = split.local_range().len() * width;
+        if to_heads {
+            let parts: Vec<_> = (0..split.group.len()).map(|i| i * length..(i + 1) * length).collect();
+            return exchange(&pack_heads((x, layout), &self.heads)?, &parts, &split.lengths(width));
+        }
+        let start = layout.start_offset();
+        let part = |range: &Range<usize>| start + range.start * width..start + range.end * width;
+        let parts: Vec<_> = split.ranges.iter().map(part).collect();
+        let received = exchange(x, &parts, &vec![length; split.group.len()])?;
+        unpack_heads(&received, length * split.group.len(), &self.heads)
     }
 }
 
@@ -240,9 +261,12 @@ impl Operation<1> for MoveHeads {
     const NAME: &'static str = "move_heads";
 
     fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
-        let (_, _, dim) = x.shape().dims3()?;
-        let (out, shape) = self.exchange(x.values()?, dim, self.to_heads)?;
-        Ok((CpuStorage::F32(out), shape))
+        let out = self.exchange(x.values()?, self.to_heads).map_err(to_op_error)?;
+        Ok((CpuStorage::F32(out), self.shape(self.to_heads)))
+    }
+
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> candle_core::Result<(CudaStorage, Shape)> {
+        Ok((self.exchange_on_device(x, self.to_heads)?, self.shape(self.to_heads)))
     }
 
     fn backward(
@@ -251,7 +275,12 @@ impl Operation<1> for MoveHeads {
         _: &Tensor,
         grad: &Tensor,
     ) -> candle_core::Result<[Option<Tensor>; 1]> {
-        let (out, shape) = self.exchange(&host_values(grad)?, x.dim(2)?, !self.to_heads)?;
+        let shape = self.shape(!self.to_heads);
+        if let (Storage::Cuda(storage), layout) = (&*grad.storage_and_layout().0, grad.layout()) {
+            let out = Storage::Cuda(self.exchange_on_device((storage, layout), !self.to_heads)?);
+            return Ok([Some(Tensor::from_storage(out, shape, BackpropOp::none(), false))]);
+        }
+        let out = self.exchange(&host_values(grad)?, !self.to_heads).map_err(to_op_error)?;
         Ok([Some(Tensor::from_vec(out, shape, x.device())?)])
     }
 }
@@ -267,9 +296,18 @@ impl Operation<1> for GatherRows {
 
     fn cpu(&self, [x]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
         let (_, width) = x.shape().dims2()?;
-        let lengths: Vec<usize> = self.split.ranges.iter().map(|range| range.len() * width).collect();
+        let lengths = self.split.lengths(width);
         let all = self.split.gather("router logits", x.values()?, &lengths).map_err(to_op_error)?;
         Ok((CpuStorage::F32(all.concat()), Shape::from((self.split.rows(), width))))
+    }
+
+    fn cuda(&self, [(x, layout)]: [DeviceArgument; 1]) -> candle_core::Result<(CudaStorage, Shape)> {
+        let (split, (_, width)) = (&self.split, layout.shape().dims2()?);
+        let start = layout.start_offset();
+        let own = start..start + layout.shape().elem_count();
+        let parts = vec![own; split.group.len()];
+        let all = split.exchange_on_device("router rows", x, &parts, &split.lengths(width));
+        Ok((all.map_err(to_op_error)?, Shape::from((split.rows(), width))))
     }
 
     fn backward(
@@ -280,20 +318,5 @@ impl Operation<1> for GatherRows {
     ) -> candle_core::Result<[Option<Tensor>; 1]> {
         let own = self.split.local_range();
         Ok([Some(grad.narrow(0, own.start, own.len())?.contiguous()?)])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn heads_go_round_in_stretches_and_few_key_value_heads_are_on_several_ranks() {
-        assert_eq!(Heads::even(4, 2).of_rank, [[0, 1], [2, 3]]);
-        assert_eq!(Heads::even(2, 4).of_rank, [[0], [0], [1], [1]]);
-        assert_eq!(Heads::even(2, 4).keys_and_values().of_rank, [[0, 2], [0, 2], [1, 3], [1, 3]]);
-        assert_eq!(head_split_error(64, 8, 16), None);
-        assert!(head_split_error(12, 2, 8).unwrap().contains("12 attention heads"));
-        assert!(head_split_error(12, 4, 6).unwrap().contains("4 key-value heads"));
     }
 }

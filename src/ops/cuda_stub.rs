@@ -3,6 +3,7 @@
 use super::adamw_8bit::Moment;
 use super::embedding::TokensById;
 use super::experts::Dispatch;
+use super::head_parts::HeadSplit;
 use super::load_balance::LoadBalance;
 use super::logits::SampledToken;
 use super::muon::Muon;
@@ -11,9 +12,10 @@ use super::optimizer::AdamW;
 use super::packed_weights::PackedMatrix;
 use super::parameter::GradientTarget;
 use super::rope::Rotation;
-use super::sink_attention::Attention;
+use super::sink_attention::{Attention, KeySharing};
 use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
 use std::any::Any;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Storage and shape of a result.
@@ -155,6 +157,19 @@ impl GatherMemory {
     }
 }
 
+/// Stub that is never constructed.
+pub struct ExchangeMemory {
+    pub values: CudaStorage,
+    pub sent: Vec<(u64, usize)>,
+    pub received: Vec<(u64, usize)>,
+}
+
+impl ExchangeMemory {
+    pub fn new(_: &CudaStorage, _: &[Range<usize>], _: &[usize], _: usize) -> Result<Self> {
+        refuse()
+    }
+}
+
 /// Stub: no GPU is ever opened.
 pub struct Gpu {
     pub device: Device,
@@ -187,6 +202,8 @@ refused! { pub,
     device_memory(&CudaDevice) -> DeviceMemory;
     reset_memory_peaks(&CudaDevice) -> ();
     address_of(&Tensor) -> u64;
+    pack_heads(DeviceArgument, &HeadSplit) -> CudaStorage;
+    unpack_heads(&CudaStorage, usize, &HeadSplit) -> CudaStorage;
     record_event(&Device) -> Arc<dyn Any + Send + Sync>;
     wait_for_event(&Device, &(dyn Any + Send + Sync)) -> ();
 }
@@ -225,7 +242,9 @@ refused! { pub(super),
     rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> OpOutput;
     rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
     sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
-    sink_attention_backward(&Attention, &[usize], &DeviceLse, [&Tensor; 5]) -> [Tensor; 3];
+    sink_attention_backward(
+        &Attention, &[usize], &DeviceLse, [&Tensor; 5], Option<&dyn KeySharing>,
+    ) -> [Tensor; 3];
     add_tensor(&Tensor, &Tensor) -> ();
     copy_argument(DeviceArgument) -> OpOutput;
     add_columns(&Tensor, &Tensor, &TokensById) -> ();

@@ -18,6 +18,7 @@ mod backward;
 mod cached_attention;
 mod chunks;
 mod forward;
+mod key_sharing;
 // Compiled in every build for its tests. In the program only GPU code uses it.
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub mod kernels;
@@ -36,6 +37,7 @@ use backward::{BackwardInputs, attend_backward};
 pub use cached_attention::cached_sink_attention;
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use forward::attend;
+pub use key_sharing::KeySharing;
 use rayon::prelude::*;
 use rows::Rows;
 use std::ops::Range;
@@ -95,6 +97,23 @@ pub fn sink_attention(
     sequence_rows: &Arc<SequenceRows>,
     attention: Attention,
 ) -> Result<Tensor> {
+    sink_attention_with_shared_keys(q, kv, sinks, sequence_rows, attention, None)
+}
+
+/// Computes attention as [`sink_attention`] does. `sharing` is for a GPU with one key-value head, which other
+/// GPUs have too. It makes the gradient of `kv` a share of the gradient from all query heads of these GPUs.
+/// Each value is 0 in all shares but one, so the sum has the bits of one GPU with all query heads.
+///
+/// # Errors
+/// Errors of [`sink_attention`].
+pub fn sink_attention_with_shared_keys(
+    q: &Tensor,
+    kv: &Tensor,
+    sinks: &Tensor,
+    sequence_rows: &Arc<SequenceRows>,
+    attention: Attention,
+    sharing: Option<Arc<dyn KeySharing>>,
+) -> Result<Tensor> {
     let tokens = q.dim(0)?;
     let Attention { heads, kv_heads, head_dim, .. } = attention;
     if q.dims() != [tokens, heads, head_dim]
@@ -112,7 +131,8 @@ pub fn sink_attention(
             sequence_rows.rows()
         );
     }
-    let op = PackedSinkAttention { attention, sequence_rows: sequence_rows.clone(), lse: OnceLock::new() };
+    let sequence_rows = sequence_rows.clone();
+    let op = PackedSinkAttention { attention, sequence_rows, sharing, lse: OnceLock::new() };
     if q.device().is_cuda() {
         // On a GPU no hidden copies are made, so tensors must be contiguous.
         return apply([q, kv, sinks], op);
@@ -123,6 +143,8 @@ pub fn sink_attention(
 struct PackedSinkAttention {
     attention: Attention,
     sequence_rows: Arc<SequenceRows>,
+    /// The GPUs that share the key-value head, if there are several.
+    sharing: Option<Arc<dyn KeySharing>>,
     /// The log-sum-exp of the forward pass, which the backward pass uses.
     lse: OnceLock<Lse>,
 }
@@ -227,7 +249,8 @@ impl Operation<3> for PackedSinkAttention {
             Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
             Some(Lse::Device(lse)) => {
                 let tensors = [q, kv, sinks, out, grad];
-                sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors)?
+                let sharing = self.sharing.as_deref();
+                sink_attention_backward(&self.attention, &self.cu_seqlens()?, lse, tensors, sharing)?
             }
             None => bail!("sink_attention: backward before forward"),
         };

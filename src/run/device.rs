@@ -177,12 +177,6 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
                           and start the processes with torchrun";
             obstacles.push(("device", reason.to_owned()));
         }
-        if parallel.sequence > 1 {
-            obstacles.push((
-                "parallel.sequence",
-                "sequence parallelism is not supported on GPUs yet; write 1".to_owned(),
-            ));
-        }
         if parallel.rollout_weights == RolloutWeightPlacement::ByExpert {
             let reason = "each GPU samples with all weights; write \"whole\"";
             obstacles.push(("parallel.rollout_weights", reason.to_owned()));

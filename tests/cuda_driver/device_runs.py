@@ -2,6 +2,7 @@
 """Whole runs on the emulated GPU, as a user makes them: the end of what CI shows of `device = "cuda"`.
 
     tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu target/cuda-emulated/emulated/rloss
+    tests/cuda_driver/device_runs.py --gpu target/cuda-emulated/emulated/rloss --sequences    only sequences over several GPUs, all cases
 
 The environment is that of ./setup.sh. A model of two layers is trained on the CPU until it calls its tool; then:
 
@@ -15,6 +16,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
 - two processes of which one is unfit: refused by both, with one message; two that ask for no memory in steady steps;
 - two processes with a GPU each, also with Muon, and an adapter beside packed experts: gap 0;
+- sequences shared by several GPUs: log-probs have the bits of one GPU's, weights and moments are within rounding;
 - Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
   between rollout, prefill, decode and training;
@@ -32,6 +34,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -57,7 +60,7 @@ SHORT = sets(
 class World:
     def __init__(self, arguments):
         self.place = Path(tempfile.mkdtemp(prefix="rloss-device-"))
-        self.cpu, self.gpu = (str(Path(path).resolve()) for path in (arguments.cpu, arguments.gpu))
+        self.cpu, self.gpu = (str(Path(path or arguments.gpu).resolve()) for path in (arguments.cpu, arguments.gpu))
         self.steady_steps = arguments.steady_steps
         self.model = None
 
@@ -197,14 +200,14 @@ def numbers(row):
     return {key: value for key, value in row.items() if not key.startswith(("timing_s/", "perf/")) and "grad_norm" not in key}
 
 
-def tensors(folder, stem):
-    """The bytes of each tensor of a checkpoint's files, the shards of several processes one after the other."""
+def tensors(folder, stem, dtypes=None):
+    """The bytes of each tensor of a checkpoint's files, the shards of several processes one after the other; of `dtypes` alone if given."""
     found = {}
     for path in sorted(folder.glob(f"{stem}*.safetensors")):
         data = path.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
         for name, info in json.loads(data[8:start]).items():
-            if name != "__metadata__":
+            if name != "__metadata__" and (dtypes is None or info["dtype"] in dtypes):
                 begin, end = (start + offset for offset in info["data_offsets"])
                 found[name] = found.get(name, b"") + data[begin:end]
     return found
@@ -246,6 +249,66 @@ def equals_one(world):
     train("resumed", 3, "--resume")
     compare("one", "resumed")
     return compared
+
+
+# Of a tensor's largest value. The factor B of an adapter began at 0, so it has AdamW's updates alone, which are large where a
+# gradient is small.
+SEQUENCES_APART, FACTORS_APART = 1e-5, 1e-4
+FOUR_HEADS = dict(model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2)
+BALANCED = dict(FOUR_HEADS, train__load_balance_coefficient=0.01)
+WIDE = dict(FOUR_HEADS, model__dtype="bf16", model__architecture__head_dim=128, model__architecture__hidden_size=32, model__architecture__intermediate_size=32)
+# Recipe and shape, and GPUs, how many share a sequence, the order of the streams. Where four share one, each of the two key-value
+# heads is on two GPUs. CI runs the first case.
+SEQUENCES = [
+    ("gpt_oss", RECIPE, BALANCED, [(4, 2, "late"), (4, 4, "late")]),
+    ("gpt_oss", RECIPE, BALANCED, [(2, 2, "at-once"), (2, 2, "first-late"), (4, 2, "at-once"), (4, 4, "first-late"), (4, 4, "at-once")]),
+    ("recomputed", RECIPE, dict(BALANCED, train__recompute_layers="true"), [(2, 2, "late"), (4, 4, "late")]),
+    ("qwen3", "quickstart_dense", dict(WIDE, model__architecture__model_type="qwen3"), [(2, 2, "late"), (4, 4, "at-once")]),
+    ("qwen3_moe", "quickstart_qwen3_moe", dict(WIDE, model__architecture__model_type="qwen3_moe", train__load_balance_coefficient=0.01), [(2, 2, "at-once")]),
+    ("adapter", RECIPE, dict(FOUR_HEADS, adapter__rank=4), [(2, 2, "late"), (4, 2, "at-once"), (4, 4, "late")]),
+]
+
+
+def apart(one, other):
+    """The greatest distance of two tensors' f32 values, of the largest value."""
+    one, other = array("f", one), array("f", other)
+    assert len(one) == len(other), f"{len(one)} and {len(other)} values"
+    return max(abs(a - b) for a, b in zip(one, other)) / (max(map(abs, one)) or 1)
+
+
+def sequences(world, cases):
+    """Several GPUs share the rows of sequences: beside one GPU, the first step's metrics are equal, and what is sampled and trained has
+    mismatch 0; after three steps, weights and moments are within rounding. Returns the values compared, the greatest distance and where
+    it is, and the greatest distance of an entropy."""
+    torchrun = HERE.parent / "ranks/torchrun"
+    compared, worst, metric_apart = 0, (0.0, ""), 0.0
+    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64, checkpoint__dtype="f32", checkpoint__every_steps=1, checkpoint__keep=9)
+    short = sets(device="cuda", cold_start__steps=0, train__steps=3, rollout__samples_per_prompt=2, rollout__response_tokens_max=4, model__architecture__num_hidden_layers=2)
+    for name, recipe, shape, runs in cases:
+        words = [*SHORT, *short, *off, *steady, *sets(**shape)]
+        one = f"one_{name}"
+        shutil.rmtree(world.place / one, ignore_errors=True)
+        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        expected = world.rows(one, "rl")
+        for ranks, sequence, mode in runs:
+            out = f"{name}_{sequence}_of_{ranks}_{mode}"
+            world.run(torchrun, ranks, world.gpu, "train", recipe, "--out", out, *words, *sets(parallel__sequence=sequence), env={"CUDA_EMULATOR": mode})
+            rows = world.rows(out, "rl")
+            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            assert numbers(rows[0]) == numbers(expected[0]), f"{out}:\n{numbers(rows[0])}\n{numbers(expected[0])}"
+            assert all(row["actor/grad_norm"] > 0 for row in rows), rows
+            metric_apart = max([metric_apart, *(abs(a["actor/entropy"] - b["actor/entropy"]) for a, b in zip(rows, expected))])
+            for stem in ("model", "adapter_model", "trainer"):
+                kept = [tensors(world.place / run / "checkpoints/step-000003", stem, ("F32",)) for run in (one, out)]
+                assert kept[0].keys() == kept[1].keys(), f"{out}: {stem}: {kept[0].keys() ^ kept[1].keys()}"
+                for tensor in kept[0]:
+                    distance = apart(kept[0][tensor], kept[1][tensor])
+                    most = FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART
+                    assert distance <= most, f"{out}: {stem}: {tensor}: {distance:.2e}"
+                    worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
+                    compared += len(kept[0][tensor]) // 4
+    return compared, worst, metric_apart
 
 
 def host_copies(world):
@@ -476,44 +539,66 @@ def refusals(world):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", required=True, help="the program, built to be fast on a CPU")
+    parser.add_argument("--cpu", help="the program, built to be fast on a CPU")
     parser.add_argument("--gpu", required=True, help="the program with feature cuda")
     parser.add_argument("--steady-steps", type=int, default=40, help="steps over which memory must not grow (40)")
-    world = World(parser.parse_args())
+    parser.add_argument("--sequences", action="store_true", help="only sequences over several GPUs, all cases")
+    arguments = parser.parse_args()
+    if not (arguments.cpu or arguments.sequences):
+        parser.error("give --cpu or --sequences")
+    world = World(arguments)
+
+    seconds = {}
+
+    def timed(part, *words):
+        begun = time.monotonic()
+        result = part(*words)
+        seconds[part.__name__] = time.monotonic() - begun
+        return result
+
+    def over_several_gpus(cases):
+        compared, worst, entropy = timed(sequences, world, cases)
+        print(f"sequences over several GPUs: {compared} values of weights and moments, {worst[0]:.1e} apart at most ({worst[1]}); entropies {entropy:.1e}")
 
     def on_fixed_data():
-        print(f"refused: {refusals(world)} cases")
-        memory_runs_out(world)
-        for used, planned in plan_holds(world):
+        print(f"refused: {timed(refusals, world)} cases")
+        timed(memory_runs_out, world)
+        for used, planned in timed(plan_holds, world):
             print(f"memory: {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
-        kept, most = steady(world)
+        kept, most = timed(steady, world)
         print(f"steady: {world.steady_steps} steps, {most * 1e3:.2f} MB in use at most, {kept * 1e3:.2f} MB kept since step {SETTLED_STEPS}")
-        print(f"losses: at most {losses(world, stored):.2f} times the distance of bf16 weights")
+        print(f"losses: at most {timed(losses, world, stored):.2f} times the distance of bf16 weights")
 
     def on_own_samples():
-        print(f"sampled: killed after {sampled_and_killed(world)} steps of {STEPS}, resumed, gap 0")
-        goes_on_elsewhere(world)
-        several(world)
-        print(f"several GPUs: {equals_one(world)} bytes of weights and state as on one, in three orders of the streams")
-        step, weights = host_copies(world)
+        print(f"sampled: killed after {timed(sampled_and_killed, world)} steps of {STEPS}, resumed, gap 0")
+        timed(goes_on_elsewhere, world)
+        timed(several, world)
+        print(f"several GPUs: {timed(equals_one, world)} bytes of weights and state as on one, in three orders of the streams")
+        over_several_gpus(SEQUENCES[:1])
+        step, weights = timed(host_copies, world)
         print(f"several GPUs: a step copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32")
-        print(f"several GPUs: {refused_together(world)} unfit processes are refused by all, with one message")
-        print(f"several GPUs: both ask for memory {steady_on_two(world)} times, in 10 steps as in 20")
-        hangs(world)
-        adapted(world)
-        compared, used, planned = muon_resumed(world)
+        print(f"several GPUs: {timed(refused_together, world)} unfit processes are refused by all, with one message")
+        print(f"several GPUs: both ask for memory {timed(steady_on_two, world)} times, in 10 steps as in 20")
+        timed(hangs, world)
+        timed(adapted, world)
+        compared, used, planned = timed(muon_resumed, world)
         print(f"Muon: resumed, {compared} bytes of weights and state as without the break; {used / 1e6:.1f} MB in use, {planned / 1e6:.0f} planned")
-        print(f"heads of 128: {wide_heads(world)} tokens, 0 differing bits")
-        sampled_ahead(world)
+        print(f"heads of 128: {timed(wide_heads, world)} tokens, 0 differing bits")
+        timed(sampled_ahead, world)
         print("sampled ahead on a second stream: the same rows in three orders of the streams")
-        print(f"decode recorded: {recorded(world)} launches, the same bits as kernel by kernel")
+        print(f"decode recorded: {timed(recorded, world)} launches, the same bits as kernel by kernel")
         print("checked on the GPU, gone on on the CPU, gap 0 in two processes and beside an adapter over packed experts")
 
     try:
-        stored = trained_model(world)
+        if arguments.sequences:
+            over_several_gpus(SEQUENCES)
+            shutil.rmtree(world.place)
+            return
+        stored = timed(trained_model, world)
         with ThreadPoolExecutor() as side_by_side:
             for ended in [side_by_side.submit(part) for part in (on_fixed_data, on_own_samples)]:
                 ended.result()
+        print("seconds, two parts at a time: " + ", ".join(f"{name} {took:.0f}" for name, took in seconds.items()))
     except AssertionError as error:
         sys.exit(f"device_runs: {error}\nleft in {world.place}")
     shutil.rmtree(world.place)

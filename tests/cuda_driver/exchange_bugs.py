@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Seeds bugs in the exchanges between GPUs and demands that runs of three emulated GPUs catch them.
+"""Seeds bugs in the exchanges between GPUs and demands that runs of three or four emulated GPUs catch them.
 
   exchange_bugs.py [WORD]    all bugs, or those whose name has the word; needs the environment of ./setup.sh
 
-One build has all bugs; a variable of the environment selects one. A bug is caught where a run of three processes fails, the
-driver complains, or a metric, a weight or a moment differs from those of one GPU without a bug.
+One build has all bugs; a variable of the environment selects one. A bug is caught where a run fails, the driver complains,
+or a metric, a weight or a moment differs: in exchanges of shards, on three GPUs, from those of one GPU without a bug; in exchanges
+of sequences, which four GPUs share, from those of four GPUs without a bug.
 """
 
 import json
@@ -20,7 +21,7 @@ from device_runs import RECIPE, SHORT, numbers, sets, tensors
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RANKS, RUN_SECONDS_MAX = 3, 300
+RUN_SECONDS_MAX = 300
 MODES = ("late", "at-once")
 
 EXCHANGE, NCCL, MEMORY = "src/model/device_exchange.rs", "src/dist/nccl.rs", "src/ops/cuda/gather_memory.rs"
@@ -41,13 +42,29 @@ BUGS = [
     ("a rank's own gradient is left out", EXCHANGE, "if other == rank {\n                    ", "shards_of_ranks.push(gradient.narrow(0, own.start, own.len())?);", ""),
 ]
 
+SEQUENCES, SHARED = "src/model/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"
+SEQUENCE_BUGS = [
+    ("sinks are not moved with their heads", SEQUENCES, "let sinks = ", "slice(&sinks, first..first + own)?", "slice(&sinks, 0..own)?"),
+    ("heads are used before the exchange has ended", EXCHANGE, "", "RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;", "std::mem::forget(RunningExchange::start(mesh, name, &device, vec![], parts)?);"),
+    ("heads are sent before they are packed", EXCHANGE, "let ready = ", "record_event(device)?", "{ static FIRST: std::sync::OnceLock<crate::dist::DeviceEvent> = std::sync::OnceLock::new(); FIRST.get_or_init(|| record_event(device).expect(\"an event\")).clone() }"),
+    ("a part is received at the first part's place", MEMORY, "", "part(base, &(end - length..end))", "part(base, &(0..*length))"),
+    ("a rank's own part is left out", MEMORY, "if part.len() == lengths[own] => ", "device.memcpy_dtod(&part, &mut own_place)?", "()"),
+    ("a rank's own part lies at the first rank's place", MEMORY, "let own_start: usize = ", "lengths[..own].iter().sum()", "0"),
+    ("a rank sends its own rows of the heads, not those of the other rank", SEQUENCES, "let part = |range: &Range<usize>| ", "start + range.start * width..start + range.end * width", "{ let first = split.local_range().start.min(split.rows() - range.len()); start + first * width..start + (first + range.len()) * width }"),
+    ("a rank gets another rank's heads", SEQUENCES, "let parts: Vec<_> = ", "(0..split.group.len()).map(|i| i * length..(i + 1) * length).collect()", "(0..split.group.len()).rev().map(|i| i * length..(i + 1) * length).collect()"),
+    ("the gradient of router logits is the first rank's", SEQUENCES, "Ok([Some(grad.narrow(0, ", "own.start", "0"),
+    ("GPUs that share a head compute the gradients of the same keys", SEQUENCES, "(", "self.split.group_index - self.members.start", "0"),
+    ("log-sum-exps of GPUs that share a head lie one after the other", SHARED, "", "numbers.permute((1, 2, 0, 3))?.contiguous()?", "numbers.permute((1, 0, 2, 3))?.contiguous()?"),
+    ("keys of other GPUs keep what was in memory", "src/ops/cuda/sink_attention.rs", "prepared.gradients_with(", "device.alloc_zeros(prepared.key_value_count())?", "output(device, prepared.key_value_count())?"),
+]
+
 
 def tree():
     """A copy of the checkout with all bugs."""
     copy = Path(os.environ["CARGO_TARGET_DIR"]) / "exchange_bugs"
     listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
     files = {name: (ROOT / name).read_bytes() for name in filter(None, listed.stdout.split("\0")) if (ROOT / name).is_file()}
-    for number, (name, file, before, right, wrong) in enumerate(BUGS):
+    for number, (name, file, before, right, wrong) in enumerate(BUGS + SEQUENCE_BUGS):
         text = files[file].decode()
         assert text.count(before + right) == 1, f"{name}: not once in {file}"
         seeded = f'{{ if std::env::var("EXCHANGE_BUG").as_deref() == Ok("{number}") {{ {wrong} }} else {{ {right} }} }}'
@@ -68,11 +85,15 @@ def build(copy):
     return Path(os.environ["CARGO_TARGET_DIR"]) / "emulated/rloss"
 
 
-def words(out):
+# Ranks, and what is run besides.
+SHARDS, SPLIT = (3, ()), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
+
+
+def words(out, more):
     # Nothing is clipped by the norm, whose additions have another order on several GPUs.
     off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
     short = sets(device="cuda", cold_start__steps=1, train__steps=2, train__micro_batch_tokens=64, rollout__response_tokens_max=4, rollout__samples_per_prompt=2)
-    return [str(word) for word in ("train", RECIPE, "--out", out, *SHORT, *short, *off)]
+    return [str(word) for word in ("train", RECIPE, "--out", out, *SHORT, *short, *off, *more)]
 
 
 def outcome(folder):
@@ -82,10 +103,11 @@ def outcome(folder):
     return rows, tensors(checkpoint, "model"), tensors(checkpoint, "trainer")
 
 
-def complaint(program, place, expected, mode, bug=""):
-    """What notices the bug, or None."""
+def complaint(program, place, runs, expected, mode, bug=""):
+    """What notices the bug, or None. Without `expected`, the outcome of the run is expected of later ones."""
     shutil.rmtree(place / "run", ignore_errors=True)
-    command = [HERE.parent / "ranks/torchrun", str(RANKS), program, *words("run")]
+    ranks, more = runs
+    command = [HERE.parent / "ranks/torchrun", str(ranks), program, *words("run", more)]
     env = {**os.environ, "CUDA_EMULATOR": mode, "EXCHANGE_BUG": bug}
     try:
         done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, errors="replace", timeout=RUN_SECONDS_MAX)
@@ -95,27 +117,36 @@ def complaint(program, place, expected, mode, bug=""):
     complaints = [line for line in said if "cuda-emulator:" in line or "error" in line]
     if done.returncode or complaints:
         return (complaints or said or [f"status {done.returncode}"])[0]
-    parts = zip(("metrics", "weights", "state"), expected, outcome(place / "run"))
-    differing = [name for name, one, several in parts if one != several]
+    found = outcome(place / "run")
+    if not expected:
+        expected.extend(found)
+    differing = [name for name, one, several in zip(("metrics", "weights", "state"), expected, found) if one != several]
     return f"other {', '.join(differing)}" if differing else None
 
 
 def main():
-    chosen = [number for number, bug in enumerate(BUGS) if len(sys.argv) < 2 or sys.argv[1] in bug[0]]
-    place, program, missed = Path(tempfile.mkdtemp(prefix="rloss-exchange-bugs-")), build(tree()), 0
-    subprocess.run([program, *words("one")], cwd=place, check=True, capture_output=True)
-    expected = outcome(place / "one")
-    for mode in MODES:
-        if seen := complaint(program, place, expected, mode):
-            sys.exit(f"the sources without a bug do not pass: {seen}")
-    for number in chosen:
-        begun = time.monotonic()
-        caught = ((mode, complaint(program, place, expected, mode, str(number))) for mode in MODES)
-        seen = next((f"{mode}: {found[:140]}" for mode, found in caught if found), None)
-        print(f"  {BUGS[number][0]}\n      {seen or 'NOT CAUGHT'} ({time.monotonic() - begun:.0f} s)", flush=True)
-        missed += not seen
+    word = sys.argv[1] if len(sys.argv) > 1 else ""
+    place, program, missed, count = Path(tempfile.mkdtemp(prefix="rloss-exchange-bugs-")), build(tree()), 0, 0
+    first = 0
+    for runs, bugs in ((SHARDS, BUGS), (SPLIT, SEQUENCE_BUGS)):
+        chosen = [(number, bug[0]) for number, bug in enumerate(bugs, first) if word in bug[0]]
+        first += len(bugs)
+        expected = []
+        if chosen and runs is SHARDS:
+            subprocess.run([program, *words("one", ())], cwd=place, check=True, capture_output=True)
+            expected.extend(outcome(place / "one"))
+        for mode in MODES if chosen else ():
+            if seen := complaint(program, place, runs, expected, mode):
+                sys.exit(f"the sources without a bug do not pass: {seen}")
+        for number, name in chosen:
+            begun = time.monotonic()
+            caught = ((mode, complaint(program, place, runs, expected, mode, str(number))) for mode in MODES)
+            seen = next((f"{mode}: {found[:140]}" for mode, found in caught if found), None)
+            print(f"  {name}\n      {seen or 'NOT CAUGHT'} ({time.monotonic() - begun:.0f} s)", flush=True)
+            missed += not seen
+            count += 1
     shutil.rmtree(place)
-    print(f"{len(chosen) - missed} of {len(chosen)} bugs in the exchanges between GPUs caught")
+    print(f"{count - missed} of {count} bugs in the exchanges between GPUs caught")
     return int(missed > 0)
 
 

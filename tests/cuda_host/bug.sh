@@ -28,7 +28,7 @@ case $file in
   product_mxfp4.cuh) family=product sources=product.cu ;;
   optimizer.cuh) family=optimizer sources="optimizer.cu adamw_8bit.cu" ;;
   row_ops.cuh) family=row_ops sources="swiglu.cu rms_norm.cu" ;;
-  elements.cuh) family=ops sources="dispatch.cu embedding.cu load_balance.cu log_prob.cu rms_norm.cu rope.cu router.cu sampling.cu silu_gated.cu swiglu.cu" ;;
+  elements.cuh) family=ops sources="dispatch.cu embedding.cu head_parts.cu load_balance.cu log_prob.cu rms_norm.cu rope.cu router.cu sampling.cu silu_gated.cu swiglu.cu" ;;
   *hopper* | ring.cuh | warpgroup_*) family=hopper$width sources=$(cd ../../kernels && echo *_hopper.cu) ;;
   sink_attention* | warp_products.cuh) family=mma$width sources="sink_attention_forward.cu sink_attention_backward.cu" ;;
   *) family=${file%.*} sources=$family.cu ;;
@@ -88,7 +88,7 @@ attempt() {
 attempt "$first_mode" "$first_check" $sources $first_sources && attempt plain "" $sources $also && [ -z "$same" ] &&
   attempt asan "" $sources $also && attempt tsan "" $sources $also
 rm -rf "$work"
-printf '  %-52s %s\n' "$name" "${caught:-NOT CAUGHT}" | cut -c1-190
+printf '  %-52s %3d s, %s\n' "$name" "$SECONDS" "${caught:-NOT CAUGHT}" | cut -c1-190
 if [ -n "$unbuilt" ]; then exit 2; fi
 if [ -n "$same" ]; then exit 3; fi
 [ -n "$caught" ]

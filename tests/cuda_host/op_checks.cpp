@@ -10,6 +10,7 @@ std::string wrong_dispatch(const Options& options, bool small);
 std::string wrong_product(const Options& options, bool small);
 std::string wrong_accumulate(const Options& options, bool small);
 std::string wrong_embedding(const Options& options, bool small);
+std::string wrong_head_parts(const Options& options, bool small);
 std::string wrong_kv_append(const Options& options, bool small);
 std::string wrong_load_balance(const Options& options, bool small);
 std::string wrong_rope(const Options& options, bool small);
@@ -26,6 +27,7 @@ const std::vector<OpFamily> OP_FAMILIES = {
     {"product", wrong_product},
     {"accumulate", wrong_accumulate},
     {"embedding", wrong_embedding},
+    {"head_parts", wrong_head_parts},
     {"kv_append", wrong_kv_append},
     {"load_balance", wrong_load_balance},
     {"rope", wrong_rope},

@@ -23,8 +23,13 @@ for mode in plain asan tsan; do
 done
 g++ -std=c++17 -O1 -Wall -Wextra seed.cpp -o $out/seed || exit 1
 
-# Every check, each into a log; shown in order.
-run_check() { timeout 1800 $out/$1 >"$out/logs/${1//[\/ ]/_}" 2>&1; }
+# Every check, each into a log, with its seconds; shown in order.
+run_check() {
+  local code=0 log=$out/logs/${1//[\/ ]/_}
+  timeout 1800 $out/$1 >"$log" 2>&1 || code=$?
+  echo "$SECONDS s" >"$log.seconds"
+  return $code
+}
 export -f run_check
 checks() {
   local mode check checks=("plain/suite hopper" "plain/suite mma" "plain/suite hopper_128" "plain/suite mma_128"
@@ -34,7 +39,7 @@ checks() {
   # One of these at a time would leave cores idle.
   printf '%s\n' "${checks[@]}" | xargs -P "$jobs" -I{} bash -c 'run_check "$1"' - {} || fail "a check, see below"
   for check in "${checks[@]}"; do
-    echo "$check"
+    echo "$check: $(cat "$out/logs/${check//[\/ ]/_}.seconds")"
     head -40 "$out/logs/${check//[\/ ]/_}"
   done
   if $out/tsan/engine_tests race >/dev/null 2>&1; then fail "the engine does not see a race"; fi

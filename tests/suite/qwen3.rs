@@ -102,6 +102,7 @@ fn the_memory_plan_counts_norms_of_heads_from_the_specs_of_a_layer() {
                 has_adapter: false,
                 on_gpu: false,
                 teacher: None,
+                sequence_ranks: 1,
             };
             pass.forward_backward_bytes(false)
         };

@@ -16,6 +16,7 @@ mod flash_attention;
 mod gather_memory;
 mod graph;
 mod head;
+mod head_parts;
 mod joined_product;
 mod launch;
 mod load_balance;
@@ -34,6 +35,7 @@ mod rope;
 mod router;
 mod sampling;
 mod second_stream;
+mod shared_keys;
 mod silu_and_mul;
 mod sink_attention;
 mod swiglu;
@@ -44,8 +46,9 @@ pub use device::{
 };
 #[cfg(feature = "flash-attn")]
 pub use flash_attention::fa2_without_sinks;
-pub use gather_memory::{GatherMemory, address_of, record_event, wait_for_event};
+pub use gather_memory::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
 pub use graph::RecordedGraph;
+pub use head_parts::{pack_heads, unpack_heads};
 pub use launch::{Timer, kernel_set};
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;

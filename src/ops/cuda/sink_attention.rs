@@ -3,12 +3,13 @@
 
 use super::arguments::{Op, output, tensor};
 use super::launch::{Addresses, kernel_set, launch};
+use super::shared_keys::shared_key_gradients;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, KernelSet, PART_SUMS, SinkAttentionParams, Tile,
 };
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention, padded_chunks};
-use crate::ops::sink_attention::{Attention, NO_SINK};
+use crate::ops::sink_attention::{Attention, KeySharing, NO_SINK};
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
@@ -182,6 +183,17 @@ impl LaunchPlan {
         Ok((Self { kernels, attention: *attention, shape, starts }, arrays))
     }
 
+    /// Keeps every `ranks`-th key tile, from tile `index` on. Tiles are in descending order of work, so all
+    /// shares have about the same work.
+    fn keep_key_tiles(&mut self, arrays: &mut [i32], (index, ranks): (usize, usize)) {
+        let tiles = &mut arrays[self.starts[3]..][..2 * self.shape.key_tiles];
+        let kept = (index..self.shape.key_tiles).step_by(ranks);
+        self.shape.key_tiles = kept.len();
+        for (place, tile) in kept.enumerate() {
+            tiles.copy_within(2 * tile..2 * tile + 2, 2 * place);
+        }
+    }
+
     /// Allocates the outputs of [`LaunchPlan::forward`].
     ///
     /// # Errors
@@ -329,12 +341,41 @@ impl DeviceLaunchPlan {
     ) -> Result<Self> {
         let sizes = pages.map(|(table, pages_max)| (table.len(), pages_max));
         let (plan, arrays) = LaunchPlan::new(kernels, attention, sequences, sizes, SplitKv::Exactly(spread))?;
-        let no_sinks = if attention.sinks { None } else { Some(vec![NO_SINK; attention.heads]) };
+        let page_table = pages.map(|(table, _)| device.clone_htod(table)).transpose()?;
+        Self::upload(device, plan, &arrays, page_table)
+    }
+
+    /// Returns a launch plan of [`DeviceLaunchPlan::key_gradients`] for a share of the keys: that of the
+    /// `index`-th of `ranks` GPUs.
+    ///
+    /// # Errors
+    /// Errors of [`DeviceLaunchPlan::new`].
+    pub(super) fn for_share_of_keys(
+        device: &CudaDevice,
+        kernels: &'static KernelSet,
+        attention: &Attention,
+        sequences: &LaunchSequences,
+        share: (usize, usize),
+    ) -> Result<Self> {
+        let (mut plan, mut arrays) =
+            LaunchPlan::new(kernels, attention, sequences, None, SplitKv::Exactly(false))?;
+        plan.keep_key_tiles(&mut arrays, share);
+        Self::upload(device, plan, &arrays, None)
+    }
+
+    fn upload(
+        device: &CudaDevice,
+        plan: LaunchPlan,
+        arrays: &[i32],
+        page_table: Option<CudaSlice<i32>>,
+    ) -> Result<Self> {
+        let Attention { heads, sinks, .. } = plan.attention;
+        let no_sinks = if sinks { None } else { Some(vec![NO_SINK; heads]) };
         Ok(Self {
             device: device.clone(),
             plan,
-            arrays: device.clone_htod(&arrays)?,
-            page_table: pages.map(|(table, _)| device.clone_htod(table)).transpose()?,
+            arrays: device.clone_htod(arrays)?,
+            page_table,
             no_sinks: no_sinks.map(|sinks| device.clone_htod(&sinks)).transpose()?,
         })
     }
@@ -352,18 +393,27 @@ impl DeviceLaunchPlan {
     /// # Errors
     /// When the device has too little memory.
     pub fn gradients(&self) -> Result<Gradients> {
-        let Attention { heads, kv_heads, head_dim, .. } = self.plan.attention;
-        let tokens = self.plan.shape.tokens;
-        let rows = tokens * heads;
         // SAFETY: the backward pass writes every element before any kernel reads it.
-        unsafe {
-            Ok(Gradients {
-                delta: self.device.alloc(rows)?,
-                dq: self.device.alloc(rows * head_dim)?,
-                dkv: self.device.alloc(tokens * 2 * kv_heads * head_dim)?,
-                dsinks: self.device.alloc_zeros(heads)?,
-            })
-        }
+        self.gradients_with(unsafe { self.device.alloc(self.key_value_count())? })
+    }
+
+    /// Allocates the outputs of [`DeviceLaunchPlan::backward`] except `dkv`.
+    fn gradients_with(&self, dkv: CudaSlice<bf16>) -> Result<Gradients> {
+        let Attention { heads, head_dim, .. } = self.plan.attention;
+        let rows = self.plan.shape.tokens * heads;
+        let dsinks = self.device.alloc_zeros(heads)?;
+        Ok(Gradients {
+            delta: output(&self.device, rows)?,
+            dq: output(&self.device, rows * head_dim)?,
+            dkv,
+            dsinks,
+        })
+    }
+
+    /// Returns the number of values of keys with values, `T·2·M·D`.
+    fn key_value_count(&self) -> usize {
+        let Attention { kv_heads, head_dim, .. } = self.plan.attention;
+        self.plan.shape.tokens * 2 * kv_heads * head_dim
     }
 
     /// Returns the parameters of the kernels without outputs, for tests.
@@ -414,13 +464,24 @@ impl DeviceLaunchPlan {
         dout: &CudaView<bf16>,
         gradients: &mut Gradients,
     ) -> Result<()> {
+        self.query_gradients(inputs, out, lse, dout, gradients)?;
+        let Gradients { delta, dkv, .. } = gradients;
+        self.key_gradients(inputs, [&lse.as_view(), &delta.as_view()], dout, dkv)
+    }
+
+    /// Launches the part of [`DeviceLaunchPlan::backward`] that writes the gradients of queries and sinks.
+    fn query_gradients(
+        &self,
+        inputs: &Inputs,
+        out: &CudaView<bf16>,
+        lse: &DeviceLse,
+        dout: &CudaView<bf16>,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
         let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
         let inputs = &self.replace_sinks(inputs, &no_sinks);
-        let LaunchPlan { kernels, attention, shape, starts } = self.plan;
-        self.plan.check_inputs(inputs)?;
-        if shape.pages_max.is_some() {
-            bail!("sink_attention: keys in a cache have no gradients");
-        }
+        let LaunchPlan { kernels, attention, shape, .. } = self.plan;
+        self.check_gradients(inputs)?;
         let Attention { heads, kv_heads, head_dim, sinks, sink_gradient, .. } = attention;
         let rows = shape.tokens * heads;
         if out.len() != rows * head_dim || dout.len() != rows * head_dim || lse.len() != rows {
@@ -431,31 +492,82 @@ impl DeviceLaunchPlan {
         }
         let stream = self.device.cuda_stream();
         let mut at = Addresses::new(&stream);
-        let dkv = at.write(&mut gradients.dkv);
         let params = SinkAttentionParams {
             out: at.read(out),
             lse: at.read(lse),
             dout: at.read(dout),
             delta: at.write(&mut gradients.delta),
             dq: at.write(&mut gradients.dq),
-            dk: dkv,
-            dv: dkv + 2 * (kv_heads * head_dim) as u64,
             dsinks: at.write(&mut gradients.dsinks),
             ..self.plan.params(&self.launch_arrays(), inputs, &mut at)?
         };
-        let key_tiles = params.tiles + 4 * (starts[3] - starts[2]) as u64;
-        let key_params = SinkAttentionParams { tiles: key_tiles, ..params };
-        let KernelSet { delta, dkv, dq, dsinks, .. } = kernels;
+        let KernelSet { delta, dq, dsinks, .. } = kernels;
         // SAFETY: as in `forward`. `gradients` allocated the gradients.
         unsafe {
             launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
-            launch(&self.device, dkv, &key_params, shape.key_tiles * kv_heads)?;
             launch(&self.device, dq, &params, shape.query_tiles * kv_heads)?;
             if sinks && sink_gradient {
                 launch(&self.device, dsinks, &params, heads)?;
             }
         }
         Ok(())
+    }
+
+    /// Launches the part of [`DeviceLaunchPlan::backward`] that writes the gradients of keys and values to
+    /// `dkv [T, 2, M, D]`. `numbers` are the log-sum-exps of the forward pass and the dot products of outputs
+    /// and their gradients, `[T, N]` each.
+    ///
+    /// # Errors
+    /// When sizes disagree, or the driver fails.
+    pub(super) fn key_gradients(
+        &self,
+        inputs: &Inputs,
+        numbers: [&CudaView<f32>; 2],
+        dout: &CudaView<bf16>,
+        dkv: &mut CudaSlice<bf16>,
+    ) -> Result<()> {
+        let no_sinks = self.no_sinks.as_ref().map(CudaSlice::as_view);
+        let inputs = &self.replace_sinks(inputs, &no_sinks);
+        let LaunchPlan { kernels, attention, shape, starts } = self.plan;
+        self.check_gradients(inputs)?;
+        let Attention { heads, kv_heads, head_dim, .. } = attention;
+        let rows = shape.tokens * heads;
+        let [lse, delta] = numbers;
+        if lse.len() != rows || delta.len() != rows || dout.len() != rows * head_dim {
+            let (lse, delta, dout) = (lse.len(), delta.len(), dout.len());
+            bail!(
+                "sink_attention: lse with {lse}, delta with {delta} and the output's gradient with {dout} elements do not fit {rows} rows"
+            );
+        }
+        if dkv.len() != self.key_value_count() {
+            bail!("sink_attention: a gradient of {} elements for {}", dkv.len(), self.key_value_count());
+        }
+        if shape.key_tiles == 0 {
+            return Ok(());
+        }
+        let stream = self.device.cuda_stream();
+        let mut at = Addresses::new(&stream);
+        let dk = at.write(dkv);
+        let params = self.plan.params(&self.launch_arrays(), inputs, &mut at)?;
+        let params = SinkAttentionParams {
+            lse: at.read(lse),
+            delta: at.read(delta),
+            dout: at.read(dout),
+            dk,
+            dv: dk + 2 * (kv_heads * head_dim) as u64,
+            tiles: params.tiles + 4 * (starts[3] - starts[2]) as u64,
+            ..params
+        };
+        // SAFETY: as in `forward`. The sizes of all arguments were checked.
+        unsafe { launch(&self.device, &kernels.dkv, &params, shape.key_tiles * kv_heads) }
+    }
+
+    /// Checks what all kernels of the backward pass need.
+    fn check_gradients(&self, inputs: &Inputs) -> Result<()> {
+        if self.plan.shape.pages_max.is_some() {
+            bail!("sink_attention: keys in a cache have no gradients");
+        }
+        self.plan.check_inputs(inputs)
     }
 }
 
@@ -486,12 +598,14 @@ pub(in crate::ops) fn sink_attention_forward(
 }
 
 /// Returns the gradients of `q`, `kv` and `sinks`. The inputs are `q`, `kv`, `sinks`, the output of the
-/// forward pass, and the gradient of the output.
+/// forward pass, and the gradient of the output. With `sharing`, the gradient of `kv` is the share of this
+/// GPU.
 pub(in crate::ops) fn sink_attention_backward(
     attention: &Attention,
     cu_seqlens: &[usize],
     lse: &DeviceLse,
     tensors: [&Tensor; 5],
+    sharing: Option<&dyn KeySharing>,
 ) -> Result<[Tensor; 3]> {
     let Attention { heads, kv_heads, head_dim, .. } = *attention;
     let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
@@ -512,10 +626,23 @@ pub(in crate::ops) fn sink_attention_backward(
         ]);
     }
     let prepared = DeviceLaunchPlan::new(device, kernel_set(device, head_dim)?, attention, &sequences, None)?;
-    let mut gradients = prepared.gradients()?;
-    let (out, dout) = (OP.view(out.0, out.1)?, OP.view(dout.0, dout.1)?);
-    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
-    prepared.backward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &out, lse, &dout, &mut gradients)?;
+    let inputs = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
+    let inputs = Inputs { q: &inputs.0, kv: &inputs.1, sinks: &inputs.2 };
+    let (out, dout_view) = (OP.view(out.0, out.1)?, OP.view(dout.0, dout.1)?);
+    let gradients = match sharing {
+        None => {
+            let mut gradients = prepared.gradients()?;
+            prepared.backward(&inputs, &out, lse, &dout_view, &mut gradients)?;
+            gradients
+        }
+        Some(sharing) => {
+            let mut gradients = prepared.gradients_with(device.alloc_zeros(prepared.key_value_count())?)?;
+            prepared.query_gradients(&inputs, &out, lse, &dout_view, &mut gradients)?;
+            let Gradients { delta, dkv, .. } = &mut gradients;
+            shared_key_gradients(attention, &sequences, sharing, &inputs, [q, dout], [lse, delta], dkv)?;
+            gradients
+        }
+    };
     let Gradients { dq, dkv, dsinks, .. } = gradients;
     Ok([
         tensor(dq, device, tensors[0].shape()),

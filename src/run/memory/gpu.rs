@@ -149,7 +149,15 @@ impl MemoryPlanInput<'_> {
     /// Returns the shape of a forward pass on the GPU.
     fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
         let has_adapter = self.adapter.is_some();
-        PassShape { config: self.config, tokens, targets, has_adapter, on_gpu: true, teacher: None }
+        PassShape {
+            config: self.config,
+            tokens,
+            targets,
+            has_adapter,
+            on_gpu: true,
+            teacher: None,
+            sequence_ranks: 1,
+        }
     }
 
     /// Returns the maximum number of rows of a forward pass whose logits are needed. The server scores the
@@ -206,7 +214,10 @@ impl MemoryPlanInput<'_> {
             ModelCommand::Train => {
                 let recomputes = self.recomputes_layers();
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-                let bytes = self.pass_shape(tokens, tokens).forward_backward_bytes(recomputes);
+                let tokens = self.local_micro_batch_tokens();
+                let pass =
+                    PassShape { sequence_ranks: self.sequence_ranks(), ..self.pass_shape(tokens, tokens) };
+                let bytes = pass.forward_backward_bytes(recomputes);
                 let update: Vec<MemoryItem> =
                     [MemoryItem { name, bytes }].into_iter().chain(self.gpu_update_gather()).collect();
                 let sampling = sampling.filter(|_| self.samples_beside_the_update());

@@ -323,6 +323,7 @@ impl MemoryPlanInput<'_> {
             has_adapter,
             on_gpu: false,
             teacher: self.teacher.map(|teacher| teacher.config),
+            sequence_ranks: 1,
         };
         let saved = pass.forward_backward_bytes(false);
         match self.processes {
@@ -508,8 +509,7 @@ impl MemoryPlanInput<'_> {
         if !matches!(self.command, ModelCommand::Train | ModelCommand::CheckMismatch(_)) {
             return phases;
         }
-        let tokens = self.micro_batch_tokens();
-        let tokens = if self.processes > 1 { tokens.div_ceil(recipe.parallel.sequence) } else { tokens };
+        let tokens = self.local_micro_batch_tokens();
         let pass = PassShape {
             config: self.config,
             tokens,
@@ -517,6 +517,7 @@ impl MemoryPlanInput<'_> {
             has_adapter: self.adapter.is_some(),
             on_gpu: false,
             teacher: self.teacher.map(|teacher| teacher.config),
+            sequence_ranks: self.sequence_ranks(),
         };
         // Passes of several processes exchange data, so each process runs only one pass at a time.
         let exchanges = self.processes > 1;

@@ -13,7 +13,7 @@ const BF16: u64 = 2;
 #[derive(Debug, Clone, Copy)]
 pub struct PassShape<'a> {
     pub config: &'a Config,
-    /// Number of input tokens.
+    /// Number of input tokens of this process.
     pub tokens: usize,
     /// Number of rows for which the head computes logits.
     pub targets: usize,
@@ -23,6 +23,8 @@ pub struct PassShape<'a> {
     pub on_gpu: bool,
     /// The config of the teacher that the head compares the policy with.
     pub teacher: Option<&'a Config>,
+    /// Number of processes that share the sequences; 1 without sequence parallelism.
+    pub sequence_ranks: usize,
 }
 
 impl PassShape<'_> {
@@ -61,7 +63,44 @@ impl PassShape<'_> {
 
     /// Returns the bytes that one layer's graph saves for the backward pass.
     fn saved_layer_bytes(&self) -> u64 {
-        self.saved_base_layer_bytes() + self.adapter_product_bytes()
+        self.saved_base_layer_bytes() + self.adapter_product_bytes() + self.saved_exchange_bytes()
+    }
+
+    /// Returns the bytes of the keys of this process's heads, for the rows of all processes. With fewer heads
+    /// than processes, each process has a whole head.
+    fn exchanged_key_bytes(&self) -> u64 {
+        let (heads, ranks) = (self.config.num_key_value_heads, self.sequence_ranks);
+        self.value_bytes(self.tokens * ranks, (heads / ranks).max(1) * self.config.head_dim)
+    }
+
+    /// Returns the bytes that sequence parallelism adds to one layer's graph: queries, keys with values and
+    /// the output of attention, for this process's heads; router logits and routed experts of all rows.
+    fn saved_exchange_bytes(&self) -> u64 {
+        if self.sequence_ranks == 1 {
+            return 0;
+        }
+        let c = self.config;
+        let routed = (self.tokens * self.sequence_ranks) as u64
+            * (c.num_local_experts + 4 * c.num_experts_per_tok) as u64;
+        2 * self.query_bytes() + 2 * self.exchanged_key_bytes() + routed * F32
+    }
+
+    /// Returns the bytes of the parts that an exchange of sequence parallelism sends and receives, with its
+    /// result: those of queries, or of keys with values.
+    fn exchange_bytes(&self) -> u64 {
+        match self.sequence_ranks {
+            1 => 0,
+            _ => 3 * self.query_bytes().max(2 * self.exchanged_key_bytes()),
+        }
+    }
+
+    /// Returns the bytes that GPUs with a shared key-value head gather in the backward pass: queries and
+    /// output gradients of all its query heads, with copies that are ordered by rows.
+    fn shared_head_bytes(&self) -> u64 {
+        match self.sequence_ranks / self.config.num_key_value_heads {
+            sharing @ 2.. if self.on_gpu => 4 * sharing as u64 * self.query_bytes(),
+            _ => 0,
+        }
     }
 
     /// Returns the bytes of the adapters' products in one layer: q, k, v, o, gate_up (or gate and up) and
@@ -102,7 +141,11 @@ impl PassShape<'_> {
     fn layer_forward_bytes(&self) -> u64 {
         let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
         // o has the size of the norm after attention, which does not exist yet.
-        let attention = self.norm_bytes() + 2 * self.query_bytes() + 6 * self.key_bytes();
+        let attention = self.norm_bytes()
+            + 2 * self.query_bytes()
+            + 6 * self.key_bytes()
+            + self.saved_exchange_bytes()
+            + self.exchange_bytes();
         let experts = 4 * self.hidden_bytes() + self.expert_rows_bytes(3 * i + h);
         // An adapter's product is held together with the base's product.
         let adapter =
@@ -117,7 +160,16 @@ impl PassShape<'_> {
     /// which is larger. The number 7 was measured with candle's backward pass. A smaller number would need a
     /// measurement of this program's backward pass.
     fn layer_backward_bytes(&self) -> u64 {
-        2 * self.hidden_bytes() + self.expert_rows_bytes(7 * self.config.intermediate_size)
+        let experts = self.expert_rows_bytes(7 * self.config.intermediate_size);
+        // The gradients of queries, of keys with values and of attention's output.
+        let attention = match self.sequence_ranks {
+            1 => 0,
+            _ => {
+                let moved = self.exchange_bytes().max(self.shared_head_bytes());
+                2 * self.query_bytes() + 2 * self.exchanged_key_bytes() + moved
+            }
+        };
+        2 * self.hidden_bytes() + experts.max(attention)
     }
 
     /// Returns the bytes of the logits of one chunk of rows.
@@ -179,6 +231,16 @@ impl PassShape<'_> {
 }
 
 impl MemoryPlanInput<'_> {
+    /// Returns the number of processes that share the sequences of a pass.
+    pub(super) fn sequence_ranks(&self) -> usize {
+        if self.processes > 1 { self.recipe.parallel.sequence } else { 1 }
+    }
+
+    /// Returns the maximum number of tokens of a micro-batch that this process computes.
+    pub(super) fn local_micro_batch_tokens(&self) -> usize {
+        self.micro_batch_tokens().div_ceil(self.sequence_ranks())
+    }
+
     /// Returns the maximum number of tokens of a micro-batch: that of the recipe or, if it is longer, one
     /// sequence. A batch of fewer tokens is one micro-batch.
     pub(super) fn micro_batch_tokens(&self) -> usize {

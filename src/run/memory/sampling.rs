@@ -158,8 +158,16 @@ impl MemoryPlanInput<'_> {
         }
         let targets = sequences.div_ceil(engines);
         let has_adapter = self.adapter.is_some();
-        let forward =
-            PassShape { config, tokens, targets, has_adapter, on_gpu: false, teacher: None }.forward_bytes();
+        let pass = PassShape {
+            config,
+            tokens,
+            targets,
+            has_adapter,
+            on_gpu: false,
+            teacher: None,
+            sequence_ranks: 1,
+        };
+        let forward = pass.forward_bytes();
         let items = vec![
             MemoryItem {
                 name: "keys and values",

@@ -357,6 +357,7 @@ fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_
         has_adapter: false,
         on_gpu: false,
         teacher: Some(&config),
+        sequence_ranks: 1,
     };
     let rows = 1000 * 512 * 4;
     let without = PassShape { teacher: None, ..pass }.forward_backward_bytes(true);
@@ -457,6 +458,45 @@ fn several_gpus_hold_shards_and_gather_weights() {
     // Without recomputation, the graph holds four layers in place of two.
     let (recomputed, kept) = (item(&two, "update", gathered), item(&two_kept, "update", gathered));
     assert!(recomputed > 0 && kept > recomputed, "{kept} and {recomputed}");
+}
+
+/// Several GPUs that share sequences have a part of the rows each, and the exchanged heads beside them.
+#[test]
+fn gpus_that_share_sequences_have_their_rows_and_the_exchanged_heads() {
+    let update = |sequence: usize, gpu_sequences: Option<usize>, recompute: bool| {
+        let text = format!(
+            "task.name = \"format_rules\"\nparallel.sequence = {sequence}\ncold_start.steps = 0\n\
+             train.recompute_layers = {recompute}\nmodel.architecture.num_attention_heads = 8\n\
+             model.architecture.num_key_value_heads = 2"
+        );
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = preflight.memory_plan_input();
+        (input.gpu_sequences, input.processes) = (gpu_sequences, 4);
+        let plan = MemoryPlan::new(&input);
+        let (_, items) = plan.phases.iter().find(|(name, _)| *name == "update").unwrap();
+        let heads = Traffic::new(&input).parts.into_iter().find(|(name, _)| name.contains("heads"));
+        (items[0].bytes, heads.unwrap().1, input.local_micro_batch_tokens(), input.micro_batch_tokens())
+    };
+    for gpu_sequences in [None, Some(4)] {
+        for recompute in [true, false] {
+            let (whole, no_heads, all, micro_batch) = update(1, gpu_sequences, recompute);
+            let (split, heads, local, _) = update(4, gpu_sequences, recompute);
+            assert_eq!((all, no_heads, local), (micro_batch, 0, micro_batch.div_ceil(4)));
+            // More than a quarter: queries, keys, values and attention's output are there twice.
+            assert!(split > whole / 4 && split < whole * 2 / 3, "{split} of {whole}");
+            assert!(heads > 0);
+        }
+    }
+    // GPUs exchange bf16, and the gradients of as many passes.
+    let [cpu, gpu] = [None, Some(4)].map(|gpu_sequences| update(2, gpu_sequences, true).1);
+    assert_eq!(cpu, 2 * gpu);
+    // Two key-value heads on four processes: each process receives a whole one, three times. In the backward
+    // pass it also receives the queries and output gradients of the other process that has it.
+    let width = |sequence: u64| (2 * 8 + 2 * sequence.max(2)) * (sequence - 1);
+    let [two, four] = [2, 4].map(|sequence| update(sequence, Some(4), true).1 as f64);
+    let expected = (width(4) as f64 / 16.0 + 2.0 * 8.0 / 4.0 / 3.0) * 2.0 / (width(2) as f64 / 4.0);
+    assert!((four / two / expected - 1.0).abs() < 0.02, "{four} and {two}, {expected}");
 }
 
 /// The plan had the longest prompt and response in place of the longest row, which may be shorter or longer.

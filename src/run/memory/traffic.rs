@@ -1,5 +1,5 @@
 //! Communication in one training step: the bytes that each process receives, computed from recipe and config.
-//! CPUs exchange weights in f32, GPUs as the forward pass has them: matrices in bf16.
+//! CPUs exchange weights and heads in f32, GPUs as the forward pass has them: matrices and heads in bf16.
 
 use super::gpu_shards::working_bytes;
 use super::weights::ShardedTensor;
@@ -8,6 +8,7 @@ use crate::dist::RolloutWeightPlacement;
 use crate::metrics::TextTable;
 
 const F32: u64 = 4;
+const BF16: u64 = 2;
 /// Bandwidth of NVLink 4 in one direction, in bytes per second. Both directions together have 900 GB/s.
 const NODE_BYTES_PER_S: f64 = 450e9;
 /// Bandwidth of a 400 Gb/s network card, in bytes per second.
@@ -26,7 +27,7 @@ impl Traffic {
     /// Computes the traffic of `input`.
     pub fn new(input: &MemoryPlanInput) -> Self {
         let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
-        let sequence_parallel_size = if ranks > 1 { recipe.parallel.sequence as u64 } else { 1 };
+        let sequence_parallel_size = input.sequence_ranks() as u64;
         let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
         let gradients = gathered_bytes(&tensors);
         let sharded = input.sharded_tensors();
@@ -41,11 +42,20 @@ impl Traffic {
         // A process already has its own shard.
         let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
         // The forward pass, recomputation and the backward pass each move queries, keys, values and
-        // attention's output of every layer.
-        let width = 2 * config.num_attention_heads + 2 * config.num_key_value_heads;
+        // attention's output of every layer. With fewer key-value heads than processes, heads are shared.
+        let kv_heads = config.num_key_value_heads.max(input.sequence_ranks());
+        let width = 2 * config.num_attention_heads + 2 * kv_heads;
+        let value_bytes = if input.gpu_sequences.is_some() { BF16 } else { F32 };
         let values = rows.div_ceil(sequence_parallel_size)
             * (width * config.head_dim * config.num_hidden_layers) as u64;
-        let heads = 3 * F32 * (values - values / sequence_parallel_size);
+        let heads = 3 * value_bytes * (values - values / sequence_parallel_size);
+        // GPUs that share a head also gather its queries and the output's gradients, in the backward pass.
+        let others = match input.sequence_ranks() / config.num_key_value_heads {
+            sharing @ 2.. if input.gpu_sequences.is_some() => sharing - 1,
+            _ => 0,
+        };
+        let row_width = (config.num_attention_heads * config.head_dim * config.num_hidden_layers) as u64;
+        let heads = heads + 2 * others as u64 * BF16 * rows.div_ceil(sequence_parallel_size) * row_width;
         let [weights, rows] = sampling_bytes(input, weight_bytes);
         Self {
             passes,

@@ -12,7 +12,7 @@ use crate::learner::examples::ConversationRenderer;
 use crate::learner::micro_batch::Sequence;
 use crate::metrics::Console;
 use crate::model::config::{Config, WeightFormat};
-use crate::model::sequence_parallel::head_split_error;
+use crate::ops::head_parts::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};

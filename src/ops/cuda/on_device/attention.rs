@@ -84,7 +84,8 @@ fn attention_of_no_tokens_is_empty_as_on_the_cpu() {
         if device.is_cuda() {
             let lse = device.as_cuda_device().unwrap().alloc_zeros::<f32>(0).unwrap();
             let [dq, dkv, dsinks] =
-                sink_attention_backward(&ATTENTION, &[0, 0, 0], &lse, [&q, &kv, &sinks, &out, &out]).unwrap();
+                sink_attention_backward(&ATTENTION, &[0, 0, 0], &lse, [&q, &kv, &sinks, &out, &out], None)
+                    .unwrap();
             assert_eq!((dq.dims(), dkv.dims()), (q.dims(), kv.dims()));
             assert_eq!(dsinks.to_vec1::<f32>().unwrap(), [0.0; 4]);
         }

@@ -9,6 +9,7 @@ mod embedding;
 mod experts;
 mod fused;
 mod head;
+mod head_parts;
 mod load_balance;
 mod log_prob;
 mod low_rank;
@@ -20,6 +21,7 @@ mod rope;
 mod router;
 mod rows;
 mod sampling;
+mod shared_keys;
 mod silu_and_mul;
 
 use crate::ops;
