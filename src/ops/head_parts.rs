@@ -31,6 +31,7 @@ impl HeadSplit {
     }
 
     /// Returns the number of values of a row with all heads, `G·N·D`.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn row_width(&self) -> usize {
         self.groups * self.heads * self.head_dim
     }

@@ -40,6 +40,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 RECIPE = HERE / "small.toml"
+TORCHRUN = HERE.parent / "ranks/torchrun"
 STEPS = 10
 DISTANCES = 3
 WAIT_S = 900
@@ -157,24 +158,23 @@ def goes_on_elsewhere(world):
 def several(world):
     """Two processes over NCCL's stand-in, each with an emulated GPU: the gap is 0, and so are the weights' differences."""
     words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=2)]
-    torchrun = HERE.parent / "ranks/torchrun"
     plan = world.run(world.gpu, "check", RECIPE, *SHORT, *words, "--processes", 2)
     planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
-    said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words, env={"CUDA_EMULATOR_PEAK": "1"})
+    said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words, env={"CUDA_EMULATOR_PEAK": "1"})
     assert "in each of 2 processes" in said, said
     used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
     assert len(used) == 2 and max(used) <= planned, f"{used} bytes in use, {planned:.0f} planned"
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
     # Shards of Muon's matrices are exchanged in host memory.
-    world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "several_muon", *SHORT, *words, *sets(train__optimizer__kind="muon", policy__entropy_coefficient=0.01))
+    world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several_muon", *SHORT, *words, *sets(train__optimizer__kind="muon", policy__entropy_coefficient=0.01))
     rows = world.rows("several_muon", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
     assert all(math.isfinite(row["actor/grad_norm"]) for row in rows), rows
     weights = [(world.place / run / "checkpoints/step-000002/model.safetensors").read_bytes() for run in ("several", "several_muon")]
     assert weights[0] != weights[1], "Muon changed nothing"
     for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
-        said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
+        said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
 
 
@@ -189,7 +189,7 @@ def refused_together(world):
         ("CUDA_EMULATOR_OLD=1", "compute capability 8.0"),
     ]
     for setting, message in cases:
-        said = world.run(HERE.parent / "ranks/torchrun", 2, *command, ":", "env", setting, *command, code=2)
+        said = world.run(TORCHRUN, 2, *command, ":", "env", setting, *command, code=2)
         assert said.count("error: ") == 1 and message in said, f"{setting}: {said}"
         assert not (world.place / "unfit").exists(), setting
     return len(cases)
@@ -215,7 +215,6 @@ def tensors(folder, stem, dtypes=None):
 
 def equals_one(world):
     """Two, three and four GPUs have the metrics, weights and optimizer state of one. Returns the bytes compared."""
-    torchrun = HERE.parent / "ranks/torchrun"
     # Nothing is clipped by the norm.
     off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
     steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
@@ -223,7 +222,7 @@ def equals_one(world):
     compared = 0
 
     def train(out, ranks, *more, mode="late"):
-        world.run(torchrun, ranks, world.gpu, "train", RECIPE, "--out", out, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
+        world.run(TORCHRUN, ranks, world.gpu, "train", RECIPE, "--out", out, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
 
     def compare(one, several):
         nonlocal compared
@@ -251,14 +250,12 @@ def equals_one(world):
     return compared
 
 
-# Of a tensor's largest value. The factor B of an adapter began at 0, so it has AdamW's updates alone, which are large where a
-# gradient is small.
+# Of a tensor's largest value. An adapter's factor B began at 0: it has AdamW's updates alone, large where a gradient is small.
 SEQUENCES_APART, FACTORS_APART = 1e-5, 1e-4
 FOUR_HEADS = dict(model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2)
 BALANCED = dict(FOUR_HEADS, train__load_balance_coefficient=0.01)
 WIDE = dict(FOUR_HEADS, model__dtype="bf16", model__architecture__head_dim=128, model__architecture__hidden_size=32, model__architecture__intermediate_size=32)
-# Recipe and shape, and GPUs, how many share a sequence, the order of the streams. Where four share one, each of the two key-value
-# heads is on two GPUs. CI runs the first case.
+# Recipe, shape, and GPUs, how many share a sequence, the order of streams. Four share key-value heads too. CI runs the first case.
 SEQUENCES = [
     ("gpt_oss", RECIPE, BALANCED, [(4, 2, "late"), (4, 4, "late")]),
     ("gpt_oss", RECIPE, BALANCED, [(2, 2, "at-once"), (2, 2, "first-late"), (4, 2, "at-once"), (4, 4, "first-late"), (4, 4, "at-once")]),
@@ -277,10 +274,8 @@ def apart(one, other):
 
 
 def sequences(world, cases):
-    """Several GPUs share the rows of sequences: beside one GPU, the first step's metrics are equal, and what is sampled and trained has
-    mismatch 0; after three steps, weights and moments are within rounding. Returns the values compared, the greatest distance and where
-    it is, and the greatest distance of an entropy."""
-    torchrun = HERE.parent / "ranks/torchrun"
+    """Several GPUs share the rows of sequences: beside one GPU, the first step's metrics are equal, the mismatch is 0, and after three
+    steps weights and moments are within rounding. Returns the values compared, and the greatest distances: where, and of an entropy."""
     compared, worst, metric_apart = 0, (0.0, ""), 0.0
     off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
     steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64, checkpoint__dtype="f32", checkpoint__every_steps=1, checkpoint__keep=9)
@@ -293,7 +288,7 @@ def sequences(world, cases):
         expected = world.rows(one, "rl")
         for ranks, sequence, mode in runs:
             out = f"{name}_{sequence}_of_{ranks}_{mode}"
-            world.run(torchrun, ranks, world.gpu, "train", recipe, "--out", out, *words, *sets(parallel__sequence=sequence), env={"CUDA_EMULATOR": mode})
+            world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *words, *sets(parallel__sequence=sequence), env={"CUDA_EMULATOR": mode})
             rows = world.rows(out, "rl")
             assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
             assert numbers(rows[0]) == numbers(expected[0]), f"{out}:\n{numbers(rows[0])}\n{numbers(expected[0])}"
@@ -313,14 +308,13 @@ def sequences(world, cases):
 
 def host_copies(world):
     """The bytes that a steady step of two processes copies between hosts and GPUs, and those of the weights."""
-    torchrun = HERE.parent / "ranks/torchrun"
     wide = sets(model__architecture__hidden_size=128, model__architecture__intermediate_size=64, train__optimizer__schedule="constant")
     words = [*sets(device="cuda", cold_start__steps=1, rollout__response_tokens_max=8, policy__entropy_coefficient=0.01), *wide]
     copied = []
     for steps in (2, 3):
         run = f"copies_{steps}"
         env = {"CUDA_EMULATOR_COPIES": "1", "CUDA_EMULATOR": "at-once"}
-        said = world.run(torchrun, 2, world.gpu, "train", RECIPE, "--out", run, *SHORT, *words, *sets(train__steps=steps), env=env)
+        said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", run, *SHORT, *words, *sets(train__steps=steps), env=env)
         found = re.findall(r"copies: (\d+) bytes to the device, (\d+) bytes from it", said)
         assert len(found) == 2, said
         copied.append(sum(int(bytes) for process in found for bytes in process))
@@ -334,7 +328,7 @@ def host_copies(world):
 def hangs(world):
     """One of two processes stops in the middle of a step: the other one says in which exchange it waits, and both end."""
     words = [*sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=1000, parallel__exchange_timeout_s=15)]
-    command = [HERE.parent / "ranks/torchrun", 2, world.gpu, "train", RECIPE, "--out", "hangs", *SHORT, *words]
+    command = [TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "hangs", *SHORT, *words]
     with open(world.place / "hangs.txt", "w") as said:
         process = subprocess.Popen(list(map(str, command)), cwd=world.place, stdout=said, stderr=said)
         deadline = time.monotonic() + WAIT_S
@@ -461,18 +455,20 @@ def plan_holds_with(world, name, *more):
     return used, planned
 
 
+SMALLEST = sets(
+    model__architecture__hidden_size=8, model__architecture__intermediate_size=8, model__architecture__num_hidden_layers=1,
+    model__architecture__num_local_experts=2, model__architecture__num_experts_per_tok=1, device="cuda",
+    cold_start__steps=1, rollout__samples_per_prompt=2, rollout__response_tokens_max=2,
+)  # fmt: skip
+
+
 def steady(world):
     """Hundreds of steps, each sampling and training: after the first few, nothing more is asked of the device, and nothing goes back."""
     steps = world.steady_steps
-    smallest = sets(
-        model__architecture__hidden_size=8, model__architecture__intermediate_size=8, model__architecture__num_hidden_layers=1,
-        model__architecture__num_local_experts=2, model__architecture__num_experts_per_tok=1, device="cuda",
-        cold_start__steps=1, train__steps=steps, rollout__prompts_per_step=1, rollout__samples_per_prompt=2,
-        rollout__response_tokens_max=2, checkpoint__every_steps=steps,
-    )  # fmt: skip
+    words = [*SMALLEST, *sets(train__steps=steps, rollout__prompts_per_step=1, checkpoint__every_steps=steps)]
     # What is small beside 2 MiB would never show that it grows.
     env = {"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR_POOL_KIB": "16"}
-    said = world.train(world.gpu, "steady", *smallest, env=env)
+    said = world.train(world.gpu, "steady", *words, env=env)
     rows = world.rows("steady", "rl")
     reserved, used = ([row[f"perf/max_memory_{kind}_gb"] for row in rows] for kind in ("reserved", "allocated"))
     assert len(rows) == steps
@@ -489,16 +485,11 @@ def steady(world):
 
 def steady_on_two(world):
     """Two processes: after ten steps neither asks its device for memory, or gives any back. Returns how often they ask."""
-    smallest = sets(
-        model__architecture__hidden_size=8, model__architecture__intermediate_size=8, model__architecture__num_hidden_layers=1,
-        model__architecture__num_local_experts=2, model__architecture__num_experts_per_tok=1, device="cuda",
-        cold_start__steps=1, rollout__prompts_per_step=2, rollout__samples_per_prompt=2, rollout__response_tokens_max=2,
-        policy__entropy_coefficient=0.01, checkpoint__every_steps=100,
-    )  # fmt: skip
+    words = [*SMALLEST, *sets(rollout__prompts_per_step=2, policy__entropy_coefficient=0.01, checkpoint__every_steps=100)]
     env = {"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR_POOL_KIB": "16"}
     asked = []
     for steps in (SETTLED_STEPS, 2 * SETTLED_STEPS):
-        command = [HERE.parent / "ranks/torchrun", 2, world.gpu, "train", RECIPE, "--out", f"steady_2_{steps}", *SHORT, *smallest]
+        command = [TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", f"steady_2_{steps}", *SHORT, *words]
         said = world.run(*command, *sets(train__steps=steps), env=env)
         found = re.findall(r"memory pool: .* at most, (\d+) times, given back (\d+) times", said)
         assert len(found) == 2, said

@@ -55,7 +55,7 @@ SEQUENCE_BUGS = [
     ("the gradient of router logits is the first rank's", SEQUENCES, "Ok([Some(grad.narrow(0, ", "own.start", "0"),
     ("GPUs that share a head compute the gradients of the same keys", SEQUENCES, "(", "self.split.group_index - self.members.start", "0"),
     ("log-sum-exps of GPUs that share a head lie one after the other", SHARED, "", "numbers.permute((1, 2, 0, 3))?.contiguous()?", "numbers.permute((1, 0, 2, 3))?.contiguous()?"),
-    ("keys of other GPUs keep what was in memory", "src/ops/cuda/sink_attention.rs", "prepared.gradients_with(", "device.alloc_zeros(prepared.key_value_count())?", "output(device, prepared.key_value_count())?"),
+    ("keys of other GPUs keep what was in memory", "src/ops/cuda/packed_attention.rs", "prepared.gradients_with(", "device.alloc_zeros(prepared.key_value_count())?", "super::arguments::output(device, prepared.key_value_count())?"),
 ]
 
 

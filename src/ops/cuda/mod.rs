@@ -27,6 +27,7 @@ mod muon;
 #[cfg(test)]
 mod on_device;
 mod optimizer;
+mod packed_attention;
 mod paged_attention;
 mod primitive_checks;
 mod product;
@@ -71,6 +72,7 @@ pub(super) use muon::muon;
 pub(super) use optimizer::{
     adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum, upload_values,
 };
+pub(super) use packed_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use product::{
     add_bias_gradient, add_weight_gradient, packed_forward, packed_input_gradient, product_and_add,
     product_forward, product_input_gradient,
@@ -80,5 +82,4 @@ pub(super) use rope::{rope_backward, rope_forward, rope_keys_backward, rope_keys
 pub(super) use router::{route, select_experts, top_k_softmax_backward, top_k_softmax_forward};
 pub(super) use sampling::{draw_tokens, token_log_probs};
 pub(super) use silu_and_mul::{silu_and_mul_backward, silu_and_mul_forward};
-pub(super) use sink_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use swiglu::{swiglu_backward, swiglu_forward};

@@ -1,19 +1,16 @@
 //! Attention with sinks on the GPU: argument checks, launch plans and launches. No function waits for a
 //! kernel.
 
-use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_set, launch};
-use super::shared_keys::shared_key_gradients;
-use crate::ops::operation::DeviceArgument;
+use super::arguments::{Op, output};
+use super::launch::{Addresses, launch};
 use crate::ops::sink_attention::kernels::{
     BLOCK_KEYS, DELTA_ROWS, KernelSet, PART_SUMS, SinkAttentionParams, Tile,
 };
 use crate::ops::sink_attention::plan::{LaunchSequences, check_attention, padded_chunks};
-use crate::ops::sink_attention::{Attention, KeySharing, NO_SINK};
-use candle_core::backend::BackendStorage;
+use crate::ops::sink_attention::{Attention, NO_SINK};
+use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, DeviceRepr};
-use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Result, Shape, Tensor, bail};
+use candle_core::{Result, bail};
 use half::bf16;
 
 // SAFETY: the struct has only numbers and is `#[repr(C)]`. A test compares every field with the struct of the
@@ -47,7 +44,7 @@ pub struct Outputs {
 /// The outputs of the backward pass.
 pub struct Gradients {
     /// `[T, N]`. One kernel of the backward pass writes these values, and the next reads them.
-    delta: CudaSlice<f32>,
+    pub(super) delta: CudaSlice<f32>,
     /// `[T, N, D]`.
     pub dq: CudaSlice<bf16>,
     /// `[T, 2, M, D]`.
@@ -311,8 +308,8 @@ impl LaunchPlan {
 }
 
 impl DeviceLaunchPlan {
-    /// Returns a launch plan for `kernels`, which must come from [`kernel_set`]. `pages` is a page table and
-    /// its width, if keys are in a cache.
+    /// Returns a launch plan for `kernels`, which must come from [`super::kernel_set`]. `pages` is a page table
+    /// and its width, if keys are in a cache.
     ///
     /// # Errors
     /// When the kernels do not support these sizes, or a page table is too small.
@@ -398,7 +395,7 @@ impl DeviceLaunchPlan {
     }
 
     /// Allocates the outputs of [`DeviceLaunchPlan::backward`] except `dkv`.
-    fn gradients_with(&self, dkv: CudaSlice<bf16>) -> Result<Gradients> {
+    pub(super) fn gradients_with(&self, dkv: CudaSlice<bf16>) -> Result<Gradients> {
         let Attention { heads, head_dim, .. } = self.plan.attention;
         let rows = self.plan.shape.tokens * heads;
         let dsinks = self.device.alloc_zeros(heads)?;
@@ -411,7 +408,7 @@ impl DeviceLaunchPlan {
     }
 
     /// Returns the number of values of keys with values, `T·2·M·D`.
-    fn key_value_count(&self) -> usize {
+    pub(super) fn key_value_count(&self) -> usize {
         let Attention { kv_heads, head_dim, .. } = self.plan.attention;
         self.plan.shape.tokens * 2 * kv_heads * head_dim
     }
@@ -470,7 +467,7 @@ impl DeviceLaunchPlan {
     }
 
     /// Launches the part of [`DeviceLaunchPlan::backward`] that writes the gradients of queries and sinks.
-    fn query_gradients(
+    pub(super) fn query_gradients(
         &self,
         inputs: &Inputs,
         out: &CudaView<bf16>,
@@ -569,84 +566,4 @@ impl DeviceLaunchPlan {
         }
         self.plan.check_inputs(inputs)
     }
-}
-
-/// Computes the forward pass of [`crate::ops::sink_attention()`]. `q` and `kv` are bf16, and `sinks` is f32.
-pub(in crate::ops) fn sink_attention_forward(
-    attention: &Attention,
-    cu_seqlens: &[usize],
-    [q, kv, sinks]: [DeviceArgument; 3],
-) -> Result<(CudaStorage, Shape, DeviceLse)> {
-    let Attention { heads, kv_heads, head_dim, .. } = *attention;
-    let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
-    let tokens = sequences.tokens();
-    check_attention(attention)?;
-    OP.check("q", q, DType::BF16, &[tokens, heads, head_dim])?;
-    OP.check("kv", kv, DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
-    OP.check("sinks", sinks, DType::F32, &[heads])?;
-    let device = q.0.device();
-    if tokens == 0 {
-        let out = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<bf16>(0)?, device.clone());
-        return Ok((out, Shape::from((0, heads * head_dim)), device.alloc_zeros(0)?));
-    }
-    let prepared = DeviceLaunchPlan::new(device, kernel_set(device, head_dim)?, attention, &sequences, None)?;
-    let mut outputs = prepared.outputs()?;
-    let (q, kv, sinks) = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
-    prepared.forward(&Inputs { q: &q, kv: &kv, sinks: &sinks }, &mut outputs)?;
-    let out = CudaStorage::wrap_cuda_slice(outputs.out, device.clone());
-    Ok((out, Shape::from((tokens, heads * head_dim)), outputs.lse))
-}
-
-/// Returns the gradients of `q`, `kv` and `sinks`. The inputs are `q`, `kv`, `sinks`, the output of the
-/// forward pass, and the gradient of the output. With `sharing`, the gradient of `kv` is the share of this
-/// GPU.
-pub(in crate::ops) fn sink_attention_backward(
-    attention: &Attention,
-    cu_seqlens: &[usize],
-    lse: &DeviceLse,
-    tensors: [&Tensor; 5],
-    sharing: Option<&dyn KeySharing>,
-) -> Result<[Tensor; 3]> {
-    let Attention { heads, kv_heads, head_dim, .. } = *attention;
-    let sequences = LaunchSequences::for_packed_sequences(cu_seqlens)?;
-    let tokens = sequences.tokens();
-    let opened = tensors.map(Tensor::storage_and_layout);
-    let q = OP.gpu_storage("q", &opened[0], DType::BF16, &[tokens, heads, head_dim])?;
-    let kv = OP.gpu_storage("kv", &opened[1], DType::BF16, &[tokens, 2, kv_heads, head_dim])?;
-    let sinks = OP.gpu_storage("sinks", &opened[2], DType::F32, &[heads])?;
-    let out = OP.gpu_storage("the output", &opened[3], DType::BF16, &[tokens, heads * head_dim])?;
-    let dout =
-        OP.gpu_storage("the output's gradient", &opened[4], DType::BF16, &[tokens, heads * head_dim])?;
-    let device = q.0.device();
-    if tokens == 0 {
-        return Ok([
-            tensor(device.alloc_zeros::<bf16>(0)?, device, tensors[0].shape()),
-            tensor(device.alloc_zeros::<bf16>(0)?, device, tensors[1].shape()),
-            tensor(device.alloc_zeros::<f32>(heads)?, device, tensors[2].shape()),
-        ]);
-    }
-    let prepared = DeviceLaunchPlan::new(device, kernel_set(device, head_dim)?, attention, &sequences, None)?;
-    let inputs = (OP.view(q.0, q.1)?, OP.view(kv.0, kv.1)?, OP.view(sinks.0, sinks.1)?);
-    let inputs = Inputs { q: &inputs.0, kv: &inputs.1, sinks: &inputs.2 };
-    let (out, dout_view) = (OP.view(out.0, out.1)?, OP.view(dout.0, dout.1)?);
-    let gradients = match sharing {
-        None => {
-            let mut gradients = prepared.gradients()?;
-            prepared.backward(&inputs, &out, lse, &dout_view, &mut gradients)?;
-            gradients
-        }
-        Some(sharing) => {
-            let mut gradients = prepared.gradients_with(device.alloc_zeros(prepared.key_value_count())?)?;
-            prepared.query_gradients(&inputs, &out, lse, &dout_view, &mut gradients)?;
-            let Gradients { delta, dkv, .. } = &mut gradients;
-            shared_key_gradients(attention, &sequences, sharing, &inputs, [q, dout], [lse, delta], dkv)?;
-            gradients
-        }
-    };
-    let Gradients { dq, dkv, dsinks, .. } = gradients;
-    Ok([
-        tensor(dq, device, tensors[0].shape()),
-        tensor(dkv, device, tensors[1].shape()),
-        tensor(dsinks, device, tensors[2].shape()),
-    ])
 }
