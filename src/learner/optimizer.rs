@@ -49,9 +49,8 @@ fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'s
     }
 }
 
-/// Returns whether the f32 master of a tensor on a CPU is another tensor than the one that the model uses, if
-/// the model has bf16 weights and its products have `precision`. An adapter's factors stay in f32. Products
-/// in bf16 round a matrix themselves.
+/// Returns whether a tensor with bf16 values on a CPU has an f32 master beside it, if products have
+/// `precision`. An adapter's factors stay in f32. Products in bf16 round a matrix themselves.
 pub fn has_master(spec: &ParameterSpec, precision: Precision) -> bool {
     let rounds_itself = precision == Precision::Bf16Dot && spec.is_rounded_in_use();
     spec.role != TensorRole::AdapterFactor && !rounds_itself
