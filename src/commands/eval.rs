@@ -79,7 +79,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         };
         evaluation.sets.push(ValidationResult::new(&context, set, prompts, groups));
     }
-    let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics() };
+    let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics()? };
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&context, step, &evaluation))?;
     write_file(&out.join("eval.json"), &(text + "\n"))?;

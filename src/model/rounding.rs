@@ -6,6 +6,8 @@ use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix};
+use crate::ops::parameter::Parameter;
+use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
 use anyhow::Result;
@@ -66,7 +68,9 @@ impl WeightRounding {
         let weight = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, weight)? } else { weight };
         let Some(bits) = self.bits else { return Ok(weight) };
         Ok(match weight {
-            Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
+            Weight::Dense(dense) => {
+                Weight::dense(&round_mantissa(&values_in_use(spec, &dense, dense.values().clone())?, bits)?)
+            }
             Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
             Weight::Packed(matrix) if matrix.format() != PackedFormat::Mxfp4 => {
                 Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
@@ -74,6 +78,17 @@ impl WeightRounding {
             packed => Weight::dense(&round_mantissa(&packed.decode(&spec.working_shape())?, bits)?),
         })
     }
+}
+
+/// Rounds the `values` of `parameter` as products on a CPU round them. A checkpoint has these values. In
+/// training, a matrix with products in bf16 has exact values, and to round these could give another result.
+fn values_in_use(spec: &ParameterSpec, parameter: &Parameter, values: Tensor) -> Result<Tensor> {
+    let is_rounded = parameter.precision() == Precision::Bf16Dot && spec.is_rounded_in_use();
+    Ok(if is_rounded && parameter.values().device().is_cpu() {
+        round_mantissa(&values, BF16_BITS)?
+    } else {
+        values
+    })
 }
 
 /// Returns whether `bits` mantissa bits represent every value of the matrix.
@@ -96,7 +111,10 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     {
         return Ok(weight);
     }
-    let values = weight.decode(&spec.working_shape())?;
+    let mut values = weight.decode(&spec.working_shape())?;
+    if let Weight::Dense(parameter) = &weight {
+        values = values_in_use(spec, parameter, values)?;
+    }
     let shape: [usize; 3] = values.dims3()?.into();
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {
@@ -112,4 +130,50 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         return Ok(Weight::dense(&Tensor::from_vec(decoded, shape.to_vec(), values.device())?));
     }
     Ok(Weight::Packed(Arc::new(PackedMatrix::from_mxfp4(&blocks, &scales, shape))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::names::parameter_specs;
+    use crate::recipe::resolve;
+    use crate::run::source::ModelSource;
+    use candle_core::Device;
+    use std::path::Path;
+
+    /// In training with products in bf16, matrices have exact values. An ablation once rounded these, and a
+    /// check of the run's checkpoint rounded others.
+    #[test]
+    fn roundings_start_from_the_values_of_a_checkpoint() {
+        let rounding = |mxfp4, bits| WeightRounding { mxfp4, bits };
+        // Above a tie of 3 bits by less than bf16 resolves: rounded at once 1.125, of the checkpoint's 1.0.
+        let exact = 1.0625f32 + 1e-5;
+        assert_eq!((round_value(exact, 3), round_value(round_value(exact, 7), 3)), (1.125, 1.0));
+        let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
+        for spec in parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config) {
+            let filled = |value: f32, precision| {
+                let values = Tensor::full(value, spec.working_shape(), &Device::Cpu).unwrap();
+                Weight::dense(&values).with_precision(precision)
+            };
+            let rounded = |rounding: WeightRounding, weight: Weight| {
+                let values = rounding.apply(&spec, weight).unwrap().decode(&spec.working_shape()).unwrap();
+                values.flatten_all().unwrap().to_vec1::<f32>().unwrap()
+            };
+            let start = if spec.is_rounded_in_use() { round_value(exact, 7) } else { exact };
+            for bits in [1, 3, 7, 10] {
+                let of_training = rounded(rounding(false, Some(bits)), filled(exact, Precision::Bf16Dot));
+                let of_checkpoint = rounded(rounding(false, Some(bits)), filled(start, Precision::F32));
+                assert_eq!(of_training, of_checkpoint, "{} {bits}", spec.name);
+            }
+            if spec.is_expert_matrix() {
+                // In a block of such values MXFP4 has 1.0 and 1.5. The checkpoint's value is a tie, 1.0 is even.
+                let exact = 1.25f32 + 1e-5;
+                assert_eq!(round_value(exact, 7), 1.25);
+                let of_training = rounded(rounding(true, None), filled(exact, Precision::Bf16Dot));
+                assert!(of_training.iter().all(|&value| value == 1.0), "{}", spec.name);
+                let of_exact = rounded(rounding(true, None), filled(exact, Precision::F32));
+                assert!(of_exact.iter().all(|&value| value == 1.5), "{}", spec.name);
+            }
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Evaluation on held-out problems, during training and by `rloss eval`.
 
 use super::context::RunContext;
-use crate::metrics::{Console, Metrics, Phase};
+use crate::metrics::{Accumulator, Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, SampleResult, Vote};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::tasks::{Transcript, ValidationSet};
@@ -116,6 +116,20 @@ impl ValidationResult {
         format!("val-core/{}/acc/{measure}", self.name)
     }
 
+    /// Computes the mean reward, `val-aux/<set>/reward/mean@<k>`, and the mean of each named reward,
+    /// `val-aux/<set>/reward/<name>/mean@<k>`. Trajectories without a reward of the name do not count.
+    fn reward_metrics(&self) -> Accumulator {
+        let mut metrics = Accumulator::new();
+        let (set, k) = (&self.name, self.samples);
+        for trajectory in self.rows().map(|row| &row.trajectory).filter(|t| t.begins_episode()) {
+            metrics.mean(&format!("val-aux/{set}/reward/mean@{k}"), f64::from(trajectory.reward), 1.0);
+            for (name, &value) in &trajectory.rewards {
+                metrics.mean(&format!("val-aux/{set}/reward/{name}/mean@{k}"), f64::from(value), 1.0);
+            }
+        }
+        metrics
+    }
+
     /// Iterates over all sampled conversations.
     pub fn rows(&self) -> impl Iterator<Item = &TrajectoryRow> {
         self.problems.iter().flat_map(|problem| &problem.rows)
@@ -137,7 +151,10 @@ fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) 
 
 impl Evaluation {
     /// Returns the row of `metrics.jsonl`.
-    pub fn metrics(&self) -> Metrics {
+    ///
+    /// # Errors
+    /// When a reward is NaN.
+    pub fn metrics(&self) -> Result<Metrics> {
         let mut metrics = Metrics::new();
         for set in &self.sets {
             for (measure, Estimate { mean, low, high }) in set.estimates() {
@@ -146,8 +163,9 @@ impl Evaluation {
                 metrics.set(format!("{key}/ci95_high"), high);
                 metrics.set(key, mean);
             }
+            metrics.extend(set.reward_metrics().finish()?);
         }
-        metrics
+        Ok(metrics)
     }
 
     /// Returns the results as one line for the console.

@@ -313,7 +313,7 @@ impl Trainer {
             "every trajectory of the first evaluation failed, because the task's program or the tool's workers failed; the \
              first failures are printed above"
         );
-        self.write_row(step, Phase::Eval, evaluation.metrics())?;
+        self.write_row(step, Phase::Eval, evaluation.metrics()?)?;
         if failed * 2 > count {
             let what = format!(
                 "{failed} of {count} trajectories failed for reasons outside the policy; the results say little about the policy"

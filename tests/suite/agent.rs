@@ -150,7 +150,10 @@ fn an_agents_run_trains_on_exactly_what_was_sampled_and_runs_twice_alike() {
         assert!(row.contains_key("reward/sum/mean") && row.contains_key("actor/grad_norm"));
     }
     let evaluation = run.lines("run/metrics.jsonl").into_iter().filter(|row| row["phase"] == "eval");
-    assert_eq!(evaluation.filter(|row| row.get("val-core/agent/acc/mean@1").is_some()).count(), 2);
+    let names = ["acc", "reward", "reward/sum"];
+    let keys =
+        names.map(|name| format!("val-{}/agent/{name}/mean@1", if name == "acc" { "core" } else { "aux" }));
+    assert_eq!(evaluation.filter(|row| keys.iter().all(|key| row.get(key).is_some())).count(), 2);
     assert!(run.errors().contains("a function of its recipe only as far as the program is"));
     let again = AgentRun::start("arithmetic", &sets).done();
     assert_eq!(again.rows(), rows);
