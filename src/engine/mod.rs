@@ -9,11 +9,13 @@ mod draw;
 mod prefix_cache;
 mod queue;
 mod request;
+mod turns;
 mod worker;
 
 pub use request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
+pub use turns::Turns;
 
 use crate::model::cache::{CacheCapacity, CacheFactory};
 use crate::model::policy_view::PolicyView;
@@ -23,6 +25,7 @@ use prefix_cache::PrefixCache;
 use queue::Queue;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use turns::Turn;
 use worker::Worker;
 
 /// Maximum tokens per forward pass. Decode has priority; long prompts take the rest, so they are fed in
@@ -94,6 +97,8 @@ pub struct Engine<'m> {
     limits: EngineLimits,
     /// Number of workers that decode in parallel.
     workers: usize,
+    /// The turns of this engine's passes; `None` if no other engine has the same processors.
+    turns: Option<&'m Turns>,
     caches: CacheFactory,
     queue: Mutex<Queue>,
     /// Blocks of earlier requests; `None` if they are not kept.
@@ -125,10 +130,32 @@ impl<'m> Engine<'m> {
         let keeps_prefixes = device.is_cpu() && limits.prefix_tokens_max > 0;
         let prefixes = keeps_prefixes.then(|| Mutex::new(PrefixCache::new(limits.prefix_tokens_max)));
         let (prefill, work) = (PrefillCounters::default(), Condvar::new());
-        let engine =
-            Self { threads, policy, version, limits, workers, caches, queue, prefixes, prefill, work };
+        let engine = Self {
+            threads,
+            policy,
+            version,
+            limits,
+            workers,
+            turns: None,
+            caches,
+            queue,
+            prefixes,
+            prefill,
+            work,
+        };
         engine.clear();
         Ok(engine)
+    }
+
+    /// Returns the engine with forward passes that take turns with those of other engines. The engines have
+    /// the same number of workers.
+    pub fn in_turns(self, turns: &'m Turns) -> Self {
+        Self { turns: Some(turns), ..self }
+    }
+
+    /// Waits for the turn of a worker's forward pass.
+    fn turn(&self) -> Option<Turn<'_>> {
+        self.turns.map(|turns| turns.take(self.version, self.workers))
     }
 
     /// Returns the policy.

@@ -307,6 +307,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// Runs one forward, and draws a token for every entry that is fed completely.
     fn step(&mut self) -> Result<()> {
         let device = self.engine.policy.weights.device();
+        let _turn = self.engine.turn();
         with_spinning_threads(device, || self.forward_and_draw())
     }
 

@@ -7,7 +7,7 @@ use super::prompt::RenderedPrompt;
 use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
-use crate::interpreter::{Interpreter, SessionId};
+use crate::interpreter::Interpreter;
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
 use serde_json::Value;
@@ -177,7 +177,7 @@ impl<'a> Driver<'a> {
     fn begin(&self, trajectory: usize) -> Conversation<'a> {
         let (prompt, sample) = (trajectory / self.samples, trajectory % self.samples);
         self.lock().progress.started += 1;
-        let session = SessionId(trajectory as u64);
+        let session = self.rollout.session(trajectory);
         let prompt = &self.prompts[prompt];
         Conversation::new(self.rollout, prompt, sample as u64, session, self.pause_after)
     }
@@ -316,7 +316,7 @@ impl<'a> Driver<'a> {
     pub(super) fn close_sessions(&self, interpreter: &dyn Interpreter) {
         let state = self.lock();
         let unfinished = state.ended.iter().enumerate().filter(|(_, result)| result.is_none());
-        unfinished.for_each(|(trajectory_index, _)| interpreter.close(SessionId(trajectory_index as u64)));
+        unfinished.for_each(|(trajectory, _)| interpreter.close(self.rollout.session(trajectory)));
     }
 
     /// Returns the state of each trajectory, `None` when stopped.

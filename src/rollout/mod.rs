@@ -25,7 +25,7 @@ pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSetti
 use crate::chat::Chat;
 use crate::engine::Engine;
 use crate::harmony::Message;
-use crate::interpreter::Interpreter;
+use crate::interpreter::{Interpreter, SessionId};
 use crate::metrics::{Phase, Progress};
 use crate::tasks::Task;
 use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
@@ -54,7 +54,7 @@ pub struct Rollout<'a> {
     pub engine: &'a Engine<'a>,
     pub chat: &'a Chat,
     pub task: &'a dyn Task,
-    /// The Python tool, used by one rollout at a time; `None` for tasks without one.
+    /// The Python tool, used by one rollout of a step at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     /// Messages before those of every problem, as [`system_prompt`] returns them.
     pub system_prompt: &'a [Message],
@@ -204,6 +204,11 @@ impl Rollout<'_> {
     /// Returns the maximum length of a conversation, in tokens.
     fn context_tokens_max(&self) -> usize {
         self.engine.context_tokens_max()
+    }
+
+    /// Returns the tool's session of a trajectory. Rollouts of two steps may run at the same time.
+    fn session(&self, trajectory: usize) -> SessionId {
+        SessionId((self.plan.step << 32) | trajectory as u64)
     }
 
     /// Checks that no prompt is too long.

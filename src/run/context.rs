@@ -60,6 +60,8 @@ pub struct RunContext {
     pub prefix_tokens_max: usize,
     /// Whether the backward pass recomputes layers.
     pub recompute_layers: bool,
+    /// Whether two samplings of training may be in flight.
+    pub two_samplings: bool,
     /// How each process holds the weights while it samples.
     pub rollout_weights: RolloutWeightPlacement,
     /// Trainable flags of the policy's parameters, from `train.freeze`.

@@ -1,25 +1,43 @@
-//! The schedule of sampling: which weights sample for which step.
+//! The schedule of sampling: which weights sample for which step, and when.
 //!
 //! ```text
 //! rollout.lag_steps = 2      step 1   step 2   step 3   step 4   step 5
 //! trains on samples by       start    start    start    step 1   step 2
-//! meanwhile samples step     3        4        5        6        7
+//! begins to sample step      3        4        5        6        7
 //! ```
 //!
 //! Step t trains on samples of the weights after step max(0, t - 1 - lag). The first step samples the first
-//! `lag` steps before its update. During the update of step t, step t + lag is sampled by the weights after
-//! step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
+//! `lag` steps before its update. Step t begins to sample step t + lag by the weights after step t - 1, before
+//! it waits for its own samples. The schedule counts steps and reads no clock, so a run is a function of its
+//! recipe.
 //!
 //! In a single process, sampling runs beside the update, with a copy of the trained weights. On a GPU it has
 //! a stream of its own. On several processes it runs before the update, and gives the same bits.
+//!
+//! On a CPU, if the memory plan has room, two samplings may be in flight. Then the next step begins as soon
+//! as its own samples are there:
+//!
+//! ```text
+//! rollout.lag_steps = 1      time -->
+//! updates                    [1]    [2]    [3]    [4]
+//! sampling of step 2         -------|
+//! sampling of step 3            -----------|
+//! sampling of step 4                   -----------|
+//! ```
+//!
+//! Where both compute, the sampling of the earlier step goes first. A checkpoint and an evaluation wait for
+//! all samplings. Otherwise a step waits at its end for what it began to sample. Partial trajectories need
+//! that: each sampling continues those of the one before.
 
 use super::Trainer;
+use super::in_flight::{InFlight, SamplingInputs};
 use super::sample::{InProgress, SampleOutput};
 use crate::bad_input;
 use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
+use crate::engine::Turns;
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
-use crate::metrics::{Console, Metrics};
+use crate::metrics::Metrics;
 use crate::ops::cuda::SecondStream;
 use crate::ops::threads::{Priority, Threads};
 use crate::run::context::RunContext;
@@ -27,8 +45,10 @@ use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
-use std::panic::resume_unwind;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+
+/// Maximum number of samplings in flight. Each has a copy of the trained weights, and KV caches.
+const IN_FLIGHT_MAX: usize = 2;
 
 /// The samples of later steps. They are part of a checkpoint.
 #[derive(Default, Serialize, Deserialize)]
@@ -53,10 +73,13 @@ impl SampledAhead {
     }
 }
 
-/// Resources of an update and of the sampling beside it.
+/// Resources of an update and of the samplings beside it.
 pub(super) struct Beside {
-    /// The threads of the update. Sampling has those of the run.
+    /// The threads of the update.
     update_threads: Threads,
+    /// The threads of the samplings of odd steps, if two may be in flight. All others have those of the run.
+    odd_threads: Option<Arc<Threads>>,
+    turns: Arc<Turns>,
     /// The stream of sampling, on a GPU.
     stream: Option<SecondStream>,
 }
@@ -70,10 +93,12 @@ impl Beside {
         // Each side has as many threads as there are processors, so neither leaves one idle while the other
         // has work. Sampling goes first: the sooner it ends, the sooner the graders have all answers, and the
         // update fills the time in which they work.
-        let update_threads = Threads::with_priority(context.threads.count(), Priority::Low)?;
+        let count = context.threads.count();
+        let update_threads = Threads::with_priority(count, Priority::Low)?;
+        let odd_threads = context.two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
         let device = context.parameters.device();
         let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
-        Ok(Some(Self { update_threads, stream }))
+        Ok(Some(Self { update_threads, odd_threads, turns: Arc::default(), stream }))
     }
 }
 
@@ -104,91 +129,102 @@ impl Trainer {
     }
 
     /// Returns the samples of step `step`. Samples now, by the current weights, what the schedule has not yet
-    /// sampled: the first steps of a run, and the steps after those of a run that is made longer.
+    /// sampled: the first steps of a run, and the steps after those of a run that is made longer. Also begins
+    /// to sample step `step + lag_steps`.
     pub(super) fn take_samples(&mut self, step: u64) -> Result<SampleOutput> {
         if let Some(stored) = self.stored_groups(step) {
             return Ok(stored);
         }
         let lag = self.context.recipe().rollout.lag_steps;
-        // During this step's update, `step + lag` is sampled.
         let last = if lag == 0 { step } else { step + lag - 1 };
         while let Some(next) = self.next_to_sample(step, last) {
             self.sample_now(next, step - 1)?;
+        }
+        if let Some(next) = self.next_to_sample(step, step + lag) {
+            self.begin_sampling(next, step - 1)?;
+        }
+        if self.ahead.steps.is_empty() {
+            self.join_sampling()?;
         }
         let (_, samples) = self.ahead.steps.pop_front().context("the step was not sampled")?;
         Ok(samples)
     }
 
-    /// Returns the next step to sample at training step `step`; `None` if all steps up to `last` are sampled.
+    /// Returns the next step to sample at training step `step`; `None` if all steps up to `last` are sampled
+    /// or in flight.
     fn next_to_sample(&self, step: u64, last: u64) -> Option<u64> {
-        let next = self.ahead.steps.back().map_or(step, |(sampled, _)| sampled + 1);
+        let in_flight = self.in_flight.back().map(|sampling| sampling.step);
+        let newest = in_flight.or(self.ahead.steps.back().map(|(sampled, _)| *sampled));
+        let next = newest.map_or(step, |newest| newest + 1);
         (next <= last.min(self.context.recipe().train.steps)).then_some(next)
     }
 
     /// Samples step `step` by the current weights, whose version is `version`.
     fn sample_now(&mut self, step: u64, version: u64) -> Result<()> {
         let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
-        let (parameters, threads) = (&self.context.parameters, &self.context.threads);
-        let sampler = self.sampler(parameters, version, threads, &self.console, &|| false);
-        let samples = sampler.sample(step, &mut in_progress)?.context("the rollout was stopped")?;
+        let samples = self.sampler(version).sample(step, &mut in_progress)?;
+        self.ahead.steps.push_back((step, samples.context("the rollout was stopped")?));
+        self.ahead.in_progress = in_progress;
+        Ok(())
+    }
+
+    /// Begins to sample step `step` by the current weights, whose version is `version`. Several processes
+    /// sample it now.
+    fn begin_sampling(&mut self, step: u64, version: u64) -> Result<()> {
+        while self.in_flight.len() >= IN_FLIGHT_MAX {
+            self.join_sampling()?;
+        }
+        let Some(beside) = &self.beside else { return self.sample_now(step, version) };
+        let inputs = SamplingInputs {
+            context: self.context.clone(),
+            weights: self.context.parameters.snapshot(beside.stream.as_ref())?,
+            version,
+            threads: beside.odd_threads.clone().filter(|_| step % 2 == 1),
+            turns: beside.turns.clone(),
+            pass: self.pass_settings(self.context.recipe().rollout.temperature),
+            timings: self.timings.clone(),
+            in_progress: std::mem::take(&mut self.ahead.in_progress),
+        };
+        self.in_flight.push_back(InFlight::start(step, inputs)?);
+        Ok(())
+    }
+
+    /// Waits for the first sampling in flight, if there is one.
+    fn join_sampling(&mut self) -> Result<()> {
+        let Some(sampling) = self.in_flight.pop_front() else { return Ok(()) };
+        let step = sampling.step;
+        let (samples, in_progress) = self.timings.time("gen_wait", || sampling.join())?;
         self.ahead.steps.push_back((step, samples));
         self.ahead.in_progress = in_progress;
         Ok(())
     }
 
-    /// Trains on `groups` in step `step`. Also samples step `step + lag_steps` by the weights before the
-    /// update.
-    pub(super) fn update_and_sample(
+    /// Waits for all samplings in flight. [`SampledAhead`] then has their samples.
+    pub(super) fn join_samplings(&mut self) -> Result<()> {
+        while !self.in_flight.is_empty() {
+            self.join_sampling()?;
+        }
+        Ok(())
+    }
+
+    /// Trains on `groups` in step `step`, beside the samplings in flight.
+    pub(super) fn update(
         &mut self,
         step: u64,
         groups: &[&Group],
         optimizer: &mut Optimizer,
         critic: Option<&mut Critic>,
     ) -> Result<(Metrics, Vec<TokenStats>)> {
-        let lag = self.context.recipe().rollout.lag_steps;
-        let next = match self.data.stored {
-            None if lag > 0 => self.next_to_sample(step + 1, step + lag),
-            _ => None,
+        let update = self.policy_step(step);
+        let update = match &self.beside {
+            Some(beside) if !self.in_flight.is_empty() => update.on_threads(&beside.update_threads),
+            _ => update,
         };
-        let Some(next) = next else { return self.policy_step(step).run(groups, optimizer, critic) };
-        let Some(beside) = &self.beside else {
-            self.sample_now(next, step - 1)?;
-            return self.policy_step(step).run(groups, optimizer, critic);
-        };
-        let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
-        let (updated, samples) =
-            self.update_beside(beside, (step, next), groups, &mut in_progress, optimizer, critic)?;
-        self.ahead.steps.push_back((next, samples));
-        self.ahead.in_progress = in_progress;
+        let updated = update.run(groups, optimizer, critic)?;
+        if !self.context.two_samplings {
+            self.join_samplings()?;
+        }
         Ok(updated)
-    }
-
-    /// Trains on `groups` in step `step` and samples step `next` at the same time.
-    fn update_beside(
-        &self,
-        beside: &Beside,
-        (step, next): (u64, u64),
-        groups: &[&Group],
-        in_progress: &mut InProgress,
-        optimizer: &mut Optimizer,
-        critic: Option<&mut Critic>,
-    ) -> Result<((Metrics, Vec<TokenStats>), SampleOutput)> {
-        let snapshot = self.context.parameters.snapshot(beside.stream.as_ref())?;
-        // The console shows the update.
-        let (silent, failed) = (Console::silent(), AtomicBool::new(false));
-        let stop = || failed.load(Ordering::Relaxed);
-        let sampler = self.sampler(&snapshot, step - 1, &self.context.threads, &silent, &stop);
-        let update = self.policy_step(step).on_threads(&beside.update_threads);
-        let (updated, samples) = std::thread::scope(|scope| {
-            let sampling = std::thread::Builder::new()
-                .spawn_scoped(scope, || sampler.sample(next, in_progress))
-                .context("starting the thread that samples ahead")?;
-            let updated = update.run(groups, optimizer, critic);
-            failed.store(updated.is_err(), Ordering::Relaxed);
-            let samples = self.timings.time("gen_wait", || sampling.join());
-            anyhow::Ok((updated, samples.unwrap_or_else(|panic| resume_unwind(panic))))
-        })?;
-        Ok((updated?, samples?.context("the rollout was stopped")?))
     }
 }
 

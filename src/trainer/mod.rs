@@ -6,6 +6,7 @@
 mod ahead;
 mod data;
 mod gradient_norms;
+mod in_flight;
 mod monitor;
 mod sample;
 mod save;
@@ -33,9 +34,11 @@ use crate::run::run_folder::RunFolder;
 use crate::run::sampling_folder::report_failures;
 use crate::run::signals::StopFlag;
 use ahead::{Beside, SampledAhead};
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use candle_core::Device;
+use in_flight::InFlight;
 use monitor::Monitor;
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// The metrics on the console line of a step: label and metric name.
@@ -50,12 +53,13 @@ const WARM_UP_STAGE: &str = "SFT warm-up";
 
 /// One training run.
 pub struct Trainer {
-    context: RunContext,
+    /// Samplings in flight share it.
+    context: Arc<RunContext>,
     data: TrainingData,
     folder: RunFolder,
     console: Console,
     stop: StopFlag,
-    timings: Timings,
+    timings: Arc<Timings>,
     /// Whether a tool call has reached the wall-clock limit, so that the run is not reproducible. The warning
     /// about this is printed only once.
     has_tool_timeout: bool,
@@ -74,6 +78,8 @@ pub struct Trainer {
     kl: KlController,
     /// The samples of later steps.
     ahead: SampledAhead,
+    /// The samplings of the steps after those.
+    in_flight: VecDeque<InFlight>,
     /// Resources of sampling beside the update, if the recipe samples ahead and this process can.
     beside: Option<Beside>,
 }
@@ -107,15 +113,14 @@ impl Trainer {
                 Phase::Eval => {}
             });
         }
-        let timings = Timings::new();
         let beside = Beside::new(&context)?;
         Ok(Self {
-            context,
+            context: Arc::new(context),
             data,
             folder,
             console,
             stop,
-            timings,
+            timings: Arc::new(Timings::new()),
             has_tool_timeout: false,
             told_causes: vec![],
             activity: Arc::default(),
@@ -125,6 +130,7 @@ impl Trainer {
             steps_without_groups: 0,
             kl,
             ahead: SampledAhead::default(),
+            in_flight: VecDeque::new(),
             beside,
         })
     }
@@ -170,7 +176,10 @@ impl Trainer {
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
-        self.reinforcement_learning(optimizer, critic, rl_start)
+        let result = self.reinforcement_learning(optimizer, critic, rl_start);
+        // After an error there may be samplings, whose samples nobody needs.
+        self.in_flight.clear();
+        result
     }
 
     /// Tells the console which work remains after `done`. The console then shows one remaining time for all
@@ -219,13 +228,18 @@ impl Trainer {
         *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
     }
 
+    /// Returns the context, to change it. No sampling is in flight.
+    fn context_mut(&mut self) -> Result<&mut RunContext> {
+        Arc::get_mut(&mut self.context).context("a sampling uses the model")
+    }
+
     /// Creates an optimizer. With `resume_point`, restores the state and the weights from the checkpoint.
     fn optimizer(
         &mut self,
         settings: &OptimizerSettings,
         resume_point: Option<&ResumePoint>,
     ) -> Result<Optimizer> {
-        let context = &mut self.context;
+        let context = self.context_mut()?;
         let round = context.plan.recipe.model.dtype.is_bf16();
         let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;
         if let Some(resume_point) = resume_point {
@@ -290,6 +304,7 @@ impl Trainer {
         if validation_prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
+        self.join_samplings()?;
         self.set_activity(match step {
             0 => "the first evaluation and step 1".to_owned(),
             _ => format!("the evaluation after step {step}"),
@@ -325,7 +340,7 @@ impl Trainer {
     }
 
     fn runner(&self) -> BatchRunner<'_> {
-        let RunContext { threads, model, parameters, .. } = &self.context;
+        let RunContext { threads, model, parameters, .. } = &*self.context;
         BatchRunner { threads, model, parameters }
     }
 

@@ -1,7 +1,7 @@
 //! The rollouts of a step, with dynamic sampling or partial trajectories if the recipe enables them.
 
 use super::Trainer;
-use crate::engine::Engine;
+use crate::engine::{Engine, Turns};
 use crate::learner::batch::Batch;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::PassSettings;
@@ -152,6 +152,8 @@ pub(super) struct Sampler<'a> {
     pub parameters: &'a Parameters,
     pub version: u64,
     pub threads: &'a Threads,
+    /// Turns with another sampling; `None` if this one is alone.
+    pub turns: Option<&'a Turns>,
     /// The settings of a training forward.
     pub pass: PassSettings,
     pub console: &'a Console,
@@ -161,18 +163,19 @@ pub(super) struct Sampler<'a> {
 }
 
 impl Trainer {
-    /// Returns a sampler of `parameters`, whose version is `version`, that computes on `threads`.
-    pub(super) fn sampler<'a>(
-        &'a self,
-        parameters: &'a Parameters,
-        version: u64,
-        threads: &'a Threads,
-        console: &'a Console,
-        stop: &'a (dyn Fn() -> bool + Sync),
-    ) -> Sampler<'a> {
-        let pass = self.pass_settings(self.context.recipe().rollout.temperature);
-        let (context, timings) = (&self.context, &self.timings);
-        Sampler { context, parameters, version, threads, pass, console, timings, stop }
+    /// Returns a sampler of the weights in place, whose version is `version`.
+    pub(super) fn sampler(&self, version: u64) -> Sampler<'_> {
+        Sampler {
+            context: &self.context,
+            parameters: &self.context.parameters,
+            version,
+            threads: &self.context.threads,
+            turns: None,
+            pass: self.pass_settings(self.context.recipe().rollout.temperature),
+            console: &self.console,
+            timings: &self.timings,
+            stop: &|| false,
+        }
     }
 
     /// Returns stored groups for step `step`; `None` if the recipe samples.
@@ -199,6 +202,10 @@ impl Sampler<'_> {
         let policy = self.context.rollout_policy_of(self.parameters)?;
         // The weights do not change while a step samples, so one engine samples all of its rounds.
         let engine = self.context.engine_on(self.threads, policy, self.version, settings)?;
+        let engine = match self.turns {
+            Some(turns) => engine.in_turns(turns),
+            None => engine,
+        };
         let output = match settings.step_tokens_max {
             0 => self.sample_whole(&engine, step)?,
             _ => self.sample_partial(&engine, step, in_progress)?,

@@ -23,6 +23,7 @@ impl Trainer {
         let must_stop = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.context.plan.recipe.checkpoint.every_steps;
         if must_stop || is_last || (every > 0 && step.is_multiple_of(every)) {
+            self.join_samplings()?;
             let started = std::time::Instant::now();
             let stage = self.console.start_inner_stage("checkpoint", 0);
             self.save(phase, step, optimizer, critic)?;

@@ -16,7 +16,7 @@ use anyhow::{Context, Result};
 impl Trainer {
     /// Attaches the adapter after the SFT warm-up. From then on, only the adapter is trainable.
     pub(super) fn attach_adapter(&mut self) -> Result<()> {
-        let context = &mut self.context;
+        let context = self.context_mut()?;
         let Some(adapter) = context.adapter.as_ref().filter(|_| context.parameters.adapter().is_none())
         else {
             return Ok(());
@@ -31,7 +31,7 @@ impl Trainer {
     /// Writes the base model into the run's folder, unless another folder already holds it. Checkpoints refer
     /// to the base model.
     pub(super) fn save_base_model(&mut self) -> Result<()> {
-        let context = &mut self.context;
+        let context = &self.context;
         if context.parameters.adapter().is_none() || context.base.is_some() {
             return Ok(());
         }
@@ -55,7 +55,7 @@ impl Trainer {
             })
         };
         context.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
-        context.base = Some(BaseModel::from_folder(&folder)?);
+        self.context_mut()?.base = Some(BaseModel::from_folder(&folder)?);
         Ok(())
     }
 

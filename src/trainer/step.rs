@@ -45,7 +45,7 @@ impl Trainer {
         }
         self.steps_without_groups = 0;
         let groups = samples.training_groups();
-        let (metrics, token_stats) = self.update_and_sample(step, &groups, optimizer, critic)?;
+        let (metrics, token_stats) = self.update(step, &groups, optimizer, critic)?;
         if let Some(kl) = metrics.get("actor/reward_kl_penalty") {
             self.kl.update(kl, groups.iter().map(|group| group.trajectories.len()).sum());
         }

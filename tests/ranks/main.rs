@@ -110,9 +110,13 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
 
 #[test]
 fn runs_that_sample_ahead_are_those_of_one_process_and_go_on_with_another_number() {
-    let sets = [&SHORT[..], &["train.steps=4", "rollout.lag_steps=2", "policy.old_logprob=rollout"]].concat();
-    let one = Launch::new("quickstart", &sets).alone();
-    assert_same_figures(&one, &Launch::new("quickstart", &sets).ranks(2).run(), "lag 2");
+    let ahead = |lag| [&SHORT[..], &["train.steps=4", lag, "policy.old_logprob=rollout"]].concat();
+    // One process has two samplings in flight, several have none.
+    for lag in ["rollout.lag_steps=1", "rollout.lag_steps=2"] {
+        let one = Launch::new("quickstart", &ahead(lag)).alone();
+        assert_same_figures(&one, &Launch::new("quickstart", &ahead(lag)).ranks(2).run(), lag);
+    }
+    let sets = ahead("rollout.lag_steps=2");
     // What was sampled ahead goes on with another number of processes.
     let constant = [&sets[..], &["train.optimizer.schedule=constant"]].concat();
     let half = [&constant[..], &["train.steps=3"]].concat();

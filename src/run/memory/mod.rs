@@ -135,6 +135,8 @@ pub struct MemoryPlanInput<'a> {
     /// Whether the backward pass recomputes layers, chosen by the available memory. `None` if that memory is
     /// unknown. The recipe's key overrides this value.
     pub recompute_layers: Option<bool>,
+    /// Whether two samplings of training may be in flight, chosen by the available memory.
+    pub two_samplings: bool,
     /// Tokens of the longest row of an SFT file, if the command reads one.
     pub sft_row_tokens_max: Option<usize>,
     /// The teacher of distillation, if the command distills.
@@ -460,7 +462,7 @@ impl MemoryPlanInput<'_> {
         add("samples of later steps", ahead);
         if self.samples_beside_the_update() {
             let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
-            add("weights that sample ahead", gathered_bytes(&tensors));
+            add("weights that sample ahead", self.samplings_in_flight() * gathered_bytes(&tensors));
         }
         match self.command {
             ModelCommand::CheckMismatch(SecondWeights::Rounded(rounding)) => {
@@ -538,7 +540,10 @@ impl MemoryPlanInput<'_> {
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         let update = vec![MemoryItem { name, bytes }, gathered];
         let samples_ahead = self.samples_beside_the_update() && steps > 0;
-        let sampling = samples_ahead.then(|| self.sampling_items());
+        let in_flight = self.samplings_in_flight();
+        let times = |item: MemoryItem| MemoryItem { bytes: in_flight * item.bytes, ..item };
+        let sampling: Option<Vec<_>> =
+            samples_ahead.then(|| self.sampling_items().into_iter().map(times).collect());
         if let Some(sampling) = &sampling {
             phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
         }

@@ -46,10 +46,10 @@ impl MemoryPlanInput<'_> {
             0 if self.recipe.tools.is_none() => 0,
             _ => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
-        // There is one pool of `threads` threads, and there are `threads` pools of one thread each. Sampling
-        // beside the update has as many again.
-        let pools = if self.samples_beside_the_update() { 2 } else { 1 };
-        let threads = (COMMON_THREADS + 2 * self.threads * pools + calls) as u64;
+        // There is one pool of `threads` threads, and there are `threads` pools of one thread each. Each
+        // sampling beside the update has as many again.
+        let beside = if self.samples_beside_the_update() { self.samplings_in_flight() as usize } else { 0 };
+        let threads = (COMMON_THREADS + 2 * self.threads * (1 + beside) + calls * beside.max(1)) as u64;
         let worker = match self.recipe.interpreter.kind {
             InterpreterKind::Embedded => EMBEDDED_WORKER_BYTES,
             InterpreterKind::CPython => CPYTHON_WORKER_BYTES,

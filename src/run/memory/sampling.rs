@@ -1,6 +1,9 @@
 //! Memory of sampling: how many sequences are sampled at the same time, and what they need.
 
-use super::{MemoryItem, MemoryPlanInput, ModelCommand, PassShape, SecondWeights};
+use super::{
+    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, SecondWeights,
+    WARNING_FRACTION,
+};
 use crate::dist::RolloutWeightPlacement;
 use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::model::cache::SequenceCache;
@@ -81,6 +84,21 @@ impl MemoryPlanInput<'_> {
     pub(super) fn samples_beside_the_update(&self) -> bool {
         let runs_ahead = self.command.trains() && self.recipe.rollout.lag_steps > 0;
         runs_ahead && self.processes == 1
+    }
+
+    /// Returns whether two samplings may be in flight: on the CPU in one process, if no sampling continues
+    /// the one before and the plan does not nearly fill the `available` memory.
+    pub fn fits_two_samplings(&self, available: Option<&AvailableMemory>) -> bool {
+        let plan = MemoryPlan::new(&MemoryPlanInput { two_samplings: true, ..self.clone() });
+        let fits =
+            |memory: &AvailableMemory| plan.peak_bytes() as f64 <= WARNING_FRACTION * memory.bytes as f64;
+        let may_overlap = self.gpu_sequences.is_none() && self.recipe.rollout.step_tokens_max == 0;
+        self.samples_beside_the_update() && may_overlap && available.is_none_or(fits)
+    }
+
+    /// Returns the maximum number of samplings at the same time.
+    pub(super) fn samplings_in_flight(&self) -> u64 {
+        if self.two_samplings { 2 } else { 1 }
     }
 
     /// Returns the bytes of the samples that are kept for later steps, and of partial trajectories.

@@ -76,6 +76,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 packed_weights: PackedWeightPlacement::Whole,
                 gpu_sequences: None,
                 recompute_layers: None,
+                two_samplings: false,
                 sft_row_tokens_max: None,
                 teacher: None,
             };
@@ -315,6 +316,41 @@ fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases(
     // A frozen tensor is shared.
     let (frozen, _) = plan("rollout.lag_steps = 2\ntrain.freeze = [\"*.mlp.experts.*\"]");
     assert!(bytes(&frozen, "weights that sample ahead") < bytes(&frozen, "weights"));
+}
+
+#[test]
+fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
+    let check = |text: &str, check: &dyn Fn(&MemoryPlanInput)| {
+        let text = format!("task.name = \"format_rules\"\npolicy.old_logprob = \"rollout\"\n{text}");
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        check(&preflight.memory_plan_input());
+    };
+    check("rollout.lag_steps = 1", &|input| {
+        let both = MemoryPlanInput { two_samplings: true, ..input.clone() };
+        let (one, two) = (MemoryPlan::new(input), MemoryPlan::new(&both));
+        let bytes = |plan: &MemoryPlan, name: &str| {
+            plan.resident.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
+        };
+        let phase = |plan: &MemoryPlan, name: &str| {
+            plan.phases.iter().find(|phase| phase.0 == name).map_or(0, |(_, items)| total_bytes(items))
+        };
+        let copy = "weights that sample ahead";
+        assert_eq!(bytes(&two, copy), 2 * bytes(&one, copy));
+        assert!(bytes(&two, "threads") > bytes(&one, "threads"));
+        let items = 2 * phase(&one, "sampling") + phase(&one, "update");
+        assert_eq!(phase(&two, "sampling beside the update"), items);
+        assert!(input.fits_two_samplings(None));
+        let memory = |bytes: f64| AvailableMemory { bytes: bytes as u64, limit: "free".to_owned() };
+        let peak = two.peak_bytes() as f64;
+        assert!(input.fits_two_samplings(Some(&memory(peak / 0.89))));
+        assert!(!input.fits_two_samplings(Some(&memory(peak / 0.91))));
+        assert!(!MemoryPlanInput { gpu_sequences: Some(4), ..input.clone() }.fits_two_samplings(None));
+        assert!(!MemoryPlanInput { processes: 2, ..input.clone() }.fits_two_samplings(None));
+    });
+    for text in ["", "rollout.lag_steps = 1\nrollout.step_tokens_max = 8"] {
+        check(text, &|input| assert!(!input.fits_two_samplings(None), "{text}"));
+    }
 }
 
 #[test]

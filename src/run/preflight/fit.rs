@@ -26,9 +26,10 @@ impl Preflight {
     ///
     /// On the CPU, selects for keys with the value `"auto"` the first option that fits in the `available`
     /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication comes
-    /// before sampling with more. All activations are saved for the backward pass if they fit too.
+    /// before sampling with more. All activations are saved for the backward pass if they fit too. Then two
+    /// samplings may be in flight if they fit.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
-        self.processes = processes;
+        (self.processes, self.two_samplings) = (processes, false);
         if self.gpu_sequences.is_some() {
             self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
             return;
@@ -76,6 +77,7 @@ impl Preflight {
             ));
             self.recompute_layers = needs_recomputation(self);
         }
+        self.two_samplings = self.memory_plan_input().fits_two_samplings(available);
     }
 
     /// Returns the options that the recipe allows for the weights on several processes, in order of

@@ -67,6 +67,7 @@ impl Preflight {
             prefix_tokens_max,
             memory,
             recompute_layers,
+            two_samplings: self.two_samplings,
             rollout_weights: self.rollout_weights,
             trainable,
             critic_trainable: self.critic_trainable,

@@ -47,6 +47,8 @@ pub struct Preflight {
     gpu_sequences: Option<usize>,
     /// Whether the backward pass recomputes layers, chosen by the available memory.
     recompute_layers: Option<bool>,
+    /// Whether two samplings of training may be in flight, chosen by the available memory.
+    two_samplings: bool,
     pub(super) source: ModelSource,
     /// Trainable flags of the model's own tensors in the first stage of training.
     trainable: Vec<bool>,
@@ -214,6 +216,7 @@ impl Preflight {
             threads,
             gpu_sequences: compute_device.available.is_some().then_some(1),
             recompute_layers: None,
+            two_samplings: false,
             compute_device,
             source,
             trainable,
@@ -281,6 +284,7 @@ impl Preflight {
             packed_weights: self.packed_weights,
             gpu_sequences: self.gpu_sequences,
             recompute_layers: self.recompute_layers,
+            two_samplings: self.two_samplings,
             sft_row_tokens_max: self
                 .sft_rows
                 .iter()
@@ -385,7 +389,8 @@ fn open_interpreter(recipe: &Recipe, threads: usize, processes: usize) -> Result
     let mut settings = recipe.interpreter.clone();
     settings.workers = worker_count(recipe, threads, processes);
     let (rollout, eval) = (&recipe.rollout, &recipe.eval);
-    let sessions_max = (rollout.prompts_per_step * rollout.samples_per_prompt)
+    let samplings = if rollout.lag_steps > 0 { 2 } else { 1 };
+    let sessions_max = (samplings * rollout.prompts_per_step * rollout.samples_per_prompt)
         .max(eval.problems_max.saturating_mul(eval.samples));
     interpreter::open(settings, sessions_max)
 }

@@ -226,6 +226,119 @@ fn truncated_samples_keep_every_ratio_finite_with_a_lag_four_minibatches_and_pau
     }
 }
 
+/// A task whose gradings take 0.2 s. It notes in a file when they begin and end, and fails from a problem on.
+const SLOW: &str = r#"
+import json, sys, time
+notes, fails_from = sys.argv[1], int(sys.argv[2])
+def note(event, index):
+    with open(notes, "a") as file:
+        file.write(f"{event} {index}\n")
+for line in sys.stdin:
+    ask = json.loads(line)
+    if ask["request"] == "describe":
+        answer = {"name": "slow", "validation_problems": 2}
+    elif ask["request"] == "problem":
+        answer = {"prompt": f"{ask['split']} {ask['index']}", "answer": ask["index"]}
+    else:
+        note("begin", ask["answer"])
+        time.sleep(0.2)
+        note("end", ask["answer"])
+        text = "".join(message["content"] or "" for message in ask["messages"])
+        answer = {"reward": len(text) * 7 % 5 / 4, "success": True}
+        if ask["answer"] >= fails_from:
+            answer = {"error": "the grader is gone"}
+    print(json.dumps(answer), flush=True)
+"#;
+
+/// The settings of a run of [`SLOW`], and the file of its notes.
+fn slow(folder: &Path, fails_from: u64, more: &[&str]) -> (Vec<String>, PathBuf) {
+    let (program, notes) = (folder.join("slow.py"), folder.join("notes"));
+    std::fs::write(&program, SLOW).unwrap();
+    let words = ["python3", program.to_str().unwrap(), notes.to_str().unwrap(), &fails_from.to_string()];
+    let command = format!("task.command={words:?}");
+    let sets = ["task.name=command", &command, "task.command_processes=16", "cold_start.steps=0", ROLLOUT];
+    let sizes = ["train.steps=6", "eval.every_steps=0", "eval.before_training=false"];
+    (sets.iter().chain(&sizes).chain(more).map(|set| (*set).to_owned()).collect(), notes)
+}
+
+/// Whether a grading began before one of an earlier step had ended. A step has two problems.
+fn samplings_overlapped(notes: &Path) -> bool {
+    let text = std::fs::read_to_string(notes).unwrap();
+    let mut newest = 0;
+    text.lines().any(|line| {
+        let (event, problem) = line.split_once(' ').unwrap();
+        let step = problem.parse::<u64>().unwrap() / 2;
+        newest = newest.max(step);
+        event == "end" && step < newest
+    })
+}
+
+/// A run that saves after each step has one sampling in flight.
+#[test]
+fn two_samplings_in_flight_change_no_bit() {
+    if !skips::python3() {
+        return;
+    }
+    for lag in ["rollout.lag_steps=1", "rollout.lag_steps=2"] {
+        let folder = TempDir::new().unwrap();
+        let run = |name: &str, more: &[&str]| {
+            let (sets, notes) = slow(folder.path(), u64::MAX, &[&[lag][..], more].concat());
+            let _ = std::fs::remove_file(&notes);
+            let out = folder.path().join(name);
+            done(&mut small(&out, &texts(&sets)));
+            (out, samplings_overlapped(&notes))
+        };
+        let (joined, overlapped) = run("joined", &["checkpoint.every_steps=1"]);
+        assert!(!overlapped);
+        assert_engine_agrees(&rl_rows(&joined));
+        let state =
+            |run: &Path| std::fs::read(run.join("checkpoints/step-000006/trainer.safetensors")).unwrap();
+        let mut overlaps = false;
+        for threads in 1..=3 {
+            let threads = format!("parallel.threads={threads}");
+            let (two, overlapped) = run(&threads, &["checkpoint.every_steps=0", &threads]);
+            assert_same_results(&two, &joined);
+            assert!(state(&two) == state(&joined), "{lag} {threads}");
+            overlaps |= overlapped;
+        }
+        assert!(overlaps, "{lag}: no two samplings were in flight");
+    }
+}
+
+/// The checkpoint waits for both.
+#[test]
+fn a_run_that_saved_with_two_samplings_in_flight_goes_on_to_the_same_metrics() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let more = ["rollout.lag_steps=2", "checkpoint.every_steps=3"];
+    let (sets, _) = slow(folder.path(), u64::MAX, &more);
+    let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));
+    done(&mut small(&straight, &texts(&sets)));
+    let file = straight.join("checkpoints/step-000003/sampled_ahead.json");
+    let ahead: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    assert_eq!((&ahead["steps"][0][0], &ahead["steps"][1][0]), (&Value::from(4), &Value::from(5)));
+    killed_and_resumed(&killed, &texts(&sets), (4, Duration::from_millis(20)));
+    assert_same_results(&killed, &straight);
+}
+
+#[test]
+fn a_task_that_fails_while_two_samplings_are_in_flight_ends_the_run_with_one_error() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    // The problems of the steps after the second.
+    let (sets, _) = slow(folder.path(), 4, &["rollout.lag_steps=1"]);
+    let output = output(&mut small(&folder.path().join("run"), &texts(&sets)));
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(1), "{text}");
+    let errors: Vec<&str> = text.lines().filter(|line| line.starts_with("error:")).collect();
+    let expected = "error: 32 of 48 trajectories failed for reasons outside the policy";
+    assert!(errors.len() == 1 && errors[0].starts_with(expected), "{text}");
+}
+
 #[test]
 fn a_run_that_samples_ahead_is_made_longer() {
     let folder = TempDir::new().unwrap();

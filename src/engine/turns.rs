@@ -1,0 +1,84 @@
+//! Turns of engines that share the processors: older weights go first.
+
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+
+/// Lets only as many forward passes run as one engine has workers. Among passes that wait, those of the
+/// oldest weights go first.
+#[derive(Default)]
+pub struct Turns {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Number of passes that run.
+    running: usize,
+    /// The version of the weights of each pass that waits.
+    waiting: Vec<u64>,
+}
+
+/// A pass that runs. Its end is the end of the pass.
+pub(super) struct Turn<'a>(&'a Turns);
+
+impl Turns {
+    /// Waits until fewer than `passes_max` passes run and none of older weights than `version` waits.
+    pub(super) fn take(&self, version: u64, passes_max: usize) -> Turn<'_> {
+        let mut state = self.lock();
+        state.waiting.push(version);
+        while state.running >= passes_max || state.waiting.iter().any(|&waiting| waiting < version) {
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+        let own = state.waiting.iter().position(|&waiting| waiting == version);
+        own.map(|own| state.waiting.swap_remove(own));
+        state.running += 1;
+        // A pass of newer weights may have waited for this one alone.
+        self.changed.notify_all();
+        Turn(self)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.lock().running -= 1;
+        self.0.changed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_passes_of_older_weights_go_first_and_all_places_are_used() {
+        let (turns, order) = (Turns::default(), Mutex::new(vec![]));
+        let (first, second) = (turns.take(7, 2), turns.take(8, 2));
+        std::thread::scope(|scope| {
+            let take = |version| {
+                let _turn = turns.take(version, 2);
+                order.lock().unwrap().push(version);
+            };
+            let wait_for = |passes: usize| {
+                while turns.lock().waiting.len() < passes {
+                    std::thread::yield_now();
+                }
+            };
+            // The newer weights ask first.
+            scope.spawn(move || take(8));
+            wait_for(1);
+            scope.spawn(move || take(7));
+            wait_for(2);
+            drop(first);
+        });
+        assert_eq!(*order.lock().unwrap(), [7, 8]);
+        drop(second);
+        let all = [turns.take(8, 2), turns.take(8, 2)];
+        assert_eq!(turns.lock().running, 2);
+        drop(all);
+        assert_eq!(turns.lock().running, 0);
+    }
+}
