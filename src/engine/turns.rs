@@ -29,8 +29,9 @@ impl Turns {
         while state.running >= passes_max || state.waiting.iter().any(|&waiting| waiting < version) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
         }
-        let own = state.waiting.iter().position(|&waiting| waiting == version);
-        own.map(|own| state.waiting.swap_remove(own));
+        if let Some(own) = state.waiting.iter().position(|&waiting| waiting == version) {
+            state.waiting.swap_remove(own);
+        }
         state.running += 1;
         // A pass of newer weights may have waited for this one alone.
         self.changed.notify_all();

@@ -7,15 +7,14 @@
 //! ```
 //!
 //! Step t trains on samples of the weights after step max(0, t - 1 - lag). The first step samples the first
-//! `lag` steps before its update. Step t begins to sample step t + lag by the weights after step t - 1, before
-//! it waits for its own samples. The schedule counts steps and reads no clock, so a run is a function of its
-//! recipe.
+//! `lag` steps before its update. Before the update of step t, sampling of step t + lag begins, by the weights
+//! after step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
 //!
 //! In a single process, sampling runs beside the update, with a copy of the trained weights. On a GPU it has
 //! a stream of its own. On several processes it runs before the update, and gives the same bits.
 //!
-//! On a CPU, if the memory plan has room, two samplings may be in flight. Then the next step begins as soon
-//! as its own samples are there:
+//! On a CPU, if the memory plan has room, two samplings may be in flight. Then a step's update begins as soon
+//! as its own samples are there, and the next sampling begins right after the update before:
 //!
 //! ```text
 //! rollout.lag_steps = 1      time -->
@@ -26,8 +25,8 @@
 //! ```
 //!
 //! Where both compute, the sampling of the earlier step goes first. A checkpoint and an evaluation wait for
-//! all samplings. Otherwise a step waits at its end for what it began to sample. Partial trajectories need
-//! that: each sampling continues those of the one before.
+//! all samplings. In all other runs, a step waits at its end for what it began to sample. Partial trajectories
+//! need that: each sampling continues those of the one before.
 
 use super::Trainer;
 use super::in_flight::{InFlight, SamplingInputs};

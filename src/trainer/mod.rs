@@ -176,10 +176,7 @@ impl Trainer {
         if resumed.is_none() && recipe.eval.before_training && recipe.train.steps > 0 {
             self.evaluate(0)?;
         }
-        let result = self.reinforcement_learning(optimizer, critic, rl_start);
-        // After an error there may be samplings, whose samples nobody needs.
-        self.in_flight.clear();
-        result
+        self.reinforcement_learning(optimizer, critic, rl_start)
     }
 
     /// Tells the console which work remains after `done`. The console then shows one remaining time for all
@@ -410,10 +407,12 @@ impl Trainer {
     }
 }
 
-/// Removes the status file at the end of the run, including after an error.
+/// At the end of the run, including after an error: removes the status file, and ends the samplings in
+/// flight.
 impl Drop for Trainer {
     fn drop(&mut self) {
         self.console.remove_status_file();
+        self.in_flight.clear();
     }
 }
 
