@@ -22,7 +22,6 @@ use super::{ForcedTokens, Rollout, TurnPosition};
 use crate::chat::{Call, ChatTurnParser, PYTHON};
 use crate::engine::{Completion, Continuation, EngineRequest, NewToken, SampleRequest};
 use crate::harmony::{Message, TurnEnd, TurnStep};
-use crate::interpreter::SessionId;
 use crate::ops::token_set::TokenSet;
 use crate::random::stream;
 use crate::tasks::{Problem, Reward, Transcript};
@@ -52,7 +51,8 @@ pub(super) struct Conversation<'a> {
     problem: &'a Problem,
     prompt: u64,
     sample: u64,
-    session: SessionId,
+    /// Its index among all trajectories of the rollout.
+    index: usize,
     pub(super) tokens: Vec<u32>,
     prompt_tokens: usize,
     mask: Vec<bool>,
@@ -103,12 +103,12 @@ impl<'a> Conversation<'a> {
         engine_request(rollout, prompt.tokens.clone(), (0..samples).map(sample).collect(), 0)
     }
 
-    /// Starts sample `sample` of a prompt.
+    /// Starts sample `sample` of a prompt, the trajectory `index` of the rollout.
     pub(super) fn new(
         rollout: &'a Rollout<'a>,
         prompt: &RenderedPrompt<'a>,
         sample: u64,
-        session: SessionId,
+        index: usize,
         pause_after: Option<usize>,
     ) -> Self {
         let prompt_tokens = prompt.tokens.len();
@@ -117,7 +117,7 @@ impl<'a> Conversation<'a> {
             problem: prompt.problem,
             prompt: prompt.index,
             sample,
-            session,
+            index,
             tokens: prompt.tokens.clone(),
             prompt_tokens,
             mask: vec![false; prompt_tokens],
@@ -174,7 +174,7 @@ impl<'a> Conversation<'a> {
 
     /// Returns the request that goes on after a pause. All tokens are read again.
     pub(super) fn resumption(&self, forced: &ForcedTokens) -> EngineRequest {
-        let mut sample = turn_sample(self.rollout, self.step, self.session.0, self.position(), forced);
+        let mut sample = turn_sample(self.rollout, self.step, self.index as u64, self.position(), forced);
         // The engine draws one random number per token.
         for _ in self.turn_start..self.tokens.len() {
             let _: f64 = sample.random.random();
@@ -211,7 +211,7 @@ impl<'a> Conversation<'a> {
 
     /// Returns its index among all trajectories of the rollout.
     pub(super) fn trajectory_index(&self) -> usize {
-        self.session.0 as usize
+        self.index
     }
 
     /// Returns the place of the turn that is being sampled.
@@ -229,7 +229,7 @@ impl<'a> Conversation<'a> {
         let position = self.position();
         Continuation {
             tokens: std::mem::take(&mut self.inserted),
-            sample: turn_sample(self.rollout, self.step, self.session.0, position, forced),
+            sample: turn_sample(self.rollout, self.step, self.index as u64, position, forced),
             new_tokens_max: tokens_left(self.rollout, self.sampled, self.tokens.len()),
         }
     }
@@ -360,7 +360,7 @@ impl<'a> Conversation<'a> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };
         if let Some(interpreter) = self.rollout.interpreter.filter(|_| name == PYTHON) {
-            let reply = interpreter.call(self.session, &call.content);
+            let reply = interpreter.call(self.rollout.session(self.index), &call.content);
             self.tool_s += reply.seconds;
             self.calls_answered += 1;
             return Ok((reply.outcome, reply.text));
@@ -449,7 +449,7 @@ impl<'a> Conversation<'a> {
     pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
         let Rollout { task, interpreter, .. } = *self.rollout;
         if let Some(interpreter) = interpreter {
-            interpreter.close(self.session);
+            interpreter.close(self.rollout.session(self.index));
         }
         let mut outcome = self.outcome.unwrap_or(Outcome::TaskFailed);
         let reward = if outcome == Outcome::TaskFailed {

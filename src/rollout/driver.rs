@@ -177,9 +177,8 @@ impl<'a> Driver<'a> {
     fn begin(&self, trajectory: usize) -> Conversation<'a> {
         let (prompt, sample) = (trajectory / self.samples, trajectory % self.samples);
         self.lock().progress.started += 1;
-        let session = self.rollout.session(trajectory);
         let prompt = &self.prompts[prompt];
-        Conversation::new(self.rollout, prompt, sample as u64, session, self.pause_after)
+        Conversation::new(self.rollout, prompt, sample as u64, trajectory, self.pause_after)
     }
 
     /// Starts the next action of a conversation.
