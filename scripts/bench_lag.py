@@ -7,7 +7,8 @@ Tasks: "slow", each grading takes 0.2 s; "tail", 0.05 s, and 1 of 16 takes 8 tim
 of 16 answers has 8 times as many tokens, in 8 turns. Models: tiny is the quickstart's (8 prompts x 8 samples), small has 8
 layers of 512 and 16 experts (4 x 8). Weights are random; for "long" they first learn to answer with 37 characters, the last
 one at random. Prints medians over the steps and the interleaved rounds. The bound is the larger of processor seconds / threads
-and the longest sampling time of a step with two trajectories alone. It needs 2 GB of disk.
+and the longest sampling time of a step with two trajectories alone; with two samplings in flight a step may take less. It
+needs 2 GB of disk.
 """
 
 import argparse
