@@ -121,7 +121,8 @@ mod tests {
         assert!(ended.load(Ordering::Relaxed));
         let error = in_flight(|_| ()).join().map(drop).unwrap_err();
         assert_eq!(error.to_string(), "the rollout was stopped");
-        for ends in [|sampling: InFlight| drop(sampling), |sampling| drop(sampling.join())] {
+        let ends: [fn(InFlight); 2] = [drop, |sampling| drop(sampling.join())];
+        for ends in ends {
             let panic = catch_unwind(AssertUnwindSafe(|| ends(in_flight(|_| panic!("of sampling")))));
             assert_eq!(panic.unwrap_err().downcast_ref(), Some(&"of sampling"));
         }

@@ -342,6 +342,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             processes: 1,
             rollout_weights: RolloutWeightPlacement::Whole,
             packed_weights: PackedWeightPlacement::Whole,
+            two_samplings: false,
             gpu_sequences: None,
             recompute_layers: None,
             sft_row_tokens_max: None,
