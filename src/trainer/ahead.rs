@@ -7,8 +7,9 @@
 //! ```
 //!
 //! Step t trains on samples of the weights after step max(0, t - 1 - lag). The first step samples the first
-//! `lag` steps before its update. Before the update of step t, sampling of step t + lag begins, by the weights
-//! after step t - 1. The schedule counts steps and reads no clock, so a run is a function of its recipe.
+//! `lag` steps before its update. Before the update of step t, sampling of step t + lag begins, by the
+//! weights after step t - 1. The schedule counts steps and reads no clock, so a run is a function of its
+//! recipe.
 //!
 //! In a single process, sampling runs beside the update, with a copy of the trained weights. On a GPU it has
 //! a stream of its own. On several processes it runs before the update, and gives the same bits.
@@ -25,8 +26,8 @@
 //! ```
 //!
 //! Where both compute, the sampling of the earlier step goes first. A checkpoint and an evaluation wait for
-//! all samplings. In all other runs, a step waits at its end for what it began to sample. Partial trajectories
-//! need that: each sampling continues those of the one before.
+//! all samplings. In all other runs, a step waits at its end for what it began to sample. Partial
+//! trajectories need that: each sampling continues those of the one before.
 
 use super::Trainer;
 use super::in_flight::{InFlight, SamplingInputs};
