@@ -143,6 +143,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
         recompute_layers: None,
+        two_samplings: false,
         sft_row_tokens_max: None,
         teacher: None,
     };

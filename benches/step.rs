@@ -223,6 +223,7 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         packed_weights: PackedWeightPlacement::Whole,
         gpu_sequences: None,
         recompute_layers: None,
+        two_samplings: false,
         sft_row_tokens_max: None,
         teacher: None,
     };
