@@ -186,7 +186,7 @@ mod tests {
                 assert_eq!(of_training, of_checkpoint, "{} {bits}", spec.name);
             }
             if spec.is_expert_matrix() {
-                // In a block of such values MXFP4 has 1.0 and 1.5. The checkpoint's value is a tie, 1.0 is even.
+                // In a block of such values MXFP4 has 1.0 and 1.5. The checkpoint's 1.25 is a tie.
                 let exact = 1.25f32 + 1e-5;
                 assert_eq!(round_value(exact, 7), 1.25);
                 let of_training = rounded(rounding(true, None), filled(exact, Precision::Bf16Dot));

@@ -308,8 +308,8 @@ impl LaunchPlan {
 }
 
 impl DeviceLaunchPlan {
-    /// Returns a launch plan for `kernels`, which must come from [`super::kernel_set`]. `pages` is a page table
-    /// and its width, if keys are in a cache.
+    /// Returns a launch plan for `kernels`, which must come from [`super::kernel_set`]. `pages` is a page
+    /// table and its width, if keys are in a cache.
     ///
     /// # Errors
     /// When the kernels do not support these sizes, or a page table is too small.
