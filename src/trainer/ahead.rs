@@ -171,7 +171,9 @@ impl Trainer {
     /// Begins to sample step `step` by the current weights, whose version is `version`. Several processes
     /// sample it now.
     fn begin_sampling(&mut self, step: u64, version: u64) -> Result<()> {
-        while self.in_flight.len() >= IN_FLIGHT_MAX {
+        // A step without groups to train on has not joined its sampling.
+        let others_max = if self.context.two_samplings { IN_FLIGHT_MAX - 1 } else { 0 };
+        while self.in_flight.len() > others_max {
             self.join_sampling()?;
         }
         let Some(beside) = &self.beside else { return self.sample_now(step, version) };
