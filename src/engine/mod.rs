@@ -6,26 +6,26 @@
 
 mod cache_admission;
 mod draw;
+mod pass_scheduler;
 mod prefix_cache;
 mod queue;
 mod request;
-mod turns;
 mod worker;
 
+pub use pass_scheduler::PassScheduler;
 pub use request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
-pub use turns::Turns;
 
 use crate::model::cache::{CacheCapacity, CacheFactory};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use anyhow::{Error, Result, ensure};
+use pass_scheduler::RunningPass;
 use prefix_cache::PrefixCache;
 use queue::Queue;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use turns::Turn;
 use worker::Worker;
 
 /// Maximum tokens per forward pass. Decode has priority; long prompts take the rest, so they are fed in
@@ -97,8 +97,8 @@ pub struct Engine<'m> {
     limits: EngineLimits,
     /// Number of workers that decode in parallel.
     workers: usize,
-    /// The turns of this engine's passes; `None` if no other engine has the same processors.
-    turns: Option<&'m Turns>,
+    /// Orders this engine's passes and those of another one; `None` if it has the processors alone.
+    pass_scheduler: Option<&'m PassScheduler>,
     caches: CacheFactory,
     queue: Mutex<Queue>,
     /// Blocks of earlier requests; `None` if they are not kept.
@@ -136,7 +136,7 @@ impl<'m> Engine<'m> {
             version,
             limits,
             workers,
-            turns: None,
+            pass_scheduler: None,
             caches,
             queue,
             prefixes,
@@ -147,15 +147,15 @@ impl<'m> Engine<'m> {
         Ok(engine)
     }
 
-    /// Returns the engine with forward passes that take turns with those of other engines. The engines have
-    /// the same number of workers.
-    pub fn in_turns(self, turns: &'m Turns) -> Self {
-        Self { turns: Some(turns), ..self }
+    /// Returns the engine with forward passes that `scheduler` starts. Its engines have the same number of
+    /// workers.
+    pub fn with_pass_scheduler(self, scheduler: &'m PassScheduler) -> Self {
+        Self { pass_scheduler: Some(scheduler), ..self }
     }
 
-    /// Waits for the turn of a worker's forward pass.
-    fn turn(&self) -> Option<Turn<'_>> {
-        self.turns.map(|turns| turns.take(self.version, self.workers))
+    /// Waits until a worker's forward pass may start.
+    fn start_pass(&self) -> Option<RunningPass<'_>> {
+        self.pass_scheduler.map(|scheduler| scheduler.start(self.version, self.workers))
     }
 
     /// Returns the policy.

@@ -307,7 +307,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// Runs one forward, and draws a token for every entry that is fed completely.
     fn step(&mut self) -> Result<()> {
         let device = self.engine.policy.weights.device();
-        let _turn = self.engine.turn();
+        let _pass = self.engine.start_pass();
         with_spinning_threads(device, || self.forward_and_draw())
     }
 

@@ -6,7 +6,6 @@ use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;
 use crate::bad_input;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix};
-use crate::ops::parameter::Parameter;
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use crate::ops::{mxfp4, round_mantissa, round_mantissa::round_value};
@@ -65,12 +64,15 @@ impl WeightRounding {
     /// [`crate::error::BadInput`] when `mxfp4` is set and the number of inputs of an expert matrix is not a
     /// multiple of the MXFP4 block size.
     pub fn apply(&self, spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
-        let weight = if self.mxfp4 && spec.is_expert_matrix() { to_mxfp4(spec, weight)? } else { weight };
+        let becomes_mxfp4 = self.mxfp4 && spec.is_expert_matrix();
+        if !becomes_mxfp4 && self.bits.is_none() {
+            return Ok(weight);
+        }
+        let weight = as_in_checkpoint(spec, weight)?;
+        let weight = if becomes_mxfp4 { to_mxfp4(spec, weight)? } else { weight };
         let Some(bits) = self.bits else { return Ok(weight) };
         Ok(match weight {
-            Weight::Dense(dense) => {
-                Weight::dense(&round_mantissa(&values_in_use(spec, &dense, dense.values().clone())?, bits)?)
-            }
+            Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
             Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
             Weight::Packed(matrix) if matrix.format() != PackedFormat::Mxfp4 => {
                 Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
@@ -80,15 +82,19 @@ impl WeightRounding {
     }
 }
 
-/// Rounds the `values` of `parameter` as products on a CPU round them. A checkpoint has these values. In
-/// training, a matrix with products in bf16 has exact values, and to round these could give another result.
-fn values_in_use(spec: &ParameterSpec, parameter: &Parameter, values: Tensor) -> Result<Tensor> {
-    let is_rounded = parameter.precision() == Precision::Bf16Dot && spec.is_rounded_in_use();
-    Ok(if is_rounded && parameter.values().device().is_cpu() {
-        round_mantissa(&values, BF16_BITS)?
-    } else {
-        values
-    })
+/// Returns the values of a checkpoint. In training, a matrix with products in bf16 has exact values; to round
+/// these could give another result.
+fn as_in_checkpoint(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
+    match &weight {
+        Weight::Dense(dense)
+            if dense.precision() == Precision::Bf16Dot
+                && dense.values().device().is_cpu()
+                && spec.is_rounded_in_use() =>
+        {
+            Ok(Weight::dense(&round_mantissa(dense.values(), BF16_BITS)?))
+        }
+        _ => Ok(weight),
+    }
 }
 
 /// Returns whether `bits` mantissa bits represent every value of the matrix.
@@ -111,10 +117,7 @@ fn to_mxfp4(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
     {
         return Ok(weight);
     }
-    let mut values = weight.decode(&spec.working_shape())?;
-    if let Weight::Dense(parameter) = &weight {
-        values = values_in_use(spec, parameter, values)?;
-    }
+    let values = weight.decode(&spec.working_shape())?;
     let shape: [usize; 3] = values.dims3()?.into();
     let [_, input, _] = shape;
     if !input.is_multiple_of(mxfp4::BLOCK) {

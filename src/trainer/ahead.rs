@@ -34,7 +34,7 @@ use super::in_flight::{InFlight, SamplingInputs};
 use super::sample::{InProgress, SampleOutput};
 use crate::bad_input;
 use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
-use crate::engine::Turns;
+use crate::engine::PassScheduler;
 use crate::learner::critic::Critic;
 use crate::learner::optimizer::Optimizer;
 use crate::metrics::Metrics;
@@ -79,7 +79,8 @@ pub(super) struct Beside {
     update_threads: Threads,
     /// The threads of the samplings of odd steps, if two may be in flight. All others have those of the run.
     odd_threads: Option<Arc<Threads>>,
-    turns: Arc<Turns>,
+    /// Orders the passes of two samplings.
+    pass_scheduler: Arc<PassScheduler>,
     /// The stream of sampling, on a GPU.
     stream: Option<SecondStream>,
 }
@@ -98,7 +99,7 @@ impl Beside {
         let odd_threads = context.two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
         let device = context.parameters.device();
         let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
-        Ok(Some(Self { update_threads, odd_threads, turns: Arc::default(), stream }))
+        Ok(Some(Self { update_threads, odd_threads, pass_scheduler: Arc::default(), stream }))
     }
 }
 
@@ -182,7 +183,7 @@ impl Trainer {
             weights: self.context.parameters.snapshot(beside.stream.as_ref())?,
             version,
             threads: beside.odd_threads.clone().filter(|_| step % 2 == 1),
-            turns: beside.turns.clone(),
+            pass_scheduler: beside.pass_scheduler.clone(),
             pass: self.pass_settings(self.context.recipe().rollout.temperature),
             timings: self.timings.clone(),
             in_progress: std::mem::take(&mut self.ahead.in_progress),

@@ -1,7 +1,7 @@
 //! A sampling on a thread of its own.
 
 use super::sample::{InProgress, SampleOutput, Sampler};
-use crate::engine::Turns;
+use crate::engine::PassScheduler;
 use crate::learner::forward_backward::PassSettings;
 use crate::metrics::{Console, Timings};
 use crate::model::parameters::Parameters;
@@ -32,7 +32,7 @@ pub(super) struct SamplingInputs {
     pub version: u64,
     /// The threads that compute; `None` means those of the run.
     pub threads: Option<Arc<Threads>>,
-    pub turns: Arc<Turns>,
+    pub pass_scheduler: Arc<PassScheduler>,
     pub pass: PassSettings,
     pub timings: Arc<Timings>,
     pub in_progress: InProgress,
@@ -82,7 +82,7 @@ impl SamplingInputs {
             parameters: &self.weights,
             version: self.version,
             threads: self.threads.as_deref().unwrap_or(&self.context.threads),
-            turns: Some(&self.turns),
+            pass_scheduler: Some(&self.pass_scheduler),
             pass: self.pass,
             console: &console,
             timings: &self.timings,

@@ -1,7 +1,7 @@
 //! The rollouts of a step, with dynamic sampling or partial trajectories if the recipe enables them.
 
 use super::Trainer;
-use crate::engine::{Engine, Turns};
+use crate::engine::{Engine, PassScheduler};
 use crate::learner::batch::Batch;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::PassSettings;
@@ -152,8 +152,8 @@ pub(super) struct Sampler<'a> {
     pub parameters: &'a Parameters,
     pub version: u64,
     pub threads: &'a Threads,
-    /// Turns with another sampling; `None` if this one is alone.
-    pub turns: Option<&'a Turns>,
+    /// Orders the passes of two samplings; `None` if this one is alone.
+    pub pass_scheduler: Option<&'a PassScheduler>,
     /// The settings of a training forward.
     pub pass: PassSettings,
     pub console: &'a Console,
@@ -170,7 +170,7 @@ impl Trainer {
             parameters: &self.context.parameters,
             version,
             threads: &self.context.threads,
-            turns: None,
+            pass_scheduler: None,
             pass: self.pass_settings(self.context.recipe().rollout.temperature),
             console: &self.console,
             timings: &self.timings,
@@ -202,8 +202,8 @@ impl Sampler<'_> {
         let policy = self.context.rollout_policy_of(self.parameters)?;
         // The weights do not change while a step samples, so one engine samples all of its rounds.
         let engine = self.context.engine_on(self.threads, policy, self.version, settings)?;
-        let engine = match self.turns {
-            Some(turns) => engine.in_turns(turns),
+        let engine = match self.pass_scheduler {
+            Some(scheduler) => engine.with_pass_scheduler(scheduler),
             None => engine,
         };
         let output = match settings.step_tokens_max {

@@ -226,13 +226,16 @@ fn truncated_samples_keep_every_ratio_finite_with_a_lag_four_minibatches_and_pau
     }
 }
 
-/// A task whose gradings take 0.2 s. It notes in a file when they begin and end, and fails from a problem on.
+/// A task that notes in a file when gradings begin and end, and fails from a problem on. The gradings of step
+/// `waits_in`, counted from 0, wait until one of a later step has begun.
 const SLOW: &str = r#"
 import json, sys, time
-notes, fails_from = sys.argv[1], int(sys.argv[2])
+notes, fails_from, waits_in = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 def note(event, index):
     with open(notes, "a") as file:
         file.write(f"{event} {index}\n")
+def later_began(step):
+    return any(words[0] == "begin" and int(words[1]) // 2 > step for words in map(str.split, open(notes)))
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["request"] == "describe":
@@ -241,7 +244,9 @@ for line in sys.stdin:
         answer = {"prompt": f"{ask['split']} {ask['index']}", "answer": ask["index"]}
     else:
         note("begin", ask["answer"])
-        time.sleep(0.2)
+        until = time.monotonic() + 120
+        while ask["answer"] // 2 == waits_in and not later_began(waits_in) and time.monotonic() < until:
+            time.sleep(0.02)
         note("end", ask["answer"])
         text = "".join(message["content"] or "" for message in ask["messages"])
         answer = {"reward": len(text) * 7 % 5 / 4, "success": True}
@@ -251,10 +256,11 @@ for line in sys.stdin:
 "#;
 
 /// The settings of a run of [`SLOW`], and the file of its notes.
-fn slow(folder: &Path, fails_from: u64, more: &[&str]) -> (Vec<String>, PathBuf) {
+fn slow(folder: &Path, fails_from: u64, waits_in: i64, more: &[&str]) -> (Vec<String>, PathBuf) {
     let (program, notes) = (folder.join("slow.py"), folder.join("notes"));
     std::fs::write(&program, SLOW).unwrap();
-    let words = ["python3", program.to_str().unwrap(), notes.to_str().unwrap(), &fails_from.to_string()];
+    let (fails_from, waits_in) = (fails_from.to_string(), waits_in.to_string());
+    let words = ["python3", program.to_str().unwrap(), notes.to_str().unwrap(), &fails_from, &waits_in];
     let command = format!("task.command={words:?}");
     let sets = ["task.name=command", &command, "task.command_processes=16", "cold_start.steps=0", ROLLOUT];
     let sizes = ["train.steps=6", "eval.every_steps=0", "eval.before_training=false"];
@@ -281,27 +287,25 @@ fn two_samplings_in_flight_change_no_bit() {
     }
     for lag in ["rollout.lag_steps=1", "rollout.lag_steps=2"] {
         let folder = TempDir::new().unwrap();
-        let run = |name: &str, more: &[&str]| {
-            let (sets, notes) = slow(folder.path(), u64::MAX, &[&[lag][..], more].concat());
+        let run = |name: &str, waits_in: i64, more: &[&str]| {
+            let (sets, notes) = slow(folder.path(), u64::MAX, waits_in, &[&[lag][..], more].concat());
             let _ = std::fs::remove_file(&notes);
             let out = folder.path().join(name);
             done(&mut small(&out, &texts(&sets)));
             (out, samplings_overlapped(&notes))
         };
-        let (joined, overlapped) = run("joined", &["checkpoint.every_steps=1"]);
+        let (joined, overlapped) = run("joined", -1, &["checkpoint.every_steps=1"]);
         assert!(!overlapped);
         assert_engine_agrees(&rl_rows(&joined));
         let state =
             |run: &Path| std::fs::read(run.join("checkpoints/step-000006/trainer.safetensors")).unwrap();
-        let mut overlaps = false;
         for threads in 1..=3 {
             let threads = format!("parallel.threads={threads}");
-            let (two, overlapped) = run(&threads, &["checkpoint.every_steps=0", &threads]);
+            let (two, overlapped) = run(&threads, 2, &["checkpoint.every_steps=0", &threads]);
             assert_same_results(&two, &joined);
             assert!(state(&two) == state(&joined), "{lag} {threads}");
-            overlaps |= overlapped;
+            assert!(overlapped, "{lag} {threads}: no two samplings were in flight");
         }
-        assert!(overlaps, "{lag}: no two samplings were in flight");
     }
 }
 
@@ -313,7 +317,7 @@ fn a_run_that_saved_with_two_samplings_in_flight_goes_on_to_the_same_metrics() {
     }
     let folder = TempDir::new().unwrap();
     let more = ["rollout.lag_steps=2", "checkpoint.every_steps=3"];
-    let (sets, _) = slow(folder.path(), u64::MAX, &more);
+    let (sets, _) = slow(folder.path(), u64::MAX, 2, &more);
     let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));
     done(&mut small(&straight, &texts(&sets)));
     let file = straight.join("checkpoints/step-000003/sampled_ahead.json");
@@ -330,11 +334,12 @@ fn a_task_that_fails_while_two_samplings_are_in_flight_ends_the_run_with_one_err
     }
     let folder = TempDir::new().unwrap();
     // The problems of the steps after the second.
-    let (sets, _) = slow(folder.path(), 4, &["rollout.lag_steps=1"]);
+    let (sets, notes) = slow(folder.path(), 4, 2, &["rollout.lag_steps=1", "checkpoint.every_steps=0"]);
     let output = output(&mut small(&folder.path().join("run"), &texts(&sets)));
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{text}");
     let errors: Vec<&str> = text.lines().filter(|line| line.starts_with("error:")).collect();
+    assert!(samplings_overlapped(&notes));
     let expected = "error: 32 of 48 trajectories failed for reasons outside the policy";
     assert!(errors.len() == 1 && errors[0].starts_with(expected), "{text}");
 }

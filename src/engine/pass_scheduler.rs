@@ -1,11 +1,11 @@
-//! Turns of engines that share the processors: older weights go first.
+//! Which forward pass starts next, of engines that share the processors: older weights go first.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Lets only as many forward passes run as one engine has workers. Among passes that wait, those of the
 /// oldest weights go first.
 #[derive(Default)]
-pub struct Turns {
+pub struct PassScheduler {
     state: Mutex<State>,
     changed: Condvar,
 }
@@ -19,11 +19,11 @@ struct State {
 }
 
 /// A pass that runs. Its end is the end of the pass.
-pub(super) struct Turn<'a>(&'a Turns);
+pub(super) struct RunningPass<'a>(&'a PassScheduler);
 
-impl Turns {
+impl PassScheduler {
     /// Waits until fewer than `passes_max` passes run and none of older weights than `version` waits.
-    pub(super) fn take(&self, version: u64, passes_max: usize) -> Turn<'_> {
+    pub(super) fn start(&self, version: u64, passes_max: usize) -> RunningPass<'_> {
         let mut state = self.lock();
         state.waiting.push(version);
         while state.running >= passes_max || state.waiting.iter().any(|&waiting| waiting < version) {
@@ -35,7 +35,7 @@ impl Turns {
         state.running += 1;
         // A pass of newer weights may have waited for this one alone.
         self.changed.notify_all();
-        Turn(self)
+        RunningPass(self)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -43,7 +43,7 @@ impl Turns {
     }
 }
 
-impl Drop for Turn<'_> {
+impl Drop for RunningPass<'_> {
     fn drop(&mut self) {
         self.0.lock().running -= 1;
         self.0.changed.notify_all();
@@ -56,30 +56,30 @@ mod tests {
 
     #[test]
     fn waiting_passes_of_older_weights_go_first_and_all_places_are_used() {
-        let (turns, order) = (Turns::default(), Mutex::new(vec![]));
-        let (first, second) = (turns.take(7, 2), turns.take(8, 2));
+        let (scheduler, order) = (PassScheduler::default(), Mutex::new(vec![]));
+        let (first, second) = (scheduler.start(7, 2), scheduler.start(8, 2));
         std::thread::scope(|scope| {
-            let take = |version| {
-                let _turn = turns.take(version, 2);
+            let start = |version| {
+                let _pass = scheduler.start(version, 2);
                 order.lock().unwrap().push(version);
             };
             let wait_for = |passes: usize| {
-                while turns.lock().waiting.len() < passes {
+                while scheduler.lock().waiting.len() < passes {
                     std::thread::yield_now();
                 }
             };
             // The newer weights ask first.
-            scope.spawn(move || take(8));
+            scope.spawn(move || start(8));
             wait_for(1);
-            scope.spawn(move || take(7));
+            scope.spawn(move || start(7));
             wait_for(2);
             drop(first);
         });
         assert_eq!(*order.lock().unwrap(), [7, 8]);
         drop(second);
-        let all = [turns.take(8, 2), turns.take(8, 2)];
-        assert_eq!(turns.lock().running, 2);
+        let all = [scheduler.start(8, 2), scheduler.start(8, 2)];
+        assert_eq!(scheduler.lock().running, 2);
         drop(all);
-        assert_eq!(turns.lock().running, 0);
+        assert_eq!(scheduler.lock().running, 0);
     }
 }
