@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from device_runs import RECIPE, SHORT, numbers, sets, tensors
+from world import RECIPE, SHORT, numbers, sets, tensors
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -3,7 +3,8 @@
 # those that drawn_bugs.py draws.
 #
 #   run.sh         as said
-#   run.sh ci      without the longest check, heads of 128 on Hopper's model, and with six seeded and three drawn bugs
+#   run.sh ci      a sample: of attention one family whole and the small cases of all, one family in each sanitizer;
+#                  six seeded and three drawn bugs
 #   run.sh bugs    every seeded bug, and nothing else
 #
 # Needs bash, g++, make and python3. JOBS (default: all cores) programs at a time. Prints a table; exits 1 on any miss.
@@ -34,9 +35,12 @@ run_check() {
 }
 export -f run_check
 checks() {
-  local mode check checks=("plain/suite hopper" "plain/suite mma" "plain/suite mma_128" "plain/suite ops"
-    "asan/suite small" "tsan/suite small" "plain/engine_tests" "asan/engine_tests" "tsan/engine_tests")
-  if [ "$1" = whole ]; then checks=("plain/suite hopper_128" "${checks[@]}"); fi
+  local mode check checks=("plain/suite hopper" "plain/suite ops" "plain/engine_tests" "asan/engine_tests" "tsan/engine_tests")
+  if [ "$1" = whole ]; then
+    checks=("plain/suite hopper_128" "plain/suite mma" "plain/suite mma_128" "asan/suite small" "tsan/suite small" "${checks[@]}")
+  else
+    checks+=("plain/suite small" "asan/suite small hopper" "asan/suite small ops" "tsan/suite small hopper" "tsan/suite small ops")
+  fi
   # The file in which the host twins and a GPU's instructions must agree.
   for mode in plain asan tsan; do checks+=("$mode/primitive_checks ../../kernels/primitive_checks.txt"); done
   # One of these at a time would leave cores idle.

@@ -30,7 +30,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "cuda_driver"))
-from device_runs import RECIPE, SHORT, numbers, sets, tensors  # noqa: E402
+from world import RECIPE, SHORT, numbers, sets, tensors  # noqa: E402
 
 STEPS = 3
 LIMIT_S = 15

@@ -1,0 +1,198 @@
+"""Whole runs of several processes, each with an emulated GPU: parts of device_runs.py."""
+
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from array import array
+from pathlib import Path
+
+from world import RECIPE, SETTLED_STEPS, SHORT, SMALLEST, TORCHRUN, WAIT_S, numbers, sets, tensors
+
+
+def several(world):
+    """Two processes over NCCL's stand-in, each with an emulated GPU: the gap is 0, and so are the weights' differences."""
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=2)]
+    plan = world.run(world.gpu, "check", RECIPE, *SHORT, *words, "--processes", 2)
+    planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+    said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words, env={"CUDA_EMULATOR_PEAK": "1"})
+    assert "in each of 2 processes" in said, said
+    used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
+    assert len(used) == 2 and max(used) <= planned, f"{used} bytes in use, {planned:.0f} planned"
+    rows = world.rows("several", "rl")
+    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+    # Shards of Muon's matrices are exchanged in host memory.
+    world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several_muon", *SHORT, *words, *sets(train__optimizer__kind="muon", policy__entropy_coefficient=0.01))
+    rows = world.rows("several_muon", "rl")
+    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
+    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows), rows
+    weights = [(world.place / run / "checkpoints/step-000002/model.safetensors").read_bytes() for run in ("several", "several_muon")]
+    assert weights[0] != weights[1], "Muon changed nothing"
+    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
+        said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
+        assert key in said, said
+
+
+def refused_together(world):
+    """What makes one of two processes unfit is refused by both, with one message, before any work."""
+    words = [*SHORT, *sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=1)]
+    command = [world.gpu, "train", RECIPE, "--out", "unfit", *words]
+    cases = [
+        ("CUDA_EMULATOR_NCCL=22105", "rank 0 has NCCL 2.24.3, rank 1 has 2.21.5; install one version"),
+        ("CUDA_EMULATOR_NAME=H200", "rank 0 computes on emulated H100, rank 1 on H200; choose GPUs of one kind"),
+        ("CUDA_EMULATOR_MEMORY_MIB=1", "are free on GPU 0"),
+        ("CUDA_EMULATOR_OLD=1", "compute capability 8.0"),
+    ]
+    for setting, message in cases:
+        said = world.run(TORCHRUN, 2, *command, ":", "env", setting, *command, code=2)
+        assert said.count("error: ") == 1 and message in said, f"{setting}: {said}"
+        assert not (world.place / "unfit").exists(), setting
+    return len(cases)
+
+
+def equals_one(world):
+    """Two, three and four GPUs have the metrics, weights and optimizer state of one. Returns the bytes compared."""
+    # Nothing is clipped by the norm.
+    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=3), *off, *steady]
+    compared = 0
+
+    def train(out, ranks, *more, mode="late"):
+        world.run(TORCHRUN, ranks, world.gpu, "train", RECIPE, "--out", out, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
+
+    def compare(one, several):
+        nonlocal compared
+        rows = [[numbers(row) for row in world.rows(run)] for run in (one, several)]
+        assert rows[0] == rows[1], f"{several}:\n{rows[0]}\n{rows[1]}"
+        for stem in ("model", "trainer"):
+            kept = [tensors(world.place / run / "checkpoints/step-000003", stem) for run in (one, several)]
+            differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
+            assert kept[0] and not differing, f"{several}: {stem}: {differing}"
+            compared += sum(map(len, kept[0].values()))
+
+    world.train(world.gpu, "one", *words)
+    for ranks, mode in [(3, "first-late")] if world.sample else [(2, "at-once"), (3, "first-late")]:
+        train(f"on_{ranks}_{mode}", ranks, mode=mode)
+        compare("one", f"on_{ranks}_{mode}")
+    # Two layers at a time, and moments of 8 bits.
+    other = sets(train__recompute_layers="true", train__optimizer__kind="adamw_8bit")
+    world.train(world.gpu, "one_8bit", *words, *other)
+    train("on_4_8bit", 4, *other)
+    compare("one_8bit", "on_4_8bit")
+    # A run goes on on another number of GPUs.
+    train("resumed", 2, *sets(train__steps=2))
+    train("resumed", 3, "--resume")
+    compare("one", "resumed")
+    return compared
+
+
+# Of a tensor's largest value. An adapter's factor B began at 0: it has AdamW's updates alone, large where a gradient is small.
+SEQUENCES_APART, FACTORS_APART = 1e-5, 1e-4
+FOUR_HEADS = dict(model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2)
+BALANCED = dict(FOUR_HEADS, train__load_balance_coefficient=0.01)
+WIDE = dict(FOUR_HEADS, model__dtype="bf16", model__architecture__head_dim=128, model__architecture__hidden_size=32, model__architecture__intermediate_size=32)
+# Recipe, shape, and GPUs, how many share a sequence, the order of streams. Four share key-value heads too. CI runs the first case.
+SEQUENCES = [
+    ("gpt_oss", RECIPE, BALANCED, [(4, 2, "late"), (4, 4, "late")]),
+    ("gpt_oss", RECIPE, BALANCED, [(2, 2, "at-once"), (2, 2, "first-late"), (4, 2, "at-once"), (4, 4, "first-late"), (4, 4, "at-once")]),
+    ("recomputed", RECIPE, dict(BALANCED, train__recompute_layers="true"), [(2, 2, "late"), (4, 4, "late")]),
+    ("qwen3", "quickstart_dense", dict(WIDE, model__architecture__model_type="qwen3"), [(2, 2, "late"), (4, 4, "at-once")]),
+    ("qwen3_moe", "quickstart_qwen3_moe", dict(WIDE, model__architecture__model_type="qwen3_moe", train__load_balance_coefficient=0.01), [(2, 2, "at-once")]),
+    ("adapter", RECIPE, dict(FOUR_HEADS, adapter__rank=4), [(2, 2, "late"), (4, 2, "at-once"), (4, 4, "late")]),
+]
+
+
+def apart(one, other):
+    """The greatest distance of two tensors' f32 values, of the largest value."""
+    one, other = array("f", one), array("f", other)
+    assert len(one) == len(other), f"{len(one)} and {len(other)} values"
+    return max(abs(a - b) for a, b in zip(one, other)) / (max(map(abs, one)) or 1)
+
+
+def sequences(world, cases):
+    """Several GPUs share the rows of sequences: beside one GPU, the first step's metrics are equal, the mismatch is 0, and after three
+    steps weights and moments are within rounding. Returns the values compared, and the greatest distances: where, and of an entropy."""
+    compared, worst, metric_apart = 0, (0.0, ""), 0.0
+    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64, checkpoint__dtype="f32", checkpoint__every_steps=1, checkpoint__keep=9)
+    short = sets(device="cuda", cold_start__steps=0, train__steps=3, rollout__samples_per_prompt=2, rollout__response_tokens_max=4, model__architecture__num_hidden_layers=2)
+    for name, recipe, shape, runs in cases:
+        words = [*SHORT, *short, *off, *steady, *sets(**shape)]
+        one = f"one_{name}"
+        shutil.rmtree(world.place / one, ignore_errors=True)
+        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        expected = world.rows(one, "rl")
+        for ranks, sequence, mode in runs:
+            out = f"{name}_{sequence}_of_{ranks}_{mode}"
+            world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *words, *sets(parallel__sequence=sequence), env={"CUDA_EMULATOR": mode})
+            rows = world.rows(out, "rl")
+            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            assert numbers(rows[0]) == numbers(expected[0]), f"{out}:\n{numbers(rows[0])}\n{numbers(expected[0])}"
+            assert all(row["actor/grad_norm"] > 0 for row in rows), rows
+            metric_apart = max([metric_apart, *(abs(a["actor/entropy"] - b["actor/entropy"]) for a, b in zip(rows, expected))])
+            for stem in ("model", "adapter_model", "trainer"):
+                kept = [tensors(world.place / run / "checkpoints/step-000003", stem, ("F32",)) for run in (one, out)]
+                assert kept[0].keys() == kept[1].keys(), f"{out}: {stem}: {kept[0].keys() ^ kept[1].keys()}"
+                for tensor in kept[0]:
+                    distance = apart(kept[0][tensor], kept[1][tensor])
+                    most = FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART
+                    assert distance <= most, f"{out}: {stem}: {tensor}: {distance:.2e}"
+                    worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
+                    compared += len(kept[0][tensor]) // 4
+    return compared, worst, metric_apart
+
+
+def host_copies(world):
+    """The bytes that a steady step of two processes copies between hosts and GPUs, and those of the weights."""
+    wide = sets(model__architecture__hidden_size=128, model__architecture__intermediate_size=64, train__optimizer__schedule="constant")
+    words = [*sets(device="cuda", cold_start__steps=1, rollout__response_tokens_max=8, policy__entropy_coefficient=0.01), *wide]
+    copied = []
+    for steps in (2, 3):
+        run = f"copies_{steps}"
+        env = {"CUDA_EMULATOR_COPIES": "1", "CUDA_EMULATOR": "at-once"}
+        said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", run, *SHORT, *words, *sets(train__steps=steps), env=env)
+        found = re.findall(r"copies: (\d+) bytes to the device, (\d+) bytes from it", said)
+        assert len(found) == 2, said
+        copied.append(sum(int(bytes) for process in found for bytes in process))
+    step = copied[1] - copied[0]
+    f32_bytes = sum(map(len, tensors(world.place / run / "checkpoints/step-000003", "model").values()))
+    # The shards of both in bf16 are half of this.
+    assert 0 < step < f32_bytes / 2 / 4, f"{step} bytes in a step, {f32_bytes} bytes of weights"
+    return step, f32_bytes
+
+
+def hangs(world):
+    """One of two processes stops in the middle of a step: the other one says in which exchange it waits, and both end."""
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=0, train__steps=1000, parallel__exchange_timeout_s=15)]
+    command = [TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "hangs", *SHORT, *words]
+    with open(world.place / "hangs.txt", "w") as said:
+        process = subprocess.Popen(list(map(str, command)), cwd=world.place, stdout=said, stderr=said)
+        deadline = time.monotonic() + WAIT_S
+        while not (world.place / "hangs/metrics.jsonl").exists():
+            assert process.poll() is None and time.monotonic() < deadline, (world.place / "hangs.txt").read_text()
+            time.sleep(0.05)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = {pid: Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in children}
+        os.kill(int(next(pid for pid, variables in ranks.items() if b"RANK=1" in variables)), signal.SIGSTOP)
+        code = process.wait(WAIT_S)
+    said = (world.place / "hangs.txt").read_text()
+    assert code != 0 and 'has waited 15 s in "' in said, f"{code}: {said}"
+
+
+def steady_on_two(world):
+    """Two processes: after ten steps neither asks its device for memory, or gives any back. Returns how often they ask."""
+    words = [*SMALLEST, *sets(rollout__prompts_per_step=2, policy__entropy_coefficient=0.01, checkpoint__every_steps=100)]
+    env = {"CUDA_EMULATOR_PEAK": "1", "CUDA_EMULATOR_POOL_KIB": "16"}
+    asked = []
+    for steps in (SETTLED_STEPS, 2 * SETTLED_STEPS):
+        command = [TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", f"steady_2_{steps}", *SHORT, *words]
+        said = world.run(*command, *sets(train__steps=steps), env=env)
+        found = re.findall(r"memory pool: .* at most, (\d+) times, given back (\d+) times", said)
+        assert len(found) == 2, said
+        asked.append(sorted((int(times), int(back)) for times, back in found))
+    assert asked[0] == asked[1], f"{asked} in {SETTLED_STEPS} steps and in twice as many"
+    return sum(times for times, _ in asked[1])
