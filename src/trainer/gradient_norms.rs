@@ -1,5 +1,7 @@
 //! Gradient norms of a model in recent steps: the rule of `train.on_bad_step = "skip"`, and its warnings.
 
+use super::Trainer;
+use crate::learner::OnBadStep;
 use crate::metrics::{Metrics, format_number};
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
@@ -13,6 +15,15 @@ const NORMS_MIN: usize = 8;
 const SKIP_FACTOR: f64 = 10.0;
 /// Maximum number of consecutive steps without an update.
 const SKIPPED_MAX: usize = 5;
+
+impl Trainer {
+    /// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe
+    /// skips no update.
+    pub(super) fn norm_limit(&self, norms: &GradientNorms) -> Option<f64> {
+        let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
+        may_skip.then(|| norms.limit())
+    }
+}
 
 /// Gradient norms of a model in recent steps. They can be restored from the metrics, so a resumed run makes
 /// the same decisions as an uninterrupted run.

@@ -5,6 +5,7 @@
 
 mod ahead;
 mod data;
+mod forward_passes;
 mod gradient_norms;
 mod in_flight;
 mod monitor;

@@ -2,27 +2,23 @@
 //! correction. Then, for each minibatch: loss, backward pass, clip, optimizer.
 
 use super::Trainer;
-use super::gradient_norms::GradientNorms;
 use super::sample::SampleOutput;
+use crate::learner::TrainSettings;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, ForwardResult};
 use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, MicroBatchValues};
-use crate::learner::critic::{Critic, CriticStep};
+use crate::learner::critic::Critic;
 use crate::learner::forward_backward::{PassOutput, PassSettings};
-use crate::learner::micro_batch::MicroBatch;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::policy_loss::{LossShare, UpdateLoss};
 use crate::learner::rollout_correction::correct_rollout;
-use crate::learner::routed_experts;
 use crate::learner::teacher::{Teacher, TeacherPasses};
 use crate::learner::token_selection::select_tokens;
-use crate::learner::{CriticSettings, OnBadStep, TrainSettings};
 use crate::metrics::{Accumulator, Console, Metrics, Phase, Timings};
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
-use crate::policy::ratio::OldLogProbSource;
-use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
+use crate::policy::PolicySettings;
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result, ensure};
 
@@ -91,13 +87,6 @@ impl Trainer {
             timings: &self.timings,
             console: &self.console,
         }
-    }
-
-    /// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe
-    /// skips no update.
-    pub(super) fn norm_limit(&self, norms: &GradientNorms) -> Option<f64> {
-        let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
-        may_skip.then(|| norms.limit())
     }
 }
 
@@ -227,100 +216,8 @@ impl<'a> PolicyStep<'a> {
         Ok((batch, forward, metrics))
     }
 
-    /// Runs the forward passes before the first update: of the reference, the policy and the critic. They
-    /// fill in columns of `batch`, and the experts to replay. Returns the result of the policy's forward pass
-    /// if it ran.
-    fn compute_log_probs_and_values(
-        &self,
-        batch: &mut Batch,
-        groups: &[&Group],
-        critic: Option<&Critic>,
-    ) -> Result<Option<ForwardResult>> {
-        let replay = self.policy.router_replay;
-        if self.policy.kl.place != KlPlacement::None {
-            let parameters = self.reference.context("policy.kl needs a reference")?;
-            let runner = BatchRunner { parameters, ..self.runner };
-            let outputs = self.forward(("ref", "reference"), runner, &batch.micro_batches, self.pass)?;
-            batch.reference_log_probs = Some(batch.join_forward(&outputs)?.log_probs);
-        }
-        let config = &self.runner.model.config;
-        let sampled_experts = routed_experts::experts_from_sampling(
-            groups,
-            config.num_hidden_layers,
-            config.num_experts_per_tok,
-        );
-        match replay == RouterReplay::Rollout {
-            true => batch.set_replay(sampled_experts?)?,
-            false => batch.rollout_experts = sampled_experts.ok(),
-        }
-        let mut forward = None;
-        if self.needs_forward(critic) {
-            let options = self.old_log_prob_forward.unwrap_or(self.pass.forward);
-            let pass = PassSettings { forward: options, ..self.pass };
-            let names = ("old_log_prob", "old log-probs");
-            let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
-            let result = batch.join_forward(&outputs)?;
-            batch.training_log_probs = Some(result.log_probs.clone());
-            if replay == RouterReplay::Recompute {
-                batch.set_replay(routed_experts::experts_from_forward(&batch.micro_batches, &outputs)?)?;
-            }
-            forward = Some(result);
-        }
-        if let Some(critic) = critic {
-            let step = self.critic_step(&critic.settings, &critic.parameters);
-            batch.values = Some(self.run_stage(("values", "values"), || step.values(batch))?);
-        }
-        Ok(forward)
-    }
-
-    /// Runs `work` as a stage of the progress display. The stage shows no count. `timing` is the stage's name
-    /// in the timings, and `label` its name on the console.
-    fn run_stage<T>(&self, (timing, label): (&str, &str), work: impl FnOnce() -> Result<T>) -> Result<T> {
-        let stage = self.console.start_inner_stage(label, 0);
-        let result = self.timings.time(timing, work)?;
-        stage.finish();
-        Ok(result)
-    }
-
-    /// Runs a forward pass of `runner` as a stage of the progress display. The stage is named as in
-    /// [`Self::run_stage`].
-    fn forward(
-        &self,
-        (timing, label): (&str, &str),
-        runner: BatchRunner,
-        batches: &[MicroBatch],
-        pass: PassSettings,
-    ) -> Result<Vec<PassOutput>> {
-        let stage = self.console.start_pass(label, runner.local_tokens(batches));
-        let outputs = self.timings.time(timing, || runner.forward_with_progress(batches, pass, &stage))?;
-        stage.finish();
-        Ok(outputs)
-    }
-
-    /// Returns whether the policy runs a forward pass before its first update. If not, the rollout is
-    /// compared with the forward pass of the first update.
-    fn needs_forward(&self, critic: Option<&Critic>) -> bool {
-        let source = self.old_log_prob_source();
-        let kl_needs_forward =
-            self.policy.kl.place == KlPlacement::Reward && source == OldLogProbSource::Detach;
-        let first_update_covers_batch = self.train.minibatches == 1 && !self.is_critic_warm_up(critic);
-        source == OldLogProbSource::Recompute
-            || self.policy.correction.is_active()
-            || kl_needs_forward
-            || !first_update_covers_batch
-    }
-
-    fn is_critic_warm_up(&self, critic: Option<&Critic>) -> bool {
+    pub(super) fn is_critic_warm_up(&self, critic: Option<&Critic>) -> bool {
         critic.is_some_and(|critic| self.step <= critic.settings.warmup_steps)
-    }
-
-    /// Returns the source of the old log-probs.
-    fn old_log_prob_source(&self) -> OldLogProbSource {
-        if self.old_log_prob_forward.is_some() {
-            OldLogProbSource::Recompute
-        } else {
-            self.policy.old_logprob
-        }
     }
 
     /// Runs the critic's updates. Their targets, the returns, are already computed.
@@ -445,22 +342,5 @@ impl<'a> PolicyStep<'a> {
         let outputs = self.runner.accumulate_with_progress(batches, self.pass, teacher, objective, &stage)?;
         stage.finish();
         Ok((shares.into_values()?, outputs))
-    }
-
-    fn critic_step<'c>(&'c self, settings: &'c CriticSettings, parameters: &'c Parameters) -> CriticStep<'c> {
-        CriticStep {
-            runner: BatchRunner { parameters, ..self.runner },
-            settings,
-            aggregation: self.policy.aggregation,
-            response_tokens_max: self.response_tokens_max,
-            // Ablations do not apply to the critic's forward pass.
-            pass: PassSettings {
-                forward: ForwardOptions::default(),
-                temperature: 1.0,
-                load_balance_coefficient: 0.0,
-                ..self.pass
-            },
-            micro_batch_tokens: self.train.micro_batch_tokens,
-        }
     }
 }
