@@ -195,7 +195,8 @@ impl MemoryPlanInput<'_> {
                 MemoryItem { name: "one forward pass and its logits", bytes: forward },
                 MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
             ];
-            let items = items.into_iter().chain(self.gpu_sampling_gather());
+            let exchanged = self.exchanged_row_item(capacity.fed_tokens_max);
+            let items = items.into_iter().chain(self.gpu_sampling_gather()).chain(exchanged);
             phases.push(("sampling", items.collect::<Vec<_>>()));
         }
         let sampling = phases.first().map(|(_, items)| items.clone());
