@@ -72,7 +72,7 @@ impl ExpertParallel {
             received.wait()?.iter().map(count).collect::<Option<_>>().context("a rank sent no count")?;
         let pairs = rows * top_k;
         let slots = Tensor::arange(0, pairs as u32, device)?;
-        let experts = Tensor::full(self.experts() as u32, pairs, device)?;
+        let experts = Tensor::from_vec(vec![self.experts() as u32; pairs], pairs, device)?;
         Ok(PassRows { counts, top_k, slots, experts })
     }
 
@@ -87,10 +87,13 @@ impl ExpertParallel {
         own: &RoutedRows,
         products: ExpertForward,
     ) -> Result<ExpertOutputs> {
-        match pass.are_gathered() {
-            true => self.forward_gathered(pass, own, products),
-            false => self.forward_sent(own, products),
-        }
+        Ok(match pass.are_gathered() {
+            true => ExpertOutputs {
+                outputs: self.gathered_outputs(pass, own, products)?,
+                rows: self.owner_rows(pass, own.routed_experts)?,
+            },
+            false => ExpertOutputs { outputs: self.sent_outputs(own, products)?, rows: own.plan.row_of()? },
+        })
     }
 
     /// Takes part in a pass in which this rank has no rows.
@@ -103,31 +106,33 @@ impl ExpertParallel {
         let routed_experts = Tensor::zeros((0, pass.top_k), DType::U32, device)?;
         let plan = Dispatch::new(&routed_experts, self.experts())?;
         let own = RoutedRows { h: &h, routed_experts: &routed_experts, plan: &plan };
-        self.forward_on_device(pass, &own, products).map(drop)
+        match pass.are_gathered() {
+            true => self.gathered_outputs(pass, &own, products).map(drop),
+            false => self.sent_outputs(&own, products).map(drop),
+        }
     }
 
-    /// Gathers the rows of all ranks. Returns an output of each rank for each (token, slot).
-    fn forward_gathered(
-        &self,
-        pass: &PassRows,
-        own: &RoutedRows,
-        products: ExpertForward,
-    ) -> Result<ExpertOutputs> {
+    /// Gathers the rows of all ranks. Returns an output of each rank for each (token, slot), `[R·T·K, H]`.
+    fn gathered_outputs(&self, pass: &PassRows, own: &RoutedRows, products: ExpertForward) -> Result<Tensor> {
         let (mesh, ranks) = (self.mesh(), self.mesh().ranks());
         let [h, routed_experts] =
             gather_rows(mesh, "rows of experts", [own.h, own.routed_experts], &pass.counts)?;
         let plan = Dispatch::new(&routed_experts, self.experts())?;
-        let outputs = products(&h, &plan.of_experts(self.local_experts()))?;
+        let outputs = match self.local_experts() {
+            // With more ranks than experts, a rank may have none.
+            none if none.is_empty() => {
+                Tensor::zeros((plan.row_of()?.dim(0)?, self.width()), h.dtype(), h.device())?
+            }
+            _ => products(&h, &plan.of_experts(self.local_experts()))?,
+        };
         let outputs = ops::take_rows(&outputs, &plan.row_of()?)?;
         let slots = pass.counts.iter().map(|count| count * pass.top_k);
         let pairs = own.h.dim(0)? * pass.top_k;
-        let outputs =
-            exchange_rows(mesh, "outputs of experts", &outputs, &consecutive(slots), &vec![pairs; ranks])?;
-        Ok(ExpertOutputs { outputs, rows: self.owner_rows(pass, own.routed_experts)? })
+        exchange_rows(mesh, "outputs of experts", &outputs, &consecutive(slots), &vec![pairs; ranks])
     }
 
-    /// Returns the row of each (token, slot) in the outputs of all ranks, one rank's after another's: u32
-    /// `[T·K]`.
+    /// Returns the row of each (token, slot) in [`Self::gathered_outputs`], u32 `[T·K]`. There is at least one
+    /// token.
     ///
     /// Rank r has the experts from ⌊E·r / R⌋ on. So expert e is on rank ⌊((e + 1)·R - 1) / E⌋.
     fn owner_rows(&self, pass: &PassRows, routed_experts: &Tensor) -> Result<Tensor> {
@@ -137,8 +142,9 @@ impl ExpertParallel {
         Ok(owners.affine(pairs as f64, 0.0)?.add(&pass.slots)?)
     }
 
-    /// Sends each row to the rank of its expert, which returns the output.
-    fn forward_sent(&self, own: &RoutedRows, products: ExpertForward) -> Result<ExpertOutputs> {
+    /// Sends each row to the rank of its expert, which returns the output. Returns the outputs of this rank's
+    /// rows, `[T·K, H]`, sorted by expert.
+    fn sent_outputs(&self, own: &RoutedRows, products: ExpertForward) -> Result<Tensor> {
         let (mesh, ranks) = (self.mesh(), self.mesh().ranks());
         let starts = own.plan.starts()?.unsqueeze(0)?;
         let [starts] = gather_rows(mesh, "row counts of experts", [&starts], &vec![1; ranks])?;
@@ -168,8 +174,7 @@ impl ExpertParallel {
             }
         };
         let parts = consecutive(requested.into_iter());
-        let outputs = exchange_rows(mesh, "outputs of experts", &outputs, &parts, &sent)?;
-        Ok(ExpertOutputs { outputs, rows: own.plan.row_of()? })
+        exchange_rows(mesh, "outputs of experts", &outputs, &parts, &sent)
     }
 }
 
@@ -180,4 +185,49 @@ fn consecutive(lengths: impl Iterator<Item = usize>) -> Vec<Range<usize>> {
         Some(*end - length..*end)
     });
     ranges.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::dist::Mesh;
+
+    #[test]
+    fn every_expert_has_the_rank_that_holds_it() {
+        for (experts, ranks) in
+            [(4, 1), (4, 2), (4, 3), (5, 3), (3, 4), (32, 8), (128, 8), (128, 128), (7, 5)]
+        {
+            let parallel = ExpertParallel::new(Mesh::without_connection(0, ranks), experts, 8);
+            // Token t has the experts t and (t + 1) mod E.
+            let pairs: Vec<u32> =
+                (0..experts).flat_map(|t| [t, (t + 1) % experts]).map(|e| e as u32).collect();
+            let count = pairs.len();
+            let routed_experts = Tensor::from_vec(pairs.clone(), (experts, 2), &Device::Cpu).unwrap();
+            let pass = PassRows {
+                counts: vec![experts; ranks],
+                top_k: 2,
+                slots: Tensor::arange(0, count as u32, &Device::Cpu).unwrap(),
+                experts: Tensor::full(experts as u32, count, &Device::Cpu).unwrap(),
+            };
+            let rows = parallel.owner_rows(&pass, &routed_experts).unwrap().to_vec1::<u32>().unwrap();
+            for (slot, (row, expert)) in rows.into_iter().zip(pairs).enumerate() {
+                let owner = row as usize / count;
+                assert_eq!(row as usize, owner * count + slot);
+                assert!(
+                    parallel.experts_of(owner).contains(&(expert as usize)),
+                    "{expert} of {experts}, {ranks}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn passes_of_few_rows_are_gathered_by_all_ranks_alike() {
+        let pass = |counts: &[usize]| {
+            let none = Tensor::arange(0u32, 0, &Device::Cpu).unwrap();
+            PassRows { counts: counts.to_vec(), top_k: 2, slots: none.clone(), experts: none }
+        };
+        assert!(pass(&[256, 0]).are_gathered() && pass(&[1; 8]).are_gathered());
+        assert!(!pass(&[257, 0]).are_gathered() && !pass(&[0, 1, 129, 1]).are_gathered());
+    }
 }

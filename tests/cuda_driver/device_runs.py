@@ -318,6 +318,7 @@ EXPERTS = [
     ("alone", RECIPE, dict(SMALL, train__recompute_layers="true"), 1, [(3, "late"), (4, "at-once")]),
     ("many", RECIPE, MANY, 40, [(2, "late"), (3, "at-once"), (4, "first-late")]),
     ("skewed", RECIPE, dict(MANY, model__architecture__num_local_experts=5, model__architecture__num_experts_per_tok=1), 40, [(3, "late")]),
+    ("fewer", RECIPE, dict(MANY, model__architecture__num_local_experts=3), 3, [(4, "late")]),
     ("qwen3_moe", "quickstart_qwen3_moe", dict(SMALL, **WIDE, model__architecture__model_type="qwen3_moe"), 3, [(2, "late"), (3, "at-once")]),
     ("qwen3_many", "quickstart_qwen3_moe", dict(MANY, **WIDE, model__architecture__model_type="qwen3_moe"), 40, [(2, "at-once")]),
     ("adapter", RECIPE, dict(SMALL, adapter__rank=4), 3, [(2, "late")]),

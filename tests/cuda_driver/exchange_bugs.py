@@ -69,7 +69,7 @@ EXPERT_BUGS = [
     ("an output is one slot off", EXPERTS, "owners.affine(pairs as f64, ", "0.0", "1.0"),
     ("received rows have the experts of the own rows", EXPERTS, "", "count(rank, expert..expert + 1)", "{ let _ = rank; count(mesh.rank(), expert..expert + 1) }"),
     ("sent rows' outputs are in the order of experts", EXPERTS, "", "ops::take_rows(&products(&rows, &plan)?, &plan.row_of()?)?", "products(&rows, &plan)?"),
-    ("sent rows' outputs are added in the order of arrival", EXPERTS, "Ok(ExpertOutputs { outputs, rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
+    ("sent rows' outputs are added in the order of arrival", EXPERTS, "self.sent_outputs(own, products)?, rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
     ("outputs of a token are added in another order", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let turned = |x: &Tensor| -> Result<Tensor> { let x = x.reshape(weights.dims())?; Ok(Tensor::cat(&[x.narrow(1, 1, 1)?, x.narrow(1, 0, 1)?], 1)?) }; ops::fused::combine_rows_and_add(&outputs, &turned(&weights)?, &turned(&rows)?.flatten_all()?, x)? }"),
 ]
 ALL_BUGS = BUGS + SEQUENCE_BUGS + EXPERT_BUGS

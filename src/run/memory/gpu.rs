@@ -96,7 +96,7 @@ impl MemoryPlanInput<'_> {
             add("weights that sample ahead", copied);
         }
         let rollout = &recipe.rollout;
-        if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
+        if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && !self.samples_by_expert() {
             // A CUDA graph has its own memory, which the driver does not free.
             let forward = self.pass_shape(padded_rows(rollout.sequences_max), 0).forward_bytes();
             add("CUDA graph", forward + self.partial_attention_bytes());

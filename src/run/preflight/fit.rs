@@ -92,7 +92,8 @@ impl Preflight {
         }
         self.warn_about_rollout_weights(self.rollout_weights);
         if self.memory_plan_input().samples_by_expert() && self.plan.recipe.rollout.cuda_graphs {
-            let text = "GPUs that exchange rows of experts do not record decode as CUDA graphs;                         rollout.cuda_graphs has no effect";
+            let text = "GPUs that exchange rows of experts do not record decode as CUDA graphs; \
+                        rollout.cuda_graphs has no effect";
             self.plan.warnings.push(text.to_owned());
         }
     }
@@ -241,7 +242,6 @@ mod tests {
         assert!(fewer >= 1);
         // If no option fits, the smallest is planned, and refused later.
         assert_eq!(planned(&mut preflight, 0.1).0, RolloutWeightPlacement::ByExpert);
-        assert!(preflight.check_memory(None).is_ok(), "the memory of a CPU is unknown");
         // A GPU alone has all weights.
         let mut alone = on_gpus(1, "");
         assert_eq!(planned(&mut alone, 0.1).0, RolloutWeightPlacement::Whole);
@@ -251,6 +251,20 @@ mod tests {
         assert_eq!((how, warned), (RolloutWeightPlacement::ByExpert, [false, true]));
         let mut asked = on_gpus(8, "[parallel]\nrollout_weights = \"whole\"\n");
         assert_eq!(planned(&mut asked, 8.0).0, RolloutWeightPlacement::Whole);
+    }
+
+    /// The plan of several GPUs had no CUDA graphs, although each GPU with whole weights records decode.
+    #[test]
+    fn several_gpus_with_whole_weights_have_cuda_graphs_in_their_plan() {
+        let has_graphs = |processes, placement: &str| {
+            let mut preflight =
+                on_gpus(processes, &format!("[parallel]\nrollout_weights = \"{placement}\"\n"));
+            planned(&mut preflight, 80.0);
+            let plan = MemoryPlan::new(&preflight.memory_plan_input());
+            plan.resident.iter().any(|item| item.name == "CUDA graph" && item.bytes > 0)
+        };
+        assert!(has_graphs(1, "whole") && has_graphs(2, "whole") && has_graphs(8, "auto"));
+        assert!(!has_graphs(2, "by_expert"));
     }
 
     #[test]
