@@ -6,8 +6,9 @@
 
 use super::attention::CachedAttention;
 use super::cache::SequenceCache;
+use super::expert_exchange::PassRows;
 use super::forward::{ForwardOptions, Model, Rows};
-use super::layer::{LayerOutput, LayerPass};
+use super::layer::{Experts, LayerOutput, LayerPass};
 use super::weights::Weights;
 use crate::ops::{self, logits::Logits, logits::SamplingParameters, token_set::KeptTokens};
 use anyhow::Result;
@@ -46,9 +47,10 @@ impl DecoderStack<'_> {
     /// Errors of [`Self::forward`].
     pub fn run_layers(&self, mut x: Tensor, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
         let layers = self.model.config.num_hidden_layers;
+        let pass = self.weights.start_pass(x.dim(0)?, self.model.config.num_experts_per_tok)?;
         for index in 0..layers {
             let next = Some(index + 1).filter(|&next| next < layers);
-            let output = self.run_layer(index, next, &x, rows)?;
+            let output = self.run_layer_of_pass(index, next, &x, rows, pass.as_ref())?;
             keep(index, &x, &output)?;
             x = output.hidden;
         }
@@ -62,10 +64,12 @@ impl DecoderStack<'_> {
     /// When a rank does not respond in time.
     pub fn forward_without_rows(&self) -> Result<()> {
         let layers = self.model.config.num_hidden_layers;
+        let pass = self.weights.start_pass(0, self.model.config.num_experts_per_tok)?;
         (0..layers).try_for_each(|index| {
             let next = Some(index + 1).filter(|&next| next < layers);
             let layer = self.weights.layer(index, next)?;
-            layer.experts().map_or(Ok(()), |experts| experts.serve(self.model, &self.forward))
+            let serve = |experts: &Experts| experts.serve(self.model, &self.forward, pass.as_ref());
+            layer.experts().map_or(Ok(()), serve)
         })
     }
 
@@ -88,8 +92,20 @@ impl DecoderStack<'_> {
         x: &Tensor,
         rows: &mut Rows,
     ) -> Result<LayerOutput> {
+        self.run_layer_of_pass(index, next, x, rows, None)
+    }
+
+    fn run_layer_of_pass(
+        &self,
+        index: usize,
+        next: Option<usize>,
+        x: &Tensor,
+        rows: &mut Rows,
+        expert_rows: Option<&PassRows>,
+    ) -> Result<LayerOutput> {
         let layer = self.weights.layer(index, next)?;
-        layer.forward(x, &mut LayerPass { model: self.model, index, options: &self.forward, rows })
+        let options = &self.forward;
+        layer.forward(x, &mut LayerPass { model: self.model, index, options, rows, expert_rows })
     }
 
     /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` is the concatenation of the

@@ -18,7 +18,8 @@ use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
 use std::ops::Range;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
@@ -211,6 +212,83 @@ pub(super) fn gather_values(
     exchange_memory(mesh, name, group, device, memories)
 }
 
+/// Gathers the rows of each tensor of `values`, `[t, W]`, on all ranks. Rank r has `counts[r]` rows. Returns
+/// the rows of all ranks, in rank order. Later work on the GPU may read them.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn gather_rows<const N: usize>(
+    mesh: &Mesh,
+    name: &str,
+    values: [&Tensor; N],
+    counts: &[usize],
+) -> Result<[Tensor; N]> {
+    let opened = values.map(Tensor::storage_and_layout);
+    let (mut memories, mut shapes) = (vec![], vec![]);
+    for (storage, layout) in &opened {
+        let (rows, width) = layout.shape().dims2()?;
+        let own = layout.start_offset()..layout.start_offset() + rows * width;
+        let lengths: Vec<usize> = counts.iter().map(|count| count * width).collect();
+        let send = vec![own; counts.len()];
+        memories.push(ExchangeMemory::new(on_gpu(storage)?, &send, &lengths, mesh.rank())?);
+        shapes.push((counts.iter().sum::<usize>(), width));
+    }
+    let device = values.first().context("no values")?.device().as_cuda_device()?;
+    let gathered = exchange_memory(mesh, name, &mesh.all_ranks(), device, memories)?;
+    let tensors: Vec<Tensor> = gathered.into_iter().zip(shapes).map(|(x, shape)| tensor(x, shape)).collect();
+    <[Tensor; N]>::try_from(tensors).ok().context("a tensor was not gathered")
+}
+
+/// Sends rows `send[r]` of `x [T, W]` to rank r, and receives `counts[r]` rows from it. Returns the received
+/// rows, in rank order. Later work on the GPU may read them.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn exchange_rows(
+    mesh: &Mesh,
+    name: &str,
+    x: &Tensor,
+    send: &[Range<usize>],
+    counts: &[usize],
+) -> Result<Tensor> {
+    let (storage, layout) = x.storage_and_layout();
+    let (start, (_, width)) = (layout.start_offset(), layout.shape().dims2()?);
+    let part = |rows: &Range<usize>| start + rows.start * width..start + rows.end * width;
+    let parts: Vec<_> = send.iter().map(part).collect();
+    let lengths: Vec<usize> = counts.iter().map(|count| count * width).collect();
+    let received = exchange_parts(mesh, name, &mesh.all_ranks(), on_gpu(&storage)?, &parts, &lengths)?;
+    Ok(tensor(received, (counts.iter().sum(), width)))
+}
+
+/// Sends the values `send[r]` of this rank's shard `own` to rank r, and receives `lengths[r]` values from it.
+/// Returns the received values, in rank order, with the shape `shape`.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub(super) fn exchange_shards(
+    mesh: &Mesh,
+    name: &str,
+    own: &Tensor,
+    send: &[Range<usize>],
+    lengths: &[usize],
+    shape: Vec<usize>,
+) -> Result<Tensor> {
+    let (storage, _) = own.storage_and_layout();
+    let received = exchange_parts(mesh, name, &mesh.all_ranks(), on_gpu(&storage)?, send, lengths)?;
+    Ok(tensor(received, shape))
+}
+
+fn on_gpu(storage: &Storage) -> Result<&CudaStorage> {
+    match storage {
+        Storage::Cuda(storage) => Ok(storage),
+        _ => bail!("values that are exchanged must be on the GPU"),
+    }
+}
+
+fn tensor(values: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(values), shape, BackpropOp::none(), false)
+}
+
 /// Exchanges the parts of `memories` with the ranks of `group`. Returns the received values.
 fn exchange_memory(
     mesh: &Mesh,
@@ -221,7 +299,8 @@ fn exchange_memory(
 ) -> Result<Vec<CudaStorage>> {
     let with_others = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
         let parts = memories.iter().flat_map(|memory| group.iter().zip(parts(memory)));
-        let parts = parts.filter(|(rank, _)| **rank != mesh.rank());
+        // A part may be empty. It is empty on both ranks.
+        let parts = parts.filter(|(rank, (_, bytes))| **rank != mesh.rank() && *bytes > 0);
         parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
     };
     let parts = [with_others(|memory| &memory.sent), with_others(|memory| &memory.received)];

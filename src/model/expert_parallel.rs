@@ -28,8 +28,8 @@ pub struct ExpertParallel {
     width: usize,
 }
 
-/// Computes the outputs `[R, H]` of the experts of this rank for rows `[R, H]`, which the dispatch plan sorts
-/// by expert.
+/// Computes the outputs of the experts of this rank, `[R, H]`, sorted by the dispatch plan. Its input are rows
+/// `[R, H]`, which are sorted by the plan. On a GPU they are tokens `[T, H]`, which the plan sorts.
 pub type ExpertForward<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
 
 impl ExpertParallel {
@@ -48,7 +48,18 @@ impl ExpertParallel {
         self.experts_of(self.mesh.rank())
     }
 
-    fn experts_of(&self, rank: usize) -> Range<usize> {
+    /// Returns the number of experts of all ranks.
+    pub(super) fn experts(&self) -> usize {
+        self.experts
+    }
+
+    /// Returns the number of values in one row.
+    pub(super) fn width(&self) -> usize {
+        self.width
+    }
+
+    /// Returns the experts of `rank`.
+    pub(super) fn experts_of(&self, rank: usize) -> Range<usize> {
         expert_range(self.experts, rank, self.mesh.ranks())
     }
 

@@ -2,6 +2,7 @@
 
 use super::attention::AttentionInputs;
 use super::config::LayerType;
+use super::expert_exchange::{ExpertOutputs, PassRows, RoutedRows};
 use super::expert_parallel::ExpertParallel;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::matrix::{LayerTensors, Matrix};
@@ -38,6 +39,8 @@ pub struct LayerPass<'a, 'b> {
     pub index: usize,
     pub options: &'a ForwardOptions,
     pub rows: &'a mut Rows<'b>,
+    /// The rows of all ranks, if GPUs exchange rows of experts.
+    pub expert_rows: Option<&'a PassRows>,
 }
 
 impl LayerPass<'_, '_> {
@@ -208,26 +211,43 @@ impl Experts {
         }
         let replay = rows.replay.and_then(|layers| layers.get(pass.index));
         let SelectedExperts { routed_experts, plan, weights } = select(&router_logits, replay, pass)?;
-        let products = match &self.expert_parallel {
-            None => self.mlp.forward_tokens(h, &plan, pass.model, options)?,
-            Some(parallel) => {
+        let tokens = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, pass.model, options);
+        let sum = match (&self.expert_parallel, pass.expert_rows) {
+            (None, _) => ops::fused::combine_and_add(&tokens(h, &plan)?, &weights, &plan, x)?,
+            (Some(parallel), Some(expert_rows)) => {
+                let own = RoutedRows { h, routed_experts: &routed_experts, plan: &plan };
+                let ExpertOutputs { outputs, rows } =
+                    parallel.forward_on_device(expert_rows, &own, &tokens)?;
+                ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?
+            }
+            (Some(parallel), None) => {
                 let sorted = ops::dispatch(h, &plan)?;
-                parallel.forward(&sorted, &plan, &|x, plan| self.mlp.forward(x, plan, pass.model, options))?
+                let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward(x, plan, pass.model, options);
+                ops::fused::combine_and_add(&parallel.forward(&sorted, &plan, &mlp)?, &weights, &plan, x)?
             }
         };
-        let hidden = options.round(ops::fused::combine_and_add(&products, &weights, &plan, x)?)?;
+        let hidden = options.round(sum)?;
         Ok(LayerOutput { hidden, routing: Some(Routing { routed_experts, plan, router_logits }) })
     }
 
     /// Takes part in a pass in which this rank has no rows. Computes the expert outputs for rows of other
-    /// ranks.
+    /// ranks. `expert_rows` has the rows of all ranks, if GPUs exchange them.
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub fn serve(&self, model: &Model, options: &ForwardOptions) -> Result<()> {
-        match &self.expert_parallel {
-            Some(parallel) => parallel.serve(&|x, plan| self.mlp.forward(x, plan, model, options)),
-            None => Ok(()),
+    pub fn serve(
+        &self,
+        model: &Model,
+        options: &ForwardOptions,
+        expert_rows: Option<&PassRows>,
+    ) -> Result<()> {
+        match (&self.expert_parallel, expert_rows) {
+            (None, _) => Ok(()),
+            (Some(parallel), Some(rows)) => {
+                let tokens = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, model, options);
+                parallel.serve_on_device(rows, &tokens)
+            }
+            (Some(parallel), None) => parallel.serve(&|x, plan| self.mlp.forward(x, plan, model, options)),
         }
     }
 

@@ -10,6 +10,7 @@ pub mod decode;
 pub mod decode_rows;
 pub mod decoder_stack;
 pub mod device_exchange;
+pub mod expert_exchange;
 pub mod expert_parallel;
 pub mod families;
 pub mod forward;

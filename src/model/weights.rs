@@ -1,6 +1,8 @@
 //! The weights of a model for a forward pass. All layers are in memory, or layers are built one at a time.
 
 use super::config::Config;
+use super::expert_exchange::PassRows;
+use super::expert_parallel::ExpertParallel;
 use super::layer::Layer;
 use super::matrix::{Matrix, ModelTensors};
 use super::names::EMBEDDING;
@@ -35,12 +37,17 @@ pub trait LayerSource: Send + Sync {
     fn mesh(&self) -> Option<&Arc<Mesh>> {
         None
     }
+
+    /// Returns the placement of experts on ranks; `None` without expert parallelism.
+    fn expert_parallel(&self) -> Option<&Arc<ExpertParallel>> {
+        None
+    }
 }
 
 /// Layers in memory. With expert parallelism each rank holds some of the experts.
 struct ResidentLayers {
     layers: Vec<Arc<dyn Layer>>,
-    mesh: Option<Arc<Mesh>>,
+    expert_parallel: Option<Arc<ExpertParallel>>,
 }
 
 impl LayerSource for ResidentLayers {
@@ -49,11 +56,15 @@ impl LayerSource for ResidentLayers {
     }
 
     fn are_resident(&self) -> bool {
-        self.mesh.is_none()
+        self.expert_parallel.is_none()
     }
 
     fn mesh(&self) -> Option<&Arc<Mesh>> {
-        self.mesh.as_ref()
+        self.expert_parallel.as_ref().map(|parallel| parallel.mesh())
+    }
+
+    fn expert_parallel(&self) -> Option<&Arc<ExpertParallel>> {
+        self.expert_parallel.as_ref()
     }
 }
 
@@ -93,10 +104,7 @@ impl Weights {
             None => {
                 let layer = |index| (config.family.layer)(&tensors.layer(index));
                 let layers = (0..config.num_hidden_layers).map(layer).collect::<Result<_>>()?;
-                Arc::new(ResidentLayers {
-                    layers,
-                    mesh: tensors.expert_parallel.map(|parallel| parallel.mesh().clone()),
-                })
+                Arc::new(ResidentLayers { layers, expert_parallel: tensors.expert_parallel.cloned() })
             }
         };
         let embedding = tensors.matrix(EMBEDDING, None)?;
@@ -212,6 +220,20 @@ impl Weights {
     /// Returns whether every tensor has the same address in every pass.
     pub fn are_resident(&self) -> bool {
         self.layers.are_resident()
+    }
+
+    /// Starts a pass with `rows` rows of this rank and `top_k` experts a row. If GPUs exchange rows of
+    /// experts, every rank must call this method, and gets the numbers of rows.
+    ///
+    /// # Errors
+    /// When a rank does not respond in time.
+    pub(super) fn start_pass(&self, rows: usize, top_k: usize) -> Result<Option<PassRows>> {
+        match self.layers.expert_parallel() {
+            Some(parallel) if self.device().is_cuda() => {
+                parallel.start_pass(rows, top_k, self.device()).map(Some)
+            }
+            _ => Ok(None),
+        }
     }
 
     /// Returns the ranks that must run every pass together, one pass at a time, because they gather layers or

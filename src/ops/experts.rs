@@ -36,7 +36,8 @@ use std::ops::Range;
 pub struct Dispatch {
     tokens: usize,
     top_k: usize,
-    experts: usize,
+    /// The experts of the products: all experts of the plan, or those that a rank holds.
+    experts: Range<usize>,
     /// Three concatenated u32 arrays. First the sorted row of each (token, slot), `[T][K]`. Then the token of
     /// each sorted row, `[T·K]`. Then the first sorted row of each expert, followed by `T·K`, `[E + 1]`.
     plan: Tensor,
@@ -50,12 +51,18 @@ impl Dispatch {
     pub fn new(routes: &Tensor, experts: usize) -> Result<Self> {
         let (tokens, top_k) = routes.dims2()?;
         let plan = apply_without_gradient(&routes.contiguous()?, SortByExpert { top_k, experts })?;
-        Ok(Self { tokens, top_k, experts, plan })
+        Ok(Self { tokens, top_k, experts: 0..experts, plan })
+    }
+
+    /// Returns the plan for products by the matrices of `experts` alone. In the products, rows of other
+    /// experts are undefined. Only on a GPU.
+    pub fn of_experts(&self, experts: Range<usize>) -> Self {
+        Self { experts, ..self.clone() }
     }
 
     /// Returns a plan from the array `plan` of its ids.
     pub(super) fn from_plan(plan: Tensor, tokens: usize, top_k: usize, experts: usize) -> Self {
-        Self { tokens, top_k, experts, plan }
+        Self { tokens, top_k, experts: 0..experts, plan }
     }
 
     /// Returns `T·K`.
@@ -63,8 +70,11 @@ impl Dispatch {
         self.tokens * self.top_k
     }
 
-    /// Returns the sorted row of each (token, slot), `[T·K]`.
-    pub(super) fn row_of(&self) -> Result<Tensor> {
+    /// Returns the sorted row of each (token, slot), u32 `[T·K]`.
+    ///
+    /// # Errors
+    /// When the plan cannot be read.
+    pub fn row_of(&self) -> Result<Tensor> {
         self.plan.narrow(0, 0, self.rows())
     }
 
@@ -73,9 +83,12 @@ impl Dispatch {
         self.plan.narrow(0, self.rows(), self.rows())
     }
 
-    /// Returns the first sorted row of each expert, followed by `T·K`, `[E + 1]`.
-    pub(super) fn starts(&self) -> Result<Tensor> {
-        self.plan.narrow(0, 2 * self.rows(), self.experts + 1)
+    /// Returns the first sorted row of each expert, followed by the end of the last one's, u32 `[E + 1]`.
+    ///
+    /// # Errors
+    /// When the plan cannot be read.
+    pub fn starts(&self) -> Result<Tensor> {
+        self.plan.narrow(0, 2 * self.rows() + self.experts.start, self.experts.len() + 1)
     }
 
     /// Returns `T`.
@@ -86,7 +99,7 @@ impl Dispatch {
 
     /// Returns `E`.
     pub(super) fn expert_count(&self) -> usize {
-        self.experts
+        self.experts.len()
     }
 
     /// Returns the experts that have rows, each with the range of its rows. `rows` is the total number of
@@ -115,6 +128,9 @@ impl Dispatch {
     }
 
     fn host(&self) -> Result<HostPlan<'_>> {
+        if self.plan.elem_count() != 2 * self.rows() + self.experts.len() + 1 {
+            bail!("products by experts {:?} of a plan are not supported on a CPU", self.experts);
+        }
         Ok(HostPlan { ids: host_ids(&self.plan)?, rows: self.rows(), top_k: self.top_k })
     }
 }
@@ -272,6 +288,35 @@ impl Operation<1> for DispatchRows {
     }
 }
 
+/// Returns rows `rows`, u32 `[R]`, of `x [T, H]`: `[R, H]`. The result has no gradient.
+///
+/// # Errors
+/// When shapes disagree. A row that does not exist is not checked on a GPU.
+pub fn take_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
+    apply_without_gradient(&contiguous(x)?, TakeRows { rows: rows.clone() })
+}
+
+struct TakeRows {
+    rows: Tensor,
+}
+
+impl Operation<1> for TakeRows {
+    const NAME: &'static str = "take_rows";
+
+    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
+        let ((count, width), rows) = (x.shape().dims2()?, host_ids(&self.rows)?);
+        if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
+            bail!("take_rows: row {row} of {count}");
+        }
+        let out = gather_rows(x.values()?, &rows, width);
+        Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
+    }
+
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
+        dispatch_forward(x, &self.rows)
+    }
+}
+
 /// Computes `y_r = x_r · W[e(r)] + b[e(r)]`, where `e(r)` is the expert of row r: `x [T·K, in]`, `weight [E,
 /// in, out]`, optional `bias [E, out]` → `[T·K, out]`.
 ///
@@ -288,7 +333,7 @@ pub fn grouped_linear(
     if rows != plan.rows()
         || k != w_k
         || b.is_some_and(|b| b.dims() != [experts, n])
-        || experts != plan.experts
+        || experts != plan.expert_count()
     {
         bail!("grouped_linear: x {:?}, weight {:?}, bias {:?}", x.dims(), w.dims(), b.map(Tensor::dims));
     }

@@ -132,7 +132,21 @@ pub fn expert_swiglu(
 /// Errors of [`combine`], and when `residual` has another shape.
 pub fn combine_and_add(x: &Tensor, weights: &Tensor, plan: &Dispatch, residual: &Tensor) -> Result<Tensor> {
     if can_fuse(&[x, weights, residual]) {
-        return cuda::combine_and_add([x, weights, residual], &plan.row_of()?);
+        return combine_rows_and_add(x, weights, &plan.row_of()?, residual);
     }
     add(residual, &combine(x, weights, plan)?)
+}
+
+/// Returns the result of [`combine_and_add`] for expert outputs `x [R, H]` in another order: `rows`, u32
+/// `[T·K]`, has the row of each (token, slot). Only on a GPU. The result has no gradient.
+///
+/// # Errors
+/// When shapes disagree. A row that does not exist is not checked.
+pub fn combine_rows_and_add(
+    x: &Tensor,
+    weights: &Tensor,
+    rows: &Tensor,
+    residual: &Tensor,
+) -> Result<Tensor> {
+    cuda::combine_and_add([x, weights, residual], rows)
 }

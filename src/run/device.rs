@@ -2,8 +2,7 @@
 
 use super::memory::{AvailableMemory, ModelCommand, SecondWeights};
 use super::source::precision;
-use crate::dist::Mesh;
-use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::dist::{Mesh, PackedWeightPlacement};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
 use crate::ops::cuda::{Gpu, gpu_count, open_gpu};
@@ -176,10 +175,6 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
             let reason = "GPUs of several processes exchange weights by NCCL; build with --features cuda,nccl, \
                           and start the processes with torchrun";
             obstacles.push(("device", reason.to_owned()));
-        }
-        if parallel.rollout_weights == RolloutWeightPlacement::ByExpert {
-            let reason = "each GPU samples with all weights; write \"whole\"";
-            obstacles.push(("parallel.rollout_weights", reason.to_owned()));
         }
         if parallel.packed_weights == PackedWeightPlacement::Sharded {
             let reason = "each GPU holds all packed weights; write \"whole\"";

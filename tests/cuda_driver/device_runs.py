@@ -3,6 +3,7 @@
 
     tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu target/cuda-emulated/emulated/rloss
     tests/cuda_driver/device_runs.py --gpu target/cuda-emulated/emulated/rloss --sequences    only sequences over several GPUs, all cases
+    tests/cuda_driver/device_runs.py --gpu target/cuda-emulated/emulated/rloss --experts      only experts over several GPUs, all cases
 
 CI has `--sample`.
 
@@ -35,7 +36,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from several_gpus import SEQUENCES, equals_one, hangs, host_copies, refused_together, sequences, several, steady_on_two
+from several_gpus import EXPERTS, SEQUENCES, equals_one, experts, hangs, host_copies, refused_together, sequences, several, steady_on_two
 from world import RECIPE, SETTLED_STEPS, SHORT, SMALLEST, STEPS, WAIT_S, World, sets, timeless
 
 DISTANCES = 3
@@ -277,6 +278,11 @@ def several_sequences(world, cases):
     return f"{compared} values of weights and moments, {worst[0]:.1e} apart at most ({worst[1]}); entropies {entropy:.1e}"
 
 
+def several_experts(world, cases):
+    compared, memory = experts(world, cases)
+    return f"{compared} bytes of weights and state as on one; {of_plan(*memory)}"
+
+
 def killed_and_moved(world):
     steps = sampled_and_killed(world)
     goes_on_elsewhere(world)
@@ -316,6 +322,7 @@ PARTS = {
     "plan_holds": lambda world: ", ".join(of_plan(*memory) for memory in plan_holds(world)),
     "wide_heads": lambda world: f"{wide_heads(world)} tokens, 0 differing bits",
     "sequences": lambda world: several_sequences(world, SEQUENCES[:1]),
+    "experts": lambda world: several_experts(world, EXPERTS[:1]),
     "steady": steady_memory,
     "host_copies": copies_of_hosts,
     "steady_on_two": lambda world: f"both ask for memory {steady_on_two(world)} times, in 10 steps as in 20",
@@ -332,11 +339,12 @@ def main():
     parser.add_argument("--gpu", required=True, help="the program with feature cuda")
     parser.add_argument("--steady-steps", type=int, default=40, help="steps over which memory must not grow (40)")
     parser.add_argument("--sequences", action="store_true", help="only sequences over several GPUs, all cases")
+    parser.add_argument("--experts", nargs="?", const="", metavar="CASE", help="only experts over several GPUs, all cases or one")
     parser.add_argument("--sample", action="store_true", help="what CI runs: not " + ", ".join(sorted(NOT_IN_SAMPLE)) + ", and fewer orders of streams")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help="these parts: " + ", ".join(PARTS))
     arguments = parser.parse_args()
-    if not (arguments.cpu or arguments.sequences):
-        parser.error("give --cpu or --sequences")
+    if not arguments.cpu and not arguments.sequences and arguments.experts is None:
+        parser.error("give --cpu, --sequences or --experts")
     world = World(arguments)
 
     def timed(part):
@@ -347,6 +355,8 @@ def main():
     try:
         if arguments.sequences:
             print(several_sequences(world, SEQUENCES))
+        elif arguments.experts is not None:
+            print(several_experts(world, [case for case in EXPERTS if arguments.experts in ("", case[0])]))
         else:
             world.stored = trained_model(world)
             parts = arguments.only or [part for part in PARTS if not (arguments.sample and part in NOT_IN_SAMPLE)]

@@ -4,8 +4,8 @@
   exchange_bugs.py [WORD]    all bugs, or those whose name has the word; needs the environment of ./setup.sh
 
 One build has all bugs; a variable of the environment selects one. A bug is caught where a run fails, the driver complains,
-or a metric, a weight or a moment differs: in exchanges of shards, on three GPUs, from those of one GPU without a bug; in exchanges
-of sequences, which four GPUs share, from those of four GPUs without a bug.
+or a metric, a weight or a moment differs: in exchanges of shards or of experts' rows, on three GPUs, from those of one GPU without a bug; in
+exchanges of sequences, which four GPUs share, from those of four GPUs without a bug.
 """
 
 import json
@@ -58,13 +58,31 @@ SEQUENCE_BUGS = [
     ("keys of other GPUs keep what was in memory", "src/ops/cuda/packed_attention.rs", "prepared.gradients_with(", "device.alloc_zeros(prepared.key_value_count())?", "super::arguments::output(device, prepared.key_value_count())?"),
 ]
 
+EXPERTS, LAYER = "src/model/expert_exchange.rs", "src/model/layer.rs"
+EXPERT_BUGS = [
+    ("a rank has another rank's experts", "src/model/parameters/shards.rs", "let experts = ", "ranks.experts_of(rank)", "ranks.experts_of((rank + 1) % mesh.ranks())"),
+    ("a rank multiplies by the first rank's experts", EXPERTS, "", "plan.of_experts(self.local_experts())", "plan.of_experts(0..self.local_experts().len())"),
+    ("gathered rows' outputs are in the order of experts", EXPERTS, "", "ops::take_rows(&outputs, &plan.row_of()?)?", "outputs"),
+    ("a rank gets the outputs of another rank's tokens", EXPERTS, "", "consecutive(slots)", "consecutive(slots.rev()).into_iter().rev().collect::<Vec<_>>()"),
+    ("an output is taken from another rank", EXPERTS, "affine(ranks, ", "ranks - 1.0", "0.0"),
+    ("outputs of ranks lie one row too early", EXPERTS, "owners.affine(", "pairs as f64", "pairs as f64 - 1.0"),
+    ("an output is one slot off", EXPERTS, "owners.affine(pairs as f64, ", "0.0", "1.0"),
+    ("received rows have the experts of the own rows", EXPERTS, "", "count(rank, expert..expert + 1)", "{ let _ = rank; count(mesh.rank(), expert..expert + 1) }"),
+    ("sent rows' outputs are in the order of experts", EXPERTS, "", "ops::take_rows(&products(&rows, &plan)?, &plan.row_of()?)?", "products(&rows, &plan)?"),
+    ("sent rows' outputs are added in the order of arrival", EXPERTS, "self.sent_outputs(own, products)?, rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
+    ("outputs of a token are added in another order", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let turned = |x: &Tensor| -> Result<Tensor> { let x = x.reshape(weights.dims())?; Ok(Tensor::cat(&[x.narrow(1, 1, 1)?, x.narrow(1, 0, 1)?], 1)?) }; ops::fused::combine_rows_and_add(&outputs, &turned(&weights)?, &turned(&rows)?.flatten_all()?, x)? }"),
+]
+ALL_BUGS = BUGS + SEQUENCE_BUGS + EXPERT_BUGS
+# Bugs of the lists above that exchanges of experts' rows must catch too.
+SHARED_BUGS = ("an exchange does not wait for the work before it", "heads are used before the exchange has ended", "heads are sent before they are packed", "a part is received at the first part's place", "a rank's own part is left out")
+
 
 def tree():
     """A copy of the checkout with all bugs."""
     copy = Path(os.environ["CARGO_TARGET_DIR"]) / "exchange_bugs"
     listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)
     files = {name: (ROOT / name).read_bytes() for name in filter(None, listed.stdout.split("\0")) if (ROOT / name).is_file()}
-    for number, (name, file, before, right, wrong) in enumerate(BUGS + SEQUENCE_BUGS):
+    for number, (name, file, before, right, wrong) in enumerate(ALL_BUGS):
         text = files[file].decode()
         assert text.count(before + right) == 1, f"{name}: not once in {file}"
         seeded = f'{{ if std::env::var("EXCHANGE_BUG").as_deref() == Ok("{number}") {{ {wrong} }} else {{ {right} }} }}'
@@ -87,6 +105,10 @@ def build(copy):
 
 # Ranks, and what is run besides.
 SHARDS, SPLIT = (3, ()), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
+
+# Rows of many prompts are sent to the ranks of their experts, those of decode are gathered.
+MANY = sets(rollout__prompts_per_step=40, train__micro_batch_tokens=512)
+BY_EXPERT = (3, (*MANY, *sets(parallel__rollout_weights="by_expert")))
 
 
 def words(out, more):
@@ -127,13 +149,13 @@ def complaint(program, place, runs, expected, mode, bug=""):
 def main():
     word = sys.argv[1] if len(sys.argv) > 1 else ""
     place, program, missed, count = Path(tempfile.mkdtemp(prefix="rloss-exchange-bugs-")), build(tree()), 0, 0
-    first = 0
-    for runs, bugs in ((SHARDS, BUGS), (SPLIT, SEQUENCE_BUGS)):
-        chosen = [(number, bug[0]) for number, bug in enumerate(bugs, first) if word in bug[0]]
-        first += len(bugs)
+    shared = [bug for bug in ALL_BUGS if bug[0] in SHARED_BUGS]
+    # Those that one GPU has without a bug are expected, or those of several.
+    for runs, bugs, of_one in ((SHARDS, BUGS, ()), (SPLIT, SEQUENCE_BUGS, None), (BY_EXPERT, EXPERT_BUGS + shared, MANY)):
+        chosen = [(ALL_BUGS.index(bug), bug[0]) for bug in bugs if word in bug[0]]
         expected = []
-        if chosen and runs is SHARDS:
-            subprocess.run([program, *words("one", ())], cwd=place, check=True, capture_output=True)
+        if chosen and of_one is not None:
+            subprocess.run([program, *words("one", of_one)], cwd=place, check=True, capture_output=True)
             expected.extend(outcome(place / "one"))
         for mode in MODES if chosen else ():
             if seen := complaint(program, place, runs, expected, mode):

@@ -31,9 +31,8 @@ def several(world):
     assert all(math.isfinite(row["actor/grad_norm"]) for row in rows), rows
     weights = [(world.place / run / "checkpoints/step-000002/model.safetensors").read_bytes() for run in ("several", "several_muon")]
     assert weights[0] != weights[1], "Muon changed nothing"
-    for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
-        said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
-        assert key in said, said
+    said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, *sets(parallel__packed_weights="cut"), code=2)
+    assert "parallel.packed_weights" in said, said
 
 
 def refused_together(world):
@@ -144,6 +143,62 @@ def sequences(world, cases):
                     worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
                     compared += len(kept[0][tensor]) // 4
     return compared, worst, metric_apart
+
+
+NOT_CLIPPED = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+SMALL = dict(model__architecture__num_hidden_layers=2, rollout__response_tokens_max=4, rollout__samples_per_prompt=2)
+MANY = dict(SMALL, train__micro_batch_tokens=512)
+# Ranks times rows of a rank, up to which GPUs gather rows of experts.
+GATHERED_ROWS_MAX = 512
+# Recipe, shape, prompts of a step, and GPUs, the order of streams. CI runs the first case. Of many prompts rows are sent to the GPUs of
+# their experts. Of one prompt alone, all GPUs but one have no rows. Three GPUs have 1, 1 and 2 of four experts, or 1, 2 and 2 of five.
+EXPERTS = [
+    ("gpt_oss", RECIPE, SMALL, 3, [(2, "late"), (4, "at-once")]),
+    ("gpt_oss", RECIPE, SMALL, 3, [(2, "at-once"), (2, "first-late"), (3, "late"), (4, "late")]),
+    ("alone", RECIPE, dict(SMALL, train__recompute_layers="true"), 1, [(3, "late"), (4, "at-once")]),
+    ("many", RECIPE, MANY, 40, [(2, "late"), (3, "at-once"), (4, "first-late")]),
+    ("skewed", RECIPE, dict(MANY, model__architecture__num_local_experts=5, model__architecture__num_experts_per_tok=1), 40, [(3, "late")]),
+    ("fewer", RECIPE, dict(MANY, model__architecture__num_local_experts=3), 3, [(4, "late")]),
+    ("qwen3_moe", "quickstart_qwen3_moe", dict(SMALL, **WIDE, model__architecture__model_type="qwen3_moe"), 3, [(2, "late"), (3, "at-once")]),
+    ("qwen3_many", "quickstart_qwen3_moe", dict(MANY, **WIDE, model__architecture__model_type="qwen3_moe"), 40, [(2, "at-once")]),
+    ("adapter", RECIPE, dict(SMALL, adapter__rank=4), 3, [(2, "late")]),
+    ("routes", RECIPE, dict(SMALL, rollout__keep_routes="true", policy__router_replay="rollout"), 3, [(2, "late")]),
+]
+
+
+def experts(world, cases):
+    """Each GPU has some experts while it samples: beside one GPU the metrics, weights and moments are equal, the mismatch is 0, and the
+    memory is within the plan. Returns the bytes compared, and the memory in use and planned of the last run."""
+    compared, memory = 0, None
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+    for name, recipe, shape, prompts, runs in cases:
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=1, train__steps=2), *NOT_CLIPPED, *steady, *sets(**shape, rollout__prompts_per_step=prompts)]
+        one = f"whole_{name}"
+        shutil.rmtree(world.place / one, ignore_errors=True)
+        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        for ranks, mode in runs:
+            out = f"by_expert_{name}_{ranks}_{mode}"
+            more = [*words, *sets(parallel__rollout_weights="by_expert")]
+            plan = world.run(world.gpu, "check", recipe, *more, "--processes", ranks)
+            planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+            said = world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *more, env={"CUDA_EMULATOR": mode, "CUDA_EMULATOR_PEAK": "1"})
+            # An adapter's base is whole on each GPU, and so are its experts.
+            assert ("do not record decode" in said) == ("adapter__rank" not in shape), said
+            used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
+            assert len(used) == ranks and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
+            memory = max(used), planned
+            rows = world.rows(out, "rl")
+            assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            sent = ranks * math.ceil(prompts / ranks) * min(row["prompt_length/min"] for row in rows) > GATHERED_ROWS_MAX
+            assert sent == (prompts > 3), f"{out}: {rows}"
+            expected = [[numbers(row) for row in world.rows(run)] for run in (one, out)]
+            assert expected[0] == expected[1], f"{out}:\n{expected[0]}\n{expected[1]}"
+            for stem in ("model", "adapter_model", "trainer"):
+                kept = [tensors(world.place / run / "checkpoints/step-000002", stem) for run in (one, out)]
+                differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
+                assert not differing, f"{out}: {stem}: {differing}"
+                compared += sum(map(len, kept[0].values()))
+    return compared, memory
 
 
 def host_copies(world):

@@ -3,6 +3,7 @@
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, SHARD_ALIGNMENT, shard_range};
+use crate::model::device_exchange::exchange_shards;
 use crate::model::expert_parallel::{ExpertParallel, expert_range};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::ModelTensors;
@@ -65,6 +66,10 @@ impl Parameters {
         if !part.stored.is_sharded() {
             return Ok((spec, part.stored.whole_weight(&part.spec)?.experts(own)?));
         }
+        if self.device().is_cuda() {
+            let weight = self.own_experts_on_device(&part, &spec, ranks)?;
+            return Ok((spec, weight));
+        }
         // Size of one expert, in bytes.
         let expert_bytes = part.stored.exchange_bytes(&part.spec) / experts;
         let bytes = reshard(self.mesh(), &part, |rank| {
@@ -73,6 +78,30 @@ impl Parameters {
         })?;
         let weight = part.stored.assemble(&spec, bytes)?;
         Ok((spec, weight))
+    }
+
+    /// Returns the experts `spec` of this rank from the shards of `part` in the memory of the GPUs.
+    fn own_experts_on_device(
+        &self,
+        part: &GatherPart,
+        spec: &ParameterSpec,
+        ranks: &ExpertParallel,
+    ) -> Result<Weight> {
+        let Weight::Dense(own) = part.stored.weight(&part.spec)? else {
+            bail!("{}: packed shards are not exchanged between GPUs", part.spec.name)
+        };
+        let (mesh, count) = (self.mesh(), part.spec.element_count());
+        let width = count / self.config.num_local_experts;
+        let shard_of = |rank| shard_range(count, part.index, rank, mesh.ranks());
+        let experts_of = |rank| {
+            let experts = ranks.experts_of(rank);
+            experts.start * width..experts.end * width
+        };
+        let ranges = ExchangedRanges::new(mesh, shard_of, experts_of);
+        let name = format!("experts of {}", part.spec.name);
+        let shape = spec.working_shape();
+        let values = exchange_shards(mesh, &name, own.values(), &ranges.sent, &ranges.lengths, shape)?;
+        Ok(Weight::Dense(own.with_values(&values)))
     }
 
     /// Returns weights whose layers are gathered when a pass reaches them. Adapters and tensors outside the
@@ -278,21 +307,40 @@ fn exchange_ranges(
     shard_of: impl Fn(usize) -> Range<usize>,
     range_of: impl Fn(usize) -> Range<usize>,
 ) -> Result<Vec<u8>> {
-    let common = |a: &Range<usize>, b: &Range<usize>| {
-        let start = a.start.max(b.start);
-        start..a.end.min(b.end).max(start)
-    };
-    let (rank, ranks) = (mesh.rank(), mesh.ranks());
-    let (own_shard, requested_range) = (shard_of(rank), range_of(rank));
-    let parts = (0..ranks).map(|to| {
-        let sent = common(&own_shard, &range_of(to));
-        let sent =
-            if sent.is_empty() { 0..0 } else { sent.start - own_shard.start..sent.end - own_shard.start };
-        Arc::new(own[sent].to_vec())
-    });
-    let received_range = |from: usize| common(&shard_of(from), &requested_range);
-    let lengths: Vec<usize> = (0..ranks).map(|from| received_range(from).len()).collect();
-    Ok(mesh.start(name, &mesh.all_ranks(), parts.collect(), &lengths)?.wait()?.concat())
+    let ranges = ExchangedRanges::new(mesh, shard_of, range_of);
+    let parts = ranges.sent.into_iter().map(|range| Arc::new(own[range].to_vec())).collect();
+    Ok(mesh.start(name, &mesh.all_ranks(), parts, &ranges.lengths)?.wait()?.concat())
+}
+
+/// The parts of an exchange after which each rank has a range of a tensor.
+struct ExchangedRanges {
+    /// The part of this rank's shard that each rank gets.
+    sent: Vec<Range<usize>>,
+    /// The length of the part that each rank sends to this one.
+    lengths: Vec<usize>,
+}
+
+impl ExchangedRanges {
+    /// Rank r has the range `shard_of(r)`, and gets the range `range_of(r)`.
+    fn new(
+        mesh: &Mesh,
+        shard_of: impl Fn(usize) -> Range<usize>,
+        range_of: impl Fn(usize) -> Range<usize>,
+    ) -> Self {
+        let common = |a: &Range<usize>, b: &Range<usize>| {
+            let start = a.start.max(b.start);
+            start..a.end.min(b.end).max(start)
+        };
+        let (own_shard, own_range) = (shard_of(mesh.rank()), range_of(mesh.rank()));
+        let part_for = |to: usize| match common(&own_shard, &range_of(to)) {
+            sent if sent.is_empty() => 0..0,
+            sent => sent.start - own_shard.start..sent.end - own_shard.start,
+        };
+        let ranks = mesh.ranks();
+        let sent = (0..ranks).map(part_for).collect();
+        let lengths = (0..ranks).map(|from| common(&shard_of(from), &own_range).len()).collect();
+        Self { sent, lengths }
+    }
 }
 
 /// A request of rank 0 to the other ranks while it writes a checkpoint.

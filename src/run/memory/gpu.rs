@@ -96,7 +96,7 @@ impl MemoryPlanInput<'_> {
             add("weights that sample ahead", copied);
         }
         let rollout = &recipe.rollout;
-        if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && self.processes == 1 {
+        if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && !self.samples_by_expert() {
             // A CUDA graph has its own memory, which the driver does not free.
             let forward = self.pass_shape(padded_rows(rollout.sequences_max), 0).forward_bytes();
             add("CUDA graph", forward + self.partial_attention_bytes());
@@ -195,7 +195,8 @@ impl MemoryPlanInput<'_> {
                 MemoryItem { name: "one forward pass and its logits", bytes: forward },
                 MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
             ];
-            let items = items.into_iter().chain(self.gpu_sampling_gather());
+            let exchanged = self.exchanged_row_item(capacity.fed_tokens_max);
+            let items = items.into_iter().chain(self.gpu_sampling_gather()).chain(exchanged);
             phases.push(("sampling", items.collect::<Vec<_>>()));
         }
         let sampling = phases.first().map(|(_, items)| items.clone());

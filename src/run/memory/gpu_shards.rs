@@ -5,6 +5,7 @@ use crate::dist::shard_length;
 use crate::learner::OptimizerSettings;
 use crate::learner::gradients::exchange_bytes_max;
 use crate::learner::optimizer::state_bytes;
+use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole};
 use std::collections::BTreeMap;
 
@@ -51,9 +52,30 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the memory of the weights that several GPUs gather for sampling.
     pub(super) fn gpu_sampling_gather(&self) -> Option<MemoryItem> {
-        let tensors = self.ever_trainable_tensors();
-        let bytes = tensors.iter().map(|(_, spec)| self.gathered_tensor_bytes(spec)).sum();
-        self.has_gpu_shards().then_some(MemoryItem { name: "weights, gathered", bytes })
+        let by_expert = self.samples_by_expert();
+        let bytes = |(_, spec): &TrainableTensor| match by_expert && spec.has_expert_axis() {
+            true => working_bytes(&spec.with_expert_count(self.local_experts())),
+            false => self.gathered_tensor_bytes(spec),
+        };
+        let bytes = self.ever_trainable_tensors().iter().map(bytes).sum();
+        let name = if by_expert { "weights, gathered except experts" } else { "weights, gathered" };
+        self.has_gpu_shards().then_some(MemoryItem { name, bytes })
+    }
+
+    /// Returns the memory of expert rows in a layer of a pass with `tokens` tokens of each GPU, beyond the
+    /// rows of its own tokens. `None` if GPUs do not exchange them.
+    ///
+    /// At worst, all tokens have experts of one GPU. Its rows are received, dispatched, multiplied, ordered
+    /// as they came, and returned.
+    pub(super) fn exchanged_row_item(&self, tokens: usize) -> Option<MemoryItem> {
+        let c = self.config;
+        let (all, top_k) = (self.processes * tokens, c.num_experts_per_tok);
+        let gathered = all.min(GATHERED_ROWS_MAX) * top_k;
+        let sent = if all > GATHERED_ROWS_MAX { all * top_k.min(self.local_experts()) } else { 0 };
+        let received = gathered.max(sent) * (4 * c.hidden_size + 3 * c.intermediate_size);
+        let own = 2 * tokens * top_k * c.hidden_size;
+        let bytes = ((received + own) * size_of::<half::bf16>()) as u64;
+        self.samples_by_expert().then_some(MemoryItem { name: "rows of experts, exchanged", bytes })
     }
 
     /// Returns whether several GPUs shard the trainable tensors.

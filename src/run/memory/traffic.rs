@@ -6,6 +6,7 @@ use super::weights::ShardedTensor;
 use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
 use crate::metrics::TextTable;
+use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 
 const F32: u64 = 4;
 const BF16: u64 = 2;
@@ -100,15 +101,33 @@ fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
                 .filter(|tensor| tensor.spec.has_expert_axis())
                 .map(|tensor| exchanged_bytes(input, tensor))
                 .sum();
+            let width = (config.hidden_size * config.num_hidden_layers) as u64;
+            let top_k = config.num_experts_per_tok as u64;
             // A row is sent to its expert, and the result is sent back.
-            let rows =
-                local_sequences * longest * (config.num_experts_per_tok * config.num_hidden_layers) as u64;
+            let value_bytes = if input.gpu_sequences.is_some() { BF16 } else { F32 };
+            let sent = |tokens: u64| 2 * bytes_from_others(tokens * top_k * width * value_bytes);
+            let drawn = match gathers_in_decode(input, local_sequences) {
+                true => longest.saturating_sub(rollout.prompt_tokens_max as u64),
+                false => 0,
+            };
+            // GPUs gather the rows of all ranks, and receive an output of each rank for each slot.
+            let gathered = local_sequences * drawn * (ranks - 1) * (1 + top_k) * width * BF16;
             [
                 bytes_from_others(weight_bytes - expert_bytes) + expert_bytes / ranks,
-                2 * bytes_from_others(rows * config.hidden_size as u64 * F32),
+                sent(local_sequences * (longest - drawn)) + gathered,
             ]
         }
     }
+}
+
+/// Returns whether GPUs gather rows in decode, because each samples few sequences.
+fn gathers_in_decode(input: &MemoryPlanInput, local_sequences: u64) -> bool {
+    let limits = [input.recipe.rollout.sequences_max as u64, local_sequences];
+    let few = |capacity: usize| {
+        let sequences = limits.into_iter().fold(capacity as u64, u64::min);
+        sequences * input.processes as u64 <= GATHERED_ROWS_MAX as u64
+    };
+    input.gpu_sequences.is_some_and(few)
 }
 
 impl std::fmt::Display for Traffic {

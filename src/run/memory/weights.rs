@@ -127,6 +127,17 @@ impl MemoryPlanInput<'_> {
         }
     }
 
+    /// Returns whether processes exchange rows of experts while they sample.
+    pub fn samples_by_expert(&self) -> bool {
+        self.effective_rollout_weights() == RolloutWeightPlacement::ByExpert
+    }
+
+    /// Returns the largest number of experts of a process that samples.
+    pub(super) fn local_experts(&self) -> usize {
+        let processes = if self.samples_by_expert() { self.processes } else { 1 };
+        self.config.num_local_experts.div_ceil(processes)
+    }
+
     /// Returns the memory of the weights that a process gathers from the others for sampling.
     pub(super) fn sampling_gather_item(&self) -> MemoryItem {
         let sharded = self.sharded_tensors();
@@ -137,9 +148,8 @@ impl MemoryPlanInput<'_> {
             RolloutWeightPlacement::ByExpert => {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
                     sharded.into_iter().partition(|tensor| tensor.spec.has_expert_axis());
-                let local_experts = self.config.num_local_experts.div_ceil(self.processes);
                 let bytes = |tensor: &ShardedTensor| {
-                    tensor.spec.with_expert_count(local_experts).resident_bytes(tensor.format)
+                    tensor.spec.with_expert_count(self.local_experts()).resident_bytes(tensor.format)
                 };
                 MemoryItem {
                     name: "weights, gathered except experts",
@@ -225,9 +235,7 @@ impl MemoryPlanInput<'_> {
         if self.recipe.model.dtype != Dtype::Bf16Dot || self.gpu_sequences.is_some() {
             return 0;
         }
-        let by_expert = self.effective_rollout_weights() == RolloutWeightPlacement::ByExpert;
-        let local_experts =
-            self.config.num_local_experts.div_ceil(if by_expert { self.processes } else { 1 });
+        let local_experts = self.local_experts();
         let is_copied = |spec: &ParameterSpec| {
             let is_head = spec.role != TensorRole::Embedding || self.config.tie_word_embeddings;
             spec.is_matrix() && is_head && (!self.layers_on_demand || spec.layer.is_none())

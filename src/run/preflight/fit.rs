@@ -22,7 +22,8 @@ impl Preflight {
         self.compute_device.available.clone().or(host)
     }
 
-    /// Plans for `processes` processes. On a GPU, sets only the number of sequences in the KV cache.
+    /// Plans for `processes` processes. On GPUs, selects how each holds the weights while it samples, as on
+    /// CPUs, and sets the number of sequences in the KV cache.
     ///
     /// On the CPU, selects for keys with the value `"auto"` the first option that fits in the `available`
     /// memory. Unsharded packed weights come before sharded ones, and sampling with less communication comes
@@ -31,7 +32,7 @@ impl Preflight {
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
         (self.processes, self.two_samplings) = (processes, false);
         if self.gpu_sequences.is_some() {
-            self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
+            self.choose_on_gpus(available);
             return;
         }
         let requested = self.plan.recipe.parallel.clone();
@@ -49,13 +50,7 @@ impl Preflight {
         };
         let fitting = options.iter().find(|option| fits(option)).or(options.last());
         let Some(&(rollout, packed)) = fitting else { return };
-        if requested.rollout_weights == RolloutWeightPlacement::Auto
-            && rollout != RolloutWeightPlacement::Whole
-        {
-            self.plan.warnings.push(format!(
-                "the memory is too small for all weights in each process during sampling; using parallel.rollout_weights = \"{rollout}\""
-            ));
-        }
+        self.warn_about_rollout_weights(rollout);
         if requested.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded
         {
             self.plan.warnings.push(format!(
@@ -80,6 +75,51 @@ impl Preflight {
         self.two_samplings = self.memory_plan_input().fits_two_samplings(available);
     }
 
+    /// Selects the first option for sampling that fits in the `available` memory of each GPU, and the number
+    /// of sequences in its KV cache.
+    fn choose_on_gpus(&mut self, available: Option<&AvailableMemory>) {
+        let options = match self.processes {
+            1 => vec![RolloutWeightPlacement::Whole],
+            _ => self.rollout_options(self.packed_weights),
+        };
+        for rollout in options {
+            self.rollout_weights = rollout;
+            self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
+            let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
+            if available.is_none_or(|memory| peak <= memory.bytes) {
+                break;
+            }
+        }
+        self.warn_about_rollout_weights(self.rollout_weights);
+        if self.memory_plan_input().samples_by_expert() && self.plan.recipe.rollout.cuda_graphs {
+            let text = "GPUs that exchange rows of experts do not record decode as CUDA graphs; \
+                        rollout.cuda_graphs has no effect";
+            self.plan.warnings.push(text.to_owned());
+        }
+    }
+
+    /// Warns if the recipe leaves the weights for sampling to the plan, and not all fit.
+    fn warn_about_rollout_weights(&mut self, rollout: RolloutWeightPlacement) {
+        let requested = self.plan.recipe.parallel.rollout_weights;
+        if requested == RolloutWeightPlacement::Auto && rollout != RolloutWeightPlacement::Whole {
+            self.plan.warnings.push(format!(
+                "the memory is too small for all weights in each process during sampling; using parallel.rollout_weights = \"{rollout}\""
+            ));
+        }
+    }
+
+    /// Returns the options that the recipe allows for sampling on several processes, in order of preference.
+    fn rollout_options(&self, packed_weights: PackedWeightPlacement) -> Vec<RolloutWeightPlacement> {
+        match self.plan.recipe.parallel.rollout_weights {
+            RolloutWeightPlacement::Auto => {
+                let input = MemoryPlanInput { packed_weights, ..self.memory_plan_input() };
+                let by_expert = input.has_remote_experts().then_some(RolloutWeightPlacement::ByExpert);
+                [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
+            }
+            requested => vec![requested],
+        }
+    }
+
     /// Returns the options that the recipe allows for the weights on several processes, in order of
     /// preference.
     fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
@@ -92,17 +132,8 @@ impl Preflight {
             PackedWeightPlacement::Auto => vec![PackedWeightPlacement::Whole],
             requested => vec![requested],
         };
-        let rollout_options = |packed_weights: PackedWeightPlacement| match requested.rollout_weights {
-            RolloutWeightPlacement::Auto => {
-                let has_remote_experts =
-                    MemoryPlanInput { packed_weights, ..input.clone() }.has_remote_experts();
-                let by_expert = has_remote_experts.then_some(RolloutWeightPlacement::ByExpert);
-                [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
-            }
-            requested => vec![requested],
-        };
         let pairs = |packed: PackedWeightPlacement| {
-            rollout_options(packed).into_iter().map(move |rollout| (rollout, packed))
+            self.rollout_options(packed).into_iter().map(move |rollout| (rollout, packed))
         };
         packed_options.into_iter().flat_map(pairs).collect()
     }
@@ -161,4 +192,102 @@ fn on_demand_warning(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> 
          pass",
         gigabytes(needed)
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Console;
+    use crate::recipe::resolve;
+    use crate::run::memory::{ModelCommand, Traffic};
+    use std::path::Path;
+
+    /// Returns a run of `processes` GPUs with 16 experts of 42 million values in 4 layers.
+    fn on_gpus(processes: usize, rest: &str) -> Preflight {
+        let shape =
+            "hidden_size = 4096\nintermediate_size = 3456\nnum_hidden_layers = 4\nnum_local_experts = 16\n";
+        // Small updates, so that sampling sets the peak.
+        let text = format!(
+            "[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n\
+             [train]\nrecompute_layers = true\n[train.optimizer]\nkind = \"sgd\"\nmomentum = 0\n{rest}"
+        );
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        (preflight.gpu_sequences, preflight.processes) = (Some(1), processes);
+        preflight
+    }
+
+    /// Plans for `gigabytes` on each GPU. Returns the placement, the number of sequences, the peak in GB, and
+    /// whether the plan warned that it chose the placement, and that decode is not recorded.
+    fn planned(preflight: &mut Preflight, gigabytes: f64) -> (RolloutWeightPlacement, usize, f64, [bool; 2]) {
+        let available = AvailableMemory { bytes: (gigabytes * 1e9) as u64, limit: String::new() };
+        preflight.choose_sharding(preflight.processes, Some(&available));
+        let warnings: Vec<String> = preflight.plan.warnings.drain(..).collect();
+        let warned = ["too small for all weights", "record"]
+            .map(|word| warnings.iter().any(|text| text.contains(word)));
+        let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes() as f64 / 1e9;
+        (preflight.rollout_weights, preflight.gpu_sequences.unwrap(), peak, warned)
+    }
+
+    #[test]
+    fn gpus_sample_by_expert_if_whole_weights_do_not_fit() {
+        let mut preflight = on_gpus(8, "");
+        let (how, sequences, whole, warned) = planned(&mut preflight, 80.0);
+        assert_eq!((how, warned), (RolloutWeightPlacement::Whole, [false, false]));
+        assert!(sequences > 1);
+        let (how, fewer, by_expert, warned) = planned(&mut preflight, 8.0);
+        assert_eq!((how, warned), (RolloutWeightPlacement::ByExpert, [true, true]));
+        // Other GPUs have 7 eighths of the experts' 5.4 GB.
+        assert!(whole - by_expert > 4.0 && by_expert <= 8.0, "{whole} and {by_expert} GB");
+        assert!(fewer >= 1);
+        // If no option fits, the smallest is planned, and refused later.
+        assert_eq!(planned(&mut preflight, 0.1).0, RolloutWeightPlacement::ByExpert);
+        // A GPU alone has all weights.
+        let mut alone = on_gpus(1, "");
+        assert_eq!(planned(&mut alone, 0.1).0, RolloutWeightPlacement::Whole);
+        // What the recipe says holds.
+        let mut asked = on_gpus(8, "[parallel]\nrollout_weights = \"by_expert\"\n");
+        let (how, _, _, warned) = planned(&mut asked, 80.0);
+        assert_eq!((how, warned), (RolloutWeightPlacement::ByExpert, [false, true]));
+        let mut asked = on_gpus(8, "[parallel]\nrollout_weights = \"whole\"\n");
+        assert_eq!(planned(&mut asked, 8.0).0, RolloutWeightPlacement::Whole);
+    }
+
+    /// The plan of several GPUs had no CUDA graphs, although each GPU with whole weights records decode.
+    #[test]
+    fn several_gpus_with_whole_weights_have_cuda_graphs_in_their_plan() {
+        let has_graphs = |processes, placement: &str| {
+            let mut preflight =
+                on_gpus(processes, &format!("[parallel]\nrollout_weights = \"{placement}\"\n"));
+            planned(&mut preflight, 80.0);
+            let plan = MemoryPlan::new(&preflight.memory_plan_input());
+            plan.resident.iter().any(|item| item.name == "CUDA graph" && item.bytes > 0)
+        };
+        assert!(has_graphs(1, "whole") && has_graphs(2, "whole") && has_graphs(8, "auto"));
+        assert!(!has_graphs(2, "by_expert"));
+    }
+
+    #[test]
+    fn gpus_of_few_sequences_gather_rows_of_experts() {
+        let rest = "[parallel]\nrollout_weights = \"by_expert\"\n";
+        let mut received = vec![];
+        // 64 and 65 sequences on each of 8 GPUs.
+        for sequences in [64, 65] {
+            let mut preflight = on_gpus(8, rest);
+            let rollout = &mut preflight.plan.recipe.rollout;
+            (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.sequences_max) =
+                (8, sequences, 256);
+            preflight.gpu_sequences = Some(100);
+            preflight.rollout_weights = RolloutWeightPlacement::ByExpert;
+            let traffic = Traffic::new(&preflight.memory_plan_input());
+            let (_, bytes) = traffic.parts.into_iter().find(|(name, _)| name.contains("experts")).unwrap();
+            received.push((bytes / sequences as u64, preflight.memory_plan_input().recipe.clone()));
+        }
+        let rollout = &received[0].1.rollout;
+        let (prompt, drawn) = (rollout.prompt_tokens_max as u64, rollout.response_tokens_max as u64);
+        // A row and its two outputs have 8 KiB each, in four layers.
+        let row = 4 * 2 * 4096;
+        assert_eq!(received[1].0, (prompt + drawn) * 2 * 2 * row / 8 * 7);
+        assert_eq!(received[0].0, prompt * 2 * 2 * row / 8 * 7 + drawn * 7 * 3 * row);
+    }
 }
