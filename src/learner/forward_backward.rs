@@ -26,6 +26,8 @@ pub struct PassSettings {
     /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means no
     /// such loss.
     pub load_balance_coefficient: f64,
+    /// Whether the output has the routed experts.
+    pub keeps_routed_experts: bool,
     pub forward: ForwardOptions,
 }
 
@@ -41,7 +43,8 @@ pub type HeadObjective<'a, const N: usize> = &'a dyn Fn([&[f32]; N]) -> Result<H
 #[derive(Debug)]
 pub struct PassOutput<const N: usize = 2> {
     pub head: HeadColumns<N>,
-    /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts.
+    /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts, and if the pass does
+    /// not keep them.
     pub routed_experts: Vec<Tensor>,
     /// Load-balancing loss, averaged over layers, before its coefficient; 0 without such a loss.
     pub load_balance_loss: f64,
@@ -99,7 +102,7 @@ impl Pass<'_> {
     pub fn forward<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routed_experts = vec![];
         let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
-            routed_experts.extend(output.routed_experts());
+            routed_experts.extend(self.kept_experts(output.routed_experts()));
             on_layer();
             Ok(())
         })?;
@@ -178,6 +181,11 @@ impl Pass<'_> {
         self.with_rows(replay.as_deref(), |rows| stack.forward(&self.batch.tokens, rows, on_layer))
     }
 
+    /// Returns the routed experts of one layer or of all, if the pass keeps them; otherwise nothing.
+    fn kept_experts<E: Default>(&self, routed_experts: E) -> E {
+        if self.settings.keeps_routed_experts { routed_experts } else { E::default() }
+    }
+
     /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
@@ -201,7 +209,7 @@ impl Pass<'_> {
             let mut roots = vec![];
             let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balance_losses)?);
-                routed_experts.extend(output.routed_experts());
+                routed_experts.extend(self.kept_experts(output.routed_experts()));
                 on_layer();
                 Ok(())
             })?;
@@ -245,7 +253,7 @@ impl Pass<'_> {
         drop(hidden);
         let head = head_output.context("a pass without a head")?;
         let Some(mut upstream) = upstream.into_iter().next().flatten() else {
-            let head = split_columns(&head)?;
+            let (head, routed_experts) = (split_columns(&head)?, self.kept_experts(routed_experts));
             return Ok(PassOutput { head, routed_experts, load_balance_loss: 0.0, has_gradients: false });
         };
 
@@ -263,6 +271,7 @@ impl Pass<'_> {
         }
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
+        let routed_experts = self.kept_experts(routed_experts);
         Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients: true })
     }
 

@@ -16,9 +16,10 @@ use crate::ops::operation::DeviceArgument;
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::backend::BackendStorage;
-use candle_core::{CudaDevice, CudaStorage, DType, Device, Tensor};
+use candle_core::op::BackpropOp;
+use candle_core::{CudaStorage, DType, Device, Storage, Tensor};
 use std::ops::Range;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
@@ -184,9 +185,9 @@ pub(super) fn exchange_parts(
     lengths: &[usize],
 ) -> Result<CudaStorage> {
     let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
-    let memory = ExchangeMemory::new(from, send, lengths, own)?;
-    let mut values = exchange_memory(mesh, name, group, from.device(), vec![memory])?;
-    values.pop().context("no values")
+    let memories = vec![ExchangeMemory::new(from, send, lengths, own)?];
+    start_exchange(mesh, name, group, &Device::Cuda(from.device().clone()), &memories)?.wait()?;
+    memories.into_iter().next().map(|memory| memory.values).context("no values")
 }
 
 /// Gathers `values` of the ranks of `group`, which all have the same numbers of values. Returns, for each of
@@ -208,26 +209,73 @@ pub(super) fn gather_values(
     };
     let memories = values.iter().map(memory).collect::<Result<Vec<_>>>()?;
     let device = values.first().context("no values")?.0.device();
-    exchange_memory(mesh, name, group, device, memories)
+    start_exchange(mesh, name, group, &Device::Cuda(device.clone()), &memories)?.wait()?;
+    Ok(memories.into_iter().map(|memory| memory.values).collect())
 }
 
-/// Exchanges the parts of `memories` with the ranks of `group`. Returns the received values.
-fn exchange_memory(
+/// A flat tensor of which rank r gets the values `send[r]`, and the numbers of values that come from each
+/// rank. Between two ranks both numbers are equal.
+pub struct ExchangedParts {
+    pub from: Tensor,
+    pub send: Vec<Range<usize>>,
+    pub lengths: Vec<usize>,
+}
+
+/// Parts of tensors that all ranks exchange, while the exchange runs.
+pub struct PendingParts {
+    exchange: RunningExchange,
+    memories: Vec<ExchangeMemory>,
+    /// The tensors of which parts are sent.
+    _sent: Vec<Tensor>,
+}
+
+impl PendingParts {
+    /// Starts to exchange `parts`, in bf16 or f32. Between two ranks, they have the same order on both.
+    ///
+    /// # Errors
+    /// When memory runs out, or the connection has ended.
+    pub fn start(mesh: &Mesh, name: &str, device: &Device, parts: Vec<ExchangedParts>) -> Result<Self> {
+        let memory = |parts: &ExchangedParts| {
+            let (storage, layout) = parts.from.storage_and_layout();
+            let Storage::Cuda(storage) = &*storage else { bail!("{name}: a part is not on the GPU") };
+            ensure!(layout.start_offset() == 0, "{name}: a part of a larger tensor");
+            Ok(ExchangeMemory::new(storage, &parts.send, &parts.lengths, mesh.rank())?)
+        };
+        let memories = parts.iter().map(memory).collect::<Result<Vec<_>>>()?;
+        let exchange = start_exchange(mesh, name, &mesh.all_ranks(), device, &memories)?;
+        Ok(Self { exchange, memories, _sent: parts.into_iter().map(|parts| parts.from).collect() })
+    }
+
+    /// Returns the received values of each tensor in rank order, with this rank's own part among them. Later
+    /// work on the GPU may read them.
+    ///
+    /// # Errors
+    /// When an exchange has failed.
+    pub fn finish(mut self) -> Result<Vec<Tensor>> {
+        self.exchange.wait()?;
+        let tensor = |memory: ExchangeMemory| {
+            Tensor::from_storage(Storage::Cuda(memory.values), memory.count, BackpropOp::none(), false)
+        };
+        Ok(self.memories.into_iter().map(tensor).collect())
+    }
+}
+
+/// Starts to exchange the parts of `memories` with the ranks of `group`. The memories must outlive the
+/// exchange.
+fn start_exchange(
     mesh: &Mesh,
     name: &str,
     group: &[usize],
-    device: &CudaDevice,
-    memories: Vec<ExchangeMemory>,
-) -> Result<Vec<CudaStorage>> {
+    device: &Device,
+    memories: &[ExchangeMemory],
+) -> Result<RunningExchange> {
     let with_others = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
         let parts = memories.iter().flat_map(|memory| group.iter().zip(parts(memory)));
-        let parts = parts.filter(|(rank, _)| **rank != mesh.rank());
+        let parts = parts.filter(|(rank, (_, bytes))| **rank != mesh.rank() && *bytes > 0);
         parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
     };
     let parts = [with_others(|memory| &memory.sent), with_others(|memory| &memory.received)];
-    let device = Device::Cuda(device.clone());
-    RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;
-    Ok(memories.into_iter().map(|memory| memory.values).collect())
+    RunningExchange::start(mesh, name, device, vec![], parts)
 }
 
 fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {

@@ -256,7 +256,8 @@ impl<'a> PolicyStep<'a> {
         let mut forward = None;
         if self.needs_forward(critic) {
             let options = self.old_log_prob_forward.unwrap_or(self.pass.forward);
-            let pass = PassSettings { forward: options, ..self.pass };
+            let keeps_routed_experts = batch.rollout_experts.is_some() || replay == RouterReplay::Recompute;
+            let pass = PassSettings { forward: options, keeps_routed_experts, ..self.pass };
             let names = ("old_log_prob", "old log-probs");
             let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
             let result = batch.join_forward(&outputs)?;
@@ -442,7 +443,8 @@ impl<'a> PolicyStep<'a> {
         };
         let stage = self.console.start_pass("update", self.runner.local_tokens(&batch.micro_batches));
         let batches = &batch.micro_batches;
-        let outputs = self.runner.accumulate_with_progress(batches, self.pass, teacher, objective, &stage)?;
+        let pass = PassSettings { keeps_routed_experts: batch.rollout_experts.is_some(), ..self.pass };
+        let outputs = self.runner.accumulate_with_progress(batches, pass, teacher, objective, &stage)?;
         stage.finish();
         Ok((shares.into_values()?, outputs))
     }

@@ -463,6 +463,7 @@ fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>,
         recompute_layers: false,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
     let [log_probs, _] = runner.forward(&batches, pass).unwrap().remove(0).head;

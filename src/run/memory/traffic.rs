@@ -5,6 +5,7 @@ use super::gpu_shards::working_bytes;
 use super::weights::ShardedTensor;
 use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
+use crate::learner::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
 
 const F32: u64 = 4;
@@ -56,6 +57,13 @@ impl Traffic {
         };
         let row_width = (config.num_attention_heads * config.head_dim * config.num_hidden_layers) as u64;
         let heads = heads + 2 * others as u64 * BF16 * rows.div_ceil(sequence_parallel_size) * row_width;
+        let muon = match input.gpu_sequences {
+            Some(_) => {
+                let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
+                device_received_bytes(&recipe.train.optimizer, tensors, input.processes)
+            }
+            None => 0,
+        };
         let [weights, rows] = sampling_bytes(input, weight_bytes);
         Self {
             passes,
@@ -65,6 +73,7 @@ impl Traffic {
                 ("weights, layer by layer", passes * bytes_from_others(weight_bytes + layer_bytes)),
                 ("gradients", passes * bytes_from_others(gradients)),
                 ("attention heads, sequence parallel", passes * heads),
+                ("matrices of Muon", muon),
             ],
         }
     }
