@@ -113,9 +113,8 @@ impl Round {
     /// equals, to the rank with the largest part of it.
     fn choose_owners(mut self, ranks: usize) -> Self {
         let whole = |rank: usize| {
-            let flop = |matrices: &ShardedMatrices| {
-                matrices.whole(rank).0 as f64 * iteration_flop(matrices.shape)
-            };
+            let flop =
+                |matrices: &ShardedMatrices| matrices.whole(rank).0 as f64 * iteration_flop(matrices.shape);
             self.tensors.iter().map(flop).sum()
         };
         let mut work: Vec<f64> = (0..ranks).map(whole).collect();
@@ -235,10 +234,14 @@ fn update_whole(matrices: &ShardedMatrices, rank: usize, state: [&Tensor; 3], st
     Ok(muon(&weights?, &momentum?, &gradient?, step)?)
 }
 
-/// Distributes the matrices of `tensors` over `ranks` ranks. Each tensor has its index in the store. A round
-/// has as many tensors as the owners' memory allows. The result is equal on every rank.
+/// Distributes the matrices of `tensors` over `ranks` ranks. Each tensor has its index in the store. The
+/// result is equal on every rank.
 fn rounds<'a>(tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>, ranks: usize) -> Vec<Round> {
-    let tensors: Vec<_> = tensors.filter_map(|tensor| ShardedMatrices::new(tensor, ranks)).collect();
+    distribute(tensors.filter_map(|tensor| ShardedMatrices::new(tensor, ranks)).collect(), ranks)
+}
+
+/// Returns rounds of as many tensors as the memory of owners allows.
+fn distribute(tensors: Vec<ShardedMatrices>, ranks: usize) -> Vec<Round> {
     let largest = tensors.iter().map(ShardedMatrices::size).max().unwrap_or(0);
     let values_max = ranks * largest.max(DEVICE_VALUES);
     let mut rounds = vec![Round::default()];
@@ -295,5 +298,98 @@ impl UpdateCost {
             scratch_bytes: most.scratch_bytes.max(cost.scratch_bytes),
             received_bytes: most.received_bytes.max(cost.received_bytes),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Experts, a tall and a wide matrix, and one that is smaller than a block of shards.
+    fn tensors(ranks: usize) -> Vec<ShardedMatrices> {
+        let shapes = [(8, 48, 96), (1, 320, 64), (1, 64, 320), (1, 16, 4)];
+        let tensor = |(index, (count, rows, columns)): (usize, (usize, usize, usize))| {
+            let shard = |rank: usize| shard_range(count * rows * columns, index, rank, ranks);
+            ShardedMatrices { tensor: index, shape: (rows, columns), shards: (0..ranks).map(shard).collect() }
+        };
+        shapes.into_iter().enumerate().map(tensor).collect()
+    }
+
+    fn round(ranks: usize) -> Round {
+        let tensors = tensors(ranks);
+        let split = tensors.iter().flat_map(ShardedMatrices::split).collect();
+        Round { tensors, split }.choose_owners(ranks)
+    }
+
+    #[test]
+    fn each_value_is_updated_once_whole_or_as_a_part() {
+        for ranks in [2, 3, 4, 7, 8] {
+            let round = round(ranks);
+            for matrices in &round.tensors {
+                let values = matrices.shards.iter().map(|shard| shard.end).max();
+                let mut updates = vec![0; values.unwrap()];
+                for (rank, shard) in matrices.shards.iter().enumerate() {
+                    let (count, whole) = matrices.whole(rank);
+                    assert_eq!(whole.len(), count * matrices.size());
+                    assert!(whole.is_empty() || (shard.start + whole.start) % matrices.size() == 0);
+                    updates[shard.start..shard.end][whole].iter_mut().for_each(|updates| *updates += 1);
+                }
+                for matrix in round.split.iter().filter(|matrix| matrix.tensor == matrices.tensor) {
+                    for (rank, part) in matrix.parts.iter().enumerate().filter(|(_, part)| !part.is_empty()) {
+                        let first = matrix.first + part.start;
+                        assert!(matrices.shards[rank].contains(&first));
+                        updates[first..matrix.first + part.end].iter_mut().for_each(|updates| *updates += 1);
+                    }
+                    assert_eq!(matrix.parts.iter().map(Range::len).sum::<usize>(), matrix.size());
+                }
+                assert!(updates.iter().all(|updates| *updates == 1), "{ranks} ranks, {:?}", matrices.shape);
+            }
+        }
+    }
+
+    #[test]
+    fn owners_share_the_work() {
+        for ranks in [2, 3, 4, 7] {
+            let round = round(ranks);
+            let work: Vec<f64> = (0..ranks).map(|rank| round.flop(rank)).collect();
+            let largest = round.tensors.iter().map(|tensor| iteration_flop(tensor.shape)).fold(0.0, f64::max);
+            let (least, most) =
+                (work.iter().copied().fold(f64::MAX, f64::min), work.iter().copied().fold(0.0, f64::max));
+            assert!(most - least <= largest, "{ranks} ranks: {work:?}");
+        }
+    }
+
+    /// With one expert a rank, nothing is exchanged for experts.
+    #[test]
+    fn whole_experts_stay_where_they_are() {
+        let experts = &tensors(8)[0];
+        assert!(experts.split().is_empty());
+        assert_eq!((0..8).map(|rank| experts.whole(rank).0).sum::<usize>(), 8);
+        let cost = |ranks: usize| {
+            let round = round(ranks);
+            let received = |rank: usize| round.received_bytes(rank);
+            (0..ranks).map(received).sum::<u64>()
+        };
+        // Two ranks hold four experts each, and exchange halves of the two other matrices: f32 to the
+        // owner, bf16 back.
+        let halves = 2 * 320 * 64 / 2;
+        assert_eq!(cost(2), (halves * (F32 + BF16)) as u64);
+    }
+
+    #[test]
+    fn rounds_limit_the_memory_of_owners() {
+        let all = tensors(3);
+        let size = DEVICE_VALUES / 4;
+        let many: Vec<_> = (0..40)
+            .map(|index| ShardedMatrices {
+                tensor: index,
+                shape: (size / 1024, 1024),
+                shards: (0..3).map(|rank| shard_range(size, index, rank, 3)).collect(),
+            })
+            .collect();
+        let rounds = distribute(many, 3);
+        assert_eq!(rounds.iter().map(|round| round.tensors.len()).collect::<Vec<_>>(), [12, 12, 12, 4]);
+        assert!(rounds.iter().all(|round| (0..3).all(|rank| round.flop(rank) > 0.0)));
+        assert_eq!(distribute(all, 3).len(), 1);
     }
 }

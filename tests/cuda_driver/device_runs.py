@@ -166,13 +166,6 @@ def several(world):
     assert len(used) == 2 and max(used) <= planned, f"{used} bytes in use, {planned:.0f} planned"
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    # Shards of Muon's matrices are exchanged in host memory.
-    world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several_muon", *SHORT, *words, *sets(train__optimizer__kind="muon", policy__entropy_coefficient=0.01))
-    rows = world.rows("several_muon", "rl")
-    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows), rows
-    weights = [(world.place / run / "checkpoints/step-000002/model.safetensors").read_bytes() for run in ("several", "several_muon")]
-    assert weights[0] != weights[1], "Muon changed nothing"
     for key, value in [("parallel.rollout_weights", "by_expert"), ("parallel.packed_weights", "cut")]:
         said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, "--set", f"{key}={value}", code=2)
         assert key in said, said
@@ -247,6 +240,16 @@ def equals_one(world):
     train("resumed", 2, *sets(train__steps=2))
     train("resumed", 3, "--resume")
     compare("one", "resumed")
+    # Matrices that several GPUs share meet at one of them.
+    muon = sets(train__optimizer__kind="muon")
+    world.train(world.gpu, "one_muon", *words, *muon)
+    weights = [tensors(world.place / run / "checkpoints/step-000003", "model") for run in ("one", "one_muon")]
+    assert weights[0] != weights[1], "Muon changed nothing"
+    train("muon_on_2", 2, *muon)
+    compare("one_muon", "muon_on_2")
+    train("muon_resumed", 2, *muon, *sets(train__steps=2), mode="first-late")
+    train("muon_resumed", 3, "--resume", *muon, mode="at-once")
+    compare("one_muon", "muon_resumed")
     return compared
 
 

@@ -21,8 +21,7 @@ use half::bf16;
 
 const OP: Op = Op("muon");
 const MOMENTUM: Kernel = Kernel { function: "muon_momentum", file: "muon", threads: 256, shared_bytes: 0 };
-const SQUARES: Kernel =
-    Kernel { function: "muon_squares", shared_bytes: 256 * size_of::<f64>(), ..MOMENTUM };
+const SQUARES: Kernel = Kernel { function: "muon_squares", shared_bytes: 256 * size_of::<f64>(), ..MOMENTUM };
 const NORM: Kernel = Kernel { function: "muon_norm", ..SQUARES };
 const DIRECTION: Kernel = Kernel {
     function: "muon_direction",
