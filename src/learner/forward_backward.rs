@@ -214,15 +214,15 @@ impl Pass<'_> {
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
-            let gradient = self.gradient(&head, objective, skips_zero_gradient)?;
+            let (columns, gradient) = self.gradient(&head, objective, skips_zero_gradient)?;
             has_gradients = gradient.is_some();
-            roots.extend(gradient.map(|gradient| (head.clone(), gradient)));
-            head_output = Some(head);
+            roots.extend(gradient.map(|gradient| (head, gradient)));
+            head_output = Some(columns);
             anyhow::Ok(roots)
         })?;
         let head = head_output.context("a pass without a head")?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients })
+        Ok(PassOutput { head, routed_experts, load_balance_loss, has_gradients })
     }
 
     /// Runs the pass with recomputation.
@@ -245,15 +245,14 @@ impl Pass<'_> {
         let mut head_output = None;
         let upstream = differentiate(&[&hidden], || {
             let head = self.head(&hidden)?;
-            let gradient = self.gradient(&head, objective, skips_zero_gradient)?;
-            let root = gradient.map(|gradient| (head.clone(), gradient));
-            head_output = Some(head);
-            anyhow::Ok(root.into_iter().collect())
+            let (columns, gradient) = self.gradient(&head, objective, skips_zero_gradient)?;
+            head_output = Some(columns);
+            anyhow::Ok(gradient.map(|gradient| (head, gradient)).into_iter().collect())
         })?;
         drop(hidden);
         let head = head_output.context("a pass without a head")?;
         let Some(mut upstream) = upstream.into_iter().next().flatten() else {
-            let (head, routed_experts) = (split_columns(&head)?, self.kept_experts(routed_experts));
+            let routed_experts = self.kept_experts(routed_experts);
             return Ok(PassOutput { head, routed_experts, load_balance_loss: 0.0, has_gradients: false });
         };
 
@@ -272,7 +271,7 @@ impl Pass<'_> {
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
         let routed_experts = self.kept_experts(routed_experts);
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients: true })
+        Ok(PassOutput { head, routed_experts, load_balance_loss, has_gradients: true })
     }
 
     /// Returns the mean of `losses` over the layers. Call it only at the end of a pass, because each read
@@ -315,31 +314,32 @@ impl Pass<'_> {
         Ok(Some((loss, coefficient)))
     }
 
-    /// Returns the gradient of the objective with respect to `head`, `[N, R]`; `None` if all of its values
-    /// are 0 and `skips_zero_gradient` is set.
+    /// Returns the columns of `head`, `[N, R]`, and the gradient of the objective with respect to `head`. The
+    /// gradient is `None` if all of its values are 0 and `skips_zero_gradient` is set.
     fn gradient<const N: usize>(
         &self,
         head: &Tensor,
         objective: HeadObjective<'_, N>,
         skips_zero_gradient: bool,
-    ) -> Result<Option<Tensor>> {
-        let mut columns = split_columns::<N>(head)?;
-        for column in &mut columns {
-            *column = self.gather_column(std::mem::take(column))?;
+    ) -> Result<(HeadColumns<N>, Option<Tensor>)> {
+        let local = split_columns::<N>(head)?;
+        let mut columns = [const { vec![] }; N];
+        for (column, local) in columns.iter_mut().zip(&local) {
+            *column = self.gather_column(local)?;
         }
         let gradients = objective(columns.each_ref().map(Vec::as_slice))?;
-        let local: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
-        if skips_zero_gradient && local.iter().all(|value| *value == 0.0) {
-            return Ok(None);
+        let gradients: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
+        if skips_zero_gradient && gradients.iter().all(|value| *value == 0.0) {
+            return Ok((local, None));
         }
-        Ok(Some(Tensor::from_vec(local, head.shape(), head.device())?))
+        Ok((local, Some(Tensor::from_vec(gradients, head.shape(), head.device())?)))
     }
 
     /// Gathers the column of all targets. `local` is this rank's shard of the column.
-    fn gather_column(&self, local: Vec<f32>) -> Result<Vec<f32>> {
-        let Some(shards) = &self.batch.shards else { return Ok(local) };
+    fn gather_column(&self, local: &[f32]) -> Result<Vec<f32>> {
+        let Some(shards) = &self.batch.shards else { return Ok(local.to_vec()) };
         let lengths: Vec<usize> = shards.targets.iter().map(Vec::len).collect();
-        Ok(shards.join_columns(&shards.rows.gather("the head's output", &local, &lengths)?))
+        Ok(shards.join_columns(&shards.rows.gather("the head's output", local, &lengths)?))
     }
 
     /// Returns this rank's shard of the column of all targets.

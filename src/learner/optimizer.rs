@@ -147,8 +147,9 @@ impl Optimizer {
                     let exact = match (master.dtype(), master.elem_count()) {
                         // On a GPU candle cannot convert an empty shard.
                         (_, 0) => Tensor::zeros(master.shape(), DType::F32, master.device())?,
-                        (DType::F32, _) => master.copy()?,
-                        _ => master.to_dtype(DType::F32)?,
+                        // A copy that is tracked would keep the former master alive.
+                        (DType::F32, _) => master.detach().copy()?,
+                        _ => master.detach().to_dtype(DType::F32)?,
                     };
                     state.insert(MASTER, exact);
                 }

@@ -309,10 +309,15 @@ def sequences(world, cases):
     return compared, worst, metric_apart
 
 
+COPIED_BYTES_A_TOKEN_MAX = 64
+
+
 def host_copies(world):
-    """The bytes that a steady step of two processes copies between hosts and GPUs, and those of the weights."""
+    """The bytes that a steady step of two processes copies between hosts and GPUs, those of the weights, and the step's tokens."""
     wide = sets(model__architecture__hidden_size=128, model__architecture__intermediate_size=64, train__optimizer__schedule="constant")
-    words = [*sets(device="cuda", cold_start__steps=1, rollout__response_tokens_max=8, policy__entropy_coefficient=0.01), *wide]
+    # Each process has a micro-batch.
+    shape = sets(rollout__response_tokens_max=8, train__micro_batch_tokens=192)
+    words = [*sets(device="cuda", cold_start__steps=1, policy__entropy_coefficient=0.01), *shape, *wide]
     copied = []
     for steps in (2, 3):
         run = f"copies_{steps}"
@@ -325,7 +330,10 @@ def host_copies(world):
     f32_bytes = sum(map(len, tensors(world.place / run / "checkpoints/step-000003", "model").values()))
     # The shards of both in bf16 are half of this.
     assert 0 < step < f32_bytes / 2 / 4, f"{step} bytes in a step, {f32_bytes} bytes of weights"
-    return step, f32_bytes
+    last = world.rows(run, "rl")[-1]
+    tokens = round(8 * (last["prompt_length/mean"] + last["response_length/mean"]))
+    assert step <= COPIED_BYTES_A_TOKEN_MAX * tokens, f"{step} bytes in a step of {tokens} tokens"
+    return step, f32_bytes, tokens
 
 
 def hangs(world):
@@ -569,8 +577,8 @@ def main():
         timed(several, world)
         print(f"several GPUs: {timed(equals_one, world)} bytes of weights and state as on one, in three orders of the streams")
         over_several_gpus(SEQUENCES[:1])
-        step, weights = timed(host_copies, world)
-        print(f"several GPUs: a step copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32")
+        step, weights, tokens = timed(host_copies, world)
+        print(f"several GPUs: a step of {tokens} tokens copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32")
         print(f"several GPUs: {timed(refused_together, world)} unfit processes are refused by all, with one message")
         print(f"several GPUs: both ask for memory {timed(steady_on_two, world)} times, in 10 steps as in 20")
         timed(hangs, world)

@@ -472,6 +472,19 @@ fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>,
     (log_probs, names.collect())
 }
 
+/// The masters of a warm-up stayed in memory during the training after it: the new ones were tracked copies.
+#[test]
+fn a_new_optimizer_does_not_keep_the_masters_of_the_former_one() {
+    let (_, mut parameters) = tiny::model(tiny::config(false), 0);
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
+    for _ in 0..2 {
+        Optimizer::new(&Settings::default(), &mut parameters, true).unwrap();
+        let masters = (0..parameters.len()).filter_map(|index| parameters.state(index).get("master"));
+        let tracked: Vec<bool> = masters.map(|master| master.track_op()).collect();
+        assert!(!tracked.is_empty() && !tracked.contains(&true), "{tracked:?}");
+    }
+}
+
 /// A master beside every matrix took 4 bytes a weight for nothing: products in bf16 round them as they read.
 #[test]
 fn matrices_of_bf16_products_are_their_own_masters() {

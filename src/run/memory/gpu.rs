@@ -216,8 +216,9 @@ impl MemoryPlanInput<'_> {
                 let pass =
                     PassShape { sequence_ranks: self.sequence_ranks(), ..self.pass_shape(tokens, tokens) };
                 let bytes = pass.forward_backward_bytes(recomputes);
+                let gathered = self.gpu_update_gather(pass.saved_layer_bytes());
                 let update: Vec<MemoryItem> =
-                    [MemoryItem { name, bytes }].into_iter().chain(self.gpu_update_gather()).collect();
+                    [MemoryItem { name, bytes }].into_iter().chain(gathered).collect();
                 let sampling = sampling.filter(|_| self.samples_beside_the_update());
                 if let Some(sampling) = &sampling {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));

@@ -84,6 +84,23 @@ impl Traffic {
     }
 }
 
+impl MemoryPlanInput<'_> {
+    /// Returns the largest number of passes of a process in one update. A micro-batch may have room for part
+    /// of a sequence, which the next one gets.
+    pub(super) fn passes_max(&self) -> u64 {
+        let passes = |sequences: usize, longest: usize| {
+            let in_micro_batch = (self.recipe.train.micro_batch_tokens / longest.max(1)).max(1);
+            let batches = sequences.div_ceil(in_micro_batch);
+            batches.div_ceil(self.processes / self.sequence_ranks()) as u64
+        };
+        let (prompts, samples) = self.rollout_size();
+        let sampled = passes(prompts.saturating_mul(samples), self.longest_sequence());
+        let row = self.sft_row_tokens_max.unwrap_or(self.longest_sequence());
+        let has_warm_up = self.recipe.cold_start.steps > 0;
+        sampled.max(if has_warm_up { passes(self.recipe.cold_start.batch_size, row) } else { 0 })
+    }
+}
+
 /// Returns the bytes of a gathered tensor.
 fn exchanged_bytes(input: &MemoryPlanInput, tensor: &ShardedTensor) -> u64 {
     match input.gpu_sequences {
