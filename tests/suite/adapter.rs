@@ -141,13 +141,6 @@ fn settings(recompute_layers: bool) -> PassSettings {
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
-
-        recompute_layers,
-        temperature: 0.8,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
 }
 
 /// An adapter of `rank` on all that can have one, with values of which every one matters.

@@ -39,13 +39,6 @@ fn pass(recompute_layers: bool) -> PassSettings {
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
-
-        recompute_layers,
-        temperature: 0.9,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
 }
 
 impl Fixture {

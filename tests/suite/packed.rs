@@ -30,13 +30,6 @@ fn settings() -> PassSettings {
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
-
-        recompute_layers: true,
-        temperature: 0.8,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
 }
 
 /// A folder of a random model in `format`, in shards of up to `shard_bytes`.

@@ -56,13 +56,6 @@ fn pass() -> PassSettings {
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
-
-        recompute_layers: false,
-        temperature: 0.9,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
 }
 
 impl Fixture {

@@ -155,8 +155,13 @@ fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
     let forward = ForwardOptions::default();
-    let settings =
-        PassSettings { recompute_layers, temperature: 1.0, load_balance_coefficient: 0.5, keeps_routed_experts: true, forward };
+    let settings = PassSettings {
+        recompute_layers,
+        temperature: 1.0,
+        load_balance_coefficient: 0.5,
+        keeps_routed_experts: true,
+        forward,
+    };
     let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
         Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };

@@ -19,13 +19,6 @@ fn settings(recompute_layers: bool) -> PassSettings {
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
-
-        recompute_layers,
-        temperature: 0.9,
-        load_balance_coefficient: 0.01,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
 }
 
 /// Mean negative log-likelihood of the targets plus a little entropy: every gradient path is used.
