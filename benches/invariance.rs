@@ -58,6 +58,7 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
         recompute_layers: true,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
     let objective =

@@ -61,6 +61,7 @@ fn run_pass(
         recompute_layers,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
     let sum = GradientSum::begin(parameters).expect("gradients");

@@ -332,6 +332,7 @@ fn main() -> Result<()> {
                     recompute_layers,
                     temperature: 1.0,
                     load_balance_coefficient: 0.0,
+                    keeps_routed_experts: true,
                     forward: ForwardOptions::default(),
                 },
                 old_log_prob_forward: None,

@@ -9,12 +9,6 @@ namespace {
 PRIMITIVE int64_t matrix_size(const Muon& p) { return static_cast<int64_t>(p.rows) * p.columns; }
 PRIMITIVE int64_t chunks(const Muon& p) { return (matrix_size(p) + chunk - 1) / chunk; }
 
-// u = (1 - μ)·g + μ·m, for the new momentum m.
-PRIMITIVE float direction(const Muon& p, int64_t i) {
-  const float g = p.gradient[i];
-  return add(g, multiply(add(p.momentum[i], -g), p.decay));
-}
-
 // Adds `x` of all threads in their order; the first thread gets the sum.
 PRIMITIVE double block_sum(double x) {
   double* of_threads = reinterpret_cast<double*>(dynamic_shared_memory());
@@ -66,17 +60,25 @@ PRIMITIVE Staged staged(const Muon& p) { return {reinterpret_cast<float*>(dynami
 
 }  // namespace
 
-// m ← m + (1 - μ)·(g - m), and the sum of the squares of u in each chunk. Blocks: matrices × chunks. The
-// square of an f32 is exact in f64.
-extern "C" __global__ void __launch_bounds__(threads) muon_momentum(const __grid_constant__ Muon p) {
+// m ← m + (1 - μ)·(g - m), then u = (1 - μ)·g + μ·m. Blocks of threads × values.
+extern "C" __global__ void __launch_bounds__(threads) muon_momentum(const __grid_constant__ MuonMomentum p) {
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * threads * values;
+  const int64_t end = min(first + threads * values, p.count);
+  for (int64_t i = first + threadIdx.x; i < end; i += threads) {
+    const float g = p.gradient[i], before = p.momentum[i];
+    const float m = add(before, multiply(add(g, -before), p.one_minus_decay));
+    p.momentum[i] = m;
+    p.u[i] = add(g, multiply(add(m, -g), p.decay));
+  }
+}
+
+// The sum of the squares of u in each chunk. Blocks: matrices × chunks. The square of an f32 is exact in f64.
+extern "C" __global__ void __launch_bounds__(threads) muon_squares(const __grid_constant__ Muon p) {
   const int64_t matrix = blockIdx.x / chunks(p), first = blockIdx.x % chunks(p) * chunk;
   const int64_t end = min(first + chunk, matrix_size(p));
   double sum = 0.0;
   for (int64_t in_matrix = first + threadIdx.x; in_matrix < end; in_matrix += threads) {
-    const int64_t i = matrix * matrix_size(p) + in_matrix;
-    const float m = p.momentum[i];
-    p.momentum[i] = add(m, multiply(add(p.gradient[i], -m), p.one_minus_decay));
-    const double u = direction(p, i);
+    const double u = p.u[matrix * matrix_size(p) + in_matrix];
     sum += u * u;
   }
   sum = block_sum(sum);
@@ -96,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(threads) muon_direction(const __gri
   const Tile t = tile_of_weights(p);
   const Staged values = staged(p);
   const float factor = p.factors[t.matrix];
-  each_value(t, [&](int64_t i, int row, int column) { values.of_weights(row, column) = multiply(direction(p, i), factor); });
+  each_value(t, [&](int64_t i, int row, int column) { values.of_weights(row, column) = multiply(p.u[i], factor); });
   block_barrier();
   each_value(tile_of_x(t), [&](int64_t i, int row, int column) { p.x[i] = to_bf16(values.of_x(row, column)); });
 }

@@ -1,15 +1,21 @@
 //! Serialises values that ranks exchange. All ranks run the same binary on the same kind of machine.
 
 use anyhow::{Context, Result};
+use flate2::Compression;
+use flate2::read::DeflateDecoder;
+use flate2::write::DeflateEncoder;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::io::{Read, Write};
 
-/// Serialises a record. Floats keep their bits.
+/// Serialises and compresses a record. Floats keep their bits.
 ///
 /// # Errors
 /// When the record cannot be serialised.
 pub fn serialize(record: &impl Serialize) -> Result<Vec<u8>> {
-    rmp_serde::to_vec_named(record).context("serialising for other ranks")
+    let bytes = rmp_serde::to_vec_named(record).context("serialising for other ranks")?;
+    let mut encoder = DeflateEncoder::new(vec![], Compression::fast());
+    encoder.write_all(&bytes).and_then(|()| encoder.finish()).context("compressing for other ranks")
 }
 
 /// Deserialises a record that [`serialize`] returned.
@@ -17,7 +23,9 @@ pub fn serialize(record: &impl Serialize) -> Result<Vec<u8>> {
 /// # Errors
 /// When the bytes are not such a record.
 pub fn deserialize<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
-    rmp_serde::from_slice(bytes).context("deserialising from another rank")
+    let mut record = vec![];
+    DeflateDecoder::new(bytes).read_to_end(&mut record).context("decompressing from another rank")?;
+    rmp_serde::from_slice(&record).context("deserialising from another rank")
 }
 
 // Values are sent in memory order, which must be little-endian.

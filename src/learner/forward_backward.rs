@@ -26,6 +26,8 @@ pub struct PassSettings {
     /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means no
     /// such loss.
     pub load_balance_coefficient: f64,
+    /// Whether the output has the routed experts.
+    pub keeps_routed_experts: bool,
     pub forward: ForwardOptions,
 }
 
@@ -41,7 +43,8 @@ pub type HeadObjective<'a, const N: usize> = &'a dyn Fn([&[f32]; N]) -> Result<H
 #[derive(Debug)]
 pub struct PassOutput<const N: usize = 2> {
     pub head: HeadColumns<N>,
-    /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts.
+    /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts, and if the pass does
+    /// not keep them.
     pub routed_experts: Vec<Tensor>,
     /// Load-balancing loss, averaged over layers, before its coefficient; 0 without such a loss.
     pub load_balance_loss: f64,
@@ -99,7 +102,7 @@ impl Pass<'_> {
     pub fn forward<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
         let mut routed_experts = vec![];
         let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
-            routed_experts.extend(output.routed_experts());
+            routed_experts.extend(self.kept_experts(output.routed_experts()));
             on_layer();
             Ok(())
         })?;
@@ -178,6 +181,11 @@ impl Pass<'_> {
         self.with_rows(replay.as_deref(), |rows| stack.forward(&self.batch.tokens, rows, on_layer))
     }
 
+    /// Returns the routed experts of one layer or of all, if the pass keeps them; otherwise nothing.
+    fn kept_experts<E: Default>(&self, routed_experts: E) -> E {
+        if self.settings.keeps_routed_experts { routed_experts } else { E::default() }
+    }
+
     /// Returns the head's output, `[N, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
@@ -201,20 +209,20 @@ impl Pass<'_> {
             let mut roots = vec![];
             let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
                 roots.extend(self.load_balance(output, &mut balance_losses)?);
-                routed_experts.extend(output.routed_experts());
+                routed_experts.extend(self.kept_experts(output.routed_experts()));
                 on_layer();
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
-            let gradient = self.gradient(&head, objective, skips_zero_gradient)?;
+            let (columns, gradient) = self.gradient(&head, objective, skips_zero_gradient)?;
             has_gradients = gradient.is_some();
-            roots.extend(gradient.map(|gradient| (head.clone(), gradient)));
-            head_output = Some(head);
+            roots.extend(gradient.map(|gradient| (head, gradient)));
+            head_output = Some(columns);
             anyhow::Ok(roots)
         })?;
         let head = head_output.context("a pass without a head")?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients })
+        Ok(PassOutput { head, routed_experts, load_balance_loss, has_gradients })
     }
 
     /// Runs the pass with recomputation.
@@ -237,15 +245,14 @@ impl Pass<'_> {
         let mut head_output = None;
         let upstream = differentiate(&[&hidden], || {
             let head = self.head(&hidden)?;
-            let gradient = self.gradient(&head, objective, skips_zero_gradient)?;
-            let root = gradient.map(|gradient| (head.clone(), gradient));
-            head_output = Some(head);
-            anyhow::Ok(root.into_iter().collect())
+            let (columns, gradient) = self.gradient(&head, objective, skips_zero_gradient)?;
+            head_output = Some(columns);
+            anyhow::Ok(gradient.map(|gradient| (head, gradient)).into_iter().collect())
         })?;
         drop(hidden);
         let head = head_output.context("a pass without a head")?;
         let Some(mut upstream) = upstream.into_iter().next().flatten() else {
-            let head = split_columns(&head)?;
+            let routed_experts = self.kept_experts(routed_experts);
             return Ok(PassOutput { head, routed_experts, load_balance_loss: 0.0, has_gradients: false });
         };
 
@@ -263,7 +270,8 @@ impl Pass<'_> {
         }
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head: split_columns(&head)?, routed_experts, load_balance_loss, has_gradients: true })
+        let routed_experts = self.kept_experts(routed_experts);
+        Ok(PassOutput { head, routed_experts, load_balance_loss, has_gradients: true })
     }
 
     /// Returns the mean of `losses` over the layers. Call it only at the end of a pass, because each read
@@ -306,31 +314,32 @@ impl Pass<'_> {
         Ok(Some((loss, coefficient)))
     }
 
-    /// Returns the gradient of the objective with respect to `head`, `[N, R]`; `None` if all of its values
-    /// are 0 and `skips_zero_gradient` is set.
+    /// Returns the columns of `head`, `[N, R]`, and the gradient of the objective with respect to `head`. The
+    /// gradient is `None` if all of its values are 0 and `skips_zero_gradient` is set.
     fn gradient<const N: usize>(
         &self,
         head: &Tensor,
         objective: HeadObjective<'_, N>,
         skips_zero_gradient: bool,
-    ) -> Result<Option<Tensor>> {
-        let mut columns = split_columns::<N>(head)?;
-        for column in &mut columns {
-            *column = self.gather_column(std::mem::take(column))?;
+    ) -> Result<(HeadColumns<N>, Option<Tensor>)> {
+        let local = split_columns::<N>(head)?;
+        let mut columns = [const { vec![] }; N];
+        for (column, local) in columns.iter_mut().zip(&local) {
+            *column = self.gather_column(local)?;
         }
         let gradients = objective(columns.each_ref().map(Vec::as_slice))?;
-        let local: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
-        if skips_zero_gradient && local.iter().all(|value| *value == 0.0) {
-            return Ok(None);
+        let gradients: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
+        if skips_zero_gradient && gradients.iter().all(|value| *value == 0.0) {
+            return Ok((local, None));
         }
-        Ok(Some(Tensor::from_vec(local, head.shape(), head.device())?))
+        Ok((local, Some(Tensor::from_vec(gradients, head.shape(), head.device())?)))
     }
 
     /// Gathers the column of all targets. `local` is this rank's shard of the column.
-    fn gather_column(&self, local: Vec<f32>) -> Result<Vec<f32>> {
-        let Some(shards) = &self.batch.shards else { return Ok(local) };
+    fn gather_column(&self, local: &[f32]) -> Result<Vec<f32>> {
+        let Some(shards) = &self.batch.shards else { return Ok(local.to_vec()) };
         let lengths: Vec<usize> = shards.targets.iter().map(Vec::len).collect();
-        Ok(shards.join_columns(&shards.rows.gather("the head's output", &local, &lengths)?))
+        Ok(shards.join_columns(&shards.rows.gather("the head's output", local, &lengths)?))
     }
 
     /// Returns this rank's shard of the column of all targets.

@@ -29,7 +29,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 
 /// Minimum bytes of gradients in one exchange. Small tensors are sent together.
-const EXCHANGE_BYTES_MIN: u64 = 4 << 20;
+pub const EXCHANGE_BYTES_MIN: u64 = 4 << 20;
 /// Maximum bytes of gradients in flight (sent and received). A larger tensor is sent in an exchange of its
 /// own.
 const EXCHANGE_BYTES_MAX: u64 = 256 << 20;

@@ -15,6 +15,7 @@ pub mod policy_loss;
 pub mod rollout_correction;
 pub mod routed_experts;
 mod settings;
+pub mod sharded_muon;
 pub mod supervised;
 pub mod teacher;
 pub mod token_selection;

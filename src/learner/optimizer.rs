@@ -2,6 +2,7 @@
 //! updates.
 
 use crate::dist::shard_range;
+use crate::learner::sharded_muon::{self, UpdateCost};
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
@@ -56,9 +57,28 @@ pub fn has_master(spec: &ParameterSpec, precision: Precision) -> bool {
     spec.role != TensorRole::AdapterFactor && !rounds_itself
 }
 
-/// Returns the number of bytes of GPU memory that the update of a tensor needs temporarily.
-pub fn device_update_bytes(settings: &Settings, spec: &ParameterSpec) -> u64 {
-    if is_orthogonalized(settings, spec) { muon::device_scratch_bytes(&spec.working_shape()) } else { 0 }
+/// Returns the number of bytes of GPU memory that the update of `tensors` needs temporarily, on one of `ranks`
+/// GPUs. Each tensor has its index in the parameter store.
+pub fn device_update_bytes<'a>(
+    settings: &Settings,
+    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
+    ranks: usize,
+) -> u64 {
+    let matrices = tensors.filter(|(_, spec)| is_orthogonalized(settings, spec));
+    match ranks {
+        1 => matrices.map(|(_, spec)| muon::device_scratch_bytes(&spec.working_shape())).max().unwrap_or(0),
+        _ => UpdateCost::new(matrices, ranks).scratch_bytes,
+    }
+}
+
+/// Returns the number of bytes that the update of `tensors` receives from the other `ranks` GPUs. Each tensor
+/// has its index in the parameter store.
+pub fn device_received_bytes<'a>(
+    settings: &Settings,
+    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
+    ranks: usize,
+) -> u64 {
+    UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), ranks).received_bytes
 }
 
 /// Returns the number of bytes of optimizer state that this process needs for a tensor of which it holds
@@ -73,13 +93,17 @@ pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, ranks: usize) -> 
     if is_orthogonalized(settings, spec) { muon::scratch_bytes(&spec.working_shape(), ranks) } else { 0 }
 }
 
-/// Returns the floating-point operations of Muon's iterations in one update of `tensors`, as far as the first
-/// of `ranks` processes runs them. Each tensor has its index in the parameter store.
+/// Returns the floating-point operations of Muon's iterations in one update of `tensors`, as far as one of
+/// `ranks` processes runs them: the first on CPUs, the one with most on GPUs. Each tensor has its index in the
+/// parameter store.
 pub fn update_flop<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    ranks: usize,
+    (ranks, is_cpu): (usize, bool),
 ) -> f64 {
+    if !is_cpu {
+        return UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), ranks).flop;
+    }
     let flop = |(index, spec): (usize, &ParameterSpec)| {
         let Some([_, rows, columns]) = spec.matrix_shape().filter(|_| is_orthogonalized(settings, spec))
         else {
@@ -123,8 +147,9 @@ impl Optimizer {
                     let exact = match (master.dtype(), master.elem_count()) {
                         // On a GPU candle cannot convert an empty shard.
                         (_, 0) => Tensor::zeros(master.shape(), DType::F32, master.device())?,
-                        (DType::F32, _) => master.copy()?,
-                        _ => master.to_dtype(DType::F32)?,
+                        // A copy that is tracked would keep the former master alive.
+                        (DType::F32, _) => master.detach().copy()?,
+                        _ => master.detach().to_dtype(DType::F32)?,
                     };
                     state.insert(MASTER, exact);
                 }
@@ -185,6 +210,7 @@ impl Optimizer {
             momentum: s.muon_momentum as f32,
             one_minus_momentum: (1.0 - s.muon_momentum) as f32,
         };
+        let (on_gpus, mut exchanged) = (parameters.device().is_cuda(), vec![]);
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
             let (master, state) = (parameters.master(index)?, parameters.state(index));
@@ -199,6 +225,10 @@ impl Optimizer {
                 OptimizerKind::Muon if is_orthogonalized(s, &parameters.specs[index]) => {
                     let momentum = buffer(MOMENTUM)?;
                     match parameters.matrix_shard(index) {
+                        Some(_) if on_gpus => {
+                            exchanged.push(index);
+                            continue;
+                        }
                         None => muon(master, momentum, gradient, &orthogonal_step)?,
                         Some(shard) => {
                             let complete = |own: Vec<f32>| {
@@ -220,7 +250,10 @@ impl Optimizer {
             }
             self.write_working_weights(parameters, index)?;
         }
-        Ok(())
+        if !exchanged.is_empty() {
+            sharded_muon::update(parameters, &exchanged, &orthogonal_step, MOMENTUM)?;
+        }
+        exchanged.into_iter().try_for_each(|index| self.write_working_weights(parameters, index))
     }
 
     /// Rounds the master weight of tensor `index` into the weight that the model uses. Does nothing for a

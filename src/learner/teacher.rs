@@ -103,6 +103,7 @@ impl TeacherPasses<'_> {
             recompute_layers: false,
             temperature: 1.0,
             load_balance_coefficient: 0.0,
+            keeps_routed_experts: false,
             forward: ForwardOptions::default(),
         };
         let batch = self.batches.get(index).context("a micro-batch without a teacher's pass")?;

@@ -158,6 +158,7 @@ impl EqualityChecks<'_> {
             recompute_layers: true,
             temperature: self.temperature,
             load_balance_coefficient: 0.0,
+            keeps_routed_experts: false,
             forward: self.training,
         }
     }

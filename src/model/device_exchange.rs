@@ -16,10 +16,10 @@ use crate::ops::operation::DeviceArgument;
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
-use candle_core::{CudaDevice, CudaStorage, DType, Device, Shape, Storage, Tensor};
+use candle_core::{CudaStorage, DType, Device, Shape, Storage, Tensor};
 use std::ops::Range;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
@@ -185,9 +185,9 @@ pub(super) fn exchange_parts(
     lengths: &[usize],
 ) -> Result<CudaStorage> {
     let own = group.iter().position(|&rank| rank == mesh.rank()).context("this rank is not in the group")?;
-    let memory = ExchangeMemory::new(from, send, lengths, own)?;
-    let mut values = exchange_memory(mesh, name, group, from.device(), vec![memory])?;
-    values.pop().context("no values")
+    let memories = vec![ExchangeMemory::new(from, send, lengths, own)?];
+    start_exchange(mesh, name, group, &Device::Cuda(from.device().clone()), &memories)?.wait()?;
+    memories.into_iter().next().map(|memory| memory.values).context("no values")
 }
 
 /// Gathers `values` of the ranks of `group`, which all have the same numbers of values. Returns, for each of
@@ -209,7 +209,8 @@ pub(super) fn gather_values(
     };
     let memories = values.iter().map(memory).collect::<Result<Vec<_>>>()?;
     let device = values.first().context("no values")?.0.device();
-    exchange_memory(mesh, name, group, device, memories)
+    start_exchange(mesh, name, group, &Device::Cuda(device.clone()), &memories)?.wait()?;
+    Ok(memories.into_iter().map(|memory| memory.values).collect())
 }
 
 /// Gathers the rows of each tensor of `values`, `[t, W]`, on all ranks. Rank r has `counts[r]` rows. Returns
@@ -233,9 +234,10 @@ pub(super) fn gather_rows<const N: usize>(
         memories.push(ExchangeMemory::new(on_gpu(storage)?, &send, &lengths, mesh.rank())?);
         shapes.push((counts.iter().sum::<usize>(), width));
     }
-    let device = values.first().context("no values")?.device().as_cuda_device()?;
-    let gathered = exchange_memory(mesh, name, &mesh.all_ranks(), device, memories)?;
-    let tensors: Vec<Tensor> = gathered.into_iter().zip(shapes).map(|(x, shape)| tensor(x, shape)).collect();
+    let device = values.first().context("no values")?.device();
+    start_exchange(mesh, name, &mesh.all_ranks(), device, &memories)?.wait()?;
+    let gathered = memories.into_iter().map(|memory| memory.values);
+    let tensors: Vec<Tensor> = gathered.zip(shapes).map(|(x, shape)| tensor(x, shape)).collect();
     <[Tensor; N]>::try_from(tensors).ok().context("a tensor was not gathered")
 }
 
@@ -289,14 +291,58 @@ fn tensor(values: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(values), shape, BackpropOp::none(), false)
 }
 
-/// Exchanges the parts of `memories` with the ranks of `group`. Returns the received values.
-fn exchange_memory(
+/// A flat tensor of which rank r gets the values `send[r]`, and the numbers of values that come from each
+/// rank. Between two ranks both numbers are equal.
+pub struct ExchangedParts {
+    pub from: Tensor,
+    pub send: Vec<Range<usize>>,
+    pub lengths: Vec<usize>,
+}
+
+/// Parts of tensors that all ranks exchange, while the exchange runs.
+pub struct PendingParts {
+    exchange: RunningExchange,
+    memories: Vec<ExchangeMemory>,
+    /// The tensors of which parts are sent.
+    _sent: Vec<Tensor>,
+}
+
+impl PendingParts {
+    /// Starts to exchange `parts`, in bf16 or f32. Between two ranks, they have the same order on both.
+    ///
+    /// # Errors
+    /// When memory runs out, or the connection has ended.
+    pub fn start(mesh: &Mesh, name: &str, device: &Device, parts: Vec<ExchangedParts>) -> Result<Self> {
+        let memory = |parts: &ExchangedParts| {
+            let (storage, layout) = parts.from.storage_and_layout();
+            ensure!(layout.start_offset() == 0, "{name}: a part of a larger tensor");
+            Ok(ExchangeMemory::new(on_gpu(&storage)?, &parts.send, &parts.lengths, mesh.rank())?)
+        };
+        let memories = parts.iter().map(memory).collect::<Result<Vec<_>>>()?;
+        let exchange = start_exchange(mesh, name, &mesh.all_ranks(), device, &memories)?;
+        Ok(Self { exchange, memories, _sent: parts.into_iter().map(|parts| parts.from).collect() })
+    }
+
+    /// Returns the received values of each tensor in rank order, with this rank's own part among them. Later
+    /// work on the GPU may read them.
+    ///
+    /// # Errors
+    /// When an exchange has failed.
+    pub fn finish(mut self) -> Result<Vec<Tensor>> {
+        self.exchange.wait()?;
+        Ok(self.memories.into_iter().map(|memory| tensor(memory.values, memory.count)).collect())
+    }
+}
+
+/// Starts to exchange the parts of `memories` with the ranks of `group`. The memories must outlive the
+/// exchange.
+fn start_exchange(
     mesh: &Mesh,
     name: &str,
     group: &[usize],
-    device: &CudaDevice,
-    memories: Vec<ExchangeMemory>,
-) -> Result<Vec<CudaStorage>> {
+    device: &Device,
+    memories: &[ExchangeMemory],
+) -> Result<RunningExchange> {
     let with_others = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
         let parts = memories.iter().flat_map(|memory| group.iter().zip(parts(memory)));
         // A part may be empty. It is empty on both ranks.
@@ -304,9 +350,7 @@ fn exchange_memory(
         parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
     };
     let parts = [with_others(|memory| &memory.sent), with_others(|memory| &memory.received)];
-    let device = Device::Cuda(device.clone());
-    RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;
-    Ok(memories.into_iter().map(|memory| memory.values).collect())
+    RunningExchange::start(mesh, name, device, vec![], parts)
 }
 
 fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {

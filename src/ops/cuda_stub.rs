@@ -160,6 +160,7 @@ impl GatherMemory {
 /// Stub that is never constructed.
 pub struct ExchangeMemory {
     pub values: CudaStorage,
+    pub count: usize,
     pub sent: Vec<(u64, usize)>,
     pub received: Vec<(u64, usize)>,
 }
@@ -273,6 +274,8 @@ refused! { pub(super),
     scale(&Tensor, f32) -> ();
     round_into(&Tensor, &Tensor) -> ();
     sum_of_squares(&Tensor) -> f64;
-    upload_values(&Tensor, &[f32]) -> ();
     muon(&Tensor, &Tensor, &Tensor, &Muon) -> ();
+    muon_momentum(&Tensor, &Tensor, &Muon) -> Tensor;
+    orthogonalized(Tensor, (usize, usize)) -> Tensor;
+    apply_part(&Tensor, &Tensor, &Muon, (usize, usize)) -> ();
 }

@@ -1,6 +1,6 @@
 //! Muon: momentum whose singular values are all moved close to 1, for the matrices of hidden layers.
 
-use super::cpu::{edit, host_values, to_host};
+use super::cpu::{edit, host_values};
 use super::cuda;
 use super::optimizer::check_same_shape;
 use super::product::{GemmThreads, StridedMatrix, product};
@@ -129,7 +129,7 @@ impl MatrixShard {
 /// Updates a shard of a tensor by [`muon`], with the same bits. All tensors are flat and have the values of
 /// `shard`. `complete` gets the direction u of the shard, and returns that of
 /// [`MatrixShard::whole_matrices`], of which other processes have a part. It is called once, also for an
-/// empty shard. Shards on a GPU are updated on the host.
+/// empty shard. For CPUs.
 ///
 /// # Errors
 /// When shapes differ, and the errors of `complete`.
@@ -142,12 +142,6 @@ pub fn muon_shard(
     complete: impl FnOnce(Vec<f32>) -> Result<Vec<f32>>,
 ) -> Result<()> {
     check_same_shape(weights, &[momentum, gradient])?;
-    if weights.device().is_cuda() {
-        let (w, m) = (to_host(weights)?, to_host(momentum)?);
-        muon_shard(&w, &m, &to_host(gradient)?, step, shard, complete)?;
-        cuda::upload_values(weights, &host_values(&w)?)?;
-        return cuda::upload_values(momentum, &host_values(&m)?);
-    }
     let MatrixShard { shape, range } = shard;
     let gradient = host_values(gradient)?;
     let direction = complete(edit(momentum, |momentum| Ok(step.direction(momentum, &gradient)))?)?;
@@ -164,6 +158,33 @@ pub fn muon_shard(
         }
         Ok(())
     })
+}
+
+/// Updates the momentum of a part of a matrix on a GPU. All tensors are f32 and have one shape. Returns the
+/// part's values of the direction u.
+///
+/// # Errors
+/// When shapes differ, or a tensor is not on a GPU.
+pub fn momentum_on_device(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Tensor> {
+    cuda::muon_momentum(momentum, gradient, step)
+}
+
+/// Moves the singular values of one matrix on a GPU close to 1, up to a factor that [`apply_on_device`] has.
+/// `u` has the values of the matrix `shape` in f32. Returns them flat, in bf16.
+///
+/// # Errors
+/// When memory runs out, or `u` has other values than `shape`.
+pub fn orthogonalize_on_device(u: Tensor, shape: (usize, usize)) -> Result<Tensor> {
+    cuda::orthogonalized(u, shape)
+}
+
+/// Updates f32 weights of a matrix `shape` on a GPU by their values of [`orthogonalize_on_device`]. Both
+/// tensors are flat. All steps together have the bits of [`muon`].
+///
+/// # Errors
+/// When shapes differ, or a tensor is not on a GPU.
+pub fn apply_on_device(weights: &Tensor, values: &Tensor, step: &Muon, shape: (usize, usize)) -> Result<()> {
+    cuda::apply_part(weights, values, step, shape)
 }
 
 impl Muon {
@@ -235,7 +256,7 @@ pub(super) fn matrix_shape(dims: &[usize]) -> Result<(usize, (usize, usize))> {
 }
 
 /// Number of values of the matrices that a GPU updates at a time. It updates one matrix if that is larger.
-const DEVICE_VALUES: usize = 1 << 24;
+pub const DEVICE_VALUES: usize = 1 << 24;
 /// Number of values of a matrix whose squares one thread block of a GPU adds.
 pub(super) const SQUARES_CHUNK: usize = 8192;
 
@@ -251,9 +272,11 @@ pub(super) fn matrices_at_once(dims: &[usize]) -> usize {
 pub fn device_scratch_bytes(dims: &[usize]) -> u64 {
     let [.., rows, columns] = *dims else { return 0 };
     let (size, short) = (rows * columns, rows.min(columns));
-    // X before and after an iteration, A and the polynomial of A; the squares and the factor of the norm.
-    let products = 2 * (size + short * short) * size_of::<half::bf16>();
-    let norm = size.div_ceil(SQUARES_CHUNK) * size_of::<f64>() + size_of::<f32>();
+    let (f32_bytes, bf16_bytes) = (size_of::<f32>(), size_of::<half::bf16>());
+    let norm = size.div_ceil(SQUARES_CHUNK) * size_of::<f64>() + f32_bytes;
+    // First u and X. Then X and the polynomial of A, and either A or the next X.
+    let direction = size * (f32_bytes + bf16_bytes) + norm;
+    let products = (2 * size + short * short) * bf16_bytes;
     let starts = size_of::<u32>();
-    (matrices_at_once(dims) * (products + norm + starts) + starts) as u64
+    (matrices_at_once(dims) * (direction.max(products) + starts) + starts) as u64
 }

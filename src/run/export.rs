@@ -120,6 +120,7 @@ pub fn export_merged_model(
             recompute_layers: true,
             temperature: recipe.rollout.temperature,
             load_balance_coefficient: 0.0,
+            keeps_routed_experts: false,
             forward: Default::default(),
         };
         let runner = BatchRunner { threads, model, parameters };

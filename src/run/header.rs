@@ -87,7 +87,7 @@ pub fn muon_cost(
         if recipe.train.steps > 0 { &recipe.train.optimizer } else { &recipe.cold_start.optimizer };
     let is_trainable = |index: usize| trainable.get(index).copied().unwrap_or(true);
     let tensors = specs.iter().enumerate().filter(|(index, _)| is_trainable(*index));
-    let flop = update_flop(settings, tensors, ranks);
+    let flop = update_flop(settings, tensors, (ranks, is_cpu));
     if flop == 0.0 {
         return None;
     }

@@ -46,7 +46,8 @@ impl PolicyStep<'_> {
         let mut forward = None;
         if self.needs_forward(critic) {
             let options = self.old_log_prob_forward.unwrap_or(self.pass.forward);
-            let pass = PassSettings { forward: options, ..self.pass };
+            let keeps_routed_experts = batch.rollout_experts.is_some() || replay == RouterReplay::Recompute;
+            let pass = PassSettings { forward: options, keeps_routed_experts, ..self.pass };
             let names = ("old_log_prob", "old log-probs");
             let outputs = self.forward(names, self.runner, &batch.micro_batches, pass)?;
             let result = batch.join_forward(&outputs)?;

@@ -347,6 +347,7 @@ impl Trainer {
             recompute_layers: self.context.recompute_layers,
             temperature,
             load_balance_coefficient: 0.0,
+            keeps_routed_experts: false,
             forward: self.context.training_forward(),
         }
     }

@@ -339,7 +339,8 @@ impl<'a> PolicyStep<'a> {
         };
         let stage = self.console.start_pass("update", self.runner.local_tokens(&batch.micro_batches));
         let batches = &batch.micro_batches;
-        let outputs = self.runner.accumulate_with_progress(batches, self.pass, teacher, objective, &stage)?;
+        let pass = PassSettings { keeps_routed_experts: batch.rollout_experts.is_some(), ..self.pass };
+        let outputs = self.runner.accumulate_with_progress(batches, pass, teacher, objective, &stage)?;
         stage.finish();
         Ok((shares.into_values()?, outputs))
     }

@@ -299,8 +299,8 @@ def resumed_muon(world):
 
 
 def copies_of_hosts(world):
-    step, weights = host_copies(world)
-    return f"a step copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32"
+    step, weights, tokens = host_copies(world)
+    return f"a step of {tokens} tokens copies {step} bytes between two hosts and their GPUs, beside {weights} bytes of weights in f32"
 
 
 def steady_memory(world):

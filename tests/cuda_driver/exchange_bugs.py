@@ -4,8 +4,8 @@
   exchange_bugs.py [WORD]    all bugs, or those whose name has the word; needs the environment of ./setup.sh
 
 One build has all bugs; a variable of the environment selects one. A bug is caught where a run fails, the driver complains,
-or a metric, a weight or a moment differs: in exchanges of shards or of experts' rows, on three GPUs, from those of one GPU without a bug; in
-exchanges of sequences, which four GPUs share, from those of four GPUs without a bug.
+or a metric, a weight or a moment differs: in exchanges of shards, of Muon's matrices or of experts' rows, on three GPUs, from those of
+one GPU without a bug; in exchanges of sequences, which four GPUs share, from those of four GPUs without a bug.
 """
 
 import json
@@ -42,10 +42,22 @@ BUGS = [
     ("a rank's own gradient is left out", EXCHANGE, "if other == rank {\n                    ", "shards_of_ranks.push(gradient.narrow(0, own.start, own.len())?);", ""),
 ]
 
+MUON = "src/learner/sharded_muon.rs"
+MUON_BUGS = [
+    ("a matrix is orthogonalized before all parts are there", EXCHANGE, "pub fn finish(mut self) -> Result<Vec<Tensor>> {\n        ", "self.exchange.wait()?;", "std::mem::forget(self.exchange.pending.take());"),
+    ("a part lies at another part's place", MUON, "lengths = ", "matrix.parts.iter().map(Range::len).collect()", "matrix.parts.iter().rev().map(Range::len).collect()"),
+    ("an owner sends another rank's part of the result", MUON, "", "send.clone_from(&matrix.parts);", "send = matrix.parts.iter().map(|part| matrix.size() - part.end..matrix.size() - part.start).collect();"),
+    ("a rank updates its first weights, not its part of the matrix", MUON, "if part.is_empty() { 0 } else ", "{ self.first + part.start - shard.start }", "{ 0 }"),
+    ("momentum of a part is not updated", MUON, "let from = ", "momentum_on_device(&part(matrix, momentum)?, &part(matrix, gradient)?, step)?", "momentum_on_device(&part(matrix, momentum)?.copy()?, &part(matrix, gradient)?, step)?"),
+    ("a matrix that one rank holds is not updated", MUON, "", "update_whole(matrices, rank, state(matrices.tensor)?, step)?;", ""),
+    ("the result of a tall matrix stays transposed", "src/ops/cuda/muon.rs", "let y = ", "if rows > columns { y.transpose(1, 2)?.contiguous()? } else { y }", "y"),
+    ("the working copy is stale after Muon", "src/learner/optimizer.rs", "exchanged.into_iter().try_for_each(|index| ", "self.write_working_weights(parameters, index)", "{ let _ = index; Ok(()) }"),
+]
+
 SEQUENCES, SHARED = "src/model/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"
 SEQUENCE_BUGS = [
     ("sinks are not moved with their heads", SEQUENCES, "let sinks = ", "slice(&sinks, first..first + own)?", "slice(&sinks, 0..own)?"),
-    ("heads are used before the exchange has ended", EXCHANGE, "", "RunningExchange::start(mesh, name, &device, vec![], parts)?.wait()?;", "std::mem::forget(RunningExchange::start(mesh, name, &device, vec![], parts)?);"),
+    ("heads are used before the exchange has ended", EXCHANGE, "", "start_exchange(mesh, name, group, &Device::Cuda(from.device().clone()), &memories)?.wait()?;", "std::mem::forget(start_exchange(mesh, name, group, &Device::Cuda(from.device().clone()), &memories)?);"),
     ("heads are sent before they are packed", EXCHANGE, "let ready = ", "record_event(device)?", "{ static FIRST: std::sync::OnceLock<crate::dist::DeviceEvent> = std::sync::OnceLock::new(); FIRST.get_or_init(|| record_event(device).expect(\"an event\")).clone() }"),
     ("a part is received at the first part's place", MEMORY, "", "part(base, &(end - length..end))", "part(base, &(0..*length))"),
     ("a rank's own part is left out", MEMORY, "if part.len() == lengths[own] => ", "device.memcpy_dtod(&part, &mut own_place)?", "()"),
@@ -72,7 +84,7 @@ EXPERT_BUGS = [
     ("sent rows' outputs are added in the order of arrival", EXPERTS, "self.sent_outputs(own, products)?, rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
     ("outputs of a token are added in another order", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let turned = |x: &Tensor| -> Result<Tensor> { let x = x.reshape(weights.dims())?; Ok(Tensor::cat(&[x.narrow(1, 1, 1)?, x.narrow(1, 0, 1)?], 1)?) }; ops::fused::combine_rows_and_add(&outputs, &turned(&weights)?, &turned(&rows)?.flatten_all()?, x)? }"),
 ]
-ALL_BUGS = BUGS + SEQUENCE_BUGS + EXPERT_BUGS
+ALL_BUGS = BUGS + SEQUENCE_BUGS + MUON_BUGS + EXPERT_BUGS
 # Bugs of the lists above that exchanges of experts' rows must catch too.
 SHARED_BUGS = ("an exchange does not wait for the work before it", "heads are used before the exchange has ended", "heads are sent before they are packed", "a part is received at the first part's place", "a rank's own part is left out")
 
@@ -104,7 +116,7 @@ def build(copy):
 
 
 # Ranks, and what is run besides.
-SHARDS, SPLIT = (3, ()), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
+SHARDS, MATRICES, SPLIT = (3, ()), (3, sets(train__optimizer__kind="muon")), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
 
 # Rows of many prompts are sent to the ranks of their experts, those of decode are gathered.
 MANY = sets(rollout__prompts_per_step=40, train__micro_batch_tokens=512)
@@ -151,10 +163,14 @@ def main():
     place, program, missed, count = Path(tempfile.mkdtemp(prefix="rloss-exchange-bugs-")), build(tree()), 0, 0
     shared = [bug for bug in ALL_BUGS if bug[0] in SHARED_BUGS]
     # Those that one GPU has without a bug are expected, or those of several.
-    for runs, bugs, of_one in ((SHARDS, BUGS, ()), (SPLIT, SEQUENCE_BUGS, None), (BY_EXPERT, EXPERT_BUGS + shared, MANY)):
+    kinds = (
+        (SHARDS, BUGS, ()), (SPLIT, SEQUENCE_BUGS, None), (MATRICES, MUON_BUGS, MATRICES[1]), (BY_EXPERT, EXPERT_BUGS + shared, MANY),
+    )  # fmt: skip
+    for runs, bugs, of_one in kinds:
         chosen = [(ALL_BUGS.index(bug), bug[0]) for bug in bugs if word in bug[0]]
         expected = []
         if chosen and of_one is not None:
+            shutil.rmtree(place / "one", ignore_errors=True)
             subprocess.run([program, *words("one", of_one)], cwd=place, check=True, capture_output=True)
             expected.extend(outcome(place / "one"))
         for mode in MODES if chosen else ():

@@ -24,13 +24,6 @@ def several(world):
     assert len(used) == 2 and max(used) <= planned, f"{used} bytes in use, {planned:.0f} planned"
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    # Shards of Muon's matrices are exchanged in host memory.
-    world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several_muon", *SHORT, *words, *sets(train__optimizer__kind="muon", policy__entropy_coefficient=0.01))
-    rows = world.rows("several_muon", "rl")
-    assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    assert all(math.isfinite(row["actor/grad_norm"]) for row in rows), rows
-    weights = [(world.place / run / "checkpoints/step-000002/model.safetensors").read_bytes() for run in ("several", "several_muon")]
-    assert weights[0] != weights[1], "Muon changed nothing"
     said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, *sets(parallel__packed_weights="cut"), code=2)
     assert "parallel.packed_weights" in said, said
 
@@ -86,6 +79,17 @@ def equals_one(world):
     train("resumed", 2, *sets(train__steps=2))
     train("resumed", 3, "--resume")
     compare("one", "resumed")
+    # Matrices that several GPUs share meet at one of them.
+    muon = sets(train__optimizer__kind="muon")
+    world.train(world.gpu, "one_muon", *words, *muon)
+    weights = [tensors(world.place / run / "checkpoints/step-000003", "model") for run in ("one", "one_muon")]
+    assert weights[0] != weights[1], "Muon changed nothing"
+    if not world.sample:
+        train("muon_on_2", 2, *muon)
+        compare("one_muon", "muon_on_2")
+    train("muon_resumed", 2, *muon, *sets(train__steps=2), mode="first-late")
+    train("muon_resumed", 3, "--resume", *muon, mode="at-once")
+    compare("one_muon", "muon_resumed")
     return compared
 
 
@@ -201,10 +205,15 @@ def experts(world, cases):
     return compared, memory
 
 
+COPIED_BYTES_A_TOKEN_MAX = 64
+
+
 def host_copies(world):
-    """The bytes that a steady step of two processes copies between hosts and GPUs, and those of the weights."""
+    """The bytes that a steady step of two processes copies between hosts and GPUs, those of the weights, and the step's tokens."""
     wide = sets(model__architecture__hidden_size=128, model__architecture__intermediate_size=64, train__optimizer__schedule="constant")
-    words = [*sets(device="cuda", cold_start__steps=1, rollout__response_tokens_max=8, policy__entropy_coefficient=0.01), *wide]
+    # Each process has a micro-batch.
+    shape = sets(rollout__response_tokens_max=8, train__micro_batch_tokens=192)
+    words = [*sets(device="cuda", cold_start__steps=1, policy__entropy_coefficient=0.01), *shape, *wide]
     copied = []
     for steps in (2, 3):
         run = f"copies_{steps}"
@@ -217,7 +226,10 @@ def host_copies(world):
     f32_bytes = sum(map(len, tensors(world.place / run / "checkpoints/step-000003", "model").values()))
     # The shards of both in bf16 are half of this.
     assert 0 < step < f32_bytes / 2 / 4, f"{step} bytes in a step, {f32_bytes} bytes of weights"
-    return step, f32_bytes
+    last = world.rows(run, "rl")[-1]
+    tokens = round(8 * (last["prompt_length/mean"] + last["response_length/mean"]))
+    assert step <= COPIED_BYTES_A_TOKEN_MAX * tokens, f"{step} bytes in a step of {tokens} tokens"
+    return step, f32_bytes, tokens
 
 
 def hangs(world):

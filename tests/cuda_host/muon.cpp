@@ -6,7 +6,8 @@
 
 // The kernels, each compiled from its own .cu.
 extern "C" {
-void muon_momentum(Muon);
+void muon_momentum(MuonMomentum);
+void muon_squares(Muon);
 void muon_norm(Muon);
 void muon_direction(Muon);
 void muon_update(Muon);
@@ -36,20 +37,23 @@ struct Shape {
 };
 
 struct Tensors {
-  std::vector<float> weights, momentum, gradient;
+  std::vector<float> weights, momentum, gradient, u;
   std::vector<bf16> x;
   std::vector<double> parts;
   std::vector<float> factors;
+  MuonMomentum of_momentum;
   Muon p;
   Tensors(const Shape& s, bool with_zeros)
-      : weights(floats(s.count(), 1, 1)), momentum(floats(s.count(), 0.1, 2)), gradient(floats(s.count(), 0.1, 3)), x(s.count()),
+      : weights(floats(s.count(), 1, 1)), momentum(floats(s.count(), 0.1, 2)), gradient(floats(s.count(), 0.1, 3)), u(s.count()), x(s.count()),
         parts(s.matrices * s.chunks()), factors(s.matrices) {
     // The last matrix never had a gradient.
     for (size_t i = s.count() - s.size(); with_zeros && i < s.count(); i++) momentum[i] = gradient[i] = 0;
-    p = {weights.data(), momentum.data(), gradient.data(), x.data(), parts.data(), factors.data(),
-         int32_t(s.rows), int32_t(s.columns), SHRINK, RATE, DECAY, ONE_MINUS_DECAY};
+    of_momentum = {momentum.data(), gradient.data(), u.data(), int64_t(s.count()), DECAY, ONE_MINUS_DECAY};
+    p = {weights.data(), u.data(), x.data(), parts.data(), factors.data(), int32_t(s.rows), int32_t(s.columns), SHRINK, RATE};
   }
 };
+
+unsigned momentum_blocks(size_t count) { return unsigned((count + op::threads * op::values - 1) / (op::threads * op::values)); }
 
 // Line for line as src/ops/muon.rs.
 float update_momentum(float& m, float g) {
@@ -60,12 +64,15 @@ float update_momentum(float& m, float g) {
 std::string wrong_update(const Options& options, const Shape& s) {
   Tensors t(s, s.matrices > 1);
   const Muon p = t.p;
+  const MuonMomentum of_momentum = t.of_momentum;
   std::vector<float> exact_m = t.momentum, exact_w = t.weights, u(s.count());
-  launch(options, unsigned(s.matrices * s.chunks()), op::threads, op::sum_shared_bytes, [=] { muon_momentum(p); });
+  launch(options, momentum_blocks(s.count()), op::threads, 0, [=] { muon_momentum(of_momentum); });
+  launch(options, unsigned(s.matrices * s.chunks()), op::threads, op::sum_shared_bytes, [=] { muon_squares(p); });
   launch(options, unsigned(s.matrices), op::threads, op::sum_shared_bytes, [=] { muon_norm(p); });
   launch(options, unsigned(s.tiles()), op::threads, op::tile_shared_bytes, [=] { muon_direction(p); });
   for (size_t i = 0; i < s.count(); i++) u[i] = update_momentum(exact_m[i], t.gradient[i]);
   std::string wrong = bits("muon, momentum", t.momentum.data(), exact_m.data(), s.count());
+  if (wrong.empty()) wrong = bits("muon, u", t.u.data(), u.data(), s.count());
   std::vector<bf16> exact_x(s.count());
   for (size_t matrix = 0; matrix < s.matrices; matrix++) {
     long double squares = 0;
@@ -89,11 +96,11 @@ std::string wrong_parts(const Options& options) {
   Tensors t(s, false);
   std::vector<double> exact(s.matrices * s.chunks());
   for (size_t i = 0; i < s.count(); i++) {
-    t.momentum[i] = t.gradient[i] = float(i * 7919 % 1000);
-    exact[i / s.size() * s.chunks() + i % s.size() / op::chunk] += double(t.gradient[i]) * t.gradient[i];
+    t.u[i] = float(i * 7919 % 1000);
+    exact[i / s.size() * s.chunks() + i % s.size() / op::chunk] += double(t.u[i]) * t.u[i];
   }
   const Muon p = t.p;
-  launch(options, unsigned(s.matrices * s.chunks()), op::threads, op::sum_shared_bytes, [=] { muon_momentum(p); });
+  launch(options, unsigned(s.matrices * s.chunks()), op::threads, op::sum_shared_bytes, [=] { muon_squares(p); });
   std::string wrong = bits("muon, squares", t.parts.data(), exact.data(), exact.size());
 
   // More chunks than a block has threads.
@@ -115,18 +122,20 @@ std::string wrong_parts(const Options& options) {
 
 // Values beyond 2^32, where what is counted in 32 bits begins anew; the last tile and the last chunk.
 std::string wrong_far(const Options& options, const Shape& s) {
-  const FarArray<float> w(s.count()), m(s.count()), g(s.count());
+  const FarArray<float> w(s.count()), m(s.count()), g(s.count()), direction(s.count());
   const FarArray<bf16> x(s.count());
   std::vector<double> parts(s.matrices * s.chunks());
   std::vector<float> factors(s.matrices, 4);
   const size_t at = s.count() - 1;
   w.data[at] = 1, m.data[at] = 0.5f, g.data[at] = -2;
-  const Muon p = {w.data, m.data, g.data, x.data, parts.data(), factors.data(), int32_t(s.rows), int32_t(s.columns),
-                  SHRINK, RATE, DECAY, ONE_MINUS_DECAY};
+  const MuonMomentum of_momentum = {m.data, g.data, direction.data, int64_t(s.count()), DECAY, ONE_MINUS_DECAY};
+  const Muon p = {w.data, direction.data, x.data, parts.data(), factors.data(), int32_t(s.rows), int32_t(s.columns), SHRINK, RATE};
   float exact_m = 0.5f;
   const float u = update_momentum(exact_m, -2);
-  launch_last(options, parts.size(), op::threads, op::sum_shared_bytes, [=] { muon_momentum(p); });
+  launch_last(options, momentum_blocks(s.count()), op::threads, 0, [=] { muon_momentum(of_momentum); });
   if (m.data[at] != exact_m) return differs("muon, far momentum", at, m.data[at], exact_m);
+  if (direction.data[at] != u) return differs("muon, far u", at, direction.data[at], u);
+  launch_last(options, parts.size(), op::threads, op::sum_shared_bytes, [=] { muon_squares(p); });
   if (parts.back() != double(u) * u) return differs("muon, far squares", at, parts.back(), double(u) * u);
   launch_last(options, s.tiles(), op::threads, op::tile_shared_bytes, [=] { muon_direction(p); });
   if (to_float(x.data[at]) != to_float(to_bf16(4 * u))) return differs("muon, far direction", at, to_float(x.data[at]), 4 * u);

@@ -138,6 +138,7 @@ fn settings(recompute_layers: bool) -> PassSettings {
         recompute_layers,
         temperature: 0.8,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
 }

@@ -36,6 +36,7 @@ fn pass(recompute_layers: bool) -> PassSettings {
         recompute_layers,
         temperature: 0.9,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
 }

@@ -37,8 +37,13 @@ fn pass(config: &Config, parameters: &Parameters) -> Learned<PassOutput> {
     let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 2, 77], 5), usize::MAX)[0];
     let forward = ForwardOptions::default();
     let model = &Model::new(config.clone(), config.max_position_embeddings);
-    let settings =
-        PassSettings { recompute_layers: true, temperature: 1.0, load_balance_coefficient: 0.01, forward };
+    let settings = PassSettings {
+        recompute_layers: true,
+        temperature: 1.0,
+        load_balance_coefficient: 0.01,
+        keeps_routed_experts: true,
+        forward,
+    };
     let objective = |[log_probs, entropies]: [&[f32]; 2]| {
         let n = log_probs.len() as f32;
         Ok([vec![-1.0 / n; log_probs.len()], vec![0.0; entropies.len()]])

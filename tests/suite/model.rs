@@ -107,6 +107,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
             recompute_layers: true,
             temperature: 1.0,
             load_balance_coefficient: 0.0,
+            keeps_routed_experts: true,
             forward: ForwardOptions::default(),
         },
         teacher: None,

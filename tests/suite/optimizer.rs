@@ -463,12 +463,26 @@ fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>,
         recompute_layers: false,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
     let [log_probs, _] = runner.forward(&batches, pass).unwrap().remove(0).head;
     let has_master = |index: &usize| parameters.state(*index).contains_key("master");
     let names = (0..parameters.len()).filter(has_master).map(|index| parameters.specs[index].name.clone());
     (log_probs, names.collect())
+}
+
+/// The masters of a warm-up stayed in memory during the training after it: the new ones were tracked copies.
+#[test]
+fn a_new_optimizer_does_not_keep_the_masters_of_the_former_one() {
+    let (_, mut parameters) = tiny::model(tiny::config(false), 0);
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
+    for _ in 0..2 {
+        Optimizer::new(&Settings::default(), &mut parameters, true).unwrap();
+        let masters = (0..parameters.len()).filter_map(|index| parameters.state(index).get("master"));
+        let tracked: Vec<bool> = masters.map(|master| master.track_op()).collect();
+        assert!(!tracked.is_empty() && !tracked.contains(&true), "{tracked:?}");
+    }
 }
 
 /// A master beside every matrix took 4 bytes a weight for nothing: products in bf16 round them as they read.

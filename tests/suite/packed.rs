@@ -27,6 +27,7 @@ fn settings() -> PassSettings {
         recompute_layers: true,
         temperature: 0.8,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
 }

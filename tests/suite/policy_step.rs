@@ -53,6 +53,7 @@ fn pass() -> PassSettings {
         recompute_layers: false,
         temperature: 0.9,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
 }

@@ -155,8 +155,13 @@ fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
     let forward = ForwardOptions::default();
-    let settings =
-        PassSettings { recompute_layers, temperature: 1.0, load_balance_coefficient: 0.5, forward };
+    let settings = PassSettings {
+        recompute_layers,
+        temperature: 1.0,
+        load_balance_coefficient: 0.5,
+        keeps_routed_experts: true,
+        forward,
+    };
     let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
         Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
@@ -193,6 +198,7 @@ fn micro_batches_without_a_gradient_are_skipped_and_the_sum_is_the_same() {
         recompute_layers,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
     let run = |threads: usize,
@@ -243,6 +249,7 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
         recompute_layers: true,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: Default::default(),
     };
     let objective =

@@ -36,6 +36,7 @@ fn settings(recompute_layers: bool, load_balance: f64) -> PassSettings {
         recompute_layers,
         temperature: 0.9,
         load_balance_coefficient: load_balance,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
 }

@@ -16,6 +16,7 @@ fn settings(recompute_layers: bool) -> PassSettings {
         recompute_layers,
         temperature: 0.9,
         load_balance_coefficient: 0.01,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     }
 }

@@ -377,6 +377,7 @@ fn measure_training(
         recompute_layers: true,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: false,
         forward: ForwardOptions::default(),
     };
     let mut times = vec![];

@@ -66,6 +66,8 @@ pub struct ExchangeMemory {
     /// The received parts, one after the other. They are undefined until the exchange has ended, except this
     /// rank's own part.
     pub values: CudaStorage,
+    /// Number of `values`.
+    pub count: usize,
     /// Parts of the caller's memory.
     pub sent: Vec<(u64, usize)>,
     /// Parts of `values`.
@@ -98,7 +100,7 @@ impl ExchangeMemory {
         let own_start: usize = lengths[..own].iter().sum();
         let mut own_place = memory.slice_mut(own_start..own_start + lengths[own]);
         match from.try_slice(send[own].clone()) {
-            Some(part) if part.is_empty() && lengths[own] == 0 => {}
+            _ if send[own].is_empty() && lengths[own] == 0 => {}
             Some(part) if part.len() == lengths[own] => device.memcpy_dtod(&part, &mut own_place)?,
             _ => bail!("{} values for the own part, {:?} of {}", lengths[own], send[own], from.len()),
         }
@@ -120,7 +122,8 @@ impl ExchangeMemory {
             });
             ends.zip(lengths).map(|(end, length)| part(base, &(end - length..end))).collect()
         };
-        Ok(Self { values: CudaStorage::wrap_cuda_slice(memory, device.clone()), sent, received })
+        let count = memory.len();
+        Ok(Self { values: CudaStorage::wrap_cuda_slice(memory, device.clone()), count, sent, received })
     }
 }
 

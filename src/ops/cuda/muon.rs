@@ -20,24 +20,37 @@ use candle_core::{DType, Device, Result, Tensor};
 use half::bf16;
 
 const OP: Op = Op("muon");
-const MOMENTUM: Kernel =
-    Kernel { function: "muon_momentum", file: "muon", threads: 256, shared_bytes: 256 * size_of::<f64>() };
-const NORM: Kernel = Kernel { function: "muon_norm", ..MOMENTUM };
+const MOMENTUM: Kernel = Kernel { function: "muon_momentum", file: "muon", threads: 256, shared_bytes: 0 };
+const SQUARES: Kernel = Kernel { function: "muon_squares", shared_bytes: 256 * size_of::<f64>(), ..MOMENTUM };
+const NORM: Kernel = Kernel { function: "muon_norm", ..SQUARES };
 const DIRECTION: Kernel = Kernel {
     function: "muon_direction",
     shared_bytes: (TILE * (TILE + 1) - 1) * size_of::<f32>(),
     ..MOMENTUM
 };
 const UPDATE: Kernel = Kernel { function: "muon_update", ..DIRECTION };
+/// Number of values whose momentum one thread updates.
+const VALUES: usize = 4;
 /// Number of rows and of columns that one thread block processes.
 const TILE: usize = 32;
+/// Shape of a tile that all threads of a block process at once.
+const FLAT_TILE: (usize, usize) = (MOMENTUM.threads / TILE, TILE);
 
 kernel_params! {
+    /// `MuonMomentum` of `kernels/muon.cuh`.
+    struct MomentumParams {
+        momentum: u64,
+        gradient: u64,
+        u: u64,
+        count: i64,
+        decay: f32,
+        one_minus_decay: f32,
+    }
+
     /// `Muon` of `kernels/muon.cuh`.
     struct Params {
         weights: u64,
-        momentum: u64,
-        gradient: u64,
+        u: u64,
         x: u64,
         parts: u64,
         factors: u64,
@@ -45,8 +58,6 @@ kernel_params! {
         columns: i32,
         shrink: f32,
         rate: f32,
-        decay: f32,
-        one_minus_decay: f32,
     }
 }
 
@@ -81,45 +92,98 @@ pub(super) fn muon_in_parts(
         let part = |x: &Tensor| {
             x.reshape((matrices, rows, columns))?.narrow(0, first, at_once.min(matrices - first))
         };
-        let x = direction(&part(momentum)?, &part(gradient)?, step)?;
-        let (y, factor) = orthogonalize(x)?;
-        apply(&part(weights)?, &y, step.shrink, (step.rate_of((rows, columns)) * factor) as f32)?;
+        let u = muon_momentum(&part(momentum)?, &part(gradient)?, step)?;
+        let y = orthogonalize(direction(u)?)?;
+        apply(&part(weights)?, &y, step.shrink, rate_of_y(step, (rows, columns)))?;
     }
     Ok(())
 }
 
-/// Updates the momentum. Returns the direction, divided by its norm: X, `[E, rows, columns]`, transposed for
-/// tall matrices.
-fn direction(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Tensor> {
-    let (matrices, rows, columns) = gradient.dims3()?;
+/// Updates the momentum. Returns u, with the shape of the momentum.
+pub(in crate::ops) fn muon_momentum(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Tensor> {
     let opened = gradient.storage_and_layout();
-    let (gradient, device) = OP.open_tensor::<f32>("the gradient", &opened, &[matrices, rows, columns])?;
+    let (gradient, device) = OP.open_tensor::<f32>("the gradient", &opened, momentum.dims())?;
+    let count = momentum.elem_count();
+    let mut u = output::<f32>(device, count)?;
+    if count > 0 {
+        OP.edit(momentum, |device, momentum: &mut CudaViewMut<f32>| {
+            let stream = device.cuda_stream();
+            let mut at = Addresses::new(&stream);
+            let params = MomentumParams {
+                momentum: at.write(momentum),
+                gradient: at.read(&gradient),
+                u: at.write(&mut u),
+                count: count as i64,
+                decay: step.momentum,
+                one_minus_decay: step.one_minus_momentum,
+            };
+            // SAFETY: all three buffers outlive the launch and have `count` values.
+            unsafe { launch(device, &MOMENTUM, &params, count.div_ceil(MOMENTUM.threads * VALUES)) }
+        })?;
+    }
+    Ok(tensor(u, device, momentum.shape()))
+}
+
+/// Moves the singular values of one matrix close to 1. `u` has its values, in f32. Returns Y in bf16, with
+/// the values in the order of `u`. [`apply_part`] has the factor of Y.
+pub(in crate::ops) fn orthogonalized(u: Tensor, (rows, columns): (usize, usize)) -> Result<Tensor> {
+    let u = u.reshape((1, rows, columns))?;
+    let y = orthogonalize(direction(u)?)?;
+    let y = if rows > columns { y.transpose(1, 2)?.contiguous()? } else { y };
+    y.flatten_all()
+}
+
+/// Updates some weights of a matrix of this shape by their values of Y. Both are flat.
+pub(in crate::ops) fn apply_part(
+    weights: &Tensor,
+    y: &Tensor,
+    step: &Muon,
+    shape: (usize, usize),
+) -> Result<()> {
+    let (count, (rows, columns)) = (weights.elem_count(), FLAT_TILE);
+    let tiled = count / (rows * columns) * (rows * columns);
+    // The update is elementwise, so any shape without a transposition has its bits.
+    for (start, shape_of_part) in
+        [(0, (tiled / (rows * columns), rows, columns)), (tiled, (1, 1, count - tiled))]
+    {
+        let (matrices, rows, columns) = shape_of_part;
+        let values = matrices * rows * columns;
+        if values > 0 {
+            let part = |x: &Tensor| x.narrow(0, start, values)?.reshape(shape_of_part);
+            apply(&part(weights)?, &part(y)?, step.shrink, rate_of_y(step, shape))?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns u, divided by its norm: X, `[E, rows, columns]`, transposed for tall matrices.
+fn direction(u: Tensor) -> Result<Tensor> {
+    let (matrices, rows, columns) = u.dims3()?;
+    let opened = u.storage_and_layout();
+    let (u, device) = OP.open_tensor::<f32>("u", &opened, &[matrices, rows, columns])?;
     let chunks = matrices * (rows * columns).div_ceil(SQUARES_CHUNK);
     let mut x = output::<bf16>(device, matrices * rows * columns)?;
     let (mut parts, mut factors) = (output::<f64>(device, chunks)?, output::<f32>(device, matrices)?);
-    OP.edit(momentum, |device, momentum: &mut CudaViewMut<f32>| {
+    {
         let stream = device.cuda_stream();
         let mut at = Addresses::new(&stream);
         let params = Params {
-            momentum: at.write(momentum),
-            gradient: at.read(&gradient),
+            u: at.read(&u),
             x: at.write(&mut x),
             parts: at.write(&mut parts),
             factors: at.write(&mut factors),
             rows: rows as i32,
             columns: columns as i32,
-            decay: step.momentum,
-            one_minus_decay: step.one_minus_momentum,
             ..Params::default()
         };
         // SAFETY: all buffers outlive the launches and have the sizes in `params`. Each launch reads what
         // the launches before it have filled.
         unsafe {
-            launch(device, &MOMENTUM, &params, chunks)?;
+            launch(device, &SQUARES, &params, chunks)?;
             launch(device, &NORM, &params, matrices)?;
-            launch(device, &DIRECTION, &params, tiles([matrices, rows, columns]))
+            launch(device, &DIRECTION, &params, tiles([matrices, rows, columns]))?;
         }
-    })?;
+    }
     Ok(tensor(x, device, (matrices, rows.min(columns), rows.max(columns))))
 }
 
@@ -127,24 +191,34 @@ fn tiles([matrices, rows, columns]: [usize; 3]) -> usize {
     matrices * rows.div_ceil(TILE) * columns.div_ceil(TILE)
 }
 
-/// Moves the singular values of each matrix close to 1. Returns Y `[E, rows, columns]` in bf16 and f. The
-/// result is f·Y.
-fn orthogonalize(x: Tensor) -> Result<(Tensor, f64)> {
+/// Returns f after `iterations` iterations.
+fn factor_after(iterations: usize) -> f64 {
+    (0..iterations).fold(1.0, |factor, _| factor * f64::from(COEFFICIENTS[0]))
+}
+
+/// Returns the learning rate of Y, for matrices of this shape.
+fn rate_of_y(step: &Muon, shape: (usize, usize)) -> f32 {
+    (step.rate_of(shape) * factor_after(ITERATIONS)) as f32
+}
+
+/// Moves the singular values of each matrix close to 1. Returns Y `[E, rows, columns]` in bf16. The result is
+/// f·Y.
+fn orthogonalize(x: Tensor) -> Result<Tensor> {
     let (matrices, rows, columns) = x.dims3()?;
     let starts = Tensor::from_iter((0..=matrices).map(|matrix| (matrix * rows) as u32), &Device::Cpu)?;
     let starts = starts.to_device(x.device())?;
     let [a, b, c] = COEFFICIENTS.map(f64::from);
-    let (mut y, mut factor) = (x, 1.0);
-    for _ in 0..ITERATIONS {
+    let mut y = x;
+    for iteration in 0..ITERATIONS {
+        let factor = factor_after(iteration);
         let by_rows = y.reshape((matrices * rows, columns))?;
         let gram = scaled_input_gradient(OP.0, &by_rows, &y, Some(&starts), (factor * factor) as f32)?;
         let square = gram.reshape((matrices, rows, rows))?;
         let polynomial = add_product(&gram, &gram, &square, &starts, c / b)?;
         drop((gram, square));
         y = add_product(&by_rows, &polynomial, &y, &starts, b / a)?.reshape((matrices, rows, columns))?;
-        factor *= a;
     }
-    Ok((y, factor))
+    Ok(y)
 }
 
 /// Returns `addend + scale · x · W`, rounded once to bf16. Each matrix of `W [E, k, n]` has its own rows of

@@ -10,7 +10,7 @@ use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaViewMut, DeviceRepr};
-use candle_core::{DType, Result, Tensor, bail};
+use candle_core::{DType, Result, Tensor};
 use half::bf16;
 
 const OP: Op = Op("optimizer");
@@ -228,15 +228,6 @@ pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
         let params = ScaleParams { x: at.write(x), count: count as i64, factor };
         // SAFETY: the buffer outlives the launch.
         unsafe { for_each(device, &SCALE, &params, count) }
-    })
-}
-
-/// Overwrites `x` with `values` of the host.
-pub(in crate::ops) fn upload_values(x: &Tensor, values: &[f32]) -> Result<()> {
-    OP.edit(x, |device, x: &mut CudaViewMut<f32>| match x.len() == values.len() {
-        true if x.is_empty() => Ok(()),
-        true => device.memcpy_htod(values, x),
-        false => bail!("optimizer: {} values for {}", values.len(), x.len()),
     })
 }
 

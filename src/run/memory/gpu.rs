@@ -53,11 +53,9 @@ impl MemoryPlanInput<'_> {
         fitting
     }
 
-    /// Returns the bytes of host memory: the program, and the weights while they are read. With several
-    /// processes, also the products of Muon.
+    /// Returns the bytes of host memory: the program, and the weights while they are read.
     pub fn host_bytes(&self) -> u64 {
-        let alone = self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes();
-        alone + if self.has_gpu_shards() { self.optimizer_scratch_bytes() } else { 0 }
+        self.program().iter().map(|item| item.bytes).sum::<u64>() + self.weight_bytes()
     }
 
     /// Describes the KV cache of one sequence. A GPU needs at least this cache to sample.
@@ -219,16 +217,15 @@ impl MemoryPlanInput<'_> {
                 let pass =
                     PassShape { sequence_ranks: self.sequence_ranks(), ..self.pass_shape(tokens, tokens) };
                 let bytes = pass.forward_backward_bytes(recomputes);
+                let gathered = self.gpu_update_gather(pass.saved_layer_bytes());
                 let update: Vec<MemoryItem> =
-                    [MemoryItem { name, bytes }].into_iter().chain(self.gpu_update_gather()).collect();
+                    [MemoryItem { name, bytes }].into_iter().chain(gathered).collect();
                 let sampling = sampling.filter(|_| self.samples_beside_the_update());
                 if let Some(sampling) = &sampling {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
                 }
                 phases.push(("update", update));
-                if self.processes == 1 {
-                    phases.extend(self.optimizer_phase(sampling));
-                }
+                phases.extend(self.optimizer_phase(sampling));
             }
         }
         phases

@@ -3,7 +3,7 @@
 use super::{MemoryItem, MemoryPlanInput, TrainableTensor, gathered_bytes};
 use crate::dist::shard_length;
 use crate::learner::OptimizerSettings;
-use crate::learner::gradients::exchange_bytes_max;
+use crate::learner::gradients::{EXCHANGE_BYTES_MIN, exchange_bytes_max};
 use crate::learner::optimizer::state_bytes;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole};
@@ -17,12 +17,6 @@ fn value_bytes(spec: &ParameterSpec) -> usize {
 /// Returns the bytes of a tensor in the dtype of the forward pass.
 pub(super) fn working_bytes(spec: &ParameterSpec) -> u64 {
     (spec.element_count() * value_bytes(spec)) as u64
-}
-
-/// Returns the f32 bytes of the largest tensor.
-fn largest_gradient(tensors: &[TrainableTensor]) -> u64 {
-    let bytes = |(_, spec): &TrainableTensor| (spec.element_count() * size_of::<f32>()) as u64;
-    tensors.iter().map(bytes).max().unwrap_or(0)
 }
 
 impl MemoryPlanInput<'_> {
@@ -83,30 +77,64 @@ impl MemoryPlanInput<'_> {
         self.processes > 1 && self.command.trains()
     }
 
-    /// Returns the memory of gathered weights and of whole gradients in a pass of several GPUs. With
-    /// recomputation, two layers are gathered at a time: the current one and the next. Without it, the graph
-    /// has the weights of all layers.
-    pub(super) fn gpu_update_gather(&self) -> Option<MemoryItem> {
+    /// Returns the memory of gathered weights and of whole gradients in a pass of several GPUs, beside the
+    /// activations of all layers. With recomputation, two layers are gathered at a time: the current one and
+    /// the next. Without it, the graph has the weights of all layers. The backward pass frees them, and
+    /// `saved_layer_bytes` of activations with each layer, while gradients are made.
+    pub(super) fn gpu_update_gather(&self, saved_layer_bytes: u64) -> Option<MemoryItem> {
         let pass = |tensors: &[TrainableTensor]| {
-            let (mut outside, mut layers) = (0, BTreeMap::<usize, u64>::new());
+            let (mut outside, mut layers) = (LayerMemory::default(), BTreeMap::new());
             for (_, spec) in tensors {
-                let bytes = self.gathered_tensor_bytes(spec);
-                match spec.layer.filter(|_| spec.role != TensorRole::AdapterFactor) {
-                    Some(layer) => *layers.entry(layer).or_default() += bytes,
-                    None => outside += bytes,
-                }
+                let memory = match spec.layer.filter(|_| spec.role != TensorRole::AdapterFactor) {
+                    Some(layer) => layers.entry(layer).or_default(),
+                    None => &mut outside,
+                };
+                memory.weights += self.gathered_tensor_bytes(spec);
+                memory.gradients += gradient_bytes(spec);
             }
-            let gathered = match self.recomputes_layers() {
-                true => 2 * layers.values().max().unwrap_or(&0),
-                false => layers.values().sum(),
-            };
-            // A whole gradient, and gradients that are sent and received.
-            let largest = largest_gradient(tensors);
-            let sent = exchange_bytes_max(gathered_bytes(tensors)).max(2 * largest);
-            outside + gathered + largest + sent
+            let layers: Vec<LayerMemory> = layers.into_values().collect();
+            // Before and while the backward pass runs through each layer.
+            let backward = (0..=layers.len()).rev().map(|left| {
+                let weights = match self.recomputes_layers() {
+                    true => 2 * layers.iter().map(|layer| layer.weights).max().unwrap_or(0),
+                    false => layers[..left].iter().map(|layer| layer.weights).sum(),
+                };
+                let made: u64 = layers[left.saturating_sub(1)..].iter().map(|layer| layer.gradients).sum();
+                let freed = if self.recomputes_layers() { 0 } else { layers.len() - left };
+                let made = self.exchanged_gradient_bytes(outside.gradients + made, tensors);
+                (outside.weights + weights + made).saturating_sub(freed as u64 * saved_layer_bytes)
+            });
+            backward.max().unwrap_or(0)
         };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let bytes = pass(&self.ever_trainable_tensors()).max(pass(&critic.unwrap_or_default()));
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
     }
+
+    /// Returns the bytes of whole gradients and of received shards, if a pass has made gradients of `made`
+    /// bytes. Gradients of the pass before may still be there.
+    fn exchanged_gradient_bytes(&self, made: u64, tensors: &[TrainableTensor]) -> u64 {
+        let with_received = |bytes: u64| bytes + bytes / self.processes as u64 * (self.processes as u64 - 1);
+        let largest = tensors.iter().map(|(_, spec)| gradient_bytes(spec)).max().unwrap_or(0);
+        let pass_bytes = gathered_bytes(tensors);
+        // Of bytes in flight, half are counted as received.
+        let in_flight = with_received(exchange_bytes_max(pass_bytes) / 2).max(with_received(largest));
+        let waiting = EXCHANGE_BYTES_MIN.min(pass_bytes) + largest;
+        match self.passes_max() {
+            1 => with_received(made).min(in_flight + waiting),
+            _ => in_flight + waiting,
+        }
+    }
+}
+
+/// The memory of one layer's tensors in a pass: gathered weights, and whole gradients.
+#[derive(Default, Clone, Copy)]
+struct LayerMemory {
+    weights: u64,
+    gradients: u64,
+}
+
+/// Returns the f32 bytes of a tensor's gradient.
+fn gradient_bytes(spec: &ParameterSpec) -> u64 {
+    (spec.element_count() * size_of::<f32>()) as u64
 }

@@ -562,15 +562,18 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
-    /// updated one by one. Muon updates the shards of several GPUs on the host.
+    /// updated one by one, but for the matrices that several GPUs exchange.
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
-        let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
-            let bytes = |spec: &ParameterSpec| match self.gpu_sequences {
-                Some(_) if self.processes == 1 => device_update_bytes(settings, spec),
-                _ => update_bytes(settings, spec, self.processes),
-            };
-            tensors.iter().map(|(_, spec)| bytes(spec)).max().unwrap_or(0)
+        let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| match self.gpu_sequences {
+            Some(_) => {
+                let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
+                device_update_bytes(settings, tensors, self.processes)
+            }
+            None => {
+                let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.processes);
+                tensors.iter().map(bytes).max().unwrap_or(0)
+            }
         };
         let stages = [
             (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),

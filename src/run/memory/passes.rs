@@ -62,7 +62,7 @@ impl PassShape<'_> {
     }
 
     /// Returns the bytes that one layer's graph saves for the backward pass.
-    fn saved_layer_bytes(&self) -> u64 {
+    pub(super) fn saved_layer_bytes(&self) -> u64 {
         self.saved_base_layer_bytes() + self.adapter_product_bytes() + self.saved_exchange_bytes()
     }
 
@@ -155,13 +155,17 @@ impl PassShape<'_> {
 
     /// Returns the peak bytes of one layer's backward pass, without the graph.
     ///
-    /// The gradients of one op's input and output take `2I + H` values per expert row. With an adapter they
-    /// take `2I + 3H`: there is a second gradient of the input, and the sum of the two. The plan uses `7I`,
-    /// which is larger. The number 7 was measured with candle's backward pass. A smaller number would need a
-    /// measurement of this program's backward pass.
+    /// On a GPU, the gradients of the activation and of gate and up take `3I` values per expert row, that of
+    /// the experts' output `H`. What the graph frees in the meantime is not subtracted. With an adapter they
+    /// take `2I + 3H`: there is a second gradient of the input, and the sum of the two. On a CPU the plan has
+    /// `7I`, which was measured with candle's backward pass.
     fn layer_backward_bytes(&self) -> u64 {
-        let experts = self.expert_rows_bytes(7 * self.config.intermediate_size);
-        // The gradients of queries, of keys with values and of attention's output.
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        let experts = self.expert_rows_bytes(match (self.on_gpu, self.has_adapter) {
+            (true, false) => h.max(3 * i),
+            (true, true) => 3 * (h + i),
+            (false, _) => 7 * i,
+        });
         let attention = match self.sequence_ranks {
             1 => 0,
             _ => {

@@ -5,6 +5,7 @@ use super::gpu_shards::working_bytes;
 use super::weights::ShardedTensor;
 use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
+use crate::learner::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 
@@ -57,6 +58,13 @@ impl Traffic {
         };
         let row_width = (config.num_attention_heads * config.head_dim * config.num_hidden_layers) as u64;
         let heads = heads + 2 * others as u64 * BF16 * rows.div_ceil(sequence_parallel_size) * row_width;
+        let muon = match input.gpu_sequences {
+            Some(_) => {
+                let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
+                device_received_bytes(&recipe.train.optimizer, tensors, input.processes)
+            }
+            None => 0,
+        };
         let [weights, rows] = sampling_bytes(input, weight_bytes);
         Self {
             passes,
@@ -66,6 +74,7 @@ impl Traffic {
                 ("weights, layer by layer", passes * bytes_from_others(weight_bytes + layer_bytes)),
                 ("gradients", passes * bytes_from_others(gradients)),
                 ("attention heads, sequence parallel", passes * heads),
+                ("matrices of Muon", muon),
             ],
         }
     }
@@ -73,6 +82,23 @@ impl Traffic {
     /// Returns the total in bytes.
     pub fn bytes(&self) -> u64 {
         self.parts.iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+impl MemoryPlanInput<'_> {
+    /// Returns the largest number of passes of a process in one update. A micro-batch may have room for part
+    /// of a sequence, which the next one gets.
+    pub(super) fn passes_max(&self) -> u64 {
+        let passes = |sequences: usize, longest: usize| {
+            let in_micro_batch = (self.recipe.train.micro_batch_tokens / longest.max(1)).max(1);
+            let batches = sequences.div_ceil(in_micro_batch);
+            batches.div_ceil(self.processes / self.sequence_ranks()) as u64
+        };
+        let (prompts, samples) = self.rollout_size();
+        let sampled = passes(prompts.saturating_mul(samples), self.longest_sequence());
+        let row = self.sft_row_tokens_max.unwrap_or(self.longest_sequence());
+        let has_warm_up = self.recipe.cold_start.steps > 0;
+        sampled.max(if has_warm_up { passes(self.recipe.cold_start.batch_size, row) } else { 0 })
     }
 }
 

@@ -133,6 +133,7 @@ fn teacher_rows(available: Option<u64>) -> (u64, Vec<String>, Vec<f32>) {
         recompute_layers: false,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
+        keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
     let pass = Pass { model: &teacher.model, weights, batch, settings, teacher: None };

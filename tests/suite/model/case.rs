@@ -335,8 +335,13 @@ impl Case {
                 kept_tokens: vec![],
             })
             .collect();
-        let settings =
-            PassSettings { recompute_layers, temperature: 1.0, load_balance_coefficient: 0.0, forward };
+        let settings = PassSettings {
+            recompute_layers,
+            temperature: 1.0,
+            load_balance_coefficient: 0.0,
+            keeps_routed_experts: true,
+            forward,
+        };
         let of = (&self.model, &MicroBatch::split(&sequences, usize::MAX)[0], settings);
         let objective = |[log_probs, entropies]: [&[f32]; 2]| {
             Ok([vec![-1.0 / log_probs.len() as f32; log_probs.len()], vec![0.0; entropies.len()]])

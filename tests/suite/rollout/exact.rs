@@ -20,6 +20,7 @@ fn training_forward(
             recompute_layers: true,
             temperature,
             load_balance_coefficient: 0.0,
+            keeps_routed_experts: true,
             forward: world.policy.forward,
         };
         let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
