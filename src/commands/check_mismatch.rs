@@ -60,9 +60,9 @@ pub struct CheckMismatchArgs {
     /// file
     #[arg(long, value_name = "FOLDER", requires = "against")]
     earlier: Option<PathBuf>,
-    /// Time limit in minutes of the search for the cause of a difference; 0 prints only the verdict [default:
-    /// no limit]
-    #[arg(long, value_name = "MINUTES", requires = "against", value_parser = minutes)]
+    /// Time limit in minutes of each search for the cause of a difference; 0 prints only the verdict
+    /// [default: no limit]
+    #[arg(long, value_name = "MINUTES", value_parser = minutes)]
     search_minutes: Option<Duration>,
     /// Start the programs named in another user's run folder
     #[arg(long)]
@@ -133,7 +133,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     let (command, out) = (args.command(), args.out_folder()?);
     header::lines(&context, command, &out).iter().for_each(|line| console.print(line));
     let result = match args.against.as_slice() {
-        [] => check_ablations(&context, &ablations, &console)
+        [] => check_ablations(&context, &ablations, args.search_minutes, &console)
             .map_err(|error| explain_out_of_memory(mesh.explain(error), &context.memory))?,
         _ => check_against(&context, args, &console)?,
     };
@@ -278,6 +278,7 @@ fn print_note(line: &str) {
 fn check_ablations(
     context: &RunContext,
     ablations: &[(String, Ablations)],
+    search_limit: Option<Duration>,
     console: &Console,
 ) -> Result<CheckResult> {
     let print = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
@@ -306,7 +307,8 @@ fn check_ablations(
         recipe.rollout.temperature,
         clip(context),
         recipe.train.micro_batch_tokens,
-    )?;
+    )?
+    .with_search_limit(search_limit);
     let mut mismatches = vec![measurement.measure("the recipe without changes", &recipe.arms)?];
     for (name, ablations) in ablations {
         mismatches.push(measurement.measure(name, ablations)?);

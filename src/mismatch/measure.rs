@@ -20,6 +20,7 @@ use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;
 use anyhow::{Context, Result};
 use candle_core::Tensor;
+use std::time::Duration;
 
 /// The tokens and settings that all ablations share.
 pub struct AblationMeasurement<'a> {
@@ -33,6 +34,7 @@ pub struct AblationMeasurement<'a> {
     cu_seqlens: Vec<usize>,
     /// The model's log-probs without ablations.
     unmodified: Vec<f32>,
+    search_limit: Option<Duration>,
 }
 
 impl<'a> AblationMeasurement<'a> {
@@ -71,7 +73,13 @@ impl<'a> AblationMeasurement<'a> {
             observed,
             cu_seqlens,
             unmodified,
+            search_limit: None,
         })
+    }
+
+    /// Limits the time of each search for a cause; zero means that only the verdict is given.
+    pub fn with_search_limit(self, search_limit: Option<Duration>) -> Self {
+        Self { search_limit, ..self }
     }
 
     /// Returns the statistics of one combination of ablations.
@@ -141,9 +149,10 @@ impl<'a> AblationMeasurement<'a> {
             }
             let observed =
                 EngineLogProbs { batches: self.observed.batches.clone(), log_probs: log_probs.clone() };
-            let diagnosis = self.unmodified_model.diagnose(&observed, &SearchSettings::silent())?;
+            let search = SearchSettings { limit: self.search_limit, ..SearchSettings::silent() };
+            let diagnosis = self.unmodified_model.diagnose(&observed, &search)?;
             causes.push(match diagnosis.verdict {
-                Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
+                Verdict::Unknown(_) | Verdict::Unfinished(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}), which rounding does not explain: router noise",
                     divergence.routing_agreement
                 ),

@@ -120,6 +120,12 @@ fn check_mismatch_finds_truncated_samples_equal_and_an_ablation_different() {
     assert!(text.contains("rollout and training are bitwise equal on"), "{text}");
     let file = std::fs::read_to_string(folder.path().join("out/mismatch.json")).unwrap();
     assert!(file.contains("sinks missing"), "the cause is named: {file}");
+
+    // Only the search of the engine's file had a limit.
+    command.args(["--search-minutes", "0"]);
+    done(&mut command);
+    let file = std::fs::read_to_string(folder.path().join("out/mismatch.json")).unwrap();
+    assert!(file.contains("training: differs: the time limit ended the search"), "{file}");
 }
 
 #[test]
