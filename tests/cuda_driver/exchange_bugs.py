@@ -70,7 +70,7 @@ EXPERT_BUGS = [
     ("received rows have the experts of the own rows", EXPERTS, "", "count(rank, expert..expert + 1)", "{ let _ = rank; count(mesh.rank(), expert..expert + 1) }"),
     ("sent rows' outputs are in the order of experts", EXPERTS, "", "ops::take_rows(&products(&rows, &plan)?, &plan.row_of()?)?", "products(&rows, &plan)?"),
     ("sent rows' outputs are added in the order of arrival", EXPERTS, "self.sent_outputs(own, products)?, rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
-    ("outputs of a token are added in another order", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let turned = |x: &Tensor| -> Result<Tensor> { let x = x.reshape(weights.dims())?; Ok(Tensor::cat(&[x.narrow(1, 1, 1)?, x.narrow(1, 0, 1)?], 1)?) }; ops::fused::combine_rows_and_add(&outputs, &turned(&weights)?, &turned(&rows)?.flatten_all()?, x)? }"),
+    ("outputs of a token have each other's weights", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let rows = rows.reshape(weights.dims())?; let turned = Tensor::cat(&[rows.narrow(1, 1, 1)?, rows.narrow(1, 0, 1)?], 1)?; ops::fused::combine_rows_and_add(&outputs, &weights, &turned.flatten_all()?, x)? }"),
 ]
 ALL_BUGS = BUGS + SEQUENCE_BUGS + EXPERT_BUGS
 # Bugs of the lists above that exchanges of experts' rows must catch too.
