@@ -111,7 +111,7 @@ MANY = sets(
     rollout__prompts_per_step=40, rollout__response_tokens_max=2, train__steps=1, train__micro_batch_tokens=512,
     model__architecture__num_hidden_layers=1,
 )  # fmt: skip
-BY_EXPERT = (3, (*MANY, *sets(parallel__rollout_weights="by_expert")))
+BY_EXPERT = (3, (*MANY, *sets(parallel__rollout_weights="by_expert", parallel__exchange_timeout_s=60)))
 
 
 def words(out, more):
