@@ -28,8 +28,8 @@ pub struct ExpertParallel {
     width: usize,
 }
 
-/// Computes the outputs of the experts of this rank, `[R, H]`, sorted by the dispatch plan. Its input are rows
-/// `[R, H]`, which are sorted by the plan. On a GPU they are tokens `[T, H]`, which the plan sorts.
+/// Computes the outputs of the experts of this rank, `[R, H]`, sorted by the dispatch plan. The input is rows
+/// `[R, H]` that the plan has sorted; on a GPU it is tokens `[T, H]` that the plan sorts.
 pub type ExpertForward<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
 
 impl ExpertParallel {

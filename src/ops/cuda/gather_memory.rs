@@ -206,6 +206,12 @@ mod on_device {
                 assert!(ExchangeMemory::new(storage, &send, &lengths, 1).is_err(), "{send:?}");
             }
         }
+        // A rank without values receives those of the others, and sends empty parts.
+        let none = Tensor::zeros(0, DType::F32, &device).unwrap();
+        let (storage, _) = none.storage_and_layout();
+        let Storage::Cuda(storage) = &*storage else { panic!("not on a GPU") };
+        let memory = ExchangeMemory::new(storage, &[0..0, 0..0], &[3, 0], 1).unwrap();
+        assert_eq!([memory.sent[0].1, memory.received[0].1, memory.received[1].1], [0, 12, 0]);
         let bytes = Tensor::zeros(4, DType::U8, &device).unwrap();
         let (storage, _) = bytes.storage_and_layout();
         let Storage::Cuda(storage) = &*storage else { panic!("not on a GPU") };
