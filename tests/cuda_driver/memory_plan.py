@@ -29,7 +29,7 @@ CASES = {
     "adapter": sets(adapter__rank=8),
     "sampling beside the update": sets(rollout__lag_steps=1, policy__old_logprob="rollout"),
 }
-SHARE_MIN = 0.9
+SHARE_MIN = 0.85
 
 
 def planned_bytes(text):
