@@ -68,6 +68,11 @@ device-experts:
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
         tests/cuda_driver/device_runs.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --experts
 
+# The most memory that emulated GPUs use, beside the plan: one and two GPUs, each optimizer, an adapter, sampling ahead.
+device-memory:
+    eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
+        tests/cuda_driver/memory_plan.py --gpu "$CARGO_TARGET_DIR/emulated/rloss"
+
 # Every seeded bug in the kernels' Rust side, and what catches it.
 cuda-rust-bugs:
     eval "$(tests/cuda_driver/setup.sh)" && tests/cuda_driver/rust_bugs.py

@@ -44,14 +44,14 @@ BUGS = [
 
 MUON = "src/learner/sharded_muon.rs"
 MUON_BUGS = [
-    ("a matrix is orthogonalized before all parts are there", EXCHANGE, "pub fn finish(mut self) -> Result<Vec<Tensor>> {\n        ", "self.exchange.wait()?;", "std::mem::forget(self.exchange.pending.take());"),
-    ("a part lies at another part's place", MUON, "lengths = ", "matrix.parts.iter().map(Range::len).collect()", "matrix.parts.iter().rev().map(Range::len).collect()"),
-    ("an owner sends another rank's part of the result", MUON, "", "send.clone_from(&matrix.parts);", "send = matrix.parts.iter().map(|part| matrix.size() - part.end..matrix.size() - part.start).collect();"),
-    ("a rank updates its first weights, not its part of the matrix", MUON, "if part.is_empty() { 0 } else ", "{ self.first + part.start - shard.start }", "{ 0 }"),
-    ("momentum of a part is not updated", MUON, "let from = ", "momentum_on_device(&part(matrix, momentum)?, &part(matrix, gradient)?, step)?", "momentum_on_device(&part(matrix, momentum)?.copy()?, &part(matrix, gradient)?, step)?"),
-    ("a matrix that one rank holds is not updated", MUON, "", "update_whole(matrices, rank, state(matrices.tensor)?, step)?;", ""),
-    ("the result of a tall matrix stays transposed", "src/ops/cuda/muon.rs", "let y = ", "if rows > columns { y.transpose(1, 2)?.contiguous()? } else { y }", "y"),
-    ("the working copy is stale after Muon", "src/learner/optimizer.rs", "exchanged.into_iter().try_for_each(|index| ", "self.write_working_weights(parameters, index)", "{ let _ = index; Ok(()) }"),
+    ("Muon: a matrix is orthogonalized before all parts are there", EXCHANGE, "pub fn finish(mut self) -> Result<Vec<Tensor>> {\n        ", "self.exchange.wait()?;", "std::mem::forget(self.exchange.pending.take());"),
+    ("Muon: a part lies at another part's place", MUON, "lengths = ", "matrix.parts.iter().map(Range::len).collect()", "matrix.parts.iter().rev().map(Range::len).collect()"),
+    ("Muon: an owner sends another rank's part of the result", MUON, "", "send.clone_from(&matrix.parts);", "send = matrix.parts.iter().map(|part| matrix.size() - part.end..matrix.size() - part.start).collect();"),
+    ("Muon: a rank updates its first weights, not its part of the matrix", MUON, "if part.is_empty() { 0 } else ", "{ self.first + part.start - shard.start }", "{ 0 }"),
+    ("Muon: momentum of a part is not updated", MUON, "let from = ", "momentum_on_device(&part(matrix, momentum)?, &part(matrix, gradient)?, step)?", "momentum_on_device(&part(matrix, momentum)?.copy()?, &part(matrix, gradient)?, step)?"),
+    ("Muon: a matrix that one rank holds is not updated", MUON, "", "update_whole(matrices, rank, state(matrices.tensor)?, step)?;", ""),
+    ("Muon: the result of a tall matrix stays transposed", "src/ops/cuda/muon.rs", "let y = ", "if rows > columns { y.transpose(1, 2)?.contiguous()? } else { y }", "y"),
+    ("Muon: the working copy is stale after Muon", "src/learner/optimizer.rs", "exchanged.into_iter().try_for_each(|index| ", "self.write_working_weights(parameters, index)", "{ let _ = index; Ok(()) }"),
 ]
 
 SEQUENCES, SHARED = "src/model/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"

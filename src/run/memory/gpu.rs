@@ -183,7 +183,9 @@ impl MemoryPlanInput<'_> {
         let mut phases = vec![];
         if self.samples() {
             let capacity = self.cache_capacity(sequences);
-            let forward = self.pass_shape(capacity.fed_tokens_max, self.sampled_rows_max()).forward_bytes();
+            // A pass feeds no more tokens than all sequences have.
+            let fed = capacity.fed_tokens_max.min(sequences.saturating_mul(capacity.tokens));
+            let forward = self.pass_shape(fed, self.sampled_rows_max().min(fed)).forward_bytes();
             let decoded =
                 CacheCapacity { sequences: sequences.min(recipe.rollout.sequences_max), ..capacity };
             let bytes = Decoder::device_bytes(config, decoded);
