@@ -152,7 +152,7 @@ impl<'a> AblationMeasurement<'a> {
             let search = SearchSettings { limit: self.search_limit, ..SearchSettings::silent() };
             let diagnosis = self.unmodified_model.diagnose(&observed, &search)?;
             causes.push(match diagnosis.verdict {
-                Verdict::Unknown(_) | Verdict::Unfinished(_) if divergence.routing_agreement < 1.0 => format!(
+                Verdict::Unknown(_) if divergence.routing_agreement < 1.0 => format!(
                     "{side}: the router chooses other experts (agreement {:.3}), which rounding does not explain: router noise",
                     divergence.routing_agreement
                 ),
