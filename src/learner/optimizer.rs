@@ -57,8 +57,8 @@ pub fn has_master(spec: &ParameterSpec, precision: Precision) -> bool {
     spec.role != TensorRole::AdapterFactor && !rounds_itself
 }
 
-/// Returns the number of bytes of GPU memory that the update of `tensors` needs temporarily, on one of `ranks`
-/// GPUs. Each tensor has its index in the parameter store.
+/// Returns the number of bytes of GPU memory that the update of `tensors` needs temporarily, on one of
+/// `ranks` GPUs. Each tensor has its index in the parameter store.
 pub fn device_update_bytes<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
@@ -94,8 +94,8 @@ pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, ranks: usize) -> 
 }
 
 /// Returns the floating-point operations of Muon's iterations in one update of `tensors`, as far as one of
-/// `ranks` processes runs them: the first on CPUs, the one with most on GPUs. Each tensor has its index in the
-/// parameter store.
+/// `ranks` processes runs them: the first on CPUs, the one with most on GPUs. Each tensor has its index in
+/// the parameter store.
 pub fn update_flop<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,

@@ -2,8 +2,8 @@
 //!
 //! A matrix that one rank holds whole is updated there. Any other matrix has an owner. The ranks that hold
 //! parts of it update the momentum of their parts and send the direction to the owner, in f32. The owner
-//! orthogonalizes the whole matrix by the kernels of one GPU, and sends each part of the result back, in bf16.
-//! Weights and momentum stay where they are.
+//! orthogonalizes the whole matrix by the kernels of one GPU, and sends each part of the result back, in
+//! bf16. Weights and momentum stay where they are.
 
 use crate::dist::shard_range;
 use crate::model::device_exchange::{ExchangedParts, PendingParts};
@@ -273,7 +273,7 @@ pub fn update(parameters: &Parameters, indices: &[usize], step: &Muon, momentum:
     rounds.iter().try_for_each(|round| round.update(parameters, step, momentum))
 }
 
-/// What one of `ranks` GPUs needs at most for the update of some tensors.
+/// The most that one of `ranks` GPUs needs for the update of some tensors.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct UpdateCost {
     /// Operations of the iterations.

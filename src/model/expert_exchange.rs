@@ -131,8 +131,8 @@ impl ExpertParallel {
         exchange_rows(mesh, "outputs of experts", &outputs, &consecutive(slots), &vec![pairs; ranks])
     }
 
-    /// Returns the row of each (token, slot) in [`Self::gathered_outputs`], u32 `[T·K]`. There is at least one
-    /// token.
+    /// Returns the row of each (token, slot) in [`Self::gathered_outputs`], u32 `[T·K]`. There is at least
+    /// one token.
     ///
     /// Rank r has the experts from ⌊E·r / R⌋ on. So expert e is on rank ⌊((e + 1)·R - 1) / E⌋.
     fn owner_rows(&self, pass: &PassRows, routed_experts: &Tensor) -> Result<Tensor> {
