@@ -202,17 +202,10 @@ mod tests {
     use crate::run::memory::{ModelCommand, Traffic};
     use std::path::Path;
 
-<<<<<<< HEAD
-    /// Returns a run of `processes` GPUs with 16 experts of 11 million values in 16 layers.
-    fn on_gpus(processes: usize, rest: &str) -> Preflight {
-        let shape = "hidden_size = 4096\nintermediate_size = 864\nnum_hidden_layers = 16\n\
-                     num_local_experts = 16\nmax_position_embeddings = 4096\n";
-=======
     /// Returns a run of `processes` GPUs with 16 experts of 42 million values in 16 layers.
     fn on_gpus(processes: usize, rest: &str) -> Preflight {
         let shape =
             "hidden_size = 4096\nintermediate_size = 3456\nnum_hidden_layers = 16\nnum_local_experts = 16\n";
->>>>>>> gpu-experts
         // Small updates, so that sampling sets the peak.
         let text = format!(
             "[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n\
@@ -292,11 +285,7 @@ mod tests {
         }
         let rollout = &received[0].1.rollout;
         let (prompt, drawn) = (rollout.prompt_tokens_max as u64, rollout.response_tokens_max as u64);
-<<<<<<< HEAD
-        // A row and its two outputs have 8 KiB each, in sixteen layers.
-=======
         // A row and its two outputs have 8 KiB each, in 16 layers.
->>>>>>> gpu-experts
         let row = 16 * 2 * 4096;
         assert_eq!(received[1].0, (prompt + drawn) * 2 * 2 * row / 8 * 7);
         assert_eq!(received[0].0, prompt * 2 * 2 * row / 8 * 7 + drawn * 7 * 3 * row);
