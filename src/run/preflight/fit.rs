@@ -202,10 +202,10 @@ mod tests {
     use crate::run::memory::{ModelCommand, Traffic};
     use std::path::Path;
 
-    /// Returns a run of `processes` GPUs with 16 experts of 42 million values in 16 layers.
+    /// Returns a run of `processes` GPUs with 16 experts of 11 million values in 16 layers.
     fn on_gpus(processes: usize, rest: &str) -> Preflight {
         let shape =
-            "hidden_size = 4096\nintermediate_size = 3456\nnum_hidden_layers = 16\nnum_local_experts = 16\n";
+            "hidden_size = 4096\nintermediate_size = 864\nnum_hidden_layers = 16\nnum_local_experts = 16\n";
         // Small updates, so that sampling sets the peak.
         let text = format!(
             "[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n\
@@ -236,10 +236,10 @@ mod tests {
         let (how, sequences, whole, warned) = planned(&mut preflight, 80.0);
         assert_eq!((how, warned), (RolloutWeightPlacement::Whole, [false, false]));
         assert!(sequences > 1, "{sequences} sequences");
-        // Whole weights need 21.7 GB of experts.
-        let (how, fewer, by_expert, warned) = planned(&mut preflight, 20.0);
+        // Whole weights need 5.4 GB of experts.
+        let (how, fewer, by_expert, warned) = planned(&mut preflight, 8.0);
         assert_eq!((how, warned), (RolloutWeightPlacement::ByExpert, [true, true]));
-        assert!(whole > 20.0 && by_expert <= 20.0 && fewer >= 1, "{whole} and {by_expert} GB");
+        assert!(whole > 8.0 && by_expert <= 8.0 && fewer >= 1, "{whole} and {by_expert} GB");
         // If no option fits, the smallest is planned, and refused later.
         assert_eq!(planned(&mut preflight, 0.1).0, RolloutWeightPlacement::ByExpert);
         // A GPU alone has all weights.
@@ -250,7 +250,7 @@ mod tests {
         let (how, _, _, warned) = planned(&mut asked, 80.0);
         assert_eq!((how, warned), (RolloutWeightPlacement::ByExpert, [false, true]));
         let mut asked = on_gpus(8, "[parallel]\nrollout_weights = \"whole\"\n");
-        assert_eq!(planned(&mut asked, 20.0).0, RolloutWeightPlacement::Whole);
+        assert_eq!(planned(&mut asked, 8.0).0, RolloutWeightPlacement::Whole);
     }
 
     /// The plan of several GPUs had no CUDA graphs, although each GPU with whole weights records decode.
