@@ -34,6 +34,7 @@ pub struct AblationMeasurement<'a> {
     cu_seqlens: Vec<usize>,
     /// The model's log-probs without ablations.
     unmodified: Vec<f32>,
+    /// Time limit of each search for a cause; `None` means that all causes are tried.
     search_limit: Option<Duration>,
 }
 
