@@ -1,17 +1,15 @@
 //! Runs the micro-batches of a batch, in parallel or one at a time. Adds up their gradients in batch order.
 
 use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
-use super::gradients::{GradientSum, clip, global_norm};
+use super::gradients::GradientSum;
 use super::micro_batch::{MicroBatch, MicroBatchLimits, PackingParameters};
-use super::optimizer::Optimizer;
 use super::teacher::TeacherPasses;
 use crate::metrics::Progress;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::Weights;
 use crate::ops::threads::{Threads, with_spinning_threads};
-use anyhow::{Context, Result, ensure};
-use std::sync::{Mutex, PoisonError};
+use anyhow::{Context, Result};
 
 /// Maximum bytes of a model's weights for which micro-batches run in parallel, one per thread. For a larger
 /// model, one micro-batch runs at a time and its ops use all threads.
@@ -43,25 +41,12 @@ impl BatchRunner<'_> {
     ///
     /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
     /// its gradients by the token count of the whole batch. `settings.load_balance_coefficient` is the
-    /// coefficient for the whole batch.
+    /// coefficient for the whole batch. With a `teacher`, the head's third column has the divergences from
+    /// it. `progress` advances by the tokens of this process, layer by layer.
     ///
     /// # Errors
     /// When a pass or the objective fails.
     pub fn accumulate<const N: usize>(
-        &self,
-        batches: &[MicroBatch],
-        settings: PassSettings,
-        objective: BatchObjective<'_, N>,
-    ) -> Result<Vec<PassOutput<N>>> {
-        self.accumulate_with_progress(batches, settings, None, objective, &Progress::hidden())
-    }
-
-    /// Works like [`Self::accumulate`], and advances `progress` by the tokens of this process, layer by
-    /// layer. With a `teacher`, the head's third column has the divergences from it.
-    ///
-    /// # Errors
-    /// The errors of [`Self::accumulate`].
-    pub fn accumulate_with_progress<const N: usize>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
@@ -119,23 +104,12 @@ impl BatchRunner<'_> {
         Ok(outputs)
     }
 
-    /// Returns the head's columns of every micro-batch. Computes no gradients.
+    /// Returns the head's columns of every micro-batch. Computes no gradients. `progress` advances as in
+    /// [`Self::accumulate`].
     ///
     /// # Errors
     /// When a pass fails.
     pub fn forward<const N: usize>(
-        &self,
-        batches: &[MicroBatch],
-        settings: PassSettings,
-    ) -> Result<Vec<PassOutput<N>>> {
-        self.forward_with_progress(batches, settings, &Progress::hidden())
-    }
-
-    /// Works like [`Self::forward`], and advances `progress` by the tokens of this process, layer by layer.
-    ///
-    /// # Errors
-    /// When a pass fails.
-    pub fn forward_with_progress<const N: usize>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
@@ -159,33 +133,6 @@ impl BatchRunner<'_> {
 
     fn layers(&self) -> f64 {
         self.model.config.num_hidden_layers as f64
-    }
-
-    /// Clips the gradients and updates the weights. With `norm_limit`, the update is skipped if the gradient
-    /// norm is not finite or exceeds the limit.
-    ///
-    /// # Errors
-    /// When the norm is not finite and there is no `norm_limit`. The weights do not change in this case.
-    pub fn clip_and_update(
-        &self,
-        optimizer: &mut Optimizer,
-        lr: f64,
-        norm_limit: Option<f64>,
-    ) -> Result<GradientNorm> {
-        self.threads.run_on_all(|| {
-            let norm = global_norm(self.parameters)?;
-            if norm_limit.is_some_and(|limit| !norm.is_finite() || norm > limit) {
-                return Ok(GradientNorm::Skipped(norm));
-            }
-            ensure!(
-                norm.is_finite(),
-                "the gradient norm is {norm}: the run stops, so that the weights are not damaged; lower the learning \
-                 rate or the clipping norm, or skip such steps with train.on_bad_step = \"skip\""
-            );
-            clip(self.parameters, norm, optimizer.settings.grad_norm_max)?;
-            optimizer.update(self.parameters, lr)?;
-            Ok(GradientNorm::Applied(norm))
-        })
     }
 
     /// Returns whether passes run in parallel. On a GPU, passes run one at a time.
@@ -256,40 +203,9 @@ impl BatchRunner<'_> {
     }
 }
 
-/// The gradient norm of an update, before clipping.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum GradientNorm {
-    /// The weights were updated.
-    Applied(f64),
-    /// The update was skipped, and the weights did not change.
-    Skipped(f64),
-}
-
 /// Returns the number of tokens by which a pass advances the progress display.
 fn progress_tokens(batch: &MicroBatch, slot: &PassSlot) -> f64 {
     if slot.masked { 0.0 } else { batch.sequence_rows.positions_count() as f64 }
-}
-
-/// One value per micro-batch. Objectives set the values from any thread.
-pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
-
-impl<S> MicroBatchValues<S> {
-    pub fn new(micro_batches: &[MicroBatch]) -> Self {
-        Self(micro_batches.iter().map(|_| Mutex::new(None)).collect())
-    }
-
-    pub fn set(&self, index: usize, value: S) {
-        *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
-    }
-
-    /// Returns the values in batch order.
-    ///
-    /// # Errors
-    /// When an objective was not called.
-    pub fn into_values(self) -> Result<Vec<S>> {
-        let value = |cell: Mutex<Option<S>>| cell.into_inner().unwrap_or_else(PoisonError::into_inner);
-        self.0.into_iter().map(|cell| value(cell).context("a micro-batch has no value")).collect()
-    }
 }
 
 /// One pass over a batch in this process.

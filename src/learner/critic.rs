@@ -5,12 +5,12 @@
 //! the token is chosen.
 
 use super::batch::Batch;
-use super::batch_runner::{BatchRunner, MicroBatchValues};
+use super::batch_runner::{BatchObjective, BatchRunner};
 use super::forward_backward::{PassOutput, PassSettings};
-use super::micro_batch::MicroBatch;
+use super::micro_batch::{MicroBatch, MicroBatchValues};
 use super::optimizer::Optimizer;
 use crate::learner::CriticSettings;
-use crate::metrics::Metrics;
+use crate::metrics::{Metrics, Progress};
 use crate::model::adapter::{Lora, Owner};
 use crate::model::config::Config;
 use crate::model::init::value_model;
@@ -125,7 +125,7 @@ impl CriticStep<'_> {
     /// # Errors
     /// When a pass fails.
     pub fn values(&self, batch: &Batch) -> Result<Vec<f32>> {
-        let outputs = self.runner.forward(&self.micro_batches(batch), self.pass)?;
+        let outputs = self.runner.forward(&self.micro_batches(batch), self.pass, &Progress::hidden())?;
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [values], .. }| values).collect())
     }
 
@@ -166,7 +166,7 @@ impl CriticStep<'_> {
         let clip = if self.settings.value_clip > 0.0 { self.settings.value_clip } else { f64::INFINITY };
         let micro_batches = self.micro_batches(batch);
         let shares: MicroBatchValues<ValueLoss> = MicroBatchValues::new(&micro_batches);
-        self.runner.accumulate(&micro_batches, self.pass, &|index, [values]| {
+        let objective: BatchObjective<'_, 1> = &|index, [values]| {
             let span = batch.column_range(&micro_batches[index]);
             let sequences = Sequences::new(&micro_batches[index].cu_targets, &batch.mask[span.clone()])?;
             let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
@@ -174,7 +174,8 @@ impl CriticStep<'_> {
             let gradient = std::mem::take(&mut share.grad_values);
             shares.set(index, share);
             Ok([gradient])
-        })?;
+        };
+        self.runner.accumulate(&micro_batches, self.pass, None, objective, &Progress::hidden())?;
         let shares = shares.into_values()?;
         let sum = |field: fn(&ValueLoss) -> f64| shares.iter().map(field).fold(0.0, |sum, share| sum + share);
         let clip_fraction = sum(|share| share.clipped.sum) / sum(|share| share.clipped.tokens);

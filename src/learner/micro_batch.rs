@@ -6,11 +6,11 @@ use crate::model::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
 use crate::ops::token_set::{KeptTokens, TokenSet};
 use crate::trajectory::Trajectory;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use candle_core::Tensor;
 use std::borrow::{Borrow, Cow};
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// One training sequence.
 #[derive(Debug, Clone, PartialEq)]
@@ -315,6 +315,28 @@ impl Sequence {
     /// Returns the input tokens of the forward pass: all but the last one, which is only a target.
     fn inputs(&self) -> &[u32] {
         &self.tokens[..self.tokens.len().saturating_sub(1)]
+    }
+}
+
+/// One value per micro-batch. Objectives set the values from any thread.
+pub struct MicroBatchValues<S>(Vec<Mutex<Option<S>>>);
+
+impl<S> MicroBatchValues<S> {
+    pub fn new(micro_batches: &[MicroBatch]) -> Self {
+        Self(micro_batches.iter().map(|_| Mutex::new(None)).collect())
+    }
+
+    pub fn set(&self, index: usize, value: S) {
+        *self.0[index].lock().unwrap_or_else(PoisonError::into_inner) = Some(value);
+    }
+
+    /// Returns the values in batch order.
+    ///
+    /// # Errors
+    /// When an objective was not called.
+    pub fn into_values(self) -> Result<Vec<S>> {
+        let value = |cell: Mutex<Option<S>>| cell.into_inner().unwrap_or_else(PoisonError::into_inner);
+        self.0.into_iter().map(|cell| value(cell).context("a micro-batch has no value")).collect()
     }
 }
 

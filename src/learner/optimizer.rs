@@ -1,6 +1,7 @@
 //! AdamW, AdamW with 8-bit moments, SGD and Muon: the optimizer state of each trainable tensor, and the
 //! updates.
 
+use super::gradients::{clip, global_norm};
 use crate::dist::shard_range;
 use crate::learner::sharded_muon::{self, UpdateCost};
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
@@ -11,7 +12,8 @@ use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::muon::{self, MatrixShard, Muon, muon, muon_shard};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use crate::ops::product::Precision;
-use anyhow::{Context, Result};
+use crate::ops::threads::Threads;
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Shape, Tensor};
 
 /// AdamW's first and second moments.
@@ -116,6 +118,15 @@ pub fn update_flop<'a>(
     tensors.map(flop).sum()
 }
 
+/// The gradient norm of an update, before clipping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradientNorm {
+    /// The weights were updated.
+    Applied(f64),
+    /// The update was skipped, and the weights did not change.
+    Skipped(f64),
+}
+
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.
 #[derive(Debug, Clone)]
 pub struct Optimizer {
@@ -184,6 +195,34 @@ impl Optimizer {
             }
         };
         s.lr * fraction
+    }
+
+    /// Clips the gradients and updates the weights. With `norm_limit`, the update is skipped if the gradient
+    /// norm is not finite or exceeds the limit.
+    ///
+    /// # Errors
+    /// When the norm is not finite and there is no `norm_limit`. The weights do not change in this case.
+    pub fn clip_and_update(
+        &mut self,
+        threads: &Threads,
+        parameters: &Parameters,
+        lr: f64,
+        norm_limit: Option<f64>,
+    ) -> Result<GradientNorm> {
+        threads.run_on_all(|| {
+            let norm = global_norm(parameters)?;
+            if norm_limit.is_some_and(|limit| !norm.is_finite() || norm > limit) {
+                return Ok(GradientNorm::Skipped(norm));
+            }
+            ensure!(
+                norm.is_finite(),
+                "the gradient norm is {norm}: the run stops, so that the weights are not damaged; lower the learning \
+                 rate or the clipping norm, or skip such steps with train.on_bad_step = \"skip\""
+            );
+            clip(parameters, norm, self.settings.grad_norm_max)?;
+            self.update(parameters, lr)?;
+            Ok(GradientNorm::Applied(norm))
+        })
     }
 
     /// Updates the weights of `parameters` from their gradients at learning rate `lr`.

@@ -34,7 +34,7 @@ pub fn gradients(
     let stage = console.start_pass("update", runner.local_tokens(&batches));
     let objective: BatchObjective<'_, 2> =
         &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
-    let outputs = runner.accumulate_with_progress(&batches, pass, None, objective, &stage)?;
+    let outputs = runner.accumulate(&batches, pass, None, objective, &stage)?;
     stage.finish();
     let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
     let sum: f64 = outputs.iter().flat_map(|o| o.log_probs()).map(|&l| f64::from(l)).sum();
@@ -55,7 +55,7 @@ pub fn loss(
 ) -> Result<f64> {
     let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
     let stage = console.start_pass("validation loss", runner.local_tokens(&batches));
-    let outputs = runner.forward_with_progress(&batches, pass, &stage)?;
+    let outputs = runner.forward(&batches, pass, &stage)?;
     stage.finish();
     let log_probs = outputs.iter().flat_map(|o| o.log_probs());
     let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));

@@ -145,7 +145,7 @@ impl EqualityChecks<'_> {
     fn distributed_log_probs(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
         let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
         let stage = self.start_stage("training", sequences);
-        let outputs = self.runner.forward_with_progress(&batches, self.settings(), &stage)?;
+        let outputs = self.runner.forward(&batches, self.settings(), &stage)?;
         stage.finish();
         let sequence_log_probs = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
             batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()

@@ -125,7 +125,7 @@ pub fn export_merged_model(
         };
         let runner = BatchRunner { threads, model, parameters };
         let stage = console.start_pass(name, runner.local_tokens(&batches));
-        let outputs = runner.forward_with_progress(&batches, settings, &stage)?;
+        let outputs = runner.forward(&batches, settings, &stage)?;
         stage.finish();
         Ok(outputs.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
     };

@@ -87,7 +87,7 @@ impl PolicyStep<'_> {
         pass: PassSettings,
     ) -> Result<Vec<PassOutput>> {
         let stage = self.console.start_pass(label, runner.local_tokens(batches));
-        let outputs = self.timings.time(timing, || runner.forward_with_progress(batches, pass, &stage))?;
+        let outputs = self.timings.time(timing, || runner.forward(batches, pass, &stage))?;
         stage.finish();
         Ok(outputs)
     }

@@ -25,6 +25,14 @@ impl Trainer {
     }
 }
 
+/// Limits of the gradient norms. An update with a larger norm is skipped. With `None`, no update is skipped,
+/// and a norm that is not finite ends the run.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct GradientNormLimits {
+    pub actor: Option<f64>,
+    pub critic: Option<f64>,
+}
+
 /// Gradient norms of a model in recent steps. They can be restored from the metrics, so a resumed run makes
 /// the same decisions as an uninterrupted run.
 pub(super) struct GradientNorms {

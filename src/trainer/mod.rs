@@ -6,7 +6,7 @@
 mod ahead;
 mod data;
 mod forward_passes;
-mod gradient_norms;
+pub mod gradient_norms;
 mod in_flight;
 mod monitor;
 mod sample;

@@ -5,7 +5,7 @@ use crate::engine::{Engine, PassScheduler};
 use crate::learner::batch::Batch;
 use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::PassSettings;
-use crate::metrics::{Console, Metrics, Phase, Timings};
+use crate::metrics::{Console, Metrics, Phase, Progress, Timings};
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use crate::policy::advantage::Advantage;
@@ -325,8 +325,8 @@ impl Sampler<'_> {
             return Ok(EngineAgreement { bit_equal_fraction: 1.0, log_prob_abs_diff_max: 0.0 });
         };
         let batch = Batch::new(&[first], packing);
-        let outputs =
-            self.timings.time("engine_check", || runner.forward(&batch.micro_batches, self.pass))?;
+        let forward = || runner.forward(&batch.micro_batches, self.pass, &Progress::hidden());
+        let outputs = self.timings.time("engine_check", forward)?;
         let training = batch.join_forward(&outputs)?.log_probs;
         let sampled = first.trajectories.iter().flat_map(|trajectory| {
             let trained = trajectory.mask.iter().enumerate().skip(1).filter(|(_, mask)| **mask);

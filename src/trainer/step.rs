@@ -2,14 +2,16 @@
 //! correction. Then, for each minibatch: loss, backward pass, clip, optimizer.
 
 use super::Trainer;
+use super::gradient_norms::GradientNormLimits;
 use super::sample::SampleOutput;
 use crate::learner::TrainSettings;
 use crate::learner::advantages::AdvantageEstimator;
 use crate::learner::batch::{Batch, ForwardResult};
-use crate::learner::batch_runner::{BatchObjective, BatchRunner, GradientNorm, MicroBatchValues};
+use crate::learner::batch_runner::{BatchObjective, BatchRunner};
 use crate::learner::critic::Critic;
 use crate::learner::forward_backward::{PassOutput, PassSettings};
-use crate::learner::optimizer::Optimizer;
+use crate::learner::micro_batch::MicroBatchValues;
+use crate::learner::optimizer::{GradientNorm, Optimizer};
 use crate::learner::policy_loss::{LossShare, UpdateLoss};
 use crate::learner::rollout_correction::correct_rollout;
 use crate::learner::teacher::{Teacher, TeacherPasses};
@@ -88,14 +90,6 @@ impl Trainer {
             console: &self.console,
         }
     }
-}
-
-/// Limits of the gradient norms. An update with a larger norm is skipped. With `None`, no update is skipped,
-/// and a norm that is not finite ends the run.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct GradientNormLimits {
-    pub actor: Option<f64>,
-    pub critic: Option<f64>,
 }
 
 /// Updates policy and critic from a step's trajectories.
@@ -280,7 +274,7 @@ impl<'a> PolicyStep<'a> {
                     rejected_minibatches += 1;
                     continue;
                 };
-                let update = || runner.clip_and_update(optimizer, lr, norm_limit);
+                let update = || optimizer.clip_and_update(runner.threads, runner.parameters, lr, norm_limit);
                 let norm = match self.run_stage(("optimizer", "optimizer"), update)? {
                     GradientNorm::Applied(norm) => norm,
                     GradientNorm::Skipped(norm) => {
@@ -340,7 +334,7 @@ impl<'a> PolicyStep<'a> {
         let stage = self.console.start_pass("update", self.runner.local_tokens(&batch.micro_batches));
         let batches = &batch.micro_batches;
         let pass = PassSettings { keeps_routed_experts: batch.rollout_experts.is_some(), ..self.pass };
-        let outputs = self.runner.accumulate_with_progress(batches, pass, teacher, objective, &stage)?;
+        let outputs = self.runner.accumulate(batches, pass, teacher, objective, &stage)?;
         stage.finish();
         Ok((shares.into_values()?, outputs))
     }

@@ -2,10 +2,10 @@
 //! forward and backward pass.
 
 use super::{Trainer, WARM_UP_STAGE};
-use crate::learner::batch_runner::GradientNorm;
+use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::Sequence;
-use crate::learner::optimizer::Optimizer;
+use crate::learner::optimizer::{GradientNorm, Optimizer};
 use crate::learner::supervised;
 use crate::metrics::{Metrics, Phase};
 use anyhow::Result;
@@ -51,7 +51,8 @@ impl Trainer {
             let lr = optimizer.learning_rate(step, cold_start.steps);
             let norm_limit = self.norm_limit(&self.monitor.warm_up_norms);
             let stage = self.console.start_inner_stage("optimizer", 0);
-            let update = || self.runner().clip_and_update(&mut optimizer, lr, norm_limit);
+            let BatchRunner { threads, parameters, .. } = self.runner();
+            let update = || optimizer.clip_and_update(threads, parameters, lr, norm_limit);
             let norm = self.timings.time("optimizer", update)?;
             stage.finish();
             match norm {

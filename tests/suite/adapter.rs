@@ -16,6 +16,7 @@ use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerSettings};
+use rloss::metrics::Progress;
 use rloss::model::adapter::{Lora, Owner, default_targets};
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
@@ -244,7 +245,7 @@ fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation()
             let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
                 Ok([vec![-0.01; log_probs.len()], vec![0.0; entropies.len()]])
             };
-            runner.accumulate(&batches, settings(recompute), &objective).unwrap();
+            runner.accumulate(&batches, settings(recompute), None, &objective, &Progress::hidden()).unwrap();
             found.push(tiny::Gradients::of(parameters));
         }
     }
@@ -284,7 +285,7 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let threads = Threads::new(2).unwrap();
     let values = |parameters: &Parameters| {
         let runner = BatchRunner { threads: &threads, model: &model, parameters };
-        let [values] = runner.forward(&batches, settings(true)).unwrap().remove(0).head;
+        let [values] = runner.forward(&batches, settings(true), &Progress::hidden()).unwrap().remove(0).head;
         values
     };
     let before = values(&critic.parameters);
@@ -292,7 +293,7 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let objective = |_: usize, [values]: [&[f32]; 1]| Ok([values.iter().map(|v| v - 1.0).collect()]);
     for _ in 0..3 {
         let runner = BatchRunner { threads: &threads, model: &model, parameters: &critic.parameters };
-        runner.accumulate(&batches, settings(true), &objective).unwrap();
+        runner.accumulate(&batches, settings(true), None, &objective, &Progress::hidden()).unwrap();
         critic.optimizer.update(&critic.parameters, 1e-2).unwrap();
     }
     let loss = |values: &[f32]| values.iter().map(|v| (v - 1.0).powi(2)).sum::<f32>();
@@ -314,7 +315,7 @@ fn an_optimizer_keeps_nothing_of_the_base_and_moves_it_not() {
         Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
     BatchRunner { threads: &threads, model: &model, parameters: &parameters }
-        .accumulate(&batches, settings(true), &objective)
+        .accumulate(&batches, settings(true), None, &objective, &Progress::hidden())
         .unwrap();
     let before = log_probs(&model, &parameters, &batches);
     optimizer.update(&parameters, 1e-3).unwrap();

@@ -7,7 +7,7 @@ use rloss::learner::critic::{Critic, CriticStep};
 use rloss::learner::forward_backward::{Pass, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::{CriticSettings, OptimizerSettings, TrainSettings};
-use rloss::metrics::{Console, Metrics, Timings};
+use rloss::metrics::{Console, Metrics, Progress, Timings};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
@@ -18,7 +18,8 @@ use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
-use rloss::trainer::step::{GradientNormLimits, PolicyStep};
+use rloss::trainer::gradient_norms::GradientNormLimits;
+use rloss::trainer::step::PolicyStep;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
@@ -89,7 +90,9 @@ impl Fixture {
         let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
         let runner = BatchRunner { threads, model, parameters: policy };
-        batches[0].replay = Some(runner.forward::<2>(&batches, pass(true)).unwrap().remove(0).routed_experts);
+        batches[0].replay = Some(
+            runner.forward::<2>(&batches, pass(true), &Progress::hidden()).unwrap().remove(0).routed_experts,
+        );
         batches.remove(0)
     }
 
@@ -204,8 +207,8 @@ fn a_language_model_has_no_values() {
     let Fixture { threads, model, policy, .. } = &fixture;
     let runner = BatchRunner { threads, model, parameters: policy };
     let batches = MicroBatch::split(&fixture.sequences, 64);
-    assert!(runner.forward::<1>(&batches, pass(true)).is_err());
-    assert!(fixture.step().runner.forward::<2>(&batches, pass(true)).is_err());
+    assert!(runner.forward::<1>(&batches, pass(true), &Progress::hidden()).is_err());
+    assert!(fixture.step().runner.forward::<2>(&batches, pass(true), &Progress::hidden()).is_err());
 }
 
 #[test]

@@ -16,7 +16,7 @@ use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::MicroBatch;
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{CriticSettings, OptimizerKind, OptimizerSettings as Settings};
-use rloss::metrics::Phase;
+use rloss::metrics::{Phase, Progress};
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -466,7 +466,7 @@ fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>,
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
-    let [log_probs, _] = runner.forward(&batches, pass).unwrap().remove(0).head;
+    let [log_probs, _] = runner.forward(&batches, pass, &Progress::hidden()).unwrap().remove(0).head;
     let has_master = |index: &usize| parameters.state(*index).contains_key("master");
     let names = (0..parameters.len()).filter(has_master).map(|index| parameters.specs[index].name.clone());
     (log_probs, names.collect())

@@ -15,7 +15,7 @@ use rloss::learner::batch::Batch;
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
-use rloss::metrics::{Console, Timings};
+use rloss::metrics::{Console, Progress, Timings};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::parameters::Parameters;
 use rloss::ops::threads::Threads;
@@ -28,7 +28,8 @@ use rloss::policy::{
     Aggregation, CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
 };
 use rloss::settings::Choice;
-use rloss::trainer::step::{GradientNormLimits, PolicyStep, PolicyUpdate};
+use rloss::trainer::gradient_norms::GradientNormLimits;
+use rloss::trainer::step::{PolicyStep, PolicyUpdate};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 fn loss(name: &str) -> Loss {
@@ -120,7 +121,7 @@ impl Fixture {
 
 fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajectory {
     let batches = MicroBatch::split(std::slice::from_ref(sequence), 1000);
-    let output = runner.forward::<2>(&batches, pass()).unwrap().remove(0);
+    let output = runner.forward::<2>(&batches, pass(), &Progress::hidden()).unwrap().remove(0);
     let mut found = output.log_probs().iter().copied();
     let log_probs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
     let layers: Vec<Vec<Vec<u32>>> =

@@ -11,6 +11,7 @@ use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::PassSettings;
 use rloss::learner::micro_batch::MicroBatch;
+use rloss::metrics::Progress;
 use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::forward::ForwardOptions;
@@ -165,7 +166,7 @@ fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
         Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
     };
-    let outputs = runner.accumulate(&batches, settings, &objective).unwrap();
+    let outputs = runner.accumulate(&batches, settings, None, &objective, &Progress::hidden()).unwrap();
     assert!(
         batches.len() > 4
             && outputs.iter().all(|o| o.routed_experts.is_empty() && o.load_balance_loss == 0.0)
@@ -211,7 +212,9 @@ fn micro_batches_without_a_gradient_are_skipped_and_the_sum_is_the_same() {
             Ok([vec![-0.1 * factor(index); log_probs.len()], vec![0.0; entropies.len()]])
         };
         let batches: Vec<MicroBatch> = chosen.iter().map(|&index| batches[index].clone()).collect();
-        let outputs = runner.accumulate(&batches, settings(recompute_layers), &objective).unwrap();
+        let outputs = runner
+            .accumulate(&batches, settings(recompute_layers), None, &objective, &Progress::hidden())
+            .unwrap();
         (Gradients::of(&parameters), outputs.iter().map(|output| output.has_gradients).collect::<Vec<_>>())
     };
     let all: Vec<usize> = (0..batches.len()).collect();

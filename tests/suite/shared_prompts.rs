@@ -5,6 +5,7 @@ use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::forward_backward::{HeadColumns, PassOutput, PassSettings};
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::metrics::Progress;
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;
 
@@ -137,7 +138,7 @@ fn a_cut_through_a_group_changes_no_log_prob() {
     let threads = Threads::new(2).unwrap();
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
     let log_probs = |batches: &[MicroBatch]| -> Vec<f32> {
-        let outputs = runner.forward(batches, settings(false, 0.0)).unwrap();
+        let outputs = runner.forward(batches, settings(false, 0.0), &Progress::hidden()).unwrap();
         outputs.iter().flat_map(|output| output.log_probs()).copied().collect()
     };
     let separate = log_probs(&MicroBatch::split(&sequences, 64));

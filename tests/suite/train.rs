@@ -1,9 +1,10 @@
 //! The training pass and the optimizer.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::batch_runner::BatchRunner;
+use rloss::learner::batch_runner::{BatchObjective, BatchRunner};
 use rloss::learner::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
 use rloss::learner::micro_batch::MicroBatch;
+use rloss::metrics::Progress;
 use rloss::model::cache::SequenceCache;
 use rloss::model::decoder_stack;
 use rloss::model::forward::ForwardOptions;
@@ -77,10 +78,11 @@ fn gradients_of_a_batch(threads: usize, fails: Option<usize>) -> Result<Gradient
     assert_eq!(batches.len(), 9);
     let threads = Threads::new(threads).unwrap();
     let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
-    let found = runner.accumulate(&batches, settings(false), &|index, columns| {
+    let failing: BatchObjective<'_, 2> = &|index, columns| {
         anyhow::ensure!(fails != Some(index), "number {index} fails");
         objective(columns)
-    });
+    };
+    let found = runner.accumulate(&batches, settings(false), None, failing, &Progress::hidden());
     found.map(|_| Gradients::of(&parameters)).map_err(|error| format!("{error:#}"))
 }
 

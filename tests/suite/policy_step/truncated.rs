@@ -6,6 +6,7 @@ use rloss::learner::batch_runner::BatchRunner;
 use rloss::learner::micro_batch::{MicroBatch, Sequence};
 use rloss::learner::optimizer::Optimizer;
 use rloss::learner::{OptimizerKind, OptimizerSettings, TrainSettings};
+use rloss::metrics::Progress;
 use rloss::model::decoder_stack;
 use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
@@ -39,7 +40,7 @@ fn log_probs(fixture: &Fixture, parameters: &Parameters, trajectories: &[Traject
     let runner = BatchRunner { threads: &fixture.threads, model: &fixture.model, parameters };
     let of_trajectory = |t: &Trajectory| {
         let batches = MicroBatch::split(&[Sequence::from(t)], 1000);
-        runner.forward::<2>(&batches, pass()).unwrap().remove(0).log_probs().to_vec()
+        runner.forward::<2>(&batches, pass(), &Progress::hidden()).unwrap().remove(0).log_probs().to_vec()
     };
     trajectories.iter().map(of_trajectory).collect()
 }
