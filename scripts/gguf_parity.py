@@ -11,8 +11,8 @@ sets (gsm8k, math, ifeval). The script writes what `tests/suite/gguf_parity.rs` 
 - `answers.jsonl`: 20 prompts and llama.cpp's likeliest answers, its cache in f32
 
 Then runs of all families are exported as F32 and BF16, llama.cpp continues prompts with each, and
-`rloss check-mismatch --against` must say that the sides agree or differ by rounding. A file of each type is read back by
-the `gguf` package and compared with the checkpoint.
+`rloss check-mismatch --against` must say that the sides agree or differ by rounding. Every tensor of these files is read back
+by the `gguf` package and compared with the checkpoint.
 
 Needs numpy, gguf, tokenizers, xllamacpp, and target/release/rloss (or --rloss).
 """
@@ -20,6 +20,7 @@ Needs numpy, gguf, tokenizers, xllamacpp, and target/release/rloss (or --rloss).
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -159,7 +160,7 @@ def exported_runs(binary, root):
         for kind in ["f32", "bf16"]:
             path = root / f"{family}-{kind}.gguf"
             rloss(binary, "export", run, "--gguf", path, "--type", kind)
-            compare_with_checkpoint(path, checkpoint, family)
+            compare_with_checkpoint(path, checkpoint)
             server = Server(path, 512)
             rng = np.random.default_rng(7)
             answers = root / f"{family}-{kind}.jsonl"
@@ -178,28 +179,61 @@ def exported_runs(binary, root):
     return wrong
 
 
-def compare_with_checkpoint(path, checkpoint, family):
-    """Demands that the `gguf` package decodes the values of the checkpoint's dense matrices."""
-    reader = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
-    names = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
-    for layer in range(64):
-        for theirs, ours in [("self_attn.q_proj", "attn_q"), ("self_attn.k_proj", "attn_k"), ("self_attn.v_proj", "attn_v"),
-                             ("self_attn.o_proj", "attn_output"), ("mlp.down_proj", "ffn_down"),
-                             ("mlp.router", "ffn_gate_inp"), ("input_layernorm", "attn_norm")]:
-            names[f"model.layers.{layer}.{theirs}.weight"] = f"blk.{layer}.{ours}.weight"
-    count = 0
-    for name, stored in read_tensors(checkpoint / "model.safetensors").items():
-        if names.get(name) not in reader:
+def gguf_tensors(stored):
+    """Yields each tensor of a checkpoint under its name in GGUF and in GGUF's layout."""
+    top = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    layer_names = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+                   "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
+                   "self_attn.k_norm": "attn_k_norm", "mlp.router": "ffn_gate_inp", "mlp.gate": "ffn_gate_inp",
+                   "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+    experts = {}
+    for name, values in stored.items():
+        stem, _, kind = name.rpartition(".")
+        if stem in top:
+            yield f"{top[stem]}.{kind}", values
             continue
-        found = reader[names[name]]
-        values = gguf.dequantize(found.data, found.tensor_type).astype(np.float32)
-        if found.tensor_type == gguf.GGMLQuantizationType.BF16:
+        _, _, layer, rest = name.split(".", 3)
+        block, part = f"blk.{layer}", rest.rpartition(".")[0]
+        if rest == "self_attn.sinks":
+            yield f"{block}.attn_sinks.weight", values
+        elif part == "post_attention_layernorm":
+            after_attention = "post_attention_norm" if "model.layers.0.self_attn.sinks" in stored else "ffn_norm"
+            yield f"{block}.{after_attention}.weight", values
+        elif part in layer_names:
+            yield f"{block}.{layer_names[part]}.{kind}", values
+        elif rest == "mlp.experts.gate_up_proj":
+            yield f"{block}.ffn_gate_exps.weight", values[:, :, 0::2].transpose(0, 2, 1)
+            yield f"{block}.ffn_up_exps.weight", values[:, :, 1::2].transpose(0, 2, 1)
+        elif rest == "mlp.experts.gate_up_proj_bias":
+            yield f"{block}.ffn_gate_exps.bias", values[:, 0::2]
+            yield f"{block}.ffn_up_exps.bias", values[:, 1::2]
+        elif rest == "mlp.experts.down_proj":
+            yield f"{block}.ffn_down_exps.weight", values.transpose(0, 2, 1)
+        elif rest == "mlp.experts.down_proj_bias":
+            yield f"{block}.ffn_down_exps.bias", values
+        elif match := re.fullmatch(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight", rest):
+            experts.setdefault(f"{block}.ffn_{match[2]}_exps.weight", {})[int(match[1])] = values
+        else:
+            sys.exit(f"{name} has no name in GGUF here")
+    for name, parts in experts.items():
+        yield name, np.stack([parts[index] for index in range(len(parts))])
+
+
+def compare_with_checkpoint(path, checkpoint):
+    """Demands that the `gguf` package decodes the values of every tensor of the checkpoint, and finds no other tensor."""
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(str(path)).tensors}
+    expected = dict(gguf_tensors(read_tensors(checkpoint / "model.safetensors")))
+    if found.keys() != expected.keys():
+        sys.exit(f"{path}: other tensors: {sorted(found.keys() ^ expected.keys())}")
+    for name, stored in expected.items():
+        tensor = found[name]
+        values = gguf.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
             bits = np.ascontiguousarray(stored).view(np.uint32)
             stored = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16 << 16).astype(np.uint32).view(np.float32)
         if not np.array_equal(values.reshape(stored.shape), stored):
             sys.exit(f"{path}: {name} differs")
-        count += 1
-    print(f"{path.name}: {count} tensors decoded by gguf are the checkpoint's", flush=True)
+    print(f"{path.name}: all {len(expected)} tensors decoded by gguf are the checkpoint's", flush=True)
 
 
 def main():
