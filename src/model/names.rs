@@ -6,7 +6,9 @@
 
 use super::config::{Config, WeightFormat};
 use super::weights::VALUE_HEAD;
+use crate::dist::{Sharding, expert_range, shard_range};
 use safetensors::Dtype;
+use std::ops::Range;
 
 /// The name of the embedding.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -122,6 +124,22 @@ impl ParameterSpec {
     /// ([`Self::is_expert_parameter`]) and the factors of their adapters.
     pub fn has_expert_axis(&self) -> bool {
         self.name.contains(".mlp.experts.")
+    }
+
+    /// Returns the range of values of this tensor, which has the index `index`, that `rank` holds.
+    pub fn shard_range(&self, index: usize, rank: usize, sharding: Sharding) -> Range<usize> {
+        let count = self.element_count();
+        if !self.is_sharded_by_expert(sharding) {
+            return shard_range(count, index, rank, sharding.ranks);
+        }
+        let experts = self.stored_shape.first().copied().unwrap_or(1).max(1);
+        let (own, width) = (expert_range(experts, rank, sharding.ranks), count / experts);
+        own.start * width..own.end * width
+    }
+
+    /// Returns whether each rank holds whole experts of this tensor.
+    pub fn is_sharded_by_expert(&self, sharding: Sharding) -> bool {
+        sharding.by_expert && self.is_expert_parameter()
     }
 
     /// Returns the spec of this tensor with `count` experts.

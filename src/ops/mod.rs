@@ -58,7 +58,7 @@ mod truncation;
 pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
-pub use experts::{Dispatch, combine, dispatch, grouped_linear, take_rows};
+pub use experts::{Dispatch, combine, dispatch, grouped_linear, take_rows, unsort};
 pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
 pub use log_prob::{log_prob_and_entropy, log_prob_entropy_and_kl};

@@ -61,7 +61,7 @@ impl Traffic {
         let muon = match input.gpu_sequences {
             Some(_) => {
                 let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
-                device_received_bytes(&recipe.train.optimizer, tensors, input.processes)
+                device_received_bytes(&recipe.train.optimizer, tensors, input.sharding())
             }
             None => 0,
         };
