@@ -24,6 +24,7 @@ use super::parameter::{GradientTarget, Parameter};
 use super::product::{
     GemmThreads, Precision, StridedMatrix, backward_product, forward_product_by_copy, product,
 };
+use super::take_rows::take_rows;
 use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
@@ -115,7 +116,6 @@ impl Dispatch {
     }
 
     /// Returns `T`.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn tokens(&self) -> usize {
         self.tokens
     }
@@ -308,67 +308,6 @@ impl Operation<1> for DispatchRows {
             }
         });
         Ok([Some(Tensor::from_vec(dx, (tokens, width), x.device())?)])
-    }
-}
-
-/// Returns rows `rows`, u32 `[R]`, of `x [T, H]`: `[R, H]`. The result has no gradient.
-///
-/// # Errors
-/// When shapes disagree. A row that does not exist is not checked on a GPU.
-pub fn take_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
-    apply_without_gradient(&contiguous(x)?, TakeRows { rows: rows.clone() })
-}
-
-/// Returns the rows of `x [T, H]`, which are sorted by `plan`, in the order of tokens. Each token has one
-/// expert.
-///
-/// # Errors
-/// When shapes disagree.
-pub fn unsort(x: &Tensor, plan: &Dispatch) -> Result<Tensor> {
-    if plan.top_k != 1 || x.dim(0)? != plan.tokens {
-        bail!("unsort: x {:?}, but the plan has {} tokens, {} slots each", x.dims(), plan.tokens, plan.top_k);
-    }
-    apply([&contiguous(x)?], Unsort { plan: plan.clone() })
-}
-
-struct Unsort {
-    plan: Dispatch,
-}
-
-impl Operation<1> for Unsort {
-    const NAME: &'static str = "unsort";
-
-    fn cpu(&self, inputs: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
-        TakeRows { rows: self.plan.row_of()? }.cpu(inputs)
-    }
-
-    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
-        dispatch_forward(x, &self.plan.row_of()?)
-    }
-
-    fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; 1]> {
-        Ok([Some(take_rows(grad, &self.plan.token_of()?)?)])
-    }
-}
-
-struct TakeRows {
-    rows: Tensor,
-}
-
-impl Operation<1> for TakeRows {
-    const NAME: &'static str = "take_rows";
-
-    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
-        let ((count, width), rows) = (x.shape().dims2()?, host_ids(&self.rows)?);
-        if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
-            bail!("take_rows: row {row} of {count}");
-        }
-        let out = gather_rows(x.values()?, &rows, width);
-        Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
-    }
-
-    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
-        dispatch_forward(x, &self.rows)
     }
 }
 

@@ -90,3 +90,51 @@ impl TrainedExperts<'_> {
         ))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::resolve;
+    use crate::run::source::ModelSource;
+    use std::path::Path;
+
+    /// Returns the mistakes of a run with the recipe `rest`. The parameters whose names have the word `frozen`
+    /// are frozen.
+    fn mistakes(rest: &str, frozen: &str, (has_adapter, on_gpu): (bool, bool)) -> Vec<String> {
+        let shape = "hidden_size = 40\nintermediate_size = 24\nnum_local_experts = 8\n";
+        let text = format!(
+            "[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n{rest}"
+        );
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let config = ModelSource::open(&plan.recipe).unwrap().config;
+        let specs = parameter_specs(&config);
+        let trainable: Vec<bool> = specs.iter().map(|spec| !spec.name.contains(frozen)).collect();
+        TrainedExperts { config: &config, trainable: &trainable, critic_trainable: None, has_adapter, on_gpu }
+            .mistakes(&plan)
+    }
+
+    #[test]
+    fn what_cannot_be_trained_by_expert_is_refused_with_a_remedy() {
+        const BY_EXPERT: &str = "[parallel]\nexperts = \"by_expert\"\n";
+        const NONE: &str = "no parameter";
+        let good = mistakes(BY_EXPERT, NONE, (false, true));
+        assert!(good.is_empty(), "{good:?}");
+        assert!(mistakes("", "experts", (true, false)).is_empty());
+        let shared = format!("{BY_EXPERT}sequence = 2\n");
+        let of_8_bits = format!("{BY_EXPERT}[train.optimizer]\nkind = \"adamw_8bit\"\n");
+        let cases = [
+            (BY_EXPERT, NONE, (false, false), "device = \"cuda\""),
+            (BY_EXPERT, "experts.down_proj_bias", (false, true), "experts.down_proj_bias is frozen"),
+            (BY_EXPERT, NONE, (true, true), "remove [adapter]"),
+            (&shared, NONE, (false, true), "parallel.sequence = 1"),
+            // 40 x 48 values are 7.5 blocks.
+            (&of_8_bits, NONE, (false, true), "1920 values of model.layers.0.mlp.experts.gate_up_proj"),
+        ];
+        for (rest, frozen, run, message) in cases {
+            let found = mistakes(rest, frozen, run);
+            let [mistake] = &found[..] else { panic!("{message}: {found:?}") };
+            assert!(mistake.contains(message) && mistake.contains("\"gathered\""), "{mistake}");
+            assert!(mistake.contains("a.toml:") && mistake.contains("parallel.experts"), "{mistake}");
+        }
+    }
+}
