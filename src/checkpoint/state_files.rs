@@ -23,8 +23,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Marks files whose shards are in rank order: equal ranges, or, with [`BY_EXPERT`], whole experts. Older files
-/// have the shards of [`rotated_shard_range`].
+/// Marks files whose shards are in rank order: equal ranges, or, with [`BY_EXPERT`], whole experts. Older
+/// files have the shards of [`rotated_shard_range`].
 const SHARD_ORDER: (&str, &str) = ("shards", "rank order");
 /// Marks files whose shards of expert tensors are whole experts.
 const BY_EXPERT: (&str, &str) = (SHARD_ORDER.0, "by expert");

@@ -43,8 +43,8 @@ choice! {
 choice! {
     /// How processes share trainable experts in training. The choice does not change any bit.
     pub enum ExpertPlacement {
-        /// Experts are sharded as all tensors are. All experts of a layer are gathered whenever a pass reaches
-        /// it, and their gradients are exchanged.
+        /// Experts are sharded as all tensors are. All experts of a layer are gathered whenever a pass
+        /// reaches it, and their gradients are exchanged.
         Gathered = "gathered",
         /// Each process has its own experts, their gradients and their optimizer state. Tokens are sent to
         /// them and back (expert parallelism). Only on GPUs, without an adapter.

@@ -195,7 +195,8 @@ impl GradientSink for PassGradientSink {
         }
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} is not trainable") };
         if let Some(shape) = reduction.as_ref().and_then(|reduction| reduction.own_experts(parameter)) {
-            // GPUs run one pass at a time, so this pass is next. A rank whose experts have no rows adds nothing.
+            // GPUs run one pass at a time, so this pass is next. A rank whose experts have no rows adds
+            // nothing.
             return add(&buffer.reshape(shape)?);
         }
         let lock = order.lock().unwrap_or_else(PoisonError::into_inner);

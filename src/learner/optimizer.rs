@@ -71,8 +71,8 @@ pub fn device_update_bytes<'a>(
     }
 }
 
-/// Returns the largest number of bytes that one of the GPUs of `sharding` receives in the update of `tensors`.
-/// Each tensor has its index in the parameter store.
+/// Returns the largest number of bytes that one of the GPUs of `sharding` receives in the update of
+/// `tensors`. Each tensor has its index in the parameter store.
 pub fn device_received_bytes<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,

@@ -234,8 +234,8 @@ fn update_whole(matrices: &ShardedMatrices, rank: usize, state: [&Tensor; 3], st
     Ok(muon(&weights?, &momentum?, &gradient?, step)?)
 }
 
-/// Distributes the matrices of `tensors` over the ranks of `sharding`. Each tensor has its index in the store.
-/// The result is equal on every rank.
+/// Distributes the matrices of `tensors` over the ranks of `sharding`. Each tensor has its index in the
+/// store. The result is equal on every rank.
 fn rounds<'a>(tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>, sharding: Sharding) -> Vec<Round> {
     let matrices = tensors.filter_map(|tensor| ShardedMatrices::new(tensor, sharding)).collect();
     distribute(matrices, sharding.ranks)

@@ -426,8 +426,8 @@ fn start_exchange(
     RunningExchange::start(mesh, name, device, vec![], parts)
 }
 
-/// Returns the `parts` for the ranks of `group` without this rank's own part. A part may be empty. It is empty
-/// on both ranks.
+/// Returns the `parts` for the ranks of `group` without this rank's own part. A part may be empty. It is
+/// empty on both ranks.
 fn with_others(mesh: &Mesh, group: &[usize], parts: &[(u64, usize)]) -> Vec<DevicePart> {
     let parts = group.iter().zip(parts).filter(|(rank, (_, bytes))| **rank != mesh.rank() && *bytes > 0);
     parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()

@@ -149,8 +149,8 @@ impl ExpertParallel {
     /// Sends each row to the rank of its expert, which returns the output. Returns the outputs of this rank's
     /// rows, `[T·K, H]`, sorted by expert. Every rank must call this method.
     ///
-    /// The backward pass sends gradients the same ways back. An expert's rank adds the gradients of its weights
-    /// rank after rank, as one GPU adds those of one micro-batch after another.
+    /// The backward pass sends gradients the same ways back. An expert's rank adds the gradients of its
+    /// weights rank after rank, as one GPU adds those of one micro-batch after another.
     ///
     /// # Errors
     /// When an exchange fails, or `products` fails.

@@ -63,8 +63,8 @@ impl TensorStorage {
         Self { weight: None, is_sharded: false }
     }
 
-    /// Keeps only the shard of this rank of tensor `index`, which has the spec `spec`. Variables and packed weights in host memory are
-    /// sharded. Other tensors stay whole.
+    /// Keeps only the shard of this rank of tensor `index`, which has the spec `spec`. Variables and packed
+    /// weights in host memory are sharded. Other tensors stay whole.
     ///
     /// # Errors
     /// When memory runs out.

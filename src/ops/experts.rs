@@ -40,8 +40,8 @@ pub struct Dispatch {
     /// The experts of the products: all experts of the plan, or those that a rank holds.
     experts: Range<usize>,
     /// If the tokens are those of several ranks, one rank after the other: for each rank that has some, the
-    /// place of its first token of each expert, in token order, followed by the end of the last one's, u32 `[E
-    /// + 1]`.
+    /// place of its first token of each expert, in token order, followed by the end of the last one's, u32
+    /// `[E + 1]`.
     sources: Vec<Tensor>,
     /// Three concatenated u32 arrays. First the sorted row of each (token, slot), `[T][K]`. Then the token of
     /// each sorted row, `[T·K]`. Then the first sorted row of each expert, followed by `T·K`, `[E + 1]`.

@@ -98,8 +98,8 @@ mod tests {
     use crate::run::source::ModelSource;
     use std::path::Path;
 
-    /// Returns the mistakes of a run with the recipe `rest`. The parameters whose names have the word `frozen`
-    /// are frozen.
+    /// Returns the mistakes of a run with the recipe `rest`. The parameters whose names have the word
+    /// `frozen` are frozen.
     fn mistakes(rest: &str, frozen: &str, (has_adapter, on_gpu): (bool, bool)) -> Vec<String> {
         let shape = "hidden_size = 40\nintermediate_size = 24\nnum_local_experts = 8\n";
         let text = format!(

@@ -19,6 +19,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
 - two processes of which one is unfit: refused by both, with one message; two that ask for no memory in steady steps;
 - two processes with a GPU each, also with Muon, and an adapter beside packed experts: gap 0;
+- experts that several GPUs share, in sampling and in training: metrics, weights and moments have the bits of one GPU's;
 - sequences shared by several GPUs: log-probs have the bits of one GPU's, weights and moments are within rounding;
 - Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits

@@ -72,12 +72,12 @@ impl MemoryPlanInput<'_> {
         self.samples_by_expert().then_some(MemoryItem { name: "rows of experts, exchanged", bytes })
     }
 
-    /// Returns the memory of expert rows in a forward and backward pass with `tokens` tokens of each GPU, beyond
-    /// the rows of its own tokens. `None` if GPUs do not exchange them.
+    /// Returns the memory of expert rows in a forward and backward pass with `tokens` tokens of each GPU,
+    /// beyond the rows of its own tokens. `None` if GPUs do not exchange them.
     ///
-    /// At worst, all tokens have experts of one GPU. Of each layer whose activations are kept, the graph has the
-    /// rows as received, dispatched, multiplied, ordered as they came, and returned. The backward pass of a
-    /// product has its input and its output's gradient in both orders.
+    /// At worst, all tokens have experts of one GPU. Of each layer whose activations are kept, the graph has
+    /// the rows as received, dispatched, multiplied, ordered as they came, and returned. The backward pass of
+    /// a product has its input and its output's gradient in both orders.
     pub(super) fn trained_row_item(&self, tokens: usize) -> Option<MemoryItem> {
         let c = self.config;
         let experts = c.num_local_experts.div_ceil(self.processes);
