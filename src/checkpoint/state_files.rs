@@ -9,7 +9,7 @@ use super::resume::DAMAGE_REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
 use crate::dist::serialization::f32_values;
-use crate::dist::{rotated_shard_range, shard_range};
+use crate::dist::{Sharding, rotated_shard_range};
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
 use crate::model::parameters::{MASTER, Parameters, ShardRequest, state_range};
@@ -23,12 +23,26 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// Marks files whose shards are in rank order, as [`shard_range`] has them. Older files have the shards of
-/// [`rotated_shard_range`].
+/// Marks files whose shards are in rank order: equal ranges, or, with [`BY_EXPERT`], whole experts. Older
+/// files have the shards of [`rotated_shard_range`].
 const SHARD_ORDER: (&str, &str) = ("shards", "rank order");
+/// Marks files whose shards of expert tensors are whole experts.
+const BY_EXPERT: (&str, &str) = (SHARD_ORDER.0, "by expert");
 
-/// A rule that shards tensors, such as [`shard_range`].
-type ShardRule = fn(usize, usize, usize, usize) -> Range<usize>;
+/// A rule that shards tensors. Its arguments are a tensor with its index, the rank and the number of ranks.
+type ShardRule = fn(&ParameterSpec, usize, usize, usize) -> Range<usize>;
+
+fn in_rank_order(spec: &ParameterSpec, index: usize, rank: usize, ranks: usize) -> Range<usize> {
+    spec.shard_range(index, rank, Sharding { ranks, by_expert: false })
+}
+
+fn by_expert(spec: &ParameterSpec, index: usize, rank: usize, ranks: usize) -> Range<usize> {
+    spec.shard_range(index, rank, Sharding { ranks, by_expert: true })
+}
+
+fn rotated(spec: &ParameterSpec, index: usize, rank: usize, ranks: usize) -> Range<usize> {
+    rotated_shard_range(spec.element_count(), index, rank, ranks)
+}
 
 /// The result of writing the file of one process.
 #[derive(Serialize, Deserialize)]
@@ -135,7 +149,8 @@ fn write_own(
     let stored = stored.collect::<Result<_>>()?;
     let indices: Vec<(usize, &str)> = kept.into_values().collect();
     let path = folder.join(file_name(stem, mesh.rank(), mesh.ranks()));
-    write_tensors(&path, stored, SHARD_ORDER, |index, out| {
+    let order = if mesh.sharding().by_expert { BY_EXPERT } else { SHARD_ORDER };
+    write_tensors(&path, stored, order, |index, out| {
         let (index, kind) = indices[index];
         let tensor = to_host(parameters.local_state(index, kind)?)?;
         match tensor.dtype() {
@@ -167,15 +182,19 @@ impl StateFiles {
         Ok(Self { path: paths.into_iter().next().unwrap_or_default(), files })
     }
 
-    /// Returns the rule by which the files are sharded. Its arguments are those of [`shard_range`].
+    /// Returns the rule by which the files are sharded.
     fn shard_rule(&self) -> ShardRule {
-        let has_rank_order = |file: &TensorFile| {
-            let metadata = file.metadata.metadata().as_ref();
-            metadata
-                .and_then(|entries| entries.get(SHARD_ORDER.0))
-                .is_some_and(|order| order == SHARD_ORDER.1)
+        let all_have = |(key, order): (&str, &str)| {
+            self.files.iter().all(|file| {
+                let metadata = file.metadata.metadata().as_ref();
+                metadata.and_then(|entries| entries.get(key)).is_some_and(|found| found == order)
+            })
         };
-        if self.files.iter().all(has_rank_order) { shard_range } else { rotated_shard_range }
+        match (all_have(SHARD_ORDER), all_have(BY_EXPERT)) {
+            (true, _) => in_rank_order,
+            (_, true) => by_expert,
+            _ => rotated,
+        }
     }
 
     /// Returns the names of all tensors that are not empty.
@@ -262,10 +281,7 @@ pub fn restore(
             let name = format!("{kind}.{}", spec.name);
             let (dtype, length) = parameters.state_shape(index, kind)?;
             let own = parameters.local_range(index, kind, length);
-            let range_of = |rank: usize, ranks: usize| {
-                let values = shard_of(spec.element_count(), index, rank, ranks);
-                state_range(kind, values)
-            };
+            let range_of = |rank: usize, ranks: usize| state_range(kind, shard_of(spec, index, rank, ranks));
             let bytes =
                 files.read(&name, (dtype, length), own, range_of).map_err(|mismatch| match mismatch {
                     StateMismatch::Size => damaged(format!("{} has another size or optimizer", spec.name)),
@@ -297,17 +313,26 @@ pub fn restore(
 mod tests {
     use super::super::tensor_file::FRAMEWORK;
     use super::*;
+    use crate::model::names::{Layout, TensorRole};
 
     /// Before shards were in rank order, the shards of a tensor were rotated by its index.
     #[test]
-    fn shards_of_older_checkpoints_are_read() {
+    fn shards_of_all_orders_are_read() {
         const VALUES: usize = 700;
         let values: Vec<f32> = (0..VALUES).map(|i| i as f32).collect();
-        for (written, metadata) in [(rotated_shard_range as ShardRule, FRAMEWORK), (shard_range, SHARD_ORDER)]
+        let spec = ParameterSpec {
+            name: "model.layers.0.mlp.experts.down_proj_bias".to_owned(),
+            layer: Some(0),
+            role: TensorRole::Bias,
+            stored_shape: vec![5, VALUES / 5],
+            layout: Layout::AsStored,
+        };
+        for (written, metadata) in
+            [(rotated as ShardRule, FRAMEWORK), (in_rank_order, SHARD_ORDER), (by_expert, BY_EXPERT)]
         {
             let folder = tempfile::tempdir().unwrap();
             for rank in 0..3 {
-                let own = written(VALUES, 1, rank, 3);
+                let own = written(&spec, 1, rank, 3);
                 let path = folder.path().join(file_name("trainer", rank, 3));
                 let shape = vec![own.len()];
                 let stored = StoredTensor { name: "master.x".to_owned(), dtype: Dtype::F32, shape };
@@ -316,7 +341,7 @@ mod tests {
             }
             let files = StateFiles::open(folder.path(), "trainer").unwrap();
             let rule = files.shard_rule();
-            let range_of = |rank: usize, ranks: usize| rule(VALUES, 1, rank, ranks);
+            let range_of = |rank: usize, ranks: usize| rule(&spec, 1, rank, ranks);
             for own in [0..VALUES, 200..600, 512..VALUES] {
                 let read = files.read("master.x", (DType::F32, VALUES), own.clone(), range_of).ok().flatten();
                 let read: Vec<f32> = f32_values(&read.unwrap()).collect();

@@ -192,7 +192,7 @@ fn print_memory_plan(
         several => format!(" in each of {several} processes"),
     };
     print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
-    let where_it_runs = (subject.processes, subject.gpu_sequences.is_none());
+    let where_it_runs = (subject.sharding(), subject.gpu_sequences.is_none());
     let specs = parameter_specs(subject.config);
     let cost = muon_cost(subject.recipe, &specs, &subject.trainable, where_it_runs);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {

@@ -7,7 +7,8 @@ use super::launch::Transport;
 use super::liveness::LivenessMonitor;
 use super::serialization::{deserialize, serialize};
 use super::{
-    Communicator, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages, TIMEOUT, replicate,
+    Communicator, DeviceExchange, Exchange, PendingDeviceExchange, PendingMessages, Sharding, TIMEOUT,
+    replicate,
 };
 use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
@@ -32,6 +33,8 @@ pub struct Mesh {
     ranks_on_cores: usize,
     /// Number of ranks in a sequence-parallel group.
     sequence_ranks: AtomicUsize,
+    /// Whether expert tensors are sharded by expert.
+    shards_by_expert: AtomicBool,
 }
 
 /// The host of a rank, and the cores that it may use.
@@ -99,6 +102,7 @@ impl Mesh {
             local_rank: 0,
             ranks_on_cores: 1,
             sequence_ranks: AtomicUsize::new(1),
+            shards_by_expert: AtomicBool::new(false),
         }
     }
 
@@ -122,6 +126,16 @@ impl Mesh {
     /// number of all ranks.
     pub fn set_sequence_ranks(&self, ranks: usize) {
         self.sequence_ranks.store(ranks.max(1), Ordering::Relaxed);
+    }
+
+    /// Sets whether expert tensors are sharded by expert. Must be called before a tensor is sharded.
+    pub fn set_shards_by_expert(&self, by_expert: bool) {
+        self.shards_by_expert.store(by_expert, Ordering::Relaxed);
+    }
+
+    /// Returns how tensors are sharded.
+    pub fn sharding(&self) -> Sharding {
+        Sharding { ranks: self.ranks(), by_expert: self.shards_by_expert.load(Ordering::Relaxed) }
     }
 
     /// Returns the number of ranks in a sequence-parallel group.

@@ -26,8 +26,10 @@ pub use device_exchange::{DeviceEvent, DeviceExchange, DeviceGather, DevicePart,
 pub use mesh::{Mesh, PendingExchange};
 #[cfg(feature = "nccl")]
 pub use nccl::self_test as check_nccl_alone;
-pub use settings::{PackedWeightPlacement, ParallelSettings, RolloutWeightPlacement};
-pub use shard::{SHARD_ALIGNMENT, first_shard_rank, rotated_shard_range, shard_length, shard_range};
+pub use settings::{ExpertPlacement, PackedWeightPlacement, ParallelSettings, RolloutWeightPlacement};
+pub use shard::{
+    SHARD_ALIGNMENT, Sharding, expert_range, first_shard_rank, rotated_shard_range, shard_length, shard_range,
+};
 
 use anyhow::{Context, Result};
 use std::sync::Arc;

@@ -16,6 +16,8 @@ table! {
         pub sequence: usize = 1 => from(1.0),
         /// How each process holds the trainable weights during sampling, if there are several processes.
         pub rollout_weights: RolloutWeightPlacement = RolloutWeightPlacement::Auto,
+        /// How the processes share trainable experts in training, if there are several processes.
+        pub experts: ExpertPlacement = ExpertPlacement::Gathered,
         /// How each process holds frozen packed weights, such as an adapter's base, during training, if there
         /// are several processes.
         pub packed_weights: PackedWeightPlacement = PackedWeightPlacement::Auto,
@@ -35,6 +37,18 @@ choice! {
         Whole = "whole",
         /// Sharded. A layer is gathered whenever a forward or backward pass reaches it.
         Sharded = "cut",
+    }
+}
+
+choice! {
+    /// How processes share trainable experts in training. The choice does not change any bit.
+    pub enum ExpertPlacement {
+        /// Experts are sharded as all tensors are. All experts of a layer are gathered whenever a pass
+        /// reaches it, and their gradients are exchanged.
+        Gathered = "gathered",
+        /// Each process has its own experts, their gradients and their optimizer state. Tokens are sent to
+        /// them and back (expert parallelism). Only on GPUs, without an adapter.
+        ByExpert = "by_expert",
     }
 }
 

@@ -5,6 +5,19 @@ use std::ops::Range;
 /// Alignment of shards, in values. It is the block size of 8-bit moments, so each block is on one rank.
 pub const SHARD_ALIGNMENT: usize = 256;
 
+/// How tensors are sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sharding {
+    pub ranks: usize,
+    /// Whether a rank's shard of an expert tensor has whole experts ([`expert_range`]).
+    pub by_expert: bool,
+}
+
+/// Returns the range of experts that `rank` of `ranks` holds. Experts are split evenly.
+pub fn expert_range(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
+    experts * rank / ranks..experts * (rank + 1) / ranks
+}
+
 /// Returns the length of a whole shard of a tensor with `values` values over `ranks` ranks. It is a multiple
 /// of [`SHARD_ALIGNMENT`].
 pub fn shard_length(values: usize, ranks: usize) -> usize {

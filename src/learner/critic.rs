@@ -65,7 +65,9 @@ impl Critic {
         });
         let values = values.enumerate().map(|(index, tensor)| {
             let (spec, stored) = tensor?;
-            Ok((spec, if trainable[index] { stored.into_shard(index, policy.mesh())? } else { stored }))
+            let is_trainable = trainable[index];
+            let stored = if is_trainable { stored.into_shard(&spec, index, policy.mesh())? } else { stored };
+            Ok((spec, stored))
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
         parameters.set_trainable(trainable)?;

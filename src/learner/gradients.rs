@@ -9,11 +9,12 @@
 //! With several processes, a pass first adds to a whole tensor of zeros. The ranks then exchange shards of
 //! that tensor. Each rank adds the received shards to its own shard, in rank order. Micro-batches are
 //! assigned to ranks in round-robin order, so rank order is batch order. On GPUs, shards are exchanged and
-//! added in the memory of the GPUs.
+//! added in the memory of the GPUs. If experts are sharded by expert, a rank adds the gradients of its own
+//! experts to its shard itself, and nothing is exchanged for them.
 
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
-use crate::dist::{Mesh, PendingExchange, shard_range};
+use crate::dist::{Mesh, PendingExchange, expert_range, shard_range};
 use crate::metrics::Progress;
 use crate::model::device_exchange::PendingDeviceSum;
 use crate::model::names::ParameterSpec;
@@ -123,7 +124,9 @@ impl GradientSum {
             skipped_passes: vec![],
         });
         let additions_per_pass = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
+        let sharding = parameters.mesh().sharding();
         let trainable = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
+        let trainable = trainable.filter(|(_, spec)| !spec.is_sharded_by_expert(sharding));
         let values: usize = trainable.map(|(_, spec)| spec.element_count()).sum();
         let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
             mesh: parameters.mesh().clone(),
@@ -191,6 +194,11 @@ impl GradientSink for PassGradientSink {
             progress.advance_tokens(*tokens);
         }
         let Some(buffer) = &buffers[parameter] else { bail!("parameter {parameter} is not trainable") };
+        if let Some(shape) = reduction.as_ref().and_then(|reduction| reduction.own_experts(parameter)) {
+            // GPUs run one pass at a time, so this pass is next. A rank whose experts have no rows adds
+            // nothing.
+            return add(&buffer.reshape(shape)?);
+        }
         let lock = order.lock().unwrap_or_else(PoisonError::into_inner);
         let earlier_pass_failed =
             |order: &PassOrder| order.failed_pass.is_some_and(|failed| failed < self.pass);
@@ -218,6 +226,14 @@ impl GradientSink for PassGradientSink {
 }
 
 impl Reduction {
+    /// Returns the shape of this rank's experts of a parameter that is sharded by expert.
+    fn own_experts(&self, parameter: usize) -> Option<Vec<usize>> {
+        let (spec, mesh) = (&self.specs[parameter], &self.mesh);
+        let experts = *spec.working_shape().first().filter(|_| spec.is_sharded_by_expert(mesh.sharding()))?;
+        let own = expert_range(experts, mesh.rank(), mesh.ranks());
+        Some(spec.with_expert_count(own.len()).working_shape())
+    }
+
     /// Calls `add` with a tensor of zeros. The resulting gradient waits to be sent. Sends the waiting tensors
     /// when they have at least [`EXCHANGE_BYTES_MIN`] bytes.
     fn add(

@@ -2,7 +2,7 @@
 //! updates.
 
 use super::gradients::{clip, global_norm};
-use crate::dist::shard_range;
+use crate::dist::Sharding;
 use crate::learner::sharded_muon::{self, UpdateCost};
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
@@ -59,28 +59,28 @@ pub fn has_master(spec: &ParameterSpec, precision: Precision) -> bool {
     spec.role != TensorRole::AdapterFactor && !rounds_itself
 }
 
-/// Returns the number of bytes of GPU memory that the update of `tensors` needs temporarily, on one of
-/// `ranks` GPUs. Each tensor has its index in the parameter store.
+/// Returns the number of bytes of GPU memory that the update of `tensors` needs temporarily, on one of the
+/// GPUs of `sharding`. Each tensor has its index in the parameter store.
 pub fn device_update_bytes<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    ranks: usize,
+    sharding: Sharding,
 ) -> u64 {
     let matrices = tensors.filter(|(_, spec)| is_orthogonalized(settings, spec));
-    match ranks {
+    match sharding.ranks {
         1 => matrices.map(|(_, spec)| muon::device_scratch_bytes(&spec.working_shape())).max().unwrap_or(0),
-        _ => UpdateCost::new(matrices, ranks).scratch_bytes,
+        _ => UpdateCost::new(matrices, sharding).scratch_bytes,
     }
 }
 
-/// Returns the largest number of bytes that one of `ranks` GPUs receives in the update of `tensors`. Each
-/// tensor has its index in the parameter store.
+/// Returns the largest number of bytes that one of the GPUs of `sharding` receives in the update of
+/// `tensors`. Each tensor has its index in the parameter store.
 pub fn device_received_bytes<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    ranks: usize,
+    sharding: Sharding,
 ) -> u64 {
-    UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), ranks).received_bytes
+    UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), sharding).received_bytes
 }
 
 /// Returns the number of bytes of optimizer state that this process needs for a tensor of which it holds
@@ -96,22 +96,22 @@ pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, ranks: usize) -> 
 }
 
 /// Returns the floating-point operations of Muon's iterations in one update of `tensors`, as far as one of
-/// `ranks` processes runs them: the first on CPUs, the one with most on GPUs. Each tensor has its index in
-/// the parameter store.
+/// the processes of `sharding` runs them: the first on CPUs, the one with most on GPUs. Each tensor has its
+/// index in the parameter store.
 pub fn update_flop<'a>(
     settings: &Settings,
     tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    (ranks, is_cpu): (usize, bool),
+    (sharding, is_cpu): (Sharding, bool),
 ) -> f64 {
     if !is_cpu {
-        return UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), ranks).flop;
+        return UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), sharding).flop;
     }
     let flop = |(index, spec): (usize, &ParameterSpec)| {
         let Some([_, rows, columns]) = spec.matrix_shape().filter(|_| is_orthogonalized(settings, spec))
         else {
             return 0.0;
         };
-        let range = shard_range(spec.element_count(), index, 0, ranks);
+        let range = spec.shard_range(index, 0, sharding);
         let whole = MatrixShard { shape: (rows, columns), range }.whole_matrices();
         (whole.len() / (rows * columns).max(1)) as f64 * muon::iteration_flop((rows, columns))
     };

@@ -5,7 +5,7 @@
 //! orthogonalizes the whole matrix by the kernels of one GPU, and sends each part of the result back, in
 //! bf16. Weights and momentum stay where they are.
 
-use crate::dist::shard_range;
+use crate::dist::Sharding;
 use crate::model::device_exchange::{ExchangedParts, PendingParts};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
@@ -33,10 +33,10 @@ struct ShardedMatrices {
 }
 
 impl ShardedMatrices {
-    fn new((tensor, spec): (usize, &ParameterSpec), ranks: usize) -> Option<Self> {
+    fn new((tensor, spec): (usize, &ParameterSpec), sharding: Sharding) -> Option<Self> {
         let [_, rows, columns] = spec.matrix_shape()?;
-        let shard = |rank: usize| shard_range(spec.element_count(), tensor, rank, ranks);
-        Some(Self { tensor, shape: (rows, columns), shards: (0..ranks).map(shard).collect() })
+        let shards = (0..sharding.ranks).map(|rank| spec.shard_range(tensor, rank, sharding)).collect();
+        Some(Self { tensor, shape: (rows, columns), shards })
     }
 
     /// Returns the number of values of a matrix.
@@ -234,10 +234,11 @@ fn update_whole(matrices: &ShardedMatrices, rank: usize, state: [&Tensor; 3], st
     Ok(muon(&weights?, &momentum?, &gradient?, step)?)
 }
 
-/// Distributes the matrices of `tensors` over `ranks` ranks. Each tensor has its index in the store. The
-/// result is equal on every rank.
-fn rounds<'a>(tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>, ranks: usize) -> Vec<Round> {
-    distribute(tensors.filter_map(|tensor| ShardedMatrices::new(tensor, ranks)).collect(), ranks)
+/// Distributes the matrices of `tensors` over the ranks of `sharding`. Each tensor has its index in the
+/// store. The result is equal on every rank.
+fn rounds<'a>(tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>, sharding: Sharding) -> Vec<Round> {
+    let matrices = tensors.filter_map(|tensor| ShardedMatrices::new(tensor, sharding)).collect();
+    distribute(matrices, sharding.ranks)
 }
 
 /// Returns rounds of as many tensors as the memory of owners allows.
@@ -269,11 +270,11 @@ fn distribute(tensors: Vec<ShardedMatrices>, ranks: usize) -> Vec<Round> {
 /// When an exchange fails, or memory runs out.
 pub fn update(parameters: &Parameters, indices: &[usize], step: &Muon, momentum: &str) -> Result<()> {
     let tensors = indices.iter().map(|&index| (index, &parameters.specs[index]));
-    let rounds = rounds(tensors, parameters.mesh().ranks());
+    let rounds = rounds(tensors, parameters.mesh().sharding());
     rounds.iter().try_for_each(|round| round.update(parameters, step, momentum))
 }
 
-/// The most that one of `ranks` GPUs needs for the update of some tensors.
+/// The most that one of several GPUs needs for the update of some tensors.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct UpdateCost {
     /// Operations of the iterations.
@@ -286,8 +287,8 @@ pub struct UpdateCost {
 
 impl UpdateCost {
     /// Returns the cost of the update of `tensors`, each with its index in the store.
-    pub fn new<'a>(tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>, ranks: usize) -> Self {
-        let rounds = rounds(tensors, ranks);
+    pub fn new<'a>(tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>, sharding: Sharding) -> Self {
+        let (rounds, ranks) = (rounds(tensors, sharding), sharding.ranks);
         let total = |rank: usize| Self {
             flop: rounds.iter().map(|round| round.flop(rank)).sum(),
             scratch_bytes: rounds.iter().map(|round| round.scratch_bytes(rank)).max().unwrap_or(0),
@@ -304,6 +305,7 @@ impl UpdateCost {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dist::shard_range;
 
     /// Experts, a tall and a wide matrix, and one that is smaller than a block of shards.
     fn tensors(ranks: usize) -> Vec<ShardedMatrices> {

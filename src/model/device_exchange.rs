@@ -6,21 +6,22 @@
 //! has ended: what made its values, and the uses of a tensor that had the same memory before. The stream
 //! waits for the end of the exchange before it reads or frees the memory.
 
-use super::sharded_layers::GatherPart;
+use super::sharded_layers::{GatherPart, to_op_error};
 use crate::dist::{
     DeviceExchange, DeviceGather, DevicePart, Mesh, PendingDeviceExchange, first_shard_rank, shard_length,
     shard_range,
 };
 use crate::ops::cuda::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
-use crate::ops::operation::DeviceArgument;
+use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
-use candle_core::{CudaStorage, DType, Device, Shape, Storage, Tensor};
+use candle_core::{CpuStorage, CudaStorage, DType, Device, Shape, Storage, Tensor};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// A running exchange. It must be dropped before the memory that it reads and writes.
 struct RunningExchange {
@@ -74,11 +75,19 @@ impl PendingDeviceGather {
     /// When memory runs out, or the connection has ended.
     pub fn start(mesh: &Mesh, name: &str, parts: &[GatherPart], device: &Device) -> Result<Self> {
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
-        let (mut gathered, mut gathers) = (vec![], vec![]);
+        let (mut gathered, mut gathers, mut send, mut receive) = (vec![], vec![], vec![], vec![]);
         for part in parts.iter().filter(|part| part.stored.is_sharded()) {
             let Weight::Dense(own) = part.stored.weight(&part.spec)? else {
                 bail!("{}: packed shards are not gathered on GPUs", part.spec.name)
             };
+            if part.spec.is_sharded_by_expert(mesh.sharding()) {
+                let memory = expert_memory(mesh, part, own.values())?;
+                let group = mesh.all_ranks();
+                send.extend(with_others(mesh, &group, &memory.sent));
+                receive.extend(with_others(mesh, &group, &memory.received));
+                gathered.push(variable(memory.values, part.spec.working_shape()));
+                continue;
+            }
             let count = part.spec.element_count();
             let length = shard_length(count, ranks);
             let GatherMemory { values, address, part_bytes } =
@@ -87,7 +96,7 @@ impl PendingDeviceGather {
             gathered.push(values.narrow(0, first, count)?.reshape(part.spec.working_shape())?);
             gathers.push(DeviceGather { address, part_bytes });
         }
-        let exchange = RunningExchange::start(mesh, name, device, gathers, [vec![], vec![]])?;
+        let exchange = RunningExchange::start(mesh, name, device, gathers, [send, receive])?;
         Ok(Self { exchange, gathered })
     }
 
@@ -108,6 +117,16 @@ impl PendingDeviceGather {
         };
         parts.iter().map(weight).collect()
     }
+}
+
+/// Returns memory for all experts of `part`. Ranks may have different numbers of them, so each rank sends its
+/// own to every other rank.
+fn expert_memory(mesh: &Mesh, part: &GatherPart, own: &Tensor) -> Result<ExchangeMemory> {
+    let length = |rank: usize| part.spec.shard_range(part.index, rank, mesh.sharding()).len();
+    let lengths: Vec<usize> = (0..mesh.ranks()).map(length).collect();
+    let send = vec![0..lengths[mesh.rank()]; mesh.ranks()];
+    let (storage, _) = own.storage_and_layout();
+    Ok(ExchangeMemory::new(on_gpu(&storage)?, &send, &lengths, mesh.rank())?)
 }
 
 /// Whole gradients whose shards are sent to their ranks, while the exchange runs.
@@ -291,6 +310,63 @@ fn tensor(values: CudaStorage, shape: impl Into<Shape>) -> Tensor {
     Tensor::from_storage(Storage::Cuda(values), shape, BackpropOp::none(), false)
 }
 
+/// Returns a tensor on which the graph records ops.
+fn variable(values: CudaStorage, shape: impl Into<Shape>) -> Tensor {
+    Tensor::from_storage(Storage::Cuda(values), shape, BackpropOp::none(), true)
+}
+
+/// Sends rows of `x [T, W]` to ranks, and receives rows from them. In the backward pass, the gradient of each
+/// row goes back.
+pub(super) struct ExchangeRows {
+    pub mesh: Arc<Mesh>,
+    pub name: &'static str,
+    /// Number of rows for each rank. They follow each other.
+    pub sent: Vec<usize>,
+    /// Number of rows from each rank.
+    pub received: Vec<usize>,
+}
+
+impl ExchangeRows {
+    fn exchange(&self, x: DeviceArgument, [sent, received]: [&[usize]; 2]) -> Result<(CudaStorage, Shape)> {
+        let ((storage, layout), (_, width)) = (x, x.1.shape().dims2()?);
+        let mut start = layout.start_offset();
+        let part = |rows: &usize| {
+            start += rows * width;
+            start - rows * width..start
+        };
+        let parts: Vec<_> = sent.iter().map(part).collect();
+        let lengths: Vec<usize> = received.iter().map(|rows| rows * width).collect();
+        let group = self.mesh.all_ranks();
+        let values = exchange_parts(&self.mesh, self.name, &group, storage, &parts, &lengths)?;
+        Ok((values, (received.iter().sum(), width).into()))
+    }
+}
+
+impl Operation<1> for ExchangeRows {
+    const NAME: &'static str = "exchange_rows";
+
+    fn cpu(&self, [_]: [HostArgument; 1]) -> candle_core::Result<(CpuStorage, Shape)> {
+        candle_core::bail!("{}: rows of experts in host memory are exchanged without this op", self.name)
+    }
+
+    fn cuda(&self, [x]: [DeviceArgument; 1]) -> candle_core::Result<(CudaStorage, Shape)> {
+        self.exchange(x, [&self.sent, &self.received]).map_err(to_op_error)
+    }
+
+    fn backward(
+        &self,
+        [_]: [&Tensor; 1],
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> candle_core::Result<[Option<Tensor>; 1]> {
+        let grad = grad.contiguous()?;
+        let (storage, layout) = grad.storage_and_layout();
+        let from = on_gpu(&storage).map_err(to_op_error)?;
+        let back = self.exchange((from, layout), [&self.received, &self.sent]).map_err(to_op_error)?;
+        Ok([Some(tensor(back.0, back.1))])
+    }
+}
+
 /// A flat tensor of which rank r gets the values `send[r]`, and the numbers of values that come from each
 /// rank. Between two ranks both numbers are equal.
 pub struct ExchangedParts {
@@ -343,14 +419,18 @@ fn start_exchange(
     device: &Device,
     memories: &[ExchangeMemory],
 ) -> Result<RunningExchange> {
-    let with_others = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
-        let parts = memories.iter().flat_map(|memory| group.iter().zip(parts(memory)));
-        // A part may be empty. It is empty on both ranks.
-        let parts = parts.filter(|(rank, (_, bytes))| **rank != mesh.rank() && *bytes > 0);
-        parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
+    let parts = |parts: fn(&ExchangeMemory) -> &[(u64, usize)]| -> Vec<DevicePart> {
+        memories.iter().flat_map(|memory| with_others(mesh, group, parts(memory))).collect()
     };
-    let parts = [with_others(|memory| &memory.sent), with_others(|memory| &memory.received)];
+    let parts = [parts(|memory| &memory.sent), parts(|memory| &memory.received)];
     RunningExchange::start(mesh, name, device, vec![], parts)
+}
+
+/// Returns the `parts` for the ranks of `group` without this rank's own part. A part may be empty. It is
+/// empty on both ranks.
+fn with_others(mesh: &Mesh, group: &[usize], parts: &[(u64, usize)]) -> Vec<DevicePart> {
+    let parts = group.iter().zip(parts).filter(|(rank, (_, bytes))| **rank != mesh.rank() && *bytes > 0);
+    parts.map(|(&rank, &(address, bytes))| DevicePart { rank, address, bytes }).collect()
 }
 
 fn device_part(rank: usize, values: &Tensor) -> Result<DevicePart> {

@@ -5,16 +5,17 @@
 //! output for each (token, slot); those of other ranks' experts are undefined, and are not read. So the sizes
 //! do not depend on the routed experts, and the host waits for nothing. With R ranks, this moves R times the
 //! bytes of the outputs. A pass of many rows sends each row only to the rank of its expert. The host must
-//! know the number of rows first, and waits once a layer.
+//! know the number of rows first, and waits once a layer. Training sends rows in every pass.
 //!
 //! Either way the owner of a token adds its outputs in slot order, by the kernel of one GPU.
 
-use super::device_exchange::{exchange_rows, gather_rows};
+use super::device_exchange::{ExchangeRows, exchange_rows, gather_rows};
 use super::expert_parallel::{ExpertForward, ExpertParallel};
 use crate::dist::replicate;
+use crate::ops::graph::{apply, is_recording, is_tracked};
 use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
 use std::ops::Range;
 
 /// Maximum of ranks × rows of a rank, up to which rows are gathered. With 4 experts a token and 2,880 values
@@ -92,7 +93,10 @@ impl ExpertParallel {
                 outputs: self.gathered_outputs(pass, own, products)?,
                 rows: self.owner_rows(pass, own.routed_experts)?,
             },
-            false => ExpertOutputs { outputs: self.sent_outputs(own, products)?, rows: own.plan.row_of()? },
+            false => ExpertOutputs {
+                outputs: self.sent_outputs(own.h, own.plan, products)?,
+                rows: own.plan.row_of()?,
+            },
         })
     }
 
@@ -108,7 +112,7 @@ impl ExpertParallel {
         let own = RoutedRows { h: &h, routed_experts: &routed_experts, plan: &plan };
         match pass.are_gathered() {
             true => self.gathered_outputs(pass, &own, products).map(drop),
-            false => self.sent_outputs(&own, products).map(drop),
+            false => self.sent_outputs(&h, &plan, products).map(drop),
         }
     }
 
@@ -143,38 +147,56 @@ impl ExpertParallel {
     }
 
     /// Sends each row to the rank of its expert, which returns the output. Returns the outputs of this rank's
-    /// rows, `[T·K, H]`, sorted by expert.
-    fn sent_outputs(&self, own: &RoutedRows, products: ExpertForward) -> Result<Tensor> {
+    /// rows, `[T·K, H]`, sorted by expert. Every rank must call this method.
+    ///
+    /// The backward pass sends gradients the same ways back. An expert's rank adds the gradients of its
+    /// weights rank after rank, as one GPU adds those of one micro-batch after another.
+    ///
+    /// # Errors
+    /// When an exchange fails, or `products` fails.
+    pub(super) fn sent_outputs(
+        &self,
+        h: &Tensor,
+        plan: &Dispatch,
+        products: ExpertForward,
+    ) -> Result<Tensor> {
         let (mesh, ranks) = (self.mesh(), self.mesh().ranks());
-        let starts = own.plan.starts()?.unsqueeze(0)?;
+        let starts = plan.starts()?.unsqueeze(0)?;
         let [starts] = gather_rows(mesh, "row counts of experts", [&starts], &vec![1; ranks])?;
         let starts: Vec<Vec<u32>> = starts.to_vec2()?;
         let count = |rank: usize, experts: Range<usize>| {
             (starts[rank][experts.end] - starts[rank][experts.start]) as usize
         };
+        let count_of = |rank: usize, expert: usize| count(rank, expert..expert + 1);
         // Rows of this rank for each rank, and rows of each rank for this one.
         let sent: Vec<usize> = (0..ranks).map(|rank| count(mesh.rank(), self.experts_of(rank))).collect();
         let requested: Vec<usize> = (0..ranks).map(|rank| count(rank, self.local_experts())).collect();
 
-        let sorted = ops::dispatch(own.h, own.plan)?;
-        let rows =
-            exchange_rows(mesh, "rows of experts", &sorted, &consecutive(sent.iter().copied()), &requested)?;
+        let sorted = ops::dispatch(h, plan)?;
+        let exchange = |name: &'static str, sent: &[usize], received: &[usize]| {
+            let (sent, received) = (sent.to_vec(), received.to_vec());
+            ExchangeRows { mesh: mesh.clone(), name, sent, received }
+        };
+        let rows = apply([&sorted], exchange("rows of experts", &sent, &requested))?;
         let local = self.local_experts();
         let experts_of_rank = |rank: usize| {
-            let rows = local.clone().map(move |expert| (expert, count(rank, expert..expert + 1)));
+            let rows = local.clone().map(move |expert| (expert, count_of(rank, expert)));
             rows.flat_map(|(expert, rows)| std::iter::repeat_n((expert - local.start) as u32, rows))
         };
         let routed_experts: Vec<u32> = (0..ranks).flat_map(experts_of_rank).collect();
         let outputs = match routed_experts.len() {
-            0 => rows,
+            // All ranks record the exchange of outputs, or none does.
+            0 if is_tracked(&rows) || !is_recording() => rows,
+            0 => Var::from_tensor(&rows)?.into_inner(),
             count => {
                 let routed_experts = Tensor::from_vec(routed_experts, (count, 1), rows.device())?;
-                let plan = Dispatch::new(&routed_experts, local.len())?;
-                ops::take_rows(&products(&rows, &plan)?, &plan.row_of()?)?
+                let counts =
+                    (0..ranks).map(|rank| local.clone().map(|expert| count_of(rank, expert)).collect());
+                let plan = Dispatch::new(&routed_experts, local.len())?.with_sources(counts.collect())?;
+                ops::unsort(&products(&rows, &plan)?, &plan)?
             }
         };
-        let parts = consecutive(requested.into_iter());
-        exchange_rows(mesh, "outputs of experts", &outputs, &parts, &sent)
+        Ok(apply([&outputs], exchange("outputs of experts", &requested, &sent))?)
     }
 }
 

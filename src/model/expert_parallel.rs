@@ -5,20 +5,15 @@
 //! in the order in which rows were sent. So the sum over the experts of a token has the same bits as in one
 //! process.
 
-use crate::dist::Mesh;
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
+use crate::dist::{Mesh, expert_range};
 use crate::ops::cpu::host_values;
 use crate::ops::{self, Dispatch};
 use anyhow::{Result, ensure};
 use candle_core::{Device, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Returns the range of experts that `rank` of `ranks` holds. Experts are split evenly.
-pub fn expert_range(experts: usize, rank: usize, ranks: usize) -> Range<usize> {
-    experts * rank / ranks..experts * (rank + 1) / ranks
-}
 
 /// The placement of a layer's experts on ranks.
 pub struct ExpertParallel {

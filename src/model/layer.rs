@@ -220,6 +220,9 @@ impl Experts {
                     parallel.forward_on_device(expert_rows, &own, &tokens)?;
                 ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?
             }
+            (Some(parallel), None) if h.device().is_cuda() => {
+                ops::fused::combine_and_add(&parallel.sent_outputs(h, &plan, &tokens)?, &weights, &plan, x)?
+            }
             (Some(parallel), None) => {
                 let sorted = ops::dispatch(h, &plan)?;
                 let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward(x, plan, pass.model, options);

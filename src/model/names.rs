@@ -6,7 +6,9 @@
 
 use super::config::{Config, WeightFormat};
 use super::weights::VALUE_HEAD;
+use crate::dist::{Sharding, expert_range, shard_range};
 use safetensors::Dtype;
+use std::ops::Range;
 
 /// The name of the embedding.
 pub(super) const EMBEDDING: &str = "model.embed_tokens.weight";
@@ -122,6 +124,22 @@ impl ParameterSpec {
     /// ([`Self::is_expert_parameter`]) and the factors of their adapters.
     pub fn has_expert_axis(&self) -> bool {
         self.name.contains(".mlp.experts.")
+    }
+
+    /// Returns the range of values of this tensor, which has the index `index`, that `rank` holds.
+    pub fn shard_range(&self, index: usize, rank: usize, sharding: Sharding) -> Range<usize> {
+        let count = self.element_count();
+        if !self.is_sharded_by_expert(sharding) {
+            return shard_range(count, index, rank, sharding.ranks);
+        }
+        let experts = self.stored_shape.first().copied().unwrap_or(1).max(1);
+        let (own, width) = (expert_range(experts, rank, sharding.ranks), count / experts);
+        own.start * width..own.end * width
+    }
+
+    /// Returns whether each rank holds whole experts of this tensor.
+    pub fn is_sharded_by_expert(&self, sharding: Sharding) -> bool {
+        sharding.by_expert && self.is_expert_parameter()
     }
 
     /// Returns the spec of this tensor with `count` experts.
@@ -251,4 +269,36 @@ fn stack_specs(config: &Config) -> Vec<ParameterSpec> {
 /// Returns the spec of a tensor outside the layers.
 fn whole(name: &str, role: TensorRole, shape: &[usize], layout: Layout) -> ParameterSpec {
     ParameterSpec { name: name.into(), layer: None, role, stored_shape: shape.to_vec(), layout }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shards_by_expert_have_whole_experts_in_rank_order() {
+        for (experts, ranks) in [(4, 1), (4, 3), (5, 3), (3, 4), (32, 8)] {
+            let spec = ParameterSpec {
+                name: "model.layers.0.mlp.experts.down_proj".to_owned(),
+                layer: Some(0),
+                role: TensorRole::OutputProjection,
+                stored_shape: vec![experts, 7, 9],
+                layout: Layout::AsStored,
+            };
+            let by_expert = Sharding { ranks, by_expert: true };
+            let shards: Vec<_> = (0..ranks).map(|rank| spec.shard_range(5, rank, by_expert)).collect();
+            assert_eq!((shards[0].start, shards[ranks - 1].end), (0, spec.element_count()));
+            assert!(shards.windows(2).all(|two| two[0].end == two[1].start));
+            for (rank, shard) in shards.iter().enumerate() {
+                let own = expert_range(experts, rank, ranks);
+                assert_eq!(*shard, own.start * 63..own.end * 63);
+            }
+            // Other tensors, and a run that gathers experts, have equal ranges.
+            let bias =
+                ParameterSpec { name: "model.layers.0.self_attn.q_proj.bias".to_owned(), ..spec.clone() };
+            let equal = shard_range(spec.element_count(), 5, 0, ranks);
+            assert_eq!(bias.shard_range(5, 0, by_expert), equal);
+            assert_eq!(spec.shard_range(5, 0, Sharding { by_expert: false, ..by_expert }), equal);
+        }
+    }
 }

@@ -13,7 +13,7 @@ use super::matrix::{Adapter, ModelTensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::storage::{TensorStorage, copy_to_device};
 use super::weights::{LayerSource, VALUE_HEAD, Weights};
-use crate::dist::{Mesh, shard_range};
+use crate::dist::Mesh;
 use crate::ops::cpu::{host_values, to_host};
 use crate::ops::cuda::SecondStream;
 use crate::ops::parameter::{GradientSink, Parameter};
@@ -352,7 +352,7 @@ impl Parameters {
             if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
                 let master = to_host(self.master(index)?)?;
                 let values = host_values(&master)?;
-                let own = shard_range(values.len(), index, mesh.rank(), mesh.ranks());
+                let own = self.specs[index].shard_range(index, mesh.rank(), mesh.sharding());
                 let shard = TensorStorage::from_shard(values[own].to_vec())?;
                 self.entries[index] = entry(&self.specs[index], shard, &self.backend)?;
             }

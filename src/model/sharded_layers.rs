@@ -2,17 +2,18 @@
 
 use super::config::Config;
 use super::device_exchange::PendingDeviceGather;
+use super::expert_parallel::ExpertParallel;
 use super::layer::Layer;
 use super::matrix::{Adapter, ModelTensors};
 use super::names::ParameterSpec;
 use super::storage::{TensorStorage, copy_to_device};
 use super::weights::LayerSource;
-use crate::dist::{Mesh, PendingExchange, replicate};
+use crate::dist::{Mesh, PendingExchange, expert_range, replicate};
 use crate::ops::Parameter;
 use crate::ops::graph::is_tracked;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use candle_core::{Device, Var};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -98,6 +99,10 @@ pub(super) struct ShardedLayers {
     pub mesh: Arc<Mesh>,
     pub config: Config,
     pub layers: Vec<Vec<GatherPart>>,
+    /// The experts of this rank in each layer, if tensors are sharded by expert. They are not gathered.
+    pub experts: Vec<Vec<GatherPart>>,
+    /// The placement of experts on ranks, if tensors are sharded by expert.
+    pub expert_parallel: Option<Arc<ExpertParallel>>,
     pub adapters: HashMap<String, Adapter>,
     pub target: GatherTarget,
     /// The index of the layer whose exchange is running, and the exchange.
@@ -137,6 +142,18 @@ impl GatherTarget {
 }
 
 impl ShardedLayers {
+    /// Returns this rank's experts of `part`, which are its shard.
+    fn own_experts(&self, part: &GatherPart) -> Result<Weight> {
+        let Weight::Dense(own) = part.stored.weight(&part.spec)? else {
+            bail!("{}: packed experts are not sharded by expert", part.spec.name)
+        };
+        let experts = expert_range(self.config.num_local_experts, self.mesh.rank(), self.mesh.ranks());
+        let spec = part.spec.with_expert_count(experts.len());
+        let values = own.values().reshape(spec.working_shape())?;
+        let own = Parameter::variable(&values).with_precision(own.precision());
+        self.target.weight(&GatherPart { spec, ..part.clone() }, Weight::Dense(own))
+    }
+
     fn start(&self, index: usize) -> Result<PendingGather> {
         let name = format!("weights of layer {index}");
         start_gather(&self.mesh, &name, &self.layers[index], &self.target.device)
@@ -158,9 +175,11 @@ impl LayerSource for ShardedLayers {
         let gathered = parts.iter().zip(finish_gather(&self.mesh, parts, started)?);
         let weights =
             gathered.map(|(part, weight)| Ok((&*part.spec.name, self.target.weight(part, weight)?)));
-        let weights: HashMap<&str, Weight> = weights.collect::<Result<_>>()?;
+        let own = self.experts[index].iter().map(|part| Ok((&*part.spec.name, self.own_experts(part)?)));
+        let weights: HashMap<&str, Weight> = weights.chain(own).collect::<Result<_>>()?;
         let find = |name: &str| weights.get(name).cloned().with_context(|| format!("no tensor {name}"));
-        let tensors = ModelTensors { find: &find, adapters: &self.adapters, expert_parallel: None };
+        let expert_parallel = self.expert_parallel.as_ref();
+        let tensors = ModelTensors { find: &find, adapters: &self.adapters, expert_parallel };
         (self.config.family.layer)(&tensors.layer(index))
     }
 

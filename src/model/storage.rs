@@ -63,22 +63,22 @@ impl TensorStorage {
         Self { weight: None, is_sharded: false }
     }
 
-    /// Keeps only the shard of this rank of tensor `index`. Variables and packed weights in host memory are
-    /// sharded. Other tensors stay whole.
+    /// Keeps only the shard of this rank of tensor `index`, which has the spec `spec`. Variables and packed
+    /// weights in host memory are sharded. Other tensors stay whole.
     ///
     /// # Errors
     /// When memory runs out.
-    pub fn into_shard(self, index: usize, mesh: &Mesh) -> Result<Self> {
-        let own = |count: usize| shard_range(count, index, mesh.rank(), mesh.ranks());
+    pub fn into_shard(self, spec: &ParameterSpec, index: usize, mesh: &Mesh) -> Result<Self> {
         match &self.weight {
             _ if mesh.ranks() == 1 || self.is_sharded => Ok(self),
             Some(Weight::Dense(dense)) if dense.values().is_variable() => {
                 let values = to_host(dense.values())?;
                 let values = host_values(&values)?;
-                Self::from_shard(values[own(values.len())].to_vec())
+                Self::from_shard(values[spec.shard_range(index, mesh.rank(), mesh.sharding())].to_vec())
             }
             Some(Weight::Packed(matrix)) if matrix.is_on_host() => {
-                let shard = matrix.shard(own(matrix.size_bytes()))?;
+                let own = shard_range(matrix.size_bytes(), index, mesh.rank(), mesh.ranks());
+                let shard = matrix.shard(own)?;
                 Ok(Self { weight: Some(Weight::Packed(Arc::new(shard))), is_sharded: true })
             }
             _ => Ok(self),
@@ -143,14 +143,13 @@ impl TensorStorage {
         rank: usize,
         mesh: &Mesh,
     ) -> Range<usize> {
-        let bytes = |of: usize, count: usize| {
-            let values = shard_range(count, index, rank, mesh.ranks());
-            values.start * of..values.end * of
-        };
         match &self.weight {
             _ if !self.is_sharded => 0..0,
-            Some(Weight::Packed(matrix)) => bytes(1, matrix.size_bytes()),
-            _ => bytes(size_of::<f32>(), spec.element_count()),
+            Some(Weight::Packed(matrix)) => shard_range(matrix.size_bytes(), index, rank, mesh.ranks()),
+            _ => {
+                let values = spec.shard_range(index, rank, mesh.sharding());
+                values.start * size_of::<f32>()..values.end * size_of::<f32>()
+            }
         }
     }
 

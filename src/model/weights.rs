@@ -38,7 +38,8 @@ pub trait LayerSource: Send + Sync {
         None
     }
 
-    /// Returns the placement of experts on ranks; `None` without expert parallelism.
+    /// Returns the placement of experts on ranks, if a pass begins with the numbers of rows of all ranks.
+    /// Passes of training do not: they have the placement in each layer.
     fn expert_parallel(&self) -> Option<&Arc<ExpertParallel>> {
         None
     }

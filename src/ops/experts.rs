@@ -24,6 +24,7 @@ use super::parameter::{GradientTarget, Parameter};
 use super::product::{
     GemmThreads, Precision, StridedMatrix, backward_product, forward_product_by_copy, product,
 };
+use super::take_rows::take_rows;
 use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
@@ -38,6 +39,10 @@ pub struct Dispatch {
     top_k: usize,
     /// The experts of the products: all experts of the plan, or those that a rank holds.
     experts: Range<usize>,
+    /// If the tokens are those of several ranks, one rank after the other: for each rank that has some, the
+    /// place of its first token of each expert, in token order, followed by the end of the last one's, u32
+    /// `[E + 1]`.
+    sources: Vec<Tensor>,
     /// Three concatenated u32 arrays. First the sorted row of each (token, slot), `[T][K]`. Then the token of
     /// each sorted row, `[T·K]`. Then the first sorted row of each expert, followed by `T·K`, `[E + 1]`.
     plan: Tensor,
@@ -51,7 +56,7 @@ impl Dispatch {
     pub fn new(routes: &Tensor, experts: usize) -> Result<Self> {
         let (tokens, top_k) = routes.dims2()?;
         let plan = apply_without_gradient(&routes.contiguous()?, SortByExpert { top_k, experts })?;
-        Ok(Self { tokens, top_k, experts: 0..experts, plan })
+        Ok(Self { tokens, top_k, experts: 0..experts, sources: vec![], plan })
     }
 
     /// Returns the plan for products by the matrices of `experts` alone. In the products, rows of other
@@ -60,9 +65,28 @@ impl Dispatch {
         Self { experts, ..self.clone() }
     }
 
+    /// Returns the plan for tokens of several ranks, with one expert each. `counts[rank]` has the number of
+    /// tokens of each expert; the tokens of a rank are in the order of experts. The gradients of weights are
+    /// then added rank after rank.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn with_sources(self, counts: Vec<Vec<usize>>) -> Result<Self> {
+        let (mut first, mut sources) = (0, vec![]);
+        for counts in counts.iter().filter(|counts| counts.iter().any(|count| *count > 0)) {
+            let mut starts = vec![first as u32];
+            for count in counts {
+                first += count;
+                starts.push(first as u32);
+            }
+            sources.push(Tensor::from_vec(starts, counts.len() + 1, self.plan.device())?);
+        }
+        Ok(Self { sources, ..self })
+    }
+
     /// Returns a plan from the array `plan` of its ids.
     pub(super) fn from_plan(plan: Tensor, tokens: usize, top_k: usize, experts: usize) -> Self {
-        Self { tokens, top_k, experts: 0..experts, plan }
+        Self { tokens, top_k, experts: 0..experts, sources: vec![], plan }
     }
 
     /// Returns `T·K`.
@@ -92,7 +116,6 @@ impl Dispatch {
     }
 
     /// Returns `T`.
-    #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub(super) fn tokens(&self) -> usize {
         self.tokens
     }
@@ -288,35 +311,6 @@ impl Operation<1> for DispatchRows {
     }
 }
 
-/// Returns rows `rows`, u32 `[R]`, of `x [T, H]`: `[R, H]`. The result has no gradient.
-///
-/// # Errors
-/// When shapes disagree. A row that does not exist is not checked on a GPU.
-pub fn take_rows(x: &Tensor, rows: &Tensor) -> Result<Tensor> {
-    apply_without_gradient(&contiguous(x)?, TakeRows { rows: rows.clone() })
-}
-
-struct TakeRows {
-    rows: Tensor,
-}
-
-impl Operation<1> for TakeRows {
-    const NAME: &'static str = "take_rows";
-
-    fn cpu(&self, [x]: [HostArgument; 1]) -> Result<(CpuStorage, Shape)> {
-        let ((count, width), rows) = (x.shape().dims2()?, host_ids(&self.rows)?);
-        if let Some(row) = rows.iter().find(|&&row| row as usize >= count) {
-            bail!("take_rows: row {row} of {count}");
-        }
-        let out = gather_rows(x.values()?, &rows, width);
-        Ok((CpuStorage::F32(out), Shape::from((rows.len(), width))))
-    }
-
-    fn cuda(&self, [x]: [DeviceArgument; 1]) -> Result<(CudaStorage, Shape)> {
-        dispatch_forward(x, &self.rows)
-    }
-}
-
 /// Computes `y_r = x_r · W[e(r)] + b[e(r)]`, where `e(r)` is the expert of row r: `x [T·K, in]`, `weight [E,
 /// in, out]`, optional `bias [E, out]` → `[T·K, out]`.
 ///
@@ -449,14 +443,26 @@ impl<const N: usize> Operation<N> for GroupedLinear {
 
 impl GroupedLinear {
     fn backward_on_device(&self, x: &Tensor, w: &Tensor, dy: &Tensor) -> Result<Tensor> {
-        let starts = Some(&self.plan.starts()?);
+        let starts = self.plan.starts()?;
+        let is_trained = self.weight.is_some() || self.bias.is_some();
+        // In token order, the rows of a rank and an expert are together, as they were on the rank.
+        let in_token_order = match is_trained && !self.plan.sources.is_empty() {
+            true => Some([take_rows(x, &self.plan.row_of()?)?, take_rows(dy, &self.plan.row_of()?)?]),
+            false => None,
+        };
+        let ([x, dy_of_weight], sources) = match &in_token_order {
+            Some([x, dy]) => ([x, dy], &self.plan.sources[..]),
+            None => ([x, dy], std::slice::from_ref(&starts)),
+        };
         if let Some(weight) = &self.weight {
-            weight.add(|dw| add_weight_gradient(GROUPED, dw, x, dy, starts))?;
+            let add = |dw: &Tensor, starts| add_weight_gradient(GROUPED, dw, x, dy_of_weight, Some(starts));
+            weight.add(|dw| sources.iter().try_for_each(|starts| add(dw, starts)))?;
         }
         if let Some(bias) = &self.bias {
-            bias.add(|db| add_bias_gradient(GROUPED, db, dy, starts))?;
+            let add = |db: &Tensor, starts| add_bias_gradient(GROUPED, db, dy_of_weight, Some(starts));
+            bias.add(|db| sources.iter().try_for_each(|starts| add(db, starts)))?;
         }
-        product_input_gradient(GROUPED, dy, w, starts)
+        product_input_gradient(GROUPED, dy, w, Some(&starts))
     }
 }
 

@@ -103,7 +103,8 @@ pub fn is_tracked(x: &Tensor) -> bool {
     x.track_op() || TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| tape.tracked.contains(&x.id())))
 }
 
-fn is_recording() -> bool {
+/// Returns whether the forward pass of [`differentiate`] runs on this thread.
+pub fn is_recording() -> bool {
     TAPE.with_borrow(|tape| tape.as_ref().is_some_and(|tape| !tape.is_backward))
 }
 

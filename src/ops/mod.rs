@@ -50,6 +50,7 @@ pub mod sequence_rows;
 pub mod silu_and_mul;
 pub mod sink_attention;
 pub mod swiglu;
+mod take_rows;
 pub mod threads;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 mod tiles;
@@ -58,7 +59,7 @@ mod truncation;
 pub mod weight;
 
 pub use embedding::{embedding, select_rows, tied_embedding};
-pub use experts::{Dispatch, combine, dispatch, grouped_linear, take_rows};
+pub use experts::{Dispatch, combine, dispatch, grouped_linear};
 pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
 pub use log_prob::{log_prob_and_entropy, log_prob_entropy_and_kl};
@@ -74,3 +75,4 @@ pub use sequence_rows::SequenceRows;
 pub use silu_and_mul::silu_and_mul;
 pub use sink_attention::{cached_sink_attention, sink_attention};
 pub use swiglu::swiglu;
+pub use take_rows::{take_rows, unsort};

@@ -1,7 +1,7 @@
 //! Rejects recipe keys that the model's family does not support.
 
 use crate::chat::ChatFormat;
-use crate::dist::RolloutWeightPlacement;
+use crate::dist::{ExpertPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
 use crate::model::families::Family;
 use crate::model::init::InitSettings;
@@ -112,6 +112,7 @@ fn unsupported_expert_keys(plan: &Plan) -> Vec<UnsupportedKey> {
             ("arms.router_noise_train", ablations.router_noise_train > 0.0),
             ("arms.rollout_mxfp4", ablations.rollout_mxfp4),
             ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeightPlacement::ByExpert),
+            ("parallel.experts", recipe.parallel.experts == ExpertPlacement::ByExpert),
             ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
             ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
             ("rollout.keep_routes", recipe.rollout.keep_routes),

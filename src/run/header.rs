@@ -3,6 +3,7 @@
 use super::context::RunContext;
 use super::evaluation::validation_prompts;
 use super::memory::{ModelCommand, SecondWeights};
+use crate::dist::Sharding;
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
 use crate::learner::optimizer::update_flop;
@@ -75,19 +76,19 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
     }
 }
 
-/// Returns the work of Muon in an update of the policy, as text: operations in each of `ranks` processes, and
-/// on a CPU the time, measured with a small matrix. `None` without Muon.
+/// Returns the work of Muon in an update of the policy, as text: operations in each process of `sharding`,
+/// and on a CPU the time, measured with a small matrix. `None` without Muon.
 pub fn muon_cost(
     recipe: &Recipe,
     specs: &[ParameterSpec],
     trainable: &[bool],
-    (ranks, is_cpu): (usize, bool),
+    (sharding, is_cpu): (Sharding, bool),
 ) -> Option<String> {
     let settings =
         if recipe.train.steps > 0 { &recipe.train.optimizer } else { &recipe.cold_start.optimizer };
     let is_trainable = |index: usize| trainable.get(index).copied().unwrap_or(true);
     let tensors = specs.iter().enumerate().filter(|(index, _)| is_trainable(*index));
-    let flop = update_flop(settings, tensors, (ranks, is_cpu));
+    let flop = update_flop(settings, tensors, (sharding, is_cpu));
     if flop == 0.0 {
         return None;
     }
@@ -160,7 +161,7 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
-    let where_it_runs = (mesh.ranks(), context.parameters.device().is_cpu());
+    let where_it_runs = (mesh.sharding(), context.parameters.device().is_cpu());
     let muon = match command.trains() {
         true => muon_cost(recipe, &context.parameters.specs, &context.trainable, where_it_runs),
         false => None,

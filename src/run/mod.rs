@@ -9,6 +9,7 @@ pub mod export;
 mod family;
 pub mod header;
 pub mod memory;
+mod own_experts;
 pub mod preflight;
 pub mod processes;
 pub mod run_folder;

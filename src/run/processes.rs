@@ -1,6 +1,6 @@
 //! Checks before any work that the processes of a run agree.
 
-use crate::dist::Mesh;
+use crate::dist::{ExpertPlacement, Mesh};
 use crate::integrity::{MANIFEST_FILE, file_digest};
 use crate::recipe::Plan;
 use crate::run::context::RunContext;
@@ -9,7 +9,7 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
-/// Applies the sequence-parallel degree and the timeout of `plan` to `mesh`.
+/// Applies the sequence-parallel degree, the sharding of experts and the timeout of `plan` to `mesh`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the degree does not divide the number of processes.
@@ -27,6 +27,7 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
         return Err(plan.mistake("parallel.sequence", reason).into());
     }
     mesh.set_sequence_ranks(sequence);
+    mesh.set_shards_by_expert(plan.recipe.parallel.experts == ExpertPlacement::ByExpert);
     Ok(())
 }
 

@@ -349,7 +349,8 @@ impl ModelSource {
             let before = megabytes(read);
             read += bytes[index];
             stage.advance(megabytes(read) - before, 0, &[]);
-            Ok((spec, if is_sharded { stored.into_shard(index, &backend.mesh)? } else { stored }))
+            let stored = if is_sharded { stored.into_shard(&spec, index, &backend.mesh)? } else { stored };
+            Ok((spec, stored))
         });
         let parameters = Parameters::load(&self.config, backend, tensors)?;
         stage.finish();

@@ -19,6 +19,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
 - two processes of which one is unfit: refused by both, with one message; two that ask for no memory in steady steps;
 - two processes with a GPU each, also with Muon, and an adapter beside packed experts: gap 0;
+- experts that several GPUs share, in sampling and in training: metrics, weights and moments have the bits of one GPU's;
 - sequences shared by several GPUs: log-probs have the bits of one GPU's, weights and moments are within rounding;
 - Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;
 - heads of 128, with norms of heads in Qwen3, dense and with experts, and without them in Qwen2: gap 0, and 0 differing bits
@@ -36,7 +37,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from several_gpus import EXPERTS, SEQUENCES, equals_one, experts, hangs, host_copies, refused_together, sequences, several, steady_on_two
+from several_gpus import EXPERTS, SEQUENCES, TRAINED, equals_one, experts, experts_refused, hangs, host_copies, refused_together
+from several_gpus import sequences, several, steady_on_two, trained_experts
 from world import RECIPE, SETTLED_STEPS, SHORT, SMALLEST, STEPS, WAIT_S, World, sets, timeless
 
 DISTANCES = 3
@@ -283,6 +285,11 @@ def several_experts(world, cases):
     return f"{compared} bytes of weights and state as on one; {of_plan(*memory)}"
 
 
+def several_trained(world, cases):
+    compared, memory = trained_experts(world, cases)
+    return f"trained by expert, {compared} bytes of weights and state as on one; {of_plan(*memory)}; {experts_refused(world)} recipes refused"
+
+
 def killed_and_moved(world):
     steps = sampled_and_killed(world)
     goes_on_elsewhere(world)
@@ -323,6 +330,7 @@ PARTS = {
     "wide_heads": lambda world: f"{wide_heads(world)} tokens, 0 differing bits",
     "sequences": lambda world: several_sequences(world, SEQUENCES[:1]),
     "experts": lambda world: several_experts(world, EXPERTS[:1]),
+    "trained_experts": lambda world: several_trained(world, TRAINED[:1]),
     "steady": steady_memory,
     "host_copies": copies_of_hosts,
     "steady_on_two": lambda world: f"both ask for memory {steady_on_two(world)} times, in 10 steps as in 20",
@@ -356,7 +364,9 @@ def main():
         if arguments.sequences:
             print(several_sequences(world, SEQUENCES))
         elif arguments.experts is not None:
-            print(several_experts(world, [case for case in EXPERTS if arguments.experts in ("", case[0])]))
+            for said, listed in ((several_experts, EXPERTS), (several_trained, TRAINED)):
+                if cases := [case for case in listed if arguments.experts in ("", case[0])]:
+                    print(said(world, cases), flush=True)
         else:
             world.stored = trained_model(world)
             parts = arguments.only or [part for part in PARTS if not (arguments.sample and part in NOT_IN_SAMPLE)]

@@ -80,11 +80,26 @@ EXPERT_BUGS = [
     ("outputs of ranks lie one row too early", EXPERTS, "owners.affine(", "pairs as f64", "pairs as f64 - 1.0"),
     ("an output is one slot off", EXPERTS, "let slots = ", "Tensor::arange(0, pairs as u32, device)?", "Tensor::arange(1, pairs as u32 + 1, device)?"),
     ("received rows have the experts of the own rows", EXPERTS, "", "count(rank, expert..expert + 1)", "{ let _ = rank; count(mesh.rank(), expert..expert + 1) }"),
-    ("sent rows' outputs are in the order of experts", EXPERTS, "", "ops::take_rows(&products(&rows, &plan)?, &plan.row_of()?)?", "products(&rows, &plan)?"),
-    ("sent rows' outputs are added in the order of arrival", EXPERTS, "self.sent_outputs(own, products)?, rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
+    ("sent rows' outputs are in the order of experts", EXPERTS, "", "ops::unsort(&products(&rows, &plan)?, &plan)?", "products(&rows, &plan)?"),
+    ("sent rows' outputs are added in the order of arrival", EXPERTS, "products)?,\n                rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
     ("outputs of a token have each other's weights", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let rows = rows.reshape(weights.dims())?; let turned = Tensor::cat(&[rows.narrow(1, 1, 1)?, rows.narrow(1, 0, 1)?], 1)?; ops::fused::combine_rows_and_add(&outputs, &weights, &turned.flatten_all()?, x)? }"),
 ]
-ALL_BUGS = BUGS + SEQUENCE_BUGS + MUON_BUGS + EXPERT_BUGS
+
+GROUPED, ROWS = "src/ops/experts.rs", "src/ops/take_rows.rs"
+TRAINED_BUGS = [
+    ("gradients of an expert's weights are added in another order", GROUPED, "", "weight.add(|dw| sources.iter().try_for_each(|starts| add(dw, starts)))?;", "weight.add(|dw| sources.iter().rev().try_for_each(|starts| add(dw, starts)))?;"),
+    ("gradients of an expert's bias are added in another order", GROUPED, "", "bias.add(|db| sources.iter().try_for_each(|starts| add(db, starts)))?;", "bias.add(|db| sources.iter().rev().try_for_each(|starts| add(db, starts)))?;"),
+    ("gradients of an expert's weights are added for all ranks at once", GROUPED, "let in_token_order = match ", "is_trained && !self.plan.sources.is_empty()", "false"),
+    ("an expert has the gradients of the first rank's tokens alone", GROUPED, "", "Ok(Self { sources, ..self })", "Ok(Self { sources: sources.into_iter().take(1).collect(), ..self })"),
+    ("a rank's tokens begin at the first rank's place", GROUPED, "let mut starts = ", "vec![first as u32]", "{ if !sources.is_empty() { first = 0; } vec![first as u32] }"),
+    ("inputs of products are in the order of experts where gradients are added", GROUPED, "", "take_rows(x, &self.plan.row_of()?)?", "x.clone()"),
+    ("gradients of outputs are in the order of experts where gradients are added", GROUPED, "", "take_rows(dy, &self.plan.row_of()?)?", "dy.clone()"),
+    ("gradients of outputs are multiplied in the order of arrival", ROWS, "Ok([Some(", "take_rows(grad, &self.plan.token_of()?)?", "{ let _ = &self.plan; grad.clone() }"),
+    ("gradients of outputs are ordered as outputs are", ROWS, "", "&self.plan.token_of()?", "&self.plan.row_of()?"),
+    ("a rank's rows begin at another rank's", EXCHANGE, "", "start - rows * width..start", "{ let first = layout.start_offset(); let all = layout.shape().elem_count(); first + all - (start - first)..first + all - (start - first) + rows * width }"),
+    ("an expert's gradients are those of the pass alone", "src/learner/gradients.rs", "return ", "add(&buffer.reshape(shape)?)", "{ scale(buffer, 0.0)?; add(&buffer.reshape(shape)?) }"),
+]
+ALL_BUGS = BUGS + SEQUENCE_BUGS + MUON_BUGS + EXPERT_BUGS + TRAINED_BUGS
 # Bugs of the lists above that exchanges of experts' rows must catch too.
 SHARED_BUGS = ("an exchange does not wait for the work before it", "heads are used before the exchange has ended", "heads are sent before they are packed", "a part is received at the first part's place", "a rank's own part is left out")
 
@@ -123,6 +138,7 @@ MANY = sets(
     rollout__prompts_per_step=40, rollout__response_tokens_max=2, train__steps=1, train__micro_batch_tokens=512,
     model__architecture__num_hidden_layers=1,
 )  # fmt: skip
+TRAINED = (3, (*MANY, *sets(parallel__experts="by_expert", parallel__exchange_timeout_s=60)))
 BY_EXPERT = (3, (*MANY, *sets(parallel__rollout_weights="by_expert", parallel__exchange_timeout_s=60)))
 
 
@@ -168,7 +184,7 @@ def main():
     # The outcome of one GPU is expected, or, where `of_one` is none, that of several without a bug.
     groups = [
         ("", SHARDS, BUGS, ()), ("", SPLIT, SEQUENCE_BUGS, None), ("", MATRICES, MUON_BUGS, MATRICES[1]),
-        ("experts: ", BY_EXPERT, EXPERT_BUGS + shared, MANY),
+        ("experts: ", BY_EXPERT, EXPERT_BUGS + shared, MANY), ("trained: ", TRAINED, TRAINED_BUGS + shared, MANY),
     ]  # fmt: skip
     for prefix, runs, bugs, of_one in groups:
         chosen = [(ALL_BUGS.index(bug), prefix + bug[0]) for bug in bugs if word in prefix + bug[0]]

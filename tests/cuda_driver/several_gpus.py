@@ -201,6 +201,95 @@ def experts(world, cases):
     return compared, memory
 
 
+BLOCKED = dict(SMALL, train__optimizer__kind="adamw_8bit", cold_start__optimizer__kind="adamw_8bit")
+ONLY_EXPERTS = '["model.embed_tokens.*", "lm_head.*", "*norm.weight", "*.self_attn.*", "*.router.*"]'
+LOOSE = dict(train__load_balance_coefficient=0.01, policy__kl__place="loss", policy__kl__coefficient=0.1)
+# As EXPERTS, for three steps of training. A run of several numbers of GPUs goes on after two steps on the last number; "gathered" is
+# how experts were placed before, "regathered" how they are placed then. Of few tokens, or of one expert a token, some GPUs get no rows. Of one prompt alone, all passes but one
+# are masked.
+TRAINED = [
+    ("trained", RECIPE, SMALL, 3, [(3, "late")]),
+    ("trained", RECIPE, SMALL, 3, [(2, "late"), (2, "at-once"), (3, "first-late"), (4, "at-once")]),
+    ("trained_sampled", RECIPE, dict(SMALL, parallel__rollout_weights="by_expert"), 3, [(2, "at-once"), (3, "late")]),
+    ("trained_recomputed", RECIPE, dict(SMALL, **LOOSE, train__recompute_layers="true"), 3, [(2, "first-late"), (3, "late"), (4, "at-once")]),
+    ("trained_alone", RECIPE, SMALL, 1, [(3, "late"), (4, "at-once")]),
+    ("trained_many", RECIPE, dict(MANY, **LOOSE), 40, [(2, "late"), (3, "at-once"), (4, "first-late")]),
+    ("trained_skewed", RECIPE, dict(MANY, model__architecture__num_local_experts=5, model__architecture__num_experts_per_tok=1), 40, [(3, "late")]),
+    ("trained_fewer", RECIPE, dict(SMALL, model__architecture__num_local_experts=3), 3, [(4, "late"), (4, "at-once")]),
+    ("trained_only", RECIPE, dict(SMALL, model__architecture__num_local_experts=3, train__freeze=ONLY_EXPERTS), 3, [(2, "late"), (4, "late")]),
+    ("trained_muon", RECIPE, dict(SMALL, train__optimizer__kind="muon"), 3, [(2, "late"), (3, "at-once"), ((2, 3), "late")]),
+    ("trained_8bit", RECIPE, BLOCKED, 3, [(4, "at-once"), ((2, 3), "late")]),
+    ("trained_resumed", RECIPE, SMALL, 3, [((2, 3), "late"), ((4, 2), "at-once"), (("gathered", 2, 3), "late"), (("regathered", 3, 2), "late")]),
+    ("trained_critic", RECIPE, dict(SMALL, policy__advantage="gae", critic__warmup_steps=0), 3, [(2, "late"), (3, "at-once")]),
+    ("trained_qwen3_moe", "quickstart_qwen3_moe", dict(SMALL, **WIDE, model__architecture__model_type="qwen3_moe"), 3, [(2, "late"), (3, "at-once"), (4, "first-late")]),
+    ("trained_qwen3_many", "quickstart_qwen3_moe", dict(MANY, **dict(WIDE, model__architecture__num_hidden_layers=1), model__architecture__model_type="qwen3_moe", rollout__response_tokens_max=2), 40, [(2, "at-once"), (3, "late")]),
+]
+
+
+def trained_experts(world, cases):
+    """Each GPU trains its own experts: beside one GPU the metrics, weights and moments are equal, the mismatch is 0, and the memory is
+    within the plan. Returns the bytes compared, and the memory in use and planned of the last run."""
+    compared, memory = 0, None
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+    for name, recipe, shape, prompts, runs in cases:
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=1, train__steps=3), *NOT_CLIPPED, *steady, *sets(**shape, rollout__prompts_per_step=prompts)]
+        one = f"one_{name}"
+        shutil.rmtree(world.place / one, ignore_errors=True)
+        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        for ranks, mode in runs:
+            *before, last = ranks if isinstance(ranks, tuple) else (ranks,)
+            out = f"{name}_{'_'.join(map(str, [*before, last]))}_{mode}"
+            more = [*words, *sets(parallel__experts="by_expert")]
+            gathered = sets(parallel__experts="gathered")
+            first, then = (more + gathered if word in before else more for word in ("gathered", "regathered"))
+            plan = world.run(world.gpu, "check", recipe, *then, "--processes", last)
+            planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+            env = {"CUDA_EMULATOR": mode, "CUDA_EMULATOR_PEAK": "1"}
+            if before:
+                world.run(TORCHRUN, before[-1], world.gpu, "train", recipe, "--out", out, *first, *sets(train__steps=2), env=env)
+            resumed = ["--resume"] if before else []
+            said = world.run(TORCHRUN, last, world.gpu, "train", recipe, "--out", out, *resumed, *then, env=env)
+            used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
+            assert len(used) == last and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
+            memory = max(used), planned
+            rows = world.rows(out, "rl")
+            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            assert all(row["actor/grad_norm"] > 0 for row in rows), rows
+            expected = [[numbers(row) for row in world.rows(run)] for run in (one, out)]
+            assert expected[0] == expected[1], f"{out}:\n{expected[0]}\n{expected[1]}"
+            for stem in ("model", "critic", "trainer"):
+                kept = [tensors(world.place / run / "checkpoints/step-000003", stem) for run in (one, out)]
+                differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
+                assert not differing, f"{out}: {stem}: {differing}"
+                compared += sum(map(len, kept[0].values()))
+            # The experts of a process are in its own file.
+            if "regathered" not in before:
+                shards = tensors(world.place / out / "checkpoints/step-000003", f"trainer-00001-of-{last:05}")
+                whole = tensors(world.place / one / "checkpoints/step-000003", "trainer")
+                experts = [key for key in shards if ".mlp.experts." in key]
+                parts = {len(shards[key]) / len(whole[key]) for key in experts}
+                assert experts and len(parts) == 1, f"{out}: {parts}"
+    return compared, memory
+
+
+def experts_refused(world):
+    """What cannot be trained by expert is refused, with the key and the remedy. Returns the number of cases."""
+    asked = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=1, parallel__experts="by_expert")]
+    cases = [
+        (RECIPE, dict(adapter__rank=4), "remove [adapter]"),
+        (RECIPE, dict(train__freeze='["*.mlp.experts.*"]'), "remove its pattern from train.freeze"),
+        (RECIPE, dict(parallel__sequence=2), "parallel.sequence = 1"),
+        (RECIPE, dict(train__optimizer__kind="adamw_8bit", model__architecture__intermediate_size=24, model__architecture__hidden_size=40), "train.optimizer.kind = \"adamw\""),
+        (RECIPE, dict(device="cpu"), "device = \"cuda\""),
+        ("quickstart_dense", dict(WIDE, model__architecture__model_type="qwen3"), "no experts"),
+    ]
+    for recipe, shape, message in cases:
+        said = world.run(TORCHRUN, 2, world.gpu, "train", recipe, "--out", "unfit", *asked, *sets(**shape), code=2)
+        assert said.count("parallel.experts") >= 1 and message in said, f"{shape}: {said}"
+        assert not (world.place / "unfit").exists(), shape
+    return len(cases)
+
+
 COPIED_BYTES_A_TOKEN_MAX = 64
 
 

@@ -2,9 +2,9 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::serialization::{f32_bytes, f32_values};
-use crate::dist::{Mesh, SHARD_ALIGNMENT, shard_range};
+use crate::dist::{Mesh, SHARD_ALIGNMENT, expert_range};
 use crate::model::device_exchange::exchange_shards;
-use crate::model::expert_parallel::{ExpertParallel, expert_range};
+use crate::model::expert_parallel::ExpertParallel;
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
@@ -43,8 +43,7 @@ impl Parameters {
             return self.frozen_weights(Some(change));
         }
         let config = &self.config;
-        let ranks =
-            Arc::new(ExpertParallel::new(self.mesh().clone(), config.num_local_experts, config.hidden_size));
+        let ranks = Arc::new(self.expert_parallel());
         let find = |name: &str| {
             let index = self.index_or_error(name)?;
             if !self.specs[index].has_expert_axis() {
@@ -56,6 +55,11 @@ impl Parameters {
         let adapters = &self.adapters(&find)?;
         let tensors = ModelTensors { find: &find, adapters, expert_parallel: Some(&ranks) };
         Weights::new(config, self.is_critic(), self.bytes(), None, tensors)
+    }
+
+    /// Returns the placement of experts on ranks.
+    fn expert_parallel(&self) -> ExpertParallel {
+        ExpertParallel::new(self.mesh().clone(), self.config.num_local_experts, self.config.hidden_size)
     }
 
     /// Returns the experts of this rank in tensor `index`. Every rank must call this method.
@@ -92,7 +96,7 @@ impl Parameters {
         };
         let (mesh, count) = (self.mesh(), part.spec.element_count());
         let width = count / self.config.num_local_experts;
-        let shard_of = |rank| shard_range(count, part.index, rank, mesh.ranks());
+        let shard_of = |rank| part.spec.shard_range(part.index, rank, mesh.sharding());
         let experts_of = |rank| {
             let experts = ranks.experts_of(rank);
             experts.start * width..experts.end * width
@@ -109,9 +113,13 @@ impl Parameters {
     pub(super) fn layer_gathered_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
         let target = GatherTarget { sink: sink.cloned(), device: self.device().clone() };
         let mut layers: Vec<Vec<GatherPart>> = vec![vec![]; self.config.num_hidden_layers];
-        let mut outside = vec![];
+        let (mut experts, mut outside) = (layers.clone(), vec![]);
+        let sharding = self.mesh().sharding();
         for (index, spec) in self.specs.iter().enumerate() {
             match spec.layer {
+                Some(layer) if self.is_sharded(index) && spec.is_sharded_by_expert(sharding) => {
+                    experts[layer].push(self.part(index));
+                }
                 Some(layer) if spec.role != TensorRole::AdapterFactor => layers[layer].push(self.part(index)),
                 _ => outside.push(self.part(index)),
             }
@@ -128,7 +136,19 @@ impl Parameters {
         let adapters = &self.adapters(&find)?;
         let (mesh, config) = (mesh.clone(), self.config.clone());
         let pending = Mutex::default();
-        let layers = ShardedLayers { mesh, config, layers, adapters: adapters.clone(), target, pending };
+        let by_expert = experts.iter().any(|parts| !parts.is_empty());
+        let expert_parallel = by_expert.then(|| Arc::new(self.expert_parallel()));
+        let adapters_of_layers = adapters.clone();
+        let layers = ShardedLayers {
+            mesh,
+            config,
+            layers,
+            experts,
+            expert_parallel,
+            adapters: adapters_of_layers,
+            target,
+            pending,
+        };
         let tensors = ModelTensors { find: &find, adapters, expert_parallel: None };
         Weights::new(&self.config, self.is_critic(), self.bytes(), Some(Arc::new(layers)), tensors)
     }
@@ -208,7 +228,7 @@ impl Parameters {
 
     fn matrix_shard_of(&self, index: usize, rank: usize) -> Option<MatrixShard> {
         let &[.., rows, columns] = self.specs[index].working_shape().as_slice() else { return None };
-        let range = self.range_of_rank(index, VALUES, rank, self.mesh().ranks());
+        let range = self.range_of_rank(index, VALUES, rank);
         Some(MatrixShard { shape: (rows, columns), range })
     }
 
@@ -220,8 +240,7 @@ impl Parameters {
     /// When a rank does not respond in time.
     pub fn exchange_whole_matrices(&self, index: usize, own: &[f32]) -> Result<Vec<f32>> {
         let bytes = |values: Range<usize>| values.start * size_of::<f32>()..values.end * size_of::<f32>();
-        let ranks = self.mesh().ranks();
-        let shard_of = |rank| bytes(self.range_of_rank(index, VALUES, rank, ranks));
+        let shard_of = |rank| bytes(self.range_of_rank(index, VALUES, rank));
         let range_of = |rank| bytes(self.matrix_shard_of(index, rank).map_or(0..0, |s| s.whole_matrices()));
         let name = format!("matrices of {}", self.specs[index].name);
         let bytes = exchange_ranges(self.mesh(), &name, f32_bytes(own), shard_of, range_of)?;
@@ -272,13 +291,13 @@ impl Parameters {
         if !self.is_sharded(index) {
             return 0..length;
         }
-        self.range_of_rank(index, kind, self.mesh().rank(), self.mesh().ranks())
+        self.range_of_rank(index, kind, self.mesh().rank())
     }
 
-    /// Returns the range of values of a sharded tensor that `rank` of `ranks` holds. `kind` names the values
+    /// Returns the range of values of a sharded tensor that `rank` holds. `kind` names the values
     /// ([`Self::gather`]).
-    pub fn range_of_rank(&self, index: usize, kind: &str, rank: usize, ranks: usize) -> Range<usize> {
-        state_range(kind, shard_range(self.specs[index].element_count(), index, rank, ranks))
+    fn range_of_rank(&self, index: usize, kind: &str, rank: usize) -> Range<usize> {
+        state_range(kind, self.specs[index].shard_range(index, rank, self.mesh().sharding()))
     }
 }
 

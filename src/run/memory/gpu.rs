@@ -220,8 +220,9 @@ impl MemoryPlanInput<'_> {
                     PassShape { sequence_ranks: self.sequence_ranks(), ..self.pass_shape(tokens, tokens) };
                 let bytes = pass.forward_backward_bytes(recomputes);
                 let gathered = self.gpu_update_gather(pass.saved_layer_bytes());
+                let rows = self.trained_row_item(tokens);
                 let update: Vec<MemoryItem> =
-                    [MemoryItem { name, bytes }].into_iter().chain(gathered).collect();
+                    [MemoryItem { name, bytes }].into_iter().chain(gathered).chain(rows).collect();
                 let sampling = sampling.filter(|_| self.samples_beside_the_update());
                 if let Some(sampling) = &sampling {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));

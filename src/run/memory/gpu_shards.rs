@@ -72,6 +72,23 @@ impl MemoryPlanInput<'_> {
         self.samples_by_expert().then_some(MemoryItem { name: "rows of experts, exchanged", bytes })
     }
 
+    /// Returns the memory of expert rows in a forward and backward pass with `tokens` tokens of each GPU,
+    /// beyond the rows of its own tokens. `None` if GPUs do not exchange them.
+    ///
+    /// At worst, all tokens have experts of one GPU. Of each layer whose activations are kept, the graph has
+    /// the rows as received, dispatched, multiplied, ordered as they came, and returned. The backward pass of
+    /// a product has its input and its output's gradient in both orders.
+    pub(super) fn trained_row_item(&self, tokens: usize) -> Option<MemoryItem> {
+        let c = self.config;
+        let experts = c.num_local_experts.div_ceil(self.processes);
+        let received = self.processes * tokens * c.num_experts_per_tok.min(experts);
+        let layers = if self.recomputes_layers() { 1 } else { c.num_hidden_layers };
+        let kept = layers * (4 * c.hidden_size + 3 * c.intermediate_size);
+        let backward = 3 * c.hidden_size + 6 * c.intermediate_size;
+        let bytes = (received * (kept + backward) * size_of::<half::bf16>()) as u64;
+        self.trains_by_expert().then_some(MemoryItem { name: "rows of experts, exchanged", bytes })
+    }
+
     /// Returns whether several GPUs shard the trainable tensors.
     pub(super) fn has_gpu_shards(&self) -> bool {
         self.processes > 1 && self.command.trains()
@@ -82,9 +99,12 @@ impl MemoryPlanInput<'_> {
     /// the next. Without it, the graph has the weights of all layers. The backward pass frees them, and
     /// `saved_layer_bytes` of activations with each layer, while gradients are made.
     pub(super) fn gpu_update_gather(&self, saved_layer_bytes: u64) -> Option<MemoryItem> {
-        let pass = |tensors: &[TrainableTensor]| {
+        let sharding = self.sharding();
+        let is_gathered = |(_, spec): &TrainableTensor| !spec.is_sharded_by_expert(sharding);
+        let pass = |tensors: Vec<TrainableTensor>| {
+            let tensors: Vec<TrainableTensor> = tensors.into_iter().filter(is_gathered).collect();
             let (mut outside, mut layers) = (LayerMemory::default(), BTreeMap::new());
-            for (_, spec) in tensors {
+            for (_, spec) in &tensors {
                 let memory = match spec.layer.filter(|_| spec.role != TensorRole::AdapterFactor) {
                     Some(layer) => layers.entry(layer).or_default(),
                     None => &mut outside,
@@ -101,13 +121,13 @@ impl MemoryPlanInput<'_> {
                 };
                 let made: u64 = layers[left.saturating_sub(1)..].iter().map(|layer| layer.gradients).sum();
                 let freed = if self.recomputes_layers() { 0 } else { layers.len() - left };
-                let made = self.exchanged_gradient_bytes(outside.gradients + made, tensors);
+                let made = self.exchanged_gradient_bytes(outside.gradients + made, &tensors);
                 (outside.weights + weights + made).saturating_sub(freed as u64 * saved_layer_bytes)
             });
             backward.max().unwrap_or(0)
         };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
-        let bytes = pass(&self.ever_trainable_tensors()).max(pass(&critic.unwrap_or_default()));
+        let bytes = pass(self.ever_trainable_tensors()).max(pass(critic.unwrap_or_default()));
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
     }
 

@@ -25,7 +25,6 @@ pub use teacher::TeacherInput;
 pub use traffic::Traffic;
 
 use crate::bad_input;
-use crate::dist::shard_range;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::learner::OptimizerSettings;
 use crate::learner::batch_runner::runs_in_parallel;
@@ -372,9 +371,8 @@ impl MemoryPlanInput<'_> {
         bytes: impl Fn(&ParameterSpec, usize) -> u64,
     ) -> u64 {
         let rank_bytes = |rank: usize| -> u64 {
-            let shard_elements = |spec: &ParameterSpec, index: usize| {
-                shard_range(spec.element_count(), index, rank, self.processes).len()
-            };
+            let shard_elements =
+                |spec: &ParameterSpec, index: usize| spec.shard_range(index, rank, self.sharding()).len();
             tensors.iter().map(|(index, spec)| bytes(spec, shard_elements(spec, *index))).sum()
         };
         (0..self.processes).map(rank_bytes).max().unwrap_or(0)
@@ -568,7 +566,7 @@ impl MemoryPlanInput<'_> {
         let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| match self.gpu_sequences {
             Some(_) => {
                 let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
-                device_update_bytes(settings, tensors, self.processes)
+                device_update_bytes(settings, tensors, self.sharding())
             }
             None => {
                 let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.processes);

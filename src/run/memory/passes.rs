@@ -247,7 +247,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the maximum number of tokens of a micro-batch: that of the recipe or, if it is longer, one
     /// sequence. A batch of fewer tokens is one micro-batch.
-    pub(super) fn micro_batch_tokens(&self) -> usize {
+    pub fn micro_batch_tokens(&self) -> usize {
         let recipe = self.recipe;
         let tokens = |longest: usize, sequences: usize| {
             recipe.train.micro_batch_tokens.max(longest).min(longest.saturating_mul(sequences))

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::dist::Mesh;
-use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement, shard_range};
 use crate::engine::FORWARD_TOKENS_MAX;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::{OptimizerKind, TrainSettings};
@@ -227,7 +227,7 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
                 .sum();
             let base = specs.iter().zip(input.formats).enumerate().map(|(index, (spec, format))| {
                 let stored =
-                    TensorStorage::from_weight(zeros(spec, *format)).into_shard(index, &mesh).unwrap();
+                    TensorStorage::from_weight(zeros(spec, *format)).into_shard(spec, index, &mesh).unwrap();
                 match stored.weight(spec).unwrap() {
                     Weight::Packed(matrix) if stored.is_sharded() => {
                         matrix.shard_bytes().unwrap().len() as u64

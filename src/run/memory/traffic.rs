@@ -8,6 +8,7 @@ use crate::dist::RolloutWeightPlacement;
 use crate::learner::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
+use crate::model::names::ParameterSpec;
 
 const F32: u64 = 4;
 const BF16: u64 = 2;
@@ -31,11 +32,15 @@ impl Traffic {
         let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
         let sequence_parallel_size = input.sequence_ranks() as u64;
         let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
-        let gradients = gathered_bytes(&tensors);
+        let is_gathered = |spec: &ParameterSpec| !spec.is_sharded_by_expert(input.sharding());
+        let gathered: Vec<_> = tensors.iter().filter(|(_, spec)| is_gathered(spec)).cloned().collect();
+        let gradients = gathered_bytes(&gathered);
         let sharded = input.sharded_tensors();
         let bytes_of = |tensor: &ShardedTensor| exchanged_bytes(input, tensor);
         let weight_bytes = sharded.iter().map(bytes_of).sum();
-        let layer_bytes: u64 = sharded.iter().filter(|tensor| tensor.layer().is_some()).map(bytes_of).sum();
+        let passed = || sharded.iter().filter(|tensor| is_gathered(&tensor.spec));
+        let pass_bytes: u64 = passed().map(bytes_of).sum();
+        let layer_bytes: u64 = passed().filter(|tensor| tensor.layer().is_some()).map(bytes_of).sum();
         let trajectories = (recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt) as u64;
         let longest = input.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
@@ -61,17 +66,23 @@ impl Traffic {
         let muon = match input.gpu_sequences {
             Some(_) => {
                 let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
-                device_received_bytes(&recipe.train.optimizer, tensors, input.processes)
+                device_received_bytes(&recipe.train.optimizer, tensors, input.sharding())
             }
             None => 0,
         };
+        // The forward pass, recomputation and the backward pass each send rows to their experts and back.
+        let row_values =
+            rows * (config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers) as u64;
+        let trained_rows =
+            if input.trains_by_expert() { 3 * 2 * bytes_from_others(row_values * BF16) } else { 0 };
         let [weights, rows] = sampling_bytes(input, weight_bytes);
         Self {
             passes,
             parts: vec![
                 ("weights, for sampling", weights),
-                ("rows to experts and back", rows),
-                ("weights, layer by layer", passes * bytes_from_others(weight_bytes + layer_bytes)),
+                ("rows to experts and back, in sampling", rows),
+                ("weights, layer by layer", passes * bytes_from_others(pass_bytes + layer_bytes)),
+                ("rows to experts and back, in training", passes * trained_rows),
                 ("gradients", passes * bytes_from_others(gradients)),
                 ("attention heads, sequence parallel", passes * heads),
                 ("matrices of Muon", muon),

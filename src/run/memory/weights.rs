@@ -1,8 +1,7 @@
 //! The weights in a memory plan: resident weights, weights read on demand, gathered weights, and second sets.
 
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
-use crate::dist::shard_range;
-use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
+use crate::dist::{ExpertPlacement, PackedWeightPlacement, RolloutWeightPlacement, Sharding, shard_range};
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
@@ -91,6 +90,17 @@ impl MemoryPlanInput<'_> {
         };
         let packed_shard_bytes = (0..self.processes).map(packed_shard_bytes).max().unwrap_or(0);
         self.weight_bytes() - sharded + self.f32_shard_bytes(&tensors) + packed_shard_bytes
+    }
+
+    /// Returns how the trainable tensors are sharded.
+    pub fn sharding(&self) -> Sharding {
+        Sharding { ranks: self.processes, by_expert: self.trains_by_expert() }
+    }
+
+    /// Returns whether GPUs exchange rows of experts in training.
+    pub fn trains_by_expert(&self) -> bool {
+        let by_expert = self.recipe.parallel.experts == ExpertPlacement::ByExpert;
+        by_expert && self.processes > 1 && self.gpu_sequences.is_some() && self.command.trains()
     }
 
     /// Returns the policy's packed tensors that are sharded.

@@ -197,6 +197,7 @@ fn on_demand_warning(needed: u64, files: &Arc<ModelFolder>, config: &Config) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dist::ExpertPlacement;
     use crate::metrics::Console;
     use crate::recipe::resolve;
     use crate::run::memory::{ModelCommand, Traffic};
@@ -289,5 +290,38 @@ mod tests {
         let row = 16 * 2 * 4096;
         assert_eq!(received[1].0, (prompt + drawn) * 2 * 2 * row / 8 * 7);
         assert_eq!(received[0].0, prompt * 2 * 2 * row / 8 * 7 + drawn * 7 * 3 * row);
+    }
+
+    /// 8 GPUs have two of 16 experts each. In training they receive rows instead of experts and gradients.
+    #[test]
+    fn gpus_that_train_by_expert_gather_no_experts() {
+        let mut plans = vec![];
+        for experts in [ExpertPlacement::Gathered, ExpertPlacement::ByExpert] {
+            let mut preflight = on_gpus(8, "");
+            preflight.plan.recipe.parallel.experts = experts;
+            let input = preflight.memory_plan_input();
+            let traffic = Traffic::new(&input);
+            let part = |name: &str| traffic.parts.iter().find(|(part, _)| *part == name).unwrap().1;
+            let received =
+                ["weights, layer by layer", "gradients", "rows to experts and back, in training"].map(part);
+            let plan = MemoryPlan::new(&input);
+            let item = |name: &str| {
+                let (_, items) = plan.phases.iter().find(|(phase, _)| *phase == "update").unwrap();
+                items.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
+            };
+            let items = ["gathered weights, exchanged gradients", "rows of experts, exchanged"].map(item);
+            let resident: u64 = plan.resident.iter().map(|item| item.bytes).sum();
+            plans.push((received, items, resident, traffic.passes, input.micro_batch_tokens() as u64));
+        }
+        let [gathered, by_expert] = &plans[..] else { panic!("two plans") };
+        // Experts are most of the weights.
+        assert!(by_expert.0[0] * 4 < gathered.0[0] && by_expert.0[1] * 4 < gathered.0[1], "{plans:?}");
+        assert!(by_expert.1[0] * 2 < gathered.1[0], "{plans:?}");
+        assert_eq!([gathered.0[2], gathered.1[1]], [0, 0]);
+        // Shards have the same size: 16 experts are divided evenly.
+        assert!(by_expert.2.abs_diff(gathered.2) < gathered.2 / 100, "{plans:?}");
+        // A row of 8 KiB goes to each of its two experts and back, in 16 layers, three times.
+        let row = 8192 * 2 * 2 * 16 * 3;
+        assert_eq!(by_expert.0[2], by_expert.3 * by_expert.4 * row / 8 * 7, "{plans:?}");
     }
 }

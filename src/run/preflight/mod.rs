@@ -21,6 +21,7 @@ use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::family::unsupported_keys;
 use crate::run::memory::{MemoryPlanInput, ModelCommand, tokenizer_bytes};
+use crate::run::own_experts::TrainedExperts;
 use crate::run::source::ModelSource;
 use crate::run::teacher::{TeacherSettings, prompt_change};
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
@@ -146,6 +147,19 @@ impl Preflight {
         let compute_device = source.as_ref().map(|s| choose_device(&mut plan, &s.config, mesh, command));
         let compute_device = compute_device
             .and_then(|compute_device| compute_device.map_err(|messages| errors.0.extend(messages)).ok());
+        if let (Some(source), Some(device), Some(trainable), Some(critic)) =
+            (&source, &compute_device, &trainable, &critic_trainable)
+            && (command.trains() || mesh.ranks() > 1)
+        {
+            let trained = TrainedExperts {
+                config: &source.config,
+                trainable,
+                critic_trainable: critic.as_deref(),
+                has_adapter: adapter.as_ref().is_some_and(Option::is_some),
+                on_gpu: device.available.is_some(),
+            };
+            errors.0.extend(trained.mistakes(&plan));
+        }
         let (
             Some(source),
             Some(compute_device),

@@ -1,0 +1,140 @@
+//! Refuses recipes whose experts cannot have owners in training (`parallel.experts = "by_expert"`).
+
+use crate::dist::{ExpertPlacement, SHARD_ALIGNMENT};
+use crate::learner::{OptimizerKind, OptimizerSettings};
+use crate::model::config::Config;
+use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
+use crate::ops::adamw_8bit;
+use crate::recipe::Plan;
+
+/// What a run trains, and where.
+pub(super) struct TrainedExperts<'a> {
+    pub config: &'a Config,
+    /// Trainable flags of the policy's parameters.
+    pub trainable: &'a [bool],
+    /// Trainable flags of the critic's parameters, if the run has one.
+    pub critic_trainable: Option<&'a [bool]>,
+    pub has_adapter: bool,
+    pub on_gpu: bool,
+}
+
+const KEY: &str = "parallel.experts";
+
+impl TrainedExperts<'_> {
+    /// Returns the mistakes of a recipe with `parallel.experts = "by_expert"`, each with its remedy.
+    pub fn mistakes(&self, plan: &Plan) -> Vec<String> {
+        let recipe = &plan.recipe;
+        if recipe.parallel.experts != ExpertPlacement::ByExpert {
+            return vec![];
+        }
+        let mut reasons = vec![];
+        if !self.on_gpu {
+            reasons.push(
+                "experts have owners only on GPUs; write \"gathered\", or device = \"cuda\"".to_owned(),
+            );
+        }
+        if recipe.parallel.sequence > 1 {
+            let reason = "processes that share sequences cannot have experts of their own yet; write \"gathered\", or \
+                          parallel.sequence = 1";
+            reasons.push(reason.to_owned());
+        }
+        let frozen = |specs: &[ParameterSpec], trainable: &[bool]| {
+            let experts = specs.iter().zip(trainable).filter(|(spec, _)| spec.is_expert_parameter());
+            let (trained, frozen): (Vec<_>, Vec<_>) = experts.partition(|(_, is_trained)| **is_trained);
+            (trained.len(), frozen.first().map(|(spec, _)| spec.name.clone()))
+        };
+        let of_policy = frozen(&parameter_specs(self.config), self.trainable);
+        // The experts of a critic may be frozen together. Then each process has all of them.
+        let of_critic =
+            self.critic_trainable.map(|trainable| frozen(&value_model_specs(self.config), trainable));
+        if self.has_adapter {
+            let reason = "an adapter's experts are frozen, and a GPU has all of them; write \"gathered\", or remove [adapter]";
+            reasons.push(reason.to_owned());
+        } else if let Some(name) = of_policy.1 {
+            reasons.push(format!("{name} is frozen, and only trained experts have owners; write \"gathered\", or remove its pattern from train.freeze"));
+        } else if let Some((1.., Some(name))) = of_critic {
+            reasons.push(format!("the critic's {name} is frozen, but other experts are not; write \"gathered\", or freeze all of its experts with critic.freeze"));
+        }
+        reasons.extend(self.divided_block(plan));
+        reasons.into_iter().map(|reason| plan.mistake(KEY, reason).to_string()).collect()
+    }
+
+    /// Returns the reason if an expert would have a part of a block of 8-bit moments.
+    fn divided_block(&self, plan: &Plan) -> Option<String> {
+        let recipe = &plan.recipe;
+        let optimizers: [(&str, Option<&OptimizerSettings>); 3] = [
+            (
+                "cold_start.optimizer.kind",
+                Some(&recipe.cold_start.optimizer).filter(|_| recipe.cold_start.steps > 0),
+            ),
+            ("train.optimizer.kind", Some(&recipe.train.optimizer).filter(|_| recipe.train.steps > 0)),
+            ("critic.optimizer.kind", recipe.critic.as_ref().map(|critic| &critic.optimizer)),
+        ];
+        let mut of_8_bits = optimizers.into_iter().filter(|(_, optimizer)| {
+            optimizer.is_some_and(|optimizer| optimizer.kind == OptimizerKind::AdamW8Bit)
+        });
+        let (key, _) = of_8_bits.next()?;
+        let specs = parameter_specs(self.config);
+        let values = |spec: &ParameterSpec| spec.element_count() / self.config.num_local_experts.max(1);
+        let is_divided = |spec: &&ParameterSpec| {
+            spec.is_expert_parameter()
+                && spec.element_count() >= adamw_8bit::VALUES_MIN
+                && !values(spec).is_multiple_of(SHARD_ALIGNMENT)
+        };
+        let spec = specs.iter().find(is_divided)?;
+        Some(format!(
+            "an expert has {} values of {}, which is no multiple of the {SHARD_ALIGNMENT} of a block of 8-bit moments; \
+             write \"gathered\", or {key} = \"adamw\"",
+            values(spec),
+            spec.name
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recipe::resolve;
+    use crate::run::source::ModelSource;
+    use std::path::Path;
+
+    /// Returns the mistakes of a run with the recipe `rest`. The parameters whose names have the word
+    /// `frozen` are frozen.
+    fn mistakes(rest: &str, frozen: &str, (has_adapter, on_gpu): (bool, bool)) -> Vec<String> {
+        let shape = "hidden_size = 40\nintermediate_size = 24\nnum_local_experts = 8\n";
+        let text = format!(
+            "[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n{rest}"
+        );
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let config = ModelSource::open(&plan.recipe).unwrap().config;
+        let specs = parameter_specs(&config);
+        let trainable: Vec<bool> = specs.iter().map(|spec| !spec.name.contains(frozen)).collect();
+        TrainedExperts { config: &config, trainable: &trainable, critic_trainable: None, has_adapter, on_gpu }
+            .mistakes(&plan)
+    }
+
+    #[test]
+    fn what_cannot_be_trained_by_expert_is_refused_with_a_remedy() {
+        const BY_EXPERT: &str = "[parallel]\nexperts = \"by_expert\"\n";
+        const NONE: &str = "no parameter";
+        let good = mistakes(BY_EXPERT, NONE, (false, true));
+        assert!(good.is_empty(), "{good:?}");
+        assert!(mistakes("", "experts", (true, false)).is_empty());
+        let shared = format!("{BY_EXPERT}sequence = 2\n");
+        let of_8_bits = format!("{BY_EXPERT}[train.optimizer]\nkind = \"adamw_8bit\"\n");
+        let cases = [
+            (BY_EXPERT, NONE, (false, false), "device = \"cuda\""),
+            (BY_EXPERT, "experts.down_proj_bias", (false, true), "experts.down_proj_bias is frozen"),
+            (BY_EXPERT, NONE, (true, true), "remove [adapter]"),
+            (&shared, NONE, (false, true), "parallel.sequence = 1"),
+            // 40 x 48 values are 7.5 blocks.
+            (&of_8_bits, NONE, (false, true), "1920 values of model.layers.0.mlp.experts.gate_up_proj"),
+        ];
+        for (rest, frozen, run, message) in cases {
+            let found = mistakes(rest, frozen, run);
+            let [mistake] = &found[..] else { panic!("{message}: {found:?}") };
+            assert!(mistake.contains(message) && mistake.contains("\"gathered\""), "{mistake}");
+            assert!(mistake.contains("a.toml:") && mistake.contains("parallel.experts"), "{mistake}");
+        }
+    }
+}
