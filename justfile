@@ -68,6 +68,11 @@ device-experts:
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
         tests/cuda_driver/device_runs.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --experts
 
+# Packed experts, 8-bit AdamW and a critic on 2, 3, 4 emulated GPUs beside one, in all orders of the streams.
+device-modes:
+    eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
+        tests/cuda_driver/device_runs.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --modes
+
 # The most memory that emulated GPUs use, beside the plan: one and two GPUs, each optimizer, an adapter, sampling ahead.
 device-memory:
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \

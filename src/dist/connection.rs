@@ -156,8 +156,8 @@ struct ActiveExchange<U> {
     reply: Option<Sender<Result<Vec<Vec<u8>>>>>,
 }
 
-/// Serves requests until the connection ends. If an exchange between GPUs fails, all later exchanges return
-/// its error, because the GPUs computed with undefined memory.
+/// Serves requests until the connection ends. After a failed exchange, all later exchanges return its error:
+/// the ranks make different calls, and after an exchange between GPUs these computed with undefined memory.
 fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
     let mut limit = TIMEOUT;
     let mut exchanges: Vec<ActiveExchange<C::Active>> = vec![];
@@ -232,7 +232,7 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
     }
 }
 
-/// Calls `post`, unless an exchange between GPUs has failed.
+/// Calls `post`, unless an exchange has failed.
 fn unless_failed<T>(failure: &Option<String>, post: impl FnOnce() -> Result<T>) -> Result<T> {
     match failure {
         None => post(),
@@ -241,7 +241,7 @@ fn unless_failed<T>(failure: &Option<String>, post: impl FnOnce() -> Result<T>) 
 }
 
 /// Polls one exchange. Returns the exchange if it is still pending; otherwise sends its result to the caller.
-/// The error of an exchange between GPUs becomes `failure`.
+/// The error of the first failed exchange becomes `failure`.
 fn poll<C: TransportBackend>(
     backend: &mut C,
     mut one: ActiveExchange<C::Active>,
@@ -273,9 +273,10 @@ fn poll<C: TransportBackend>(
         }
         Err(error) => error.context(one.name),
     };
-    match one.reply {
-        Some(reply) => drop(reply.send(Err(error))),
-        None => drop(failure.get_or_insert(format!("{error:#}"))),
+    failure.get_or_insert_with(|| format!("{error:#}"));
+    if let Some(reply) = one.reply {
+        // The caller may have failed meanwhile.
+        let _ = reply.send(Err(error));
     }
     backend.abandon(one.active);
     None
@@ -287,8 +288,11 @@ mod tests {
     use crate::dist::Mesh;
     use std::sync::Arc;
 
-    /// A backend whose exchanges between GPUs begin, and then fail.
-    struct LostPeer;
+    /// A backend whose exchanges begin, and then fail. The first failure closes the connection.
+    #[derive(Default)]
+    struct LostPeer {
+        is_closed: bool,
+    }
 
     impl TransportBackend for LostPeer {
         type Active = ();
@@ -303,6 +307,7 @@ mod tests {
             2
         }
         fn post(&mut self, _: Exchange, _: Duration) -> Result<()> {
+            anyhow::ensure!(!self.is_closed, "the connection was closed");
             Ok(())
         }
         fn post_on_device(&mut self, _: DeviceExchange, _: Duration) -> Result<((), DeviceEvent)> {
@@ -314,13 +319,25 @@ mod tests {
         fn take_messages(&mut self, (): ()) -> Result<Vec<Vec<u8>>> {
             Ok(vec![])
         }
-        fn abandon(&mut self, (): ()) {}
+        fn abandon(&mut self, (): ()) {
+            self.is_closed = true;
+        }
         fn disconnect(&mut self) {}
+    }
+
+    /// Saving a checkpoint, rank 0 waits for a shard in vain. Then it tells the others that it is done.
+    #[test]
+    fn the_error_of_rank_zeros_work_is_that_of_its_first_failed_exchange() {
+        let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
+        let error = mesh.run_on_rank_zero(|| mesh.request(7), |_| Ok(())).unwrap_err();
+        assert_eq!(format!("{error:#}"), "a request of rank 0: rank 1 is gone");
+        let later = format!("{:#}", mesh.any("stop", false).unwrap_err());
+        assert_eq!(later, "stop: a request of rank 0: rank 1 is gone");
     }
 
     #[test]
     fn an_error_after_a_failed_exchange_between_gpus_is_that_of_the_exchange() {
-        let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer)).unwrap()));
+        let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
         let nan = || anyhow!("the model's logits are not finite");
         assert_eq!(mesh.explain(nan()).to_string(), nan().to_string());
         let exchange = DeviceExchange {

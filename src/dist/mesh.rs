@@ -364,7 +364,10 @@ impl Mesh {
             self.rank_zero_alone.store(true, Ordering::Relaxed);
             let result = work();
             self.rank_zero_alone.store(false, Ordering::Relaxed);
-            self.broadcast(REQUEST, &None::<R>)?;
+            // After a failed exchange of `work`, its error says more than that of the next exchange.
+            if let Err(error) = self.broadcast(REQUEST, &None::<R>) {
+                return Err(result.err().unwrap_or(error));
+            }
             return self.require_success("the work of rank 0", result);
         }
         while let Some(request) = self.broadcast(REQUEST, &None::<R>)? {

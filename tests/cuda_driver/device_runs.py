@@ -4,6 +4,8 @@
     tests/cuda_driver/device_runs.py --cpu target/release/rloss --gpu target/cuda-emulated/emulated/rloss
     tests/cuda_driver/device_runs.py --gpu target/cuda-emulated/emulated/rloss --sequences    only sequences over several GPUs, all cases
     tests/cuda_driver/device_runs.py --gpu target/cuda-emulated/emulated/rloss --experts      only experts over several GPUs, all cases
+    tests/cuda_driver/device_runs.py --gpu target/cuda-emulated/emulated/rloss --modes        only packed experts, 8-bit AdamW and a critic
+                                                                                              on 2, 3, 4 GPUs in all orders of the streams
 
 CI has `--sample`.
 
@@ -37,8 +39,8 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from several_gpus import EXPERTS, SEQUENCES, TRAINED, equals_one, experts, experts_refused, hangs, host_copies, refused_together
-from several_gpus import sequences, several, steady_on_two, trained_experts
+from several_gpus import EXPERTS, MODE_CASES, MODE_RANKS, SEQUENCES, TRAINED, equals_one, experts, experts_refused, hangs
+from several_gpus import host_copies, modes, refused_together, sequences, several, steady_on_two, trained_experts
 from world import RECIPE, SETTLED_STEPS, SHORT, SMALLEST, STEPS, WAIT_S, World, sets, timeless
 
 DISTANCES = 3
@@ -348,11 +350,14 @@ def main():
     parser.add_argument("--steady-steps", type=int, default=40, help="steps over which memory must not grow (40)")
     parser.add_argument("--sequences", action="store_true", help="only sequences over several GPUs, all cases")
     parser.add_argument("--experts", nargs="?", const="", metavar="CASE", help="only experts over several GPUs, all cases or one")
+    parser.add_argument("--modes", nargs="*", metavar="CASE", help="only the orders of streams, all cases or those of: " + ", ".join(MODE_CASES))
     parser.add_argument("--sample", action="store_true", help="what CI runs: not " + ", ".join(sorted(NOT_IN_SAMPLE)) + ", and fewer orders of streams")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help="these parts: " + ", ".join(PARTS))
     arguments = parser.parse_args()
-    if not arguments.cpu and not arguments.sequences and arguments.experts is None:
-        parser.error("give --cpu, --sequences or --experts")
+    if not arguments.cpu and not arguments.sequences and arguments.experts is None and arguments.modes is None:
+        parser.error("give --cpu, --sequences, --experts or --modes")
+    if unknown := set(arguments.modes or []) - MODE_CASES.keys():
+        parser.error(f"--modes: no case {', '.join(sorted(unknown))}")
     world = World(arguments)
 
     def timed(part):
@@ -367,6 +372,8 @@ def main():
             for said, listed in ((several_experts, EXPERTS), (several_trained, TRAINED)):
                 if cases := [case for case in listed if arguments.experts in ("", case[0])]:
                     print(said(world, cases), flush=True)
+        elif arguments.modes is not None:
+            print(modes(world, MODE_RANKS, arguments.modes or MODE_CASES))
         else:
             world.stored = trained_model(world)
             parts = arguments.only or [part for part in PARTS if not (arguments.sample and part in NOT_IN_SAMPLE)]

@@ -290,6 +290,63 @@ def experts_refused(world):
     return len(cases)
 
 
+# Orders of the streams: a stream's work at the call, when it is waited for, or in turn.
+MODES = ("at-once", "late", "first-late")
+MODE_RANKS = (2, 3, 4)
+# Frozen experts stay packed in MXFP4.
+MODE_CASES = {
+    "packed experts": {"train__freeze": '["*.mlp.experts.*"]'},
+    "packed adapter": dict(adapter__rank=4),
+    "8-bit AdamW": dict(train__optimizer__kind="adamw_8bit"),
+    "critic": dict(policy__advantage="gae", critic__optimizer__lr=1e-3, critic__optimizer__warmup_steps=0, critic__optimizer__schedule="constant", critic__optimizer__grad_norm_max=0),
+}
+
+
+def packed_base(world):
+    """A checkpoint whose experts are packed in MXFP4."""
+    run = "packed_base"
+    if not (world.place / run).exists():
+        words = sets(device="cuda", cold_start__steps=1, train__steps=0, checkpoint__dtype="mxfp4", model__architecture__num_hidden_layers=2)
+        world.run(world.gpu, "train", RECIPE, "--out", run, *SHORT, *words)
+    return max((world.place / run / "checkpoints").iterdir())
+
+
+def modes(world, ranks_of, cases):
+    """Packed experts, 8-bit AdamW and a critic on several GPUs in every order of the streams, beside one GPU: equal metrics, weights and
+    moments after three steps, mismatch 0. Returns a line for each case."""
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+    said = []
+    for name in cases:
+        packed = name.startswith("packed")
+        source = dict(model__path=packed_base(world)) if packed else {"model__architecture__num_hidden_layers": 2}
+        shape = dict(rollout__response_tokens_max=4, rollout__samples_per_prompt=2, rollout__prompts_per_step=3)
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=3), *NOT_CLIPPED, *steady, *sets(**source, **shape, **MODE_CASES[name])]
+        stem, compared = name.replace(" ", "_"), {}
+        world.run(world.gpu, "train", RECIPE, "--out", f"one_{stem}", *words)
+        for ranks in ranks_of:
+            for mode in MODES:
+                out = f"{stem}_{ranks}_{mode}"
+                world.run(TORCHRUN, ranks, world.gpu, "train", RECIPE, "--out", out, *words, env={"CUDA_EMULATOR": mode})
+                rows = [world.rows(run, "rl") for run in (f"one_{stem}", out)]
+                assert len(rows[1]) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows[1]), rows[1]
+                assert any(row["actor/grad_norm"] > 0 for row in rows[1]), rows[1]
+                expected = [[numbers(row) for row in some] for some in rows]
+                assert expected[0] == expected[1], f"{out}:\n{expected[0]}\n{expected[1]}"
+                size = 0
+                for part in ("model", "adapter_model", "critic", "trainer"):
+                    kept = [tensors(world.place / run / "checkpoints/step-000003", part) for run in (f"one_{stem}", out)]
+                    differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
+                    assert not differing, f"{out}: {part}: {differing}"
+                    compared[part] = sum(map(len, kept[0].values()))
+                    size += compared[part]
+                needed = ["adapter_model" if "adapter" in name else "model", "trainer", *(["critic"] if name == "critic" else [])]
+                assert all(compared[part] for part in needed), f"{out}: {compared}"
+                said.append(f"{name}, {ranks} GPUs, {mode}: {size} bytes equal")
+                print(said[-1], flush=True)
+                shutil.rmtree(world.place / out)
+    return f"{len(said)} runs as on one GPU"
+
+
 COPIED_BYTES_A_TOKEN_MAX = 64
 
 
