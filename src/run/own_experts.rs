@@ -7,7 +7,7 @@ use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::ops::adamw_8bit;
 use crate::recipe::Plan;
 
-/// What a run trains, and where.
+/// The parameters that a run trains, and where it runs.
 pub(super) struct TrainedExperts<'a> {
     pub config: &'a Config,
     /// Trainable flags of the policy's parameters.
