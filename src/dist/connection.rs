@@ -329,7 +329,7 @@ mod tests {
     #[test]
     fn the_error_of_rank_zeros_work_is_that_of_its_first_failed_exchange() {
         let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
-        let error = mesh.run_on_rank_zero(|| mesh.request(7), |_| Ok(())).unwrap_err();
+        let error = mesh.run_on_rank_zero(|| mesh.request(7), |_: i32| Ok(())).unwrap_err();
         assert_eq!(format!("{error:#}"), "a request of rank 0: rank 1 is gone");
         let later = format!("{:#}", mesh.any("stop", false).unwrap_err());
         assert_eq!(later, "stop: a request of rank 0: rank 1 is gone");
