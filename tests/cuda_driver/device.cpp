@@ -101,7 +101,8 @@ API CUresult cuDeviceGetName(char* name, int bytes, int) {
 API CUresult cuDeviceGetUuid_v2(char* uuid, int) { return memset(uuid, 0xe, 16), SUCCESS; }
 
 API CUresult cuDeviceGetAttribute(int* value, int attribute, int) {
-  static const std::map<int, int> values = {
+  // For good: another thread may ask while the process ends.
+  static const std::map<int, int>& values = *new std::map<int, int>{
       {1, 1024},        // threads of a block
       {2, 1024},        // block dimensions
       {3, 1024},
