@@ -78,6 +78,7 @@ constexpr size_t ALIGNMENT = 16;
 size_t own_bytes();
 CUdeviceptr reserve(size_t bytes);       // an address; its memory comes with `allocate`
 void allocate(CUdeviceptr address);
+void note_peak();  // memory of graphs has grown
 CUresult release(CUdeviceptr address, const char* call);
 void forget(CUdeviceptr address);        // one that never was allocated
 bool is_buffer(CUdeviceptr address);     // a buffer's start, freed or not

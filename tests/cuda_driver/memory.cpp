@@ -33,6 +33,7 @@ struct Buffer {
   size_t bytes;
   char* pages;
   size_t page_bytes;
+  bool of_graph = false;  // the driver keeps a graph's memory between launches
   State state = State::reserved;
 };
 
@@ -87,9 +88,11 @@ void allocate(CUdeviceptr address) {
   memset(start, POISON, buffer.bytes);
   memset(start + buffer.bytes, SLACK, end - start - buffer.bytes);
   buffer.state = State::used;
-  used_bytes += buffer.bytes;
-  if (used_bytes > peak_bytes) peak_bytes = used_bytes;
+  if (!buffer.of_graph) used_bytes += buffer.bytes;
+  note_peak();
 }
+
+void note_peak() { peak_bytes = std::max(peak_bytes, used_bytes + pool_graph_bytes()); }
 
 CUresult release(CUdeviceptr address, const char* call) {
   auto found = buffers.find(address);
@@ -106,7 +109,7 @@ CUresult release(CUdeviceptr address, const char* call) {
   madvise(buffer.pages, buffer.page_bytes, MADV_DONTNEED);
   mprotect(buffer.pages, buffer.page_bytes, PROT_NONE);
   buffer.state = State::freed;
-  used_bytes -= buffer.bytes;
+  if (!buffer.of_graph) used_bytes -= buffer.bytes;
   return result;
 }
 
@@ -214,6 +217,7 @@ API CUresult cuMemAllocAsync(CUdeviceptr* address, size_t bytes, void* handle) {
   if (!bytes) return SUCCESS;
   if (is_captured(stream)) {
     if (!(*address = reserve(bytes))) return OUT_OF_MEMORY;
+    buffers[*address].of_graph = true;
     captured_allocation(stream, *address, bytes);
   } else if (CUresult error = place(address, bytes, stream.get())) {
     return error;

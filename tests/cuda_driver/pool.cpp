@@ -160,8 +160,11 @@ bool pool_take_for_graphs(size_t bytes, size_t room) {
   const size_t more = std::max(bytes, graph_bytes) - graph_bytes;
   if (pool_taken_bytes() + more > room) return false;
   graph_bytes += more;
+  note_peak();
   return true;
 }
+
+size_t pool_graph_bytes() { return graph_bytes; }
 
 size_t pool_taken_bytes() { return reserved.now + beside_bytes + graph_bytes; }
 

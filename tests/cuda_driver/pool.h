@@ -22,6 +22,7 @@ Turn pool_free(CUdeviceptr address, const Stream* stream);
 void pool_waited();
 // Memory of recorded launches, which the pool is not asked for: as much as the greatest of them takes, for good.
 bool pool_take_for_graphs(size_t bytes, size_t room);
+size_t pool_graph_bytes();
 // What neither others nor cuMemAlloc can have.
 size_t pool_taken_bytes();
 void pool_tell();

@@ -96,8 +96,9 @@ impl MemoryPlanInput<'_> {
         let rollout = &recipe.rollout;
         if self.samples() && rollout.cuda_graphs && !rollout.keep_routes && !self.samples_by_expert() {
             // A CUDA graph has its own memory, which the driver does not free.
-            let forward = self.pass_shape(padded_rows(rollout.sequences_max), 0).forward_bytes();
-            add("CUDA graph", forward + self.partial_attention_bytes());
+            let sequences = self.decoded_sequences();
+            let forward = self.pass_shape(padded_rows(sequences), 0).forward_bytes();
+            add("CUDA graph", forward + self.partial_attention_bytes(sequences));
         }
         if !self.command.trains() {
             return items;
@@ -158,17 +159,46 @@ impl MemoryPlanInput<'_> {
         }
     }
 
+    /// Returns the bytes of the products of adapters' factors in the backward pass: rows of the rank's width,
+    /// and their gradients.
+    fn low_rank_bytes(&self, tokens: usize) -> u64 {
+        let factors = self.adapter.iter().flat_map(|adapter| &adapter.specs);
+        let rank = |spec: &ParameterSpec| spec.stored_shape.iter().rev().take(2).min().copied();
+        let rank = factors.filter_map(rank).max().unwrap_or(0);
+        (2 * tokens * self.config.num_experts_per_tok.max(1) * rank * size_of::<half::bf16>()) as u64
+    }
+
+    /// Returns the maximum number of sequences of a decode step.
+    fn decoded_sequences(&self) -> usize {
+        self.recipe.rollout.sequences_max.min(self.gpu_sequences.unwrap_or(usize::MAX))
+    }
+
     /// Returns the maximum number of rows of a forward pass whose logits are needed. The server scores the
     /// tokens of prompts too.
     pub(super) fn sampled_rows_max(&self) -> usize {
-        let drawn = self.recipe.rollout.sequences_max;
+        let drawn = self.decoded_sequences();
         if self.command == ModelCommand::Serve { drawn.max(FORWARD_TOKENS_MAX) } else { drawn }
+    }
+
+    /// Returns the maximum number of tokens that a forward pass feeds. No pass feeds more than all sequences
+    /// have. With one turn, samples of a prompt share its prefill.
+    fn fed_tokens_max(&self, sequences: usize) -> usize {
+        let capacity = self.cache_capacity(sequences);
+        let fed = capacity.fed_tokens_max.min(sequences.saturating_mul(capacity.tokens));
+        let rollout = &self.recipe.rollout;
+        let has_one_turn = self.command.trains() && rollout.turns_max == 1 && !self.plays_agent();
+        // A partial trajectory is fed again as a whole.
+        if !has_one_turn || rollout.step_tokens_max > 0 {
+            return fed;
+        }
+        let prompts = self.prompts_max().min(sequences);
+        fed.min(prompts.saturating_mul(rollout.prompt_tokens_max).saturating_add(sequences))
     }
 
     /// Returns the bytes of partial attention results. When few long sequences are decoded, several thread
     /// blocks share a sequence, and their partial results are merged.
-    fn partial_attention_bytes(&self) -> u64 {
-        let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * self.recipe.rollout.sequences_max;
+    fn partial_attention_bytes(&self, sequences: usize) -> u64 {
+        let chunks = self.longest_sequence().div_ceil(CHUNK_KEYS) * sequences;
         let (heads, head_dim) = (self.config.num_attention_heads, self.config.head_dim);
         part_bytes(padded_chunks(chunks), heads, head_dim).min(PARTS_BYTES_MAX) as u64
     }
@@ -183,8 +213,7 @@ impl MemoryPlanInput<'_> {
         let mut phases = vec![];
         if self.samples() {
             let capacity = self.cache_capacity(sequences);
-            // A pass feeds no more tokens than all sequences have.
-            let fed = capacity.fed_tokens_max.min(sequences.saturating_mul(capacity.tokens));
+            let fed = self.fed_tokens_max(sequences);
             let forward = self.pass_shape(fed, self.sampled_rows_max().min(fed)).forward_bytes();
             let decoded =
                 CacheCapacity { sequences: sequences.min(recipe.rollout.sequences_max), ..capacity };
@@ -193,7 +222,10 @@ impl MemoryPlanInput<'_> {
                 cache_item(capacity),
                 MemoryItem { name: "page tables and rows of decode", bytes },
                 MemoryItem { name: "one forward pass and its logits", bytes: forward },
-                MemoryItem { name: "partial attention results", bytes: self.partial_attention_bytes() },
+                MemoryItem {
+                    name: "partial attention results",
+                    bytes: self.partial_attention_bytes(self.decoded_sequences()),
+                },
             ];
             let exchanged = self.exchanged_row_item(capacity.fed_tokens_max);
             let items = items.into_iter().chain(self.gpu_sampling_gather()).chain(exchanged);
@@ -215,11 +247,11 @@ impl MemoryPlanInput<'_> {
             ModelCommand::Train => {
                 let recomputes = self.recomputes_layers();
                 let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-                let tokens = self.local_micro_batch_tokens();
-                let pass =
-                    PassShape { sequence_ranks: self.sequence_ranks(), ..self.pass_shape(tokens, tokens) };
-                let bytes = pass.forward_backward_bytes(recomputes);
-                let gathered = self.gpu_update_gather(pass.saved_layer_bytes());
+                let tokens = self.local_inputs_max();
+                let pass = self.pass_shape(tokens, self.local_targets_max());
+                let pass = PassShape { sequence_ranks: self.sequence_ranks(), ..pass };
+                let bytes = pass.forward_backward_bytes(recomputes) + self.low_rank_bytes(tokens);
+                let gathered = self.gpu_update_gather(&pass, bytes);
                 let rows = self.trained_row_item(tokens);
                 let update: Vec<MemoryItem> =
                     [MemoryItem { name, bytes }].into_iter().chain(gathered).chain(rows).collect();

@@ -1,13 +1,15 @@
 //! Memory plan of one of several GPUs: shards, and the tensors that are gathered from them.
 
-use super::{MemoryItem, MemoryPlanInput, TrainableTensor, gathered_bytes};
+use super::passes::BackwardStage;
+use super::{MemoryItem, MemoryPlanInput, PassShape, TrainableTensor, gathered_bytes};
 use crate::dist::shard_length;
 use crate::learner::OptimizerSettings;
 use crate::learner::gradients::{EXCHANGE_BYTES_MIN, exchange_bytes_max};
 use crate::learner::optimizer::state_bytes;
+use crate::model::config::Config;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole};
-use std::collections::BTreeMap;
+use std::collections::VecDeque;
 
 /// Returns the bytes of a value in the forward pass: bf16 for matrices, f32 for other tensors.
 fn value_bytes(spec: &ParameterSpec) -> usize {
@@ -94,67 +96,198 @@ impl MemoryPlanInput<'_> {
         self.processes > 1 && self.command.trains()
     }
 
-    /// Returns the memory of gathered weights and of whole gradients in a pass of several GPUs, beside the
-    /// activations of all layers. With recomputation, two layers are gathered at a time: the current one and
-    /// the next. Without it, the graph has the weights of all layers. The backward pass frees them, and
-    /// `saved_layer_bytes` of activations with each layer, while gradients are made.
-    pub(super) fn gpu_update_gather(&self, saved_layer_bytes: u64) -> Option<MemoryItem> {
+    /// Returns the memory that several GPUs need in `pass` beside its activations of `activation_bytes`:
+    /// gathered weights and whole gradients. With recomputation, two layers are gathered at a time: the
+    /// current one and the next. Without it, the graph has the weights of all layers. The backward pass frees
+    /// them, and activations, while gradients are made.
+    pub(super) fn gpu_update_gather(&self, pass: &PassShape, activation_bytes: u64) -> Option<MemoryItem> {
+        let recomputes = self.recomputes_layers();
         let sharding = self.sharding();
-        let is_gathered = |(_, spec): &TrainableTensor| !spec.is_sharded_by_expert(sharding);
-        let pass = |tensors: Vec<TrainableTensor>| {
-            let tensors: Vec<TrainableTensor> = tensors.into_iter().filter(is_gathered).collect();
-            let (mut outside, mut layers) = (LayerMemory::default(), BTreeMap::new());
-            for (_, spec) in &tensors {
-                let memory = match spec.layer.filter(|_| spec.role != TensorRole::AdapterFactor) {
-                    Some(layer) => layers.entry(layer).or_default(),
-                    None => &mut outside,
+        let total = |mut tensors: Vec<TrainableTensor>| {
+            tensors.retain(|(_, spec)| !spec.is_sharded_by_expert(sharding));
+            let tensors = &tensors[..];
+            let gathered = |held: &dyn Fn(BackwardStage) -> bool| -> u64 {
+                let held = tensors.iter().filter(|(_, spec)| held(weight_stage(spec)));
+                held.map(|(_, spec)| self.gathered_tensor_bytes(spec)).sum()
+            };
+            let layers = 0..self.config.num_hidden_layers;
+            let layer_weights = |layer| {
+                let parts = [BackwardStage::Experts(layer), BackwardStage::Attention(layer)];
+                gathered(&|stage| parts.contains(&stage))
+            };
+            let largest_layer = layers.clone().map(layer_weights).max().unwrap_or(0);
+            let outside =
+                gathered(&|stage| stage == BackwardStage::Head || stage == BackwardStage::Embedding);
+            let parts = layers.rev().flat_map(|l| [BackwardStage::Experts(l), BackwardStage::Attention(l)]);
+            let stages: Vec<BackwardStage> = std::iter::once(BackwardStage::Head)
+                .chain(parts)
+                .chain([BackwardStage::Embedding, BackwardStage::Exchange])
+                .collect();
+            let gradients = self.exchanged_gradient_bytes(tensors, &stages);
+            let bytes = stages.iter().zip(gradients).map(|(&stage, gradients)| {
+                let place = |stage: BackwardStage| stages.iter().position(|&other| other == stage);
+                let weights = match stage {
+                    BackwardStage::Exchange => 0,
+                    _ if recomputes => outside + 2 * largest_layer,
+                    _ => outside + gathered(&|part| part.is_in_layer() && place(part) >= place(stage)),
                 };
-                memory.weights += self.gathered_tensor_bytes(spec);
-                memory.gradients += gradient_bytes(spec);
-            }
-            let layers: Vec<LayerMemory> = layers.into_values().collect();
-            // Before and while the backward pass runs through each layer.
-            let backward = (0..=layers.len()).rev().map(|left| {
-                let weights = match self.recomputes_layers() {
-                    true => 2 * layers.iter().map(|layer| layer.weights).max().unwrap_or(0),
-                    false => layers[..left].iter().map(|layer| layer.weights).sum(),
+                let activations = match stage {
+                    BackwardStage::Exchange => 0,
+                    _ if recomputes => activation_bytes,
+                    _ => pass.device_backward_bytes(stage),
                 };
-                let made: u64 = layers[left.saturating_sub(1)..].iter().map(|layer| layer.gradients).sum();
-                let freed = if self.recomputes_layers() { 0 } else { layers.len() - left };
-                let made = self.exchanged_gradient_bytes(outside.gradients + made, &tensors);
-                (outside.weights + weights + made).saturating_sub(freed as u64 * saved_layer_bytes)
+                activations + weights + gradients
             });
-            backward.max().unwrap_or(0)
+            bytes.max().unwrap_or(0)
         };
         let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
-        let bytes = pass(self.ever_trainable_tensors()).max(pass(critic.unwrap_or_default()));
+        let total = total(self.ever_trainable_tensors()).max(total(critic.unwrap_or_default()));
+        let bytes = total.saturating_sub(activation_bytes);
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
     }
 
-    /// Returns the bytes of whole gradients and of received shards, if a pass has made gradients of `made`
-    /// bytes. Gradients of the pass before may still be there.
-    fn exchanged_gradient_bytes(&self, made: u64, tensors: &[TrainableTensor]) -> u64 {
-        let with_received = |bytes: u64| bytes + bytes / self.processes as u64 * (self.processes as u64 - 1);
-        let largest = tensors.iter().map(|(_, spec)| gradient_bytes(spec)).max().unwrap_or(0);
+    /// Returns, for each stage of a backward pass, the largest bytes of whole gradients and of received
+    /// shards. A pass makes gradients in the reverse order of the tensors. Gradients of the pass before may
+    /// still be there.
+    fn exchanged_gradient_bytes(&self, tensors: &[TrainableTensor], stages: &[BackwardStage]) -> Vec<u64> {
+        let received = |spec: &ParameterSpec| {
+            let values = (self.processes - 1) * shard_length(spec.element_count(), self.processes);
+            (values * size_of::<f32>()) as u64
+        };
         let pass_bytes = gathered_bytes(tensors);
-        // Of bytes in flight, half are counted as received.
-        let in_flight = with_received(exchange_bytes_max(pass_bytes) / 2).max(with_received(largest));
-        let waiting = EXCHANGE_BYTES_MIN.min(pass_bytes) + largest;
-        match self.passes_max() {
-            1 => with_received(made).min(in_flight + waiting),
-            _ => in_flight + waiting,
+        let (mut waiting, mut in_flight) = ((0, 0), VecDeque::<(u64, u64)>::new());
+        let mut peaks = vec![0; stages.len()];
+        let total = |waiting: u64, in_flight: &VecDeque<(u64, u64)>| -> u64 {
+            waiting + in_flight.iter().map(|(whole, received)| whole + received).sum::<u64>()
+        };
+        // No more is in flight than a pass makes, so later passes are like the third.
+        for _ in 0..self.passes_max().min(3) {
+            for (&stage, peak) in stages.iter().zip(&mut peaks) {
+                *peak = total(waiting.0, &in_flight).max(*peak);
+                for (_, spec) in
+                    tensors.iter().rev().filter(|(_, spec)| makes_gradient(spec, stage, self.config))
+                {
+                    waiting = (waiting.0 + gradient_bytes(spec), waiting.1 + received(spec));
+                    *peak = total(waiting.0, &in_flight).max(*peak);
+                    if waiting.0 >= EXCHANGE_BYTES_MIN {
+                        send(&mut waiting, &mut in_flight, exchange_bytes_max(pass_bytes));
+                        *peak = total(0, &in_flight).max(*peak);
+                    }
+                }
+                // An exchange has gradients of one pass.
+                if stage == BackwardStage::Exchange {
+                    send(&mut waiting, &mut in_flight, exchange_bytes_max(pass_bytes));
+                    *peak = total(0, &in_flight).max(*peak);
+                }
+            }
         }
+        peaks
     }
 }
 
-/// The memory of one layer's tensors in a pass: gathered weights, and whole gradients.
-#[derive(Default, Clone, Copy)]
-struct LayerMemory {
-    weights: u64,
-    gradients: u64,
+/// Moves the waiting gradients, whole and received bytes, to those in flight. At most `bytes_max` are in
+/// flight.
+fn send(waiting: &mut (u64, u64), in_flight: &mut VecDeque<(u64, u64)>, bytes_max: u64) {
+    let sent = std::mem::take(waiting);
+    while in_flight.iter().map(|(whole, _)| 2 * whole).sum::<u64>() > bytes_max.saturating_sub(2 * sent.0) {
+        in_flight.pop_front();
+    }
+    in_flight.push_back(sent);
+}
+
+/// Returns the part of the pass that holds the gathered tensor. Factors of adapters are held by the whole
+/// pass.
+fn weight_stage(spec: &ParameterSpec) -> BackwardStage {
+    match spec.role {
+        TensorRole::AdapterFactor => BackwardStage::Head,
+        _ => gradient_stage(spec),
+    }
+}
+
+/// Returns the stage of the backward pass in which a tensor gets its gradient.
+fn gradient_stage(spec: &ParameterSpec) -> BackwardStage {
+    match spec.layer {
+        Some(layer) if is_of_attention(spec) => BackwardStage::Attention(layer),
+        Some(layer) => BackwardStage::Experts(layer),
+        None if spec.role == TensorRole::Embedding => BackwardStage::Embedding,
+        None => BackwardStage::Head,
+    }
+}
+
+/// Returns whether a layer's tensor belongs to attention or to the norm before it.
+fn is_of_attention(spec: &ParameterSpec) -> bool {
+    [".self_attn.", ".input_layernorm."].iter().any(|part| spec.name.contains(part))
+}
+
+/// Returns whether `stage` makes a gradient of a tensor. A tied embedding has one of the head, too.
+fn makes_gradient(spec: &ParameterSpec, stage: BackwardStage, config: &Config) -> bool {
+    let is_tied_head = spec.role == TensorRole::Embedding && config.tie_word_embeddings;
+    gradient_stage(spec) == stage || is_tied_head && stage == BackwardStage::Head
 }
 
 /// Returns the f32 bytes of a tensor's gradient.
 fn gradient_bytes(spec: &ParameterSpec) -> u64 {
     (spec.element_count() * size_of::<f32>()) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Console;
+    use crate::recipe::resolve;
+    use crate::run::memory::{ModelCommand, TrainingStage};
+    use crate::run::preflight::Preflight;
+    use std::path::Path;
+
+    const SHORT: &str = "task.name = \"format_rules\"\ntrain.recompute_layers = false\n\
+                         rollout.prompts_per_step = 1\nrollout.samples_per_prompt = 4\n\
+                         rollout.prompt_tokens_max = 50\nrollout.response_tokens_max = 8\n\
+                         rollout.turns_max = 1\n";
+
+    /// Calls `check` with the input of a plan of one of `processes` GPUs.
+    fn with_input<R>(more: &str, processes: usize, check: impl FnOnce(&MemoryPlanInput) -> R) -> R {
+        let plan = resolve(Path::new("a.toml"), &format!("{SHORT}{more}"), &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = preflight.memory_plan_input();
+        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        check(&input)
+    }
+
+    #[test]
+    fn whole_gradients_of_one_pass_add_up_and_their_shards_come_with_an_exchange() {
+        let more =
+            "cold_start.steps = 0\ntrain.micro_batch_tokens = 232\nmodel.architecture.hidden_size = 512\n";
+        with_input(more, 2, |input| {
+            assert_eq!(input.passes_max(), 1);
+            let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
+            let layers = (0..input.config.num_hidden_layers).rev();
+            let parts = layers.flat_map(|l| [BackwardStage::Experts(l), BackwardStage::Attention(l)]);
+            let stages: Vec<_> = std::iter::once(BackwardStage::Head)
+                .chain(parts)
+                .chain([BackwardStage::Embedding, BackwardStage::Exchange])
+                .collect();
+            let peaks = input.exchanged_gradient_bytes(&tensors, &stages);
+            assert!(peaks.is_sorted() && peaks[0] > 0, "{peaks:?}");
+            let whole: u64 = tensors.iter().map(|(_, spec)| gradient_bytes(spec)).sum();
+            assert!(whole > 2 * EXCHANGE_BYTES_MIN, "several exchanges");
+            // At the end all gradients are there, and the half of them that the other GPU has sent. Before,
+            // what waits for an exchange has no shard yet.
+            let (last, before) = (peaks[peaks.len() - 1], peaks[peaks.len() - 2]);
+            assert!(last >= whole * 3 / 2 && last < whole * 3 / 2 + 4096, "{last} of {whole}");
+            assert!(before >= last - EXCHANGE_BYTES_MIN / 2 && before <= last, "{before} and {last}");
+        });
+    }
+
+    #[test]
+    fn a_pass_has_the_inputs_and_the_targets_of_its_sequences() {
+        let shape =
+            |more: &str| with_input(more, 1, |input| [input.local_inputs_max(), input.local_targets_max()]);
+        // The last token of a sequence is no input. Only sampled tokens are targets.
+        assert_eq!(shape("cold_start.steps = 0\ntrain.micro_batch_tokens = 1000"), [4 * 57, 4 * 8]);
+        assert_eq!(shape("cold_start.steps = 0\ntrain.micro_batch_tokens = 100"), [100, 32]);
+        assert_eq!(shape("cold_start.steps = 0\ntrain.micro_batch_tokens = 20"), [57, 32]);
+        // Demonstrations may be targets as a whole.
+        let [inputs, targets] = shape("cold_start.steps = 1\ntrain.micro_batch_tokens = 100");
+        assert_eq!(inputs, targets);
+    }
 }

@@ -298,7 +298,7 @@ pub fn gigabytes(bytes: u64) -> String {
 fn plain_gigabytes(bytes: u64) -> String {
     // The plan of a GPU can be small, because it does not include the program. Small numbers get more
     // decimals.
-    let decimals = if bytes < 50_000_000 { 4 } else { 2 };
+    let decimals = if bytes < 50_000_000 { 5 } else { 2 };
     format!("{:.decimals$}", bytes as f64 / 1e9)
 }
 

@@ -27,6 +27,26 @@ pub struct PassShape<'a> {
     pub sequence_ranks: usize,
 }
 
+/// A stage of the backward pass of a GPU that keeps all activations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum BackwardStage {
+    Head,
+    /// The experts of a layer, or its MLP, with the norm before them.
+    Experts(usize),
+    /// The attention of a layer, with the norm before it.
+    Attention(usize),
+    Embedding,
+    /// Several GPUs exchange the last gradients.
+    Exchange,
+}
+
+impl BackwardStage {
+    /// Returns whether the stage goes back through a part of a layer.
+    pub(super) fn is_in_layer(self) -> bool {
+        matches!(self, BackwardStage::Experts(_) | BackwardStage::Attention(_))
+    }
+}
+
 impl PassShape<'_> {
     /// Returns the bytes of a matrix of `rows × width` values.
     fn value_bytes(&self, rows: usize, width: usize) -> u64 {
@@ -58,7 +78,12 @@ impl PassShape<'_> {
     fn small_tensor_bytes(&self) -> u64 {
         let c = self.config;
         let width = c.num_attention_heads + c.num_local_experts + 4 * c.num_experts_per_tok;
-        (self.tokens * width) as u64 * F32
+        // On a GPU also the experts' first rows, and f32 copies of the vectors that have gradients.
+        let vectors = match self.on_gpu {
+            true => c.num_local_experts + 1 + 2 * c.hidden_size + 2 * c.head_dim + c.num_attention_heads,
+            false => 0,
+        };
+        (self.tokens * width + vectors) as u64 * F32
     }
 
     /// Returns the bytes that one layer's graph saves for the backward pass.
@@ -153,19 +178,13 @@ impl PassShape<'_> {
         attention.max(experts) + self.small_tensor_bytes() + adapter
     }
 
-    /// Returns the peak bytes of one layer's backward pass, without the graph.
-    ///
-    /// On a GPU, the gradients of the activation and of gate and up take `3I` values per expert row, that of
-    /// the experts' output `H`. What the graph frees in the meantime is not subtracted. With an adapter they
-    /// take `2I + 3H`: there is a second gradient of the input, and the sum of the two. On a CPU the plan has
-    /// `7I`, which was measured with candle's backward pass.
+    /// Returns the peak bytes of one layer's backward pass, without the graph. On a CPU the plan has `7I`
+    /// values per expert row, which was measured with candle's backward pass.
     fn layer_backward_bytes(&self) -> u64 {
-        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
-        let experts = self.expert_rows_bytes(match (self.on_gpu, self.has_adapter) {
-            (true, false) => h.max(3 * i),
-            (true, true) => 3 * (h + i),
-            (false, _) => 7 * i,
-        });
+        let experts = match self.on_gpu {
+            true => self.device_expert_gradient_bytes(),
+            false => self.expert_rows_bytes(7 * self.config.intermediate_size),
+        };
         let attention = match self.sequence_ranks {
             1 => 0,
             _ => {
@@ -174,6 +193,59 @@ impl PassShape<'_> {
             }
         };
         2 * self.hidden_bytes() + experts.max(attention)
+    }
+
+    /// Returns the peak bytes that a GPU needs beyond the graph while it goes back through the experts of a
+    /// layer. The layer's output is freed, and its gradient exists. An op's output is freed when its backward
+    /// is done. The peak is at one of three ops:
+    /// - the weighted sum: the gradient of the experts' output, `H` values per row;
+    /// - the down matrix, or its adapter: that gradient and the one of its input, `H + I`. The sum is freed;
+    /// - SwiGLU: gradients of its output and its input, `3I`. The experts' output is freed. With an adapter
+    ///   the peak is one op earlier: two gradients of the input of down, and the sum of the two, beside that
+    ///   of the output.
+    fn device_expert_gradient_bytes(&self) -> u64 {
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        let sum = if self.config.num_experts_per_tok > 0 { self.hidden_bytes() } else { 0 };
+        let down = self.expert_rows_bytes(h + i).saturating_sub(sum);
+        let unit = self.expert_rows_bytes(if self.has_adapter { 3 * i } else { (3 * i).saturating_sub(h) });
+        self.expert_rows_bytes(h).max(down).max(unit)
+    }
+
+    /// Returns the bytes of the graph that are left when a GPU has gone back through the experts of the
+    /// `layers`-th layer, with the gradients of its attention: at most four of the hidden size, three of
+    /// queries, two of keys and values.
+    fn device_attention_backward_bytes(&self, layers: u64) -> u64 {
+        let (h, i) = (self.config.hidden_size, self.config.intermediate_size);
+        let adapter = if self.has_adapter { self.expert_rows_bytes(2 * i + h) } else { 0 };
+        let freed = self.hidden_bytes() + self.expert_rows_bytes(2 * h + 3 * i) + adapter;
+        let gradients = 4 * self.hidden_bytes() + 3 * self.query_bytes() + 4 * self.key_bytes();
+        self.hidden_bytes() + (layers * self.saved_layer_bytes() + gradients).saturating_sub(freed)
+    }
+
+    /// Returns the peak bytes of a GPU's pass without recomputation, while its backward pass is in a stage.
+    pub(super) fn device_backward_bytes(&self, stage: BackwardStage) -> u64 {
+        let graph = |layers: u64| self.hidden_bytes() + layers * self.saved_layer_bytes();
+        match stage {
+            BackwardStage::Head => {
+                let gradients = (self.logit_bytes() + self.head_row_bytes()).max(self.hidden_bytes());
+                graph(self.config.num_hidden_layers as u64) + self.head_row_bytes() + gradients
+            }
+            BackwardStage::Experts(layer) if self.sequence_ranks > 1 => {
+                graph(layer as u64 + 1) + self.layer_backward_bytes()
+            }
+            BackwardStage::Experts(layer) => {
+                let routing = (self.tokens * self.config.num_experts_per_tok) as u64 * F32;
+                let layers = layer as u64 + 1;
+                (graph(layers) + self.device_expert_gradient_bytes() + routing)
+                    .max(self.device_attention_backward_bytes(layers))
+            }
+            BackwardStage::Attention(layer) if self.sequence_ranks > 1 => {
+                graph(layer as u64 + 1) + self.layer_backward_bytes()
+            }
+            BackwardStage::Attention(layer) => self.device_attention_backward_bytes(layer as u64 + 1),
+            BackwardStage::Embedding => 3 * self.hidden_bytes(),
+            BackwardStage::Exchange => 0,
+        }
     }
 
     /// Returns the bytes of the logits of one chunk of rows.
@@ -223,6 +295,10 @@ impl PassShape<'_> {
             let inputs = layers * self.hidden_bytes();
             let layer = 2 * self.hidden_bytes() + self.saved_layer_bytes() + self.layer_backward_bytes();
             inputs + (self.hidden_bytes() + head).max(layer).max(self.layer_forward_bytes())
+        } else if self.on_gpu {
+            let last = self.config.num_hidden_layers.saturating_sub(1);
+            let stages = [BackwardStage::Head, BackwardStage::Experts(last)];
+            stages.map(|stage| self.device_backward_bytes(stage)).into_iter().max().unwrap_or(0)
         } else {
             let graph = self.hidden_bytes() + layers * self.saved_layer_bytes() + self.head_row_bytes();
             graph
@@ -245,11 +321,37 @@ impl MemoryPlanInput<'_> {
         self.micro_batch_tokens().div_ceil(self.sequence_ranks())
     }
 
+    /// Returns the maximum number of tokens of a micro-batch of this process for which the head computes
+    /// logits. In reinforcement learning these are sampled tokens.
+    pub(super) fn local_targets_max(&self) -> usize {
+        let recipe = self.recipe;
+        let tokens = self.local_inputs_max();
+        let is_sampled = recipe.train.trajectories.is_none() && !self.plays_agent();
+        if !is_sampled || self.command.trains() && recipe.cold_start.steps > 0 {
+            return tokens;
+        }
+        let (prompts, samples) = self.rollout_size();
+        let sequences = prompts.saturating_mul(samples);
+        tokens.min(sequences.saturating_mul(recipe.rollout.response_tokens_max))
+    }
+
     /// Returns the maximum number of tokens of a micro-batch: that of the recipe or, if it is longer, one
     /// sequence. A batch of fewer tokens is one micro-batch.
     pub fn micro_batch_tokens(&self) -> usize {
+        self.micro_batch_tokens_without(0)
+    }
+
+    /// Returns the maximum number of input tokens of a micro-batch of this process. The last token of a
+    /// sequence is only a target.
+    pub(super) fn local_inputs_max(&self) -> usize {
+        self.micro_batch_tokens_without(1).div_ceil(self.sequence_ranks())
+    }
+
+    /// Returns the maximum number of tokens of a micro-batch, without `last` tokens of each sequence.
+    fn micro_batch_tokens_without(&self, last: usize) -> usize {
         let recipe = self.recipe;
         let tokens = |longest: usize, sequences: usize| {
+            let longest = longest.saturating_sub(last);
             recipe.train.micro_batch_tokens.max(longest).min(longest.saturating_mul(sequences))
         };
         let rollout = &recipe.rollout;

@@ -80,6 +80,14 @@ impl MemoryPlanInput<'_> {
         (rollout.sequences_max * self.engines()).min(sequences)
     }
 
+    /// Returns the maximum number of prompts of a rollout or an evaluation in this process.
+    pub(super) fn prompts_max(&self) -> usize {
+        let eval = &self.recipe.eval;
+        let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
+        let problems = if evaluates { eval.problems_max } else { 0 };
+        self.rollout_size().0.max(problems).div_ceil(self.processes)
+    }
+
     /// Returns whether sampling runs beside the update, with a copy of the trained weights.
     pub(super) fn samples_beside_the_update(&self) -> bool {
         let runs_ahead = self.command.trains() && self.recipe.rollout.lag_steps > 0;
@@ -132,7 +140,7 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns whether an agent's program plays the episodes of this command.
-    fn plays_agent(&self) -> bool {
+    pub(super) fn plays_agent(&self) -> bool {
         let samples =
             matches!(self.command, ModelCommand::Train | ModelCommand::Rollout | ModelCommand::Eval);
         samples && self.recipe.task.is_agent()

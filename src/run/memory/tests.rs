@@ -494,8 +494,8 @@ fn several_gpus_hold_shards_and_gather_weights() {
     assert_eq!([item(&one, "sampling", "weights, gathered"), item(&one, "update", gathered)], [0, 0]);
     assert!(item(&two, "sampling", "weights, gathered") >= bytes(&one, "weights"));
     // Without recomputation, the graph holds four layers in place of two.
-    let (recomputed, kept) = (item(&two, "update", gathered), item(&two_kept, "update", gathered));
-    assert!(recomputed > 0 && kept > recomputed, "{kept} and {recomputed}");
+    assert!(item(&two, "update", gathered) > 0 && item(&two_kept, "update", gathered) > 0);
+    assert!(two_kept.peak_bytes() > two.peak_bytes(), "{two_kept}\n{two}");
 }
 
 /// Several GPUs that share sequences have a part of the rows each, and the exchanged heads beside them.

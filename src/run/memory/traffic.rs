@@ -101,7 +101,9 @@ impl MemoryPlanInput<'_> {
     /// of a sequence, which the next one gets.
     pub(super) fn passes_max(&self) -> u64 {
         let passes = |sequences: usize, longest: usize| {
-            let in_micro_batch = (self.recipe.train.micro_batch_tokens / longest.max(1)).max(1);
+            // The last token of a sequence is no input.
+            let longest = longest.saturating_sub(1).max(1);
+            let in_micro_batch = (self.recipe.train.micro_batch_tokens / longest).max(1);
             let batches = sequences.div_ceil(in_micro_batch);
             batches.div_ceil(self.processes / self.sequence_ranks()) as u64
         };
