@@ -95,7 +95,7 @@ TRAINED_BUGS = [
     ("inputs of products are in the order of experts where gradients are added", GROUPED, "", "take_rows(x, &self.plan.row_of()?)?", "x.clone()"),
     ("gradients of outputs are in the order of experts where gradients are added", GROUPED, "", "take_rows(dy, &self.plan.row_of()?)?", "dy.clone()"),
     ("gradients of outputs are multiplied in the order of arrival", ROWS, "Ok([Some(", "take_rows(grad, &self.plan.token_of()?)?", "{ let _ = &self.plan; grad.clone() }"),
-    ("gradients of outputs are ordered as outputs are", ROWS, "", "&self.plan.token_of()?", "&self.plan.row_of()?"),
+    ("gradients of outputs are ordered as outputs are", ROWS, "", "self.plan.token_of()?", "self.plan.row_of()?"),
     ("a rank's rows begin at another rank's", EXCHANGE, "", "start - rows * width..start", "{ let first = layout.start_offset(); let all = layout.shape().elem_count(); first + all - (start - first)..first + all - (start - first) + rows * width }"),
     ("an expert's gradients are those of the pass alone", "src/learner/gradients.rs", "return ", "add(&buffer.reshape(shape)?)", "{ scale(buffer, 0.0)?; add(&buffer.reshape(shape)?) }"),
 ]
