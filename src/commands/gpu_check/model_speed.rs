@@ -10,6 +10,7 @@ use crate::learner::batch_runner::BatchRunner;
 use crate::learner::forward_backward::PassSettings;
 use crate::learner::micro_batch::{MicroBatch, Sequence};
 use crate::learner::optimizer::Optimizer;
+use crate::metrics::Progress;
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use crate::model::config::{Config, LayerType, Rope, WeightFormat};
@@ -396,7 +397,7 @@ fn measure_training(
             let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
                 Ok([vec![-1.0 / tokens as f32; log_probs.len()], vec![0.0; entropies.len()]])
             };
-            runner.accumulate(&batches, settings, &objective)?;
+            runner.accumulate(&batches, settings, None, &objective, &Progress::hidden())?;
             Ok(device.synchronize()?)
         })?;
         print_row(device, work, sequences.len(), cases.sequence_tokens, seconds, tokens)?;
