@@ -181,14 +181,15 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the maximum number of tokens that a forward pass feeds. No pass feeds more than all sequences
-    /// have. With one turn, samples of a prompt share its prefill.
+    /// have. With one turn, samples of a prompt share its prefill. Beside the update a run used 0.4% more than
+    /// this predicts, for a reason not known yet, so there each sample counts.
     fn fed_tokens_max(&self, sequences: usize) -> usize {
         let capacity = self.cache_capacity(sequences);
         let fed = capacity.fed_tokens_max.min(sequences.saturating_mul(capacity.tokens));
         let rollout = &self.recipe.rollout;
         let has_one_turn = self.command.trains() && rollout.turns_max == 1 && !self.plays_agent();
         // A partial trajectory is fed again as a whole.
-        if !has_one_turn || rollout.step_tokens_max > 0 {
+        if !has_one_turn || rollout.step_tokens_max > 0 || self.samples_beside_the_update() {
             return fed;
         }
         let prompts = self.prompts_max().min(sequences);
