@@ -181,8 +181,8 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the maximum number of tokens that a forward pass feeds. No pass feeds more than all sequences
-    /// have. With one turn, samples of a prompt share its prefill. Beside the update a run used 0.4% more than
-    /// this predicts, for a reason not known yet, so there each sample counts.
+    /// have. With one turn, samples of a prompt share its prefill. Beside the update a run used 0.4% more
+    /// than this predicts, for a reason not known yet, so there each sample counts.
     fn fed_tokens_max(&self, sequences: usize) -> usize {
         let capacity = self.cache_capacity(sequences);
         let fed = capacity.fed_tokens_max.min(sequences.saturating_mul(capacity.tokens));
