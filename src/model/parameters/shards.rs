@@ -138,14 +138,13 @@ impl Parameters {
         let pending = Mutex::default();
         let by_expert = experts.iter().any(|parts| !parts.is_empty());
         let expert_parallel = by_expert.then(|| Arc::new(self.expert_parallel()));
-        let adapters_of_layers = adapters.clone();
         let layers = ShardedLayers {
             mesh,
             config,
             layers,
             experts,
             expert_parallel,
-            adapters: adapters_of_layers,
+            adapters: adapters.clone(),
             target,
             pending,
         };

@@ -110,19 +110,14 @@ impl MemoryPlanInput<'_> {
                 let held = tensors.iter().filter(|(_, spec)| held(weight_stage(spec)));
                 held.map(|(_, spec)| self.gathered_tensor_bytes(spec)).sum()
             };
-            let layers = 0..self.config.num_hidden_layers;
             let layer_weights = |layer| {
                 let parts = [BackwardStage::Experts(layer), BackwardStage::Attention(layer)];
                 gathered(&|stage| parts.contains(&stage))
             };
-            let largest_layer = layers.clone().map(layer_weights).max().unwrap_or(0);
+            let largest_layer = (0..self.config.num_hidden_layers).map(layer_weights).max().unwrap_or(0);
             let outside =
                 gathered(&|stage| stage == BackwardStage::Head || stage == BackwardStage::Embedding);
-            let parts = layers.rev().flat_map(|l| [BackwardStage::Experts(l), BackwardStage::Attention(l)]);
-            let stages: Vec<BackwardStage> = std::iter::once(BackwardStage::Head)
-                .chain(parts)
-                .chain([BackwardStage::Embedding, BackwardStage::Exchange])
-                .collect();
+            let stages = BackwardStage::all(self.config.num_hidden_layers);
             let gradients = self.exchanged_gradient_bytes(tensors, &stages);
             let bytes = stages.iter().zip(gradients).map(|(&stage, gradients)| {
                 let place = |stage: BackwardStage| stages.iter().position(|&other| other == stage);
@@ -261,12 +256,7 @@ mod tests {
         with_input(more, 2, |input| {
             assert_eq!(input.passes_max(), 1);
             let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
-            let layers = (0..input.config.num_hidden_layers).rev();
-            let parts = layers.flat_map(|l| [BackwardStage::Experts(l), BackwardStage::Attention(l)]);
-            let stages: Vec<_> = std::iter::once(BackwardStage::Head)
-                .chain(parts)
-                .chain([BackwardStage::Embedding, BackwardStage::Exchange])
-                .collect();
+            let stages = BackwardStage::all(input.config.num_hidden_layers);
             let peaks = input.exchanged_gradient_bytes(&tensors, &stages);
             assert!(peaks.is_sorted() && peaks[0] > 0, "{peaks:?}");
             let whole: u64 = tensors.iter().map(|(_, spec)| gradient_bytes(spec)).sum();

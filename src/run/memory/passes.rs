@@ -41,6 +41,12 @@ pub(super) enum BackwardStage {
 }
 
 impl BackwardStage {
+    /// Returns all stages of a model with `layers` layers, in order.
+    pub(super) fn all(layers: usize) -> Vec<Self> {
+        let in_layers = (0..layers).rev().flat_map(|layer| [Self::Experts(layer), Self::Attention(layer)]);
+        std::iter::once(Self::Head).chain(in_layers).chain([Self::Embedding, Self::Exchange]).collect()
+    }
+
     /// Returns whether the stage goes back through a part of a layer.
     pub(super) fn is_in_layer(self) -> bool {
         matches!(self, BackwardStage::Experts(_) | BackwardStage::Attention(_))

@@ -493,8 +493,9 @@ fn several_gpus_hold_shards_and_gather_weights() {
     let gathered = "gathered weights, exchanged gradients";
     assert_eq!([item(&one, "sampling", "weights, gathered"), item(&one, "update", gathered)], [0, 0]);
     assert!(item(&two, "sampling", "weights, gathered") >= bytes(&one, "weights"));
-    // Without recomputation, the graph holds four layers in place of two.
-    assert!(item(&two, "update", gathered) > 0 && item(&two_kept, "update", gathered) > 0);
+    assert!(item(&two, "update", gathered) > 0);
+    // Without recomputation, the graph holds the weights of all layers when the backward pass begins.
+    assert!(item(&two_kept, "update", gathered) >= item(&two, "sampling", "weights, gathered"));
     assert!(two_kept.peak_bytes() > two.peak_bytes(), "{two_kept}\n{two}");
 }
 

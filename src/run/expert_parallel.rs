@@ -1,4 +1,4 @@
-//! Refuses recipes whose experts cannot have owners in training (`parallel.experts = "by_expert"`).
+//! Refuses recipes that cannot train with expert parallelism (`parallel.experts = "by_expert"`).
 
 use crate::dist::{ExpertPlacement, SHARD_ALIGNMENT};
 use crate::learner::{OptimizerKind, OptimizerSettings};
@@ -30,11 +30,12 @@ impl TrainedExperts<'_> {
         let mut reasons = vec![];
         if !self.on_gpu {
             reasons.push(
-                "experts have owners only on GPUs; write \"gathered\", or device = \"cuda\"".to_owned(),
+                "expert parallelism in training needs GPUs; write \"gathered\", or device = \"cuda\""
+                    .to_owned(),
             );
         }
         if recipe.parallel.sequence > 1 {
-            let reason = "processes that share sequences cannot have experts of their own yet; write \"gathered\", or \
+            let reason = "expert parallelism in training does not work with sequence parallelism yet; write \"gathered\", or \
                           parallel.sequence = 1";
             reasons.push(reason.to_owned());
         }
@@ -48,10 +49,10 @@ impl TrainedExperts<'_> {
         let of_critic =
             self.critic_trainable.map(|trainable| frozen(&value_model_specs(self.config), trainable));
         if self.has_adapter {
-            let reason = "an adapter's experts are frozen, and a GPU has all of them; write \"gathered\", or remove [adapter]";
+            let reason = "an adapter leaves the experts frozen, and each GPU holds all frozen experts; write \"gathered\", or remove [adapter]";
             reasons.push(reason.to_owned());
         } else if let Some(name) = of_policy.1 {
-            reasons.push(format!("{name} is frozen, and only trained experts have owners; write \"gathered\", or remove its pattern from train.freeze"));
+            reasons.push(format!("{name} is frozen, and each GPU holds all frozen experts; write \"gathered\", or remove its pattern from train.freeze"));
         } else if let Some((1.., Some(name))) = of_critic {
             reasons.push(format!("the critic's {name} is frozen, but other experts are not; write \"gathered\", or freeze all of its experts with critic.freeze"));
         }
