@@ -127,7 +127,12 @@ def build(copy):
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)
-    return Path(os.environ["CARGO_TARGET_DIR"]) / "emulated/rloss"
+    built = Path(os.environ["CARGO_TARGET_DIR"]) / "emulated"
+    program = shutil.copy(built / "rloss", copy / "rloss-with-bugs")
+    # Cargo watches the files of the copy. It would take this program for that of the checkout, whatever changes there.
+    for fingerprint in (built / ".fingerprint").glob("rloss-*"):
+        shutil.rmtree(fingerprint)
+    return program
 
 
 # Ranks, and what is run besides.
