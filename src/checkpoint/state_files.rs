@@ -8,11 +8,12 @@
 use super::resume::DAMAGE_REMEDY;
 use super::tensor_file::{TensorFile, write_f32, write_tensors};
 use crate::bad_input;
-use crate::dist::serialization::f32_values;
+use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Sharding, rotated_shard_range};
 use crate::integrity::Manifest;
 use crate::model::names::{ParameterSpec, StoredTensor};
-use crate::model::parameters::{MASTER, Parameters, ShardRequest, state_range};
+use crate::model::parameters::{BLOCK_STATES, CODES, MASTER, MOMENTS, Parameters, ShardRequest, state_range};
+use crate::ops::adamw_8bit::{BLOCK, decode_moment};
 use crate::ops::cpu::{host_codes, host_values, to_host};
 use anyhow::{Result, bail};
 use blake3::Hash;
@@ -241,6 +242,31 @@ impl StateFiles {
         }
         Ok(Some(bytes))
     }
+
+    /// Reads a moment of `spec` from 8-bit codes. `names` are the names of its codes and scales in the files.
+    /// Returns the values of the whole tensor; `None` if the files have no such codes.
+    fn read_8bit_moment(
+        &self,
+        [codes, scales]: &[String; 2],
+        is_first: bool,
+        spec: &ParameterSpec,
+        shard_of: impl Fn(usize, usize) -> Range<usize>,
+    ) -> Result<Option<Vec<f32>>, StateMismatch> {
+        let values = spec.element_count();
+        let codes = self.read(codes, (DType::U8, values), 0..values, &shard_of)?;
+        let blocks = values.div_ceil(BLOCK);
+        let block_range = |rank, ranks| state_range(BLOCK_STATES[0], shard_of(rank, ranks));
+        let scales = self.read(scales, (DType::F32, blocks), 0..blocks, block_range)?;
+        let (Some(codes), Some(scales)) = (codes, scales) else { return Ok(None) };
+        let scales: Vec<f32> = f32_values(&scales).collect();
+        Ok(Some(decode_moment(is_first, &codes, &scales)))
+    }
+}
+
+/// Returns the names of the codes and scales of the moment `kind`; `None` if `kind` is no moment.
+fn names_of_8bit_moment(kind: &str, spec: &ParameterSpec) -> Option<[String; 2]> {
+    let moment = MOMENTS.iter().position(|name| *name == kind)?;
+    Some([CODES[moment], BLOCK_STATES[moment]].map(|kind| format!("{kind}.{}", spec.name)))
 }
 
 /// The reason why a stored tensor cannot be restored.
@@ -282,11 +308,20 @@ pub fn restore(
             let (dtype, length) = parameters.state_shape(index, kind)?;
             let own = parameters.local_range(index, kind, length);
             let range_of = |rank: usize, ranks: usize| state_range(kind, shard_of(spec, index, rank, ranks));
-            let bytes =
-                files.read(&name, (dtype, length), own, range_of).map_err(|mismatch| match mismatch {
-                    StateMismatch::Size => damaged(format!("{} has another size or optimizer", spec.name)),
-                    StateMismatch::ReadError(error) => error,
-                })?;
+            let mistake = |mismatch| match mismatch {
+                StateMismatch::Size => damaged(format!("{} has another size or optimizer", spec.name)),
+                StateMismatch::ReadError(error) => error,
+            };
+            let mut bytes = files.read(&name, (dtype, length), own.clone(), range_of).map_err(mistake)?;
+            // In older runs, the biases of experts had 8-bit moments.
+            if let (None, true, Some(names)) =
+                (&bytes, spec.is_expert_parameter(), names_of_8bit_moment(kind, spec))
+            {
+                let shard_of = |rank: usize, ranks: usize| shard_of(spec, index, rank, ranks);
+                let values = files.read_8bit_moment(&names, kind == MOMENTS[0], spec, shard_of);
+                bytes = values.map_err(mistake)?.map(|values| f32_bytes(&values[own]).to_vec());
+                unread.retain(|name| !names.contains(name));
+            }
             let Some(bytes) = bytes else {
                 if parameters.is_trained(index) || requires_frozen {
                     return Err(damaged(format!("{} is missing", spec.name)));
@@ -315,18 +350,23 @@ mod tests {
     use super::*;
     use crate::model::names::{Layout, TensorRole};
 
+    /// Returns the bias of five experts with `values` values.
+    fn spec_of_experts(values: usize) -> ParameterSpec {
+        ParameterSpec {
+            name: "model.layers.0.mlp.experts.down_proj_bias".to_owned(),
+            layer: Some(0),
+            role: TensorRole::Bias,
+            stored_shape: vec![5, values / 5],
+            layout: Layout::AsStored,
+        }
+    }
+
     /// Before shards were in rank order, the shards of a tensor were rotated by its index.
     #[test]
     fn shards_of_all_orders_are_read() {
         const VALUES: usize = 700;
         let values: Vec<f32> = (0..VALUES).map(|i| i as f32).collect();
-        let spec = ParameterSpec {
-            name: "model.layers.0.mlp.experts.down_proj_bias".to_owned(),
-            layer: Some(0),
-            role: TensorRole::Bias,
-            stored_shape: vec![5, VALUES / 5],
-            layout: Layout::AsStored,
-        };
+        let spec = spec_of_experts(VALUES);
         for (written, metadata) in
             [(rotated as ShardRule, FRAMEWORK), (in_rank_order, SHARD_ORDER), (by_expert, BY_EXPERT)]
         {
@@ -348,5 +388,41 @@ mod tests {
                 assert_eq!(read, values[own]);
             }
         }
+    }
+
+    /// Biases of experts had 8-bit moments before they had f32 moments.
+    #[test]
+    fn eight_bit_moments_of_experts_are_read_as_f32() {
+        const VALUES: usize = 700;
+        let spec = spec_of_experts(VALUES);
+        let codes: Vec<u8> = (0..VALUES).map(|i| (i * 7 % 256) as u8).collect();
+        let scales = [0.5f32, 2.0, 3.0];
+        let folder = tempfile::tempdir().unwrap();
+        for rank in 0..2 {
+            let own = in_rank_order(&spec, 1, rank, 2);
+            let blocks = state_range(BLOCK_STATES[1], own.clone());
+            let tensor = |kind: &str, dtype, length| {
+                let name = format!("{kind}.{}", spec.name);
+                StoredTensor { name, dtype, shape: vec![length] }
+            };
+            let stored = vec![
+                tensor(CODES[1], Dtype::U8, own.len()),
+                tensor(BLOCK_STATES[1], Dtype::F32, blocks.len()),
+            ];
+            let path = folder.path().join(file_name("trainer", rank, 2));
+            write_tensors(&path, stored, SHARD_ORDER, |index, out| match index {
+                0 => Ok(out.write_all(&codes[own.clone()])?),
+                _ => write_f32(out, &scales[blocks.clone()]),
+            })
+            .unwrap();
+        }
+        let files = StateFiles::open(folder.path(), "trainer").unwrap();
+        let shard_of = |rank: usize, ranks: usize| in_rank_order(&spec, 1, rank, ranks);
+        let names = names_of_8bit_moment(MOMENTS[1], &spec).unwrap();
+        let read = files.read_8bit_moment(&names, false, &spec, shard_of).ok().flatten();
+        assert_eq!(read.unwrap(), decode_moment(false, &codes, &scales));
+        let others = names_of_8bit_moment(MOMENTS[0], &spec).unwrap();
+        assert!(files.read_8bit_moment(&others, true, &spec, shard_of).is_ok_and(|read| read.is_none()));
+        assert!(names_of_8bit_moment(MASTER, &spec).is_none());
     }
 }

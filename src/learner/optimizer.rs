@@ -6,7 +6,7 @@ use crate::dist::Sharding;
 use crate::learner::sharded_muon::{self, UpdateCost};
 use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::parameters::{BLOCK_STATES, MASTER, OptimizerState, Parameters};
+use crate::model::parameters::{BLOCK_STATES, CODES, MASTER, MOMENTS, OptimizerState, Parameters};
 use crate::model::sharded_layers::to_op_error;
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::muon::{self, MatrixShard, Muon, muon, muon_shard};
@@ -16,10 +16,6 @@ use crate::ops::threads::Threads;
 use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Shape, Tensor};
 
-/// AdamW's first and second moments.
-const MOMENTS: [&str; 2] = ["first", "second"];
-/// AdamW's moments as 8-bit codes; [`BLOCK_STATES`] holds their scales.
-const CODES: [&str; 2] = ["first_codes", "second_codes"];
 /// The momentum buffer of SGD and Muon.
 const MOMENTUM: &str = "momentum";
 
@@ -31,6 +27,17 @@ fn is_orthogonalized(settings: &Settings, spec: &ParameterSpec) -> bool {
     settings.kind == OptimizerKind::Muon && is_hidden_matrix
 }
 
+/// Returns whether [`OptimizerKind::AdamW8Bit`] stores the tensor's moments in 8 bits. Small tensors have f32
+/// moments. So have those of which an expert would share a block with the next, such as the biases of
+/// GPT-OSS: a rank can then hold any of the experts.
+fn has_8bit_moments(spec: &ParameterSpec) -> bool {
+    let expert_values = match spec.is_expert_parameter() {
+        true => spec.stored_shape.iter().skip(1).product(),
+        false => adamw_8bit::BLOCK,
+    };
+    spec.element_count() >= adamw_8bit::VALUES_MIN && expert_values.is_multiple_of(adamw_8bit::BLOCK)
+}
+
 /// Lists the state buffers of a tensor: name, type and shape of each. `shape` is the shape of the tensor's
 /// shard in this process.
 fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
@@ -38,7 +45,7 @@ fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'s
         OptimizerKind::Muon if is_orthogonalized(settings, spec) => {
             vec![(MOMENTUM, DType::F32, shape.clone())]
         }
-        OptimizerKind::AdamW8Bit if spec.element_count() >= adamw_8bit::VALUES_MIN => {
+        OptimizerKind::AdamW8Bit if has_8bit_moments(spec) => {
             let blocks = Shape::from(shape.elem_count().div_ceil(adamw_8bit::BLOCK));
             let codes = CODES.map(|name| (name, DType::U8, shape.clone()));
             let scales = BLOCK_STATES.map(|name| (name, DType::F32, blocks.clone()));

@@ -29,6 +29,10 @@ pub type OptimizerState = BTreeMap<&'static str, Tensor>;
 
 /// The name of the state with the f32 master values of weights that are bf16 in the model.
 pub const MASTER: &str = "master";
+/// AdamW's first and second moments.
+pub const MOMENTS: [&str; 2] = ["first", "second"];
+/// AdamW's moments as 8-bit codes; [`BLOCK_STATES`] holds their scales.
+pub const CODES: [&str; 2] = ["first_codes", "second_codes"];
 /// The names of the states with one value per block of [`crate::dist::SHARD_ALIGNMENT`] elements. These are
 /// the scales of 8-bit moments.
 pub const BLOCK_STATES: [&str; 2] = ["first_scales", "second_scales"];

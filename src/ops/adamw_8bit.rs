@@ -153,6 +153,15 @@ pub fn adamw_8bit(
     })
 }
 
+/// Returns the values of the first or the second moment. There is one scale per [`BLOCK`] codes.
+pub fn decode_moment(is_first: bool, codes: &[u8], scales: &[f32]) -> Vec<f32> {
+    let map = if is_first { &SIGNED } else { &UNSIGNED };
+    let mut values = vec![0.0; codes.len()];
+    let blocks = values.chunks_mut(BLOCK).zip(codes.chunks(BLOCK));
+    blocks.zip(scales).for_each(|((values, codes), &scale)| map.decode(values, codes, scale));
+    values
+}
+
 fn edit_moment<R>(moment: Moment, f: impl FnOnce(&mut [u8], &mut [f32]) -> Result<R>) -> Result<R> {
     edit_codes(moment.codes, |codes| edit(moment.scales, |scales| f(codes, scales)))
 }

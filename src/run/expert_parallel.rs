@@ -1,10 +1,8 @@
 //! Refuses recipes that cannot train with expert parallelism (`parallel.experts = "by_expert"`).
 
-use crate::dist::{ExpertPlacement, SHARD_ALIGNMENT};
-use crate::learner::{OptimizerKind, OptimizerSettings};
+use crate::dist::ExpertPlacement;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
-use crate::ops::adamw_8bit;
 use crate::recipe::Plan;
 
 /// The parameters that a run trains, and where it runs.
@@ -56,39 +54,7 @@ impl TrainedExperts<'_> {
         } else if let Some((1.., Some(name))) = of_critic {
             reasons.push(format!("the critic's {name} is frozen, but other experts are not; write \"gathered\", or freeze all of its experts with critic.freeze"));
         }
-        reasons.extend(self.divided_block(plan));
         reasons.into_iter().map(|reason| plan.mistake(KEY, reason).to_string()).collect()
-    }
-
-    /// Returns the reason if an expert would have a part of a block of 8-bit moments.
-    fn divided_block(&self, plan: &Plan) -> Option<String> {
-        let recipe = &plan.recipe;
-        let optimizers: [(&str, Option<&OptimizerSettings>); 3] = [
-            (
-                "cold_start.optimizer.kind",
-                Some(&recipe.cold_start.optimizer).filter(|_| recipe.cold_start.steps > 0),
-            ),
-            ("train.optimizer.kind", Some(&recipe.train.optimizer).filter(|_| recipe.train.steps > 0)),
-            ("critic.optimizer.kind", recipe.critic.as_ref().map(|critic| &critic.optimizer)),
-        ];
-        let mut of_8_bits = optimizers.into_iter().filter(|(_, optimizer)| {
-            optimizer.is_some_and(|optimizer| optimizer.kind == OptimizerKind::AdamW8Bit)
-        });
-        let (key, _) = of_8_bits.next()?;
-        let specs = parameter_specs(self.config);
-        let values = |spec: &ParameterSpec| spec.element_count() / self.config.num_local_experts.max(1);
-        let is_divided = |spec: &&ParameterSpec| {
-            spec.is_expert_parameter()
-                && spec.element_count() >= adamw_8bit::VALUES_MIN
-                && !values(spec).is_multiple_of(SHARD_ALIGNMENT)
-        };
-        let spec = specs.iter().find(is_divided)?;
-        Some(format!(
-            "an expert has {} values of {}, which is no multiple of the {SHARD_ALIGNMENT} of a block of 8-bit moments; \
-             write \"gathered\", or {key} = \"adamw\"",
-            values(spec),
-            spec.name
-        ))
     }
 }
 
@@ -121,15 +87,15 @@ mod tests {
         let good = mistakes(BY_EXPERT, NONE, (false, true));
         assert!(good.is_empty(), "{good:?}");
         assert!(mistakes("", "experts", (true, false)).is_empty());
-        let shared = format!("{BY_EXPERT}sequence = 2\n");
+        // An expert has 7.5 blocks of 8-bit moments.
         let of_8_bits = format!("{BY_EXPERT}[train.optimizer]\nkind = \"adamw_8bit\"\n");
+        assert!(mistakes(&of_8_bits, NONE, (false, true)).is_empty());
+        let shared = format!("{BY_EXPERT}sequence = 2\n");
         let cases = [
             (BY_EXPERT, NONE, (false, false), "device = \"cuda\""),
             (BY_EXPERT, "experts.down_proj_bias", (false, true), "experts.down_proj_bias is frozen"),
             (BY_EXPERT, NONE, (true, true), "remove [adapter]"),
             (&shared, NONE, (false, true), "parallel.sequence = 1"),
-            // 40 x 48 values are 7.5 blocks.
-            (&of_8_bits, NONE, (false, true), "1920 values of model.layers.0.mlp.experts.gate_up_proj"),
         ];
         for (rest, frozen, run, message) in cases {
             let found = mistakes(rest, frozen, run);
