@@ -11,6 +11,7 @@ mod turn_reader;
 
 pub use turn_reader::{Texts, TurnReader};
 
+use crate::bad_input;
 use crate::harmony::{
     self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,
     StreamParser, TurnError, TurnStep,
@@ -180,15 +181,27 @@ impl Chat {
         }
     }
 
-    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`. In
-    /// Harmony an assistant's message without a channel, as OpenAI's form has it, gets the channel `final`,
-    /// or `commentary` if it is a call.
+    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`; if it
+    /// has no system message, `identity` is the text before them. In Harmony an assistant's message without
+    /// a channel, as OpenAI's form has it, gets the channel `final`, or `commentary` if it is a call.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.
-    pub fn read_messages(&self, row: &Value, source_name: &str) -> Result<Vec<Message>> {
+    pub fn read_messages(
+        &self,
+        row: &Value,
+        identity: Option<&str>,
+        source_name: &str,
+    ) -> Result<Vec<Message>> {
+        let has_tools = row["tools"].as_array().is_some_and(|tools| !tools.is_empty());
         match self {
             Chat::Harmony(_) => {
+                if has_tools {
+                    return Err(bad_input!(
+                        "{source_name}: \"tools\"; GPT-OSS declares functions in a developer message, and a call is a message \
+                         with \"recipient\": \"functions.NAME\""
+                    ));
+                }
                 let mut messages = harmony::messages_from_json(&row["messages"], source_name)?;
                 for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
                     let usual = if message.recipient.is_some() { "commentary" } else { "final" };
@@ -196,7 +209,10 @@ impl Chat {
                 }
                 Ok(messages)
             }
-            Chat::ChatMl(chatml) => chatml::messages_from_json(row, None, chatml.has_thoughts(), source_name),
+            Chat::ChatMl(chatml) => {
+                let identity = identity.filter(|_| has_tools);
+                chatml::messages_from_json(row, identity, chatml.has_thoughts(), source_name)
+            }
         }
     }
 

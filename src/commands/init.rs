@@ -99,10 +99,15 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
     if data_files.iter().any(|(_, file)| file.is_some()) {
         tables += "\n[task]\n";
     }
+    // The file takes the place of the base's files.
+    let has_several = !source.resolve(&[])?.recipe.task.validation_files.is_empty();
     for (key, file) in data_files {
-        if let Some(file) = file {
-            tables += &format!("{key} = {}\n", path_value(file)?);
-        }
+        let Some(file) = file else { continue };
+        let file = path_value(file)?;
+        tables += &match key {
+            "validation_file" if has_several => format!("validation_files = [{file}]\n"),
+            key => format!("{key} = {file}\n"),
+        };
     }
     let sizing = propose_sizes(Path::new(&file), &tables)?;
     let (missing, fetched) = &sizing.missing_data;

@@ -14,6 +14,9 @@ use std::path::{Path, PathBuf};
 /// Default number of passes over the rows.
 const EPOCHS: u64 = 3;
 
+/// The form of a row, for messages.
+const ROW_FORMAT: &str = "{\"messages\": [...]}";
+
 /// The recipe for a model's folder or file. The task is not used.
 const MODEL_RECIPE: RecipeSource =
     RecipeSource::BuiltIn { name: "rloss sft", text: "task.name = \"arithmetic_single\"\n" };
@@ -80,13 +83,17 @@ fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
     sets.push(file_set("cold_start.train_file", &args.data)?);
     if let Some(validation) = &args.validation {
         sets.push(file_set("cold_start.validation_file", validation)?);
+        if !has_set("cold_start.validation_rows_max") {
+            let rows = rows::read(validation, None, ROW_FORMAT, |_| Ok(()))?.len();
+            sets.push(format!("cold_start.validation_rows_max={rows}"));
+        }
     }
     let mut sets_with_a_length = sets.clone();
     if !has_set("cold_start.steps") {
         sets_with_a_length.push("cold_start.steps=1".into());
     }
     let recipe = source.resolve(&sets_with_a_length)?.recipe;
-    let row_count = rows::read(&args.data, None, "{\"messages\": [...]}", |_| Ok(()))?.len();
+    let row_count = rows::read(&args.data, None, ROW_FORMAT, |_| Ok(()))?.len();
     let epochs = row_count as u64 * args.epochs.unwrap_or(EPOCHS);
     let batch_size = recipe.cold_start.batch_size.min(row_count);
     if !has_set("cold_start.steps") {

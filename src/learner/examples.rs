@@ -3,7 +3,7 @@
 use super::micro_batch::Sequence;
 use crate::bad_input;
 use crate::chat::Chat;
-use crate::harmony::Message;
+use crate::harmony::{Message, Role};
 use crate::random::Purpose;
 use crate::tasks::rows::{self, EpochOrder};
 use crate::tasks::{Demonstration, Task};
@@ -24,8 +24,10 @@ pub enum Examples {
 #[derive(Clone, Copy)]
 pub struct ConversationRenderer<'a> {
     pub chat: &'a Chat,
-    /// System and developer messages before a demonstration.
+    /// System and developer messages before a demonstration, and before a row that has none.
     pub system_prompt: &'a [Message],
+    /// The text of ChatML's system message before the functions of a row that has no system message.
+    pub identity: Option<&'a str>,
     /// Maximum number of tokens of a sequence.
     pub context_tokens_max: usize,
     /// Size of the model's vocabulary.
@@ -47,6 +49,15 @@ impl ConversationRenderer<'_> {
             }
         };
         self.render_conversation(&messages, source)
+    }
+
+    /// Returns the messages of a row with the recipe's system prompt, as a problem has it, unless the row has
+    /// a system message. A row's developer message takes the place of the recipe's.
+    fn with_system_prompt(&self, messages: Vec<Message>) -> Vec<Message> {
+        let has = |role| messages.iter().any(|message| message.role == role);
+        let (has_system, has_developer) = (has(Role::System), has(Role::Developer));
+        let missing = |message: &&Message| !has_system && (message.role == Role::System || !has_developer);
+        self.system_prompt.iter().filter(missing).cloned().chain(messages).collect()
     }
 
     /// Renders a conversation into tokens. `source` names the conversation in messages.
@@ -84,7 +95,8 @@ impl ConversationRenderer<'_> {
 
     fn row(&self, row: &Value) -> Result<Sequence> {
         if row.get("messages").is_some() {
-            return self.render_conversation(&self.chat.read_messages(row, "row")?, "row");
+            let messages = self.chat.read_messages(row, self.identity, "row")?;
+            return self.render_conversation(&self.with_system_prompt(messages), "row");
         }
         let format_error = || {
             bad_input!(

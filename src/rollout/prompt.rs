@@ -31,20 +31,26 @@ pub fn system_prompt(
     match chat {
         Chat::Harmony(_) => harmony_system_prompt(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
-        Chat::ChatMl(chat) => {
-            // Qwen3's template adds no default identity.
-            let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
-            let identity = harmony.model_identity.as_deref().or(default_identity);
-            let identity = identity.filter(|_| harmony.system_message.unwrap_or(true));
-            let text = [identity, harmony.developer_instructions.as_deref()];
-            let text: Vec<&str> = text.into_iter().flatten().collect();
-            let text = Some(text.join("\n\n")).filter(|text| !text.is_empty());
+        Chat::ChatMl(_) => {
+            let text = identity(chat, harmony);
             let python = uses_python.then(chatml::python_function);
             let functions: Vec<Value> = python.into_iter().chain(tools.iter().cloned()).collect();
             let text = chatml::system_text(text.as_deref(), &functions);
             text.map(|text| Message::new(Role::System, text)).into_iter().collect()
         }
     }
+}
+
+/// Returns the text of ChatML's system message without functions; `None` for Harmony, and if it is empty.
+pub fn identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String> {
+    let Chat::ChatMl(chat) = chat else { return None };
+    // Qwen3's template adds no default identity.
+    let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
+    let identity = harmony.model_identity.as_deref().or(default_identity);
+    let identity = identity.filter(|_| harmony.system_message.unwrap_or(true));
+    let text: Vec<&str> =
+        [identity, harmony.developer_instructions.as_deref()].into_iter().flatten().collect();
+    Some(text.join("\n\n")).filter(|text| !text.is_empty())
 }
 
 /// Returns the system and developer messages with `text` in place of the recipe's own text: of the developer

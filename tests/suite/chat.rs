@@ -368,14 +368,14 @@ fn an_answer_without_a_channel_is_final_in_harmony() {
     let chat = Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap());
     let row = |answer: Value| json!({"messages": [{"role": "user", "content": "2*3?"}, answer]});
     let tokens = |answer| {
-        let messages = chat.read_messages(&row(answer), "row 1").unwrap();
+        let messages = chat.read_messages(&row(answer), None, "row 1").unwrap();
         chat.render_training(&messages).unwrap().tokens
     };
     let plain = tokens(json!({"role": "assistant", "content": "6"}));
     assert_eq!(plain, tokens(json!({"role": "assistant", "channel": "final", "content": "6"})));
     assert_ne!(plain, tokens(json!({"role": "assistant", "channel": "analysis", "content": "6"})));
     let call = json!({"role": "assistant", "recipient": "python", "content": "2*3"});
-    let messages = chat.read_messages(&row(call), "row 1").unwrap();
+    let messages = chat.read_messages(&row(call), None, "row 1").unwrap();
     assert_eq!(messages[1].channel.as_deref(), Some("commentary"));
 }
 

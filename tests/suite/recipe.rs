@@ -246,7 +246,7 @@ fn what_is_likely_not_meant_is_a_warning() {
 }
 
 #[test]
-fn a_resumed_run_may_differ_only_in_length_and_looks() {
+fn a_resumed_run_may_differ_only_in_length_looks_and_memory() {
     let old = read("", &[]);
     let differences = |sets: &[&str]| resume_differences(&old, &read("", sets));
     let allowed = [
@@ -255,6 +255,8 @@ fn a_resumed_run_may_differ_only_in_length_and_looks() {
         "logging.tensorboard=false",
         "parallel.threads=2",
         "checkpoint.keep=5",
+        "rollout.sequences_max=3",
+        "train.recompute_layers=true",
     ];
     assert!(differences(&allowed).is_empty());
     assert_eq!(

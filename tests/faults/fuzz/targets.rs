@@ -290,7 +290,7 @@ fn conversations(format: ChatFormat) -> [Target; 3] {
             [MESSAGES, MORE_MESSAGES],
             text(move |input| {
                 let Ok(row) = serde_json::from_str(input) else { return };
-                let Ok(messages) = rendering.read_messages(&row, "row 1") else { return };
+                let Ok(messages) = rendering.read_messages(&row, None, "row 1") else { return };
                 let _ = (rendering.render_prompt(&messages), rendering.render_training(&messages));
             }),
         ),

@@ -216,6 +216,15 @@ fn a_signal_finishes_the_step_and_the_resumed_run_is_the_same() {
     }
 }
 
+#[test]
+fn a_run_resumes_with_less_memory_to_the_same_results() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    done(&mut small(&out, &["train.steps=2"]));
+    done(&mut resumed(&out, &["train.recompute_layers=true", "rollout.sequences_max=2"]));
+    assert_same_results(&out, baseline());
+}
+
 /// Like [`started`], with a first step of many seconds; returns what it says too.
 fn started_with_a_long_step(out: &Path) -> (Child, impl BufRead) {
     let sets = ["cold_start.batch_size=20000", "cold_start.eval_every_steps=0"];

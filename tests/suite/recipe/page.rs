@@ -1,7 +1,8 @@
 //! `docs/recipes.md`, from the declaration.
 
 use rloss::learner::CriticSettings;
-use rloss::model::settings::{Architecture, Tokenizer, Yarn};
+use rloss::model::settings::{AdapterSettings, Architecture, Tokenizer, Yarn};
+use rloss::policy::distill::DistillSettings;
 use rloss::recipe::Recipe;
 use rloss::settings::Entry;
 use rloss::tasks::ToolsSettings;
@@ -29,10 +30,10 @@ unless a resume changed `[eval]` or `[checkpoint]`.
   its own.
 - Relative paths are relative to the working directory. The resolved recipe has absolute paths.
 - All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
-- A run resumed with `--resume` may differ in `device`, `train.steps`, `train.on_bad_step`,
-  `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. A new
-  `train.steps` does not change the learning-rate schedule: the schedule ends at the same step as before. The
-  run's recipe then has this step in `schedule_steps`.
+- A run resumed with `--resume` may differ in `device`, `rollout.sequences_max`, `train.recompute_layers`,
+  `train.steps`, `train.on_bad_step`, `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and
+  `[checkpoint]`, and in nothing else. A new `train.steps` does not change the learning-rate schedule: the
+  schedule ends at the same step as before. The run's recipe then has this step in `schedule_steps`.
 
 This page is generated from the settings types in `src/`, and a test compares the two. To generate it again
 after a change, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
@@ -45,6 +46,8 @@ pub fn document() -> String {
     recipe.model.tokenizer = Some(Tokenizer::Embedded);
     recipe.critic = Some(CriticSettings::default());
     recipe.tools = Some(ToolsSettings::default());
+    recipe.adapter = Some(AdapterSettings::default());
+    recipe.policy.distill = Some(DistillSettings::default());
     let mut text = HEAD.to_owned();
     let columns = "| key | value | default | |\n| --- | --- | --- | --- |\n";
     text.push_str(&format!("\n## Before any table\n\n{columns}"));
