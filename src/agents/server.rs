@@ -272,6 +272,7 @@ impl Server {
         fields.refuse("n", |n| n == 1)?;
         fields.refuse("response_format", |format| format["type"] == "text")?;
         fields.refuse("functions", |_| false)?;
+        fields.refuse("stop_token_ids", |ids| ids.as_array().is_some_and(Vec::is_empty))?;
         let tokens = |name| fields.whole(name, 1, i64::from(i32::MAX));
         let new_tokens_max = tokens("max_completion_tokens")?.or(tokens("max_tokens")?);
         let top = fields.whole("top_logprobs", 0, TOP_MAX)?.unwrap_or(0) as usize;

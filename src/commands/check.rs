@@ -219,6 +219,10 @@ fn print_memory_plan(
     if let Some(found) = available {
         print_text(&format!("Available memory: {} ({}).\n", gigabytes(found.bytes), found.limit))?;
     }
+    if subject.gpu_sequences.is_some() {
+        print_text(&format!("Host memory of a process: {}.\n", gigabytes(subject.host_bytes())))?;
+        preflight.check_host_memory(available_memory().as_ref())?;
+    }
     if let Some(warning) =
         plan.check_available(available, &subject.remedies(available.map_or(u64::MAX, |free| free.bytes)))?
     {

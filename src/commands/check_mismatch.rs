@@ -323,7 +323,10 @@ fn check_ablations(
     };
     lines.extend(mismatches);
     print(&format!("{}\n", sanitize_terminal(&verdict)))?;
-    Ok(CheckResult { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code: EXIT_SUCCESS })
+    // An ablation of the recipe makes them differ on purpose.
+    let differs = !failed.is_empty() && recipe.arms.list_enabled().is_empty();
+    let code = if differs { EXIT_DIFFERS } else { EXIT_SUCCESS };
+    Ok(CheckResult { lines, verdict, diagnosis: None, bad_rows: vec![], files: vec![], code })
 }
 
 /// Samples the rollout of one training step.

@@ -8,7 +8,7 @@ use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::{
-    dr_grpo, grpo, grpo_batch_std, maxrl, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo,
+    dr_grpo, grpo, grpo_batch_std, maxrl, opo, reinforce_plus_plus, remax, rloo, whiten,
 };
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::ratio::OldLogProbSource;
@@ -44,7 +44,6 @@ impl AdvantageEstimator<'_> {
         let rewards = rewards(groups, shaping.as_ref(), &mut metrics);
         let sequences = batch.masked_sequences()?;
         let penalties = self.kl_penalties(batch, &sequences, &mut metrics)?;
-        let sizes: Vec<usize> = groups.iter().map(|g| g.trajectories.len()).collect();
         let episodes = Episodes::new(groups);
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let sequence_rewards = || -> Result<Vec<f32>> {
@@ -75,9 +74,7 @@ impl AdvantageEstimator<'_> {
                 sequences.broadcast(&episodes.spread(&advantages))?
             }
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
-            Advantage::ReinforcePlusPlusBaseline => {
-                reinforce_plus_plus_baseline(&sequences, &sequence_rewards()?, &sizes)?
-            }
+            Advantage::ReinforcePlusPlusBaseline => whiten(&sequences, &group_advantages(dr_grpo)?)?,
             Advantage::Remax => {
                 remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
             }
@@ -164,4 +161,50 @@ fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Resul
         Ok(vec![greedy.reward + shaping; group.trajectories.len()])
     };
     Ok(groups.iter().map(repeat_greedy_reward).collect::<Result<Vec<_>>>()?.concat())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::learner::episodes::tests::trajectory;
+    use crate::learner::micro_batch::{MicroBatchLimits, PackingParameters};
+    use crate::trajectory::Trajectory;
+
+    /// The baseline of `reinforce_plus_plus_baseline` was the mean over trajectories.
+    #[test]
+    fn every_baseline_is_a_mean_over_episodes() {
+        let group = |episodes: &[(u64, f32)]| Group {
+            trajectories: episodes
+                .iter()
+                .map(|&(part, reward)| Trajectory {
+                    tokens: vec![1, 2],
+                    prompt_tokens: 1,
+                    mask: vec![false, true],
+                    log_probs: vec![0.0, -1.0],
+                    reward,
+                    ..trajectory(part)
+                })
+                .collect(),
+            greedy: None,
+        };
+        let (first, second) =
+            (group(&[(0, 1.0), (1, 1.0), (2, 1.0), (0, 0.0)]), group(&[(0, 0.5), (0, 0.25)]));
+        let groups = [&first, &second];
+        let limits = MicroBatchLimits::from(16);
+        let mut batch = Batch::new(&groups, PackingParameters { limits, shared_positions_max: 0, top_k: 0 });
+        let policy =
+            PolicySettings { advantage: Advantage::ReinforcePlusPlusBaseline, ..PolicySettings::default() };
+        let estimator = AdvantageEstimator {
+            policy: &policy,
+            old_log_prob_source: policy.old_logprob,
+            kl_coefficient: 0.0,
+            response_tokens_max: 8,
+            reward_min: 0.0,
+            critic: None,
+        };
+        estimator.estimate(&mut batch, &groups).unwrap();
+        let centred = [0.5, 0.5, 0.5, -0.5, 0.125, -0.125];
+        let sequences = Sequences::new(&batch.cu_seqlens, &batch.mask).unwrap();
+        assert_eq!(batch.advantages, whiten(&sequences, &centred).unwrap());
+    }
 }

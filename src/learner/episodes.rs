@@ -53,12 +53,13 @@ impl Episodes {
 }
 
 #[cfg(test)]
-mod tests {
+pub(super) mod tests {
     use super::*;
     use crate::policy::advantage::grpo;
     use crate::trajectory::{Outcome, Trajectory};
 
-    fn trajectory(part: u64) -> Trajectory {
+    /// Returns an empty trajectory, the part `part` of its episode.
+    pub(in crate::learner) fn trajectory(part: u64) -> Trajectory {
         Trajectory {
             step: 1,
             policy_version: None,

@@ -4,7 +4,7 @@ mod group;
 mod token;
 
 pub use group::{dr_grpo, grpo, grpo_batch_std, informative_groups, maxrl, opo, rloo};
-pub use token::{TokenAdvantages, gae, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, whiten};
+pub use token::{TokenAdvantages, gae, reinforce_plus_plus, remax, whiten};
 
 use crate::settings::choice;
 

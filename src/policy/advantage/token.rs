@@ -5,7 +5,6 @@
 
 use anyhow::Result;
 
-use super::group::dr_grpo;
 use crate::bad_input;
 use crate::policy::sequences::Sequences;
 
@@ -54,22 +53,6 @@ pub fn whiten(sequences: &Sequences, values: &[f32]) -> Result<Vec<f32>> {
 pub fn reinforce_plus_plus(sequences: &Sequences, rewards: &[f32]) -> Result<TokenAdvantages> {
     let returns = returns_to_go(sequences, rewards)?;
     Ok(TokenAdvantages { advantages: whiten(sequences, &returns)?, returns })
-}
-
-/// Returns the advantages of REINFORCE++ with the group's mean as baseline. Every token of a response gets r
-/// − mean; the values are then whitened over the batch.
-///
-/// `rewards` has one value per sequence. Groups are as in [`super::grpo`]; a group of one has baseline 0.
-///
-/// # Errors
-/// The errors of [`super::grpo`] and [`whiten`].
-pub fn reinforce_plus_plus_baseline(
-    sequences: &Sequences,
-    rewards: &[f32],
-    group_sizes: &[usize],
-) -> Result<Vec<f32>> {
-    let centred = dr_grpo(rewards, group_sizes)?;
-    whiten(sequences, &sequences.broadcast(&centred)?)
 }
 
 /// Returns the advantages of ReMax (Li et al. 2023): the return of each token minus the reward of the greedy

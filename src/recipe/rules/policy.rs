@@ -180,7 +180,7 @@ impl Rules<'_> {
                 );
             }
             let recomputes = recipe.policy.old_logprob == OldLogProbSource::Recompute;
-            if recomputes && !recipe.policy.correction.is_active() {
+            if recomputes && recipe.policy.correction.is == ImportanceSampling::None {
                 self.warn(
                     &[key, "policy.old_logprob", "policy.correction.is"],
                     "older weights sample the tokens, and with old_logprob = \"recompute\" nothing corrects this; set \

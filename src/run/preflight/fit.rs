@@ -138,22 +138,30 @@ impl Preflight {
         packed_options.into_iter().flat_map(pairs).collect()
     }
 
+    /// Checks the host memory that a process of a GPU needs.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] if it is too small.
+    pub fn check_host_memory(&self, host: Option<&AvailableMemory>) -> Result<()> {
+        let needed = self.memory_plan_input().host_bytes();
+        match host.filter(|host| self.gpu_sequences.is_some() && needed > host.bytes) {
+            None => Ok(()),
+            Some(host) => Err(bad_input!(
+                "needs {} of host memory in addition to the GPU's, but {} are {}; use a larger machine",
+                gigabytes(needed),
+                gigabytes(host.bytes),
+                host.limit
+            )),
+        }
+    }
+
     /// Checks the plan against the available memory. Warns if the plan nearly fills it. If the command can
     /// read layers on demand, a model that is too large stays on disk, with a warning about the cost.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] if the memory is too small. The message names the keys to change.
     pub fn check_memory(&mut self, host: Option<AvailableMemory>) -> Result<()> {
-        if self.gpu_sequences.is_some()
-            && let Some(host) = host.as_ref()
-            && self.memory_plan_input().host_bytes() > host.bytes
-        {
-            let (needed, present) = (gigabytes(self.memory_plan_input().host_bytes()), gigabytes(host.bytes));
-            return Err(bad_input!(
-                "needs {needed} of host memory in addition to the GPU's, but {present} are {}; use a larger machine",
-                host.limit
-            ));
-        }
+        self.check_host_memory(host.as_ref())?;
         let available = self.available_memory(host);
         let available = available.as_ref();
         self.choose_sharding(self.processes, available);

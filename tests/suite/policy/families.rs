@@ -4,9 +4,7 @@ mod correction;
 mod divergence;
 
 use anyhow::{Result, anyhow, bail};
-use rloss::policy::advantage::{
-    dr_grpo, gae, grpo, maxrl, opo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, rloo, whiten,
-};
+use rloss::policy::advantage::{dr_grpo, gae, grpo, maxrl, opo, reinforce_plus_plus, remax, rloo, whiten};
 use rloss::policy::loss::{
     BinaryDivergence, CispoClip, ClipCov, ClipCovSettings, ClipRange, DppoBounds, KlCovSettings,
     LossFunction, LossInput, PolicyLoss, PpoClip, SapoSettings, SelectionInput, VespoSettings, cispo,
@@ -141,12 +139,9 @@ fn whitened_by_group(row: &Row, sequences: &Sequences, scores: &[f32]) -> Outcom
         }
         restored
     };
-    let centred = dr_grpo(&ordered, &sizes)?;
-    let whitened = reinforce_plus_plus_baseline(&moved, &ordered, &sizes)?;
-    Ok(vec![
-        ("advantages_unwhitened", widen(&back(moved.broadcast(&centred)?))),
-        ("advantages", widen(&back(whitened))),
-    ])
+    let centred = moved.broadcast(&dr_grpo(&ordered, &sizes)?)?;
+    let whitened = whiten(&moved, &centred)?;
+    Ok(vec![("advantages_unwhitened", widen(&back(centred))), ("advantages", widen(&back(whitened)))])
 }
 
 /// The normalizer that verl's parameters describe: counts of the whole batch where given, else the batch's

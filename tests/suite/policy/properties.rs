@@ -3,8 +3,7 @@
 use rand::Rng;
 use rand::seq::SliceRandom;
 use rloss::policy::advantage::{
-    dr_grpo, gae, grpo, grpo_batch_std, informative_groups, maxrl, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, rloo, whiten,
+    dr_grpo, gae, grpo, grpo_batch_std, informative_groups, maxrl, reinforce_plus_plus, remax, rloo, whiten,
 };
 use rloss::policy::alarm::alarm;
 use rloss::policy::correction::{CorrectionRules, correct};
@@ -95,7 +94,7 @@ fn permuting_rows_permutes_advantages_of_tokens() {
         type Estimate<'a> = &'a dyn Fn(&Sequences, &[f32], &[f32], &[f32]) -> Vec<f32>;
         let estimates: [(&str, Estimate); 4] = [
             ("reinforce_plus_plus", &|s, r, _, _| reinforce_plus_plus(s, r).unwrap().advantages),
-            ("baseline", &|s, _, _, g| reinforce_plus_plus_baseline(s, g, &[8]).unwrap()),
+            ("baseline", &|s, _, _, g| whiten(s, &s.broadcast(&dr_grpo(g, &[8]).unwrap()).unwrap()).unwrap()),
             ("remax", &|s, r, _, g| remax(s, r, g).unwrap().advantages),
             ("gae", &|s, r, v, _| whiten(s, &gae(s, r, v, 0.9, 0.8).unwrap().advantages).unwrap()),
         ];

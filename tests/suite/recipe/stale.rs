@@ -38,8 +38,14 @@ fn recipes_that_cannot_be_stale_are_refused_with_the_key_to_change() {
 fn stale_samples_without_a_correction_are_warned_about() {
     let warnings = |text: &str| resolve(Path::new("r.toml"), text, &[]).unwrap().warnings;
     let recompute = "rollout.lag_steps = 1\npolicy.old_logprob = \"recompute\"\n";
-    let [warning] = &warnings(recompute)[..] else { panic!("one warning") };
-    assert!(warning.contains("rollout.lag_steps") && warning.contains("nothing corrects this"), "{warning}");
+    // A mask of whole sequences corrects no ratio.
+    for text in [recompute.to_owned(), format!("{recompute}policy.correction.off_policy_mask = 0.5")] {
+        let [warning] = &warnings(&text)[..] else { panic!("one warning: {text}") };
+        assert!(
+            warning.contains("rollout.lag_steps") && warning.contains("nothing corrects this"),
+            "{warning}"
+        );
+    }
     for text in [
         &format!("{recompute}policy.correction.is = \"token\""),
         &format!("{ROLLOUT}rollout.lag_steps = 1\nrollout.step_tokens_max = 8"),
