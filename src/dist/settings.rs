@@ -3,7 +3,7 @@
 use crate::settings::{above, choice, from, table};
 
 table! {
-    /// Threads and processes. They do not change any result.
+    /// Threads and processes. They change results by rounding at most.
     pub struct ParallelSettings {
         /// Number of threads; 0 means all cores of the machine.
         pub threads: usize = 0 => from(0.0).to(4096.0),

@@ -151,7 +151,7 @@ choice! {
         Sgd = "sgd",
         /// Muon (Jordan 2024) for the matrices of the layers, each expert's by itself, and AdamW for vectors,
         /// embedding and head: 4 bytes per value of a matrix. Updates are scaled as in Moonlight, so learning
-        /// rate and weight decay are AdamW's. Without an adapter. Several GPUs compute it on their hosts.
+        /// rate and weight decay are AdamW's. Without an adapter. Several GPUs exchange split matrices.
         Muon = "muon",
     }
 }
