@@ -408,6 +408,19 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     assert!(recipe.contains(&task) && !recipe.contains("# Fetch"), "{recipe}");
     let check = output(rloss().current_dir(&folder).args(["check", "own.toml"]));
     assert!(stderr(&check).contains("problem gsm8k/train/0: the prompt has "), "{}", stderr(&check));
+    // They take the place of a base's several files.
+    let several = "[task]\nname = \"retool\"\nvalidation_files = [\"gone.jsonl\"]\n";
+    std::fs::write(folder.path().join("several.toml"), several).unwrap();
+    for name in ["c.jsonl", "d.jsonl"] {
+        let row = format!("{{\"problem\": \"{name}?\", \"answer\": 1}}\n");
+        std::fs::write(folder.path().join(name), row).unwrap();
+    }
+    let mut init = rloss();
+    init.current_dir(&folder).args(["init", "one", "--from", "several.toml", "--model"]).arg(&model);
+    done(init.args(["--train-file", "c.jsonl", "--validation-file", "d.jsonl"]));
+    let recipe = std::fs::read_to_string(folder.path().join("one.toml")).unwrap();
+    let validation = folder.path().join("d.jsonl");
+    assert!(recipe.contains(&format!("validation_files = [{validation:?}]\n")), "{recipe}");
 }
 
 #[test]

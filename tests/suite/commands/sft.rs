@@ -4,7 +4,8 @@ use super::{
     conversations, copy_folder, done, output, phase, quickstart, results, rloss, rows, stderr, train,
 };
 use rloss::chat::ChatFormat;
-use rloss::harmony::Message;
+use rloss::harmony::{Message, Role};
+use rloss::learner::examples::ConversationRenderer;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -135,6 +136,72 @@ fn messages_of_weight_0_are_not_learned() {
     }
 }
 
+/// Rows were rendered without the system message that chat, rollouts and published templates have.
+#[test]
+fn a_row_without_a_system_message_gets_that_of_the_recipe() {
+    let user = json!({"role": "user", "content": "2*3?"});
+    let answer = json!({"role": "assistant", "content": "6"});
+    let own = json!({"role": "system", "content": "Own."});
+    for (format, developer) in [(ChatFormat::Harmony, true), (ChatFormat::ChatMl, false)] {
+        let chat = format.from_embedded().unwrap();
+        let system_prompt =
+            [Message::new(Role::System, "Recipe."), Message::new(Role::Developer, "Instructions.")];
+        let system_prompt = &system_prompt[..if developer { 2 } else { 1 }];
+        let text = |row: Value| {
+            let folder = TempDir::new().unwrap();
+            let file = folder.path().join("rows.jsonl");
+            std::fs::write(&file, row.to_string()).unwrap();
+            let renderer = ConversationRenderer {
+                chat: &chat,
+                system_prompt,
+                identity: Some("Identity."),
+                context_tokens_max: 4096,
+                vocabulary: chat.vocabulary().vocab_size(),
+            };
+            chat.vocabulary().decode(&renderer.read_rows(&file, None).unwrap()[0].tokens)
+        };
+        let plain = text(json!({"messages": [user, answer]}));
+        assert!(plain.contains("Recipe.") && plain.contains("Instructions.") == developer, "{plain}");
+        let replaced = text(json!({"messages": [own, user, answer]}));
+        assert!(replaced.contains("Own.") && !replaced.contains("Recipe."), "{replaced}");
+        assert!(!replaced.contains("Instructions."), "{replaced}");
+        if developer {
+            let instructions = json!({"role": "developer", "content": "Mine."});
+            let mine = text(json!({"messages": [instructions, user, answer]}));
+            assert!(mine.contains("Recipe.") && mine.contains("Mine."), "{mine}");
+            assert!(!mine.contains("Instructions."), "{mine}");
+            continue;
+        }
+        let tool = json!({"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}});
+        let with_tools = text(json!({"messages": [user, answer], "tools": [tool]}));
+        assert!(with_tools.contains("Identity.") && with_tools.contains("add"), "{with_tools}");
+        assert!(!with_tools.contains("Recipe."), "{with_tools}");
+    }
+}
+
+#[test]
+fn all_validation_rows_are_measured() {
+    let folder = TempDir::new().unwrap();
+    let (data, held_out) = (folder.path().join("rows.jsonl"), folder.path().join("held_out.jsonl"));
+    std::fs::write(&data, conversations()).unwrap();
+    let rows = conversations();
+    let first = rows.lines().next().unwrap();
+    let last =
+        json!({"messages": [{"role": "user", "content": "7"}, {"role": "assistant", "content": "8 9 8 9"}]});
+    let losses = [256, 300].map(|count| {
+        let all: Vec<String> =
+            (0..count).map(|i| if i < 256 { first.to_owned() } else { last.to_string() }).collect();
+        std::fs::write(&held_out, all.join("\n")).unwrap();
+        let out = folder.path().join(count.to_string());
+        let file = held_out.to_str().unwrap();
+        done(&mut sft(&data, &out, &["--epochs", "1", "--validation", file]));
+        phase(&super::rows(&out), "cold_start")
+            .find_map(|row| row.get("cold_start/held_out_loss").and_then(Value::as_f64))
+            .unwrap()
+    });
+    assert_ne!(losses[0], losses[1]);
+}
+
 #[test]
 fn mistakes_are_named_before_any_work() {
     let folder = TempDir::new().unwrap();
@@ -153,6 +220,10 @@ fn mistakes_are_named_before_any_work() {
             "message 1: \"weight\" in a message of role user",
         ),
         (json!({"prompt": "1+1"}), "needs \"messages\""),
+        (
+            json!({"messages": [user, answer(json!(1))], "tools": [{"type": "function", "function": {"name": "add"}}]}),
+            "\"tools\"; GPT-OSS declares functions in a developer message",
+        ),
     ];
     let good = json!({"messages": [user, answer(json!(1))]});
     for (row, reason) in cases {
