@@ -107,7 +107,7 @@ table! {
         /// Wall-clock time in seconds after which the worker is killed. It must exceed `time_limit_s`,
         /// because it is a second limit in case the first one fails.
         pub wall_clock_s: f64 = 3.0 => above(0.0).to(86400.0),
-        /// Maximum memory of a worker, in MiB.
+        /// Memory that code may use, in MiB.
         pub memory_mib: u64 = 256 => from(16.0).to(1048576.0),
         /// Maximum length of the output that the model gets, in characters. The middle of longer output is
         /// removed.
@@ -124,7 +124,7 @@ table! {
         pub idle_s_max: f64 = 600.0 => from(0.0).to(86400.0),
         /// With `"cpython"`: size of the files that a call may write in `/tmp/scratch`, in MiB of memory; 0
         /// means no files. Each call has its own folder, which is deleted after the call. With `state =
-        /// "trajectory"`, each trajectory has one. Needs user namespaces.
+        /// "trajectory"`, each trajectory has one. Needs Linux 6.2 with user namespaces.
         pub scratch_mib: u64 = 0 => from(0.0).to(1048576.0),
         /// Run without the operating system's sandbox if it is not available. Code from the model can then
         /// harm the machine.

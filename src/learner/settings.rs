@@ -52,14 +52,15 @@ table! {
         /// Demonstrations per step.
         pub batch_size: usize = 32 => from(1.0).to(1e6),
         /// JSONL file with rows `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`. Assistant
-        /// messages with `"weight": 0` are not learned. If absent, the task's own demonstrations are used.
+        /// messages with `"weight": 0` are not learned. If absent, the demonstrations of `gsm8k` or of a
+        /// generated task are used.
         pub train_file: Option<PathBuf> = None,
-        /// Validation rows, in the format of `train_file`, for the validation loss. If absent, the task's own
-        /// validation demonstrations are used.
+        /// Validation rows, in the format of `train_file`, for the validation loss. If absent, the task's
+        /// validation demonstrations are used; with `train_file`, none.
         pub validation_file: Option<PathBuf> = None,
         /// Maximum number of validation rows or demonstrations; the first ones are used.
         pub validation_rows_max: usize = 256 => from(1.0).to(1e6),
-        /// Number of steps between validation losses; 0 means only after the last step.
+        /// Number of steps between validation losses, also before the first step; 0 means none.
         pub eval_every_steps: u64 = 0,
         /// Weight of the experts' load-balancing loss; 0 means no such loss.
         pub load_balance_coefficient: f64 = 0.0 => from(0.0).to(1000.0),

@@ -12,9 +12,8 @@ table! {
         /// Path of a Hugging Face model folder, a GGUF file, a checkpoint folder or a run folder (its last
         /// checkpoint). If a folder has `config.json` but no weights, weights are random.
         pub path: Option<PathBuf> = None,
-        /// Folder of an adapter to start from: an adapter in PEFT format (LoRA), or a checkpoint or run
-        /// folder with an adapter. The base of the adapter is `path`. Not needed if `path` itself is a
-        /// checkpoint or run folder with an adapter.
+        /// Folder of an adapter to start from: in PEFT format (LoRA), or a checkpoint or run folder. Its base
+        /// is `path`, which has no adapter itself. `[adapter]`, if present, must be equal.
         pub adapter: Option<PathBuf> = None,
         /// Vocabulary of a model without `path`: `"embedded"` (272 tokens: bytes, and the Harmony or ChatML
         /// tokens of the family), or the path of a `tokenizer.json` or of its folder. Default `"embedded"`.
@@ -80,7 +79,8 @@ table! {
         pub factor: f64 = 32.0 => from(1.0).to(1e6),
         /// Context length before the extension, in tokens.
         pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
-        /// A frequency with more rotations than this within the original context is not scaled.
+        /// A frequency with more rotations than this within the original context is not scaled. It must exceed
+        /// `beta_slow`.
         pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
         /// A frequency with fewer rotations than this within the original context is divided by `factor`.
         pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),
@@ -230,12 +230,12 @@ impl Scalar for Tokenizer {
 choice! {
     /// The device of a run.
     pub enum DeviceKind {
-        /// A GPU, if the build supports GPUs and the GPU can run the recipe; otherwise the CPU.
+        /// A GPU, if build and recipe allow it; otherwise, and with several processes, the CPU.
         Auto = "auto",
         /// The CPU.
         Cpu = "cpu",
-        /// NVIDIA GPUs of compute capability 9.0, one per process. They need `model.dtype = "bf16"` and heads
-        /// of width 64 or 128.
+        /// NVIDIA GPUs of compute capability 9.0, one per process. They need `model.dtype = "bf16"`, heads of
+        /// width 64 or 128, and sizes divisible by 8.
         Cuda = "cuda",
     }
 }
@@ -243,7 +243,7 @@ choice! {
 table! {
     /// A low-rank adapter (LoRA). Training changes only the adapter; the weights of the model stay frozen,
     /// packed or dense. The reference of `policy.kl` is then the model without the adapter. The critic is a
-    /// second adapter with a value head. Suitable learning rates are at least ten times those of full
+    /// second adapter with a value head. Suitable learning rates are about ten times those of full
     /// training.
     pub struct AdapterSettings {
         /// Rank of the adapter of each matrix.

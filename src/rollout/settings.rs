@@ -10,24 +10,28 @@ table! {
     pub struct RolloutSettings {
         /// Number of prompts per training step.
         pub prompts_per_step: usize = 8 => from(1.0).to(1e6),
-        /// Number of samples per prompt (group size). Advantages are computed over this group.
+        /// Number of samples per prompt (group size); at least 2 if the advantage compares groups.
         pub samples_per_prompt: usize = 8 => from(1.0).to(1e6),
         /// Dynamic sampling (DAPO): maximum number of extra sampling rounds. In each round, new prompts
-        /// replace the groups whose rewards are all equal. 0 means no dynamic sampling.
+        /// replace the groups whose rewards are all equal. 0 means no dynamic sampling. Refused with `gae`,
+        /// `remax` and `reinforce_plus_plus`.
         pub resample_rounds_max: u64 = 0 => from(0.0).to(1000.0),
         /// Number of steps by which sampling runs ahead. Step t trains on what the weights after step
         /// t - 1 - `lag_steps` sampled. In a single process, sampling then runs beside the update. 0 means
-        /// that each step trains on what the newest weights sampled.
+        /// that each step trains on what the newest weights sampled. Above 0, refused with `agent` and
+        /// `policy.old_logprob = "detach"` (the default).
         pub lag_steps: u64 = 0 => from(0.0).to(64.0),
-        /// Partial trajectories: maximum number of tokens of a trajectory that are sampled in one step. A
-        /// longer trajectory goes on in the next step, by the weights that sample then. A group is trained on
-        /// in the step in which its last trajectory ends. 0 means that trajectories are sampled whole.
+        /// Partial trajectories: number of tokens of a trajectory that one step samples; more, if otherwise no
+        /// group would end. A longer trajectory goes on in the next step, by the weights that sample then. A
+        /// group is trained on in the step in which its last trajectory ends. 0 means that trajectories are
+        /// sampled whole. Refused with the Python tool, `agent`, `remax`, dynamic sampling and
+        /// `policy.old_logprob = "detach"` (the default).
         pub step_tokens_max: usize = 0 => from(0.0).to(16777216.0),
         /// Sampling temperature. Log-probabilities are those of the distribution at this temperature.
         pub temperature: f64 = 1.0 => above(0.0).to(100.0),
         /// Nucleus sampling: sample from the most likely tokens up to this cumulative probability; 1 means
         /// off. Training renormalises over the tokens that were kept at sampling, as with `top_k` and
-        /// `min_p`.
+        /// `min_p`; not on a GPU.
         pub top_p: f64 = 1.0 => above(0.0).to(1.0),
         /// Sample from the k most likely tokens; 0 means off.
         pub top_k: usize = 0,
@@ -43,7 +47,7 @@ table! {
         /// Maximum number of sequences that one worker decodes together. A small model has one worker per
         /// thread, any other model has one worker.
         pub sequences_max: usize = 64 => from(1.0).to(65536.0),
-        /// Number of tokens whose keys and values `serve`, `chat` and the task `agent` keep in host memory. A
+        /// Number of tokens whose keys and values `serve`, `chat` and the task `agent` keep on a CPU. A
         /// later prompt that begins with the same tokens does not read them again. 0 keeps none. Does not
         /// change results.
         pub prefix_tokens_max: usize = 16384 => from(0.0).to(16777216.0),
@@ -86,9 +90,9 @@ table! {
 table! {
     /// The system and developer messages before every prompt. They do not depend on the day of the run.
     pub struct SystemPromptSettings {
-        /// Whether prompts begin with a system message. If false, `developer_instructions` is the only other
-        /// key that has an effect. The default is true; with the embedded vocabulary, where each byte is a
-        /// token, the default is false.
+        /// Whether prompts begin with a system message. If false, the Python tool is not declared, and only
+        /// `enable_thinking` and GPT-OSS's `developer_instructions` have an effect. The default is true; with
+        /// `model.tokenizer = "embedded"`, whose tokens are bytes, it is false.
         pub system_message: Option<bool> = None,
         /// First line of the system message. If absent, it is the model family's default: `You are ChatGPT, a
         /// large language model trained by OpenAI.` for GPT-OSS, `You are Qwen, created by Alibaba Cloud. You

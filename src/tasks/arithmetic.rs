@@ -20,7 +20,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     data: "",
     reward_min: -1.0,
     keys: &[],
-    make: |settings, _| Ok(Box::new(Arithmetic::new(settings.generated_problem_count()))),
+    make: |_, _| Ok(Box::new(Arithmetic::new(VALIDATION_PROBLEMS))),
 };
 
 /// Default number of held-out problems in the validation set.

@@ -2,7 +2,7 @@
 
 use super::arithmetic::{copy_with_errors, draw_percent, exact_reward};
 use super::generated_task::{GeneratedProblem, GeneratedTask};
-use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
+use super::{Demonstration, Problem, Reward, TaskEntry, Transcript, VALIDATION_PROBLEMS};
 use crate::harmony::Message;
 use anyhow::Result;
 use rand::Rng;
@@ -14,7 +14,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     data: "",
     reward_min: -1.0,
     keys: &[],
-    make: |settings, _| Ok(Box::new(ArithmeticSingle::new(settings.generated_problem_count()))),
+    make: |_, _| Ok(Box::new(ArithmeticSingle::new(VALIDATION_PROBLEMS))),
 };
 
 /// Percentage of demonstrations that skip the steps and give a random answer.

@@ -7,7 +7,7 @@
 
 use super::arithmetic::draw_percent;
 use super::generated_task::{GeneratedProblem, GeneratedTask};
-use super::{Demonstration, Problem, Reward, TaskEntry, Transcript};
+use super::{Demonstration, Problem, Reward, TaskEntry, Transcript, VALIDATION_PROBLEMS};
 use crate::harmony::Message;
 use crate::trajectory::Outcome;
 use anyhow::{Context, Result};
@@ -23,7 +23,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     data: "",
     reward_min: -1.0,
     keys: &[],
-    make: |settings, _| Ok(Box::new(FormatRules::new(settings.generated_problem_count()))),
+    make: |_, _| Ok(Box::new(FormatRules::new(VALIDATION_PROBLEMS))),
 };
 
 /// Percentage of demonstrations that ignore a requested rule.

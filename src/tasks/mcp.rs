@@ -28,7 +28,7 @@ table! {
 }
 
 table! {
-    /// A server of the Model Context Protocol over stdio. The model may call its tools, whatever the task.
+    /// A server of the Model Context Protocol over stdio. The model may call its tools, except in `agent`.
     /// The program runs with your own rights, outside any sandbox. TASKS.md has the rules for it.
     pub struct McpSettings {
         /// The server's program and its arguments, such as `["uvx", "mcp-server-time"]`. A word that names a

@@ -33,13 +33,13 @@ table! {
         /// task `agent` without a file, it is the number of held-out problems that the program makes; absent
         /// means none.
         pub validation_rows_max: Option<usize> = None => from(1.0),
-        /// How `retool` compares an answer with the reference answer.
+        /// How `retool` compares an answer with the reference answer. Absent means `exact`.
         pub answer: Option<answer::AnswerEquality> = None,
-        /// How `retool` asks for the answer. This also determines where the answer is read.
+        /// How `retool` asks for the answer, and so where it is read. Absent means `boxed`.
         pub prompt: Option<retool::PromptFormat> = None,
-        /// Where `gsm8k` reads the answer.
+        /// Where `gsm8k` reads the answer. Absent means `flexible`.
         pub extraction: Option<gsm8k::Extraction> = None,
-        /// How `verify_if` computes a reward from the instructions that were followed.
+        /// How `verify_if` rewards the instructions that were followed. Absent means `share`.
         pub grading: Option<verify_if::Grading> = None,
         /// The program of the task `command` or `agent` and its arguments. The program runs with your own
         /// rights, outside any sandbox. A word that names a file is a path relative to the working
@@ -51,13 +51,13 @@ table! {
         /// Number of processes of the task `command`. Each answers one request at a time. Absent means 4.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
         /// Address and port of the server for the program of the task `agent`, such as `127.0.0.1:9000`.
-        /// Absent means this machine alone and a free port. An address that other machines reach needs a
-        /// secret token in the environment variable `RLOSS_SERVE_TOKEN`.
+        /// Absent means this machine alone and a free port. Without `command`, or if other machines reach it,
+        /// it needs a secret token in the environment variable `RLOSS_SERVE_TOKEN`.
         pub serve_on: Option<String> = None,
         /// Time limit of an episode of the task `agent`, in seconds. An episode without a reward after it
-        /// fails.
+        /// fails. Absent means 600.
         pub episode_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
-        /// Maximum number of episodes of the task `agent` that are open at the same time.
+        /// Maximum number of open episodes of the task `agent`. Absent means 64.
         pub episodes_at_once: Option<usize> = None => from(1.0).to(4096.0),
     }
 }
@@ -171,11 +171,6 @@ impl TaskSettings {
         }
         let file = self.required_file(&self.validation_file, "task.validation_file")?;
         Ok((file, rows::read(file, self.validation_rows_max, example, parse)?))
-    }
-
-    /// Returns the number of held-out problems of a task that generates its problems.
-    pub(super) fn generated_problem_count(&self) -> usize {
-        self.validation_rows_max.unwrap_or(VALIDATION_PROBLEMS)
     }
 
     /// Returns the file of `key`, which must be present.

@@ -12,7 +12,7 @@ const HEAD: &str = "\
 
 A recipe is a TOML file. Every key has a default, so a recipe has only the keys that differ from it. The
 `recipe.toml` of a run folder is the resolved recipe, with every key. Training it again gives the same run,
-unless a resume changed `[eval]` or `[checkpoint]`.
+unless a resume changed a key.
 
 - `base = \"FILE\"`, before any table, names a recipe to start from. The keys of this recipe override the keys
   of its base. The path is relative to this recipe's folder. A name without a file, such as
@@ -21,18 +21,17 @@ unless a resume changed `[eval]` or `[checkpoint]`.
 - `rloss init NAME --from RECIPE --model FOLDER` writes such a recipe with sizes for this machine.
 - `rloss schema > recipe.schema.json` writes the keys as JSON Schema. An editor with taplo completes and
   checks a recipe whose first line is `#:schema ./recipe.schema.json`.
-- A command ignores mistakes in keys that it does not read: `rloss chat` needs no training data, and
-  `rloss rollout` ignores `train.minibatches`.
+- A command ignores contradictions and missing files in keys that it does not read: `rloss chat` needs no
+  training data.
 - For keys of TRL, PEFT and verl, the error message names the recipe's keys: [POLICY.md](POLICY.md).
 - `--set key=value` overrides a key, and the last one wins: `--set train.seed=3`, `--set task.name=gsm8k`,
   `--set 'eval.pass_at=[1, 4]'`. A string needs no quotes there.
-- `--set model.path=FOLDER` also replaces `model.architecture` and `model.tokenizer`, because the folder has
-  its own.
+- `--set model.path=FOLDER` also removes `model.architecture`, `model.tokenizer` and `model.adapter`.
 - Relative paths are relative to the working directory. The resolved recipe has absolute paths.
-- All mistakes are reported together before any work, as `file:line: key: what is wrong; what to do`.
+- All mistakes of a recipe are reported together before any work, as `file:line: key: what is wrong; what to do`.
 - A run resumed with `--resume` may differ in `device`, `rollout.sequences_max`, `train.recompute_layers`,
-  `train.steps`, `train.on_bad_step`, `schedule_steps`, `[eval]`, `[logging]`, `[parallel]` and
-  `[checkpoint]`, and in nothing else. A new `train.steps` does not change the learning-rate schedule: the
+  `train.steps`, `train.on_bad_step`, `schedule_steps` (but that of `[cold_start]`), `[eval]`,
+  `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. A new `train.steps` does not change the learning-rate schedule: the
   schedule ends at the same step as before. The run's recipe then has this step in `schedule_steps`.
 
 This page is generated from the settings types in `src/`, and a test compares the two. To generate it again
