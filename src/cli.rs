@@ -38,11 +38,11 @@ enum Command {
     Serve(commands::serve::ServeArgs),
     /// Sample from the prompts of one step and write the trajectories with their log-probabilities
     Rollout(commands::rollout::RolloutArgs),
-    /// Measure success on validation problems: mean@k, pass@k, majority@k with 95% intervals
+    /// Measure success on validation problems: mean@k, pass@k, maj@k with 95% intervals
     Eval(RunArgs),
-    /// Compare rollout and training log-probs on the same tokens: every difference and its likely cause
+    /// Compare rollout and training log-probs on the same tokens; exit code 3 if they differ
     CheckMismatch(commands::check_mismatch::CheckMismatchArgs),
-    /// Write a run's adapter in PEFT format, or the model with the adapter merged
+    /// Write a run's adapter in PEFT format, its merged model, or a GGUF file
     Export(commands::export::ExportArgs),
     /// Download a data set or a small model to the path that recipes expect
     Fetch(commands::fetch::FetchArgs),

@@ -39,7 +39,7 @@ pub(super) fn name_of(path: &Path) -> String {
 pub struct RecipeArgs {
     #[arg(help = recipe_help())]
     pub recipe: PathBuf,
-    /// Replace a recipe's value, such as --set train.steps=10
+    /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
     /// Start the programs named in another user's run folder
@@ -52,10 +52,11 @@ pub struct RecipeArgs {
 pub struct RunArgs {
     #[arg(help = recipe_help())]
     pub recipe: PathBuf,
-    /// Replace a recipe's value, such as --set train.steps=10
+    /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Folder for the results [default: runs/<recipe's name>; for a run folder, the folder itself]
+    /// Folder for the results [default: runs/NAME; eval and rollout: runs/NAME-COMMAND, of a run
+    /// RUN/COMMAND/CHECKPOINT]
     #[arg(long)]
     pub out: Option<PathBuf>,
     /// Start the programs named in another user's run folder

@@ -36,8 +36,8 @@ use std::time::Duration;
 #[derive(Args, Debug, Clone)]
 #[command(after_help = ablations::help())]
 pub struct CheckMismatchArgs {
-    /// A recipe file, or a run folder (its resolved recipe and last checkpoint) [default: the quickstart's
-    /// recipe]
+    /// A recipe file, a built-in recipe, a run folder (its last checkpoint) or a checkpoint [default:
+    /// quickstart]
     recipe: Option<PathBuf>,
     /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]

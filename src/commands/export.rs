@@ -22,7 +22,7 @@ use std::path::PathBuf;
 pub struct ExportArgs {
     /// A run folder (its last checkpoint) or a checkpoint; for --out, the run must have an adapter
     run: PathBuf,
-    /// Write a whole model in checkpoint.dtype, with the adapter merged into its weights
+    /// Write a whole model, with the adapter merged into its weights, in checkpoint.dtype or --type
     #[arg(long)]
     merged: bool,
     /// Replace a recipe's value, such as --set checkpoint.dtype=f32

@@ -165,15 +165,15 @@ fn prepare(
     mesh: &Mesh,
 ) -> Result<TrainInputs> {
     let out = match (&args.out, source) {
-        (Some(out), _) => out.clone(),
-        (None, RecipeSource::Run(run)) if resume.is_some() => run.clone(),
-        (None, RecipeSource::Checkpoint { folder, .. }) => {
+        (_, RecipeSource::Checkpoint { folder, .. }) if starting_weights == StartingWeights::Recipe => {
             return Err(bad_input!(
                 "{}: is a checkpoint; continue its run with --resume, or name a recipe and start from the checkpoint with --set model.path={}",
                 folder.display(),
                 folder.display()
             ));
         }
+        (Some(out), _) => out.clone(),
+        (None, RecipeSource::Run(run)) if resume.is_some() => run.clone(),
         _ => PathBuf::from("runs").join(source.stem()),
     };
     let mut plan = source.resolve(&args.sets)?;

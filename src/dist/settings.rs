@@ -5,14 +5,14 @@ use crate::settings::{above, choice, from, table};
 table! {
     /// Threads and processes. They change results by rounding at most.
     pub struct ParallelSettings {
-        /// Number of threads; 0 means all cores of the machine.
+        /// Number of threads of a process; 0 means its share of the machine's cores.
         pub threads: usize = 0 => from(0.0).to(4096.0),
         /// Index of the GPU among those in `CUDA_VISIBLE_DEVICES`. If a machine has several processes, it is
         /// the GPU of the first process, and the other processes use the next GPUs.
         pub device_index: usize = 0 => from(0.0).to(1023.0),
         /// Sequence parallelism: number of processes that share each sequence in training. The rows of a
         /// sequence are sharded, and attention's heads are exchanged. It must divide the number of processes
-        /// and the model's heads.
+        /// and of query heads, and divide the key-value heads or be a multiple of them.
         pub sequence: usize = 1 => from(1.0),
         /// How each process holds the trainable weights during sampling, if there are several processes.
         pub rollout_weights: RolloutWeightPlacement = RolloutWeightPlacement::Auto,
@@ -35,7 +35,7 @@ choice! {
         Auto = "auto",
         /// Unsharded.
         Whole = "whole",
-        /// Sharded. A layer is gathered whenever a forward or backward pass reaches it.
+        /// Sharded, only on CPUs. A layer is gathered whenever a forward or backward pass reaches it.
         Sharded = "cut",
     }
 }
@@ -47,7 +47,8 @@ choice! {
         /// reaches it, and their gradients are exchanged.
         Gathered = "gathered",
         /// Each process has its own experts, their gradients and their optimizer state. Tokens are sent to
-        /// them and back (expert parallelism). Only on GPUs, without an adapter.
+        /// them and back (expert parallelism). Only on GPUs, without `[adapter]`, `sequence` above 1 and
+        /// frozen experts.
         ByExpert = "by_expert",
     }
 }

@@ -16,7 +16,8 @@ table! {
         pub micro_batch_tokens: usize = 1280 => from(1.0).to(16777216.0),
         /// Number of optimizer updates per epoch. With 1, trajectories keep their order. With more than 1,
         /// they are shuffled and split evenly. Then a forward pass over the whole batch runs before the first
-        /// update, and its log-probabilities are used to measure the mismatch.
+        /// update, and its log-probabilities are used to measure the mismatch. More than 1, and more epochs
+        /// than 1, need another `policy.old_logprob` than `"detach"`.
         pub minibatches: usize = 1 => from(1.0).to(1e6),
         /// Number of epochs over the step's trajectories.
         pub epochs: usize = 1 => from(1.0).to(1e6),
@@ -33,7 +34,7 @@ table! {
         /// none. A step uses `rollout.prompts_per_step` groups. After the last group, training continues with
         /// the first group. Rewards and log-probabilities keep their stored values: set `rollout.temperature`
         /// to the temperature of sampling. Tokens drawn with `top_p`, `top_k` or `min_p` are stored with the
-        /// tokens that were kept.
+        /// tokens that were kept, and need a CPU.
         pub trajectories: Option<PathBuf> = None,
         /// Reaction to an update whose gradient norm is not finite. `"stop"` ends the run. `"skip"` does not
         /// change the weights and prints a warning. It also skips an update whose norm exceeds 10 times the
@@ -72,7 +73,7 @@ table! {
 table! {
     /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, with a head
     /// that gives one value per token. It starts from the policy's weights at the start of reinforcement
-    /// learning. In every step, the critic is updated on the returns before the policy is updated.
+    /// learning; with an adapter, from the base with an adapter of its own. In every step, the critic is updated on the returns before the policy is updated.
     pub struct CriticSettings {
         /// Discount of later rewards, per token.
         pub gamma: f64 = 1.0 => from(0.0).to(1.0),

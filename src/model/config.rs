@@ -91,8 +91,8 @@ choice! {
         F32 = "f32",
         /// bfloat16. The released checkpoints use it for all tensors except the experts.
         Bf16 = "bf16",
-        /// The format of the released checkpoints: expert matrices in MXFP4, rounded to nearest, and other
-        /// tensors in bfloat16.
+        /// The format of released GPT-OSS, for that family alone: expert matrices in MXFP4, rounded to
+        /// nearest, and other tensors in bfloat16.
         Mxfp4 = "mxfp4",
     }
 }

@@ -14,11 +14,12 @@ use std::path::PathBuf;
 
 table! {
     /// Distillation: adds the reverse KL divergence from a teacher to the loss, on the policy's own samples
-    /// and over the whole vocabulary. On a CPU with one process.
+    /// and over the whole vocabulary. On a CPU with one process, without `top_p`, `top_k` and `min_p`.
     pub struct DistillSettings {
         /// The teacher. It has the policy's vocabulary, and may be of another family and packed: a model's
         /// folder, a GGUF file, a checkpoint or a run folder. If memory is short, its layers stay on disk.
-        /// `"self"` is the policy at the start of reinforcement learning, under another `system_prompt`.
+        /// `"self"` is the policy before reinforcement learning, without its adapter, under another
+        /// `system_prompt`.
         pub teacher: TeacherSource = TeacherSource::Policy,
         /// Weight of the divergence, which is aggregated like the loss.
         pub coefficient: f64 = 1.0 => above(0.0).to(1e6),

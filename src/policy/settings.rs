@@ -64,17 +64,18 @@ impl PolicySettings {
 }
 
 table! {
-    /// Correction of tokens whose training and rollout log-probabilities differ.
+    /// Correction of tokens whose training and rollout log-probabilities differ. ρ is a token's training
+    /// probability divided by its rollout probability.
     pub struct CorrectionSettings {
-        /// Importance weights of the loss.
+        /// Importance weights of the loss; not with `old_logprob = "rollout"`, except for `reinforce`.
         pub is: ImportanceSampling = ImportanceSampling::None,
         /// Bounds of the weights. One number truncates larger weights to it. Two numbers are a lower and an
         /// upper bound; weights outside become 0.
         pub threshold: Vec<f64> = vec![2.0],
         /// Whether the weights are divided by their mean over the batch.
         pub normalize: bool = false,
-        /// Statistics that must stay within their bounds. A rejected token counts neither in the loss nor in
-        /// its denominators.
+        /// Statistics that must stay within their bounds: k1 = −log ρ, k2 = ½ (log ρ)², k3 = ρ − 1 − log ρ. A
+        /// rejected token counts neither in the loss nor in its denominators.
         pub reject: Vec<RejectOption> = Vec::new(),
         /// Bounds of each statistic in `reject`. For k1: a lower and an upper bound on ρ, or one number u,
         /// which means 1/u to u. For k2 and k3: one upper bound.
@@ -112,7 +113,7 @@ impl CorrectionSettings {
 }
 
 table! {
-    /// KL divergence from a frozen reference: the model at the start of reinforcement learning.
+    /// KL divergence from a frozen reference: the model before reinforcement learning, without an adapter.
     pub struct KlSettings {
         /// Where the divergence is applied.
         pub place: KlPlacement = KlPlacement::None,

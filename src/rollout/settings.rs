@@ -61,12 +61,12 @@ table! {
 }
 
 table! {
-    /// Evaluation: the success rate on validation problems.
+    /// Evaluation: the success rate on validation problems. `chat` and `serve` use its sampling parameters.
     pub struct EvalSettings {
         /// Number of training steps between evaluations; the last step is also evaluated. 0 means
         /// neither.
         pub every_steps: u64 = 10,
-        /// Maximum number of validation problems; the first ones are used.
+        /// Maximum number of problems of each validation set; the first ones are used.
         pub problems_max: usize = 512 => from(1.0),
         /// Number of samples per problem: the k of mean@k.
         pub samples: usize = 1 => from(1.0).to(1e6),

@@ -22,8 +22,8 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 };
 
 table! {
-    /// Selection of `loss = "clip_cov"`. A token's covariance is (A − mean A)·(log-probability − mean
-    /// log-probability), with means over the batch.
+    /// Selection of `loss = "clip_cov"`, not with `old_logprob = "detach"`. A token's covariance is
+    /// (A − mean A)·(old log-probability − its mean), with means over the batch.
     pub struct ClipCovSettings {
         /// Fraction of the batch's tokens that have no gradient; at least one token if any has a covariance
         /// in the range.

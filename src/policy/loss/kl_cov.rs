@@ -18,9 +18,9 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 };
 
 table! {
-    /// Penalty of `loss = "kl_cov"`. The covariance is that of `clip_cov`. The penalty has a gradient only
-    /// where the policy has moved away from the old log-probabilities, so a step needs several updates or
-    /// samples of older weights.
+    /// Penalty of `loss = "kl_cov"`, not with `old_logprob = "detach"`. The covariance is that of `clip_cov`.
+    /// The penalty has a gradient only where the policy has moved away from the old log-probabilities, so a
+    /// step needs several updates or samples of older weights.
     pub struct KlCovSettings {
         /// Fraction of the batch's tokens that have the penalty, those with the highest covariance; at least
         /// one token.
