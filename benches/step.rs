@@ -299,6 +299,7 @@ fn main() -> Result<()> {
                 engine: &Engine::new(&threads, policy, step, limits)?,
                 chat: &chat,
                 task: &task,
+                reward_min: 0.0,
                 interpreter: None,
                 system_prompt: &[],
                 plan,

@@ -46,13 +46,11 @@ impl AdvantageEstimator<'_> {
         let penalties = self.kl_penalties(batch, &sequences, &mut metrics)?;
         let episodes = Episodes::new(groups);
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
-        let sequence_rewards = || -> Result<Vec<f32>> {
-            let penalties = sequences.sequence_sums(&penalties)?;
-            Ok(rewards.iter().zip(&penalties).map(|(reward, penalty)| reward + penalty).collect())
-        };
+        let episode_rewards =
+            || anyhow::Ok(episodes.rewards(&rewards, &sequences.sequence_sums(&penalties)?));
         type GroupEstimator = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
         let group_advantages = |estimate: GroupEstimator| {
-            let rewards = episodes.rewards(&sequence_rewards()?);
+            let rewards = episode_rewards()?;
             sequences.broadcast(&episodes.spread(&estimate(&rewards, &episodes.group_sizes)?))
         };
         let mut returns = None;
@@ -62,14 +60,14 @@ impl AdvantageEstimator<'_> {
             Advantage::GrpoBatchStd => group_advantages(grpo_batch_std)?,
             Advantage::Rloo => group_advantages(rloo)?,
             Advantage::Maxrl => {
-                let rewards = episodes.rewards(&sequence_rewards()?);
+                let rewards = episode_rewards()?;
                 let advantages = maxrl(&rewards, &episodes.group_sizes, self.reward_min)?;
                 sequences.broadcast(&episodes.spread(&advantages))?
             }
             Advantage::Opo => {
                 let rows = sequences.token_ranges();
                 let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();
-                let rewards = episodes.rewards(&sequence_rewards()?);
+                let rewards = episode_rewards()?;
                 let advantages = opo(&rewards, &episodes.group_sizes, &episodes.sums(&lengths))?;
                 sequences.broadcast(&episodes.spread(&advantages))?
             }

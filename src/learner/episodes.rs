@@ -31,12 +31,17 @@ impl Episodes {
         Self { of_trajectory, trajectories, group_sizes }
     }
 
-    /// Returns the mean reward of each episode, from the reward of each trajectory. Shaping and KL penalties
-    /// may differ within an episode.
-    pub fn rewards(&self, rewards: &[f32]) -> Vec<f32> {
-        let mut sums = vec![0f64; self.trajectories.len()];
-        self.of_trajectory.iter().zip(rewards).for_each(|(&episode, &r)| sums[episode] += f64::from(r));
-        sums.iter().zip(&self.trajectories).map(|(sum, &count)| (sum / count as f64) as f32).collect()
+    /// Returns the reward of each episode: the mean of the rewards of its trajectories, which differ only by
+    /// shaping, plus the sum of their KL penalties.
+    pub fn rewards(&self, rewards: &[f32], penalties: &[f32]) -> Vec<f32> {
+        let sums = |values: &[f32]| {
+            let mut sums = vec![0f64; self.trajectories.len()];
+            self.of_trajectory.iter().zip(values).for_each(|(&episode, &r)| sums[episode] += f64::from(r));
+            sums
+        };
+        let counts = self.trajectories.iter().map(|&count| count as f64);
+        let means = sums(rewards).into_iter().zip(counts).map(|(sum, count)| (sum / count) as f32);
+        means.zip(sums(penalties)).map(|(mean, penalty)| mean + penalty as f32).collect()
     }
 
     /// Returns the sum over each episode.
@@ -92,11 +97,14 @@ pub(super) mod tests {
         let (first, second) = (group(&[0, 1, 2, 0]), group(&[0, 0]));
         let episodes = Episodes::new(&[&first, &second]);
         assert_eq!(episodes.group_sizes, [2, 2]);
-        let rewards = episodes.rewards(&[1.0, 1.0, 1.0, 0.0, 0.5, 0.25]);
+        let rewards = episodes.rewards(&[1.0, 1.0, 1.0, 0.0, 0.5, 0.25], &[0.0; 6]);
         assert_eq!(rewards, [1.0, 0.0, 0.5, 0.25]);
         let advantages = episodes.spread(&grpo(&rewards, &episodes.group_sizes).unwrap());
         let alone = grpo(&[1.0, 0.0, 0.5, 0.25], &[2, 2]).unwrap();
         assert_eq!(advantages, [alone[0], alone[0], alone[0], alone[1], alone[2], alone[3]]);
         assert_eq!(episodes.sums(&[1, 2, 3, 4, 5, 6]), [6, 4, 5, 6]);
+        // The penalty was a mean, so an episode of many trajectories had less of it.
+        let penalties = [-0.25, -0.25, -0.5, -1.0, 0.0, 0.0];
+        assert_eq!(episodes.rewards(&[1.0; 6], &penalties), [0.0, 0.0, 1.0, 1.0]);
     }
 }

@@ -8,13 +8,13 @@ use crate::settings::choice;
 
 choice! {
     /// How per-token losses `l[s][t]` become one loss. Sums run over valid tokens. N is the number of valid
-    /// tokens of the whole batch. S is the number of sequences of the batch that have a valid token. The
+    /// tokens of the update's minibatch. S is the number of its sequences that have a valid token. The
     /// names in verl are `token-mean`, `token-sum`, `seq-mean-token-mean`, `seq-mean-token-sum` and
     /// `seq-mean-token-sum-norm`.
     pub enum Aggregation {
-        /// Sum over the tokens of the whole batch, divided by their count.
+        /// Sum over the tokens of the update, divided by their count.
         TokenMean = "token_mean",
-        /// Sum over the tokens of the whole batch.
+        /// Sum over the tokens of the update.
         TokenSum = "token_sum",
         /// Mean over sequences of the mean over tokens.
         SequenceMeanTokenMean = "sequence_mean_token_mean",

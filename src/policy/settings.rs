@@ -82,7 +82,8 @@ table! {
         pub reject_bounds: Vec<Vec<f64>> = Vec::new(),
         /// Off-policy sequence mask (DeepSeek-V3.2): a response has weight 0 if its advantage is negative and
         /// the mean of its rollout minus training log-probabilities exceeds this bound. It still counts in
-        /// the denominators of the loss. If absent, no response is masked.
+        /// the denominators of the loss. The log-probabilities are those before the first update, so it masks
+        /// only samples of older weights. If absent, no response is masked.
         pub off_policy_mask: Option<f64> = None => above(0.0).to(20.0),
     }
 }

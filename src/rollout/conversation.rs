@@ -29,9 +29,6 @@ use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn, VersionRun};
 use rand::Rng;
 use std::time::Instant;
 
-/// Reward of a trajectory whose task failed.
-const FAILED: Reward = Reward::new(0.0, false);
-
 /// The next action of a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NextAction {
@@ -444,20 +441,21 @@ impl<'a> Conversation<'a> {
         Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
     }
 
-    /// Grades the conversation. Returns the trajectory and all its messages. If the task fails to grade,
-    /// the reward is 0.
+    /// Grades the conversation. Returns the trajectory and all its messages. If the task fails, the reward is
+    /// the task's least, as for a wrong answer.
     pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
-        let Rollout { task, interpreter, .. } = *self.rollout;
+        let Rollout { task, interpreter, reward_min, .. } = *self.rollout;
+        let failed = Reward::new(reward_min, false);
         if let Some(interpreter) = interpreter {
             interpreter.close(self.rollout.session(self.index));
         }
         let mut outcome = self.outcome.unwrap_or(Outcome::TaskFailed);
         let reward = if outcome == Outcome::TaskFailed {
-            FAILED
+            failed
         } else {
             task.reward(self.problem, &self.transcript(outcome)).unwrap_or_else(|_| {
                 outcome = Outcome::TaskFailed;
-                FAILED
+                failed
             })
         };
         if self.rollout.plan.settings.keep_routes {

@@ -16,7 +16,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 /// | `outcome/<name>` | number of trajectories with this outcome; every outcome is present, even if 0 |
 /// | `tool/<name>` | number of calls with this outcome; every outcome is present, even if 0 |
 /// | `trajectory/failed_fraction` | fraction of trajectories that failed for a reason outside the policy: `task_failed`, or `worker_died` |
-/// | `group/zero_signal_fraction` | fraction of groups whose rewards (including the greedy sample's) are all equal, so that their advantages are 0 |
+/// | `group/zero_signal_fraction` | fraction of groups whose rewards (including the greedy sample's) are all equal, before shaping and KL penalty |
 /// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, if there are any |
 /// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples, and of their sampled tokens; other counts exclude greedy samples |
 pub fn metrics(groups: &[Group]) -> Accumulator {

@@ -54,6 +54,8 @@ pub struct Rollout<'a> {
     pub engine: &'a Engine<'a>,
     pub chat: &'a Chat,
     pub task: &'a dyn Task,
+    /// The task's least reward, that of a trajectory whose task failed.
+    pub reward_min: f32,
     /// The Python tool, used by one rollout of a step at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     /// Messages before those of every problem, as [`system_prompt`] returns them.

@@ -282,6 +282,7 @@ impl RunContext {
     /// Returns a rollout according to `plan` on `engine`.
     pub fn rollout<'a>(&'a self, engine: &'a Engine<'a>, plan: &'a RolloutPlan) -> Rollout<'a> {
         Rollout {
+            reward_min: self.recipe().task.name.reward_min,
             engine,
             chat: &self.chat,
             task: self.task.as_ref(),

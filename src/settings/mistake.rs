@@ -82,6 +82,11 @@ impl KeyLocations {
         self.written.insert(key.to_owned(), location);
     }
 
+    /// Returns whether `key` itself was written.
+    pub fn is_written(&self, key: &str) -> bool {
+        self.written.contains_key(key)
+    }
+
     /// Returns whether `key` or the table around it was written in a base of the file, and nowhere else.
     pub fn is_from_base(&self, key: &str) -> bool {
         matches!(self.location_of(key), SourceLocation::File { path, .. } if path != self.file)

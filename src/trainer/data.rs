@@ -74,6 +74,12 @@ fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
                       training's log-probs over the kept tokens yet; use the CPU with device = \"cpu\"";
         return Err(bad_input!("{}", context.plan.mistake("train.trajectories", reason.to_owned())));
     }
+    let distills = context.recipe().policy.distill.is_some();
+    if distills && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
+        let reason = "the trajectories were sampled with top_p, top_k or min_p, and with policy.distill all log-probs are over \
+                      the whole vocabulary; sample without these keys";
+        return Err(bad_input!("{}", context.plan.mistake("train.trajectories", reason.to_owned())));
+    }
     Ok(stored)
 }
 

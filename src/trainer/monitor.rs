@@ -2,6 +2,7 @@
 
 use super::gradient_norms::GradientNorms;
 use crate::metrics::{Metrics, format_number};
+use crate::policy::KlPlacement;
 use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
@@ -44,6 +45,12 @@ impl Monitor {
         let compares_groups = match recipe.policy.advantage {
             // Every token has a gradient from the teacher.
             _ if recipe.policy.distill.is_some() => false,
+            // Equal rewards differ after shaping.
+            _ if recipe.policy.overlong.buffer_tokens > 0
+                || recipe.policy.kl.place == KlPlacement::Reward =>
+            {
+                false
+            }
             Advantage::Gae | Advantage::ReinforcePlusPlus => false,
             Advantage::Remax => true,
             _ => has_groups,

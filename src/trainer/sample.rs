@@ -225,14 +225,18 @@ impl Sampler<'_> {
         let (count, rounds_max) = (settings.prompts_per_step, settings.resample_rounds_max);
         let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
+        // Failed episodes of an agent are missing in their groups. The baseline of a group needs two.
+        let episodes_min = settings.samples_per_prompt.min(2);
         loop {
             let prompts = self.context.training_prompts(step, round, count - informative.len());
             let Some(new) = self.sample_groups(engine, step, &prompts)? else { return Ok(None) };
             for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
                 let group = &new.groups[index - rollouts.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
-                let has_signal = !rewards.is_empty()
-                    && (rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0]);
+                if group.episodes() < episodes_min || rewards.is_empty() {
+                    continue;
+                }
+                let has_signal = rounds_max == 0 || informative_groups(&rewards, &[rewards.len()])?[0];
                 if has_signal { informative.push(index) } else { without_signal.push(index) }
             }
             rollouts.extend(new);
@@ -241,11 +245,8 @@ impl Sampler<'_> {
             }
             round += 1;
         }
-        // Failed episodes of an agent are missing in their groups. The baseline of a group needs two.
-        let episodes_min = self.context.recipe().rollout.samples_per_prompt.min(2);
-        let is_usable = |&index: &usize| rollouts.groups[index].episodes() >= episodes_min;
         let mut training_indices: Vec<usize> =
-            informative.into_iter().chain(without_signal).filter(is_usable).take(count).collect();
+            informative.into_iter().chain(without_signal).take(count).collect();
         training_indices.sort_unstable();
         let rounds = (rounds_max > 0).then_some(round);
         Ok(Some(SampleOutput {

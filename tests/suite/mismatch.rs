@@ -66,6 +66,7 @@ impl World {
             engine: &Engine::new(&self.threads, policy, 0, limits).unwrap(),
             chat: &ChatFormat::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
+            reward_min: 0.0,
             interpreter: None,
             system_prompt: &[],
             plan: &plan,

@@ -83,6 +83,7 @@ impl World {
             engine: Box::leak(Box::new(engine)),
             chat: &self.chat,
             task,
+            reward_min: -1.0,
             interpreter,
             system_prompt: &[],
             plan: &self.plan,

@@ -32,14 +32,15 @@ pub fn dr_grpo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
 }
 
 /// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6). Here mean is that of the
-/// group, and std is the standard deviation (n − 1) of all rewards of the batch. A group of one keeps its
-/// reward, divided by the same std + 1e-6.
+/// group, and std is the standard deviation (n − 1) of all rewards of the batch; if it is 0, the divisor is 1.
+/// A group of one keeps its reward, divided by the same divisor.
 ///
 /// # Errors
 /// The errors of [`grpo`].
 pub fn grpo_batch_std(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
     let std = sample_std(&rewards.iter().map(|&r| f64::from(r)).collect::<Vec<_>>());
-    scale_rewards(rewards, group_sizes, |_| 1.0 / (std + STD_EPSILON))
+    let scale = if std == 0.0 { 1.0 } else { 1.0 / (std + STD_EPSILON) };
+    scale_rewards(rewards, group_sizes, |_| scale)
 }
 
 /// Returns the advantages of RLOO (Ahmadian et al. 2024): r minus the mean of the group's other rewards. This

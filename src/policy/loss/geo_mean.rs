@@ -11,7 +11,7 @@ const WEIGHT_EPSILON: f64 = 1e-10;
 
 pub(super) const ENTRY: LossEntry = LossEntry {
     name: "geo_mean",
-    meaning: "Geometric mean of a sequence's ratios, each log-ratio clipped to -`clip_low`, `clip_high`. The loss is a mean over sequences; `aggregation` has no effect.",
+    meaning: "Geometric mean of a sequence's ratios, each log-ratio clipped to -`clip_low`, `clip_high`. The loss is a mean over all sequences, rejected ones too; `aggregation` is only that of KL and entropy.",
     build: |settings| Ok(Box::new(GeoMean(ClipRange::from_settings(settings)?))),
     token_weights: TokenWeights::Truncated(
         "geo_mean takes the geometric mean of a sequence's weights, which is 0 if one weight is 0; give one number as \

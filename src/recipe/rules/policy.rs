@@ -3,6 +3,7 @@
 use super::Rules;
 use crate::policy::advantage::Advantage;
 use crate::policy::correction::{ImportanceSampling, WeightBound};
+use crate::policy::divergence::KlEstimator;
 use crate::policy::loss::{ClipCovSettings, KlCovSettings, Loss, SapoSettings, TokenWeights, VespoSettings};
 use crate::policy::ratio::OldLogProbSource;
 use crate::policy::{KlPlacement, RouterReplay};
@@ -28,6 +29,7 @@ impl Rules<'_> {
         self.check_sequence_loss();
         self.check_rejection();
         self.check_router_replay();
+        self.check_keys_without_a_switch();
         self.check_divergence();
         self.check_rewards();
         self.check_resampling();
@@ -180,7 +182,17 @@ impl Rules<'_> {
                 );
             }
             let recomputes = recipe.policy.old_logprob == OldLogProbSource::Recompute;
-            if recomputes && recipe.policy.correction.is == ImportanceSampling::None {
+            let has_weights = recipe.policy.correction.is != ImportanceSampling::None;
+            if !recipe.policy.loss.has_ratio && !has_weights {
+                self.warn(
+                    &[key, "policy.loss", "policy.correction.is"],
+                    format!(
+                        "older weights sample the tokens, and {} has no ratio, so nothing corrects this; set \
+                         policy.correction.is",
+                        recipe.policy.loss
+                    ),
+                );
+            } else if recomputes && !has_weights {
                 self.warn(
                     &[key, "policy.old_logprob", "policy.correction.is"],
                     "older weights sample the tokens, and with old_logprob = \"recompute\" nothing corrects this; set \
@@ -306,6 +318,28 @@ impl Rules<'_> {
         }
     }
 
+    /// Rejects a key that was written without the key that switches it on.
+    fn check_keys_without_a_switch(&mut self) {
+        let policy = &self.recipe.policy;
+        let switches = [
+            ("policy.kl.coefficient", "policy.kl.place", policy.kl.place == KlPlacement::None),
+            (
+                "policy.correction.threshold",
+                "policy.correction.is",
+                policy.correction.is == ImportanceSampling::None,
+            ),
+            ("policy.overlong.penalty", "policy.overlong.buffer_tokens", policy.overlong.buffer_tokens == 0),
+        ];
+        for (key, switch, is_off) in switches {
+            if is_off && self.key_locations.is_written(key) && !self.key_locations.is_written(switch) {
+                self.refuse(
+                    &[key, switch],
+                    format!("has no effect without {switch}; set that too, or remove the key"),
+                );
+            }
+        }
+    }
+
     fn check_divergence(&mut self) {
         let policy = &self.recipe.policy;
         if policy.kl.target.is_some() && policy.kl.place != KlPlacement::Reward {
@@ -331,6 +365,12 @@ impl Rules<'_> {
                      a fifth of the trajectories",
                     policy.kl.horizon
                 ),
+            );
+        }
+        if policy.kl.place == KlPlacement::Loss && policy.kl.estimator == KlEstimator::K1 {
+            self.warn(
+                &["policy.kl.estimator", "policy.kl.place"],
+                "in the loss, the gradient of k1 is 0 on average, so nothing holds the policy; write \"k1+\", \"k2\" or \"k3\"",
             );
         }
         if policy.kl.place == KlPlacement::Reward && policy.kl.estimator.is_straight_through() {
@@ -359,6 +399,12 @@ impl Rules<'_> {
         let (rollout, advantage) = (&self.recipe.rollout, self.recipe.policy.advantage);
         if rollout.resample_rounds_max == 0 {
             return;
+        }
+        if self.only_distills() {
+            self.refuse(
+                &["rollout.resample_rounds_max", "policy.distill.policy_loss_coefficient"],
+                "the teacher teaches on every group, whatever its rewards; write 0",
+            );
         }
         if matches!(advantage, Advantage::ReinforcePlusPlus | Advantage::Remax | Advantage::Gae) {
             self.refuse(

@@ -336,6 +336,7 @@ impl Case {
             engine: &Engine::new(threads, policy.clone(), step, limits)?,
             chat: &chat,
             task: &Questions,
+            reward_min: 0.0,
             interpreter: Some(&Repeat),
             system_prompt: &[],
             plan: &plan,

@@ -156,7 +156,7 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
         assert!(*calls == Vec::from_iter(kind.call) || killed, "{prompt}: {calls:?}");
         let (reward, success) = match kind.outcome {
             Outcome::Finished => (1.0, true),
-            Outcome::TaskFailed => (0.0, false),
+            Outcome::TaskFailed => (-1.0, false),
             _ => (-1.0, false),
         };
         assert_eq!((t.reward, t.success), (reward, success), "{prompt}");

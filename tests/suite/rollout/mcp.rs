@@ -74,7 +74,7 @@ fn a_server_that_dies_in_a_call_fails_that_trajectory() {
     for (world, script) in worlds() {
         let rollouts = play_one(&world, &script, &task);
         let t = &rollouts.groups[0].trajectories[0];
-        assert_eq!((t.outcome, t.reward, t.success), (Outcome::TaskFailed, 0.0, false));
+        assert_eq!((t.outcome, t.reward, t.success), (Outcome::TaskFailed, -1.0, false));
         assert_eq!(t.turns.len(), 1);
         let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
         assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));

@@ -249,7 +249,7 @@ fn further_user_messages_go_on_with_the_conversation() {
 fn a_task_that_fails_is_an_outcome() {
     let world = World::roomy();
     let (t, _) = with_echo(&world, &["<|channel|>final<|message|>ungradable<|return|>"]);
-    assert_eq!((t.outcome, t.reward, t.success), (Outcome::TaskFailed, 0.0, false));
+    assert_eq!((t.outcome, t.reward, t.success), (Outcome::TaskFailed, -1.0, false));
     let rollouts = Rollouts {
         groups: vec![rloss::trajectory::Group { trajectories: vec![t], greedy: None }],
         messages: vec![vec![vec![]]],
