@@ -6,6 +6,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::integrity::ChecksumStatus;
 use crate::settings::{Mistakes, did_you_mean};
+use crate::tasks::absolute_words;
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -138,6 +139,7 @@ impl RecipeSource {
             let mut plan = plan?;
             plan.recipe.task.make_command_absolute();
             plan.recipe.tools.iter_mut().for_each(|tools| tools.mcp.make_command_absolute());
+            absolute_words(std::slice::from_mut(&mut plan.recipe.interpreter.python));
             Ok(plan)
         };
         if let RecipeSource::BuiltIn { text, .. } = self {

@@ -17,6 +17,7 @@ pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;
 pub use mcp::{McpSettings, McpTask, ToolsSettings};
 pub use retool::Retool;
+pub(crate) use settings::absolute_words;
 pub use settings::{TaskContext, TaskSettings};
 pub use verify_if::VerifyIf;
 

@@ -64,7 +64,7 @@ table! {
 
 /// Makes the words of a command that name a file absolute. The first word, the program, is a path only if it
 /// has a slash; otherwise the system searches for it.
-pub(super) fn absolute_words(command: &mut [String]) {
+pub(crate) fn absolute_words(command: &mut [String]) {
     for (index, word) in command.iter_mut().enumerate() {
         if (index > 0 || word.contains('/'))
             && Path::new(word).is_file()

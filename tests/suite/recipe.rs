@@ -174,6 +174,19 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
     }
 }
 
+/// A relative path of the Python stayed relative, so a run resumed elsewhere did not find it.
+#[test]
+fn the_path_of_python_becomes_absolute() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("a.toml");
+    let python = |word: &str| {
+        std::fs::write(&file, format!("[interpreter]\nkind = \"cpython\"\npython = \"{word}\"\n")).unwrap();
+        RecipeSource::File(file.clone()).resolve(&[]).unwrap().recipe.interpreter.python
+    };
+    assert_eq!(python("python3"), "python3");
+    assert_eq!(Path::new(&python("scripts/words.py")), root().join("scripts/words.py"));
+}
+
 #[test]
 fn paths_become_absolute_from_the_working_directory() {
     let recipe = read(EVERYTHING, &[]).recipe;

@@ -116,6 +116,8 @@ fn the_standard_deviation_of_the_batch_scales_every_group_alike() {
     for (advantage, centred) in advantages.iter().zip([-1.0, 1.0, -4.0, 4.0]) {
         assert!((f64::from(*advantage) - centred / (std + 1e-6)).abs() < 1e-6, "{advantages:?}");
     }
+    // Rewards of 1 in groups of one became advantages of a million.
+    assert_eq!(grpo_batch_std(&[1.0, 1.0], &[1, 1]).unwrap(), [1.0, 1.0]);
 }
 
 #[test]
