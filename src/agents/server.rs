@@ -269,6 +269,7 @@ impl Server {
     /// Reads the fields that do not concern the conversation.
     fn read_fields(&self, fields: &Fields, sampling: &SamplingParameters) -> Result<ChatFields, ApiError> {
         self.note_sampling(fields, sampling)?;
+        fields.refuse_unsupported()?;
         fields.refuse("n", |n| n == 1)?;
         fields.refuse("response_format", |format| format["type"] == "text")?;
         fields.refuse("functions", |_| false)?;

@@ -22,6 +22,8 @@ pub struct TurnReader<'a> {
     parser: Option<ChatTurnParser>,
     chat: &'a Chat,
     stop: Vec<String>,
+    /// Tokens that end the answer and are no part of its text, beside those of the chat format.
+    stop_tokens: Vec<u32>,
     /// Bytes of plain text, or of the whole turn.
     bytes: Vec<u8>,
     end: Option<TurnEnd>,
@@ -37,11 +39,19 @@ impl<'a> TurnReader<'a> {
 
     /// Returns a reader of plain text.
     pub fn text(chat: &'a Chat, stop: Vec<String>) -> Self {
-        Self { parser: None, chat, stop, bytes: vec![], end: None, cut: None }
+        Self { parser: None, chat, stop, stop_tokens: vec![], bytes: vec![], end: None, cut: None }
+    }
+
+    /// Returns the reader with further tokens that end the answer.
+    pub fn with_stop_tokens(self, stop_tokens: Vec<u32>) -> Self {
+        Self { stop_tokens, ..self }
     }
 
     /// Reads the next token. Returns true when the answer ends with it.
     pub fn push(&mut self, token: u32) -> bool {
+        if self.stop_tokens.contains(&token) && !self.chat.stop_tokens().contains(&token) {
+            return false;
+        }
         let vocabulary: &Vocabulary = self.chat.vocabulary();
         if self.parser.is_some() || !vocabulary.is_special(token) {
             self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));

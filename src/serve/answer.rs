@@ -315,10 +315,13 @@ impl<'r> Answer<'r> {
             AnswerKind::Chat => choice["delta"] = json!({"role": "assistant", "content": ""}),
             AnswerKind::Text => {
                 choice["text"] = if self.report.echo { self.prompt_text(index).into() } else { "".into() };
+                if self.report.token_ids {
+                    choice["prompt_token_ids"] = json!(self.prompt(index).0);
+                }
             }
         }
         let mut chunk = self.head_json(id, true);
-        if self.report.token_ids {
+        if self.report.token_ids && self.report.kind == AnswerKind::Chat {
             chunk["prompt_token_ids"] = json!(self.prompt(index).0);
         }
         chunk["choices"] = json!([choice]);

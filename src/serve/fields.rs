@@ -73,6 +73,20 @@ impl<'v> Fields<'v> {
         }
     }
 
+    /// Refuses fields of vLLM and SGLang that would change the answer.
+    pub fn refuse_unsupported(&self) -> Result<(), ApiError> {
+        let is_empty = |value: &Value| value.as_object().is_some_and(Map::is_empty);
+        self.refuse("chat_template_kwargs", is_empty)?;
+        self.refuse("continue_final_message", |value| value == false)?;
+        self.refuse("add_generation_prompt", |value| value == true)?;
+        self.refuse("min_tokens", |value| value == 0)?;
+        self.refuse("prompt_logprobs", |_| false)?;
+        for name in ["guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"] {
+            self.refuse(name, |_| false)?;
+        }
+        Ok(())
+    }
+
     /// Marks fields as known without reading them. They do not change the answer.
     pub fn ignore(&self, names: &[&'static str]) {
         self.known.borrow_mut().extend(names);

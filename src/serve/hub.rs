@@ -105,6 +105,15 @@ impl<'a> Hub<'a> {
                 return Err(ApiError::ending());
             }
             let open = state.open.len();
+            if count > self.open_samples_max {
+                return Err(ApiError::invalid(
+                    None,
+                    format!(
+                        "the request has {count} samples, and the server takes {}; send fewer, or start it with a larger --queue",
+                        self.open_samples_max
+                    ),
+                ));
+            }
             if open + count > self.open_samples_max {
                 return Err(ApiError::full(format!(
                     "{open} of {} samples are open, and this request has {count}; try again later",

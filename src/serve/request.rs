@@ -64,7 +64,8 @@ impl Server<'_> {
         self.check_room(tokens.len(), new_tokens_max, left)?;
         let stop_tokens = self.stop_tokens(fields)?;
         let request = engine_request(tokens.clone(), &common, stop_tokens, new_tokens_max, top);
-        let reader = |stop: &[String]| TurnReader::chat(chat, stop.to_vec());
+        let ids = stop_token_ids(fields)?;
+        let reader = |stop: &[String]| TurnReader::chat(chat, stop.to_vec()).with_stop_tokens(ids.clone());
         let report = Reporting {
             kind: AnswerKind::Chat,
             token_ids: common.token_ids,
@@ -99,7 +100,8 @@ impl Server<'_> {
             request.prompt_log_probs = top.filter(|_| echo);
             requests.push(request);
         }
-        let reader = |stop: &[String]| TurnReader::text(chat, stop.to_vec());
+        let ids = stop_token_ids(fields)?;
+        let reader = |stop: &[String]| TurnReader::text(chat, stop.to_vec()).with_stop_tokens(ids.clone());
         let report = Reporting {
             kind: AnswerKind::Text,
             token_ids: common.token_ids,
@@ -150,6 +152,7 @@ impl Server<'_> {
             min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(default.min_p),
         };
         let is_zero = |value: &Value| value.as_f64() == Some(0.0);
+        fields.refuse_unsupported()?;
         fields.refuse("frequency_penalty", is_zero)?;
         fields.refuse("presence_penalty", is_zero)?;
         fields.refuse("repetition_penalty", |value| value.as_f64() == Some(1.0))?;
@@ -279,14 +282,19 @@ impl Server<'_> {
             true => vec![],
             false => self.settings.chat.stop_tokens(),
         };
-        for id in fields.list("stop_token_ids")?.unwrap_or_default() {
-            let id = id.as_u64().and_then(|id| u32::try_from(id).ok());
-            tokens.push(id.ok_or_else(|| {
-                ApiError::invalid(Some("stop_token_ids"), "\"stop_token_ids\" must be ids".to_owned())
-            })?);
-        }
+        tokens.extend(stop_token_ids(fields)?);
         Ok(tokens)
     }
+}
+
+fn stop_token_ids(fields: &Fields) -> Result<Vec<u32>, ApiError> {
+    let ids = fields.list("stop_token_ids")?.unwrap_or_default().iter();
+    let read = |id: &Value| {
+        id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
+            ApiError::invalid(Some("stop_token_ids"), "\"stop_token_ids\" must be ids".to_owned())
+        })
+    };
+    ids.map(read).collect()
 }
 
 fn engine_request(

@@ -112,7 +112,7 @@ impl ChatMlTurnParser {
 
 /// Returns the thought at the beginning of a turn, and the text after it. The text after it is `None` if the
 /// thought has no end tag. The result is `None` if there is no thought.
-pub(super) fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
+pub fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
     let [open, close] = THINK;
     let (thought, answer) = match text.split_once(close) {
         Some((thought, answer)) => (thought, Some(answer.trim_start_matches('\n'))),

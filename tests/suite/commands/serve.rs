@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::process::{Child, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 struct Server {
     child: Child,
@@ -322,9 +323,39 @@ fn a_client_that_hangs_up_frees_its_samples() {
 #[test]
 fn a_full_queue_answers_429() {
     let server = Server::start(&["--queue", "2"]);
+    // A request that never fits is not told to try again.
     let (status, answer) = server.post(CHAT, &chat(&json!({"n": 3})));
-    assert_eq!((status, &answer["error"]["code"]), (429, &json!("rate_limit_exceeded")));
+    assert_eq!(status, 400, "{answer}");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("a larger --queue"), "{answer}");
     assert_eq!(server.post(CHAT, &chat(&json!({"n": 2}))).0, 200);
+    let (ended, pair) = (AtomicBool::new(false), chat(&json!({"n": 2})));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Ordering::Relaxed) {
+                server.post(CHAT, &pair);
+            }
+        });
+        let full = (0..1000).map(|_| server.post(CHAT, &pair)).find(|(status, _)| *status != 200);
+        ended.store(true, Ordering::Relaxed);
+        let (status, answer) = full.expect("the other thread's samples were never open");
+        assert_eq!((status, &answer["error"]["code"]), (429, &json!("rate_limit_exceeded")));
+    });
+}
+
+#[test]
+fn fields_that_would_change_the_answer_are_refused() {
+    let server = Server::start(&[]);
+    for field in [
+        json!({"chat_template_kwargs": {"enable_thinking": false}}),
+        json!({"continue_final_message": true}),
+        json!({"guided_json": {"type": "object"}}),
+        json!({"min_tokens": 3}),
+    ] {
+        let (status, answer) = server.post(CHAT, &chat(&field));
+        let name = field.as_object().unwrap().keys().next().unwrap();
+        assert_eq!((status, answer["error"]["param"].as_str()), (400, Some(name.as_str())), "{answer}");
+    }
+    assert_eq!(server.post(CHAT, &chat(&json!({"min_tokens": 0, "chat_template_kwargs": {}}))).0, 200);
 }
 
 #[test]
