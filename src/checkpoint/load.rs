@@ -66,6 +66,9 @@ impl ModelFolder {
         }
         let mut opened = Self { folder: folder.into(), gguf: None, files, file_index: BTreeMap::new() };
         let mut mistakes = opened.index_tensors(&listed);
+        if config.tie_word_embeddings {
+            mistakes.extend(opened.drop_copied_head()?);
+        }
         mistakes.extend(opened.find_mistakes(&parameter_specs(config)));
         if mistakes.is_empty() {
             return Ok(opened);
@@ -103,6 +106,37 @@ impl ModelFolder {
             self.file_index.extend(present.into_iter().map(|name| (name, index)));
         }
         mistakes
+    }
+
+    /// Forgets an LM head that is a copy of the embedding. Published folders of tied models, such as
+    /// Qwen3-0.6B, may have both. Returns a mistake if the two differ.
+    fn drop_copied_head(&mut self) -> Result<Option<String>> {
+        const HEAD: &str = "lm_head.weight";
+        const CHUNK_BYTES: usize = 1 << 20;
+        let (Ok(head), Ok(embedding)) = (self.locate(HEAD), self.locate("model.embed_tokens.weight")) else {
+            return Ok(None);
+        };
+        let bytes = |info: &TensorInfo| info.data_offsets.1 - info.data_offsets.0;
+        let length = bytes(head.info);
+        let mut is_copy = head.info.dtype == embedding.info.dtype && head.info.shape == embedding.info.shape;
+        let (mut ours, mut theirs) = (vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]);
+        for start in (0..length).step_by(CHUNK_BYTES) {
+            if !is_copy {
+                break;
+            }
+            let count = CHUNK_BYTES.min(length - start);
+            head.read_at(start, &mut ours[..count])?;
+            embedding.read_at(start, &mut theirs[..count])?;
+            is_copy = ours[..count] == theirs[..count];
+        }
+        if is_copy {
+            self.file_index.remove(HEAD);
+            return Ok(None);
+        }
+        self.file_index.remove(HEAD);
+        Ok(Some(format!(
+            "tie_word_embeddings is true, but {HEAD:?} differs from the embedding; write false to use it"
+        )))
     }
 
     /// Returns a mistake for each difference between the headers and the specs.

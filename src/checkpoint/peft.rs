@@ -427,8 +427,9 @@ fn unsupported_settings(json: &Value) -> Vec<String> {
     let set = json.as_object().into_iter().flatten().filter(|(key, value)| is_unknown(key) && is_set(value));
     found.extend(set.map(|(key, value)| format!("{key} is {value}, which is not supported; {merge}")));
     // Other initialisations also change the weights of the base.
-    if let Some(start) =
-        json["init_lora_weights"].as_str().filter(|start| !["gaussian", "true"].contains(start))
+    if let Some(start) = json["init_lora_weights"]
+        .as_str()
+        .filter(|start| !["gaussian", "true", "orthogonal", "eva"].contains(start))
     {
         found.push(format!("init_lora_weights is {start:?}, which also changes the base; {merge}"));
     }

@@ -55,10 +55,34 @@ impl CompanionFiles {
             }
         }
         let mut found = Self(files);
+        found.add_stop_tokens(chat);
         if !found.has_chat_template() {
             found.0.insert(CHAT_TEMPLATE.into(), chat.jinja().into());
         }
         Ok(found)
+    }
+
+    /// Adds the tokens that end a turn to `eos_token_id` of the generation config, if it lacks some. A base
+    /// model has one token, and after training its answers end with others.
+    fn add_stop_tokens(&mut self, chat: &Chat) {
+        const NAME: &str = "generation_config.json";
+        let Some(Value::Object(mut settings)) =
+            self.0.get(NAME).and_then(|bytes| serde_json::from_slice(bytes).ok())
+        else {
+            return;
+        };
+        let mut ids = match settings.get("eos_token_id") {
+            Some(Value::Array(ids)) => ids.clone(),
+            Some(id) if id.is_u64() => vec![id.clone()],
+            _ => vec![],
+        };
+        let missing: Vec<Value> =
+            chat.stop_tokens().into_iter().map(Value::from).filter(|id| !ids.contains(id)).collect();
+        if !missing.is_empty() {
+            ids.extend(missing);
+            settings.insert("eos_token_id".to_owned(), ids.into());
+            self.0.insert(NAME.to_owned(), pretty(&settings.into()));
+        }
     }
 
     /// Returns the tokenizer and the template of `chat`. [`save`] derives the other companion files from the
@@ -147,9 +171,8 @@ pub fn save(
         let name = shard_name(index, shards.len());
         manifest.record(&name, write_shard(&folder.join(&name), shard, format, &mut tensor)?);
     }
-    if shards.len() > 1 {
-        manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, format)))?;
-    }
+    // vLLM and SGLang read every safetensors file of a folder without an index, and so a checkpoint's state too.
+    manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, format)))?;
     save_without_weights(folder, config, format, companions, &mut manifest)?;
     Ok(manifest)
 }

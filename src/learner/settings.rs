@@ -125,7 +125,7 @@ table! {
         pub momentum: f64 = 0.0 => from(0.0).below(1.0),
         /// Momentum of Muon, which is Nesterov's.
         pub muon_momentum: f64 = 0.95 => from(0.0).below(1.0),
-        /// Decoupled weight decay, multiplied by the learning rate.
+        /// Decoupled weight decay of all trained tensors, multiplied by the learning rate.
         pub weight_decay: f64 = 0.0 => from(0.0).to(100.0),
         /// Gradient clipping: maximum of the global gradient norm; 0 means no clipping.
         pub grad_norm_max: f64 = 1.0 => from(0.0).to(1e9),

@@ -191,6 +191,8 @@ impl ModelSource {
             ));
         }
         let companions = CompanionFiles::read(folder, &chat)?;
+        let unknown_template =
+            companions.template().is_some_and(|template| !chat.is_known_template(&template));
         let specs = parameter_specs(&config);
         let (weights, folder_without_weights, formats) = if has_weights(folder) {
             let weights = ModelFolder::open(folder, &config)?;
@@ -206,7 +208,7 @@ impl ModelSource {
             companions,
             weights,
             folder_without_weights,
-            unknown_template: None,
+            unknown_template: unknown_template.then(|| folder.clone()).flatten(),
             formats,
             folder,
             adapter: None,

@@ -100,14 +100,35 @@ fn without_annotations(text: &str) -> String {
     plain + rest
 }
 
+/// Returns the number in a box: of `n = 60 \text{ ft}^2` it is 60. `None` for a fraction.
+fn boxed_number(content: &str) -> Option<Number> {
+    if content.contains("frac") {
+        return None;
+    }
+    let value = content.rsplit('=').next().unwrap_or(content);
+    let unit = ["\\text", "\\mathrm", "^"].iter().filter_map(|unit| value.find(unit)).min();
+    unit.and_then(|unit| Number::last_in(&value[..unit])).or_else(|| Number::last_in(value))
+}
+
 /// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     let marker = text.rfind("####");
     let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
     match (marker, boxed) {
-        (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => Number::last_in(content),
-        // Read only the rest of the line. Later text is not part of the answer.
-        (Some(at), _) => text[at + 4..].trim_start().lines().next().and_then(Number::first_in),
+        (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => boxed_number(content),
+        (Some(at), _) => {
+            // Read only the rest of the line. Later text is not part of the answer.
+            let rest = text[at + 4..].trim_start();
+            let (line, later) = rest.split_once('\n').unwrap_or((rest, ""));
+            let is_mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$' | ':' | '\\' | '(');
+            let start = line.trim_start_matches(is_mark);
+            let begins = start.starts_with(|c: char| c.is_ascii_digit() || "-.\u{2212}\u{2011}".contains(c));
+            // Some write `#### Final answer:` as a heading.
+            match begins || extraction == Extraction::Strict {
+                true => Number::first_in(line),
+                false => Number::last_in(later).or_else(|| Number::first_in(line)),
+            }
+        }
         (None, _) if extraction == Extraction::Flexible => Number::last_in(text),
         (None, _) => None,
     }
@@ -203,6 +224,17 @@ mod tests {
         assert_eq!(flexible("it is 7 of 8").as_deref(), Some("8"));
         assert_eq!(flexible("#### $18.00 dollars in 2 days").as_deref(), Some("18"));
         assert_eq!(flexible("####").as_deref(), None);
+        // A heading is no answer.
+        assert_eq!(flexible("#### Final answer:\n42").as_deref(), Some("42"));
+        assert_eq!(flexible("#### Step 3: add up\nSo she has 42.").as_deref(), Some("42"));
+        assert_eq!(flexible("#### The total is 42 apples.").as_deref(), Some("42"));
+        assert_eq!(flexible("#### **42**\nof 50").as_deref(), Some("42"));
+        assert_eq!(strict("#### Final answer:\n42"), None);
+        // A box has units and thousands.
+        assert_eq!(flexible("\\boxed{60 \\text{ ft}^2}").as_deref(), Some("60"));
+        assert_eq!(flexible("\\boxed{n = 1\\,200}").as_deref(), Some("1200"));
+        assert_eq!(flexible("\\boxed{\\text{Answer: }7}").as_deref(), Some("7"));
+        assert_eq!(flexible("\\boxed{\\frac{84}{2}}"), None);
         assert_eq!(strict("\\boxed{4}").as_deref(), None);
         assert_eq!(strict("#### -5").as_deref(), Some("-5"));
         assert_eq!(strict("it is 7").as_deref(), None);

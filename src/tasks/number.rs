@@ -46,13 +46,16 @@ fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     })
 }
 
+/// Separators of thousands: commas, those of LaTeX, and spaces that do not break.
+const SEPARATORS: [&str; 6] = ["{,}", ",\\!", ",", "\\,", "\u{a0}", "\u{202f}"];
+
 /// Returns the number that starts at byte `start`, and the index of its end. A number has a sign, a currency
 /// sign, digits with thousands commas, and decimals. A minus after a digit, a letter or a parenthesis is a
 /// subtraction.
 fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
     let (before, mut rest) = (&text[..start], &text[start..]);
     let mut negative = false;
-    if let Some(unsigned) = rest.strip_prefix(['-', '\u{2212}']) {
+    if let Some(unsigned) = rest.strip_prefix(['-', '\u{2212}', '\u{2011}', '\u{2013}']) {
         let operand = before.ends_with(|c: char| c.is_alphanumeric() || c == ')');
         (negative, rest) = (!operand, unsigned);
     }
@@ -62,8 +65,8 @@ fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
         let digits = digits_of(rest);
         whole.push_str(digits);
         rest = &rest[digits.len()..];
-        // A comma belongs to the number if one to three digits precede it and exactly three follow it.
-        match rest.strip_prefix(',').or_else(|| rest.strip_prefix("{,}")) {
+        // A separator belongs to the number if one to three digits precede it and exactly three follow it.
+        match SEPARATORS.iter().find_map(|separator| rest.strip_prefix(separator)) {
             Some(group) if !whole.is_empty() && digits.len() <= 3 && digits_of(group).len() == 3 => {
                 rest = group
             }
@@ -119,6 +122,12 @@ mod tests {
             (".50 dollars", "0.5"),
             ("-0.00", "0"),
             ("14{,}916", "14916"),
+            ("14\\,916", "14916"),
+            ("14,\\!916", "14916"),
+            ("14\u{202f}916", "14916"),
+            ("14\u{a0}916", "14916"),
+            ("\u{2011}5", "-5"),
+            ("5\u{2013}7", "7"),
             ("\u{2212}4", "-4"),
             ("18.", "18"),
             ("25% of it", "25"),

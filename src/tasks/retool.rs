@@ -72,11 +72,18 @@ impl PromptFormat {
             }
             PromptFormat::AnswerLine => {
                 // ASCII lower case keeps byte positions.
-                let start = end.to_ascii_lowercase().rfind("answer:")? + "answer:".len();
+                let lower = end.to_ascii_lowercase();
+                let (start, _) = lower.rmatch_indices("answer").find_map(|(at, word)| {
+                    let after = &lower[at + word.len()..];
+                    let colon = after.len() - after.trim_start_matches([' ', '*']).len();
+                    after[colon..].starts_with(':').then_some((at + word.len() + colon + 1, word))
+                })?;
                 let line = end[start..].lines().next().unwrap_or("");
                 let answer = find_last_boxed(line).map_or(line, |(_, content)| content);
                 let mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$');
                 let answer = answer.trim_start_matches(mark).trim_end_matches(|c| mark(c) || c == '.');
+                let answer = answer.strip_prefix("\\(").unwrap_or(answer);
+                let answer = answer.strip_suffix("\\)").unwrap_or(answer).trim();
                 (near(&end[start + line.len()..]) && !answer.is_empty()).then_some(answer)
             }
         }
@@ -94,7 +101,11 @@ struct Row {
 impl Row {
     fn read(row: &Value) -> Result<Self, String> {
         let answer = match row.get("answer") {
-            Some(Value::Number(number)) => number.to_string(),
+            // Columns with a gap have whole numbers as 42.0.
+            Some(Value::Number(number)) => match number.as_f64().filter(|_| number.is_f64()) {
+                Some(value) if value.fract() == 0.0 && value.abs() < 1e15 => (value as i64).to_string(),
+                _ => number.to_string(),
+            },
             Some(Value::String(text)) if !text.trim().is_empty() => text.trim().to_owned(),
             Some(Value::String(_)) => return Err("`answer` is empty".into()),
             Some(_) => return Err("`answer` is neither a number nor a string".into()),
@@ -127,8 +138,8 @@ fn set_name(path: &Path) -> String {
 
 /// The task `retool`.
 ///
-/// The reward is +1 for the right answer, otherwise min(−0.6, −1 + 0.1 · answered tool calls), as published.
-/// Tool calls thus give a small bonus, but a wrong answer never gets more than −0.6.
+/// The reward is +1 for the right answer, otherwise min(−0.6, −1 + 0.1 · answered tool calls). The published
+/// rule counts turns with calls instead of calls. Tool calls thus give a small bonus, but a wrong answer never gets more than −0.6.
 pub struct Retool {
     train: Vec<Row>,
     train_name: String,
@@ -228,8 +239,21 @@ mod tests {
         let line = |text: &str| PromptFormat::AnswerLine.extract(text).map(str::to_owned);
         assert_eq!(line("Answer: 3\nBut no.\n**Answer:** $42$.").as_deref(), Some("42"));
         assert_eq!(line("answer: \\boxed{42}").as_deref(), Some("42"));
+        assert_eq!(line("Answer : \\(42\\)").as_deref(), Some("42"));
+        assert_eq!(line("**Answer**: 7").as_deref(), Some("7"));
         assert_eq!(line("Answer:"), None);
         assert_eq!(line("42"), None);
+    }
+
+    /// Tables write whole numbers of a column with gaps as 42.0, which no answer matched.
+    #[test]
+    fn a_whole_float_is_a_whole_number() {
+        let answer = |value: Value| {
+            Row::read(&serde_json::json!({"problem": "6*7?", "answer": value})).unwrap().answer
+        };
+        assert_eq!(answer(serde_json::json!(42.0)), "42");
+        assert_eq!(answer(serde_json::json!(42)), "42");
+        assert_eq!(answer(serde_json::json!(0.5)), "0.5");
     }
 
     #[test]

@@ -189,6 +189,8 @@ pub struct TaskContext {
     pub reads_held_out: bool,
     /// Maximum number of held-out problems to request from the task `command`.
     pub validation_problems_max: usize,
+    /// `rollout.turns_max`, if the command samples.
+    pub turns_max: Option<usize>,
     /// The console for failures of the task `command`.
     pub console: Console,
 }
@@ -199,6 +201,7 @@ impl Default for TaskContext {
             reads_training: true,
             reads_held_out: true,
             validation_problems_max: VALIDATION_PROBLEMS,
+            turns_max: None,
             console: Console::plain(),
         }
     }

@@ -119,7 +119,9 @@ enum PromptSource {
 impl PromptSource {
     fn read(row: &Value) -> Result<Self, String> {
         match ["question", "problem"].into_iter().find(|key| row.get(*key).is_some()) {
-            Some(key) if row.get("prompt").is_none() => Ok(Self::Question(rows::text(row, key)?.to_owned())),
+            Some(key) if ["prompt", "instruction_id_list", "kwargs"].iter().all(|k| row.get(k).is_none()) => {
+                Ok(Self::Question(rows::text(row, key)?.to_owned()))
+            }
             _ => RowTurn::read(row).map(Self::Ready),
         }
     }
@@ -153,7 +155,15 @@ impl VerifyIf {
     pub fn load(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
         let (train, sources) = settings.training_rows(context, TRAIN_FORM, PromptSource::read)?;
         let (validation, held_out) = settings.held_out_rows(context, VALIDATION_FORM, |row| {
-            Ok((row.get("turns").is_some(), RowTurn::read_all(row)?))
+            let turns = RowTurn::read_all(row)?;
+            match context.turns_max {
+                Some(turns_max) if turns.len() > turns_max => Err(format!(
+                    "has {} turns, but rollout.turns_max is {turns_max}; set it to at least {}",
+                    turns.len(),
+                    turns.len()
+                )),
+                _ => Ok((row.get("turns").is_some(), turns)),
+            }
         })?;
         let texts = held_out.iter().zip(1..);
         let texts = texts.flat_map(|((_, turns), row)| turns.iter().map(move |turn| (row, &*turn.prompt)));
@@ -236,5 +246,41 @@ impl Task for VerifyIf {
         let sum: f32 = verdicts.iter().map(|turn| self.grading.reward(turn)).sum();
         let success = verdicts.last().is_some_and(|turn| turn.iter().all(|&v| v));
         Ok(Reward::new(sum / verdicts.len().max(1) as f32, success))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_with_its_own_instructions_needs_its_prompt() {
+        let row =
+            json!({"question": "Say A.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]});
+        assert!(PromptSource::read(&row).unwrap_err().contains("prompt"));
+        assert!(matches!(PromptSource::read(&json!({"question": "Say A."})), Ok(PromptSource::Question(_))));
+    }
+
+    /// Such rows had success 0, whatever the model answered.
+    #[test]
+    fn conversations_longer_than_turns_max_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, row: Value| {
+            let path = folder.path().join(name);
+            std::fs::write(&path, row.to_string()).unwrap();
+            Some(path)
+        };
+        let turn =
+            json!({"prompt": "Say A.", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]});
+        let settings = TaskSettings {
+            train_file: file("train.jsonl", json!({"question": "Say B."})),
+            validation_file: file("held_out.jsonl", json!({"turns": [turn, turn, turn]})),
+            ..TaskSettings::default()
+        };
+        let load =
+            |turns_max| VerifyIf::load(&settings, &TaskContext { turns_max, ..TaskContext::default() });
+        let error = load(Some(2)).err().unwrap().to_string();
+        assert!(error.contains("row 1") && error.contains("rollout.turns_max"), "{error}");
+        assert!(load(Some(3)).is_ok() && load(None).is_ok());
     }
 }

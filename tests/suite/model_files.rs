@@ -321,6 +321,10 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
     let companions = CompanionFiles::read(first.path(), &chat).unwrap();
     let second = save_with(&companions);
+    assert!(
+        second.path().join("model.safetensors.index.json").is_file(),
+        "vLLM reads state files without it"
+    );
     assert_eq!(CompanionFiles::read(second.path(), &chat).unwrap(), companions);
     let template = |folder: &Path| std::fs::read_to_string(folder.join("chat_template.jinja"));
     assert_eq!(template(second.path()).unwrap(), chat.jinja(), "where the source brought none, it is ours");

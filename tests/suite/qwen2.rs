@@ -108,6 +108,26 @@ fn saved(config: &Config, parameters: &Parameters) -> TempDir {
     folder
 }
 
+/// Published folders of tied models, such as Qwen3-0.6B, store the head too. They were refused.
+#[test]
+fn a_head_that_is_a_copy_of_a_tied_embedding_is_read() {
+    let untied = config(false);
+    let (_, mut model) = tiny::model(untied.clone(), 3);
+    let embedding = values(model.values(model.index_of("model.embed_tokens.weight").unwrap()).unwrap());
+    for differs in [false, true] {
+        let head = model.index_of("lm_head.weight").unwrap();
+        let mut copy = embedding.clone();
+        copy[7] += f32::from(u8::from(differs));
+        model.overwrite(head, "master", bytemuck::cast_slice(&copy)).unwrap();
+        let folder = saved(&untied, &model);
+        let opened = ModelFolder::open(folder.path(), &config(true));
+        match differs {
+            false => drop(opened.unwrap()),
+            true => refused(opened.map(drop), &["differs from the embedding"]),
+        }
+    }
+}
+
 #[test]
 fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
     for tied in [false, true] {
@@ -130,7 +150,7 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
         let word = if tied {
             "`lm_head.weight` is missing"
         } else {
-            "\"lm_head.weight\" is not a tensor of this model"
+            "tie_word_embeddings is true, but \"lm_head.weight\" differs from the embedding"
         };
         refused(ModelFolder::open(folder.path(), &contradicted).map(drop), &[word]);
         let wide = Config { intermediate_size: 255, ..config.clone() };

@@ -96,6 +96,7 @@ impl Preflight {
             reads_training: plan.reads("task.train_file"),
             reads_held_out,
             validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
+            turns_max: plan.reads("rollout.turns_max").then_some(plan.recipe.rollout.turns_max),
             console: console.clone(),
         };
         let source = errors.collect(match checkpoint.filter(|folder| is_adapter_folder(folder)) {

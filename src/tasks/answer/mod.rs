@@ -90,6 +90,11 @@ mod tests {
     fn different_spellings_of_one_answer_are_equal() {
         for (reference, answer) in [
             ("1/2", "\\frac12"),
+            ("2\\sqrt{13}", "2√13"),
+            ("\\sqrt{10}", "√10"),
+            ("\\sqrt{3}", "√3"),
+            ("\\sqrt{x}", "√x"),
+            ("-3", "\u{2011}3"),
             ("0.5", "\\dfrac{1}{2}"),
             ("1\\frac{1}{2}", "\\frac{3}{2}"),
             ("1 1/2", "3/2"),

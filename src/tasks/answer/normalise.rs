@@ -68,7 +68,7 @@ pub fn word_function(word: &str) -> Option<&str> {
 }
 
 /// Commands that only change the appearance, with their replacements. They are replaced in this order.
-const MARKUP: [(&str, &str); 48] = [
+const MARKUP: [(&str, &str); 49] = [
     ("\\dfrac", "\\frac"),
     ("\\tfrac", "\\frac"),
     ("\\cfrac", "\\frac"),
@@ -111,6 +111,7 @@ const MARKUP: [(&str, &str); 48] = [
     ("∈", "\\in "),
     ("±", "\\pm "),
     ("√", "\\sqrt "),
+    ("\u{2011}", "-"),
     ("°", "^\\circ "),
     ("²", "^2"),
     ("³", "^3"),
@@ -228,10 +229,26 @@ fn join_groups(text: &str) -> String {
     out
 }
 
+/// Puts the digits after a root sign into braces: LaTeX takes only the next digit.
+fn with_braced_roots(text: &str) -> String {
+    let mut parts = text.split('√');
+    let mut out = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+        match digits {
+            0 => out.push('√'),
+            _ => out.push_str(&format!("\\sqrt{{{}}}", &part[..digits])),
+        }
+        out.push_str(&part[digits..]);
+    }
+    out
+}
+
 /// Returns the normalised `text`, ready for [`super::parse::parse`].
 pub fn normalise(text: &str) -> String {
     let mut out = join_groups(&unescape(text.trim()));
     out = out.replace("\\$", "").replace('$', "").replace("\\%", "%").replace(['\n', '\t', '\r'], " ");
+    out = with_braced_roots(&out);
     for (from, to) in MARKUP {
         if out.contains(from) {
             out = replace_command(&out, from, to);

@@ -40,8 +40,9 @@ impl ProgramReply {
     /// For an answer to another request, and for an unknown key (the message names the most similar key).
     pub(super) fn new(request: &Value, answer: Value) -> Result<Result<Self>> {
         let Value::Object(mut answer) = answer else { bail!("the answer is not a JSON object") };
-        answer.retain(|_, value| !value.is_null());
         let name = request["request"].as_str().unwrap_or_default();
+        let has_content = answer.contains_key("content") || answer.contains_key(ERROR);
+        answer.retain(|_, value| !value.is_null());
         // The first answer of a version 1 program has neither id nor version.
         let first = name == "describe" && !answer.contains_key("version");
         match (&request[REQUEST_ID], answer.remove(REQUEST_ID)) {
@@ -55,6 +56,9 @@ impl ProgramReply {
                 bail!("the answer belongs to request {answered}, not to {asked}")
             }
             (_, Some(_)) => {}
+        }
+        if !has_content && matches!(name, "call" | "turn") {
+            bail!("the answer has no `content`; write null if there is none");
         }
         if let Some(error) = answer.get(ERROR) {
             let text = error.as_str().map_or_else(|| error.to_string(), str::to_owned);
