@@ -181,9 +181,9 @@ impl Chat {
         }
     }
 
-    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`; if it
-    /// has no system message, `identity` is the text before them. In Harmony an assistant's message without
-    /// a channel, as OpenAI's form has it, gets the channel `final`, or `commentary` if it is a call.
+    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`; if
+    /// it has no system message, `identity` is the text before them. In Harmony an assistant's message
+    /// without a channel, as OpenAI's form has it, gets the channel `final`, or `commentary` if it is a call.
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.

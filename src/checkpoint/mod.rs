@@ -58,8 +58,8 @@ table! {
         pub every_steps: u64 = 20,
         /// Number of checkpoints to keep. Older checkpoints are removed.
         pub keep: usize = 2 => from(1.0),
-        /// Format of the saved weights; an adapter is saved in f32. The f32 master weights are always saved with
-        /// the optimizer state.
+        /// Format of the saved weights; an adapter is saved in f32. The f32 master weights are always saved
+        /// with the optimizer state.
         pub dtype: WeightFormat = WeightFormat::Bf16,
     }
 }

@@ -171,7 +171,8 @@ pub fn save(
         let name = shard_name(index, shards.len());
         manifest.record(&name, write_shard(&folder.join(&name), shard, format, &mut tensor)?);
     }
-    // vLLM and SGLang read every safetensors file of a folder without an index, and so a checkpoint's state too.
+    // vLLM and SGLang read every safetensors file of a folder without an index, and so a checkpoint's state
+    // too.
     manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, format)))?;
     save_without_weights(folder, config, format, companions, &mut manifest)?;
     Ok(manifest)

@@ -3,7 +3,7 @@
 
 use crate::bad_input;
 use crate::error::EXIT_SUCCESS;
-use crate::recipe::{RecipeSource, locate};
+use crate::recipe::{KeyScope, RecipeSource, locate, resolve_for};
 use crate::run::header::command_line;
 use crate::run::sampling_folder::print_text;
 use crate::run::sizing::propose_sizes;
@@ -95,12 +95,13 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
     };
     let base_text = toml::Value::String(base.clone());
     let mut tables = format!("base = {base_text}\n\n[model]\npath = {}\n", path_value(model)?);
+    // The file takes the place of the base's files.
+    let base_plan = resolve_for(KeyScope::Export, Path::new(&file), &tables, &[])?;
+    let has_several = !base_plan.recipe.task.validation_files.is_empty();
     let data_files = [("train_file", &args.train_file), ("validation_file", &args.validation_file)];
     if data_files.iter().any(|(_, file)| file.is_some()) {
         tables += "\n[task]\n";
     }
-    // The file takes the place of the base's files.
-    let has_several = !source.resolve(&[])?.recipe.task.validation_files.is_empty();
     for (key, file) in data_files {
         let Some(file) = file else { continue };
         let file = path_value(file)?;

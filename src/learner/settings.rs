@@ -73,7 +73,8 @@ table! {
 table! {
     /// The critic of `policy.advantage = "gae"`: a second model of the policy's architecture, with a head
     /// that gives one value per token. It starts from the policy's weights at the start of reinforcement
-    /// learning; with an adapter, from the base with an adapter of its own. In every step, the critic is updated on the returns before the policy is updated.
+    /// learning; with an adapter, from the base with an adapter of its own. In every step, the critic is
+    /// updated on the returns before the policy is updated.
     pub struct CriticSettings {
         /// Discount of later rewards, per token.
         pub gamma: f64 = 1.0 => from(0.0).to(1.0),

@@ -79,8 +79,8 @@ table! {
         pub factor: f64 = 32.0 => from(1.0).to(1e6),
         /// Context length before the extension, in tokens.
         pub original_max_position_embeddings: usize = 4096 => from(1.0).to(16777216.0),
-        /// A frequency with more rotations than this within the original context is not scaled. It must exceed
-        /// `beta_slow`.
+        /// A frequency with more rotations than this within the original context is not scaled. It must
+        /// exceed `beta_slow`.
         pub beta_fast: f64 = 32.0 => above(0.0).to(1e6),
         /// A frequency with fewer rotations than this within the original context is divided by `factor`.
         pub beta_slow: f64 = 1.0 => above(0.0).to(1e6),

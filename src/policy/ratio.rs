@@ -16,8 +16,8 @@ pub(super) fn clamped_ratio(log_ratio: f64) -> f64 {
 choice! {
     /// Source of the old log-probabilities, the denominator of the importance ratio.
     pub enum OldLogProbSource {
-        /// The log-probabilities of the training forward pass, detached, so the ratio is 1. For one update per
-        /// step, on fresh samples.
+        /// The log-probabilities of the training forward pass, detached, so the ratio is 1. For one update
+        /// per step, on fresh samples.
         Detach = "detach",
         /// The log-probabilities stored at sampling.
         Rollout = "rollout",

@@ -307,6 +307,11 @@ impl Plan {
         self.scope.reads(key)
     }
 
+    /// Returns whether `key` itself was written.
+    pub fn is_written(&self, key: &str) -> bool {
+        self.locations.is_written(key)
+    }
+
     /// Returns a mistake with the location of `key`, for mistakes that are found after resolution: in the
     /// model, the data or the machine.
     pub fn mistake(&self, key: &str, message: String) -> Mistake {

@@ -21,9 +21,9 @@ table! {
         /// that each step trains on what the newest weights sampled. Above 0, refused with `agent` and
         /// `policy.old_logprob = "detach"` (the default).
         pub lag_steps: u64 = 0 => from(0.0).to(64.0),
-        /// Partial trajectories: number of tokens of a trajectory that one step samples; more, if otherwise no
-        /// group would end. A longer trajectory goes on in the next step, by the weights that sample then. A
-        /// group is trained on in the step in which its last trajectory ends. 0 means that trajectories are
+        /// Partial trajectories: number of tokens of a trajectory that one step samples; more, if otherwise
+        /// no group would end. A longer trajectory goes on in the next step, by the weights that sample then.
+        /// A group is trained on in the step in which its last trajectory ends. 0 means that trajectories are
         /// sampled whole. Refused with the Python tool, `agent`, `remax`, dynamic sampling and
         /// `policy.old_logprob = "detach"` (the default).
         pub step_tokens_max: usize = 0 => from(0.0).to(16777216.0),
@@ -92,7 +92,7 @@ table! {
     pub struct SystemPromptSettings {
         /// Whether prompts begin with a system message. If false, the Python tool is not declared, and only
         /// `enable_thinking` and GPT-OSS's `developer_instructions` have an effect. The default is true; with
-        /// `model.tokenizer = "embedded"`, whose tokens are bytes, it is false.
+        /// the embedded vocabulary, whose tokens are bytes, it is false.
         pub system_message: Option<bool> = None,
         /// First line of the system message. If absent, it is the model family's default: `You are ChatGPT, a
         /// large language model trained by OpenAI.` for GPT-OSS, `You are Qwen, created by Alibaba Cloud. You

@@ -95,8 +95,8 @@ fn read_tools<'v>(fields: &Fields<'v>) -> Result<&'v [Value], ApiError> {
     }
 }
 
-/// Removes the thoughts before the last answer to the user, as GPT-OSS's template does. The thoughts before an
-/// open tool call stay.
+/// Removes the thoughts before the last answer to the user, as GPT-OSS's template does. The thoughts before
+/// an open tool call stay.
 fn drop_old_thoughts(entries: &mut [Vec<Message>]) {
     let is_answer =
         |messages: &Vec<Message>| messages.iter().any(|message| message.channel.as_deref() == Some("final"));

@@ -139,7 +139,8 @@ fn set_name(path: &Path) -> String {
 /// The task `retool`.
 ///
 /// The reward is +1 for the right answer, otherwise min(−0.6, −1 + 0.1 · answered tool calls). The published
-/// rule counts turns with calls instead of calls. Tool calls thus give a small bonus, but a wrong answer never gets more than −0.6.
+/// rule counts turns with calls instead of calls. Tool calls thus give a small bonus, but a wrong answer
+/// never gets more than −0.6.
 pub struct Retool {
     train: Vec<Row>,
     train_name: String,

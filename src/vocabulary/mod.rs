@@ -124,6 +124,11 @@ impl Vocabulary {
         serde_json::to_string(&self.0.inner).unwrap()
     }
 
+    /// Returns whether text has about one token a byte, as in the embedded vocabularies.
+    pub fn is_of_bytes(&self) -> bool {
+        self.vocab_size() < 512
+    }
+
     /// Returns the number of ids, which is the highest id plus one. Added tokens are included.
     pub fn vocab_size(&self) -> usize {
         self.0.ends.len()

@@ -116,7 +116,12 @@ fn a_head_that_is_a_copy_of_a_tied_embedding_is_read() {
     let embedding = values(model.values(model.index_of("model.embed_tokens.weight").unwrap()).unwrap());
     for differs in [false, true] {
         let head = model.index_of("lm_head.weight").unwrap();
-        let mut copy = embedding.clone();
+        // In memory the head is transposed.
+        let (rows, columns) = (untied.vocab_size, untied.hidden_size);
+        let mut copy: Vec<f32> = (0..columns)
+            .flat_map(|c| (0..rows).map(move |r| (r, c)))
+            .map(|(r, c)| embedding[r * columns + c])
+            .collect();
         copy[7] += f32::from(u8::from(differs));
         model.overwrite(head, "master", bytemuck::cast_slice(&copy)).unwrap();
         let folder = saved(&untied, &model);

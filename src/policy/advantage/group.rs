@@ -32,8 +32,8 @@ pub fn dr_grpo(rewards: &[f32], group_sizes: &[usize]) -> Result<Vec<f32>> {
 }
 
 /// Returns the advantages of Lite PPO (Liu et al. 2025): (r − mean) / (std + 1e-6). Here mean is that of the
-/// group, and std is the standard deviation (n − 1) of all rewards of the batch; if it is 0, the divisor is 1.
-/// A group of one keeps its reward, divided by the same divisor.
+/// group, and std is the standard deviation (n − 1) of all rewards of the batch; if it is 0, the divisor is
+/// 1. A group of one keeps its reward, divided by the same divisor.
 ///
 /// # Errors
 /// The errors of [`grpo`].

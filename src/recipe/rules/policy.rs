@@ -326,7 +326,8 @@ impl Rules<'_> {
             (
                 "policy.correction.threshold",
                 "policy.correction.is",
-                policy.correction.is == ImportanceSampling::None,
+                policy.correction.is == ImportanceSampling::None
+                    && WeightBound::bounds_error(&policy.correction.threshold).is_none(),
             ),
             ("policy.overlong.penalty", "policy.overlong.buffer_tokens", policy.overlong.buffer_tokens == 0),
         ];

@@ -203,6 +203,10 @@ impl Preflight {
         }
         let thinking = plan.recipe.harmony.enable_thinking.unwrap_or(true);
         let source = ModelSource { chat: source.chat.clone().with_thinking(thinking), ..source };
+        // A system message of bytes is longer than the context of such a model.
+        if source.chat.vocabulary().is_of_bytes() && !plan.is_written("harmony.system_message") {
+            plan.recipe.harmony.system_message = Some(false);
+        }
         let system_prompt =
             system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         let mut teacher = teacher;

@@ -137,7 +137,9 @@ fn a_model_without_weights_is_warned_of() {
     let folder = TempDir::new().unwrap();
     let (model, out) = (folder.path().join("model\u{7}"), folder.path().join("run"));
     super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
-    std::fs::remove_file(model.join("model.safetensors")).unwrap();
+    for name in ["model.safetensors", "model.safetensors.index.json"] {
+        std::fs::remove_file(model.join(name)).unwrap();
+    }
     let sets = [&format!("model.path={}", model.display()), "cold_start.steps=1", "train.steps=0"];
     let text = stderr(&done(&mut small(&out, &sets)));
     assert!(text.contains("warning: ") && text.contains("model␇ has no weights"), "{text:?}");
