@@ -406,8 +406,9 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     let [train, validation] = ["a.jsonl", "b.jsonl"].map(|name| folder.path().join(name));
     let task = format!("\n[task]\ntrain_file = {train:?}\nvalidation_file = {validation:?}\n");
     assert!(recipe.contains(&task) && !recipe.contains("# Fetch"), "{recipe}");
-    let check = output(rloss().current_dir(&folder).args(["check", "own.toml"]));
-    assert!(stderr(&check).contains("problem gsm8k/train/0: the prompt has "), "{}", stderr(&check));
+    // With a vocabulary of bytes there is no system message, which the context would not hold.
+    let check = text(&done(rloss().current_dir(&folder).args(["check", "own.toml"])).stdout);
+    assert!(check.contains("#### ") && !check.contains("You are"), "{check}");
     // They take the place of a base's several files.
     let several = "[task]\nname = \"retool\"\nvalidation_files = [\"gone.jsonl\"]\n";
     std::fs::write(folder.path().join("several.toml"), several).unwrap();
