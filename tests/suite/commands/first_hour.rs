@@ -408,7 +408,7 @@ fn init_says_what_it_shortens_and_which_data_is_missing() {
     assert!(recipe.contains(&task) && !recipe.contains("# Fetch"), "{recipe}");
     // With a vocabulary of bytes there is no system message, which the context would not hold.
     let check = text(&done(rloss().current_dir(&folder).args(["check", "own.toml"])).stdout);
-    assert!(check.contains("#### ") && !check.contains("You are"), "{check}");
+    assert!(check.contains("\n<|start|>user<|message|>? Let's think"), "{check}");
     // They take the place of a base's several files.
     let several = "[task]\nname = \"retool\"\nvalidation_files = [\"gone.jsonl\"]\n";
     std::fs::write(folder.path().join("several.toml"), several).unwrap();
