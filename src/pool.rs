@@ -44,6 +44,29 @@ impl<T> Pool<T> {
         }
     }
 
+    /// Takes a worker as [`Self::acquire`] does, and replaces an idle one that has ended.
+    ///
+    /// # Errors
+    /// Errors of `start`.
+    pub fn acquire_running(
+        &self,
+        start: impl Fn() -> Result<T>,
+        has_ended: impl Fn(&T) -> bool,
+    ) -> Result<T> {
+        loop {
+            let mut is_new = false;
+            let worker = self.acquire(|| {
+                is_new = true;
+                start()
+            })?;
+            if is_new || !has_ended(&worker) {
+                return Ok(worker);
+            }
+            drop(worker);
+            self.discard();
+        }
+    }
+
     /// Gives an acquired worker back to the pool.
     pub fn release(&self, worker: T) {
         self.lock().idle.push(worker);

@@ -116,27 +116,22 @@ impl ModelFolder {
         let (Ok(head), Ok(embedding)) = (self.locate(HEAD), self.locate("model.embed_tokens.weight")) else {
             return Ok(None);
         };
-        let bytes = |info: &TensorInfo| info.data_offsets.1 - info.data_offsets.0;
-        let length = bytes(head.info);
+        let length = head.info.data_offsets.1 - head.info.data_offsets.0;
         let mut is_copy = head.info.dtype == embedding.info.dtype && head.info.shape == embedding.info.shape;
-        let (mut ours, mut theirs) = (vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]);
-        for start in (0..length).step_by(CHUNK_BYTES) {
-            if !is_copy {
-                break;
-            }
+        let (mut of_head, mut of_embedding) = (vec![0; CHUNK_BYTES], vec![0; CHUNK_BYTES]);
+        let mut start = 0;
+        while is_copy && start < length {
             let count = CHUNK_BYTES.min(length - start);
-            head.read_at(start, &mut ours[..count])?;
-            embedding.read_at(start, &mut theirs[..count])?;
-            is_copy = ours[..count] == theirs[..count];
-        }
-        if is_copy {
-            self.file_index.remove(HEAD);
-            return Ok(None);
+            head.read_at(start, &mut of_head[..count])?;
+            embedding.read_at(start, &mut of_embedding[..count])?;
+            is_copy = of_head[..count] == of_embedding[..count];
+            start += count;
         }
         self.file_index.remove(HEAD);
-        Ok(Some(format!(
+        let mistake = format!(
             "tie_word_embeddings is true, but {HEAD:?} differs from the embedding; write false to use it"
-        )))
+        );
+        Ok((!is_copy).then_some(mistake))
     }
 
     /// Returns a mistake for each difference between the headers and the specs.

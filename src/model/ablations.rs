@@ -3,8 +3,8 @@
 use crate::settings::{changed_entries, entries, from, table};
 
 table! {
-    /// Ablations: known failures that a run can switch on to measure their effects. Those
-    /// of `router_` and `rollout_` run on a CPU only.
+    /// Ablations: known failures that a run can switch on to measure their effects. Those of
+    /// `router_` and `rollout_` run on a CPU only.
     pub struct Ablations {
         /// Leave the attention sinks out of the training forward pass, as a framework without sinks would.
         pub no_train_sinks: bool = false,

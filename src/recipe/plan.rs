@@ -364,7 +364,10 @@ pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
             "train.optimizer.schedule_steps",
             "critic.optimizer.schedule_steps",
         ];
-        KEYS.contains(&key)
+        // The default of this key depends on the model's vocabulary, which is read later.
+        let is_default = key == "harmony.system_message" && !new.is_written(key);
+        is_default
+            || KEYS.contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

@@ -19,7 +19,7 @@ pub use crate::ops::logits::SamplingParameters;
 pub use driver::{Observer, TokenObserver};
 pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};
-pub use prompt::{Prompt, PromptLimits, identity, replaced_system_prompt, system_prompt};
+pub use prompt::{Prompt, PromptLimits, chatml_identity, replaced_system_prompt, system_prompt};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
 
 use crate::chat::Chat;

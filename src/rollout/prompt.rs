@@ -32,7 +32,7 @@ pub fn system_prompt(
         Chat::Harmony(_) => harmony_system_prompt(harmony, uses_python, tools),
         Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
         Chat::ChatMl(_) => {
-            let text = identity(chat, harmony);
+            let text = chatml_identity(chat, harmony);
             let python = uses_python.then(chatml::python_function);
             let functions: Vec<Value> = python.into_iter().chain(tools.iter().cloned()).collect();
             let text = chatml::system_text(text.as_deref(), &functions);
@@ -42,7 +42,7 @@ pub fn system_prompt(
 }
 
 /// Returns the text of ChatML's system message without functions; `None` for Harmony, and if it is empty.
-pub fn identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String> {
+pub fn chatml_identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String> {
     let Chat::ChatMl(chat) = chat else { return None };
     // Qwen3's template adds no default identity.
     let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);

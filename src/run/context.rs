@@ -80,7 +80,7 @@ pub struct RunContext {
     /// The system and developer messages before every prompt.
     pub system_prompt: Vec<Message>,
     /// The text of ChatML's system message without functions.
-    pub identity: Option<String>,
+    pub chatml_identity: Option<String>,
     /// The teacher of distillation, if it is another model.
     pub teacher: Option<TeacherModel>,
     /// The rows of `cold_start.train_file`, if the command trains on them.
@@ -143,7 +143,7 @@ impl RunContext {
         ConversationRenderer {
             chat: &self.chat,
             system_prompt: &self.system_prompt,
-            identity: self.identity.as_deref(),
+            identity: self.chatml_identity.as_deref(),
             context_tokens_max: self.model.context_tokens_max(),
             vocabulary: self.model.config.vocab_size,
         }

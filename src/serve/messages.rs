@@ -177,31 +177,28 @@ impl MessageReader<'_> {
 
     fn call_message(&self, name: &str, arguments: &Value) -> Result<Message, String> {
         let is_harmony = matches!(self.chat, Chat::Harmony(_));
-        let arguments = match arguments {
-            Value::Null => json!({}),
-            Value::String(text) if text.trim().is_empty() => json!({}),
-            Value::String(text) => match serde_json::from_str(text) {
-                Ok(arguments) => arguments,
-                // A model's own call may be no JSON. Harmony has its text as it is.
-                Err(_) if is_harmony => text.as_str().into(),
-                Err(error) => {
-                    return Err(format!("the arguments of the call to {name:?} are not JSON: {error}"));
-                }
-            },
-            arguments => arguments.clone(),
+        let is_own_python = self.is_own_python(name);
+        let parsed = match arguments {
+            Value::Null => Ok(json!({})),
+            Value::String(text) if text.trim().is_empty() => Ok(json!({})),
+            Value::String(text) => serde_json::from_str(text).map_err(|error| (text, error)),
+            arguments => Ok(arguments.clone()),
         };
-        let shows_code = if is_harmony { self.is_own_python(name) } else { name == PYTHON };
-        let code = arguments["code"].as_str().filter(|_| shows_code);
-        let content = match code.or(arguments.as_str()) {
-            Some(text) => text.to_owned(),
-            None => chatml::json_text(&arguments),
+        let content = match parsed {
+            Ok(arguments) => {
+                let shows_code = if is_harmony { is_own_python } else { name == PYTHON };
+                let code = arguments["code"].as_str().filter(|_| shows_code);
+                code.map_or_else(|| chatml::json_text(&arguments), str::to_owned)
+            }
+            // A model's own call may be no JSON. Harmony has its text as it is.
+            Err((text, _)) if is_harmony => text.clone(),
+            Err((_, error)) => {
+                return Err(format!("the arguments of the call to {name:?} are not JSON: {error}"));
+            }
         };
-        let channel = if self.is_own_python(name) { "analysis" } else { "commentary" };
-        let call = Message::call(&self.recipient(name), channel, content);
-        Ok(match is_harmony && !self.is_own_python(name) {
-            true => Message { content_type: Some("json".to_owned()), ..call },
-            false => call,
-        })
+        let channel = if is_own_python { "analysis" } else { "commentary" };
+        let content_type = (is_harmony && !is_own_python).then(|| "json".to_owned());
+        Ok(Message { content_type, ..Message::call(&self.recipient(name), channel, content) })
     }
 
     /// Returns whether `name` is GPT-OSS's own Python tool, whose calls are code on the channel `analysis`.

@@ -117,13 +117,12 @@ pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => boxed_number(content),
         (Some(at), _) => {
-            // Read only the rest of the line. Later text is not part of the answer.
+            // The answer is on the mark's line. If that is a heading, such as `#### Final answer:`, it follows.
             let rest = text[at + 4..].trim_start();
             let (line, later) = rest.split_once('\n').unwrap_or((rest, ""));
             let is_mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$' | ':' | '\\' | '(');
             let start = line.trim_start_matches(is_mark);
             let begins = start.starts_with(|c: char| c.is_ascii_digit() || "-.\u{2212}\u{2011}".contains(c));
-            // Some write `#### Final answer:` as a heading.
             match begins || extraction == Extraction::Strict {
                 true => Number::first_in(line),
                 false => Number::last_in(later).or_else(|| Number::first_in(line)),

@@ -52,19 +52,8 @@ impl ProcessPool {
     /// When the program does not start, ends, takes too long, prints without a request, or answers with
     /// something other than a JSON object. Also the errors of `read`.
     pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
-        let mut process = loop {
-            let mut is_new = false;
-            let process = self.processes.acquire(|| {
-                is_new = true;
-                Process::start(&self.command, &self.quiet, exchange)
-            })?;
-            // A process may have ended since its last answer.
-            if is_new || !process.has_ended() {
-                break process;
-            }
-            drop(process);
-            self.processes.discard();
-        };
+        let start = || Process::start(&self.command, &self.quiet, exchange);
+        let mut process = self.processes.acquire_running(start, Process::has_ended)?;
         let answer = process.ask(format!("{request}\n"), self.timeout).and_then(read);
         let lines = process.take_stderr();
         if answer.is_ok() {

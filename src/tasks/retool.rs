@@ -73,10 +73,10 @@ impl PromptFormat {
             PromptFormat::AnswerLine => {
                 // ASCII lower case keeps byte positions.
                 let lower = end.to_ascii_lowercase();
-                let (start, _) = lower.rmatch_indices("answer").find_map(|(at, word)| {
+                let start = lower.rmatch_indices("answer").find_map(|(at, word)| {
                     let after = &lower[at + word.len()..];
-                    let colon = after.len() - after.trim_start_matches([' ', '*']).len();
-                    after[colon..].starts_with(':').then_some((at + word.len() + colon + 1, word))
+                    let line = after.trim_start_matches([' ', '*']).strip_prefix(':')?;
+                    Some(lower.len() - line.len())
                 })?;
                 let line = end[start..].lines().next().unwrap_or("");
                 let answer = find_last_boxed(line).map_or(line, |(_, content)| content);

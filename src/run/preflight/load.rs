@@ -77,7 +77,7 @@ impl Preflight {
             agent,
             interpreter: self.interpreter,
             system_prompt: self.system_prompt,
-            identity: self.identity,
+            chatml_identity: self.chatml_identity,
             sft_rows: self.sft_rows,
             teacher,
             teacher_prompt,

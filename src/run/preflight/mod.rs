@@ -16,7 +16,7 @@ use crate::ops::head_parts::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};
-use crate::rollout::{PromptLimits, identity, system_prompt};
+use crate::rollout::{PromptLimits, chatml_identity, system_prompt};
 use crate::run::adapter::RunAdapter;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::expert_parallel::TrainedExperts;
@@ -58,7 +58,7 @@ pub struct Preflight {
     pub task: Box<dyn Task>,
     interpreter: Option<Box<dyn Interpreter>>,
     system_prompt: Vec<Message>,
-    identity: Option<String>,
+    chatml_identity: Option<String>,
     /// Whether layers stay on disk and are read on demand.
     layers_on_demand: bool,
     /// The rows of `cold_start.train_file`, if the command trains on them.
@@ -214,11 +214,11 @@ impl Preflight {
             let tools = (task.uses_python(), task.tools());
             teacher.prompt = prompt_change(&plan.recipe, &source.chat, &system_prompt, tools)?;
         }
-        let identity = identity(&source.chat, &plan.recipe.harmony);
+        let chatml_identity = chatml_identity(&source.chat, &plan.recipe.harmony);
         let renderer = ConversationRenderer {
             chat: &source.chat,
             system_prompt: &system_prompt,
-            identity: identity.as_deref(),
+            identity: chatml_identity.as_deref(),
             context_tokens_max: source.config.max_position_embeddings,
             vocabulary: source.config.vocab_size,
         };
@@ -247,7 +247,7 @@ impl Preflight {
             task,
             interpreter,
             system_prompt,
-            identity,
+            chatml_identity,
             layers_on_demand: false,
             sft_rows,
             teacher,

@@ -80,18 +80,7 @@ impl McpServer {
     /// # Errors
     /// When the process does not start, ends, exceeds the time limit, or violates the protocol.
     pub fn ask(&self, method: &str, parameters: Value) -> Result<Answer> {
-        let mut process = loop {
-            let mut is_new = false;
-            let process = self.processes.acquire(|| {
-                is_new = true;
-                self.start()
-            })?;
-            if is_new || !process.has_ended() {
-                break process;
-            }
-            drop(process);
-            self.processes.discard();
-        };
+        let mut process = self.processes.acquire_running(|| self.start(), Process::has_ended)?;
         match self.ask_process(&mut process, method, parameters) {
             Ok(answer) => {
                 process.take_stderr();

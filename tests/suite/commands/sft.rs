@@ -179,6 +179,28 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
     }
 }
 
+/// The default of `harmony.system_message` became false for a vocabulary of bytes, and a resume refused it.
+#[test]
+fn a_run_on_a_model_of_bytes_resumes_with_its_recipe() {
+    let folder = TempDir::new().unwrap();
+    let (model, recipe) = (folder.path().join("model"), folder.path().join("a.toml"));
+    copy_folder(&super::first_checkpoint(super::warm_model()), &model);
+    let text = format!(
+        "[model]\npath = {model:?}\n[task]\nname = \"arithmetic_single\"\n[rollout]\nturns_max = 1\nprompts_per_step = 2\n\
+         samples_per_prompt = 2\nresponse_tokens_max = 8\n[train]\nsteps = 1\n[eval]\nevery_steps = 0\nbefore_training = false\n"
+    );
+    std::fs::write(&recipe, text).unwrap();
+    let run = |more: &[&str]| {
+        let mut command = rloss();
+        command.current_dir(&folder).args(["train", "a.toml", "--out", "run"]).args(more);
+        done(&mut command);
+    };
+    run(&[]);
+    let stored = std::fs::read_to_string(folder.path().join("run/recipe.toml")).unwrap();
+    assert!(stored.contains("system_message = false"), "{stored}");
+    run(&["--resume", "--set", "train.steps=2"]);
+}
+
 #[test]
 fn all_validation_rows_are_measured() {
     let folder = TempDir::new().unwrap();
