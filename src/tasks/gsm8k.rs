@@ -117,7 +117,7 @@ pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     match (marker, boxed) {
         (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => boxed_number(content),
         (Some(at), _) => {
-            // The answer is on the mark's line. If that is a heading, such as `#### Final answer:`, it follows.
+            // The answer is on the mark's line, or follows it if that is a heading: `#### Final answer:`.
             let rest = text[at + 4..].trim_start();
             let (line, later) = rest.split_once('\n').unwrap_or((rest, ""));
             let is_mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$' | ':' | '\\' | '(');
