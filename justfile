@@ -68,6 +68,11 @@ device-experts:
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
         tests/cuda_driver/device_runs.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --experts
 
+# Groups of emulated GPUs that share a copy of the weights each, beside one GPU, all cases.
+device-copies:
+    eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \
+        tests/cuda_driver/device_runs.py --gpu "$CARGO_TARGET_DIR/emulated/rloss" --copies
+
 # Packed experts, 8-bit AdamW and a critic on 2, 3, 4 emulated GPUs beside one, in all orders of the streams.
 device-modes:
     eval "$(tests/cuda_driver/setup.sh)" && cargo build --profile emulated --features cuda,nccl --bin rloss && \

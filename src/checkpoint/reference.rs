@@ -103,7 +103,8 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
         }
         let stored = TensorStorage::variable(spec, f32_values(&file.read(info)?).collect())?;
         let is_sharded = parameters.is_sharded(index);
-        let stored = if is_sharded { stored.into_shard(spec, index, parameters.mesh())? } else { stored };
+        let stored =
+            if is_sharded { stored.into_shard(spec, index, parameters.shard_mesh())? } else { stored };
         Ok((spec.clone(), stored))
     });
     Parameters::load(config, parameters.backend(), found)

@@ -78,7 +78,7 @@ pub fn write(
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
     manifest: &mut Manifest,
 ) -> Result<()> {
-    let mesh = parameters.mesh();
+    let mesh = parameters.shard_mesh();
     mesh.request(ShardRequest::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
     let written = write_own((folder, stem), parameters, of_critic, keep);
     if mesh.ranks() == 1 {
@@ -110,7 +110,7 @@ fn gather_write_results(parameters: &Parameters, written: Result<Hash>) -> Resul
         Ok(digest) => WriteResult::Digest(*digest.as_bytes()),
         Err(error) => WriteResult::Failed(format!("{error:#}")),
     };
-    parameters.mesh().all_gather_records("files of a checkpoint", &own)
+    parameters.shard_mesh().all_gather_records("files of a checkpoint", &own)
 }
 
 fn write_own(
@@ -119,7 +119,7 @@ fn write_own(
     of_critic: bool,
     keep: &dyn Fn(&ParameterSpec, &[f32]) -> bool,
 ) -> Result<Hash> {
-    let mesh = parameters.mesh();
+    let mesh = parameters.shard_mesh();
     // By name in the file: the index of the tensor, and the kind of its values.
     let mut kept: BTreeMap<String, (usize, &str)> = BTreeMap::new();
     for (index, spec) in parameters.specs.iter().enumerate() {

@@ -17,6 +17,7 @@ use crate::run::memory::{
     gigabytes,
 };
 use crate::run::preflight::Preflight;
+use crate::run::processes::check_division;
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::trust::{ask_consent, program_lines};
@@ -76,6 +77,9 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let mut preflight =
         notify_if_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
     let available = preflight.available_memory(available_memory());
+    if *processes > 1 {
+        check_division(&preflight.plan, *processes as usize)?;
+    }
     preflight.choose_sharding(*processes as usize, available.as_ref());
     print_text(&sanitize_terminal(&format_recipe(&preflight.plan, *all)?))?;
     let problem = notify_if_slow(&program, || preflight.first_problem());

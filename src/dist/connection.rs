@@ -328,7 +328,7 @@ mod tests {
     /// Saving a checkpoint, rank 0 waits for a shard in vain. Then it tells the others that it is done.
     #[test]
     fn the_error_of_rank_zeros_work_is_that_of_its_first_failed_exchange() {
-        let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
+        let mesh = Mesh::connected(Arc::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
         let error = mesh.run_on_rank_zero(|| mesh.request(7), |_: i32| Ok(())).unwrap_err();
         assert_eq!(format!("{error:#}"), "a request of rank 0: rank 1 is gone");
         let later = format!("{:#}", mesh.any("stop", false).unwrap_err());
@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn an_error_after_a_failed_exchange_between_gpus_is_that_of_the_exchange() {
-        let mesh = Mesh::connected(Box::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
+        let mesh = Mesh::connected(Arc::new(Connection::open(|| Ok(LostPeer::default())).unwrap()));
         let nan = || anyhow!("the model's logits are not finite");
         assert_eq!(mesh.explain(nan()).to_string(), nan().to_string());
         let exchange = DeviceExchange {

@@ -2,6 +2,7 @@
 
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::connection::Connection;
+use super::group::Group;
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 use super::launch::Transport;
 use super::liveness::LivenessMonitor;
@@ -13,8 +14,8 @@ use super::{
 use crate::error::{BadInput, ErrorOnOtherRank};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// The name of the exchange that sends rank 0's requests.
@@ -23,7 +24,7 @@ const REQUEST: &str = "a request of rank 0";
 /// All processes of a run. A single process is a mesh of one rank, which exchanges nothing.
 pub struct Mesh {
     /// `None` for a single process.
-    communicator: Option<Box<dyn Communicator>>,
+    communicator: Option<Arc<dyn Communicator>>,
     /// Ends this process when another process dies.
     monitor: Option<LivenessMonitor>,
     /// Whether rank 0 works alone while the other ranks serve its requests.
@@ -35,6 +36,16 @@ pub struct Mesh {
     sequence_ranks: AtomicUsize,
     /// Whether expert tensors are sharded by expert.
     shards_by_expert: AtomicBool,
+    /// Set if several groups of ranks each share a copy of the weights.
+    groups: OnceLock<Groups>,
+}
+
+/// The groups of a rank with hybrid sharding.
+struct Groups {
+    /// The ranks that share a copy of the weights.
+    shards: Arc<Mesh>,
+    /// The ranks with the same shard, one of each copy.
+    replicas: Arc<Mesh>,
 }
 
 /// The host of a rank, and the cores that it may use.
@@ -103,6 +114,7 @@ impl Mesh {
             ranks_on_cores: 1,
             sequence_ranks: AtomicUsize::new(1),
             shards_by_expert: AtomicBool::new(false),
+            groups: OnceLock::new(),
         }
     }
 
@@ -133,7 +145,39 @@ impl Mesh {
         self.shards_by_expert.store(by_expert, Ordering::Relaxed);
     }
 
-    /// Returns how tensors are sharded.
+    /// Lets every `ranks` consecutive ranks share a copy of the weights (hybrid sharding). `ranks` must
+    /// divide the number of all ranks, and sequence-parallel groups must divide `ranks`. Must be called once,
+    /// after the other settings and before a tensor is sharded.
+    ///
+    /// # Errors
+    /// When it was called before.
+    pub fn set_shard_ranks(&self, ranks: usize) -> Result<()> {
+        let (Some(communicator), true) = (&self.communicator, ranks < self.ranks()) else { return Ok(()) };
+        let group = |members: Vec<usize>| -> Result<Arc<Self>> {
+            let communicator: Arc<dyn Communicator> = Arc::new(Group::new(communicator, members)?);
+            let mesh = Self { communicator: Some(communicator), ..Self::single_rank() };
+            mesh.set_shards_by_expert(self.sharding().by_expert);
+            Ok(Arc::new(mesh))
+        };
+        let first = self.rank() - self.rank() % ranks;
+        let shards = group((first..first + ranks).collect())?;
+        let replicas = group((self.rank() % ranks..self.ranks()).step_by(ranks).collect())?;
+        let set = self.groups.set(Groups { shards, replicas });
+        set.ok().context("the groups of shards are set already")
+    }
+
+    /// Returns the ranks that share a copy of the weights: all ranks, or a group of them.
+    pub fn shard_ranks(self: &Arc<Self>) -> &Arc<Self> {
+        self.groups.get().map_or(self, |groups| &groups.shards)
+    }
+
+    /// Returns the ranks with the same shard as this one, in the order of their copies. `None` if all ranks
+    /// share one copy.
+    pub fn replicas(&self) -> Option<&Arc<Self>> {
+        self.groups.get().map(|groups| &groups.replicas)
+    }
+
+    /// Returns how tensors are sharded over these ranks.
     pub fn sharding(&self) -> Sharding {
         Sharding { ranks: self.ranks(), by_expert: self.shards_by_expert.load(Ordering::Relaxed) }
     }
@@ -347,8 +391,8 @@ impl Mesh {
         }
     }
 
-    /// Runs `work`, such as writing a file, on rank 0 alone. The other ranks call `answer` on each request
-    /// that rank 0 makes with [`Self::request`].
+    /// Runs `work`, such as writing a file, on rank 0 alone. The other ranks that share its copy of the
+    /// weights call `answer` on each request that rank 0 makes with [`Self::request`].
     ///
     /// # Errors
     /// On rank 0, the error of `work`; on the other ranks, [`ErrorOnOtherRank`]. Also the errors of `answer`.
@@ -359,6 +403,13 @@ impl Mesh {
     ) -> Result<()> {
         if self.communicator.is_none() {
             return work();
+        }
+        if let Some(groups) = self.groups.get() {
+            let result = match self.rank() < groups.shards.ranks() {
+                true => groups.shards.run_on_rank_zero(work, answer),
+                false => Ok(()),
+            };
+            return self.require_success("the work of rank 0", result);
         }
         if self.is_rank_zero() {
             self.rank_zero_alone.store(true, Ordering::Relaxed);
@@ -424,15 +475,15 @@ fn read_length(bytes: &[u8]) -> Result<usize> {
 }
 
 /// Connects with the transport that [`super::launch::transport`] returns.
-fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
+fn connect_transport(processes: usize) -> Result<Arc<dyn Communicator>> {
     let transport = super::launch::transport()?;
-    let connection: Result<Box<dyn Communicator>> = match transport {
+    let connection: Result<Arc<dyn Communicator>> = match transport {
         #[cfg(feature = "mpi")]
-        Transport::Mpi => Ok(Box::new(Connection::open(super::mpi::World::open)?)),
+        Transport::Mpi => Ok(Arc::new(Connection::open(super::mpi::World::open)?)),
         #[cfg(feature = "nccl")]
         Transport::Nccl => {
             let address = super::launch::rank_address()?;
-            Ok(Box::new(Connection::open(move || super::nccl::Comm::open(&address))?))
+            Ok(Arc::new(Connection::open(move || super::nccl::Comm::open(&address))?))
         }
         #[cfg(not(all(feature = "mpi", feature = "nccl")))]
         other => Err(anyhow::anyhow!("this build has no {other:?}")),
@@ -448,6 +499,11 @@ fn connect_transport(processes: usize) -> Result<Box<dyn Communicator>> {
 impl Mesh {
     /// Creates rank `rank` of `ranks` without a connection, for tests of each rank's shards.
     pub fn without_connection(rank: usize, ranks: usize) -> Arc<Self> {
+        Self::connected(Self::stub(rank, ranks))
+    }
+
+    /// Returns a communicator of rank `rank` of `ranks` that exchanges nothing.
+    pub(super) fn stub(rank: usize, ranks: usize) -> Arc<dyn Communicator> {
         struct StubCommunicator(usize, usize);
         impl Communicator for StubCommunicator {
             fn rank(&self) -> usize {
@@ -471,11 +527,11 @@ impl Mesh {
             fn set_timeout(&self, _: Duration) {}
             fn disconnect(&self) {}
         }
-        Self::connected(Box::new(StubCommunicator(rank, ranks)))
+        Arc::new(StubCommunicator(rank, ranks))
     }
 
     /// Creates a rank that exchanges by `communicator`, without a liveness monitor.
-    pub fn connected(communicator: Box<dyn Communicator>) -> Arc<Self> {
+    pub fn connected(communicator: Arc<dyn Communicator>) -> Arc<Self> {
         Arc::new(Self { communicator: Some(communicator), ..Self::single_rank() })
     }
 }

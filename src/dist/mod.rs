@@ -8,6 +8,7 @@
 #[cfg(any(feature = "mpi", feature = "nccl"))]
 mod connection;
 mod device_exchange;
+mod group;
 pub mod launch;
 mod liveness;
 mod mesh;

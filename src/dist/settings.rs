@@ -14,6 +14,11 @@ table! {
         /// sequence are sharded, and attention's heads are exchanged. It must divide the number of processes
         /// and of query heads, and divide the key-value heads or be a multiple of them.
         pub sequence: usize = 1 => from(1.0),
+        /// Hybrid sharding (HSDP): number of consecutive processes that share a copy of the weights, such as
+        /// those of a node. Only they exchange weights, expert rows and the gradients of a pass. Gradients of
+        /// all copies are added once per update, so the number of copies changes results by rounding. It must
+        /// divide the number of processes, and be a multiple of `sequence`; 0 means all processes.
+        pub shard_size: usize = 0 => from(0.0),
         /// How each process holds the trainable weights during sampling, if there are several processes.
         pub rollout_weights: RolloutWeightPlacement = RolloutWeightPlacement::Auto,
         /// How the processes share trainable experts in training, if there are several processes.

@@ -66,7 +66,8 @@ impl Critic {
         let values = values.enumerate().map(|(index, tensor)| {
             let (spec, stored) = tensor?;
             let is_trainable = trainable[index];
-            let stored = if is_trainable { stored.into_shard(&spec, index, policy.mesh())? } else { stored };
+            let stored =
+                if is_trainable { stored.into_shard(&spec, index, policy.shard_mesh())? } else { stored };
             Ok((spec, stored))
         });
         let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;

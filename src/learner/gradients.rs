@@ -11,12 +11,15 @@
 //! assigned to ranks in round-robin order, so rank order is batch order. On GPUs, shards are exchanged and
 //! added in the memory of the GPUs. If experts are sharded by expert, a rank adds the gradients of its own
 //! experts to its shard itself, and nothing is exchanged for them.
+//!
+//! If groups of processes share a copy of the weights each (`parallel.shard_size`), the passes of a group are
+//! added as above. At the end of the batch the sums of all copies are added, in the order of the copies.
 
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
-use crate::dist::{Mesh, PendingExchange, expert_range, shard_range};
+use crate::dist::{Mesh, PendingExchange, expert_range, replicate, shard_range};
 use crate::metrics::Progress;
-use crate::model::device_exchange::PendingDeviceSum;
+use crate::model::device_exchange::{PendingDeviceSum, sum_on_devices};
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::to_op_error;
@@ -40,6 +43,12 @@ pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
+/// Returns the bytes that the sum over all copies of the weights needs, for gradients of `shards` bytes each.
+pub fn copies_sum_bytes(shards: impl Iterator<Item = u64>) -> u64 {
+    let (total, largest) = shards.fold((0, 0), |(total, largest), bytes| (total + bytes, bytes.max(largest)));
+    largest.max(total.min(EXCHANGE_BYTES_MAX))
+}
+
 /// The gradient buffers of one batch, and the record of the passes that have added to each buffer.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
@@ -50,6 +59,8 @@ pub struct GradientSum {
     additions_changed: Condvar,
     /// Present if tensors are sharded over ranks.
     reduction: Option<Reduction>,
+    /// The ranks with the same shard, if there are several copies of the weights.
+    replicas: Option<Arc<Mesh>>,
 }
 
 /// The exchange of gradients of sharded tensors.
@@ -124,12 +135,13 @@ impl GradientSum {
             skipped_passes: vec![],
         });
         let additions_per_pass = (0..buffers.len()).map(|index| parameters.use_count(index)).collect();
-        let sharding = parameters.mesh().sharding();
+        let mesh = parameters.shard_mesh();
+        let sharding = mesh.sharding();
         let trainable = buffers.iter().zip(&parameters.specs).filter(|(buffer, _)| buffer.is_some());
         let trainable = trainable.filter(|(_, spec)| !spec.is_sharded_by_expert(sharding));
         let values: usize = trainable.map(|(_, spec)| spec.element_count()).sum();
-        let reduction = (parameters.mesh().ranks() > 1).then(|| Reduction {
-            mesh: parameters.mesh().clone(),
+        let reduction = (mesh.ranks() > 1).then(|| Reduction {
+            mesh: mesh.clone(),
             specs: parameters.specs.clone(),
             device: parameters.device().clone(),
             bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
@@ -141,6 +153,7 @@ impl GradientSum {
             order,
             additions_changed: Condvar::new(),
             reduction,
+            replicas: parameters.mesh().replicas().cloned(),
         }))
     }
 
@@ -149,7 +162,11 @@ impl GradientSum {
     /// # Errors
     /// When a rank does not answer within the time limit.
     pub fn finish(&self) -> candle_core::Result<()> {
-        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
+        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))?;
+        match &self.replicas {
+            Some(replicas) => sum_replicas(replicas, &self.buffers),
+            None => Ok(()),
+        }
     }
 
     /// Returns the gradient sink of pass `pass` (from 0) of the batch. The sink receives one gradient for
@@ -189,7 +206,7 @@ impl GradientSink for PassGradientSink {
         parameter: usize,
         add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
     ) -> candle_core::Result<()> {
-        let GradientSum { buffers, additions_per_pass, order, additions_changed, reduction } = &*self.sum;
+        let GradientSum { buffers, additions_per_pass, order, additions_changed, reduction, .. } = &*self.sum;
         if let Some((progress, tokens)) = &self.progress {
             progress.advance_tokens(*tokens);
         }
@@ -335,6 +352,73 @@ impl Reduction {
     }
 }
 
+/// Adds the gradients `buffers` of all copies of the weights, in the order of the copies. Afterwards each rank
+/// of `replicas` has the sums. Each of them adds a part of every buffer, so all have the same bits.
+fn sum_replicas(replicas: &Mesh, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
+    const NAME: &str = "gradients of all copies of the weights";
+    let buffers = buffers.iter().enumerate();
+    let buffers: Vec<(usize, &Tensor)> = buffers.filter_map(|(i, b)| Some((i, b.as_ref()?))).collect();
+    for group in groups_of_bytes(&buffers, EXCHANGE_BYTES_MAX) {
+        match group.first().is_some_and(|(_, buffer)| buffer.device().is_cuda()) {
+            true => sum_on_devices(replicas, NAME, group),
+            false => sum_on_hosts(replicas, NAME, group),
+        }
+        .map_err(to_op_error)?;
+    }
+    Ok(())
+}
+
+/// Splits `buffers` into consecutive groups of up to `bytes_max` bytes. A larger buffer has its own group.
+fn groups_of_bytes<'a, 'b>(
+    buffers: &'b [(usize, &'a Tensor)],
+    bytes_max: u64,
+) -> Vec<&'b [(usize, &'a Tensor)]> {
+    let (mut groups, mut start, mut bytes) = (vec![], 0, 0);
+    for (place, (_, buffer)) in buffers.iter().enumerate() {
+        let size = (buffer.elem_count() * size_of::<f32>()) as u64;
+        if place > start && bytes + size > bytes_max {
+            groups.push(&buffers[start..place]);
+            (start, bytes) = (place, 0);
+        }
+        bytes += size;
+    }
+    groups.push(&buffers[start..]);
+    groups
+}
+
+fn sum_on_hosts(replicas: &Mesh, name: &str, buffers: &[(usize, &Tensor)]) -> Result<()> {
+    let (rank, ranks) = (replicas.rank(), replicas.ranks());
+    let range =
+        |(index, buffer): &(usize, &Tensor), rank| shard_range(buffer.elem_count(), *index, rank, ranks);
+    let values_of = |rank| -> usize { buffers.iter().map(|buffer| range(buffer, rank).len()).sum() };
+    let mut parts = vec![vec![]; ranks];
+    for buffer in buffers {
+        let values = host_values(buffer.1)?;
+        for (rank, part) in parts.iter_mut().enumerate() {
+            part.extend_from_slice(f32_bytes(&values[range(buffer, rank)]));
+        }
+    }
+    let parts = parts.into_iter().map(Arc::new).collect();
+    let lengths = vec![values_of(rank) * size_of::<f32>(); ranks];
+    let mut sum = vec![0f32; values_of(rank)];
+    for part in replicas.start(name, &replicas.all_ranks(), parts, &lengths)?.wait()? {
+        sum.iter_mut().zip(f32_values(&part)).for_each(|(sum, x)| *sum += x);
+    }
+    let lengths: Vec<usize> = (0..ranks).map(|rank| values_of(rank) * size_of::<f32>()).collect();
+    let own = replicate(f32_bytes(&sum).to_vec(), ranks);
+    let sums = replicas.start(name, &replicas.all_ranks(), own, &lengths)?.wait()?;
+    let mut sums: Vec<_> = sums.iter().map(|bytes| f32_values(bytes)).collect();
+    for buffer in buffers {
+        edit(buffer.1, |values| {
+            for (rank, sums) in sums.iter_mut().enumerate() {
+                values[range(buffer, rank)].iter_mut().zip(sums).for_each(|(value, sum)| *value = sum);
+            }
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 /// A pass that panics is marked as failed, so that later passes do not wait for it.
 impl Drop for PassGradientSink {
     fn drop(&mut self) {
@@ -353,7 +437,7 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let squares = gradients.par_iter().map(|gradient| sum_of_squares(gradient));
     let squares = squares.collect::<candle_core::Result<Vec<f64>>>()?;
     // The squared norms of the shards of all ranks, in rank order.
-    let ranks = parameters.mesh().all_gather_records("the gradient's norm", &squares)?;
+    let ranks = parameters.shard_mesh().all_gather_records("the gradient's norm", &squares)?;
     let tensor_sum = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
     Ok((0..squares.len()).map(tensor_sum).sum::<f64>().sqrt())
 }

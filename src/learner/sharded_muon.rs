@@ -172,7 +172,7 @@ impl Round {
 
     /// Updates the weights and the momentum of this rank. Every rank must call this method.
     fn update(&self, parameters: &Parameters, step: &Muon, momentum: &str) -> Result<()> {
-        let (mesh, device) = (parameters.mesh(), parameters.device());
+        let (mesh, device) = (parameters.shard_mesh(), parameters.device());
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         let state = |tensor: usize| {
             let gradient = parameters.gradient(tensor).context("a tensor of Muon has no gradient")?;
@@ -270,7 +270,7 @@ fn distribute(tensors: Vec<ShardedMatrices>, ranks: usize) -> Vec<Round> {
 /// When an exchange fails, or memory runs out.
 pub fn update(parameters: &Parameters, indices: &[usize], step: &Muon, momentum: &str) -> Result<()> {
     let tensors = indices.iter().map(|&index| (index, &parameters.specs[index]));
-    let rounds = rounds(tensors, parameters.mesh().sharding());
+    let rounds = rounds(tensors, parameters.shard_mesh().sharding());
     rounds.iter().try_for_each(|round| round.update(parameters, step, momentum))
 }
 

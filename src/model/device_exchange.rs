@@ -189,6 +189,44 @@ impl PendingDeviceSum {
     }
 }
 
+/// Adds the f32 values of each of `buffers` over all ranks of `mesh`, in rank order. Each buffer has an index,
+/// which is equal on every rank. Afterwards every rank has the sums.
+///
+/// # Errors
+/// When memory runs out, or an exchange has failed.
+pub fn sum_on_devices(mesh: &Mesh, name: &str, buffers: &[(usize, &Tensor)]) -> Result<()> {
+    let (rank, ranks) = (mesh.rank(), mesh.ranks());
+    let Some((_, first)) = buffers.first() else { return Ok(()) };
+    let device = first.device();
+    let flat = |(index, buffer): &(usize, &Tensor)| Ok((*index, buffer.flatten_all()?));
+    let buffers = buffers.iter().map(flat).collect::<Result<Vec<_>>>()?;
+    let range = |index: usize, x: &Tensor, rank| shard_range(x.elem_count(), index, rank, ranks);
+    let sum = |(index, buffer): &(usize, Tensor)| {
+        Ok((*index, Tensor::zeros(range(*index, buffer, rank).len(), DType::F32, device)?))
+    };
+    let sums = buffers.iter().map(sum).collect::<Result<Vec<_>>>()?;
+    let of = |index: usize| sums.iter().find(|(other, _)| *other == index).map(|(_, sum)| sum);
+    PendingDeviceSum::start(mesh, name, buffers.clone(), device)?.add_to(of)?;
+    // The sums of the other ranks arrive where they belong.
+    let (mut send, mut receive) = (vec![], vec![]);
+    for ((index, buffer), (_, sum)) in buffers.iter().zip(&sums) {
+        let own = range(*index, buffer, rank);
+        if !own.is_empty() {
+            buffer.slice_set(sum, 0, own.start)?;
+        }
+        for other in (0..ranks).filter(|other| *other != rank) {
+            if !own.is_empty() {
+                send.push(device_part(other, sum)?);
+            }
+            let range = range(*index, buffer, other);
+            if !range.is_empty() {
+                receive.push(device_part(other, &buffer.narrow(0, range.start, range.len())?)?);
+            }
+        }
+    }
+    RunningExchange::start(mesh, name, device, vec![], [send, receive])?.wait()
+}
+
 /// Sends the values `send[i]` of `from` to rank `group[i]`, and receives `lengths[i]` values from that rank.
 /// Returns the received values in the group's order, with this rank's own part among them. Later work on the
 /// GPU may read them.

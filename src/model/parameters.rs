@@ -57,7 +57,7 @@ pub struct Parameters {
 #[derive(Clone)]
 pub struct Backend {
     pub device: Device,
-    /// The processes that run passes together and shard the trained tensors.
+    /// All processes of the run.
     pub mesh: Arc<Mesh>,
     /// The precision of dense matmuls on a CPU.
     pub precision: Precision,
@@ -157,9 +157,14 @@ impl Parameters {
         &self.backend
     }
 
-    /// Returns the processes that run passes together.
+    /// Returns all processes of the run.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.backend.mesh
+    }
+
+    /// Returns the processes that share a copy of the weights with this one.
+    pub fn shard_mesh(&self) -> &Arc<Mesh> {
+        self.backend.mesh.shard_ranks()
     }
 
     /// Returns the device of the model.
@@ -351,7 +356,7 @@ impl Parameters {
     /// When a tensor cannot be trained, or memory runs out.
     pub fn set_trainable(&mut self, trained: &[bool]) -> Result<()> {
         ensure!(trained.len() == self.len(), "{} marks for {} tensors", trained.len(), self.len());
-        let mesh = self.mesh().clone();
+        let mesh = self.shard_mesh().clone();
         for (index, &is_trained) in trained.iter().enumerate() {
             if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
                 let master = to_host(self.master(index)?)?;

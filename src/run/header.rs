@@ -150,18 +150,21 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
         (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
     };
     let (mesh, threads) = (context.mesh(), context.threads.count());
-    let threads = match (mesh.ranks(), mesh.sequence_ranks()) {
-        (1, _) => threads.to_string(),
-        (ranks, 1) => format!("{threads} in each of {ranks} processes"),
-        (ranks, group_size) => {
-            format!("{threads} in each of {ranks} processes, {group_size} per sequence-parallel group")
-        }
-    };
+    let mut threads = threads.to_string();
+    if mesh.ranks() > 1 {
+        threads += &format!(" in each of {} processes", mesh.ranks());
+    }
+    if mesh.sequence_ranks() > 1 {
+        threads += &format!(", {} per sequence-parallel group", mesh.sequence_ranks());
+    }
+    if let Some(copies) = mesh.replicas() {
+        threads += &format!(", {} copies of the weights", copies.ranks());
+    }
     let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{trainable}"));
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
-    let where_it_runs = (mesh.sharding(), context.parameters.device().is_cpu());
+    let where_it_runs = (mesh.shard_ranks().sharding(), context.parameters.device().is_cpu());
     let muon = match command.trains() {
         true => muon_cost(recipe, &context.parameters.specs, &context.trainable, where_it_runs),
         false => None,

@@ -9,25 +9,47 @@ use std::io::ErrorKind;
 use std::path::Path;
 use std::time::Duration;
 
-/// Applies the sequence-parallel degree, the sharding of experts and the timeout of `plan` to `mesh`.
+/// Applies the sequence-parallel degree, the sharding and the timeout of `plan` to `mesh`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the degree does not divide the number of processes.
+/// [`crate::error::BadInput`] when a number does not divide the number of processes.
 pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
     mesh.set_timeout(Duration::from_secs_f64(plan.recipe.parallel.exchange_timeout_s));
-    let sequence = plan.recipe.parallel.sequence;
-    if !mesh.ranks().is_multiple_of(sequence) {
-        let processes = match mesh.ranks() {
-            1 => "one process".to_owned(),
-            several => format!("{several} processes"),
-        };
-        let reason = format!(
-            "{sequence} does not divide the {processes} of this run; start a multiple of {sequence} processes with mpirun -np, or write 1"
-        );
-        return Err(plan.mistake("parallel.sequence", reason).into());
+    let parallel = &plan.recipe.parallel;
+    check_division(plan, mesh.ranks())?;
+    mesh.set_sequence_ranks(parallel.sequence);
+    mesh.set_shards_by_expert(parallel.experts == ExpertPlacement::ByExpert);
+    match parallel.shard_size {
+        0 => Ok(()),
+        size => mesh.set_shard_ranks(size),
     }
-    mesh.set_sequence_ranks(sequence);
-    mesh.set_shards_by_expert(plan.recipe.parallel.experts == ExpertPlacement::ByExpert);
+}
+
+/// Checks that `processes` processes can be divided as `plan` says.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when they cannot.
+pub fn check_division(plan: &Plan, processes: usize) -> Result<()> {
+    let parallel = &plan.recipe.parallel;
+    let (sequence, shard_size) = (parallel.sequence, parallel.shard_size);
+    for (key, size, other) in [("parallel.sequence", sequence, 1), ("parallel.shard_size", shard_size, 0)] {
+        if size > 0 && !processes.is_multiple_of(size) {
+            let run = match processes {
+                1 => "one process".to_owned(),
+                several => format!("{several} processes"),
+            };
+            let reason = format!(
+                "{size} does not divide the {run} of this run; start a multiple of {size} processes, or write {other}"
+            );
+            return Err(plan.mistake(key, reason).into());
+        }
+    }
+    if !shard_size.is_multiple_of(sequence) {
+        let reason = format!(
+            "{shard_size} is not a multiple of parallel.sequence = {sequence}; write a multiple, or 0"
+        );
+        return Err(plan.mistake("parallel.shard_size", reason).into());
+    }
     Ok(())
 }
 
@@ -102,6 +124,30 @@ mod tests {
         let error = check_same_gpus(&names(["H200", "H200", "H100"])).unwrap_err();
         assert!(error.is::<crate::error::BadInput>());
         assert!(error.to_string().starts_with("rank 0 computes on H200, rank 2 on H100; "), "{error}");
+    }
+
+    #[test]
+    fn processes_are_divided_into_groups_of_equal_size() {
+        let mistake = |text: &str, processes| {
+            let plan = resolve(Path::new("r.toml"), &format!("[parallel]\n{text}"), &[]).unwrap();
+            check_division(&plan, processes).map_err(|error| error.to_string()).err()
+        };
+        assert_eq!(mistake("sequence = 2\nshard_size = 4", 8), None);
+        assert_eq!(mistake("shard_size = 1", 3), None);
+        let cases = [
+            ("sequence = 3", 4, "parallel.sequence: 3 does not divide the 4 processes"),
+            ("shard_size = 8", 4, "parallel.shard_size: 8 does not divide the 4 processes"),
+            ("shard_size = 2", 1, "parallel.shard_size: 2 does not divide the one process"),
+            (
+                "sequence = 4\nshard_size = 2",
+                8,
+                "parallel.shard_size: 2 is not a multiple of parallel.sequence = 4",
+            ),
+        ];
+        for (text, processes, message) in cases {
+            let found = mistake(text, processes).unwrap_or_default();
+            assert!(found.contains(message), "{found}");
+        }
     }
 
     #[test]

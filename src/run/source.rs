@@ -351,7 +351,11 @@ impl ModelSource {
             let before = megabytes(read);
             read += bytes[index];
             stage.advance(megabytes(read) - before, 0, &[]);
-            let stored = if is_sharded { stored.into_shard(&spec, index, &backend.mesh)? } else { stored };
+            let stored = if is_sharded {
+                stored.into_shard(&spec, index, backend.mesh.shard_ranks())?
+            } else {
+                stored
+            };
             Ok((spec, stored))
         });
         let parameters = Parameters::load(&self.config, backend, tensors)?;

@@ -39,7 +39,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from several_gpus import EXPERTS, MODE_CASES, MODE_RANKS, SEQUENCES, TRAINED, equals_one, experts, experts_refused, hangs
+from several_gpus import COPIES, EXPERTS, MODE_CASES, MODE_RANKS, SEQUENCES, TRAINED, copies, equals_one, experts, experts_refused, hangs
 from several_gpus import host_copies, modes, refused_together, sequences, several, steady_on_two, trained_experts
 from world import RECIPE, SETTLED_STEPS, SHORT, SMALLEST, STEPS, WAIT_S, World, sets, timeless
 
@@ -282,6 +282,11 @@ def several_sequences(world, cases):
     return f"{compared} values of weights and moments, {worst[0]:.1e} apart at most ({worst[1]}); entropies {entropy:.1e}"
 
 
+def several_copies(world, cases):
+    compared, worst = copies(world, cases)
+    return f"{compared} bytes of weights and state, {worst[0]:.1e} apart at most ({worst[1]})"
+
+
 def several_experts(world, cases):
     compared, memory = experts(world, cases)
     return f"{compared} bytes of weights and state as on one; {of_plan(*memory)}"
@@ -331,6 +336,7 @@ PARTS = {
     "plan_holds": lambda world: ", ".join(of_plan(*memory) for memory in plan_holds(world)),
     "wide_heads": lambda world: f"{wide_heads(world)} tokens, 0 differing bits",
     "sequences": lambda world: several_sequences(world, SEQUENCES[:1]),
+    "copies": lambda world: several_copies(world, COPIES[:1]),
     "experts": lambda world: several_experts(world, EXPERTS[:1]),
     "trained_experts": lambda world: several_trained(world, TRAINED[:1]),
     "steady": steady_memory,
@@ -350,12 +356,13 @@ def main():
     parser.add_argument("--steady-steps", type=int, default=40, help="steps over which memory must not grow (40)")
     parser.add_argument("--sequences", action="store_true", help="only sequences over several GPUs, all cases")
     parser.add_argument("--experts", nargs="?", const="", metavar="CASE", help="only experts over several GPUs, all cases or one")
+    parser.add_argument("--copies", nargs="?", const="", metavar="CASE", help="only several copies of the weights, all cases or one")
     parser.add_argument("--modes", nargs="*", metavar="CASE", help="only the orders of streams, all cases or those of: " + ", ".join(MODE_CASES))
     parser.add_argument("--sample", action="store_true", help="what CI runs: not " + ", ".join(sorted(NOT_IN_SAMPLE)) + ", and fewer orders of streams")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help="these parts: " + ", ".join(PARTS))
     arguments = parser.parse_args()
-    if not arguments.cpu and not arguments.sequences and arguments.experts is None and arguments.modes is None:
-        parser.error("give --cpu, --sequences, --experts or --modes")
+    if not arguments.cpu and not arguments.sequences and all(given is None for given in (arguments.experts, arguments.copies, arguments.modes)):
+        parser.error("give --cpu, --sequences, --experts, --copies or --modes")
     if unknown := set(arguments.modes or []) - MODE_CASES.keys():
         parser.error(f"--modes: no case {', '.join(sorted(unknown))}")
     world = World(arguments)
@@ -372,6 +379,8 @@ def main():
             for said, listed in ((several_experts, EXPERTS), (several_trained, TRAINED)):
                 if cases := [case for case in listed if arguments.experts in ("", case[0])]:
                     print(said(world, cases), flush=True)
+        elif arguments.copies is not None:
+            print(several_copies(world, [case for case in COPIES if arguments.copies in ("", case[0])]))
         elif arguments.modes is not None:
             print(modes(world, MODE_RANKS, arguments.modes or MODE_CASES))
         else:

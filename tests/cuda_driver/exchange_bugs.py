@@ -5,7 +5,8 @@
 
 One build has all bugs; a variable of the environment selects one. A bug is caught where a run fails, the driver complains,
 or a metric, a weight or a moment differs: in exchanges of shards, of Muon's matrices or of experts' rows, on three GPUs, from those of
-one GPU without a bug; in exchanges of sequences, which four GPUs share, from those of four GPUs without a bug.
+one GPU without a bug; in exchanges of sequences, which four GPUs share, or of two
+copies of the weights, from those of four GPUs without a bug.
 """
 
 import json
@@ -99,7 +100,19 @@ TRAINED_BUGS = [
     ("a rank's rows begin at another rank's", EXCHANGE, "", "start - rows * width..start", "{ let first = layout.start_offset(); let all = layout.shape().elem_count(); first + all - (start - first)..first + all - (start - first) + rows * width }"),
     ("an expert's gradients are those of the pass alone", "src/learner/gradients.rs", "return ", "add(&buffer.reshape(shape)?)", "{ scale(buffer, 0.0)?; add(&buffer.reshape(shape)?) }"),
 ]
-ALL_BUGS = BUGS + SEQUENCE_BUGS + MUON_BUGS + EXPERT_BUGS + TRAINED_BUGS
+
+GROUP = "src/dist/group.rs"
+COPY_BUGS = [
+    ("copies: gradients are not added over the copies", "src/learner/gradients.rs", "Some(replicas) => ", "sum_replicas(replicas, &self.buffers)", "Ok(())"),
+    ("copies: a rank keeps its own gradients where its sums belong", EXCHANGE, "", "buffer.slice_set(sum, 0, own.start)?;", ""),
+    ("copies: a sum begins with the rank's own gradients", EXCHANGE, "Ok((*index, ", "Tensor::zeros(range(*index, buffer, rank).len(), DType::F32, device)?", "{ let own = range(*index, buffer, rank); buffer.narrow(0, own.start, own.len())?.copy()? }"),
+    ("copies: sums of another rank arrive at the tensor's first values", EXCHANGE, "receive.push(device_part(other, ", "&buffer.narrow(0, range.start, range.len())?", "&buffer.narrow(0, 0, range.len())?"),
+    ("copies: sums are used before they are there", EXCHANGE, "", "RunningExchange::start(mesh, name, device, vec![], [send, receive])?.wait()", "{ std::mem::forget(RunningExchange::start(mesh, name, device, vec![], [send, receive])?.pending.take()); Ok(()) }"),
+    ("copies: a gathered part lies at the receiver's place", GROUP, "let received = gathers.iter().flat_map(|g| others().map(|(place, rank)| ", "part(g, place, rank)", "{ let _ = place; part(g, self.rank, rank) }"),
+    ("copies: a rank sends the part of the group's first rank", GROUP, "let sent = gathers.iter().flat_map(|g| others().map(|(_, rank)| ", "part(g, self.rank, rank)", "part(g, 0, rank)"),
+    ("copies: the replicas of a rank are the ranks beside it", "src/dist/mesh.rs", "", "group((self.rank() % ranks..self.ranks()).step_by(ranks).collect())?", "group((first..first + ranks).collect())?"),
+]
+ALL_BUGS = BUGS + SEQUENCE_BUGS + MUON_BUGS + EXPERT_BUGS + TRAINED_BUGS + COPY_BUGS
 # Bugs of the lists above that exchanges of experts' rows must catch too.
 SHARED_BUGS = ("an exchange does not wait for the work before it", "heads are used before the exchange has ended", "heads are sent before they are packed", "a part is received at the first part's place", "a rank's own part is left out")
 
@@ -138,6 +151,7 @@ def build(copy):
 # Ranks, and what is run besides.
 SHARDS, MATRICES, SPLIT = (3, ()), (3, sets(train__optimizer__kind="muon")), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
 
+PAIRS = (4, sets(parallel__shard_size=2))
 # Rows of many prompts are sent to the ranks of their experts, those of decode are gathered.
 MANY = sets(
     rollout__prompts_per_step=40, rollout__response_tokens_max=2, train__steps=1, train__micro_batch_tokens=512,
@@ -189,7 +203,7 @@ def main():
     # The outcome of one GPU is expected, or, where `of_one` is none, that of several without a bug.
     groups = [
         ("", SHARDS, BUGS, ()), ("", SPLIT, SEQUENCE_BUGS, None), ("", MATRICES, MUON_BUGS, MATRICES[1]),
-        ("experts: ", BY_EXPERT, EXPERT_BUGS + shared, MANY), ("trained: ", TRAINED, TRAINED_BUGS + shared, MANY),
+        ("", PAIRS, COPY_BUGS, None), ("experts: ", BY_EXPERT, EXPERT_BUGS + shared, MANY), ("trained: ", TRAINED, TRAINED_BUGS + shared, MANY),
     ]  # fmt: skip
     for prefix, runs, bugs, of_one in groups:
         chosen = [(ALL_BUGS.index(bug), prefix + bug[0]) for bug in bugs if word in prefix + bug[0]]

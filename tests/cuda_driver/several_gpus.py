@@ -275,6 +275,77 @@ def trained_experts(world, cases):
     return compared, memory
 
 
+BY_EXPERT = dict(parallel__experts="by_expert", parallel__rollout_weights="by_expert")
+# Recipe, shape, and GPUs, how many share a copy of the weights, the order of streams. A run of several pairs goes on with the last pair after
+# two steps. In an exact case no copy but the first adds more than one micro-batch, so sums have the order of one GPU. CI runs the first case.
+ROUND = dict(SMALL, train__micro_batch_tokens=128)
+COPIES = [
+    ("copies", RECIPE, SMALL, False, [((4, 2), "late")]),
+    ("copies_exact", RECIPE, ROUND, True, [((4, 2), "at-once"), ((3, 1), "late"), ((3, 1), (4, 2), "first-late"), ((4, 2), (2, 0), "late"), ((2, 0), (4, 2), "at-once")]),
+    ("copies_8bit", RECIPE, dict(ROUND, train__optimizer__kind="adamw_8bit", train__recompute_layers="true"), True, [((4, 2), "late")]),
+    ("copies_muon", RECIPE, dict(ROUND, train__optimizer__kind="muon"), True, [((4, 2), "first-late")]),
+    ("copies_critic", RECIPE, dict(ROUND, policy__advantage="gae", critic__warmup_steps=0), True, [((4, 2), "late")]),
+    ("copies_experts", RECIPE, dict(ROUND, **BY_EXPERT), True, [((4, 2), "late"), ((4, 2), (2, 0), "at-once")]),
+    ("copies_many", RECIPE, dict(SMALL, **BY_EXPERT), False, [((4, 2), "first-late")]),
+    ("copies_adapter", RECIPE, dict(SMALL, adapter__rank=4), False, [((4, 2), "late"), ((2, 1), "at-once")]),
+    ("copies_sequence", RECIPE, dict(SMALL, **BALANCED, parallel__sequence=2), False, [((4, 2), "late")]),
+    ("copies_qwen3_moe", "quickstart_qwen3_moe", dict(SMALL, **WIDE, model__architecture__model_type="qwen3_moe"), False, [((4, 2), "at-once")]),
+]
+
+
+def copies(world, cases):
+    """Groups of GPUs share a copy of the weights each. The mismatch is 0, the memory is within the plan, and each shard of the state is written
+    once. Beside one GPU the first step's metrics are equal, and weights and moments within rounding; in an exact case everything is equal.
+    Returns the values compared, and the greatest distance."""
+    compared, worst = 0, (0.0, "")
+    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+    kept = sets(checkpoint__dtype="f32")
+    for name, recipe, shape, exact, runs in cases:
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=3), *NOT_CLIPPED, *steady, *kept, *sets(rollout__prompts_per_step=3, **shape)]
+        one = f"one_{name}"
+        shutil.rmtree(world.place / one, ignore_errors=True)
+        world.run(world.gpu, "train", recipe, "--out", one, *words, *sets(parallel__sequence=1, parallel__experts="gathered"))
+        expected = world.rows(one, "rl")
+        for *pairs, mode in runs:
+            out = "_".join([name, *(f"{size}_of_{ranks}" for ranks, size in pairs), mode])
+            env = {"CUDA_EMULATOR": mode, "CUDA_EMULATOR_PEAK": "1"}
+            for place, (ranks, size) in enumerate(pairs):
+                more = [*words, *sets(parallel__shard_size=size)]
+                if place < len(pairs) - 1:
+                    more += sets(train__steps=2)
+                said = world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *more, *["--resume"][: place], env=env)
+            plan = world.run(world.gpu, "check", recipe, *more, "--processes", ranks)
+            assert ("gradients of all copies" in plan) == (0 < size < ranks), plan
+            planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+            used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
+            assert len(used) == ranks and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
+            rows = world.rows(out, "rl")
+            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            assert all(row["actor/grad_norm"] > 0 for row in rows), rows
+            same = len(rows) if exact else 1
+            found = [[numbers(row) for row in some[:same]] for some in (expected, rows)]
+            assert found[0] == found[1], f"{out}:\n{found[0]}\n{found[1]}"
+            folders = [world.place / run / "checkpoints/step-000003" for run in (one, out)]
+            shards = sorted(path.name for path in folders[1].glob("trainer*.safetensors"))
+            files = size or ranks
+            assert shards == ([f"trainer-{shard + 1:05}-of-{files:05}.safetensors" for shard in range(files)] if files > 1 else ["trainer.safetensors"]), shards
+            for stem in ("model", "adapter_model", "critic", "trainer"):
+                if exact:
+                    state = [tensors(folder, stem) for folder in folders]
+                    differing = [key for key in state[0].keys() | state[1].keys() if state[0].get(key) != state[1].get(key)]
+                    assert not differing, f"{out}: {stem}: {differing}"
+                    compared += sum(map(len, state[0].values()))
+                    continue
+                state = [tensors(folder, stem, ("F32",)) for folder in folders]
+                assert state[0].keys() == state[1].keys(), f"{out}: {stem}: {state[0].keys() ^ state[1].keys()}"
+                for tensor in state[0]:
+                    distance = apart(state[0][tensor], state[1][tensor])
+                    assert distance <= (FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART), f"{out}: {stem}: {tensor}: {distance:.2e}"
+                    worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
+                    compared += len(state[0][tensor])
+    return compared, worst
+
+
 def experts_refused(world):
     """What cannot be trained by expert is refused, with the key and the remedy. Returns the number of cases."""
     asked = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=1, parallel__experts="by_expert")]

@@ -208,7 +208,7 @@ fn packed_weights_in_pieces_change_no_bit() {
 }
 
 #[test]
-fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_rounding() {
+fn split_sequences_and_copies_give_the_log_probs_of_one_process_and_its_gradients_within_rounding() {
     // One step whose update is the gradient itself.
     let step = [
         "cold_start.steps=1",
@@ -229,10 +229,13 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
         let sets = [&SHORT[..], &step].concat();
         let one = Launch::new(recipe, &sets).alone();
         let after = checkpoint_tensors(&one, "cold-start-000001");
-        for (ranks, sequence) in [(2, 2), (4, 4), (4, 2)] {
-            let name = format!("{recipe}: {sequence} of {ranks}");
+        for (ranks, sequence, shard_size) in
+            [(2, 2, 0), (4, 4, 0), (4, 2, 0), (2, 1, 1), (4, 1, 2), (4, 2, 2)]
+        {
+            let name = format!("{recipe}: {sequence} of {ranks}, shards on {shard_size}");
             let split = format!("parallel.sequence={sequence}");
-            let several = Launch::new(recipe, &[&sets[..], &[&split]].concat()).ranks(ranks).run();
+            let shards = format!("parallel.shard_size={shard_size}");
+            let several = Launch::new(recipe, &[&sets[..], &[&split, &shards]].concat()).ranks(ranks).run();
             let found = checkpoint_tensors(&several, "cold-start-000001");
             for (tensor, start) in &start {
                 let moved = |of: &BTreeMap<String, Vec<f32>>| -> Vec<f64> {
@@ -255,6 +258,42 @@ fn split_sequences_give_the_log_probs_of_one_process_and_its_gradients_within_ro
             let drawn = columns(&several, "training/rollout_probs_diff_max");
             assert!(drawn.iter().all(|gap| *gap == 0.0), "{name}: {drawn:?}");
         }
+    }
+}
+
+/// A later copy of the weights adds one micro-batch at most here, so sums have the order of one process.
+#[test]
+fn copies_of_the_weights_make_the_run_of_one_process_and_go_on_as_one_copy() {
+    let few = ["cold_start.batch_size=2", "rollout.prompts_per_step=1", "rollout.samples_per_prompt=2"];
+    let sets =
+        [&SHORT[..], &few, &["train.micro_batch_tokens=64", "train.optimizer.schedule=constant"]].concat();
+    let by_expert = ["parallel.rollout_weights=by_expert"];
+    for (recipe, more, ranks, size) in [
+        ("quickstart", &[][..], 3, 1),
+        ("quickstart", &by_expert, 4, 2),
+        ("quickstart", &["train.optimizer.kind=muon", "cold_start.optimizer.kind=muon"], 4, 2),
+        ("quickstart_ppo", &["train.optimizer.kind=adamw_8bit", "critic.minibatches=1"], 4, 2),
+        ("quickstart_lora", &["cold_start.eval_every_steps=0"], 4, 2),
+    ] {
+        let sets = [&sets[..], more].concat();
+        let one = Launch::new(recipe, &sets).alone();
+        let shards = format!("parallel.shard_size={size}");
+        let several = Launch::new(recipe, &[&sets[..], &[&shards]].concat()).ranks(ranks).run();
+        assert_same_figures(&one, &several, &format!("{recipe} {more:?}: shards on {size} of {ranks}"));
+        for checkpoint in one.checkpoints() {
+            let read = |done: &run::Done, file| std::fs::read(done.checkpoint(&checkpoint).join(file)).ok();
+            for file in ["model.safetensors", "adapter_model.safetensors"] {
+                assert!(read(&one, file) == read(&several, file), "{recipe}: {checkpoint}/{file}");
+            }
+            match size {
+                1 => assert!(read(&one, "trainer.safetensors") == read(&several, "trainer.safetensors")),
+                _ => assert!(assert_same_state(&one, &several, &checkpoint, "trainer", size) > 0),
+            }
+        }
+        // Two processes go on with one copy.
+        let on = Launch::resume(&several, &["train.steps=4", "parallel.shard_size=0"]).ranks(2).run();
+        let alone = Launch::resume(&one, &["train.steps=4"]).alone();
+        assert_same_figures(&alone, &on, &format!("{recipe} {more:?}, resumed"));
     }
 }
 
@@ -379,7 +418,7 @@ fn a_stop_is_agreed_on_and_saved() {
 
 #[test]
 fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
-    let cases: [(&str, &[&str], usize, &str); 3] = [
+    let cases: [(&str, &[&str], usize, &str); 4] = [
         (
             "train",
             &["parallel.sequence=3"],
@@ -387,6 +426,7 @@ fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
             "parallel.sequence: 3 does not divide the 2 processes of this run",
         ),
         ("train", &["parallel.sequence=3"], 3, "parallel.sequence: 3 does not divide the 4 attention heads"),
+        ("train", &["parallel.shard_size=3"], 2, "parallel.shard_size: 3 does not divide the 2 processes"),
         ("eval", &[], 2, "`eval` runs in one process, but this is one of 2"),
     ];
     for (command, sets, ranks, message) in cases {

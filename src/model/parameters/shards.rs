@@ -59,7 +59,7 @@ impl Parameters {
 
     /// Returns the placement of experts on ranks.
     fn expert_parallel(&self) -> ExpertParallel {
-        ExpertParallel::new(self.mesh().clone(), self.config.num_local_experts, self.config.hidden_size)
+        ExpertParallel::new(self.shard_mesh().clone(), self.config.num_local_experts, self.config.hidden_size)
     }
 
     /// Returns the experts of this rank in tensor `index`. Every rank must call this method.
@@ -76,8 +76,8 @@ impl Parameters {
         }
         // Size of one expert, in bytes.
         let expert_bytes = part.stored.exchange_bytes(&part.spec) / experts;
-        let bytes = reshard(self.mesh(), &part, |rank| {
-            let own = expert_range(experts, rank, self.mesh().ranks());
+        let bytes = reshard(self.shard_mesh(), &part, |rank| {
+            let own = expert_range(experts, rank, self.shard_mesh().ranks());
             own.start * expert_bytes..own.end * expert_bytes
         })?;
         let weight = part.stored.assemble(&spec, bytes)?;
@@ -94,7 +94,7 @@ impl Parameters {
         let Weight::Dense(own) = part.stored.weight(&part.spec)? else {
             bail!("{}: packed shards are not exchanged between GPUs", part.spec.name)
         };
-        let (mesh, count) = (self.mesh(), part.spec.element_count());
+        let (mesh, count) = (self.shard_mesh(), part.spec.element_count());
         let width = count / self.config.num_local_experts;
         let shard_of = |rank| part.spec.shard_range(part.index, rank, mesh.sharding());
         let experts_of = |rank| {
@@ -114,7 +114,7 @@ impl Parameters {
         let target = GatherTarget { sink: sink.cloned(), device: self.device().clone() };
         let mut layers: Vec<Vec<GatherPart>> = vec![vec![]; self.config.num_hidden_layers];
         let (mut experts, mut outside) = (layers.clone(), vec![]);
-        let sharding = self.mesh().sharding();
+        let sharding = self.shard_mesh().sharding();
         for (index, spec) in self.specs.iter().enumerate() {
             match spec.layer {
                 Some(layer) if self.is_sharded(index) && spec.is_sharded_by_expert(sharding) => {
@@ -124,7 +124,7 @@ impl Parameters {
                 _ => outside.push(self.part(index)),
             }
         }
-        let mesh = self.mesh();
+        let mesh = self.shard_mesh();
         let started = start_gather(mesh, "weights", &outside, self.device())?;
         let gathered = finish_gather(mesh, &outside, started)?;
         let weights = outside.iter().zip(gathered).map(|(part, weight)| {
@@ -189,7 +189,7 @@ impl Parameters {
     }
 
     fn request_shards(&self, index: usize, kind: &str) -> Result<()> {
-        self.mesh().request(ShardRequest::Tensor {
+        self.shard_mesh().request(ShardRequest::Tensor {
             of_critic: self.is_critic(),
             index,
             kind: kind.to_owned(),
@@ -199,14 +199,14 @@ impl Parameters {
     /// Gathers the bytes of the shards of tensor `index`. `own` is the shard of this rank. Every rank must
     /// call this method.
     fn gather_shards(&self, index: usize, own: Vec<u8>) -> Result<Vec<u8>> {
-        Ok(self.mesh().all_gather(&format!("shards of {}", self.specs[index].name), own)?.concat())
+        Ok(self.shard_mesh().all_gather(&format!("shards of {}", self.specs[index].name), own)?.concat())
     }
 
     /// Gathers the sharded tensor `index`. Every rank must call this method.
     pub(super) fn gather_weight(&self, index: usize) -> Result<Weight> {
         let stored = &self.entries[index].stored;
         if self.device().is_cuda() {
-            let (mesh, parts) = (self.mesh(), [self.part(index)]);
+            let (mesh, parts) = (self.shard_mesh(), [self.part(index)]);
             let name = format!("weight {}", parts[0].spec.name);
             let gathered = finish_gather(mesh, &parts, start_gather(mesh, &name, &parts, self.device())?)?;
             return gathered.into_iter().next().context("no weight was gathered");
@@ -222,7 +222,7 @@ impl Parameters {
     /// Returns this rank's shard of the matrices of tensor `index`. `None` if the tensor is not sharded, or
     /// has no matrices.
     pub fn matrix_shard(&self, index: usize) -> Option<MatrixShard> {
-        self.is_sharded(index).then(|| self.matrix_shard_of(index, self.mesh().rank())).flatten()
+        self.is_sharded(index).then(|| self.matrix_shard_of(index, self.shard_mesh().rank())).flatten()
     }
 
     fn matrix_shard_of(&self, index: usize, rank: usize) -> Option<MatrixShard> {
@@ -242,7 +242,7 @@ impl Parameters {
         let shard_of = |rank| bytes(self.range_of_rank(index, VALUES, rank));
         let range_of = |rank| bytes(self.matrix_shard_of(index, rank).map_or(0..0, |s| s.whole_matrices()));
         let name = format!("matrices of {}", self.specs[index].name);
-        let bytes = exchange_ranges(self.mesh(), &name, f32_bytes(own), shard_of, range_of)?;
+        let bytes = exchange_ranges(self.shard_mesh(), &name, f32_bytes(own), shard_of, range_of)?;
         Ok(f32_values(&bytes).collect())
     }
 
@@ -290,13 +290,13 @@ impl Parameters {
         if !self.is_sharded(index) {
             return 0..length;
         }
-        self.range_of_rank(index, kind, self.mesh().rank())
+        self.range_of_rank(index, kind, self.shard_mesh().rank())
     }
 
     /// Returns the range of values of a sharded tensor that `rank` holds. `kind` names the values
     /// ([`Self::gather`]).
     fn range_of_rank(&self, index: usize, kind: &str, rank: usize) -> Range<usize> {
-        state_range(kind, self.specs[index].shard_range(index, rank, self.mesh().sharding()))
+        state_range(kind, self.specs[index].shard_range(index, rank, self.shard_mesh().sharding()))
     }
 }
 

@@ -261,6 +261,7 @@ impl MemoryPlanInput<'_> {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
                 }
                 phases.push(("update", update));
+                phases.extend(self.copies_phase(1));
                 phases.extend(self.optimizer_phase(sampling));
             }
         }

@@ -42,7 +42,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the bytes of a gathered tensor. Each rank's part has the length of a whole shard.
     fn gathered_tensor_bytes(&self, spec: &ParameterSpec) -> u64 {
-        let values = self.processes * shard_length(spec.element_count(), self.processes);
+        let values = self.shard_ranks() * shard_length(spec.element_count(), self.shard_ranks());
         (values * value_bytes(spec)) as u64
     }
 
@@ -65,7 +65,7 @@ impl MemoryPlanInput<'_> {
     /// as they came, and returned.
     pub(super) fn exchanged_row_item(&self, tokens: usize) -> Option<MemoryItem> {
         let c = self.config;
-        let (all, top_k) = (self.processes * tokens, c.num_experts_per_tok);
+        let (all, top_k) = (self.shard_ranks() * tokens, c.num_experts_per_tok);
         let gathered = all.min(GATHERED_ROWS_MAX) * top_k;
         let sent = if all > GATHERED_ROWS_MAX { all * top_k.min(self.local_experts()) } else { 0 };
         let received = gathered.max(sent) * (4 * c.hidden_size + 3 * c.intermediate_size);
@@ -82,8 +82,8 @@ impl MemoryPlanInput<'_> {
     /// a product has its input and its output's gradient in both orders.
     pub(super) fn trained_row_item(&self, tokens: usize) -> Option<MemoryItem> {
         let c = self.config;
-        let experts = c.num_local_experts.div_ceil(self.processes);
-        let received = self.processes * tokens * c.num_experts_per_tok.min(experts);
+        let experts = c.num_local_experts.div_ceil(self.shard_ranks());
+        let received = self.shard_ranks() * tokens * c.num_experts_per_tok.min(experts);
         let layers = if self.recomputes_layers() { 1 } else { c.num_hidden_layers };
         let kept = layers * (4 * c.hidden_size + 3 * c.intermediate_size);
         let backward = 3 * c.hidden_size + 6 * c.intermediate_size;
@@ -93,7 +93,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns whether several GPUs shard the trainable tensors.
     pub(super) fn has_gpu_shards(&self) -> bool {
-        self.processes > 1 && self.command.trains()
+        self.shard_ranks() > 1 && self.command.trains()
     }
 
     /// Returns the memory that several GPUs need in `pass` beside its activations of `activation_bytes`:
@@ -146,7 +146,7 @@ impl MemoryPlanInput<'_> {
     /// still be there.
     fn exchanged_gradient_bytes(&self, tensors: &[TrainableTensor], stages: &[BackwardStage]) -> Vec<u64> {
         let received = |spec: &ParameterSpec| {
-            let values = (self.processes - 1) * shard_length(spec.element_count(), self.processes);
+            let values = (self.shard_ranks() - 1) * shard_length(spec.element_count(), self.shard_ranks());
             (values * size_of::<f32>()) as u64
         };
         let pass_bytes = gathered_bytes(tensors);

@@ -332,6 +332,7 @@ impl MemoryPlanInput<'_> {
             1 => concurrent_passes(self.largest_weight_bytes(), self.threads).saturating_mul(saved),
             // Without recomputation, the graph of all layers holds the gathered weights. The base of an
             // adapter is gathered only if it is sharded.
+            _ if self.shard_ranks() == 1 => saved,
             _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
             _ => saved,
         }
@@ -375,7 +376,7 @@ impl MemoryPlanInput<'_> {
                 |spec: &ParameterSpec, index: usize| spec.shard_range(index, rank, self.sharding()).len();
             tensors.iter().map(|(index, spec)| bytes(spec, shard_elements(spec, *index))).sum()
         };
-        (0..self.processes).map(rank_bytes).max().unwrap_or(0)
+        (0..self.shard_ranks()).map(rank_bytes).max().unwrap_or(0)
     }
 
     /// Returns the f32 bytes of the largest shard of `tensors`.
@@ -534,7 +535,7 @@ impl MemoryPlanInput<'_> {
         let tensors = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
         let gathered =
             tensors.iter().map(|tensors| self.gathered_pass_bytes(tensors, recomputes)).max().unwrap_or(0);
-        let gathered = if exchanges { gathered } else { 0 };
+        let gathered = if self.shard_ranks() > 1 { gathered } else { 0 };
         let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
         let update = vec![MemoryItem { name, bytes }, gathered];
         let samples_ahead = self.samples_beside_the_update() && steps > 0;
@@ -546,6 +547,7 @@ impl MemoryPlanInput<'_> {
             phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));
         }
         phases.push(("update", update));
+        phases.extend(self.copies_phase(4));
         phases.extend(self.optimizer_phase(sampling));
         phases
     }
@@ -569,7 +571,7 @@ impl MemoryPlanInput<'_> {
                 device_update_bytes(settings, tensors, self.sharding())
             }
             None => {
-                let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.processes);
+                let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.shard_ranks());
                 tensors.iter().map(bytes).max().unwrap_or(0)
             }
         };

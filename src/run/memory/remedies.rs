@@ -128,13 +128,13 @@ impl MemoryPlanInput<'_> {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), peak));
             }
         }
-        if self.processes > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
+        if self.shard_ranks() > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
             let changed_input =
                 MemoryPlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
             let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
-        if self.processes > 1
+        if self.shard_ranks() > 1
             && self.rollout_weights == RolloutWeightPlacement::Whole
             && self.has_remote_experts()
         {

@@ -159,7 +159,7 @@ impl MemoryPlanInput<'_> {
     /// worker with its logits, and rounded or gathered weights.
     pub(super) fn sampling_items(&self) -> Vec<MemoryItem> {
         let (recipe, config) = (self.recipe, self.config);
-        let is_sharded = self.processes > 1 && self.command.trains();
+        let is_sharded = self.shard_ranks() > 1 && self.command.trains();
         let gathered = is_sharded.then(|| self.sampling_gather_item());
         let is_distributed = self.effective_rollout_weights() != RolloutWeightPlacement::Whole;
         let rounded = match self.command {

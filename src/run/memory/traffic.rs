@@ -8,7 +8,7 @@ use crate::dist::RolloutWeightPlacement;
 use crate::learner::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
-use crate::model::names::ParameterSpec;
+use crate::model::names::{ParameterSpec, parameter_specs};
 
 const F32: u64 = 4;
 const BF16: u64 = 2;
@@ -16,6 +16,9 @@ const BF16: u64 = 2;
 const NODE_BYTES_PER_S: f64 = 450e9;
 /// Bandwidth of a 400 Gb/s network card, in bytes per second.
 const NETWORK_BYTES_PER_S: f64 = 50e9;
+/// Speed of a GPU in matrix products, in operations per second. An H100 was measured at twice this in products
+/// of one large matrix.
+const PRODUCT_FLOP_PER_S: f64 = 400e12;
 
 /// Bytes that one process receives in a step of reinforcement learning with one update.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,12 +27,41 @@ pub struct Traffic {
     pub passes: u64,
     /// Name and bytes of each exchange.
     pub parts: Vec<(&'static str, u64)>,
+    /// What the passes of a GPU compute and exchange at the same time. `None` on CPUs.
+    pub overlap: Option<Overlap>,
+}
+
+/// Computing of a step, and the exchanges that run beside it: the next layer's weights are gathered while a
+/// layer computes, and gradients are sent while the layers below compute.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Overlap {
+    /// Operations of the forward passes.
+    pub forward_flop: u64,
+    /// Operations of the backward passes, with recomputation.
+    pub backward_flop: u64,
+    /// Bytes of the weights that forward passes gather. Backward passes gather as many.
+    pub weight_bytes: u64,
+    pub gradient_bytes: u64,
+}
+
+impl Overlap {
+    /// Returns the share of the exchanges' time that computing hides, if `bytes_per_s` are received. 1 if
+    /// nothing is exchanged.
+    pub fn hidden_share(self, bytes_per_s: f64) -> f64 {
+        let seconds = |bytes: u64| bytes as f64 / bytes_per_s;
+        let exchanged = [seconds(self.weight_bytes), seconds(self.weight_bytes + self.gradient_bytes)];
+        let computed = [self.forward_flop, self.backward_flop].map(|flop| flop as f64 / PRODUCT_FLOP_PER_S);
+        let hidden: f64 = exchanged.iter().zip(computed).map(|(time, computed)| time.min(computed)).sum();
+        let total: f64 = exchanged.iter().sum();
+        if total > 0.0 { hidden / total } else { 1.0 }
+    }
 }
 
 impl Traffic {
     /// Computes the traffic of `input`.
     pub fn new(input: &MemoryPlanInput) -> Self {
-        let (recipe, config, ranks) = (input.recipe, input.config, input.processes as u64);
+        let (recipe, config, ranks) = (input.recipe, input.config, input.shard_ranks() as u64);
+        let copies = input.processes as u64 / ranks;
         let sequence_parallel_size = input.sequence_ranks() as u64;
         let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
         let is_gathered = |spec: &ParameterSpec| !spec.is_sharded_by_expert(input.sharding());
@@ -45,7 +77,7 @@ impl Traffic {
         let longest = input.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
-        let passes = batches.div_ceil(ranks / sequence_parallel_size);
+        let passes = batches.div_ceil(input.processes as u64 / sequence_parallel_size);
         // A process already has its own shard.
         let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
         // The forward pass, recomputation and the backward pass each move queries, keys, values and
@@ -75,15 +107,29 @@ impl Traffic {
             rows * (config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers) as u64;
         let trained_rows =
             if input.trains_by_expert() { 3 * 2 * bytes_from_others(row_values * BF16) } else { 0 };
-        let [weights, rows] = sampling_bytes(input, weight_bytes);
+        let [weights, sampled_rows] = sampling_bytes(input, weight_bytes);
+        // Each process adds its part of the gradients of all copies, and receives the other parts.
+        let shard_bytes = gathered_bytes(&tensors) / ranks;
+        let summed = 2 * (shard_bytes - shard_bytes / copies);
+        let gathered_layers = passes * bytes_from_others(pass_bytes);
+        let gradients = passes * bytes_from_others(gradients);
+        let flop = passes * 2 * rows.div_ceil(sequence_parallel_size) * active_values(input);
+        let overlap = input.gpu_sequences.is_some().then_some(Overlap {
+            forward_flop: flop,
+            backward_flop: if input.recomputes_layers() { 3 * flop } else { 2 * flop },
+            weight_bytes: gathered_layers,
+            gradient_bytes: gradients,
+        });
         Self {
             passes,
+            overlap,
             parts: vec![
                 ("weights, for sampling", weights),
-                ("rows to experts and back, in sampling", rows),
+                ("rows to experts and back, in sampling", sampled_rows),
                 ("weights, layer by layer", passes * bytes_from_others(pass_bytes + layer_bytes)),
                 ("rows to experts and back, in training", passes * trained_rows),
-                ("gradients", passes * bytes_from_others(gradients)),
+                ("gradients", gradients),
+                ("gradients of all copies", summed),
                 ("attention heads, sequence parallel", passes * heads),
                 ("matrices of Muon", muon),
             ],
@@ -115,6 +161,18 @@ impl MemoryPlanInput<'_> {
     }
 }
 
+/// Returns the number of weights of the layers that a token is multiplied with.
+fn active_values(input: &MemoryPlanInput) -> u64 {
+    let config = input.config;
+    let (experts, top_k) = (config.num_local_experts.max(1), config.num_experts_per_tok.max(1));
+    let specs = parameter_specs(config).into_iter().filter(|spec| spec.layer.is_some() && spec.is_matrix());
+    let values = specs.map(|spec| match spec.has_expert_axis() {
+        true => spec.element_count() / experts * top_k.min(experts),
+        false => spec.element_count(),
+    });
+    values.sum::<usize>() as u64
+}
+
 /// Returns the bytes of a gathered tensor.
 fn exchanged_bytes(input: &MemoryPlanInput, tensor: &ShardedTensor) -> u64 {
     match input.gpu_sequences {
@@ -126,10 +184,10 @@ fn exchanged_bytes(input: &MemoryPlanInput, tensor: &ShardedTensor) -> u64 {
 /// Returns the bytes of weights and of expert rows that a process receives during sampling. `weight_bytes` is
 /// the size of all sharded weights.
 fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
-    let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.processes as u64);
+    let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.shard_ranks() as u64);
     let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
-    let local_sequences =
-        (rollout.prompts_per_step as u64).div_ceil(ranks) * rollout.samples_per_prompt as u64;
+    let local_sequences = (rollout.prompts_per_step as u64).div_ceil(input.processes as u64)
+        * rollout.samples_per_prompt as u64;
     let longest = input.longest_sequence() as u64;
     match input.effective_rollout_weights() {
         RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => [bytes_from_others(weight_bytes), 0],
@@ -164,7 +222,7 @@ fn gathers_in_decode(input: &MemoryPlanInput, local_sequences: u64) -> bool {
     let limits = [input.recipe.rollout.sequences_max as u64, local_sequences];
     let few = |capacity: usize| {
         let sequences = limits.into_iter().fold(capacity as u64, u64::min);
-        sequences * input.processes as u64 <= GATHERED_ROWS_MAX as u64
+        sequences * input.shard_ranks() as u64 <= GATHERED_ROWS_MAX as u64
     };
     input.gpu_sequences.is_some_and(few)
 }
@@ -184,6 +242,88 @@ impl std::fmt::Display for Traffic {
         };
         self.parts.iter().filter(|(_, bytes)| *bytes > 0).for_each(|(name, bytes)| row(name, *bytes));
         row("total", self.bytes());
-        write!(f, "{table}")
+        write!(f, "{table}")?;
+        let Some(overlap) = self.overlap else { return Ok(()) };
+        let seconds = (overlap.forward_flop + overlap.backward_flop) as f64 / PRODUCT_FLOP_PER_S;
+        let percent = |rate: f64| 100.0 * overlap.hidden_share(rate);
+        write!(
+            f,
+            "\nAt {:.0} TFLOP/s the layers of all passes take {seconds:.2} s. They hide {:.0}% of the exchange of weights and gradients by NVLink, {:.0}% by 400 Gb/s.",
+            PRODUCT_FLOP_PER_S / 1e12,
+            percent(NODE_BYTES_PER_S),
+            percent(NETWORK_BYTES_PER_S)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::Console;
+    use crate::recipe::resolve;
+    use crate::run::memory::{MemoryPlan, ModelCommand};
+    use crate::run::preflight::Preflight;
+    use std::path::Path;
+
+    /// Calls `check` with the input of a plan of one of `processes` GPUs.
+    fn with_input<R>(more: &str, processes: usize, check: impl FnOnce(&MemoryPlanInput) -> R) -> R {
+        let text = "task.name = \"format_rules\"\ncold_start.steps = 0\n\
+                    model.architecture.hidden_size = 512\nrollout.prompts_per_step = 8\n";
+        let plan = resolve(Path::new("a.toml"), &format!("{text}{more}"), &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = preflight.memory_plan_input();
+        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        check(&input)
+    }
+
+    #[test]
+    fn copies_of_the_weights_exchange_gradients_once_a_step() {
+        let find = |more: &str| {
+            with_input(more, 8, |input| {
+                let traffic = Traffic::new(input);
+                let bytes = |wanted| traffic.parts.iter().find(|(name, _)| *name == wanted).unwrap().1;
+                let parts = ["weights, layer by layer", "gradients", "gradients of all copies"].map(bytes);
+                let resident = MemoryPlan::new(input).resident_bytes();
+                (traffic.passes, parts, resident)
+            })
+        };
+        let (passes, [weights, gradients, none], shard) = find("");
+        let (same, [fewer_weights, fewer_gradients, summed], larger_shard) = find("parallel.shard_size = 2");
+        assert_eq!((passes, none), (same, 0));
+        // A rank of two has half of a copy, and receives the other half.
+        assert!((fewer_weights as f64 / weights as f64 / (4.0 / 7.0) - 1.0).abs() < 1e-3);
+        assert!((fewer_gradients as f64 / gradients as f64 / (4.0 / 7.0) - 1.0).abs() < 1e-3);
+        assert!(larger_shard > 3 * shard, "{larger_shard} and {shard}");
+        // Of four copies, a rank receives three quarters of its half twice: parts to add, and sums.
+        let a_pass = fewer_gradients / passes;
+        assert!((summed as f64 / a_pass as f64 / 1.5 - 1.0).abs() < 1e-3, "{summed} and {a_pass}");
+    }
+
+    #[test]
+    fn computing_hides_what_is_exchanged_at_the_same_time() {
+        let overlap = |forward_flop, backward_flop| Overlap {
+            forward_flop,
+            backward_flop,
+            weight_bytes: 100,
+            gradient_bytes: 200,
+        };
+        let flop = PRODUCT_FLOP_PER_S as u64;
+        // At 100 bytes a second: 1 s of weights, then 3 s of weights and gradients.
+        assert_eq!(overlap(flop, 3 * flop).hidden_share(100.0), 1.0);
+        assert_eq!(overlap(10 * flop, 0).hidden_share(100.0), 0.25);
+        assert_eq!(overlap(flop / 2, flop).hidden_share(100.0), 0.375);
+        let nothing = Overlap { forward_flop: 0, backward_flop: 0, weight_bytes: 0, gradient_bytes: 0 };
+        assert_eq!(nothing.hidden_share(100.0), 1.0);
+        // A token meets the experts that it is routed to, and recomputation is another forward pass.
+        with_input("train.recompute_layers = true", 2, |input| {
+            let overlap = Traffic::new(input).overlap.unwrap();
+            assert_eq!(overlap.backward_flop, 3 * overlap.forward_flop);
+            let all: usize = parameter_specs(input.config)
+                .iter()
+                .filter(|spec| spec.layer.is_some() && spec.is_matrix())
+                .map(ParameterSpec::element_count)
+                .sum();
+            assert!(active_values(input) < all as u64 && active_values(input) > all as u64 / 4);
+        });
     }
 }

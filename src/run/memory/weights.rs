@@ -2,6 +2,7 @@
 
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::{ExpertPlacement, PackedWeightPlacement, RolloutWeightPlacement, Sharding, shard_range};
+use crate::learner::gradients::copies_sum_bytes;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
@@ -77,35 +78,55 @@ impl MemoryPlanInput<'_> {
     /// Returns the bytes of the policy's weights in this process: its shards of sharded tensors, and all
     /// other tensors.
     pub(super) fn local_weight_bytes(&self) -> u64 {
-        if self.processes == 1 || !self.command.trains() {
+        if self.shard_ranks() == 1 || !self.command.trains() {
             return self.weight_bytes();
         }
         let (tensors, packed) = (self.ever_trainable_tensors(), self.sharded_packed_tensors());
         let sharded = gathered_bytes(&tensors) + unsharded_bytes(&packed);
         let packed_shard_bytes = |rank: usize| -> u64 {
             let shard_bytes = |tensor: &ShardedTensor| {
-                shard_range(tensor.bytes() as usize, tensor.index, rank, self.processes).len() as u64
+                shard_range(tensor.bytes() as usize, tensor.index, rank, self.shard_ranks()).len() as u64
             };
             packed.iter().map(shard_bytes).sum()
         };
-        let packed_shard_bytes = (0..self.processes).map(packed_shard_bytes).max().unwrap_or(0);
+        let packed_shard_bytes = (0..self.shard_ranks()).map(packed_shard_bytes).max().unwrap_or(0);
         self.weight_bytes() - sharded + self.f32_shard_bytes(&tensors) + packed_shard_bytes
+    }
+
+    /// Returns the number of processes that share a copy of the weights.
+    pub fn shard_ranks(&self) -> usize {
+        match self.recipe.parallel.shard_size {
+            0 => self.processes,
+            size => size.min(self.processes),
+        }
+    }
+
+    /// Returns the phase in which the gradients of several copies of the weights are added. A process has
+    /// `buffers` buffers of the gradients that are exchanged together: on a host, parts that are sent and
+    /// received, of gradients and of sums.
+    pub(super) fn copies_phase(&self, buffers: u64) -> Option<(&'static str, Vec<MemoryItem>)> {
+        let shard = |(_, spec): &TrainableTensor| {
+            (spec.element_count().div_ceil(self.shard_ranks()) * size_of::<f32>()) as u64
+        };
+        let bytes = buffers * copies_sum_bytes(self.ever_trainable_tensors().iter().map(shard));
+        let item = MemoryItem { name: "gradients, exchanged", bytes };
+        (self.processes > self.shard_ranks()).then(|| ("sum of all copies", vec![item]))
     }
 
     /// Returns how the trainable tensors are sharded.
     pub fn sharding(&self) -> Sharding {
-        Sharding { ranks: self.processes, by_expert: self.trains_by_expert() }
+        Sharding { ranks: self.shard_ranks(), by_expert: self.trains_by_expert() }
     }
 
     /// Returns whether GPUs exchange rows of experts in training.
     pub fn trains_by_expert(&self) -> bool {
         let by_expert = self.recipe.parallel.experts == ExpertPlacement::ByExpert;
-        by_expert && self.processes > 1 && self.gpu_sequences.is_some() && self.command.trains()
+        by_expert && self.shard_ranks() > 1 && self.gpu_sequences.is_some() && self.command.trains()
     }
 
     /// Returns the policy's packed tensors that are sharded.
     pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
-        if self.processes == 1
+        if self.shard_ranks() == 1
             || !self.command.trains()
             || self.packed_weights != PackedWeightPlacement::Sharded
         {
@@ -130,7 +151,7 @@ impl MemoryPlanInput<'_> {
     /// or if other processes cannot compute experts.
     pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
         match self.rollout_weights {
-            _ if self.processes == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
+            _ if self.shard_ranks() == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
             RolloutWeightPlacement::ByExpert if !self.has_remote_experts() => RolloutWeightPlacement::Whole,
             RolloutWeightPlacement::Auto => RolloutWeightPlacement::Whole,
             placement => placement,
@@ -144,7 +165,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the largest number of experts of a process that samples.
     pub(super) fn local_experts(&self) -> usize {
-        let processes = if self.samples_by_expert() { self.processes } else { 1 };
+        let processes = if self.samples_by_expert() { self.shard_ranks() } else { 1 };
         self.config.num_local_experts.div_ceil(processes)
     }
 
