@@ -352,8 +352,8 @@ impl Reduction {
     }
 }
 
-/// Adds the gradients `buffers` of all copies of the weights, in the order of the copies. Afterwards each rank
-/// of `replicas` has the sums. Each of them adds a part of every buffer, so all have the same bits.
+/// Adds the gradients `buffers` of all copies of the weights, in the order of the copies. Afterwards each
+/// rank of `replicas` has the sums. Each of them adds a part of every buffer, so all have the same bits.
 fn sum_replicas(replicas: &Mesh, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
     const NAME: &str = "gradients of all copies of the weights";
     let buffers = buffers.iter().enumerate();

@@ -189,8 +189,8 @@ impl PendingDeviceSum {
     }
 }
 
-/// Adds the f32 values of each of `buffers` over all ranks of `mesh`, in rank order. Each buffer has an index,
-/// which is equal on every rank. Afterwards every rank has the sums.
+/// Adds the f32 values of each of `buffers` over all ranks of `mesh`, in rank order. Each buffer has an
+/// index, which is equal on every rank. Afterwards every rank has the sums.
 ///
 /// # Errors
 /// When memory runs out, or an exchange has failed.

@@ -39,7 +39,7 @@ pub fn check_division(plan: &Plan, processes: usize) -> Result<()> {
                 several => format!("{several} processes"),
             };
             let reason = format!(
-                "{size} does not divide the {run} of this run; start a multiple of {size} processes, or write {other}"
+                "{size} does not divide the {run} of this run; start a multiple of {size} processes, as with mpirun -np, or write {other}"
             );
             return Err(plan.mistake(key, reason).into());
         }

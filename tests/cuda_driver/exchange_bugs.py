@@ -106,7 +106,7 @@ COPY_BUGS = [
     ("copies: gradients are not added over the copies", "src/learner/gradients.rs", "Some(replicas) => ", "sum_replicas(replicas, &self.buffers)", "Ok(())"),
     ("copies: a rank keeps its own gradients where its sums belong", EXCHANGE, "", "buffer.slice_set(sum, 0, own.start)?;", ""),
     ("copies: a sum begins with the rank's own gradients", EXCHANGE, "Ok((*index, ", "Tensor::zeros(range(*index, buffer, rank).len(), DType::F32, device)?", "{ let own = range(*index, buffer, rank); buffer.narrow(0, own.start, own.len())?.copy()? }"),
-    ("copies: sums of another rank arrive at the tensor's first values", EXCHANGE, "receive.push(device_part(other, ", "&buffer.narrow(0, range.start, range.len())?", "&buffer.narrow(0, 0, range.len())?"),
+    ("copies: sums of another rank arrive at the tensor's first values", EXCHANGE, "receive.push(device_part(other, &", "buffer.narrow(0, range.start, range.len())?", "buffer.narrow(0, 0, range.len())?"),
     ("copies: sums are used before they are there", EXCHANGE, "", "RunningExchange::start(mesh, name, device, vec![], [send, receive])?.wait()", "{ std::mem::forget(RunningExchange::start(mesh, name, device, vec![], [send, receive])?.pending.take()); Ok(()) }"),
     ("copies: a gathered part lies at the receiver's place", GROUP, "let received = gathers.iter().flat_map(|g| others().map(|(place, rank)| ", "part(g, place, rank)", "{ let _ = place; part(g, self.rank, rank) }"),
     ("copies: a rank sends the part of the group's first rank", GROUP, "let sent = gathers.iter().flat_map(|g| others().map(|(_, rank)| ", "part(g, self.rank, rank)", "part(g, 0, rank)"),

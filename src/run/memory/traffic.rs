@@ -16,8 +16,8 @@ const BF16: u64 = 2;
 const NODE_BYTES_PER_S: f64 = 450e9;
 /// Bandwidth of a 400 Gb/s network card, in bytes per second.
 const NETWORK_BYTES_PER_S: f64 = 50e9;
-/// Speed of a GPU in matrix products, in operations per second. An H100 was measured at twice this in products
-/// of one large matrix.
+/// Speed of a GPU in matrix products, in operations per second. An H100 was measured at twice this in
+/// products of one large matrix.
 const PRODUCT_FLOP_PER_S: f64 = 400e12;
 
 /// Bytes that one process receives in a step of reinforcement learning with one update.
@@ -27,7 +27,7 @@ pub struct Traffic {
     pub passes: u64,
     /// Name and bytes of each exchange.
     pub parts: Vec<(&'static str, u64)>,
-    /// What the passes of a GPU compute and exchange at the same time. `None` on CPUs.
+    /// Computing and exchanges that run at the same time. `None` on CPUs.
     pub overlap: Option<Overlap>,
 }
 
