@@ -52,8 +52,7 @@ choice! {
         /// reaches it, and their gradients are exchanged.
         Gathered = "gathered",
         /// Each process has its own experts, their gradients and their optimizer state. Tokens are sent to
-        /// them and back (expert parallelism). Only on GPUs, without `[adapter]`, `sequence` above 1 and
-        /// frozen experts.
+        /// them and back (expert parallelism). Only on GPUs, without `[adapter]` and frozen experts.
         ByExpert = "by_expert",
     }
 }

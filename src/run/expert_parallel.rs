@@ -32,11 +32,6 @@ impl TrainedExperts<'_> {
                     .to_owned(),
             );
         }
-        if recipe.parallel.sequence > 1 {
-            let reason = "expert parallelism in training does not work with sequence parallelism yet; write \"gathered\", or \
-                          parallel.sequence = 1";
-            reasons.push(reason.to_owned());
-        }
         let frozen = |specs: &[ParameterSpec], trainable: &[bool]| {
             let experts = specs.iter().zip(trainable).filter(|(spec, _)| spec.is_expert_parameter());
             let (trained, frozen): (Vec<_>, Vec<_>) = experts.partition(|(_, is_trained)| **is_trained);
@@ -90,12 +85,10 @@ mod tests {
         // An expert has 7.5 blocks of 8-bit moments.
         let of_8_bits = format!("{BY_EXPERT}[train.optimizer]\nkind = \"adamw_8bit\"\n");
         assert!(mistakes(&of_8_bits, NONE, (false, true)).is_empty());
-        let shared = format!("{BY_EXPERT}sequence = 2\n");
         let cases = [
             (BY_EXPERT, NONE, (false, false), "device = \"cuda\""),
             (BY_EXPERT, "experts.down_proj_bias", (false, true), "experts.down_proj_bias is frozen"),
             (BY_EXPERT, NONE, (true, true), "remove [adapter]"),
-            (&shared, NONE, (false, true), "parallel.sequence = 1"),
         ];
         for (rest, frozen, run, message) in cases {
             let found = mistakes(rest, frozen, run);

@@ -99,6 +99,8 @@ WIDE = dict(FOUR_HEADS, model__dtype="bf16", model__architecture__head_dim=128, 
 SEQUENCES = [
     ("gpt_oss", RECIPE, BALANCED, [(4, 2, "late"), (4, 4, "late")]),
     ("gpt_oss", RECIPE, BALANCED, [(2, 2, "at-once"), (2, 2, "first-late"), (4, 2, "at-once"), (4, 4, "first-late"), (4, 4, "at-once")]),
+    ("experts", RECIPE, dict(BALANCED, parallel__experts="by_expert"), [(2, 2, "late"), (4, 2, "at-once"), (4, 4, "first-late")]),
+    ("experts_recomputed", "quickstart_qwen3_moe", dict(WIDE, model__architecture__model_type="qwen3_moe", parallel__experts="by_expert", parallel__rollout_weights="by_expert", train__load_balance_coefficient=0.01, train__recompute_layers="true"), [(4, 2, "late")]),
     ("recomputed", RECIPE, dict(BALANCED, train__recompute_layers="true"), [(2, 2, "late"), (4, 4, "late")]),
     ("qwen3", "quickstart_dense", dict(WIDE, model__architecture__model_type="qwen3"), [(2, 2, "late"), (4, 4, "at-once")]),
     ("qwen3_moe", "quickstart_qwen3_moe", dict(WIDE, model__architecture__model_type="qwen3_moe", train__load_balance_coefficient=0.01), [(2, 2, "at-once")]),
@@ -124,7 +126,7 @@ def sequences(world, cases):
         words = [*SHORT, *short, *off, *steady, *sets(**shape)]
         one = f"one_{name}"
         shutil.rmtree(world.place / one, ignore_errors=True)
-        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        world.run(world.gpu, "train", recipe, "--out", one, *words, *sets(parallel__experts="gathered"))
         expected = world.rows(one, "rl")
         for ranks, sequence, mode in runs:
             out = f"{name}_{sequence}_of_{ranks}_{mode}"
@@ -289,6 +291,7 @@ COPIES = [
     ("copies_many", RECIPE, dict(SMALL, **BY_EXPERT), False, [((4, 2), "first-late")]),
     ("copies_adapter", RECIPE, dict(SMALL, adapter__rank=4), False, [((4, 2), "late"), ((2, 1), "at-once")]),
     ("copies_sequence", RECIPE, dict(SMALL, **BALANCED, parallel__sequence=2), False, [((4, 2), "late")]),
+    ("copies_mixed", RECIPE, dict(SMALL, **BALANCED, **BY_EXPERT, parallel__sequence=2), False, [((4, 2), "late")]),
     ("copies_qwen3_moe", "quickstart_qwen3_moe", dict(SMALL, **WIDE, model__architecture__model_type="qwen3_moe"), False, [((4, 2), "at-once")]),
 ]
 
@@ -352,7 +355,6 @@ def experts_refused(world):
     cases = [
         (RECIPE, dict(adapter__rank=4), "remove [adapter]"),
         (RECIPE, dict(train__freeze='["*.mlp.experts.*"]'), "remove its pattern from train.freeze"),
-        (RECIPE, dict(parallel__sequence=2), "parallel.sequence = 1"),
         (RECIPE, dict(device="cpu"), "device = \"cuda\""),
         ("quickstart_dense", dict(WIDE, model__architecture__model_type="qwen3"), "no experts"),
     ]
