@@ -79,7 +79,8 @@ pub fn write(
     manifest: &mut Manifest,
 ) -> Result<()> {
     let mesh = parameters.shard_mesh();
-    mesh.request(ShardRequest::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic })?;
+    let file = ShardRequest::File { folder: folder.to_owned(), stem: stem.to_owned(), of_critic };
+    parameters.mesh().request(file)?;
     let written = write_own((folder, stem), parameters, of_critic, keep);
     if mesh.ranks() == 1 {
         manifest.record(&file_name(stem, 0, 1), written?);
@@ -96,11 +97,14 @@ pub fn write(
     Ok(())
 }
 
-/// Writes the file of this process at the request of rank 0.
+/// Writes the file of this process at the request of rank 0. Ranks of other copies of the weights do nothing.
 ///
 /// # Errors
 /// When a rank does not respond in time. If writing fails, rank 0 reports the error.
 pub fn serve(folder: &Path, stem: &str, parameters: &Parameters, of_critic: bool) -> Result<()> {
+    if !parameters.mesh().shares_with_rank_zero() {
+        return Ok(());
+    }
     gather_write_results(parameters, write_own((folder, stem), parameters, of_critic, &|_, _| false))
         .map(drop)
 }

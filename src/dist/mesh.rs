@@ -171,6 +171,11 @@ impl Mesh {
         self.groups.get().map_or(self, |groups| &groups.shards)
     }
 
+    /// Returns whether this rank shares a copy of the weights with rank 0, which writes that copy.
+    pub fn shares_with_rank_zero(&self) -> bool {
+        self.groups.get().is_none_or(|groups| self.rank() < groups.shards.ranks())
+    }
+
     /// Returns the ranks with the same shard as this one, in the order of their copies. `None` if all ranks
     /// share one copy.
     pub fn replicas(&self) -> Option<&Arc<Self>> {
@@ -391,8 +396,8 @@ impl Mesh {
         }
     }
 
-    /// Runs `work`, such as writing a file, on rank 0 alone. The other ranks that share its copy of the
-    /// weights call `answer` on each request that rank 0 makes with [`Self::request`].
+    /// Runs `work`, such as writing a file, on rank 0 alone. The other ranks call `answer` on each request
+    /// that rank 0 makes with [`Self::request`].
     ///
     /// # Errors
     /// On rank 0, the error of `work`; on the other ranks, [`ErrorOnOtherRank`]. Also the errors of `answer`.
@@ -403,13 +408,6 @@ impl Mesh {
     ) -> Result<()> {
         if self.communicator.is_none() {
             return work();
-        }
-        if let Some(groups) = self.groups.get() {
-            let result = match self.rank() < groups.shards.ranks() {
-                true => groups.shards.run_on_rank_zero(work, answer),
-                false => Ok(()),
-            };
-            return self.require_success("the work of rank 0", result);
         }
         if self.is_rank_zero() {
             self.rank_zero_alone.store(true, Ordering::Relaxed);

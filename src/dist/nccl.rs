@@ -14,6 +14,7 @@ use cudarc::driver::{
 };
 use cudarc::nccl::result::{self, NcclError, NcclStatus};
 use cudarc::nccl::sys;
+use std::collections::BTreeSet;
 use std::ffi::{CStr, c_int};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -331,7 +332,12 @@ impl TransportBackend for Comm {
         let launched = enqueue_on_device(comm, &self.exchanges, self.rank, &exchange);
         self.wait_for_call("ncclGroupEnd", launched, limit)?;
         let end = self.end_of_group()?;
-        let to = (0..self.ranks).filter(|rank| *rank != self.rank).collect();
+        let others = exchange.send.iter().chain(&exchange.receive).map(|part| part.rank);
+        let mut to: Vec<usize> = others.collect::<BTreeSet<_>>().into_iter().collect();
+        // A gather needs all ranks.
+        if to.is_empty() || !exchange.gathers.is_empty() {
+            to = (0..self.ranks).filter(|rank| *rank != self.rank).collect();
+        }
         Ok((PendingGroup { end: end.clone(), receive: vec![], to, _send: vec![] }, end))
     }
 

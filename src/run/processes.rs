@@ -25,28 +25,32 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
     }
 }
 
-/// Checks that `processes` processes can be divided as `plan` says.
+/// Checks that `processes` processes can be divided as `plan` says. A single process has the only copy of the
+/// weights, whatever `parallel.shard_size` is.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when they cannot.
 pub fn check_division(plan: &Plan, processes: usize) -> Result<()> {
     let parallel = &plan.recipe.parallel;
-    let (sequence, shard_size) = (parallel.sequence, parallel.shard_size);
-    for (key, size, other) in [("parallel.sequence", sequence, 1), ("parallel.shard_size", shard_size, 0)] {
+    let shard_size = if processes == 1 { 0 } else { parallel.shard_size };
+    for (key, size, other) in
+        [("parallel.sequence", parallel.sequence, 1), ("parallel.shard_size", shard_size, 0)]
+    {
         if size > 0 && !processes.is_multiple_of(size) {
             let run = match processes {
                 1 => "one process".to_owned(),
                 several => format!("{several} processes"),
             };
             let reason = format!(
-                "{size} does not divide the {run} of this run; start a multiple of {size} processes, as with mpirun -np, or write {other}"
+                "{size} does not divide the {run} of this run; start a multiple of {size} processes (mpirun -np), or give --set {key}={other}"
             );
             return Err(plan.mistake(key, reason).into());
         }
     }
-    if !shard_size.is_multiple_of(sequence) {
+    if !shard_size.is_multiple_of(parallel.sequence) {
         let reason = format!(
-            "{shard_size} is not a multiple of parallel.sequence = {sequence}; write a multiple, or 0"
+            "{shard_size} is not a multiple of parallel.sequence = {}; give a multiple, or 0",
+            parallel.sequence
         );
         return Err(plan.mistake("parallel.shard_size", reason).into());
     }
@@ -134,10 +138,10 @@ mod tests {
         };
         assert_eq!(mistake("sequence = 2\nshard_size = 4", 8), None);
         assert_eq!(mistake("shard_size = 1", 3), None);
+        assert_eq!(mistake("shard_size = 8", 1), None);
         let cases = [
             ("sequence = 3", 4, "parallel.sequence: 3 does not divide the 4 processes"),
             ("shard_size = 8", 4, "parallel.shard_size: 8 does not divide the 4 processes"),
-            ("shard_size = 2", 1, "parallel.shard_size: 2 does not divide the one process"),
             (
                 "sequence = 4\nshard_size = 2",
                 8,

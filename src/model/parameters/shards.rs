@@ -189,7 +189,7 @@ impl Parameters {
     }
 
     fn request_shards(&self, index: usize, kind: &str) -> Result<()> {
-        self.shard_mesh().request(ShardRequest::Tensor {
+        self.mesh().request(ShardRequest::Tensor {
             of_critic: self.is_critic(),
             index,
             kind: kind.to_owned(),
@@ -272,7 +272,8 @@ impl Parameters {
         }
     }
 
-    /// Serves a request of rank 0 for a tensor of this store or of `critic`.
+    /// Serves a request of rank 0 for a tensor of this store or of `critic`. Ranks of other copies of the
+    /// weights do nothing.
     ///
     /// # Errors
     /// Errors of [`Self::gather`].
@@ -280,6 +281,9 @@ impl Parameters {
         let ShardRequest::Tensor { of_critic, index, kind } = request else {
             bail!("a request for a file reached a store of tensors")
         };
+        if !self.mesh().shares_with_rank_zero() {
+            return Ok(());
+        }
         let store = if *of_critic { critic.unwrap_or(self) } else { self };
         store.gather(*index, kind).map(drop)
     }

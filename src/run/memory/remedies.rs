@@ -107,6 +107,9 @@ impl MemoryPlanInput<'_> {
             add_recipe_change("train.recompute_layers = true".into(), &|r| {
                 r.train.recompute_layers = Some(true)
             });
+            if self.shard_ranks() < self.processes {
+                add_recipe_change("parallel.shard_size = 0".into(), &|r| r.parallel.shard_size = 0);
+            }
             if recipe.train.optimizer.kind == OptimizerKind::Sgd {
                 add_recipe_change("train.optimizer.momentum = 0".into(), &|r| {
                     r.train.optimizer.momentum = 0.0

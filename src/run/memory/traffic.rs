@@ -8,7 +8,7 @@ use crate::dist::RolloutWeightPlacement;
 use crate::learner::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
-use crate::model::names::{ParameterSpec, parameter_specs};
+use crate::model::names::{ParameterSpec, TensorRole, parameter_specs};
 
 const F32: u64 = 4;
 const BF16: u64 = 2;
@@ -27,33 +27,32 @@ pub struct Traffic {
     pub passes: u64,
     /// Name and bytes of each exchange.
     pub parts: Vec<(&'static str, u64)>,
-    /// Computing and exchanges that run at the same time. `None` on CPUs.
+    /// Computing and exchanges that run at the same time. `None` on CPUs, and if nothing is exchanged.
     pub overlap: Option<Overlap>,
 }
 
-/// Computing of a step, and the exchanges that run beside it: the next layer's weights are gathered while a
-/// layer computes, and gradients are sent while the layers below compute.
+/// Computing of a step's forward and backward passes of the policy, and the exchanges that run beside it: the
+/// next layer's weights are gathered while a layer computes, and gradients are sent while the layers below
+/// compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Overlap {
-    /// Operations of the forward passes.
-    pub forward_flop: u64,
-    /// Operations of the backward passes, with recomputation.
-    pub backward_flop: u64,
-    /// Bytes of the weights that forward passes gather. Backward passes gather as many.
-    pub weight_bytes: u64,
-    pub gradient_bytes: u64,
+    /// Operations of forward and of backward passes, these with recomputation.
+    pub flop: [u64; 2],
+    /// Bytes of weights that forward passes gather, and of weights and gradients in backward passes.
+    pub bytes: [u64; 2],
 }
 
 impl Overlap {
-    /// Returns the share of the exchanges' time that computing hides, if `bytes_per_s` are received. 1 if
-    /// nothing is exchanged.
+    /// Returns the seconds of computing.
+    fn seconds(self) -> [f64; 2] {
+        self.flop.map(|flop| flop as f64 / PRODUCT_FLOP_PER_S)
+    }
+
+    /// Returns the share of the exchanges' time that computing hides, if `bytes_per_s` are received.
     pub fn hidden_share(self, bytes_per_s: f64) -> f64 {
-        let seconds = |bytes: u64| bytes as f64 / bytes_per_s;
-        let exchanged = [seconds(self.weight_bytes), seconds(self.weight_bytes + self.gradient_bytes)];
-        let computed = [self.forward_flop, self.backward_flop].map(|flop| flop as f64 / PRODUCT_FLOP_PER_S);
-        let hidden: f64 = exchanged.iter().zip(computed).map(|(time, computed)| time.min(computed)).sum();
-        let total: f64 = exchanged.iter().sum();
-        if total > 0.0 { hidden / total } else { 1.0 }
+        let exchanged = self.bytes.map(|bytes| bytes as f64 / bytes_per_s);
+        let hidden = exchanged.iter().zip(self.seconds()).map(|(time, computed)| time.min(computed));
+        hidden.sum::<f64>() / exchanged.iter().sum::<f64>()
     }
 }
 
@@ -78,6 +77,11 @@ impl Traffic {
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
         let passes = batches.div_ceil(input.processes as u64 / sequence_parallel_size);
+        // With sequence parallelism, a process has a part of the rows.
+        let local_rows = rows.div_ceil(sequence_parallel_size);
+        // The backward pass gathers the layers again if it recomputes them.
+        let recomputes = input.recomputes_layers();
+        let backward_bytes = if recomputes { layer_bytes } else { 0 };
         // A process already has its own shard.
         let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
         // The forward pass, recomputation and the backward pass each move queries, keys, values and
@@ -85,8 +89,7 @@ impl Traffic {
         let kv_heads = config.num_key_value_heads.max(input.sequence_ranks());
         let width = 2 * config.num_attention_heads + 2 * kv_heads;
         let value_bytes = if input.gpu_sequences.is_some() { BF16 } else { F32 };
-        let values = rows.div_ceil(sequence_parallel_size)
-            * (width * config.head_dim * config.num_hidden_layers) as u64;
+        let values = local_rows * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * value_bytes * (values - values / sequence_parallel_size);
         // GPUs that share a head also gather its queries and the output's gradients, in the backward pass.
         let others = match input.sequence_ranks() / config.num_key_value_heads {
@@ -94,7 +97,7 @@ impl Traffic {
             _ => 0,
         };
         let row_width = (config.num_attention_heads * config.head_dim * config.num_hidden_layers) as u64;
-        let heads = heads + 2 * others as u64 * BF16 * rows.div_ceil(sequence_parallel_size) * row_width;
+        let heads = heads + 2 * others as u64 * BF16 * local_rows * row_width;
         let muon = match input.gpu_sequences {
             Some(_) => {
                 let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
@@ -104,29 +107,32 @@ impl Traffic {
         };
         // The forward pass, recomputation and the backward pass each send rows to their experts and back.
         let row_values =
-            rows * (config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers) as u64;
+            local_rows * (config.num_experts_per_tok * config.hidden_size * config.num_hidden_layers) as u64;
         let trained_rows =
             if input.trains_by_expert() { 3 * 2 * bytes_from_others(row_values * BF16) } else { 0 };
         let [weights, sampled_rows] = sampling_bytes(input, weight_bytes);
         // Each process adds its part of the gradients of all copies, and receives the other parts.
         let shard_bytes = gathered_bytes(&tensors) / ranks;
         let summed = 2 * (shard_bytes - shard_bytes / copies);
-        let gathered_layers = passes * bytes_from_others(pass_bytes);
         let gradients = passes * bytes_from_others(gradients);
-        let flop = passes * 2 * rows.div_ceil(sequence_parallel_size) * active_values(input);
-        let overlap = input.gpu_sequences.is_some().then_some(Overlap {
-            forward_flop: flop,
-            backward_flop: if input.recomputes_layers() { 3 * flop } else { 2 * flop },
-            weight_bytes: gathered_layers,
-            gradient_bytes: gradients,
-        });
+        let flop = |values: u64| passes * 2 * local_rows * values;
+        let [all, trained] = active_values(input);
+        let recomputed = if recomputes { flop(all) } else { 0 };
+        let overlap = Overlap {
+            flop: [flop(all), recomputed + flop(all) + flop(trained)],
+            bytes: [
+                passes * bytes_from_others(pass_bytes),
+                passes * bytes_from_others(backward_bytes) + gradients,
+            ],
+        };
+        let is_exchanged = input.gpu_sequences.is_some() && overlap.bytes[0] > 0;
         Self {
             passes,
-            overlap,
+            overlap: is_exchanged.then_some(overlap),
             parts: vec![
                 ("weights, for sampling", weights),
                 ("rows to experts and back, in sampling", sampled_rows),
-                ("weights, layer by layer", passes * bytes_from_others(pass_bytes + layer_bytes)),
+                ("weights, layer by layer", passes * bytes_from_others(pass_bytes + backward_bytes)),
                 ("rows to experts and back, in training", passes * trained_rows),
                 ("gradients", gradients),
                 ("gradients of all copies", summed),
@@ -161,16 +167,23 @@ impl MemoryPlanInput<'_> {
     }
 }
 
-/// Returns the number of weights of the layers that a token is multiplied with.
-fn active_values(input: &MemoryPlanInput) -> u64 {
+/// Returns the number of weights of the layers that a token is multiplied with: of all, and of those that are
+/// trained in reinforcement learning. Factors of adapters do not count.
+fn active_values(input: &MemoryPlanInput) -> [u64; 2] {
     let config = input.config;
     let (experts, top_k) = (config.num_local_experts.max(1), config.num_experts_per_tok.max(1));
-    let specs = parameter_specs(config).into_iter().filter(|spec| spec.layer.is_some() && spec.is_matrix());
-    let values = specs.map(|spec| match spec.has_expert_axis() {
+    let values = |spec: &ParameterSpec| match spec.has_expert_axis() {
         true => spec.element_count() / experts * top_k.min(experts),
         false => spec.element_count(),
-    });
-    values.sum::<usize>() as u64
+    };
+    let counts = |spec: &&ParameterSpec| {
+        spec.layer.is_some() && spec.is_matrix() && spec.role != TensorRole::AdapterFactor
+    };
+    let total = |specs: &mut dyn Iterator<Item = ParameterSpec>| -> u64 {
+        specs.filter(|spec| counts(&spec)).map(|spec| values(&spec) as u64).sum()
+    };
+    let trained = input.trainable_tensors(TrainingStage::ReinforcementLearning);
+    [total(&mut parameter_specs(config).into_iter()), total(&mut trained.into_iter().map(|(_, spec)| spec))]
 }
 
 /// Returns the bytes of a gathered tensor.
@@ -244,11 +257,11 @@ impl std::fmt::Display for Traffic {
         row("total", self.bytes());
         write!(f, "{table}")?;
         let Some(overlap) = self.overlap else { return Ok(()) };
-        let seconds = (overlap.forward_flop + overlap.backward_flop) as f64 / PRODUCT_FLOP_PER_S;
+        let seconds: f64 = overlap.seconds().iter().sum();
         let percent = |rate: f64| 100.0 * overlap.hidden_share(rate);
         write!(
             f,
-            "\nAt {:.0} TFLOP/s the layers of all passes take {seconds:.2} s. They hide {:.0}% of the exchange of weights and gradients by NVLink, {:.0}% by 400 Gb/s.",
+            "\nAt {:.0} TFLOP/s the policy's layers take {seconds:.2} s. They hide {:.0}% of the exchange of weights and gradients by NVLink, {:.0}% by 400 Gb/s.",
             PRODUCT_FLOP_PER_S / 1e12,
             percent(NODE_BYTES_PER_S),
             percent(NETWORK_BYTES_PER_S)
@@ -259,6 +272,7 @@ impl std::fmt::Display for Traffic {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::dist::ExpertPlacement;
     use crate::metrics::Console;
     use crate::recipe::resolve;
     use crate::run::memory::{MemoryPlan, ModelCommand};
@@ -301,29 +315,51 @@ mod tests {
 
     #[test]
     fn computing_hides_what_is_exchanged_at_the_same_time() {
-        let overlap = |forward_flop, backward_flop| Overlap {
-            forward_flop,
-            backward_flop,
-            weight_bytes: 100,
-            gradient_bytes: 200,
-        };
+        let overlap = |flop| Overlap { flop, bytes: [100, 300] };
         let flop = PRODUCT_FLOP_PER_S as u64;
         // At 100 bytes a second: 1 s of weights, then 3 s of weights and gradients.
-        assert_eq!(overlap(flop, 3 * flop).hidden_share(100.0), 1.0);
-        assert_eq!(overlap(10 * flop, 0).hidden_share(100.0), 0.25);
-        assert_eq!(overlap(flop / 2, flop).hidden_share(100.0), 0.375);
-        let nothing = Overlap { forward_flop: 0, backward_flop: 0, weight_bytes: 0, gradient_bytes: 0 };
-        assert_eq!(nothing.hidden_share(100.0), 1.0);
-        // A token meets the experts that it is routed to, and recomputation is another forward pass.
-        with_input("train.recompute_layers = true", 2, |input| {
-            let overlap = Traffic::new(input).overlap.unwrap();
-            assert_eq!(overlap.backward_flop, 3 * overlap.forward_flop);
+        assert_eq!(overlap([flop, 3 * flop]).hidden_share(100.0), 1.0);
+        assert_eq!(overlap([10 * flop, 0]).hidden_share(100.0), 0.25);
+        assert_eq!(overlap([flop / 2, flop]).hidden_share(100.0), 0.375);
+        let plan = |more: &str, processes| with_input(more, processes, |input| Traffic::new(input));
+        // Recomputation is another forward pass, and gathers the layers again. Frozen weights have no gradient.
+        let of = |more: &str| plan(more, 2).overlap.unwrap();
+        let (kept, recomputed) = (of("train.recompute_layers = false"), of("train.recompute_layers = true"));
+        assert_eq!(kept.flop[1], 2 * kept.flop[0]);
+        assert_eq!(recomputed.flop, [kept.flop[0], 3 * kept.flop[0]]);
+        assert!(recomputed.bytes[1] > kept.bytes[1] && recomputed.bytes[0] == kept.bytes[0]);
+        let frozen = of("train.recompute_layers = false\ntrain.freeze = [\"*.mlp.experts.*\"]");
+        assert!(frozen.flop[0] == kept.flop[0] && frozen.flop[1] < kept.flop[1]);
+        // A token meets the experts that it is routed to.
+        with_input("", 2, |input| {
             let all: usize = parameter_specs(input.config)
                 .iter()
                 .filter(|spec| spec.layer.is_some() && spec.is_matrix())
                 .map(ParameterSpec::element_count)
                 .sum();
-            assert!(active_values(input) < all as u64 && active_values(input) > all as u64 / 4);
+            let [active, trained] = active_values(input);
+            assert!(active == trained && active < all as u64 && active > all as u64 / 4);
         });
+        // One GPU a copy exchanges nothing in its passes.
+        assert_eq!(plan("parallel.shard_size = 1", 2).overlap, None);
+    }
+
+    /// The rows of experts were those of a whole micro-batch.
+    #[test]
+    fn gpus_that_share_a_sequence_send_the_rows_that_they_have() {
+        let rows = |sequence: usize| {
+            with_input(&format!("parallel.sequence = {sequence}"), 4, |input| {
+                // A recipe with this key is refused where there is no GPU.
+                let mut recipe = input.recipe.clone();
+                recipe.parallel.experts = ExpertPlacement::ByExpert;
+                let traffic = Traffic::new(&MemoryPlanInput { recipe: &recipe, ..input.clone() });
+                let (_, bytes) =
+                    traffic.parts.iter().find(|(name, _)| name.ends_with("in training")).unwrap();
+                (*bytes, traffic.passes)
+            })
+        };
+        let ((whole, passes), (half, more_passes)) = (rows(1), rows(2));
+        let (a_pass, half_a_pass) = ((whole / passes) as f64, (half / more_passes) as f64);
+        assert!((half_a_pass / a_pass - 0.5).abs() < 0.01, "{half_a_pass} and {a_pass}");
     }
 }

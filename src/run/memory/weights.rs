@@ -105,10 +105,17 @@ impl MemoryPlanInput<'_> {
     /// `buffers` buffers of the gradients that are exchanged together: on a host, parts that are sent and
     /// received, of gradients and of sums.
     pub(super) fn copies_phase(&self, buffers: u64) -> Option<(&'static str, Vec<MemoryItem>)> {
-        let shard = |(_, spec): &TrainableTensor| {
-            (spec.element_count().div_ceil(self.shard_ranks()) * size_of::<f32>()) as u64
+        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
+        let sum = |tensors: Vec<TrainableTensor>| {
+            let bytes = |rank: usize| {
+                let shard = |(index, spec): &TrainableTensor| {
+                    (spec.shard_range(*index, rank, self.sharding()).len() * size_of::<f32>()) as u64
+                };
+                copies_sum_bytes(tensors.iter().map(shard))
+            };
+            (0..self.shard_ranks()).map(bytes).max().unwrap_or(0)
         };
-        let bytes = buffers * copies_sum_bytes(self.ever_trainable_tensors().iter().map(shard));
+        let bytes = buffers * sum(self.ever_trainable_tensors()).max(sum(critic.unwrap_or_default()));
         let item = MemoryItem { name: "gradients, exchanged", bytes };
         (self.processes > self.shard_ranks()).then(|| ("sum of all copies", vec![item]))
     }

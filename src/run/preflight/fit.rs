@@ -44,7 +44,7 @@ impl Preflight {
             });
             available.is_none_or(|memory| plan.peak_bytes() <= memory.bytes)
         };
-        let options = match processes {
+        let options = match self.memory_plan_input().shard_ranks() {
             1 => vec![(RolloutWeightPlacement::Whole, PackedWeightPlacement::Whole)],
             _ => self.sharding_options(),
         };
@@ -78,7 +78,7 @@ impl Preflight {
     /// Selects the first option for sampling that fits in the `available` memory of each GPU, and the number
     /// of sequences in its KV cache.
     fn choose_on_gpus(&mut self, available: Option<&AvailableMemory>) {
-        let options = match self.processes {
+        let options = match self.memory_plan_input().shard_ranks() {
             1 => vec![RolloutWeightPlacement::Whole],
             _ => self.rollout_options(self.packed_weights),
         };
