@@ -110,7 +110,7 @@ table! {
         /// Memory that code may use, in MiB.
         pub memory_mib: u64 = 256 => from(16.0).to(1048576.0),
         /// Maximum length of the output that the model gets, in characters. The middle of longer output is
-        /// removed.
+        /// removed. The calls of a turn share it.
         pub output_chars_max: usize = 1024 => from(64.0).to(1048576.0),
         /// Number of worker processes; 0 means one per thread.
         pub workers: usize = 0 => from(0.0).to(4096.0),

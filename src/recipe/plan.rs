@@ -325,6 +325,13 @@ impl Recipe {
         self.train.steps > 0 || self.cold_start.steps > 0
     }
 
+    /// Returns the maximum number of characters of all replies to the calls of a turn. `has_python` tells
+    /// whether the task has the Python tool. `None` if a task program answers all calls.
+    pub fn reply_chars_max(&self, has_python: bool) -> Option<usize> {
+        let python = has_python.then_some(self.interpreter.output_chars_max);
+        python.max(self.tools.as_ref().map(|tools| tools.mcp.output_chars_max))
+    }
+
     /// Returns every table and key, in the order of declaration, with this recipe's values.
     pub fn entries(&self) -> Vec<Entry> {
         entries(self)

@@ -13,7 +13,10 @@
 //! - A call to an unknown recipient gets an error reply, whose author is that recipient. A malformed call
 //!   also gets an error reply. The author is the call's recipient if known, otherwise the Python tool. If
 //!   there is neither, the trajectory ends as malformed.
-//! - If a turn ends in several calls, all are answered in order, and their replies are inserted together.
+//! - If a turn ends in several calls, they are answered in order, and their replies are inserted together.
+//!   They share the characters of one reply: each is shortened to what the replies before it leave, and each
+//!   but the first takes [`REPLY_FRAME_TOKENS`] of them. If none are left for a call, the trajectory ends as
+//!   [`Outcome::TruncatedLength`].
 //! - Sampled tokens never change, including the stop token before a further user message.
 
 use super::partial::PausedConversation;
@@ -24,10 +27,13 @@ use crate::engine::{Completion, Continuation, EngineRequest, NewToken, SampleReq
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::ops::token_set::TokenSet;
 use crate::random::stream;
-use crate::tasks::{Problem, Reward, Transcript};
+use crate::tasks::{Problem, Reward, Transcript, clip_reply};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn, VersionRun};
 use rand::Rng;
 use std::time::Instant;
+
+/// Number of tokens that a chat format adds around a tool's reply, at most.
+pub const REPLY_FRAME_TOKENS: usize = 32;
 
 /// The next action of a conversation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -313,7 +319,15 @@ impl<'a> Conversation<'a> {
         // are removed before.
         let before = self.messages.len();
         let mut ended = None;
-        for call in self.parser.calls() {
+        let mut room = self.rollout.reply_chars_max;
+        for (index, call) in self.parser.calls().into_iter().enumerate() {
+            if index > 0 {
+                room = room.map(|chars| chars.saturating_sub(REPLY_FRAME_TOKENS));
+            }
+            if room == Some(0) {
+                ended = Some(Outcome::TruncatedLength);
+                break;
+            }
             let answer = match call {
                 Call::Ready(call) => {
                     let name = call.recipient.clone().unwrap_or_default();
@@ -328,6 +342,12 @@ impl<'a> Conversation<'a> {
             };
             match answer {
                 Ok((outcome, author, text)) => {
+                    // The first reply is as long as its tool allows.
+                    let text = match room {
+                        Some(chars) if index > 0 => clip_reply(&text, chars),
+                        _ => text,
+                    };
+                    room = room.map(|chars| chars.saturating_sub(text.chars().count()));
                     outcomes.push(outcome);
                     let reply = Message::tool(&author, None, text);
                     self.messages.push(reply.clone());

@@ -16,6 +16,7 @@ mod settings;
 pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
+pub use conversation::REPLY_FRAME_TOKENS;
 pub use driver::{Observer, TokenObserver};
 pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};
@@ -58,6 +59,8 @@ pub struct Rollout<'a> {
     pub reward_min: f32,
     /// The Python tool, used by one rollout of a step at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
+    /// Maximum number of characters of all replies to the calls of a turn; `None` without a limit.
+    pub reply_chars_max: Option<usize>,
     /// Messages before those of every problem, as [`system_prompt`] returns them.
     pub system_prompt: &'a [Message],
     pub plan: &'a RolloutPlan,

@@ -287,6 +287,7 @@ impl RunContext {
             chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
+            reply_chars_max: self.recipe().reply_chars_max(self.interpreter.is_some()),
             system_prompt: &self.system_prompt,
             plan,
         }

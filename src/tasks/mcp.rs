@@ -41,7 +41,8 @@ table! {
         pub timeout_s: f64 = 60.0 => above(0.0).to(86400.0),
         /// Number of processes of the server. Each answers one call at a time, of any conversation.
         pub processes: usize = 4 => from(1.0).to(4096.0),
-        /// Maximum number of characters of a reply. The middle of a longer one is removed.
+        /// Maximum number of characters of a reply. The middle of a longer one is removed. The calls of a turn
+        /// share them.
         pub output_chars_max: usize = 4096 => from(64.0).to(1048576.0),
     }
 }
@@ -116,7 +117,7 @@ impl McpTask {
             Ok(result) => result_text(&result)?,
             Err(text) => format!("Error: {text}"),
         };
-        Ok(clip(&text, self.output_chars_max))
+        Ok(clip_reply(&text, self.output_chars_max))
     }
 
     /// Shows the first failures.
@@ -201,7 +202,7 @@ fn part_text(part: &Value) -> String {
 }
 
 /// Removes the middle of a `text` of more than `chars_max` characters.
-fn clip(text: &str, chars_max: usize) -> String {
+pub fn clip_reply(text: &str, chars_max: usize) -> String {
     let cut = text.chars().count().saturating_sub(chars_max);
     if cut == 0 {
         return text.to_owned();

@@ -15,7 +15,7 @@ pub use arithmetic_single::ArithmeticSingle;
 pub use command::CommandTask;
 pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;
-pub use mcp::{McpSettings, McpTask, ToolsSettings};
+pub use mcp::{McpSettings, McpTask, ToolsSettings, clip_reply};
 pub use retool::Retool;
 pub(crate) use settings::absolute_words;
 pub use settings::{TaskContext, TaskSettings};

@@ -67,6 +67,7 @@ impl World {
             chat: &ChatFormat::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
             reward_min: 0.0,
+            reply_chars_max: None,
             interpreter: None,
             system_prompt: &[],
             plan: &plan,

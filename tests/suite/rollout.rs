@@ -84,6 +84,7 @@ impl World {
             chat: &self.chat,
             task,
             reward_min: -1.0,
+            reply_chars_max: None,
             interpreter,
             system_prompt: &[],
             plan: &self.plan,

@@ -35,6 +35,7 @@ use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use crate::recipe::Recipe;
+use crate::rollout::REPLY_FRAME_TOKENS;
 use crate::run::source::precision;
 use anyhow::Result;
 use program::retained_bytes;
@@ -42,9 +43,6 @@ use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
 
 /// A plan above this fraction of the available memory gets a warning.
 const WARNING_FRACTION: f64 = 0.9;
-/// Number of tokens that the chat format adds around a tool's reply.
-const REPLY_FRAME_TOKENS: usize = 32;
-
 /// Maximum bytes of activations that all concurrent passes save, if the available memory is unknown. If they
 /// would save more, layers are recomputed.
 const SAVED_BYTES_MAX: u64 = 1 << 30;
@@ -490,10 +488,9 @@ impl MemoryPlanInput<'_> {
     /// context.
     pub(super) fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
-        let python = (self.python_workers > 0).then_some(self.recipe.interpreter.output_chars_max);
-        let mcp = self.recipe.tools.as_ref().map(|tools| tools.mcp.output_chars_max);
-        // A character takes at most one token.
-        let reply_tokens = python.max(mcp).map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
+        // All calls of a turn share the room of one reply. A character takes about one token at most.
+        let reply_chars = self.recipe.reply_chars_max(self.python_workers > 0);
+        let reply_tokens = reply_chars.map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
         let replies = rollout.turns_max.saturating_sub(1);
         let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply_tokens;
         tokens.min(self.config.max_position_embeddings)

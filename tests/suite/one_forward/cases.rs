@@ -337,6 +337,7 @@ impl Case {
             chat: &chat,
             task: &Questions,
             reward_min: 0.0,
+            reply_chars_max: None,
             interpreter: Some(&Repeat),
             system_prompt: &[],
             plan: &plan,

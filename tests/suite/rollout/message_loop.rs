@@ -1,6 +1,9 @@
 //! The message loop under forced tokens: calls, mistakes, budgets, several user turns.
 
 use super::*;
+use crate::qwen2;
+use rloss::chat::chatml::ChatMl;
+use rloss::harmony::Role;
 use rloss::trajectory::{Trajectory, Turn};
 
 const CALL: &str = "<|channel|>analysis to=python<|message|>7*12<|call|>";
@@ -290,4 +293,43 @@ fn a_rollout_can_be_stopped_and_tells_its_progress() {
     assert_eq!(last.sampled_tokens as usize, whole.counts().sampled_tokens);
     assert_eq!(last.reward_sum, whole.trajectories().map(|t| f64::from(t.reward)).sum::<f64>());
     assert!(rollout.sample_groups(&[], 2, &|_| (), &|| false).unwrap().unwrap().groups.is_empty());
+}
+
+/// An answer of `<tool_call>` tokens alone had an error reply for each: tens of thousands of tokens, far above
+/// the plan of memory.
+#[test]
+fn the_calls_of_a_turn_share_the_room_of_one_reply() {
+    let mut world = World::new(Config { max_position_embeddings: 2048, ..qwen2::config(false) }, 2);
+    world.chat = Chat::ChatMl(ChatMl::from_embedded().unwrap());
+    (world.plan.settings.prompt_tokens_max, world.plan.settings.response_tokens_max) = (800, 400);
+    let call = |code: &str| {
+        let call = format!("{{\"name\": \"python\", \"arguments\": {{\"code\": \"{code}\"}}}}");
+        format!("<tool_call>\n{call}\n</tool_call>")
+    };
+    let end = world.chat.stop_tokens()[0];
+    let played = |turns: &[String], reply_chars_max: usize| {
+        let turn = |text: &String| [world.chat.vocabulary().encode_text(text), vec![end]].concat();
+        let script = Script(turns.iter().map(turn).collect());
+        let (questions, tool) = (Questions::new(), echo());
+        let rollout =
+            Rollout { reply_chars_max: Some(reply_chars_max), ..world.rollout(&questions, Some(&tool)) };
+        let mut rollouts = play(rollout, &script, &Questions::prompts(1), 1).unwrap();
+        let replies = rollouts.messages[0][0].iter().filter(|message| message.role == Role::Tool);
+        let replies: Vec<String> = replies.map(|message| message.content.clone()).collect();
+        (rollouts.groups.remove(0).trajectories.remove(0), replies)
+    };
+    // 60 characters, then 200 - 60 - 32 are left, and 200 - 60 - 32 - 60 - 32 are few.
+    let three = [call(&"a".repeat(58)), call(&"b".repeat(58)), call(&"c".repeat(58))].concat();
+    let (t, replies) = played(&[three.clone(), "ok".to_owned()], 200);
+    assert_eq!((t.outcome, t.turns[0].calls.len()), (Outcome::Finished, 3));
+    assert_eq!(replies[..2], [format!("<{}>", "a".repeat(58)), format!("<{}>", "b".repeat(58))]);
+    assert_eq!(replies[2], "<ccccccc\n[... 44 characters cut ...]\nccccccc>");
+    // Nothing is left for the third.
+    let (t, replies) = played(&[three, "ok".to_owned()], 180);
+    assert_eq!((t.outcome, t.turns.len(), replies.len()), (Outcome::TruncatedLength, 1, 0));
+    assert_eq!(t.turns[0].calls, [CallOutcome::Answered; 2]);
+    let storm = format!("{}{}", call("1"), "<tool_call>".repeat(60));
+    let (t, _) = played(&[storm, "ok".to_owned()], 1024);
+    assert_eq!((t.outcome, t.turns.len()), (Outcome::TruncatedLength, 1));
+    assert!(t.turns[0].calls.len() < 20, "{}", t.turns[0].calls.len());
 }
