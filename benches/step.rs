@@ -300,6 +300,7 @@ fn main() -> Result<()> {
                 chat: &chat,
                 task: &task,
                 reward_min: 0.0,
+                reply_chars_max: None,
                 interpreter: None,
                 system_prompt: &[],
                 plan,

@@ -321,7 +321,7 @@ mod tests {
         assert_eq!(overlap([flop, 3 * flop]).hidden_share(100.0), 1.0);
         assert_eq!(overlap([10 * flop, 0]).hidden_share(100.0), 0.25);
         assert_eq!(overlap([flop / 2, flop]).hidden_share(100.0), 0.375);
-        let plan = |more: &str, processes| with_input(more, processes, |input| Traffic::new(input));
+        let plan = |more: &str, processes| with_input(more, processes, Traffic::new);
         // Recomputation is another forward pass, and gathers the layers again. Frozen weights have no
         // gradient.
         let of = |more: &str| plan(more, 2).overlap.unwrap();
