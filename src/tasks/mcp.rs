@@ -41,8 +41,8 @@ table! {
         pub timeout_s: f64 = 60.0 => above(0.0).to(86400.0),
         /// Number of processes of the server. Each answers one call at a time, of any conversation.
         pub processes: usize = 4 => from(1.0).to(4096.0),
-        /// Maximum number of characters of a reply. The middle of a longer one is removed. The calls of a turn
-        /// share them.
+        /// Maximum number of characters of a reply. The middle of a longer one is removed. The calls of a
+        /// turn share them.
         pub output_chars_max: usize = 4096 => from(64.0).to(1048576.0),
     }
 }
