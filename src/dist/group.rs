@@ -27,7 +27,7 @@ impl Group {
 
     /// Returns the same exchange between ranks of the whole communicator. NCCL gathers from all ranks of a
     /// communicator, so the parts of a gather are sent and received one by one.
-    fn among_all(&self, exchange: DeviceExchange) -> DeviceExchange {
+    fn with_global_ranks(&self, exchange: DeviceExchange) -> DeviceExchange {
         let DeviceExchange { name, gathers, send, receive, ready } = exchange;
         let others = || self.members.iter().copied().enumerate().filter(|(place, _)| *place != self.rank);
         let part = |&DeviceGather { address, part_bytes }: &DeviceGather, place: usize, rank: usize| {
@@ -72,7 +72,7 @@ impl Communicator for Group {
     }
 
     fn start_on_device(&self, exchange: DeviceExchange) -> Result<PendingDeviceExchange> {
-        self.whole.start_on_device(self.among_all(exchange))
+        self.whole.start_on_device(self.with_global_ranks(exchange))
     }
 
     fn device_failure(&self) -> Option<String> {
@@ -105,7 +105,7 @@ mod tests {
             receive: vec![part(1, 8, 2)],
             ready: Arc::new(()),
         };
-        let exchange = group.among_all(exchange);
+        let exchange = group.with_global_ranks(exchange);
         assert!(exchange.gathers.is_empty());
         let facts = |parts: &[DevicePart]| -> Vec<_> {
             parts.iter().map(|part| (part.rank, part.address, part.bytes)).collect()

@@ -151,7 +151,7 @@ impl Mesh {
     ///
     /// # Errors
     /// When it was called before.
-    pub fn set_shard_ranks(&self, ranks: usize) -> Result<()> {
+    pub fn set_shard_group_size(&self, ranks: usize) -> Result<()> {
         let (Some(communicator), true) = (&self.communicator, ranks < self.ranks()) else { return Ok(()) };
         let group = |members: Vec<usize>| -> Result<Arc<Self>> {
             let communicator: Arc<dyn Communicator> = Arc::new(Group::new(communicator, members)?);
@@ -167,7 +167,7 @@ impl Mesh {
     }
 
     /// Returns the ranks that share a copy of the weights: all ranks, or a group of them.
-    pub fn shard_ranks(self: &Arc<Self>) -> &Arc<Self> {
+    pub fn shard_group(self: &Arc<Self>) -> &Arc<Self> {
         self.groups.get().map_or(self, |groups| &groups.shards)
     }
 
@@ -178,7 +178,7 @@ impl Mesh {
 
     /// Returns the ranks with the same shard as this one, in the order of their copies. `None` if all ranks
     /// share one copy.
-    pub fn replicas(&self) -> Option<&Arc<Self>> {
+    pub fn replica_group(&self) -> Option<&Arc<Self>> {
         self.groups.get().map(|groups| &groups.replicas)
     }
 

@@ -15,11 +15,12 @@
 //! If groups of processes share a copy of the weights each (`parallel.shard_size`), the passes of a group are
 //! added as above. At the end of the batch the sums of all copies are added, in the order of the copies.
 
+use super::replica_sum::sum_replicas;
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
-use crate::dist::{Mesh, PendingExchange, expert_range, replicate, shard_range};
+use crate::dist::{Mesh, PendingExchange, expert_range, shard_range};
 use crate::metrics::Progress;
-use crate::model::device_exchange::{PendingDeviceSum, sum_on_devices};
+use crate::model::device_exchange::PendingDeviceSum;
 use crate::model::names::ParameterSpec;
 use crate::model::parameters::Parameters;
 use crate::model::sharded_layers::to_op_error;
@@ -36,17 +37,11 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 pub const EXCHANGE_BYTES_MIN: u64 = 4 << 20;
 /// Maximum bytes of gradients in flight (sent and received). A larger tensor is sent in an exchange of its
 /// own.
-const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
+pub(super) const EXCHANGE_BYTES_MAX: u64 = 256 << 20;
 
 /// Returns the maximum bytes in flight (sent and received) if one pass has gradients of `pass_bytes`.
 pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
-}
-
-/// Returns the bytes that the sum over all copies of the weights needs, for gradients of `shards` bytes each.
-pub fn copies_sum_bytes(shards: impl Iterator<Item = u64>) -> u64 {
-    let (total, largest) = shards.fold((0, 0), |(total, largest), bytes| (total + bytes, bytes.max(largest)));
-    largest.max(total.min(EXCHANGE_BYTES_MAX))
 }
 
 /// The gradient buffers of one batch, and the record of the passes that have added to each buffer.
@@ -153,7 +148,7 @@ impl GradientSum {
             order,
             additions_changed: Condvar::new(),
             reduction,
-            replicas: parameters.mesh().replicas().cloned(),
+            replicas: parameters.mesh().replica_group().cloned(),
         }))
     }
 
@@ -350,73 +345,6 @@ impl Reduction {
         self.send(&mut state, buffers)?;
         self.drain(&mut state, buffers, 0)
     }
-}
-
-/// Adds the gradients `buffers` of all copies of the weights, in the order of the copies. Afterwards each
-/// rank of `replicas` has the sums. Each of them adds a part of every buffer, so all have the same bits.
-fn sum_replicas(replicas: &Mesh, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
-    const NAME: &str = "gradients of all copies of the weights";
-    let buffers = buffers.iter().enumerate();
-    let buffers: Vec<(usize, &Tensor)> = buffers.filter_map(|(i, b)| Some((i, b.as_ref()?))).collect();
-    for group in groups_of_bytes(&buffers, EXCHANGE_BYTES_MAX) {
-        match group.first().is_some_and(|(_, buffer)| buffer.device().is_cuda()) {
-            true => sum_on_devices(replicas, NAME, group),
-            false => sum_on_hosts(replicas, NAME, group),
-        }
-        .map_err(to_op_error)?;
-    }
-    Ok(())
-}
-
-/// Splits `buffers` into consecutive groups of up to `bytes_max` bytes. A larger buffer has its own group.
-fn groups_of_bytes<'a, 'b>(
-    buffers: &'b [(usize, &'a Tensor)],
-    bytes_max: u64,
-) -> Vec<&'b [(usize, &'a Tensor)]> {
-    let (mut groups, mut start, mut bytes) = (vec![], 0, 0);
-    for (place, (_, buffer)) in buffers.iter().enumerate() {
-        let size = (buffer.elem_count() * size_of::<f32>()) as u64;
-        if place > start && bytes + size > bytes_max {
-            groups.push(&buffers[start..place]);
-            (start, bytes) = (place, 0);
-        }
-        bytes += size;
-    }
-    groups.push(&buffers[start..]);
-    groups
-}
-
-fn sum_on_hosts(replicas: &Mesh, name: &str, buffers: &[(usize, &Tensor)]) -> Result<()> {
-    let (rank, ranks) = (replicas.rank(), replicas.ranks());
-    let range =
-        |(index, buffer): &(usize, &Tensor), rank| shard_range(buffer.elem_count(), *index, rank, ranks);
-    let values_of = |rank| -> usize { buffers.iter().map(|buffer| range(buffer, rank).len()).sum() };
-    let mut parts = vec![vec![]; ranks];
-    for buffer in buffers {
-        let values = host_values(buffer.1)?;
-        for (rank, part) in parts.iter_mut().enumerate() {
-            part.extend_from_slice(f32_bytes(&values[range(buffer, rank)]));
-        }
-    }
-    let parts = parts.into_iter().map(Arc::new).collect();
-    let lengths = vec![values_of(rank) * size_of::<f32>(); ranks];
-    let mut sum = vec![0f32; values_of(rank)];
-    for part in replicas.start(name, &replicas.all_ranks(), parts, &lengths)?.wait()? {
-        sum.iter_mut().zip(f32_values(&part)).for_each(|(sum, x)| *sum += x);
-    }
-    let lengths: Vec<usize> = (0..ranks).map(|rank| values_of(rank) * size_of::<f32>()).collect();
-    let own = replicate(f32_bytes(&sum).to_vec(), ranks);
-    let sums = replicas.start(name, &replicas.all_ranks(), own, &lengths)?.wait()?;
-    let mut sums: Vec<_> = sums.iter().map(|bytes| f32_values(bytes)).collect();
-    for buffer in buffers {
-        edit(buffer.1, |values| {
-            for (rank, sums) in sums.iter_mut().enumerate() {
-                values[range(buffer, rank)].iter_mut().zip(sums).for_each(|(value, sum)| *value = sum);
-            }
-            Ok(())
-        })?;
-    }
-    Ok(())
 }
 
 /// A pass that panics is marked as failed, so that later passes do not wait for it.

@@ -12,6 +12,7 @@ pub mod micro_batch;
 pub mod optimizer;
 mod pass_results;
 pub mod policy_loss;
+pub mod replica_sum;
 pub mod rollout_correction;
 pub mod routed_experts;
 mod settings;

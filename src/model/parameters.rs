@@ -164,7 +164,7 @@ impl Parameters {
 
     /// Returns the processes that share a copy of the weights with this one.
     pub fn shard_mesh(&self) -> &Arc<Mesh> {
-        self.backend.mesh.shard_ranks()
+        self.backend.mesh.shard_group()
     }
 
     /// Returns the device of the model.

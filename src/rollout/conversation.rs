@@ -319,12 +319,12 @@ impl<'a> Conversation<'a> {
         // are removed before.
         let before = self.messages.len();
         let mut ended = None;
-        let mut room = self.rollout.reply_chars_max;
+        let mut chars_left = self.rollout.reply_chars_max;
         for (index, call) in self.parser.calls().into_iter().enumerate() {
             if index > 0 {
-                room = room.map(|chars| chars.saturating_sub(REPLY_FRAME_TOKENS));
+                chars_left = chars_left.map(|chars| chars.saturating_sub(REPLY_FRAME_TOKENS));
             }
-            if room == Some(0) {
+            if chars_left == Some(0) {
                 ended = Some(Outcome::TruncatedLength);
                 break;
             }
@@ -343,11 +343,11 @@ impl<'a> Conversation<'a> {
             match answer {
                 Ok((outcome, author, text)) => {
                     // The first reply is as long as its tool allows.
-                    let text = match room {
+                    let text = match chars_left {
                         Some(chars) if index > 0 => clip_reply(&text, chars),
                         _ => text,
                     };
-                    room = room.map(|chars| chars.saturating_sub(text.chars().count()));
+                    chars_left = chars_left.map(|chars| chars.saturating_sub(text.chars().count()));
                     outcomes.push(outcome);
                     let reply = Message::tool(&author, None, text);
                     self.messages.push(reply.clone());

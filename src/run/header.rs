@@ -157,14 +157,14 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     if mesh.sequence_ranks() > 1 {
         threads += &format!(", {} per sequence-parallel group", mesh.sequence_ranks());
     }
-    if let Some(copies) = mesh.replicas() {
+    if let Some(copies) = mesh.replica_group() {
         threads += &format!(", {} copies of the weights", copies.ranks());
     }
     let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{trainable}"));
     let task = ("task", format!("{}{tool}", context.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
-    let where_it_runs = (mesh.shard_ranks().sharding(), context.parameters.device().is_cpu());
+    let where_it_runs = (mesh.shard_group().sharding(), context.parameters.device().is_cpu());
     let muon = match command.trains() {
         true => muon_cost(recipe, &context.parameters.specs, &context.trainable, where_it_runs),
         false => None,

@@ -21,7 +21,7 @@ pub fn configure_mesh(mesh: &Mesh, plan: &Plan) -> Result<()> {
     mesh.set_shards_by_expert(parallel.experts == ExpertPlacement::ByExpert);
     match parallel.shard_size {
         0 => Ok(()),
-        size => mesh.set_shard_ranks(size),
+        size => mesh.set_shard_group_size(size),
     }
 }
 

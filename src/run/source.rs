@@ -352,7 +352,7 @@ impl ModelSource {
             read += bytes[index];
             stage.advance(megabytes(read) - before, 0, &[]);
             let stored = if is_sharded {
-                stored.into_shard(&spec, index, backend.mesh.shard_ranks())?
+                stored.into_shard(&spec, index, backend.mesh.shard_group())?
             } else {
                 stored
             };

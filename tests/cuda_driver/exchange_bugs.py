@@ -5,8 +5,7 @@
 
 One build has all bugs; a variable of the environment selects one. A bug is caught where a run fails, the driver complains,
 or a metric, a weight or a moment differs: in exchanges of shards, of Muon's matrices or of experts' rows, on three GPUs, from those of
-one GPU without a bug; in exchanges of sequences, which four GPUs share, or of two
-copies of the weights, from those of four GPUs without a bug.
+one GPU without a bug; in exchanges of sequences, which four GPUs share, or of two copies of the weights, from those of four GPUs without a bug.
 """
 
 import json

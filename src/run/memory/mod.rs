@@ -43,6 +43,7 @@ use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
 
 /// A plan above this fraction of the available memory gets a warning.
 const WARNING_FRACTION: f64 = 0.9;
+
 /// Maximum bytes of activations that all concurrent passes save, if the available memory is unknown. If they
 /// would save more, layers are recomputed.
 const SAVED_BYTES_MAX: u64 = 1 << 30;
@@ -328,9 +329,9 @@ impl MemoryPlanInput<'_> {
         match self.processes {
             _ if self.gpu_sequences.is_some() => saved,
             1 => concurrent_passes(self.largest_weight_bytes(), self.threads).saturating_mul(saved),
+            _ if self.shard_ranks() == 1 => saved,
             // Without recomputation, the graph of all layers holds the gathered weights. The base of an
             // adapter is gathered only if it is sharded.
-            _ if self.shard_ranks() == 1 => saved,
             _ if !has_adapter || !self.sharded_packed_tensors().is_empty() => saved + self.weight_bytes(),
             _ => saved,
         }
@@ -488,7 +489,7 @@ impl MemoryPlanInput<'_> {
     /// context.
     pub(super) fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
-        // All calls of a turn share the room of one reply. A character takes about one token at most.
+        // The calls of a turn share the characters of one reply. A character takes about one token at most.
         let reply_chars = self.recipe.reply_chars_max(self.python_workers > 0);
         let reply_tokens = reply_chars.map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
         let replies = rollout.turns_max.saturating_sub(1);

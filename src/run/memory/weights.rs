@@ -2,7 +2,7 @@
 
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::{ExpertPlacement, PackedWeightPlacement, RolloutWeightPlacement, Sharding, shard_range};
-use crate::learner::gradients::copies_sum_bytes;
+use crate::learner::replica_sum::exchanged_bytes_max;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
@@ -111,7 +111,7 @@ impl MemoryPlanInput<'_> {
                 let shard = |(index, spec): &TrainableTensor| {
                     (spec.shard_range(*index, rank, self.sharding()).len() * size_of::<f32>()) as u64
                 };
-                copies_sum_bytes(tensors.iter().map(shard))
+                exchanged_bytes_max(tensors.iter().map(shard))
             };
             (0..self.shard_ranks()).map(bytes).max().unwrap_or(0)
         };

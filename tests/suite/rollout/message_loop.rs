@@ -298,7 +298,7 @@ fn a_rollout_can_be_stopped_and_tells_its_progress() {
 /// An answer of `<tool_call>` tokens alone had an error reply for each: tens of thousands of tokens, far above
 /// the plan of memory.
 #[test]
-fn the_calls_of_a_turn_share_the_room_of_one_reply() {
+fn the_calls_of_a_turn_share_the_characters_of_one_reply() {
     let mut world = World::new(Config { max_position_embeddings: 2048, ..qwen2::config(false) }, 2);
     world.chat = Chat::ChatMl(ChatMl::from_embedded().unwrap());
     (world.plan.settings.prompt_tokens_max, world.plan.settings.response_tokens_max) = (800, 400);
