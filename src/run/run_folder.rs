@@ -289,6 +289,12 @@ pub fn lock(path: &Path) -> Result<File> {
     }
 }
 
+/// Returns `model.adapter` of a stored recipe. `None` if it has none, or if it cannot be read.
+fn stored_adapter(file: &Path) -> Option<String> {
+    let recipe: toml::Table = fs::read_to_string(file).ok()?.parse().ok()?;
+    Some(recipe.get("model")?.get("adapter")?.as_str()?.to_owned())
+}
+
 /// Returns the run's stored recipe, if there is one. `plan` may differ from it only in keys that may change
 /// on resume.
 fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
@@ -299,9 +305,15 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     // An adapter's base may have moved since the run started. The digest of the base identifies it.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
-    let base_override: Vec<String> =
+    let mut overrides: Vec<String> =
         base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
-    let stored = RecipeSource::Run(path.to_owned()).resolve(&base_override)?;
+    if !overrides.is_empty()
+        && let Some(adapter) = stored_adapter(&file)
+    {
+        // An override of the base alone would remove the adapter that the run started from.
+        overrides.push(format!("model.adapter={adapter}"));
+    }
+    let stored = RecipeSource::Run(path.to_owned()).resolve(&overrides)?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(Some(stored));

@@ -100,6 +100,23 @@ fn a_resumed_run_is_the_same_to_the_last_bit() {
 }
 
 #[test]
+fn bug_a_run_that_starts_from_an_adapter_resumes() {
+    let folder = TempDir::new().unwrap();
+    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    let path = format!("model.path={}", base().display());
+    let adapter = format!("model.adapter={}", newest(straight()).display());
+    let sets = with(&[&path, &adapter]);
+    done(&mut small(&whole, &sets));
+    done(&mut small(&broken, &[&sets[..], &["train.steps=2"]].concat()));
+    done(rloss().arg("train").arg(&broken).args(["--resume", "--set", "train.steps=4"]));
+    assert_same_results(&broken, &whole);
+    let read = |run: &Path| fs::read(newest(run).join("adapter_model.safetensors")).unwrap();
+    assert!(read(&broken) == read(&whole));
+    let other = format!("model.adapter={}", newest(&whole).display());
+    refused(&mut resumed(&broken, &with(&[&path, &other])), &["other values of model.adapter"]);
+}
+
+#[test]
 fn a_critic_and_a_reference_beside_the_adapter_keep_the_gap_at_0_and_resume() {
     let folder = TempDir::new().unwrap();
     let sets = with(&[
