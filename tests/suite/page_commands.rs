@@ -44,7 +44,7 @@ const LISTED: &[(&str, &str)] = &[
     ("scripts/reproduce_figures.sh", MINUTES),
     ("scripts/package.sh", MINUTES),
     ("rloss train recipes/results/", MINUTES),
-    ("rloss eval runs/gsm8k_lora ", MINUTES),
+    ("rloss eval runs/gsm8k_short_lora ", MINUTES),
     ("rloss rollout recipes/results/", MINUTES),
     ("rloss eval runs/gsm8k_tool ", MINUTES),
     ("scripts/gsm8k_tool.py rows ", MINUTES),
