@@ -305,13 +305,11 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     // An adapter's base may have moved since the run started. The digest of the base identifies it.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
-    let mut overrides: Vec<String> =
-        base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
-    if !overrides.is_empty()
-        && let Some(adapter) = stored_adapter(&file)
-    {
-        // An override of the base alone would remove the adapter that the run started from.
-        overrides.push(format!("model.adapter={adapter}"));
+    let mut overrides = vec![];
+    if let Some(base) = base {
+        overrides.push(format!("model.path={}", base.display()));
+        // The override of the base removes the adapter that the run started from.
+        overrides.extend(stored_adapter(&file).map(|adapter| format!("model.adapter={adapter}")));
     }
     let stored = RecipeSource::Run(path.to_owned()).resolve(&overrides)?;
     let differences = resume_differences(&stored, plan);
