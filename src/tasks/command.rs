@@ -40,7 +40,7 @@ pub(super) const TIMEOUT_S: f64 = 60.0;
 pub(super) const PROCESSES: usize = 4;
 /// A key in [`Problem::answer`]. It marks a placeholder for a problem that the program failed to give. The
 /// value of the key is the error.
-const FAILURE_KEY: &str = "task_failed";
+const FAILURE_KEY: &str = "rloss: task_failed";
 
 /// The task `command`.
 pub struct CommandTask {

@@ -112,6 +112,8 @@ fn boxed_number(content: &str) -> Option<Number> {
 
 /// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
+    // A mark may also close the answer: `#### 42 ####`.
+    let text = text.trim_end_matches(|c: char| c.is_whitespace() || c == '#');
     let marker = text.rfind("####");
     let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
     match (marker, boxed) {
@@ -125,7 +127,7 @@ pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
             let begins = start.starts_with(|c: char| c.is_ascii_digit() || "-.\u{2212}\u{2011}".contains(c));
             match begins || extraction == Extraction::Strict {
                 true => Number::first_in(line),
-                false => Number::last_in(later).or_else(|| Number::first_in(line)),
+                false => Number::last_in(later).or_else(|| Number::last_in(line)),
             }
         }
         (None, _) if extraction == Extraction::Flexible => Number::last_in(text),
@@ -223,6 +225,14 @@ mod tests {
         assert_eq!(flexible("it is 7 of 8").as_deref(), Some("8"));
         assert_eq!(flexible("#### $18.00 dollars in 2 days").as_deref(), Some("18"));
         assert_eq!(flexible("####").as_deref(), None);
+        for closed in ["#### 42 ####", "####42####", "#### 42\n####\n"] {
+            assert_eq!(
+                [flexible(closed), strict(closed)],
+                [Some("42".into()), Some("42".into())],
+                "{closed}"
+            );
+        }
+        assert_eq!(flexible("#### It costs $50 - ($50 * 0.30) = $50 - $15 = $35.").as_deref(), Some("35"));
         // A heading is no answer.
         assert_eq!(flexible("#### Final answer:\n42").as_deref(), Some("42"));
         assert_eq!(flexible("#### Step 3: add up\nSo she has 42.").as_deref(), Some("42"));

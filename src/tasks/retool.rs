@@ -78,13 +78,15 @@ impl PromptFormat {
                     let line = after.trim_start_matches([' ', '*']).strip_prefix(':')?;
                     Some(lower.len() - line.len())
                 })?;
-                let line = end[start..].lines().next().unwrap_or("");
-                let answer = find_last_boxed(line).map_or(line, |(_, content)| content);
                 let mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$');
+                // The answer may also be on the line below.
+                let rest = end[start..].trim_start_matches(mark);
+                let line = rest.lines().next().unwrap_or("");
+                let answer = find_last_boxed(line).map_or(line, |(_, content)| content);
                 let answer = answer.trim_start_matches(mark).trim_end_matches(|c| mark(c) || c == '.');
                 let answer = answer.strip_prefix("\\(").unwrap_or(answer);
                 let answer = answer.strip_suffix("\\)").unwrap_or(answer).trim();
-                (near(&end[start + line.len()..]) && !answer.is_empty()).then_some(answer)
+                (near(&rest[line.len()..]) && !answer.is_empty()).then_some(answer)
             }
         }
     }
@@ -243,6 +245,8 @@ mod tests {
         assert_eq!(line("Answer : \\(42\\)").as_deref(), Some("42"));
         assert_eq!(line("**Answer**: 7").as_deref(), Some("7"));
         assert_eq!(line("Answer:"), None);
+        assert_eq!(line("**Answer:**\n\n42").as_deref(), Some("42"));
+        assert_eq!(line(&format!("Answer:\n42{}", "\nfor".repeat(99))), None);
         assert_eq!(line("42"), None);
     }
 

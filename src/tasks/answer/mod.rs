@@ -149,6 +149,11 @@ mod tests {
             ("1/2", "1/3"),
             ("1/3", "0.33"),
             ("0", "0.0000001"),
+            ("6.63 \\times 10^{-34}", "1.6 \\times 10^{-19}"),
+            ("6.63 \\times 10^{-34}", "0"),
+            ("116", "m + n = 115"),
+            ("116", "m + n > 116"),
+            ("y + z = 5", "x + y = 5"),
             ("12345678901234567890", "12345678901234567891"),
             ("2^{1000}", "2^{1000}+1"),
             ("2^{2008}-2", "0.6"),
@@ -191,6 +196,13 @@ mod tests {
         ] {
             assert!(!equal(reference, answer), "{reference} ≠ {answer}");
         }
+    }
+
+    #[test]
+    fn bug_an_equation_with_a_sum_on_its_left_gives_its_result() {
+        assert!(equal("116", "m + n = 116") && equal("116", "m + n = 100 + 16 = 116"));
+        assert!(equal("117", "AB^2 = 117") && equal("\\frac12", "\\sin A = \\frac{1}{2}"));
+        assert!(equal("6.63 \\times 10^{-34}", "6.63 \\cdot 10^{-34}") && equal("0", "\\sin \\pi"));
     }
 
     #[test]
