@@ -125,12 +125,13 @@ impl<'a> TurnReader<'a> {
             };
         };
         let is_chatml = matches!(self.chat, Chat::ChatMl(_));
+        let has_thoughts = matches!(self.chat, Chat::ChatMl(chatml) if chatml.has_thoughts());
         let mut parser = parser.clone();
         let mut raw = String::from_utf8_lossy(&self.bytes);
         // While a call is written, the text before it is all that is certain.
         if !at_end
             && is_chatml
-            && let Some(at) = raw.find(TAGS[0])
+            && let Some(at) = call_position(&raw, has_thoughts)
         {
             parser = self.chat.turn_parser();
             let before = raw[..at].to_owned();
@@ -164,6 +165,17 @@ impl<'a> TurnReader<'a> {
         }
         texts
     }
+}
+
+/// Returns the position of the first call in a turn of ChatML. With thoughts, a call in a thought is none.
+fn call_position(raw: &str, has_thoughts: bool) -> Option<usize> {
+    let [call, _, think, end] = TAGS;
+    let from = match raw.find(end) {
+        Some(at) if has_thoughts => at,
+        None if has_thoughts && raw.trim_start().starts_with(think) => return None,
+        _ => 0,
+    };
+    Some(from + raw[from..].find(call)?)
 }
 
 /// Returns the length of the longest suffix of `text` that is a proper prefix of `word`, or 0.
@@ -245,6 +257,17 @@ mod tests {
         let (seen, last, ..) = read(&thinking, "<think>\nhm\n</think>\n\n7<|im_end|>", &[]);
         check_growth(&seen, &last);
         assert_eq!((last.reasoning.as_str(), last.content.as_str()), ("hm", "7"));
+    }
+
+    #[test]
+    fn bug_a_call_that_a_thought_mentions_neither_freezes_the_stream_nor_hides_a_stop_text() {
+        let chat = ChatFormat::ThinkingChatMl.from_embedded().unwrap();
+        let text = "<think>\nno <tool_call> needed\n</think>\n\n7 END more<|im_end|>";
+        let (seen, last, reason, calls) = read(&chat, text, &["END"]);
+        check_growth(&seen, &last);
+        assert_eq!((last.reasoning.as_str(), last.content.as_str()), ("no <tool_call> needed", "7 "));
+        assert_eq!((reason, calls.len()), ("stop", 0));
+        assert!(seen.iter().any(|texts| texts.reasoning.ends_with("needed") && texts.content.is_empty()));
     }
 
     #[test]

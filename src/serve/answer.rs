@@ -339,6 +339,11 @@ impl<'r> Answer<'r> {
                 *sent = now;
                 new
             }
+            // What was sent has become a thought: its end tag came without a begin tag.
+            None if now.is_empty() => {
+                sent.clear();
+                now
+            }
             None => String::new(),
         };
         let content = new(&mut choice.sent.content, now.content);

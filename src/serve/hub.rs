@@ -91,6 +91,20 @@ impl<'a> Hub<'a> {
         state.next_id - 1
     }
 
+    /// Refuses a request for more samples than the server ever takes. Such a request need not be assembled.
+    pub fn check_count(&self, samples: usize) -> Result<(), ApiError> {
+        if samples <= self.open_samples_max {
+            return Ok(());
+        }
+        Err(ApiError::invalid(
+            None,
+            format!(
+                "the request has {samples} samples, and the server takes {}; send fewer, or start it with a larger --queue",
+                self.open_samples_max
+            ),
+        ))
+    }
+
     /// Queues the requests of an answer.
     ///
     /// # Errors
@@ -105,15 +119,6 @@ impl<'a> Hub<'a> {
                 return Err(ApiError::ending());
             }
             let open = state.open.len();
-            if count > self.open_samples_max {
-                return Err(ApiError::invalid(
-                    None,
-                    format!(
-                        "the request has {count} samples, and the server takes {}; send fewer, or start it with a larger --queue",
-                        self.open_samples_max
-                    ),
-                ));
-            }
             if open + count > self.open_samples_max {
                 return Err(ApiError::full(format!(
                     "{open} of {} samples are open, and this request has {count}; try again later",

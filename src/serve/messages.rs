@@ -43,7 +43,7 @@ pub(crate) fn read_conversation(
     let list = fields.list("messages")?.filter(|list| !list.is_empty());
     let list =
         list.ok_or_else(|| ApiError::invalid(Some("messages"), "\"messages\" is missing".to_owned()))?;
-    let tools = read_tools(fields)?;
+    let tools = read_tools(fields, chat)?;
     let mut settings = settings.clone();
     if let Some(effort) = fields.text("reasoning_effort")? {
         let effort = ReasoningEffort::from_name(effort).ok_or_else(|| {
@@ -81,9 +81,18 @@ pub(crate) fn read_conversation(
 }
 
 /// Returns the tools that the model may call.
-fn read_tools<'v>(fields: &Fields<'v>) -> Result<&'v [Value], ApiError> {
+fn read_tools<'v>(fields: &Fields<'v>, chat: &Chat) -> Result<&'v [Value], ApiError> {
     let tools = fields.list("tools")?.unwrap_or_default();
     check_functions(tools).map_err(|why| ApiError::invalid(Some("tools"), why))?;
+    if matches!(chat, Chat::ChatMl(_))
+        && let Some(tool) = tools.iter().find(|tool| tool["function"]["name"] == PYTHON)
+        && let Some(properties) = tool["function"]["parameters"]["properties"].as_object()
+        && !properties.keys().eq(["code"])
+    {
+        let why =
+            "the function \"python\" takes one text, \"code\", in this model's chat format; rename yours";
+        return Err(ApiError::invalid(Some("tools"), why.to_owned()));
+    }
     match fields.value("tool_choice") {
         None => Ok(tools),
         Some(choice) if choice == "auto" => Ok(tools),
@@ -287,6 +296,14 @@ mod tests {
         assert_eq!(declared[1][0].content, "{\"code\": \"1+2\"}");
         let chatml = entries(ChatFormat::ChatMl, json!({"messages": messages})).unwrap();
         assert_eq!(chatml[1], [Message::call("python", "commentary", "1+2")]);
+        // ChatML has no other name for a client's own function, whose other arguments would be lost.
+        let with = |properties: Value| {
+            let parameters = json!({"type": "object", "properties": properties});
+            let tool = json!({"type": "function", "function": {"name": "python", "parameters": parameters}});
+            entries(ChatFormat::ChatMl, json!({"messages": messages, "tools": [tool]}))
+        };
+        assert!(with(json!({"code": {"type": "string"}})).is_ok());
+        assert!(with(json!({"code": {}, "timeout": {}})).is_err() && with(json!({"script": {}})).is_err());
     }
 
     #[test]

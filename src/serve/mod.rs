@@ -28,6 +28,7 @@ use crate::ops::logits::SamplingParameters;
 use crate::rollout::SystemPromptSettings;
 use anyhow::{Result, anyhow};
 use hub::Hub;
+use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 use std::net::{SocketAddr, TcpListener};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -129,7 +130,9 @@ impl Server<'_> {
             self.access.check_token(bearer(request))?;
         }
         let method = if ["/v1/chat/completions", "/v1/completions"].contains(&path) { "POST" } else { "GET" };
+        // Clients encode a slash in a model's name.
         let model = path.strip_prefix("/v1/models/");
+        let model = model.map(|name| percent_decode_str(name).decode_utf8_lossy());
         let is_known = ["/health", "/metrics", "/v1/models"].contains(&path) || model.is_some();
         if method == "GET" && !is_known {
             return Err(ApiError::not_found(format!("there is no {path} here")));
@@ -145,7 +148,7 @@ impl Server<'_> {
                 Ok(Response::whole("200 OK", "text/plain; version=0.0.4", text.into()))
             }
             ("/v1/models", _) => Ok(ok(json!({"object": "list", "data": [self.model()]}))),
-            (_, Some(name)) => self.check_model(name).map(|()| ok(self.model())),
+            (_, Some(name)) => self.check_model(&name).map(|()| ok(self.model())),
             ("/v1/chat/completions", _) => self.complete(request, peer, AnswerKind::Chat),
             _ => self.complete(request, peer, AnswerKind::Text),
         }

@@ -19,6 +19,10 @@ pub(crate) const TOP_MAX: i64 = 20;
 /// Maximum number of stop texts, and maximum bytes of each.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1 << 10;
+/// Maximum number of a request's own stop tokens.
+const STOP_TOKENS_MAX: usize = 128;
+/// A temperature below this one means greedy, as in vLLM: logits divided by it may overflow.
+const TEMPERATURE_MIN: f64 = 1e-5;
 /// Default maximum of new tokens in a text completion; OpenAI has the same default.
 const TEXT_TOKENS: usize = 16;
 
@@ -60,7 +64,7 @@ impl Server<'_> {
             (self.tokens_field(fields, "max_tokens")?, self.tokens_field(fields, "max_completion_tokens")?);
         let left = self.check_prompt(&tokens, "messages")?;
         let asked = new.or(old);
-        let new_tokens_max = asked.unwrap_or(self.settings.answer_tokens_max.min(left));
+        let new_tokens_max = asked.unwrap_or(self.settings.answer_tokens_max.min(left).max(1));
         self.check_room(tokens.len(), new_tokens_max, left)?;
         let stop_tokens = self.stop_tokens(fields)?;
         let request = engine_request(tokens.clone(), &common, stop_tokens, new_tokens_max, top);
@@ -73,7 +77,7 @@ impl Server<'_> {
             stream_usage: common.stream_usage,
             echo: false,
         };
-        Ok(self.assemble(common, vec![request], vec![(tokens, None)], &reader, report))
+        self.assemble(common, vec![request], vec![(tokens, None)], &reader, report)
     }
 
     pub(super) fn read_completion<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
@@ -109,7 +113,7 @@ impl Server<'_> {
             stream_usage: common.stream_usage,
             echo,
         };
-        Ok(self.assemble(common, requests, prompts, &reader, report))
+        self.assemble(common, requests, prompts, &reader, report)
     }
 
     fn assemble<'r>(
@@ -119,7 +123,8 @@ impl Server<'_> {
         prompts: Vec<Prompt>,
         reader: &dyn Fn(&[String]) -> TurnReader<'r>,
         report: Reporting,
-    ) -> Read<'r> {
+    ) -> Result<Read<'r>, ApiError> {
+        self.hub.check_count(requests.len() * common.samples)?;
         let seed = common.seed.map_or_else(
             || {
                 // Each request without a seed gets a new seed, also after a restart of the server.
@@ -138,13 +143,14 @@ impl Server<'_> {
             created: self.started,
         };
         let answer = Answer::new(head, prompts, common.samples, readers, report);
-        (answer, Requests { requests, samples: common.samples, seed }, common.streams)
+        Ok((answer, Requests { requests, samples: common.samples, seed }, common.streams))
     }
 
     fn read_common(&self, fields: &Fields) -> Result<Common, ApiError> {
         let default = self.settings.sampling;
+        let temperature = fields.number("temperature", 0.0, 100.0)?.unwrap_or(default.temperature);
         let sampling = SamplingParameters {
-            temperature: fields.number("temperature", 0.0, 100.0)?.unwrap_or(default.temperature),
+            temperature: if temperature < TEMPERATURE_MIN { 0.0 } else { temperature },
             top_p: fields.number("top_p", 0.0, 1.0)?.unwrap_or(default.top_p),
             top_k: fields
                 .whole("top_k", -1, i64::from(u32::MAX))?
@@ -249,15 +255,14 @@ impl Server<'_> {
     }
 
     fn check_room(&self, prompt: usize, new: usize, left: usize) -> Result<(), ApiError> {
-        if new <= left && (new > 0 || left > 0) {
+        if new <= left {
             return Ok(());
         }
         Err(ApiError::too_long(
             "max_tokens",
             format!(
-                "this model's maximum is {} tokens; the prompt has {prompt}, and {} new ones are requested",
-                self.settings.tokens_max,
-                new.max(1)
+                "this model's maximum is {} tokens; the prompt has {prompt}, and {new} new ones are requested",
+                self.settings.tokens_max
             ),
         ))
     }
@@ -288,13 +293,14 @@ impl Server<'_> {
 }
 
 fn stop_token_ids(fields: &Fields) -> Result<Vec<u32>, ApiError> {
-    let ids = fields.list("stop_token_ids")?.unwrap_or_default().iter();
-    let read = |id: &Value| {
-        id.as_u64().and_then(|id| u32::try_from(id).ok()).ok_or_else(|| {
-            ApiError::invalid(Some("stop_token_ids"), "\"stop_token_ids\" must be ids".to_owned())
-        })
-    };
-    ids.map(read).collect()
+    let ids = fields.list("stop_token_ids")?.unwrap_or_default();
+    let read = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
+    let read =
+        Some(ids).filter(|ids| ids.len() <= STOP_TOKENS_MAX).and_then(|ids| ids.iter().map(read).collect());
+    read.ok_or_else(|| {
+        let why = format!("\"stop_token_ids\" must be up to {STOP_TOKENS_MAX} ids");
+        ApiError::invalid(Some("stop_token_ids"), why)
+    })
 }
 
 fn engine_request(

@@ -261,6 +261,44 @@ fn wrong_requests_get_openais_errors_and_the_server_lives() {
 }
 
 #[test]
+fn bugs_of_requests_at_the_limits() {
+    let server = Server::start(&["--name", "org/a b"]);
+    let body = |more: &Value| {
+        let mut body = chat(more);
+        body["model"] = "org/a b".into();
+        body
+    };
+    // A temperature whose inverse is infinite ended the server.
+    let answer = |temperature: f64| {
+        let (status, answer) =
+            server.post(CHAT, &body(&json!({"temperature": temperature, "max_tokens": 8})));
+        assert_eq!(status, 200, "{answer}");
+        answer["choices"].clone()
+    };
+    assert_eq!(answer(1e-40), answer(0.0));
+    // A name with a slash or a space was not found, because clients encode these.
+    let (status, model) = server.ask("GET", "/v1/models/org%2Fa%20b", "");
+    assert_eq!(status, 200, "{model}");
+    let context = serde_json::from_str::<Value>(&model).unwrap()["max_model_len"].as_u64().unwrap() as usize;
+    // A small body took gigabytes before it was refused.
+    let stops = vec!["x".repeat(1024); 16];
+    let many = body(&json!({"prompt": vec!["a"; 1024], "n": 128, "stop": stops}));
+    let (status, refused) = server.post(TEXT, &many);
+    assert_eq!((status, refused["error"]["message"].to_string().contains("131072 samples")), (400, true));
+    let (status, refused) = server.post(CHAT, &body(&json!({"stop_token_ids": vec![0; 129]})));
+    assert_eq!((status, &refused["error"]["param"]), (400, &json!("stop_token_ids")));
+    // A prompt that fills the context could not be scored.
+    let score = |tokens: usize, more: u64| {
+        let echo = json!({"prompt": vec![5; tokens], "echo": true, "logprobs": 0, "max_tokens": more});
+        server.post(TEXT, &body(&echo))
+    };
+    let (status, scored) = score(context, 0);
+    assert_eq!(status, 200, "{scored}");
+    assert_eq!(scored["choices"][0]["logprobs"]["tokens"].as_array().unwrap().len(), context);
+    assert_eq!(score(context, 1).0, 400);
+}
+
+#[test]
 fn a_body_in_chunks_is_read() {
     let server = Server::start(&[]);
     let body = chat(&json!({"max_tokens": 4})).to_string();
