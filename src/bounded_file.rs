@@ -16,6 +16,8 @@ pub const TOKENIZER_BYTES_MAX: u64 = 64 << 20;
 pub const LINE_BYTES_MAX: u64 = 16 << 20;
 /// Maximum bytes of a data file after decompression.
 pub const DATA_BYTES_MAX: u64 = 4 << 30;
+/// Maximum bytes of a checkpoint's samples of later steps. Their digest is checked before they are read.
+pub const SAMPLED_AHEAD_BYTES_MAX: u64 = 1 << 40;
 /// Maximum bytes of a run's metrics or trajectories.
 pub const ROWS_BYTES_MAX: u64 = 1 << 30;
 

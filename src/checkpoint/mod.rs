@@ -33,7 +33,7 @@ pub use resume::{
 
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::bad_input;
-use crate::bounded_file::{self, ROWS_BYTES_MAX};
+use crate::bounded_file::{self, SAMPLED_AHEAD_BYTES_MAX};
 use crate::integrity::{Manifest, add_checksum};
 use crate::metrics::Phase;
 use crate::model::adapter::Lora;
@@ -106,7 +106,7 @@ pub struct TrainerState {
 /// [`crate::error::BadInput`] when the file is missing or too large.
 pub fn read_sampled_ahead(folder: &Path) -> Result<(PathBuf, Vec<u8>)> {
     let path = folder.join(SAMPLED_AHEAD_FILE);
-    match bounded_file::read(&path, ROWS_BYTES_MAX) {
+    match bounded_file::read(&path, SAMPLED_AHEAD_BYTES_MAX) {
         Ok(bytes) => Ok((path, bytes)),
         Err(e) => Err(bad_input!("{}: cannot be read: {e}; {DAMAGE_REMEDY}", path.display())),
     }

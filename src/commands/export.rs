@@ -66,12 +66,14 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let name = TaskName::from_name(TASK).context("the task of an export")?;
     plan.recipe.task = TaskSettings { name, ..TaskSettings::default() };
     plan.recipe.tools = None;
+    // Nor does it sample, so the memory plan has no kept prompts.
+    plan.recipe.rollout.prefix_tokens_max = 0;
     pin_model(&mut plan, &source, &args.sets)?;
     let path_text = out.display().to_string();
     let path_text = sanitize_terminal(&path_text);
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
-        let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
+        let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
         export::write_gguf_file(&context, args.format, args.merged, out, &console)?;
         let adapter = if args.merged { " with its adapter merged" } else { "" };
         print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
@@ -83,7 +85,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         return Ok(EXIT_SUCCESS);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
+    let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
     let trajectories = match &source {
         RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,

@@ -89,6 +89,10 @@ impl RolloutProgress {
         let before = Mutex::new(Self::default());
         move |now| {
             let mut before = before.lock().unwrap_or_else(PoisonError::into_inner);
+            // Of two workers, the one with the older counts may come second.
+            if now.finished < before.finished || now.sampled_tokens < before.sampled_tokens {
+                return;
+            }
             let reward = (now.finished > 0).then(|| ("reward", now.reward_sum / now.finished as f64));
             let finished = (now.finished - before.finished) as u64;
             let tokens = now.sampled_tokens - before.sampled_tokens;

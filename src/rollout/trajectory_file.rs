@@ -3,7 +3,7 @@
 use super::Rollouts;
 use crate::bad_input;
 use crate::bounded_file::{self, ROWS_BYTES_MAX};
-use crate::trajectory::{Group, Trajectory, TrajectoryRow, check_kept_tokens};
+use crate::trajectory::{Group, Outcome, Trajectory, TrajectoryRow, check_kept_tokens};
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -49,6 +49,10 @@ pub fn check(t: &Trajectory) -> Result<(), String> {
     }
     if !t.reward.is_finite() {
         return Err("`reward` is not a finite number".into());
+    }
+    // An episode of an agent that failed has no tokens.
+    if n == 0 && t.prompt_tokens == 0 && t.outcome == Outcome::TaskFailed {
+        return Ok(());
     }
     if t.prompt_tokens == 0 || t.prompt_tokens > n || t.mask.iter().take(t.prompt_tokens).any(|&m| m) {
         return Err(format!(
@@ -111,6 +115,10 @@ impl StoredRollouts {
         let (mut groups, mut group_indices) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
         for (row, number) in rows.into_iter().zip(1..) {
             let t: &Trajectory = &row.trajectory;
+            // Nothing is learned from an episode that failed.
+            if t.tokens.is_empty() {
+                continue;
+            }
             if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocab_size) {
                 return Err(bad_input!(
                     "{shown}: line {number}: token {token} is not below {vocab_size}, the model's number of tokens; use trajectories sampled with this model's tokenizer"

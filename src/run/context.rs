@@ -2,7 +2,7 @@
 
 use super::adapter::RunAdapter;
 use super::family::unsupported_keys;
-use super::memory::{ModelCommand, available_memory, min_over_processes};
+use super::memory::{ModelCommand, available_memory, min_over_processes, remaining_memory};
 use super::preflight::{ErrorList, Preflight};
 use super::source::{ModelSource, Placement, model_folder, reading_note};
 use super::teacher::TeacherModel;
@@ -168,7 +168,7 @@ impl RunContext {
             ));
         }
         let layers_on_demand =
-            available_memory().is_some_and(|available| source.resident_bytes() > available.bytes);
+            remaining_memory().is_some_and(|remaining| source.resident_bytes() > remaining.bytes);
         if layers_on_demand {
             console.print(&format!(
                 "warning: {}: each layer is read from disk when it is needed",

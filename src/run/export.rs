@@ -51,12 +51,16 @@ fn no_adapter_error(recipe: &Recipe) -> anyhow::Error {
     )
 }
 
+/// Creates the parent folders of `out`.
+fn create_parents(out: &Path) -> Result<()> {
+    let Some(parent) = out.parent() else { return Ok(()) };
+    std::fs::create_dir_all(parent)
+        .map_err(|e| bad_input!("{}: cannot create the folder: {e}; name another", parent.display()))
+}
+
 /// Creates the folder `out` atomically, after its parent folders. `fill` writes the contents.
 fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    if let Some(parent) = out.parent() {
-        std::fs::create_dir_all(parent)
-            .map_err(|e| bad_input!("{}: cannot create the folder: {e}; name another", parent.display()))?;
-    }
+    create_parents(out)?;
     replace_folder(out, fill)
 }
 
@@ -111,6 +115,7 @@ pub fn export_merged_model(
     let sequences: Vec<Sequence> = trajectory_file::read(file, false)?
         .0
         .into_iter()
+        .filter(|row| !row.trajectory.tokens.is_empty())
         .map(|row| Sequence::from(&row.trajectory))
         .collect();
     let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
@@ -138,8 +143,8 @@ pub fn export_merged_model(
     Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
-/// Writes the model of `context` to the GGUF file `out`. `merges_adapter`: whether the user asked to merge
-/// the adapter.
+/// Writes the model of `context` to the GGUF file `out`, after creating its parent folders.
+/// `merges_adapter`: whether the user asked to merge the adapter.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is an adapter but `merges_adapter` is false, or the reverse. Also
@@ -162,6 +167,7 @@ pub fn write_gguf_file(
         }
         _ => {}
     }
+    create_parents(out)?;
     let json = context.chat.vocabulary().json_bytes();
     let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };

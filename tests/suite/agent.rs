@@ -246,6 +246,35 @@ fn nothing_is_learned_from_a_program_that_lies() {
     }
 }
 
+/// The rows of such episodes have no tokens, and were refused when they were read again.
+#[test]
+fn bug_a_rollout_with_episodes_that_failed_is_read_again_and_trained_on() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("agent.toml"), recipe("liar")).unwrap();
+    let run = |command: &str, sets: &[&str]| {
+        let mut command_line = rloss(folder.path());
+        command_line.args([command, "agent.toml", "--out", command, "--set", "task.episode_timeout_s=8"]);
+        sets.iter().for_each(|set| {
+            command_line.args(["--set", set]);
+        });
+        let output = command_line.output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let sets = ["rollout.samples_per_prompt=12"];
+    run("rollout", &sets);
+    run("rollout", &sets);
+    let file = std::fs::read_dir(folder.path().join("rollout/trajectories")).unwrap().next().unwrap();
+    let file = file.unwrap().path();
+    let rows = std::fs::read_to_string(&file).unwrap();
+    assert_eq!((rows.lines().count(), rows.matches("\"tokens\":[]").count()), (12, 5));
+    run("train", &["train.steps=1", &format!("train.trajectories={}", file.display())]);
+    let trained = folder.path().join("train/trajectories/step-000001.jsonl");
+    assert_eq!(std::fs::read_to_string(trained).unwrap().lines().count(), 7);
+}
+
 #[test]
 fn a_program_that_dies_is_started_again_and_its_episodes_begin_again() {
     if !skips::python3() {

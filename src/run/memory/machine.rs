@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// The memory available to a process, and what limits it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AvailableMemory {
-    /// Available bytes, including those that the process already uses.
+    /// Available bytes.
     pub bytes: u64,
     /// Text that names the limit. It completes a message "… GB are", as "free on this machine" does.
     pub limit: String,
@@ -37,9 +37,16 @@ pub fn min_over_processes(mesh: &Mesh, local: Option<AvailableMemory>) -> Result
     Ok(smallest.map(|(bytes, limit)| AvailableMemory { bytes, limit }))
 }
 
-/// Returns the smallest of what the machine, the control groups and `ulimit -v` allow. `None` if no limit is
-/// known. The memory that this process already uses counts as available, because a memory plan includes it.
+/// Works like [`remaining_memory`], but the memory that this process already uses counts as available,
+/// because a memory plan includes it.
 pub fn available_memory() -> Option<AvailableMemory> {
+    let used = field_bytes(&read_file("/proc/self/status"), "RssAnon").unwrap_or(0);
+    remaining_memory().map(|left| AvailableMemory { bytes: left.bytes.saturating_add(used), ..left })
+}
+
+/// Returns the smallest of what the machine, the control groups and `ulimit -v` still allow. `None` if no
+/// limit is known.
+pub fn remaining_memory() -> Option<AvailableMemory> {
     let status = read_file("/proc/self/status");
     let limits = [
         machine_bytes(&read_file("/proc/meminfo")).map(|bytes| (bytes, "free on this machine")),
@@ -49,8 +56,7 @@ pub fn available_memory() -> Option<AvailableMemory> {
             .map(|bytes| (bytes, "left under ulimit -v")),
     ];
     let (bytes, limit) = limits.into_iter().flatten().min_by_key(|(bytes, _)| *bytes)?;
-    let used = field_bytes(&status, "RssAnon").unwrap_or(0);
-    Some(AvailableMemory { bytes: bytes.saturating_add(used), limit: limit.to_owned() })
+    Some(AvailableMemory { bytes, limit: limit.to_owned() })
 }
 
 /// Reads a file as text. Empty if the file cannot be read.

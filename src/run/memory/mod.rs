@@ -17,7 +17,7 @@ mod teacher;
 mod traffic;
 mod weights;
 
-pub use machine::{AvailableMemory, available_memory, min_over_processes};
+pub use machine::{AvailableMemory, available_memory, min_over_processes, remaining_memory};
 pub use passes::PassShape;
 pub use program::tokenizer_bytes;
 pub use remedies::Remedy;
