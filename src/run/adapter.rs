@@ -52,9 +52,11 @@ impl RunAdapter {
         }
         let Some(lora) = existing.cloned().or(settings) else { return Ok(None) };
         let specs = lora.factor_specs(&base)?;
-        let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|settings| !settings.cold_start);
-        let after_cold_start = existing.is_none() && trains_base_first && plan.recipe.cold_start.steps > 0;
-        let trainable = adapter_trainable_flags(plan, &specs, if after_cold_start { &base } else { &[] })?;
+        let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|settings| !settings.cold_start)
+            && plan.recipe.cold_start.steps > 0;
+        let after_cold_start = existing.is_none() && trains_base_first;
+        // The warm-up of a run that resumes after it also trained the base.
+        let trainable = adapter_trainable_flags(plan, &specs, if trains_base_first { &base } else { &[] })?;
         Ok(Some(Self { lora, specs, trainable, after_cold_start }))
     }
 

@@ -21,6 +21,9 @@ use std::io::{BufWriter, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
+/// Folders that a command creates before its first result.
+const INITIAL_FOLDERS: [&str; 2] = ["tensorboard", "trajectories"];
+
 /// Files that a command writes before its first result.
 const INITIAL_FILES: [&str; 11] = [
     "recipe.toml",
@@ -52,13 +55,13 @@ struct Files {
 }
 
 impl RunFolder {
-    /// Checks that the folder does not contain a run.
+    /// Checks that the folder contains neither a run nor files that a run would overwrite or remove.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when it does.
     pub fn refuse_existing(path: &Path) -> Result<()> {
         if !contains_run(path) {
-            return Ok(());
+            return refuse_other_files(path);
         }
         Err(bad_input!(
             "{}: already contains a run; continue it with --resume, or name another folder with --out",
@@ -138,7 +141,7 @@ impl RunFolder {
             return;
         }
         // Errors are ignored: if a file could not be removed, the next start reports it.
-        for name in ["tensorboard", "trajectories"] {
+        for name in INITIAL_FOLDERS {
             let _ = fs::remove_dir_all(path.join(name));
         }
         for name in INITIAL_FILES {
@@ -266,6 +269,28 @@ pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
 
+/// Rejects a folder without a run that has a file or folder with a name that this program would overwrite or,
+/// after a failed start, remove. Such files are the user's own.
+///
+/// # Errors
+/// [`crate::error::BadInput`] in this case.
+pub(super) fn refuse_other_files(path: &Path) -> Result<()> {
+    let mut names = INITIAL_FOLDERS.iter().chain(&INITIAL_FILES).filter(|name| !is_internal(name));
+    match names.find(|name| path.join(name).exists()) {
+        None => Ok(()),
+        Some(name) => Err(bad_input!(
+            "{}: already exists, and a run would write there; name another folder with --out",
+            path.join(name).display()
+        )),
+    }
+}
+
+/// Returns whether only this program uses the file name. A process that was killed while it started may have
+/// left such a file.
+fn is_internal(name: &str) -> bool {
+    name.starts_with('.') || name == PROGRAMS_FILE
+}
+
 /// Locks a run folder. Rejects a folder that a running process has locked, and a folder with symbolic links
 /// at paths that this program writes.
 ///
@@ -290,14 +315,14 @@ pub fn lock(path: &Path) -> Result<File> {
 }
 
 /// Returns `model.adapter` of a stored recipe. `None` if it has none, or if it cannot be read.
-fn stored_adapter(file: &Path) -> Option<String> {
+fn stored_adapter(file: &Path) -> Option<PathBuf> {
     let recipe: toml::Table = fs::read_to_string(file).ok()?.parse().ok()?;
-    Some(recipe.get("model")?.get("adapter")?.as_str()?.to_owned())
+    Some(recipe.get("model")?.get("adapter")?.as_str()?.into())
 }
 
 /// Returns the run's stored recipe, if there is one. `plan` may differ from it only in keys that may change
-/// on resume.
-fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
+/// on resume. If it has no `model.adapter`, it gets that of the stored recipe.
+fn stored_plan(path: &Path, plan: &mut Plan) -> Result<Option<Plan>> {
     let file = path.join("recipe.toml");
     if !file.exists() {
         return Ok(None);
@@ -305,13 +330,16 @@ fn stored_plan(path: &Path, plan: &Plan) -> Result<Option<Plan>> {
     // An adapter's base may have moved since the run started. The digest of the base identifies it.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
-    let mut overrides = vec![];
-    if let Some(base) = base {
-        overrides.push(format!("model.path={}", base.display()));
-        // The override of the base removes the adapter that the run started from.
-        overrides.extend(stored_adapter(&file).map(|adapter| format!("model.adapter={adapter}")));
+    let overrides: Vec<String> =
+        base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
+    let mut stored = RecipeSource::Run(path.to_owned()).resolve(&overrides)?;
+    if has_adapter {
+        // The override of the base removed the adapter that the run started from. That adapter need not exist
+        // any more, because the checkpoint has the trained one.
+        stored.recipe.model.adapter = stored_adapter(&file);
+        let adapter = &mut plan.recipe.model.adapter;
+        *adapter = adapter.take().or_else(|| stored.recipe.model.adapter.clone());
     }
-    let stored = RecipeSource::Run(path.to_owned()).resolve(&overrides)?;
     let differences = resume_differences(&stored, plan);
     if differences.is_empty() {
         return Ok(Some(stored));
@@ -337,34 +365,10 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
         ));
     }
     let stored = stored_plan(path, plan)?;
-    let steps = plan.recipe.train.steps;
-    let Some(point) = checkpoint::newest_intact_checkpoint(path)? else {
-        let line = format!("resuming {} from the start, because it has no checkpoint yet", path.display());
-        return Ok((vec![line], None));
-    };
-    let TrainerState { phase, step: done, .. } = point.state;
-    if phase != Phase::Rl {
-        let steps = plan.recipe.cold_start.steps;
-        let line = format!("resuming {} after step {done} of {steps} of the SFT warm-up", path.display());
-        return Ok((vec![line], Some(point)));
-    }
-    if steps < done {
-        let reason = format!(
-            "{steps} is less than the {done} steps that {} has done; give {done} or more, or start another run with --out",
-            path.display()
-        );
-        return Err(plan.mistake("train.steps", reason).into());
-    }
-    let mut lines = vec![match done == steps {
-        true => {
-            let all =
-                if steps == 1 { "the one step is".to_owned() } else { format!("all {steps} steps are") };
-            format!("resuming {}: {all} done; for more steps, add --set train.steps=N", path.display())
-        }
-        false => format!("resuming {} after step {done} of {steps}", path.display()),
-    }];
-    let Some(stored) = stored else { return Ok((lines, Some(point))) };
-    let old_steps = stored.recipe.train.steps;
+    let point = checkpoint::newest_intact_checkpoint(path)?;
+    let mut lines = vec![resume_line(path, plan, point.as_ref())?];
+    let Some(stored) = stored else { return Ok((lines, point)) };
+    let (old_steps, steps) = (stored.recipe.train.steps, plan.recipe.train.steps);
     lines.extend(keep_schedule_end(
         "train",
         &stored.recipe.train.optimizer,
@@ -374,7 +378,34 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
         lines.extend(keep_schedule_end("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
     }
-    Ok((lines, Some(point)))
+    Ok((lines, point))
+}
+
+/// Returns the console's line about where the run in `path` resumes.
+fn resume_line(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<String> {
+    let run = path.display();
+    let Some(ResumePoint { state: TrainerState { phase, step: done, .. }, .. }) = point else {
+        return Ok(format!("resuming {run} from the start, because it has no checkpoint yet"));
+    };
+    if *phase != Phase::Rl {
+        let steps = plan.recipe.cold_start.steps;
+        return Ok(format!("resuming {run} after step {done} of {steps} of the SFT warm-up"));
+    }
+    let steps = plan.recipe.train.steps;
+    if steps < *done {
+        let reason = format!(
+            "{steps} is less than the {done} steps that {run} has done; give {done} or more, or start another run with --out"
+        );
+        return Err(plan.mistake("train.steps", reason).into());
+    }
+    Ok(match *done == steps {
+        true => {
+            let all =
+                if steps == 1 { "the one step is".to_owned() } else { format!("all {steps} steps are") };
+            format!("resuming {run}: {all} done; for more steps, add --set train.steps=N")
+        }
+        false => format!("resuming {run} after step {done} of {steps}"),
+    })
 }
 
 /// Keeps the end of the learning-rate schedule, unless the user set another end. Returns a line for the
@@ -385,10 +416,10 @@ fn keep_schedule_end(
     new: &mut OptimizerSettings,
     (old_steps, steps): (u64, u64),
 ) -> Option<String> {
-    if new.schedule == Schedule::Constant {
+    let end = old.schedule_steps.unwrap_or(old_steps);
+    if new.schedule == Schedule::Constant || end == 0 {
         return None;
     }
-    let end = old.schedule_steps.unwrap_or(old_steps);
     if new.schedule_steps.is_some_and(|requested| requested != end) {
         let requested = new.schedule_steps.unwrap_or(end);
         return Some(format!(

@@ -9,7 +9,7 @@
 
 use super::context::RunContext;
 use super::memory::explain_out_of_memory;
-use super::run_folder::{RunFolder, contains_run, lock};
+use super::run_folder::{RunFolder, contains_run, lock, refuse_other_files};
 use super::symlinks::refuse_symlink;
 use super::trust::mark_trusted;
 use crate::atomic_file::{replace_file, write_file};
@@ -384,7 +384,7 @@ fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
                 path.display()
             ));
         }
-        Err(_) => return Ok(()),
+        Err(_) => return refuse_other_files(path),
     };
     let stored: Marker = serde_json::from_str(&text).map_err(|e| {
         bad_input!("{path_text}: damaged: {e}; remove the folder, or name another with --out")

@@ -405,13 +405,15 @@ pub fn model_config(recipe: &Recipe) -> Result<Config> {
 
 /// Sets the plan's `model.path` to the folder with the weights: the last checkpoint of a run folder, or the
 /// checkpoint itself. `--set model.path=…` overrides this. For a run with an adapter, `--set model.path=…`
-/// names the adapter's base instead. Returns the training step after which the model was saved, or 0 if the
-/// model is not a checkpoint of reinforcement learning.
+/// names the adapter's base instead. If `model.adapter` names a run, sets it to the run's last checkpoint.
+/// Returns the training step after which the model was saved, or 0 if the model is not a checkpoint of
+/// reinforcement learning.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] for a run without a checkpoint.
+/// [`crate::error::BadInput`] for a run without a checkpoint, and for a `model.adapter` without an adapter.
 pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Result<u64> {
-    let is_path_set = sets.iter().any(|set| override_key(set) == Some("model.path"));
+    let is_set = |key: &str| sets.iter().any(|set| override_key(set) == Some(key));
+    let is_path_set = is_set("model.path");
     let model = &mut plan.recipe.model;
     if let RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } = source
         && std::path::absolute(run).is_ok_and(|full| full.to_str().is_none())
@@ -440,8 +442,14 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     };
     if folder.is_some() {
         (model.path, model.architecture, model.tokenizer) = (folder, None, None);
-        // The checkpoint of an adapter already has the adapter.
-        model.adapter = None;
+        // The checkpoint already has the adapter that the run trained.
+        if !is_set("model.adapter") {
+            model.adapter = None;
+        }
+    }
+    if let Some(adapter) = &mut model.adapter {
+        let folder = adapter_folder(adapter)?;
+        *adapter = std::path::absolute(&folder).unwrap_or(folder);
     }
     let Some(path) = &mut model.path else { return Ok(0) };
     if !holds_model(path)

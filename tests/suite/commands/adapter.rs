@@ -2,8 +2,8 @@
 //! exported.
 
 use super::{
-    assert_same_results, copy_folder, copy_model, done, output, phase, resumed, rloss, rows, small, stderr,
-    train, warm_model,
+    assert_same_results, copy_folder, copy_model, done, output, phase, quickstart, resumed, rloss, rows,
+    small, stderr, train, warm_model,
 };
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -117,6 +117,48 @@ fn bug_a_run_that_starts_from_an_adapter_resumes() {
 }
 
 #[test]
+fn bug_a_run_resumes_after_its_base_moved_and_its_first_adapter_is_gone() {
+    let folder = TempDir::new().unwrap();
+    let [first, adapter, moved, out] =
+        ["base", "adapter", "moved", "run"].map(|name| folder.path().join(name));
+    copy_model(&base(), &first);
+    copy_folder(&newest(straight()), &adapter);
+    let path = format!("model.path={}", first.display());
+    let start = format!("model.adapter={}", adapter.display());
+    done(&mut small(&out, &with(&[&path, &start, "train.steps=1"])));
+    fs::rename(&first, &moved).unwrap();
+    fs::remove_dir_all(&adapter).unwrap();
+    let path = format!("model.path={}", moved.display());
+    done(rloss().arg("train").arg(&out).args(["--resume", "--set", "train.steps=2", "--set", &path]));
+    assert_eq!(phase(&rows(&out), "rl").count(), 2);
+}
+
+#[test]
+fn bug_an_adapter_that_a_user_names_for_a_run_is_not_ignored() {
+    let folder = TempDir::new().unwrap();
+    let run = folder.path().join("run");
+    done(&mut small(&run, &["cold_start.steps=0", "train.steps=1", "checkpoint.every_steps=1"]));
+    let adapter = format!("model.adapter={}", straight().display());
+    // The run has other weights than the adapter's base.
+    refused(rloss().arg("eval").arg(&run).args(["--set", &adapter]), &["was trained on another base"]);
+}
+
+/// Results of the run's earlier checkpoint were taken for those of its last one.
+#[test]
+fn bug_a_run_that_model_adapter_names_is_its_last_checkpoint() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("out");
+    let sets =
+        [format!("model.path={}", base().display()), format!("model.adapter={}", straight().display())];
+    let mut command = rloss();
+    command.arg("rollout").arg(quickstart()).arg("--out").arg(&out);
+    command.args(["--set", "rollout.prompts_per_step=1", "--set", &sets[0], "--set", &sets[1]]);
+    done(&mut command);
+    let recipe = fs::read_to_string(out.join("recipe.toml")).unwrap();
+    assert!(recipe.contains(&format!("adapter = \"{}\"", newest(straight()).display())), "{recipe}");
+}
+
+#[test]
 fn a_critic_and_a_reference_beside_the_adapter_keep_the_gap_at_0_and_resume() {
     let folder = TempDir::new().unwrap();
     let sets = with(&[
@@ -172,6 +214,11 @@ fn a_cold_start_of_the_whole_model_leaves_the_base_in_the_run() {
     fs::rename(&broken, &moved).unwrap();
     done(train(&moved, &sets).arg("--resume"));
     assert_same_results(&moved, &whole);
+    // A pattern that matches only the base, which the warm-up trained, is no mistake after the warm-up.
+    let frozen = [&sets[..], &["train.freeze=[\"*.mlp.router.*\"]"]].concat();
+    let run = folder.path().join("frozen");
+    done(&mut train(&run, &[&frozen[..], &["train.steps=1"]].concat()));
+    done(train(&run, &frozen).arg("--resume"));
     let eval = |run: &Path| stdout(rloss().args(["eval", "--set", "eval.problems_max=4"]).arg(run));
     assert!(eval(&moved).contains("4 problems"));
     done(rloss().arg("verify").arg(&moved));
@@ -267,6 +314,9 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
     );
     let (none, deep) = (folder.path().join("none"), folder.path().join("not/there/yet"));
     refused(rloss().args(["export", "quickstart"]).arg("--out").arg(&none), &["has no adapter"]);
+    let file = folder.path().join("also/not/there/m.gguf");
+    done(rloss().arg("export").arg(straight()).args(["--merged", "--gguf"]).arg(&file));
+    assert!(file.is_file());
     assert!(!none.exists());
     // A base that moved is named, as for every other command.
     let moved = format!("model.path={}", base().display());

@@ -174,6 +174,41 @@ fn a_resumed_run_says_from_where_and_keeps_the_course_of_its_learning_rate() {
 }
 
 #[test]
+fn bug_a_run_that_stopped_in_its_warm_up_keeps_the_course_of_its_learning_rate() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    done(&mut small(&out, &["checkpoint.keep=9"]));
+    let before = rates(&out);
+    // What is left of a run that was killed after its warm-up.
+    for step in ["step-000002", "step-000004"] {
+        std::fs::remove_dir_all(out.join("checkpoints").join(step)).unwrap();
+    }
+    let text = stderr(&done(&mut resumed(&out, &["checkpoint.keep=9", "train.steps=6"])));
+    assert!(text.contains("of the SFT warm-up"), "{text}");
+    assert!(text.contains("the learning-rate schedule, linear, still ends at step 4"), "{text}");
+    assert_eq!(rates(&out)[..4], before);
+}
+
+#[test]
+fn bug_files_of_the_user_are_neither_overwritten_nor_removed() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("mine");
+    for name in ["model.json", "tensorboard/notes.txt"] {
+        let file = out.join(name);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, "mine").unwrap();
+        let shown = format!("{}: already exists", out.join(name.split('/').next().unwrap()).display());
+        for command in ["train", "eval"] {
+            let refused = output(rloss().args([command, "quickstart", "--out"]).arg(&out));
+            assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+            assert!(stderr(&refused).contains(&shown), "{}", stderr(&refused));
+        }
+        assert_eq!(std::fs::read_to_string(&file).unwrap(), "mine");
+        std::fs::remove_dir_all(&out).unwrap();
+    }
+}
+
+#[test]
 fn fewer_steps_than_are_done_are_refused_and_a_run_resumes_by_its_folder_alone() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
