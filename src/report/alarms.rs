@@ -4,12 +4,12 @@ use super::run::Run;
 use crate::metrics::{Phase, format_number};
 use crate::policy::alarm::{ALARMS, Alarm};
 use minijinja::{Value, context};
+use std::collections::BTreeSet;
 
 /// Returns a row for each metric that has alarm limits and that a run recorded.
 pub(super) fn table(runs: &[Run]) -> Vec<Value> {
     let row = |alarm: &'static Alarm| {
-        let alarm_summary = |run: &Run| alarm_summary(alarm, &run.series(Phase::Rl, alarm.metric));
-        let runs: Vec<Option<Value>> = runs.iter().map(alarm_summary).collect();
+        let runs: Vec<Option<Value>> = runs.iter().map(|run| alarm_summary(alarm, run)).collect();
         let Alarm { metric, meaning, .. } = alarm;
         let recorded = runs.iter().any(Option::is_some);
         recorded.then(|| context! { metric, meaning, healthy => healthy_range(alarm), runs })
@@ -36,10 +36,14 @@ pub(super) fn healthy_bounds(metric: &str) -> Option<(String, Vec<f64>)> {
     ))
 }
 
-/// Returns the last value, the worst value with its step, and the number of values that trigger the alarm.
+/// Returns the last value, the worst value with its step, and the number of steps that trigger the alarm.
 /// The worst value is the one farthest outside the range or, if none is outside, the one nearest to a bound.
-fn alarm_summary(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
-    let &(_, last) = points.last()?;
+/// For several seeds, the last value is their mean, and the worst is that of any seed.
+fn alarm_summary(alarm: &Alarm, run: &Run) -> Option<Value> {
+    let means = run.series(Phase::Rl, alarm.metric);
+    let &(_, last) = means.last()?;
+    let ends = ["low", "high"].map(|end| run.series(Phase::Rl, &format!("{}/ci95_{end}", alarm.metric)));
+    let points: Vec<(u64, f64)> = ends.into_iter().flatten().chain(means.iter().copied()).collect();
     // NaN counts as worse than any value.
     let excess = |value: f64| match value.is_nan() {
         true => f64::INFINITY,
@@ -47,7 +51,7 @@ fn alarm_summary(alarm: &Alarm, points: &[(u64, f64)]) -> Option<Value> {
     };
     let &(worst_step, worst) = points.iter().max_by(|a, b| excess(a.1).total_cmp(&excess(b.1)))?;
     let value = |value: f64| context! { text => format_number(value), triggers => alarm.triggers_at(value) };
-    let beyond = points.iter().filter(|(_, value)| alarm.triggers_at(*value)).count();
-    let beyond = format!("{beyond} of {}", points.len());
+    let beyond = points.iter().filter(|(_, value)| alarm.triggers_at(*value)).map(|(step, _)| step);
+    let beyond = format!("{} of {}", beyond.collect::<BTreeSet<_>>().len(), means.len());
     Some(context! { last => value(last), worst => value(worst), worst_step, beyond })
 }

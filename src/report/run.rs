@@ -93,8 +93,8 @@ impl Run {
 
     /// Returns the recipe's value at a dotted key, as text.
     pub fn setting(&self, key: &str) -> Option<String> {
-        let (table, name) = key.split_once('.')?;
-        match self.recipe.get(table)?.get(name)? {
+        let (table, keys) = key.split_once('.')?;
+        match keys.split('.').try_fold(self.recipe.get(table)?, |value, key| value.get(key))? {
             toml::Value::String(text) => Some(text.clone()),
             other => Some(other.to_string()),
         }

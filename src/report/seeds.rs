@@ -92,6 +92,27 @@ fn mean_rows(runs: &[&Run]) -> Vec<Row> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::report::{alarms, tables};
+
+    #[test]
+    fn bug_the_mean_over_seeds_hid_each_seeds_alarm_and_mismatch() {
+        let seed = |seed: u32, kl: f64| {
+            let mut run = run(&seed.to_string(), &format!("[train]\nseed = {seed}\n"), &[0.0, 0.0]);
+            run.rows[1].metrics.set("rollout_corr/kl", kl);
+            run.rows[1].metrics.set("mismatch/log_ppl_abs_diff_max", kl.abs());
+            run
+        };
+        let curves = merge_seeds(&mut [seed(1, -0.3), seed(2, 0.4)]);
+        let alarms = minijinja::Value::from_serialize(alarms::table(&curves));
+        let kl = alarms.get_item_by_index(0).unwrap().get_attr("runs").unwrap().get_item_by_index(0).unwrap();
+        let worst = kl.get_attr("worst").unwrap().get_attr("text").unwrap();
+        assert_eq!(
+            (worst.to_string(), kl.get_attr("beyond").unwrap().to_string()),
+            ("0.4".into(), "1 of 1".into())
+        );
+        let summary = &tables::summary(&curves)[0];
+        assert_eq!(summary.get_attr("mismatch").unwrap().to_string(), "up to 0.4 (1 step)");
+    }
 
     fn run(label: &str, recipe: &str, rewards: &[f64]) -> Run {
         let row = |(step, &reward): (u64, &f64)| Row {
