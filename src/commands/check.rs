@@ -23,6 +23,7 @@ use crate::run::source::pin_model;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
 use crate::tasks::{Problem, Reward, Task, ToolsSettings, Transcript};
+use crate::trainer::TrainingData;
 use crate::trajectory::Outcome;
 use anyhow::Result;
 use clap::Args;
@@ -88,6 +89,9 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
         return print_memory_plan(&preflight, *processes, available.as_ref());
     }
     print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
+    if preflight.plan.recipe.trains() {
+        notify_if_slow(&program, || TrainingData::open(&preflight.data_inputs()))?;
+    }
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
         sample_dialogue(preflight.task.as_ref(), &problem)
     })?))?;

@@ -75,7 +75,7 @@ pub(super) fn run_source(
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
     let context = mesh.require_success("the model", context)?;
-    let data = mesh.require_success("the data", TrainingData::open(&context))?;
+    let data = mesh.require_success("the data", TrainingData::open(&context.data_inputs()))?;
     let state =
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let weights = checkpoint.or(context.recipe().model.path.as_deref());

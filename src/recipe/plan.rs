@@ -12,6 +12,7 @@ use crate::policy::advantage::Advantage;
 use crate::settings::{
     Entry, KeyLocations, Mistake, Mistakes, Origin, ParsedKey, Reader, SourceLocation, entries,
 };
+use crate::tasks::TaskSettings;
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -49,6 +50,13 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     let (mut locations, mut mistakes, mut unreliable_keys) =
         (KeyLocations::new(path), Mistakes::default(), Vec::new());
     let mut read = |origin: Origin, text: &str, base_error: Option<&str>| {
+        // A recipe for another task than its base's has no use for the keys of the base's task.
+        if matches!(origin, Origin::File(_))
+            && task_name(text).is_some_and(|name| name != recipe.task.name.name)
+        {
+            recipe.task = TaskSettings::default();
+            locations.forget(|key| is_in_table(key, "task"));
+        }
         let line_ends: Vec<usize> = text.match_indices('\n').map(|(at, _)| at).collect();
         let mut reader = Reader {
             locations: &mut locations,
@@ -253,6 +261,12 @@ pub(super) fn is_in_table(key: &str, table: &str) -> bool {
     key.strip_prefix(table).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
+/// Returns `task.name` of a recipe's text, if it can be read.
+fn task_name(text: &str) -> Option<String> {
+    let recipe: toml::Table = text.parse().ok()?;
+    Some(recipe.get("task")?.get("name")?.as_str()?.to_owned())
+}
+
 /// Converts `key=value` to a TOML document. `None` if that fails. A value that is not TOML becomes a
 /// string, so that strings need no quotes.
 fn set_document(set: &str) -> Option<String> {
@@ -359,11 +373,12 @@ impl Recipe {
 
 /// Returns the keys in which a run and its continuation differ. Some keys may differ and are left out:
 /// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism, checkpoints,
-/// device, and the keys that only save memory.
+/// device, the limit of a prompt, and the keys that only save memory.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        const KEYS: [&str; 7] = [
+        const KEYS: [&str; 8] = [
             "device",
+            "rollout.prompt_tokens_max",
             "rollout.sequences_max",
             "train.recompute_layers",
             "train.steps",

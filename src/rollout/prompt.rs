@@ -3,6 +3,7 @@
 use super::{Rollout, SystemPromptSettings};
 use crate::bad_input;
 use crate::chat::{Chat, chatml, functions};
+use crate::error::BadInput;
 use crate::harmony::{Message, PYTHON_DESCRIPTION, Role, SystemSettings};
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
@@ -112,6 +113,18 @@ pub struct PromptLimits<'a> {
 }
 
 impl PromptLimits<'_> {
+    /// Returns a function that returns whether a problem's prompt keeps the limits.
+    pub fn fits(&self) -> impl Fn(&Problem) -> bool {
+        // A byte is at most one token, so most prompts need not be tokenised.
+        let around = self.chat.render_prompt(&[self.system_prompt, &[Message::user("")]].concat());
+        let around = around.map_or(usize::MAX, |tokens| tokens.len());
+        let tokens_max = self.prompt_tokens_max.min(self.context_tokens_max.saturating_sub(1));
+        move |problem| match problem.messages.as_slice() {
+            [only] if around.saturating_add(only.content.len()) <= tokens_max => true,
+            _ => self.tokens(problem).err().is_none_or(|error| !error.is::<BadInput>()),
+        }
+    }
+
     /// Returns the tokens of the problem's messages and of the header of the assistant's turn.
     ///
     /// # Errors

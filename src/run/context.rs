@@ -1,6 +1,7 @@
 //! The context of every command that runs a model.
 
 use super::adapter::RunAdapter;
+use super::data_inputs::training_prompts;
 use super::family::unsupported_keys;
 use super::memory::{ModelCommand, available_memory, min_over_processes, remaining_memory};
 use super::preflight::{ErrorList, Preflight};
@@ -186,15 +187,9 @@ impl RunContext {
         ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
     }
 
-    /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each
-    /// step has its own fixed range of the task's problems, large enough for all rounds. A step's prompts
-    /// thus depend only on its number.
+    /// Returns [`training_prompts`] of this run.
     pub fn training_prompts(&self, step: u64, round: u64, count: usize) -> Vec<Prompt> {
-        let recipe = self.recipe();
-        let rounds_max = recipe.rollout.resample_rounds_max + 1;
-        let first = ((step - 1) * rounds_max + round) * recipe.rollout.prompts_per_step as u64;
-        let problem = |index| self.task.training_problem(recipe.train.seed, index);
-        (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
+        training_prompts(self.recipe(), self.task.as_ref(), (step, round), count)
     }
 
     /// Returns the policy that samples for training, with the ablations applied.

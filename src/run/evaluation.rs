@@ -1,6 +1,7 @@
 //! Evaluation on held-out problems, during training and by `rloss eval`.
 
 use super::context::RunContext;
+use super::data_inputs;
 use crate::metrics::{Accumulator, Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, SampleResult, Vote};
 use crate::rollout::{Prompt, RolloutProgress};
@@ -59,16 +60,9 @@ pub fn evaluate(
     Ok(Some(Evaluation { sets }))
 }
 
-/// Returns the problems to evaluate for each validation set. The index of a prompt does not depend on
-/// `eval.problems_max`.
+/// Returns the problems to evaluate for each validation set of this run.
 pub fn validation_prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
-    let (mut first, mut sets) = (0, vec![]);
-    for set in context.task.validation_sets() {
-        let problems = set.problems.iter().take(context.recipe().eval.problems_max).cloned().zip(first..);
-        sets.push((set, problems.map(|(problem, index)| Prompt { index, problem }).collect()));
-        first += set.problems.len() as u64;
-    }
-    sets
+    data_inputs::validation_prompts(context.recipe(), context.task.as_ref())
 }
 
 impl ValidationResult {

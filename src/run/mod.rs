@@ -3,6 +3,7 @@
 pub mod adapter;
 pub mod causes;
 pub mod context;
+pub mod data_inputs;
 mod device;
 pub mod evaluation;
 mod expert_parallel;

@@ -82,6 +82,11 @@ impl KeyLocations {
         self.written.insert(key.to_owned(), location);
     }
 
+    /// Forgets where the keys were written for which `is_replaced` returns true.
+    pub fn forget(&mut self, is_replaced: impl Fn(&str) -> bool) {
+        self.written.retain(|key, _| !is_replaced(key));
+    }
+
     /// Returns whether `key` itself was written.
     pub fn is_written(&self, key: &str) -> bool {
         self.written.contains_key(key)

@@ -166,14 +166,21 @@ impl Gsm8k {
     }
 }
 
+fn training_problem(rows: &[Row], row: usize) -> Problem {
+    rows[row].problem(format!("gsm8k/train/{row}"))
+}
+
 impl Task for Gsm8k {
     fn name(&self) -> &str {
         "gsm8k"
     }
 
     fn training_problem(&self, seed: u64, index: u64) -> Problem {
-        let row = self.problems.row(seed, index);
-        self.train[row].problem(format!("gsm8k/train/{row}"))
+        training_problem(&self.train, self.problems.row(seed, index))
+    }
+
+    fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
+        self.problems.leave_out(|row| fits(&training_problem(&self.train, row)))
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {

@@ -222,6 +222,10 @@ impl Task for McpTask {
         self.inner.training_problem(seed, index)
     }
 
+    fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
+        self.inner.leave_out_training_problems(fits)
+    }
+
     fn validation_sets(&self) -> &[ValidationSet] {
         self.inner.validation_sets()
     }

@@ -98,6 +98,12 @@ pub trait Task: Send + Sync {
     /// each epoch, by `seed`.
     fn training_problem(&self, seed: u64, index: u64) -> Problem;
 
+    /// Leaves out the training problems for which `fits` returns false, if the task reads them from a file.
+    /// If none would be left, leaves out none. Returns how many were left out.
+    fn leave_out_training_problems(&mut self, _fits: &dyn Fn(&Problem) -> bool) -> usize {
+        0
+    }
+
     /// Returns the held-out problems. They are never used in training.
     fn validation_sets(&self) -> &[ValidationSet];
 

@@ -198,6 +198,10 @@ impl Task for Retool {
         self.train[row].problem(&self.train_name, row, self.form)
     }
 
+    fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
+        self.order.leave_out(|row| fits(&self.train[row].problem(&self.train_name, row, self.form)))
+    }
+
     fn validation_sets(&self) -> &[ValidationSet] {
         &self.validation
     }

@@ -121,7 +121,8 @@ pub fn text<'a>(row: &'a Value, key: &str) -> Result<&'a str, String> {
 /// The order is a pure function of (seed, index). The last permutation is cached.
 #[derive(Debug)]
 pub struct EpochOrder {
-    len: usize,
+    /// The rows that are drawn.
+    rows: Vec<u32>,
     purpose: Purpose,
     last: Mutex<Option<(u64, u64, Vec<u32>)>>,
 }
@@ -129,21 +130,33 @@ pub struct EpochOrder {
 impl EpochOrder {
     /// Returns an order of `len` rows that uses the random streams of `purpose`.
     pub fn new(len: usize, purpose: Purpose) -> Self {
-        Self { len, purpose, last: Mutex::new(None) }
+        Self { rows: (0..len as u32).collect(), purpose, last: Mutex::new(None) }
     }
 
-    /// Returns the row (below `len`) at position `index`. Returns 0 if there are no rows.
-    pub fn row(&self, seed: u64, index: u64) -> usize {
-        if self.len == 0 {
+    /// Leaves out the rows for which `is_kept` returns false, but not if they are all. Returns how many were
+    /// left out.
+    pub fn leave_out(&mut self, is_kept: impl Fn(usize) -> bool) -> usize {
+        let kept: Vec<u32> = self.rows.iter().copied().filter(|&row| is_kept(row as usize)).collect();
+        if kept.is_empty() {
             return 0;
         }
-        let (epoch, position) = (index / self.len as u64, (index % self.len as u64) as usize);
+        let before = std::mem::replace(&mut self.rows, kept).len();
+        before - self.rows.len()
+    }
+
+    /// Returns the row at position `index`. Returns 0 if there are no rows.
+    pub fn row(&self, seed: u64, index: u64) -> usize {
+        let len = self.rows.len() as u64;
+        if len == 0 {
+            return 0;
+        }
+        let (epoch, position) = (index / len, (index % len) as usize);
         // A poisoned lock holds a whole permutation or none. Both are usable.
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         match &*last {
             Some((s, e, rows)) if (*s, *e) == (seed, epoch) => rows[position] as usize,
             _ => {
-                let mut rows: Vec<u32> = (0..self.len as u32).collect();
+                let mut rows = self.rows.clone();
                 rows.shuffle(&mut stream(seed, self.purpose, &[epoch]));
                 let row = rows[position] as usize;
                 *last = Some((seed, epoch, rows));

@@ -224,6 +224,14 @@ impl Task for VerifyIf {
         }
     }
 
+    /// A question gets its instructions when it is drawn, so its prompt's length is not known here.
+    fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
+        self.order.leave_out(|row| match &self.train[row] {
+            PromptSource::Ready(turn) => fits(&problem(String::new(), std::slice::from_ref(turn))),
+            PromptSource::Question(_) => true,
+        })
+    }
+
     fn validation_sets(&self) -> &[ValidationSet] {
         &self.validation
     }

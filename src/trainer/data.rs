@@ -5,10 +5,10 @@ use crate::bad_input;
 use crate::learner::examples::Examples;
 use crate::learner::micro_batch::Sequence;
 use crate::policy::RouterReplay;
+use crate::recipe::Plan;
 use crate::rollout::Prompt;
 use crate::rollout::trajectory_file::{RoutedExpertsShape, StoredRollouts};
-use crate::run::context::RunContext;
-use crate::run::evaluation::validation_prompts;
+use crate::run::data_inputs::{DataInputs, training_prompts, validation_prompts};
 use anyhow::Result;
 use std::path::PathBuf;
 
@@ -26,72 +26,73 @@ impl TrainingData {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names file and row, or the problem whose prompt is too long.
-    pub fn open(context: &RunContext) -> Result<Self> {
-        let file = context.recipe().cold_start.train_file.as_deref();
-        let rows = match (&context.sft_rows, file) {
-            (None, Some(file)) => Some(context.renderer().read_rows(file, None)?.into()),
-            (rows, _) => rows.clone(),
+    pub fn open(inputs: &DataInputs) -> Result<Self> {
+        let file = inputs.plan.recipe.cold_start.train_file.as_deref();
+        let rows = match (inputs.sft_rows, file) {
+            (None, Some(file)) => Some(inputs.renderer.read_rows(file, None)?.into()),
+            (rows, _) => rows.cloned(),
         };
         let examples = Examples::new(rows);
-        let validation = open_validation(context, &examples)?;
-        let stored = open_stored(context)?;
-        check_prompts(context, stored.is_none())?;
+        let validation = open_validation(inputs, &examples)?;
+        let stored = open_stored(inputs)?;
+        check_prompts(inputs, stored.is_none())?;
         Ok(Self { examples, validation, stored })
     }
 }
 
 /// Checks that prompts fit in the context: the validation prompts and, if `checks_training_prompts` is true,
 /// the prompts of the first step.
-fn check_prompts(context: &RunContext, checks_training_prompts: bool) -> Result<()> {
-    let recipe = context.recipe();
+fn check_prompts(inputs: &DataInputs, checks_training_prompts: bool) -> Result<()> {
+    let &DataInputs { task, plan: Plan { recipe, .. }, ref prompt_limits, .. } = inputs;
     if recipe.train.steps == 0 {
         return Ok(());
     }
-    let limits = context.prompt_limits();
-    let check = |prompts: &[Prompt]| prompts.iter().try_for_each(|p| limits.tokens(&p.problem).map(drop));
+    let check =
+        |prompts: &[Prompt]| prompts.iter().try_for_each(|p| prompt_limits.tokens(&p.problem).map(drop));
     if checks_training_prompts {
-        check(&context.training_prompts(1, 0, recipe.rollout.prompts_per_step))?;
+        check(&training_prompts(recipe, task, (1, 0), recipe.rollout.prompts_per_step))?;
     }
     if recipe.eval.every_steps > 0 || recipe.eval.before_training {
-        validation_prompts(context).iter().try_for_each(|(_, held_out)| check(held_out))?;
+        validation_prompts(recipe, task).iter().try_for_each(|(_, held_out)| check(held_out))?;
     }
     Ok(())
 }
 
 /// Opens the stored trajectories; `None` if the recipe names no such file.
-fn open_stored(context: &RunContext) -> Result<Option<StoredRollouts>> {
-    let config = &context.model.config;
+fn open_stored(inputs: &DataInputs) -> Result<Option<StoredRollouts>> {
+    let &DataInputs { config, plan, on_cpu, .. } = inputs;
+    let recipe = &plan.recipe;
     let replayed_shape =
-        (context.recipe().policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
+        (recipe.policy.router_replay == RouterReplay::Rollout).then_some(RoutedExpertsShape {
             per_token: config.num_hidden_layers * config.num_experts_per_tok,
             experts: config.num_local_experts,
         });
-    let tokens_max = context.model.context_tokens_max();
+    let tokens_max = inputs.prompt_limits.context_tokens_max;
     let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed_shape);
-    let stored = context.recipe().train.trajectories.as_ref().map(open).transpose()?;
-    if !context.parameters.device().is_cpu() && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
+    let stored = recipe.train.trajectories.as_ref().map(open).transpose()?;
+    if !on_cpu && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
         let reason = "the trajectories were sampled with top_p, top_k or min_p, and no GPU kernel computes \
                       training's log-probs over the kept tokens yet; use the CPU with device = \"cpu\"";
-        return Err(bad_input!("{}", context.plan.mistake("train.trajectories", reason.to_owned())));
+        return Err(bad_input!("{}", plan.mistake("train.trajectories", reason.to_owned())));
     }
-    let distills = context.recipe().policy.distill.is_some();
+    let distills = recipe.policy.distill.is_some();
     if distills && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
         let reason = "the trajectories were sampled with top_p, top_k or min_p, and with policy.distill all log-probs are over \
                       the whole vocabulary; sample without these keys";
-        return Err(bad_input!("{}", context.plan.mistake("train.trajectories", reason.to_owned())));
+        return Err(bad_input!("{}", plan.mistake("train.trajectories", reason.to_owned())));
     }
     Ok(stored)
 }
 
 /// Returns the validation examples: rows of a file, or the task's validation demonstrations.
-fn open_validation(context: &RunContext, examples: &Examples) -> Result<Vec<Sequence>> {
-    let cold_start = &context.recipe().cold_start;
-    let renderer = context.renderer();
+fn open_validation(inputs: &DataInputs, examples: &Examples) -> Result<Vec<Sequence>> {
+    let DataInputs { plan: Plan { recipe, .. }, renderer, task, .. } = inputs;
+    let cold_start = &recipe.cold_start;
     if cold_start.steps == 0 {
         return Ok(vec![]);
     }
     // This call reports a task without demonstrations before any work.
-    examples.batch(&renderer, context.task.as_ref(), context.recipe().train.seed, 0, 1)?;
+    examples.batch(renderer, *task, recipe.train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
         return renderer.read_rows(path, Some(cold_start.validation_rows_max));
     }
@@ -99,7 +100,7 @@ fn open_validation(context: &RunContext, examples: &Examples) -> Result<Vec<Sequ
         return Ok(vec![]);
     }
     (0..cold_start.validation_rows_max as u64)
-        .map_while(|index| context.task.held_out_demonstration(index))
+        .map_while(|index| task.held_out_demonstration(index))
         .map(|demonstration| renderer.render_demonstration(&demonstration))
         .collect()
 }

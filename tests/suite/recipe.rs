@@ -395,6 +395,18 @@ fn a_recipe_argument_is_a_file_or_a_run_folder() {
 }
 
 #[test]
+fn bug_a_recipe_for_another_task_than_its_bases_was_refused_for_the_keys_of_that_task() {
+    let text = "base = \"gsm8k_qwen_lora\"\n[model]\npath = \".\"\n[task]\nname = \"command\"\ncommand = [\"true\"]\n";
+    let plan = resolve(Path::new("mine.toml"), text, &[]).unwrap();
+    assert_eq!((plan.recipe.task.name.name, plan.recipe.task.train_file), ("command", None));
+    assert_eq!(plan.recipe.adapter.map(|adapter| adapter.rank), Some(8));
+    // The keys of this recipe's own task stay, and are still checked.
+    let wrong = text.replace("command = ", "extraction = \"strict\"\ncommand = ");
+    let refused = resolve(Path::new("mine.toml"), &wrong, &[]).unwrap_err().to_string();
+    assert!(refused.contains("mine.toml:6: task.extraction: only the task gsm8k uses this key"), "{refused}");
+}
+
+#[test]
 fn a_recipe_with_a_base_holds_only_what_differs() {
     let folder = tempfile::tempdir().expect("a folder");
     std::fs::create_dir(folder.path().join("arms")).expect("create");

@@ -10,7 +10,7 @@ use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::learner::examples::ConversationRenderer;
 use crate::learner::micro_batch::Sequence;
-use crate::metrics::Console;
+use crate::metrics::{Console, format_count};
 use crate::model::config::{Config, WeightFormat};
 use crate::ops::head_parts::head_split_error;
 use crate::ops::mxfp4;
@@ -27,6 +27,7 @@ use crate::run::teacher::{TeacherSettings, prompt_change};
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, McpTask, Problem, Task, TaskContext};
 use anyhow::Result;
+use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -165,7 +166,7 @@ impl Preflight {
         let (
             Some(source),
             Some(compute_device),
-            Some(task),
+            Some(mut task),
             Some(trainable),
             Some(critic_trainable),
             Some(interpreter),
@@ -209,6 +210,23 @@ impl Preflight {
         }
         let system_prompt =
             system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
+        if task_context.reads_training {
+            let limits = PromptLimits {
+                chat: &source.chat,
+                system_prompt: &system_prompt,
+                has_tools: interpreter.is_some() || !task.tools().is_empty(),
+                prompt_tokens_max: plan.recipe.rollout.prompt_tokens_max,
+                context_tokens_max: source.config.max_position_embeddings,
+            };
+            let left_out = task.leave_out_training_problems(&limits.fits());
+            if left_out > 0 {
+                plan.warnings.push(format!(
+                    "task.train_file: {} left out, because their prompts have more than rollout.prompt_tokens_max = {} tokens",
+                    format_count(left_out as u64, "training problem"),
+                    limits.prompt_tokens_max
+                ));
+            }
+        }
         let mut teacher = teacher;
         if let Some(teacher) = &mut teacher {
             let tools = (task.uses_python(), task.tools());
@@ -269,15 +287,38 @@ impl Preflight {
     /// # Errors
     /// When the tokenizer fails. [`crate::error::BadInput`] for a prompt that is too long.
     pub fn prompt(&self, problem: &Problem) -> Result<(String, usize)> {
-        let limits = PromptLimits {
+        let tokens = self.prompt_limits().tokens(problem)?;
+        Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
+    }
+
+    /// Returns the limits that a prompt of this run must keep.
+    pub(super) fn prompt_limits(&self) -> PromptLimits<'_> {
+        PromptLimits {
             chat: &self.source.chat,
             system_prompt: &self.system_prompt,
             has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
             prompt_tokens_max: self.plan.recipe.rollout.prompt_tokens_max,
             context_tokens_max: self.source.config.max_position_embeddings,
-        };
-        let tokens = limits.tokens(problem)?;
-        Ok((self.source.chat.vocabulary().decode(&tokens), tokens.len()))
+        }
+    }
+
+    /// Returns the renderer that turns conversations into training examples.
+    pub(super) fn renderer(&self) -> ConversationRenderer<'_> {
+        ConversationRenderer {
+            chat: &self.source.chat,
+            system_prompt: &self.system_prompt,
+            identity: self.chatml_identity.as_deref(),
+            context_tokens_max: self.source.config.max_position_embeddings,
+            vocabulary: self.source.config.vocab_size,
+        }
+    }
+
+    pub(super) fn device(&self) -> &Device {
+        &self.compute_device.device
+    }
+
+    pub(super) fn sft_rows(&self) -> Option<&Arc<[Sequence]>> {
+        self.sft_rows.as_ref()
     }
 
     /// Returns the memory plan's input.

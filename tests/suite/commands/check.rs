@@ -1,6 +1,6 @@
 //! `rloss check`: what a recipe comes to, and memory that does not suffice.
 
-use super::{done, output, quickstart, rloss, stderr};
+use super::{done, output, quickstart, rloss, stderr, train};
 use crate::skips;
 use tempfile::TempDir;
 
@@ -227,6 +227,40 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
 
 /// `train` refused it, `check` did not.
 #[test]
+fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
+    let folder = TempDir::new().unwrap();
+    let row = |question: &str| format!("{{\"question\": \"{question}\", \"answer\": \"#### 4\"}}\n");
+    let file = |name: &str, text: String| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let train_file =
+        format!("task.train_file={}", file("train.jsonl", row("2+2?") + &row(&"2+2?".repeat(50))));
+    let validation_file = format!("task.validation_file={}", file("held_out.jsonl", row("1+3?")));
+    let sets = [
+        "task.name=gsm8k",
+        &train_file,
+        &validation_file,
+        "cold_start.steps=0",
+        "train.steps=3",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "rollout.prompt_tokens_max=200",
+        "rollout.response_tokens_max=8",
+        "model.architecture.max_position_embeddings=512",
+        "eval.every_steps=0",
+    ];
+    let told = stderr(&done(&mut train(&folder.path().join("run"), &sets)));
+    assert!(told.contains("1 training problem left out, because their prompts have more than"), "{told}");
+    // If no prompt fits, the error says so before any work.
+    let none = [&sets[..], &["rollout.prompt_tokens_max=50"]].concat();
+    let refused = output(&mut train(&folder.path().join("none"), &none));
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("more than rollout.prompt_tokens_max = 50"), "{}", stderr(&refused));
+}
+
+#[test]
 fn a_prompt_that_train_would_refuse_is_refused() {
     if !skips::python3() {
         return;
@@ -236,6 +270,7 @@ fn a_prompt_that_train_would_refuse_is_refused() {
     for (sets, told) in [
         (&["rollout.prompt_tokens_max=5"][..], "more than rollout.prompt_tokens_max = 5"),
         (&short, "the model's context has 8, so no token can be sampled"),
+        (&["cold_start.steps=2"], "has no demonstrations; name a JSONL file"),
     ] {
         let recipe = task_program(&folder, "nothing", "pass");
         let mut command = rloss();

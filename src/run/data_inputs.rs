@@ -1,0 +1,82 @@
+//! The inputs with which a run's data is opened and checked. There are no weights among them, so `rloss check`
+//! makes the same checks as `rloss train`.
+
+use super::context::RunContext;
+use super::preflight::Preflight;
+use crate::learner::examples::ConversationRenderer;
+use crate::learner::micro_batch::Sequence;
+use crate::model::config::Config;
+use crate::recipe::{Plan, Recipe};
+use crate::rollout::{Prompt, PromptLimits};
+use crate::tasks::{Task, ValidationSet};
+use std::sync::Arc;
+
+/// The inputs of [`crate::trainer::TrainingData::open`].
+pub struct DataInputs<'a> {
+    pub plan: &'a Plan,
+    pub task: &'a dyn Task,
+    pub renderer: ConversationRenderer<'a>,
+    pub prompt_limits: PromptLimits<'a>,
+    pub config: &'a Config,
+    /// Whether the run computes on the CPU.
+    pub on_cpu: bool,
+    /// The rows of `cold_start.train_file`, if they have been read.
+    pub sft_rows: Option<&'a Arc<[Sequence]>>,
+}
+
+impl RunContext {
+    /// Returns the inputs of the run's data.
+    pub fn data_inputs(&self) -> DataInputs<'_> {
+        DataInputs {
+            plan: &self.plan,
+            task: self.task.as_ref(),
+            renderer: self.renderer(),
+            prompt_limits: self.prompt_limits(),
+            config: &self.model.config,
+            on_cpu: self.parameters.device().is_cpu(),
+            sft_rows: self.sft_rows.as_ref(),
+        }
+    }
+}
+
+impl Preflight {
+    /// Returns the inputs of the run's data.
+    pub fn data_inputs(&self) -> DataInputs<'_> {
+        DataInputs {
+            plan: &self.plan,
+            task: self.task.as_ref(),
+            renderer: self.renderer(),
+            prompt_limits: self.prompt_limits(),
+            config: &self.source.config,
+            on_cpu: self.device().is_cpu(),
+            sft_rows: self.sft_rows(),
+        }
+    }
+}
+
+/// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each step
+/// has its own fixed range of the task's problems, large enough for all rounds. A step's prompts thus depend
+/// only on its number.
+pub fn training_prompts(
+    recipe: &Recipe,
+    task: &dyn Task,
+    (step, round): (u64, u64),
+    count: usize,
+) -> Vec<Prompt> {
+    let rounds_max = recipe.rollout.resample_rounds_max + 1;
+    let first = ((step - 1) * rounds_max + round) * recipe.rollout.prompts_per_step as u64;
+    let problem = |index| task.training_problem(recipe.train.seed, index);
+    (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
+}
+
+/// Returns the problems to evaluate for each validation set. The index of a prompt does not depend on
+/// `eval.problems_max`.
+pub fn validation_prompts<'t>(recipe: &Recipe, task: &'t dyn Task) -> Vec<(&'t ValidationSet, Vec<Prompt>)> {
+    let (mut first, mut sets) = (0, vec![]);
+    for set in task.validation_sets() {
+        let problems = set.problems.iter().take(recipe.eval.problems_max).cloned().zip(first..);
+        sets.push((set, problems.map(|(problem, index)| Prompt { index, problem }).collect()));
+        first += set.problems.len() as u64;
+    }
+    sets
+}
