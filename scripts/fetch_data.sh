@@ -140,14 +140,18 @@ fetch_o200k() {
 fetch_qwen() {
     echo "$1, Apache-2.0, huggingface.co/Qwen/$1"
     local file
-    for file in config.json generation_config.json tokenizer_config.json tokenizer.json model.safetensors; do
+    # config.json comes last: a folder with it, but without weights, would be a model of random weights.
+    for file in generation_config.json tokenizer_config.json tokenizer.json model.safetensors config.json; do
         get_file "$models/$1/$file" "https://huggingface.co/Qwen/$1/resolve/main/$file"
     done
 }
 
 if [ $# -eq 0 ]; then set -- gsm8k; fi
-if [ "$*" = all ]; then set -- gsm8k aime math ifeval o200k dapo-math; fi
+kinds=()
 for kind in "$@"; do
+    if [ "$kind" = all ]; then kinds+=(gsm8k aime math ifeval o200k dapo-math); else kinds+=("$kind"); fi
+done
+for kind in "${kinds[@]}"; do
     case $kind in
     gsm8k) fetch_gsm8k ;;
     aime) fetch_aime ;;

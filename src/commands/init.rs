@@ -97,7 +97,18 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
     let mut tables = format!("base = {base_text}\n\n[model]\npath = {}\n", path_value(model)?);
     // The file takes the place of the base's files.
     let base_plan = resolve_for(KeyScope::Export, Path::new(&file), &tables, &[])?;
-    let has_several = !base_plan.recipe.task.validation_files.is_empty();
+    let task = &base_plan.recipe.task;
+    if (args.train_file.is_some() || args.validation_file.is_some())
+        && !task.name.reads_files
+        && !task.is_agent()
+    {
+        return Err(bad_input!(
+            "--train-file, --validation-file: the task {} of {base} generates its problems; leave them out, or start from \
+             another recipe",
+            task.name
+        ));
+    }
+    let has_several = !task.validation_files.is_empty();
     let data_files = [("train_file", &args.train_file), ("validation_file", &args.validation_file)];
     if data_files.iter().any(|(_, file)| file.is_some()) {
         tables += "\n[task]\n";

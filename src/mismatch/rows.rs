@@ -327,6 +327,9 @@ impl<'a> RowReader<'a> {
     ) -> Result<EngineRoutedExperts, String> {
         let RawRoutedExperts { experts, shape } = raw;
         let (layers, slots) = (self.config.num_hidden_layers, self.config.num_experts_per_tok);
+        if slots == 0 {
+            return Err("the row has routed experts, but this model has no experts".to_owned());
+        }
         let tokens = experts.len() / (layers * slots);
         let fits = tokens * layers * slots == experts.len() && (tokens + 1 == count || tokens == count);
         if !fits || shape.is_some_and(|shape| shape != [tokens, layers, slots]) {

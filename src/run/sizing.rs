@@ -107,6 +107,17 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
             String::new(),
         ),
     ];
+    let minibatches = |key, before: usize| {
+        (before > prompts * samples).then(|| (key, (prompts * samples).to_string(), from(before, 0)))
+    };
+    changes.extend(minibatches("train.minibatches", plan.recipe.train.minibatches));
+    let critic = plan.recipe.critic.as_ref();
+    changes.extend(critic.and_then(|critic| minibatches("critic.minibatches", critic.minibatches)));
+    let buffer = plan.recipe.policy.overlong.buffer_tokens;
+    if buffer > response {
+        let scaled = buffer * response / rollout.response_tokens_max;
+        changes.push(("policy.overlong.buffer_tokens", scaled.to_string(), from(buffer, scaled)));
+    }
     let every_steps = plan.recipe.checkpoint.every_steps;
     if every_steps > CHECKPOINT_STEPS && parameters > TOY_PARAMETERS {
         let remark = format!("{every_steps} in the base, whose steps may be shorter");

@@ -152,6 +152,16 @@ fn routes_are_compared_with_ours() {
     );
 }
 
+/// A panic: a division by the number of experts.
+#[test]
+fn bug_routed_experts_for_a_model_without_experts_are_bad_rows() {
+    let (mut config, tokenizer) = (config(), HarmonyTokenizer::from_embedded().unwrap());
+    (config.num_local_experts, config.num_experts_per_tok) = (0, 0);
+    let read = RowReader::new(&config, 256, &tokenizer, 1.0).read(&[fixtures().join("sglang.json")]);
+    let error = format!("{:#}", read.unwrap_err());
+    assert!(error.contains("this model has no experts"), "{error}");
+}
+
 #[test]
 fn bad_rows_are_named_and_the_others_are_compared() {
     let rows = [

@@ -460,6 +460,12 @@ fn init_writes_a_recipe_that_check_accepts_from_a_base_of_another_family() {
         assert!(!recipe.contains("999"), "{recipe}");
         done(&init(&["check", &format!("{base}.toml")]));
     }
+    // A task that makes its own problems has no file.
+    let arguments = ["init", "filed", "--from", "quickstart", "--train-file", "Cargo.toml", "--model"];
+    let refused = rloss(&[&arguments[..], &[model.to_str().unwrap()]].concat());
+    let error = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(2), "{error}");
+    assert!(error.contains("the task arithmetic of quickstart generates its problems"), "{error}");
     // A key of a base that would change the run, or end it at its first checkpoint, is refused.
     for (key, value) in [("checkpoint.dtype", "\"mxfp4\""), ("arms.router_noise", "0.3")] {
         let recipe = |name: &str, text: String| std::fs::write(folder.path().join(name), text).unwrap();
