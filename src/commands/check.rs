@@ -84,14 +84,14 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     preflight.choose_sharding(*processes as usize, available.as_ref());
     print_text(&sanitize_terminal(&format_recipe(&preflight.plan, *all)?))?;
     let problem = notify_if_slow(&program, || preflight.first_problem());
+    if preflight.plan.recipe.trains() {
+        notify_if_slow(&program, || TrainingData::open(&preflight.data_inputs()))?;
+    }
     if preflight.plan.recipe.task.is_agent() {
         print_text(&sanitize_terminal(&first_episode(&problem)))?;
         return print_memory_plan(&preflight, *processes, available.as_ref());
     }
     print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
-    if preflight.plan.recipe.trains() {
-        notify_if_slow(&program, || TrainingData::open(&preflight.data_inputs()))?;
-    }
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
         sample_dialogue(preflight.task.as_ref(), &problem)
     })?))?;

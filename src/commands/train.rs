@@ -178,7 +178,10 @@ fn prepare(
     };
     let mut plan = source.resolve(&args.sets)?;
     if starting_weights == StartingWeights::Checkpoint {
+        let adapter = plan.recipe.model.adapter.clone();
         pin_model(&mut plan, source, &args.sets)?;
+        // A resume compares this key with the run's recipe, so it stays as the user wrote it.
+        plan.recipe.model.adapter = plan.recipe.model.adapter.and(adapter);
     }
     processes::configure_mesh(mesh, &plan)?;
     processes::check_distillation(mesh, &plan)?;

@@ -373,12 +373,11 @@ impl Recipe {
 
 /// Returns the keys in which a run and its continuation differ. Some keys may differ and are left out:
 /// `train.steps`, `train.on_bad_step`, the ends of schedules, evaluation, logging, parallelism, checkpoints,
-/// device, the limit of a prompt, and the keys that only save memory.
+/// device, and the keys that only save memory.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        const KEYS: [&str; 8] = [
+        const KEYS: [&str; 7] = [
             "device",
-            "rollout.prompt_tokens_max",
             "rollout.sequences_max",
             "train.recompute_layers",
             "train.steps",

@@ -7,6 +7,7 @@
 
 use super::driver::{Driver, Hooks};
 use super::{Prompt, Rollout, RolloutProgress, trajectory_file};
+use crate::bad_input;
 use crate::harmony::Message;
 use crate::ops::token_set::TokenSet;
 use crate::trajectory::{Group, Trajectory, Turn, VersionRun};
@@ -70,6 +71,14 @@ impl GroupInProgress {
         self.trajectories.iter().filter(is_paused).count()
     }
 
+    /// Returns whether every trajectory begins with `prompt`.
+    fn begins_with(&self, prompt: &[u32]) -> bool {
+        self.trajectories.iter().all(|trajectory| match trajectory {
+            TrajectoryInProgress::Finished(trajectory, _) => trajectory.tokens.starts_with(prompt),
+            TrajectoryInProgress::Paused(paused) => paused.tokens.starts_with(prompt),
+        })
+    }
+
     /// Checks a group that was read from a file, and that has `samples` trajectories if it has begun. The
     /// error says what is wrong.
     ///
@@ -130,6 +139,15 @@ impl Rollout<'_> {
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Vec<GroupInProgress>>> {
         let rendered = prompts.iter().map(|prompt| self.render(prompt)).collect::<Result<Vec<_>>>()?;
+        for (prompt, group) in rendered.iter().zip(&groups) {
+            if !group.begins_with(&prompt.tokens) {
+                return Err(bad_input!(
+                    "problem {}: the checkpoint has trajectories of this problem with another prompt; restore the task's data or \
+                     program, or start another run with --out",
+                    prompt.problem.id
+                ));
+            }
+        }
         let hooks =
             Hooks { progress, sampled: &|_, _, _| (), finished: &|_, _| (), stop, forced: &|_| vec![] };
         let places: Vec<(u64, u64)> = groups.iter().map(|group| (group.prompt, group.step)).collect();

@@ -113,12 +113,17 @@ pub struct PromptLimits<'a> {
 }
 
 impl PromptLimits<'_> {
+    /// Returns the maximum number of tokens of a prompt. One token of the context is left to sample.
+    pub fn tokens_max(&self) -> usize {
+        self.prompt_tokens_max.min(self.context_tokens_max.saturating_sub(1))
+    }
+
     /// Returns a function that returns whether a problem's prompt keeps the limits.
     pub fn fits(&self) -> impl Fn(&Problem) -> bool {
         // A byte is at most one token, so most prompts need not be tokenised.
         let around = self.chat.render_prompt(&[self.system_prompt, &[Message::user("")]].concat());
         let around = around.map_or(usize::MAX, |tokens| tokens.len());
-        let tokens_max = self.prompt_tokens_max.min(self.context_tokens_max.saturating_sub(1));
+        let tokens_max = self.tokens_max();
         move |problem| match problem.messages.as_slice() {
             [only] if around.saturating_add(only.content.len()) <= tokens_max => true,
             _ => self.tokens(problem).err().is_none_or(|error| !error.is::<BadInput>()),

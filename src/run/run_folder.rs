@@ -345,7 +345,7 @@ fn stored_plan(path: &Path, plan: &mut Plan) -> Result<Option<Plan>> {
         return Ok(Some(stored));
     }
     Err(bad_input!(
-        "{}: the run was started with other values of {}; --resume may change only device, rollout.prompt_tokens_max, rollout.sequences_max, train.recompute_layers, train.steps, train.on_bad_step, schedule_steps, eval, checkpoint, logging and parallel keys",
+        "{}: the run was started with other values of {}; --resume may change only device, rollout.sequences_max, train.recompute_layers, train.steps, train.on_bad_step, schedule_steps, eval, checkpoint, logging and parallel keys",
         file.display(),
         differences.join(", ")
     ))

@@ -224,7 +224,7 @@ impl Task for VerifyIf {
         }
     }
 
-    /// A question gets its instructions when it is drawn, so its prompt's length is not known here.
+    /// Leaves out no question. It gets its instructions when it is drawn, so its prompt's length is not known.
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
         self.order.leave_out(|row| match &self.train[row] {
             PromptSource::Ready(turn) => fits(&problem(String::new(), std::slice::from_ref(turn))),

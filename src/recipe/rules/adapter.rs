@@ -5,20 +5,12 @@ use super::Rules;
 impl Rules<'_> {
     pub(super) fn check_adapter(&mut self) {
         let recipe = self.recipe;
-        if let Some(folder) = &recipe.model.adapter {
-            if recipe.model.path.is_none() {
-                self.refuse(
-                    &["model.adapter", "model.path"],
-                    "an adapter needs a base model: give its folder with model.path".to_owned(),
-                );
-            }
-            if !folder.is_dir() {
-                let message = format!(
-                    "no folder at {}; give a folder with adapter_config.json, a checkpoint or a run folder",
-                    folder.display()
-                );
-                self.refuse(&["model.adapter"], message);
-            }
+        // The folder is opened with the model: a run that resumes does not need it.
+        if recipe.model.adapter.is_some() && recipe.model.path.is_none() {
+            self.refuse(
+                &["model.adapter", "model.path"],
+                "an adapter needs a base model: give its folder with model.path".to_owned(),
+            );
         }
         let Some(adapter) = &recipe.adapter else { return };
         if adapter.dropout != 0.0 {

@@ -221,9 +221,9 @@ impl Preflight {
             let left_out = task.leave_out_training_problems(&limits.fits());
             if left_out > 0 {
                 plan.warnings.push(format!(
-                    "task.train_file: {} left out, because their prompts have more than rollout.prompt_tokens_max = {} tokens",
+                    "task.train_file: {} left out: longer than the {} tokens that rollout.prompt_tokens_max and the model's context allow",
                     format_count(left_out as u64, "training problem"),
-                    limits.prompt_tokens_max
+                    limits.tokens_max()
                 ));
             }
         }

@@ -130,7 +130,9 @@ fn bug_a_run_resumes_after_its_base_moved_and_its_first_adapter_is_gone() {
     fs::remove_dir_all(&adapter).unwrap();
     let path = format!("model.path={}", moved.display());
     done(rloss().arg("train").arg(&out).args(["--resume", "--set", "train.steps=2", "--set", &path]));
-    assert_eq!(phase(&rows(&out), "rl").count(), 2);
+    done(rloss().arg("train").arg(&out).args(["--resume", "--set", "train.steps=3"]));
+    assert_eq!(phase(&rows(&out), "rl").count(), 3);
+    done(rloss().arg("eval").arg(&out).args(["--set", "eval.problems_max=4"]));
 }
 
 #[test]

@@ -192,6 +192,28 @@ fn partial_trajectories_are_the_same_on_any_number_of_threads_and_after_a_kill()
 }
 
 /// Samples carry the tokens that they were drawn from through the queue, through pauses and checkpoints.
+/// Its tokens would have gone on under another problem, whose answer graded them.
+#[test]
+fn bug_a_paused_trajectory_does_not_go_on_under_another_prompt() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let sets = partial(folder.path(), &["checkpoint.keep=9"]);
+    let run = folder.path().join("run");
+    done(&mut small(&run, &texts(&sets)));
+    let is_paused = |row: &Value| row["partial/trajectories_paused"].as_f64().unwrap() > 0.0;
+    let paused = rl_rows(&run).iter().position(is_paused).unwrap() + 1;
+    for step in paused + 1..=6 {
+        std::fs::remove_dir_all(run.join(format!("checkpoints/step-{step:06}"))).unwrap();
+    }
+    let program = LENGTHS.replace("\"prompt\": f\"", "\"prompt\": f\"Now ");
+    std::fs::write(folder.path().join("lengths.py"), program).unwrap();
+    let refused = output(&mut resumed(&run, &texts(&sets)));
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("with another prompt"), "{}", stderr(&refused));
+}
+
 #[test]
 fn truncated_samples_keep_every_ratio_finite_with_a_lag_four_minibatches_and_pauses() {
     if !skips::python3() {

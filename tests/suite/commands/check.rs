@@ -225,7 +225,6 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
     assert!(text.contains("the prompt has 12000000 bytes"), "{text}");
 }
 
-/// `train` refused it, `check` did not.
 #[test]
 fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
     let folder = TempDir::new().unwrap();
@@ -252,7 +251,7 @@ fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
         "eval.every_steps=0",
     ];
     let told = stderr(&done(&mut train(&folder.path().join("run"), &sets)));
-    assert!(told.contains("1 training problem left out, because their prompts have more than"), "{told}");
+    assert!(told.contains("1 training problem left out: longer than the 200 tokens that"), "{told}");
     // If no prompt fits, the error says so before any work.
     let none = [&sets[..], &["rollout.prompt_tokens_max=50"]].concat();
     let refused = output(&mut train(&folder.path().join("none"), &none));
@@ -260,6 +259,7 @@ fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
     assert!(stderr(&refused).contains("more than rollout.prompt_tokens_max = 50"), "{}", stderr(&refused));
 }
 
+/// `train` refused it, `check` did not.
 #[test]
 fn a_prompt_that_train_would_refuse_is_refused() {
     if !skips::python3() {

@@ -30,11 +30,11 @@ unless a resume changed a key.
 - Relative paths are relative to the working directory. The resolved recipe has absolute paths.
 - All mistakes of a recipe are reported together before any work, as
   `file:line: key: what is wrong; what to do`.
-- A run resumed with `--resume` may differ in `device`, `rollout.prompt_tokens_max`, `rollout.sequences_max`,
-  `train.recompute_layers`, `train.steps`, `train.on_bad_step`, `schedule_steps` (but that of `[cold_start]`),
-  `[eval]`, `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. A new `train.steps` does not
-  change the learning-rate schedule: the schedule ends at the same step as before. The run's recipe then has
-  this step in `schedule_steps`.
+- A run resumed with `--resume` may differ in `device`, `rollout.sequences_max`, `train.recompute_layers`,
+  `train.steps`, `train.on_bad_step`, `schedule_steps` (but that of `[cold_start]`), `[eval]`,
+  `[logging]`, `[parallel]` and `[checkpoint]`, and in nothing else. A new `train.steps` does not change the
+  learning-rate schedule: the schedule ends at the same step as before. The run's recipe then has this step in
+  `schedule_steps`.
 
 This page is generated from the settings types in `src/`, and a test compares the two. To generate it again
 after a change, run `UPDATE_EXPECT=1 cargo test --release recipes_page`.
