@@ -1,5 +1,5 @@
-//! The inputs with which a run's data is opened and checked. There are no weights among them, so `rloss check`
-//! makes the same checks as `rloss train`.
+//! The inputs with which a run's data is opened and checked. There are no weights among them, so `rloss
+//! check` makes the same checks as `rloss train`.
 
 use super::context::RunContext;
 use super::preflight::Preflight;

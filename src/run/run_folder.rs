@@ -276,7 +276,9 @@ pub fn contains_run(path: &Path) -> bool {
 /// [`crate::error::BadInput`] in this case.
 pub(super) fn refuse_other_files(path: &Path) -> Result<()> {
     let mut names = INITIAL_FOLDERS.iter().chain(&INITIAL_FILES).filter(|name| !is_internal(name));
-    match names.find(|name| path.join(name).exists()) {
+    // Symbolic links are refused when the folder is locked.
+    let is_file = |name: &&&str| fs::symlink_metadata(path.join(name)).is_ok_and(|file| !file.is_symlink());
+    match names.find(is_file) {
         None => Ok(()),
         Some(name) => Err(bad_input!(
             "{}: already exists, and a run would write there; name another folder with --out",

@@ -224,7 +224,8 @@ impl Task for VerifyIf {
         }
     }
 
-    /// Leaves out no question. It gets its instructions when it is drawn, so its prompt's length is not known.
+    /// Leaves out no question. A question gets its instructions when it is drawn, so the length of its prompt
+    /// is not known.
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
         self.order.leave_out(|row| match &self.train[row] {
             PromptSource::Ready(turn) => fits(&problem(String::new(), std::slice::from_ref(turn))),

@@ -235,7 +235,7 @@ fn a_folder_that_cannot_be_made() {
 fn a_damaged_checkpoint_names_itself() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("run");
-    super::done(&mut small(&out, &["train.steps=2"]));
+    super::done(&mut small(&out, &["train.steps=2", "train.optimizer.schedule_steps=4"]));
     let checkpoint = out.join("checkpoints/step-000002");
     let tensors = checkpoint.join("trainer.safetensors");
     let bytes = std::fs::read(&tensors).unwrap();
