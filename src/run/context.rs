@@ -1,7 +1,7 @@
 //! The context of every command that runs a model.
 
 use super::adapter::RunAdapter;
-use super::data_inputs::training_prompts;
+use super::data_inputs::{DataInputs, training_prompts};
 use super::family::unsupported_keys;
 use super::memory::{ModelCommand, available_memory, min_over_processes, remaining_memory};
 use super::preflight::{ErrorList, Preflight};
@@ -185,6 +185,19 @@ impl RunContext {
     /// Returns the options of the training forward pass, with the ablations applied.
     pub fn training_forward(&self) -> ForwardOptions {
         ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
+    }
+
+    /// Returns the inputs with which the run's data is opened.
+    pub fn data_inputs(&self) -> DataInputs<'_> {
+        DataInputs {
+            plan: &self.plan,
+            task: self.task.as_ref(),
+            renderer: self.renderer(),
+            prompt_limits: self.prompt_limits(),
+            config: &self.model.config,
+            on_cpu: self.parameters.device().is_cpu(),
+            sft_rows: self.sft_rows.as_ref(),
+        }
     }
 
     /// Returns [`training_prompts`] of this run.

@@ -1,8 +1,6 @@
 //! The inputs with which a run's data is opened and checked. There are no weights among them, so `rloss
 //! check` makes the same checks as `rloss train`.
 
-use super::context::RunContext;
-use super::preflight::Preflight;
 use crate::learner::examples::ConversationRenderer;
 use crate::learner::micro_batch::Sequence;
 use crate::model::config::Config;
@@ -11,7 +9,7 @@ use crate::rollout::{Prompt, PromptLimits};
 use crate::tasks::{Task, ValidationSet};
 use std::sync::Arc;
 
-/// The inputs of [`crate::trainer::TrainingData::open`].
+/// The inputs of [`crate::trainer::TrainingData::open`]: parts of a run context, or of a preflight.
 pub struct DataInputs<'a> {
     pub plan: &'a Plan,
     pub task: &'a dyn Task,
@@ -22,36 +20,6 @@ pub struct DataInputs<'a> {
     pub on_cpu: bool,
     /// The rows of `cold_start.train_file`, if they have been read.
     pub sft_rows: Option<&'a Arc<[Sequence]>>,
-}
-
-impl RunContext {
-    /// Returns the inputs of the run's data.
-    pub fn data_inputs(&self) -> DataInputs<'_> {
-        DataInputs {
-            plan: &self.plan,
-            task: self.task.as_ref(),
-            renderer: self.renderer(),
-            prompt_limits: self.prompt_limits(),
-            config: &self.model.config,
-            on_cpu: self.parameters.device().is_cpu(),
-            sft_rows: self.sft_rows.as_ref(),
-        }
-    }
-}
-
-impl Preflight {
-    /// Returns the inputs of the run's data.
-    pub fn data_inputs(&self) -> DataInputs<'_> {
-        DataInputs {
-            plan: &self.plan,
-            task: self.task.as_ref(),
-            renderer: self.renderer(),
-            prompt_limits: self.prompt_limits(),
-            config: &self.source.config,
-            on_cpu: self.device().is_cpu(),
-            sft_rows: self.sft_rows(),
-        }
-    }
 }
 
 /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each step

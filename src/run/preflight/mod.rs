@@ -18,6 +18,7 @@ use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};
 use crate::rollout::{PromptLimits, chatml_identity, system_prompt};
 use crate::run::adapter::RunAdapter;
+use crate::run::data_inputs::DataInputs;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::expert_parallel::TrainedExperts;
 use crate::run::family::unsupported_keys;
@@ -27,7 +28,6 @@ use crate::run::teacher::{TeacherSettings, prompt_change};
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
 use crate::tasks::{self, McpTask, Problem, Task, TaskContext};
 use anyhow::Result;
-use candle_core::Device;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -211,19 +211,14 @@ impl Preflight {
         let system_prompt =
             system_prompt(&source.chat, &plan.recipe.harmony, task.uses_python(), task.tools());
         if task_context.reads_training {
-            let limits = PromptLimits {
-                chat: &source.chat,
-                system_prompt: &system_prompt,
-                has_tools: interpreter.is_some() || !task.tools().is_empty(),
-                prompt_tokens_max: plan.recipe.rollout.prompt_tokens_max,
-                context_tokens_max: source.config.max_position_embeddings,
-            };
+            let has_tools = interpreter.is_some() || !task.tools().is_empty();
+            let limits = prompt_limits(&plan, &source, &system_prompt, has_tools);
+            let tokens_max = limits.tokens_max();
             let left_out = task.leave_out_training_problems(&limits.fits());
             if left_out > 0 {
                 plan.warnings.push(format!(
-                    "task.train_file: {} left out: longer than the {} tokens that rollout.prompt_tokens_max and the model's context allow",
-                    format_count(left_out as u64, "training problem"),
-                    limits.tokens_max()
+                    "task.train_file: {} left out: longer than the {tokens_max} tokens that rollout.prompt_tokens_max and the model's context allow",
+                    format_count(left_out as u64, "training problem")
                 ));
             }
         }
@@ -233,13 +228,7 @@ impl Preflight {
             teacher.prompt = prompt_change(&plan.recipe, &source.chat, &system_prompt, tools)?;
         }
         let chatml_identity = chatml_identity(&source.chat, &plan.recipe.harmony);
-        let renderer = ConversationRenderer {
-            chat: &source.chat,
-            system_prompt: &system_prompt,
-            identity: chatml_identity.as_deref(),
-            context_tokens_max: source.config.max_position_embeddings,
-            vocabulary: source.config.vocab_size,
-        };
+        let renderer = renderer(&source, &system_prompt, chatml_identity.as_deref());
         // `rloss init` plans before the data is there.
         let file = plan.recipe.cold_start.train_file.as_ref();
         let sft_rows = match file.filter(|file| command.trains() && file.exists()) {
@@ -292,33 +281,22 @@ impl Preflight {
     }
 
     /// Returns the limits that a prompt of this run must keep.
-    pub(super) fn prompt_limits(&self) -> PromptLimits<'_> {
-        PromptLimits {
-            chat: &self.source.chat,
-            system_prompt: &self.system_prompt,
-            has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
-            prompt_tokens_max: self.plan.recipe.rollout.prompt_tokens_max,
-            context_tokens_max: self.source.config.max_position_embeddings,
+    fn prompt_limits(&self) -> PromptLimits<'_> {
+        let has_tools = self.interpreter.is_some() || !self.task.tools().is_empty();
+        prompt_limits(&self.plan, &self.source, &self.system_prompt, has_tools)
+    }
+
+    /// Returns the inputs with which the run's data is opened.
+    pub fn data_inputs(&self) -> DataInputs<'_> {
+        DataInputs {
+            plan: &self.plan,
+            task: self.task.as_ref(),
+            renderer: renderer(&self.source, &self.system_prompt, self.chatml_identity.as_deref()),
+            prompt_limits: self.prompt_limits(),
+            config: &self.source.config,
+            on_cpu: self.compute_device.device.is_cpu(),
+            sft_rows: self.sft_rows.as_ref(),
         }
-    }
-
-    /// Returns the renderer that turns conversations into training examples.
-    pub(super) fn renderer(&self) -> ConversationRenderer<'_> {
-        ConversationRenderer {
-            chat: &self.source.chat,
-            system_prompt: &self.system_prompt,
-            identity: self.chatml_identity.as_deref(),
-            context_tokens_max: self.source.config.max_position_embeddings,
-            vocabulary: self.source.config.vocab_size,
-        }
-    }
-
-    pub(super) fn device(&self) -> &Device {
-        &self.compute_device.device
-    }
-
-    pub(super) fn sft_rows(&self) -> Option<&Arc<[Sequence]>> {
-        self.sft_rows.as_ref()
     }
 
     /// Returns the memory plan's input.
@@ -376,6 +354,38 @@ fn with_tools(
             Ok(Box::new(McpTask::start(task, &tools.mcp, console.clone())?))
         }
         _ => Ok(task),
+    }
+}
+
+/// Returns the limits that a prompt must keep. `has_tools`: whether the system prompt declares tools.
+fn prompt_limits<'a>(
+    plan: &Plan,
+    source: &'a ModelSource,
+    system_prompt: &'a [Message],
+    has_tools: bool,
+) -> PromptLimits<'a> {
+    PromptLimits {
+        chat: &source.chat,
+        system_prompt,
+        has_tools,
+        prompt_tokens_max: plan.recipe.rollout.prompt_tokens_max,
+        context_tokens_max: source.config.max_position_embeddings,
+    }
+}
+
+/// Returns the renderer that turns conversations into training examples. `identity` is the text of ChatML's
+/// system message.
+fn renderer<'a>(
+    source: &'a ModelSource,
+    system_prompt: &'a [Message],
+    identity: Option<&'a str>,
+) -> ConversationRenderer<'a> {
+    ConversationRenderer {
+        chat: &source.chat,
+        system_prompt,
+        identity,
+        context_tokens_max: source.config.max_position_embeddings,
+        vocabulary: source.config.vocab_size,
     }
 }
 
