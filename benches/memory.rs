@@ -137,6 +137,7 @@ fn planned(seed: u64, recompute_layers: bool) {
         critic_trainable: None,
         tokenizer_bytes: 0,
         python_workers: 0,
+        reply_chars_max: None,
         threads: 1,
         layers_on_demand: false,
         processes: 1,

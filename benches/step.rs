@@ -217,6 +217,7 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         critic_trainable: None,
         tokenizer_bytes: 0,
         python_workers: 0,
+        reply_chars_max: None,
         threads: threads.count(),
         layers_on_demand: false,
         processes: 1,

@@ -24,7 +24,9 @@ use crate::engine::{Client, Completion, Engine, NewToken};
 use crate::harmony::Message;
 use crate::http::{self, HttpLimits};
 use crate::metrics::Console;
-use crate::rollout::{EpisodeCounts, Prompt, RolloutPlan, RolloutProgress, Rollouts, SystemPromptSettings};
+use crate::rollout::{
+    EpisodeCounts, Observer, Prompt, RolloutPlan, RolloutProgress, Rollouts, SystemPromptSettings,
+};
 use crate::serve::{Access, Metrics};
 use crate::tasks::TaskSettings;
 use crate::trajectory::{Group, Trajectory};
@@ -58,12 +60,13 @@ const END_WAIT: Duration = Duration::from_secs(5);
 const FRUITLESS_STARTS_MAX: u64 = 3;
 
 /// Which trajectories of a rollout are returned.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum EpisodeTrajectories {
+#[derive(Clone, Copy)]
+pub enum EpisodeTrajectories<'a> {
     /// Every trajectory of every episode that did not fail, for training.
     All,
-    /// One for each episode: its newest trajectory, or one without tokens if the episode failed.
-    OneEach,
+    /// One for each episode: its newest trajectory, or one without tokens if the episode failed. The observer
+    /// gets those of the ended episodes even if the rollout fails or is stopped.
+    OneEach(&'a Observer<'a>),
 }
 
 /// The server and the program of a run.
@@ -190,7 +193,7 @@ impl AgentSession {
         engine: &Engine,
         plan: &RolloutPlan,
         (prompts, samples): (&[Prompt], usize),
-        kept: EpisodeTrajectories,
+        kept: EpisodeTrajectories<'_>,
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
@@ -236,12 +239,18 @@ impl AgentSession {
         });
         engine.clear();
         let (results, counts) = board.end_round();
+        let rollouts = collect(results, counts, prompts, samples, kept);
+        if let EpisodeTrajectories::OneEach(finished) = kept {
+            for (group, messages) in rollouts.groups.iter().zip(&rollouts.messages) {
+                group.trajectories.iter().zip(messages).for_each(|(one, messages)| finished(one, messages));
+            }
+        }
         ran.context("the agent's rollout")?;
         if is_stopped.load(Ordering::Relaxed) {
             return Ok(None);
         }
         progress(board.progress(0));
-        Ok(Some(collect(results, counts, prompts, samples, kept)))
+        Ok(Some(rollouts))
     }
 
     /// Gives waiting requests to the engine, and looks after the program.
@@ -275,7 +284,8 @@ impl AgentSession {
             );
             board.tell_once("ended", &text);
             board.begin_again();
-            running.finished_before = finished;
+            // Episodes that fail because the program ended are no progress.
+            running.finished_before = board.activity().0;
         }
         running.program.start()
     }
@@ -357,7 +367,7 @@ fn collect(
     mut counts: EpisodeCounts,
     prompts: &[Prompt],
     samples: usize,
-    kept: EpisodeTrajectories,
+    kept: EpisodeTrajectories<'_>,
 ) -> Rollouts {
     let mut rollouts = Rollouts::default();
     for (index, prompt) in prompts.iter().enumerate() {
@@ -379,13 +389,13 @@ fn collect(
 
 fn trajectories(
     result: EpisodeResult,
-    kept: EpisodeTrajectories,
+    kept: EpisodeTrajectories<'_>,
     counts: &mut EpisodeCounts,
 ) -> Vec<(Trajectory, Vec<Message>)> {
     let (given, trace) = match (result.given, kept) {
         (Ok(given), _) => given,
         (Err(_), EpisodeTrajectories::All) => return vec![],
-        (Err(_), EpisodeTrajectories::OneEach) => return vec![(result.facts.without_tokens(), vec![])],
+        (Err(_), EpisodeTrajectories::OneEach(_)) => return vec![(result.facts.without_tokens(), vec![])],
     };
     counts.rewarded += 1;
     counts.answers += trace.answers() as u64;
@@ -396,7 +406,7 @@ fn trajectories(
         trajectory.success = given.success;
         trajectory.rewards.clone_from(&given.metrics);
     }
-    if kept == EpisodeTrajectories::OneEach {
+    if matches!(kept, EpisodeTrajectories::OneEach(_)) {
         let mut only = all.swap_remove(newest);
         only.0.part = 0;
         all = vec![only];

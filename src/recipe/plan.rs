@@ -12,7 +12,7 @@ use crate::policy::advantage::Advantage;
 use crate::settings::{
     Entry, KeyLocations, Mistake, Mistakes, Origin, ParsedKey, Reader, SourceLocation, entries,
 };
-use crate::tasks::TaskSettings;
+use crate::tasks::{Task, TaskSettings};
 use std::path::Path;
 use toml::de::DeTable;
 
@@ -339,11 +339,11 @@ impl Recipe {
         self.train.steps > 0 || self.cold_start.steps > 0
     }
 
-    /// Returns the maximum number of characters of all replies to the calls of a turn. `has_python` tells
-    /// whether the task has the Python tool. `None` if a task program answers all calls.
-    pub fn reply_chars_max(&self, has_python: bool) -> Option<usize> {
+    /// Returns the maximum number of characters of all replies to the calls of a turn of `task`. `has_python`
+    /// tells whether the task has the Python tool. `None` without tools.
+    pub fn reply_chars_max(&self, task: &dyn Task, has_python: bool) -> Option<usize> {
         let python = has_python.then_some(self.interpreter.output_chars_max);
-        python.max(self.tools.as_ref().map(|tools| tools.mcp.output_chars_max))
+        python.max(task.reply_chars_max())
     }
 
     /// Returns every table and key, in the order of declaration, with this recipe's values.

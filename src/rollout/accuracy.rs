@@ -34,8 +34,8 @@ pub fn pass_at(k: usize, samples: &[SampleResult]) -> f64 {
 pub struct Vote {
     pub answer: String,
     pub votes: usize,
-    /// Whether a sample with this answer was right.
-    pub success: bool,
+    /// Number of the votes whose sample was right: all or none, if only the answer decides.
+    pub successes: usize,
 }
 
 /// Counts the votes of each answer. The answer with the most votes comes first. Of two answers with the same
@@ -47,21 +47,26 @@ pub fn count_votes(task: &dyn Task, samples: &[SampleResult]) -> Vec<Vote> {
         match votes.iter_mut().find(|vote| task.same_answer(&vote.answer, answer)) {
             Some(vote) => {
                 vote.votes += 1;
-                vote.success |= sample.success;
+                vote.successes += usize::from(sample.success);
             }
-            None => votes.push(Vote { answer: answer.clone(), votes: 1, success: sample.success }),
+            None => {
+                let successes = usize::from(sample.success);
+                votes.push(Vote { answer: answer.clone(), votes: 1, successes });
+            }
         }
     }
     votes.sort_by_key(|vote| std::cmp::Reverse(vote.votes));
     votes
 }
 
-/// Returns 1 if the answer with the most votes is right, else 0. For a tie, returns the fraction of tied
-/// answers that are right, as if one of them were chosen at random. Returns 0 if there is no answer.
+/// Returns 1 if the answer with the most votes is right, else 0. For a tie, returns the mean over the tied
+/// answers, as if one of them were chosen at random. Returns 0 if there is no answer. If samples with the same
+/// answer were graded differently, as an agent's may be, an answer counts by the fraction that was right.
 pub fn majority(votes: &[Vote]) -> f64 {
     let votes_max = votes.first().map_or(0, |vote| vote.votes);
     let first = votes.iter().take_while(|vote| vote.votes == votes_max);
-    first.clone().filter(|vote| vote.success).count() as f64 / first.count().max(1) as f64
+    let right: f64 = first.clone().map(|vote| vote.successes as f64 / vote.votes as f64).sum();
+    right / first.count().max(1) as f64
 }
 
 /// A mean over problems, with its 95% confidence interval.
@@ -169,6 +174,8 @@ mod tests {
         assert_eq!(vote(&[("9", false), ("7", true), ("8", false)]), 1.0 / 3.0);
         assert_eq!(vote(&[("", false), ("", false), ("7", true)]), 1.0);
         assert_eq!(vote(&[("", false)]), 0.0);
+        // One right sample made an agent's answer "Done." right, whatever became of the others.
+        assert_eq!(vote(&[("Done.", false), ("Done.", true), ("Done.", false), ("Done.", false)]), 0.25);
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, ROWS_BYTES_MAX};
 use crate::trajectory::{Group, Outcome, Trajectory, TrajectoryRow, check_kept_tokens};
 use anyhow::Result;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// Reads every row of `path`. With `may_be_partial`, a last line without a line feed is skipped, because a
@@ -113,10 +113,12 @@ impl StoredRollouts {
         let shown = path.display();
         let (rows, _) = read(path, false)?;
         let (mut groups, mut group_indices) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
+        let mut failed = BTreeSet::new();
         for (row, number) in rows.into_iter().zip(1..) {
             let t: &Trajectory = &row.trajectory;
             // Nothing is learned from an episode that failed.
             if t.tokens.is_empty() {
+                failed.insert((t.step, t.prompt));
                 continue;
             }
             if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocab_size) {
@@ -147,9 +149,13 @@ impl StoredRollouts {
                 None => groups.push(vec![row]),
             }
         }
+        // The only episode left of a group has none to be compared with.
+        groups.retain(|group| {
+            group.len() > 1 || !failed.contains(&(group[0].trajectory.step, group[0].trajectory.prompt))
+        });
         if !groups.iter().flatten().any(|row| row.trajectory.mask.contains(&true)) {
             return Err(bad_input!(
-                "{shown}: has no sampled token to train on; write trajectories with `rloss rollout`"
+                "{shown}: has no sampled token to train on; write trajectories with `rloss rollout` (failed episodes, and the only one left of a group, do not count)"
             ));
         }
         Ok(Self { groups })

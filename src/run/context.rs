@@ -295,7 +295,7 @@ impl RunContext {
             chat: &self.chat,
             task: self.task.as_ref(),
             interpreter: self.interpreter.as_deref(),
-            reply_chars_max: self.recipe().reply_chars_max(self.interpreter.is_some()),
+            reply_chars_max: self.recipe().reply_chars_max(self.task.as_ref(), self.interpreter.is_some()),
             system_prompt: &self.system_prompt,
             plan,
         }
@@ -323,7 +323,7 @@ impl RunContext {
         if let Some(agent) = &self.agent {
             let kept = match plan.purpose {
                 Purpose::Sampling => EpisodeTrajectories::All,
-                _ => EpisodeTrajectories::OneEach,
+                _ => EpisodeTrajectories::OneEach(&|_, _| ()),
             };
             return agent.sample_groups(engine, plan, (prompts, samples), kept, progress, stop);
         }
@@ -370,7 +370,7 @@ impl RunContext {
     }
 
     /// Samples as [`Self::sample_groups`] does, on this process alone, and passes each trajectory to
-    /// `finished`. An agent's episodes give one trajectory each, after the last one has ended.
+    /// `finished`. An agent's episodes give one trajectory each, when the rollout ends.
     ///
     /// # Errors
     /// The errors of [`Self::sample_groups`].
@@ -387,12 +387,8 @@ impl RunContext {
             let rollout = self.rollout(engine, plan);
             return rollout.sample_with_observer(prompts, samples, progress, finished, stop);
         };
-        let kept = EpisodeTrajectories::OneEach;
-        let rollouts = agent.sample_groups(engine, plan, (prompts, samples), kept, progress, stop)?;
-        for (group, messages) in rollouts.iter().flat_map(|all| all.groups.iter().zip(&all.messages)) {
-            group.trajectories.iter().zip(messages).for_each(|(one, messages)| finished(one, messages));
-        }
-        Ok(rollouts)
+        let kept = EpisodeTrajectories::OneEach(finished);
+        agent.sample_groups(engine, plan, (prompts, samples), kept, progress, stop)
     }
 
     /// Returns a message about dead workers of the Python tool, if any.

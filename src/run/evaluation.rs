@@ -6,7 +6,7 @@ use crate::metrics::{Accumulator, Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, SampleResult, Vote};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::tasks::{Transcript, ValidationSet};
-use crate::trajectory::{CallOutcome, TrajectoryRow};
+use crate::trajectory::{CallOutcome, Outcome, TrajectoryRow};
 use anyhow::Result;
 
 /// The result of an evaluation: one entry per validation set.
@@ -140,7 +140,9 @@ fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) 
         outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
     };
-    SampleResult { success: trajectory.success, answer: context.task.answer_text(&transcript) }
+    let has_answer = trajectory.outcome != Outcome::TaskFailed;
+    let answer = has_answer.then(|| context.task.answer_text(&transcript)).flatten();
+    SampleResult { success: trajectory.success, answer }
 }
 
 impl Evaluation {

@@ -8,7 +8,9 @@
 mod protocol;
 
 use super::process::ProcessPool;
-use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
+use super::{
+    Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet, clip_reply,
+};
 use crate::bad_input;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
@@ -25,7 +27,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: false,
     data: "",
     reward_min: 0.0,
-    keys: &["command", "command_timeout_s", "command_processes"],
+    keys: &["command", "command_timeout_s", "command_processes", "command_output_chars_max"],
     make: |settings, context| Ok(Box::new(CommandTask::start(settings, context)?)),
 };
 
@@ -38,6 +40,8 @@ const WARNINGS_MAX: usize = 10;
 pub(super) const TIMEOUT_S: f64 = 60.0;
 /// Default of `task.command_processes`.
 pub(super) const PROCESSES: usize = 4;
+/// Default of `task.command_output_chars_max`.
+pub(super) const OUTPUT_CHARS_MAX: usize = 4096;
 /// A key in [`Problem::answer`]. It marks a placeholder for a problem that the program failed to give. The
 /// value of the key is the error.
 const FAILURE_KEY: &str = "rloss: task_failed";
@@ -47,6 +51,7 @@ pub struct CommandTask {
     description: TaskDescription,
     validation: Vec<ValidationSet>,
     program: Program,
+    output_chars_max: usize,
     warnings: AtomicUsize,
     console: Console,
 }
@@ -73,8 +78,14 @@ impl CommandTask {
         let request = json!({ "request": "describe", "version": VERSION });
         let description = program.ask(request, true, TaskDescription::read).map_err(wrong)?;
         let count = description.validation_problems;
-        let mut task =
-            Self { description, validation: vec![], program, warnings: AtomicUsize::new(0), console };
+        let mut task = Self {
+            description,
+            validation: vec![],
+            program,
+            output_chars_max: settings.command_output_chars_max.unwrap_or(OUTPUT_CHARS_MAX),
+            warnings: AtomicUsize::new(0),
+            console,
+        };
         if !task.description.has_request_ids {
             task.console.print(
                 "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot \
@@ -255,8 +266,13 @@ impl Task for CommandTask {
         self.description.has_function_tools
     }
 
+    fn reply_chars_max(&self) -> Option<usize> {
+        self.answers_calls().then_some(self.output_chars_max)
+    }
+
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
-        self.content("call", problem, transcript)
+        let reply = self.content("call", problem, transcript)?;
+        Ok(reply.map(|text| clip_reply(&text, self.output_chars_max)))
     }
 
     fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {

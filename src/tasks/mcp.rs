@@ -254,6 +254,10 @@ impl Task for McpTask {
         true
     }
 
+    fn reply_chars_max(&self) -> Option<usize> {
+        self.inner.reply_chars_max().max(Some(self.output_chars_max))
+    }
+
     /// Returns the text of the server's reply. The model also gets errors that the server reports for a call,
     /// and an error for arguments that are no JSON object.
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {

@@ -140,6 +140,12 @@ pub trait Task: Send + Sync {
         false
     }
 
+    /// Returns the maximum number of characters of a [tool's reply](Self::tool_reply). `None` if the task
+    /// answers no calls.
+    fn reply_chars_max(&self) -> Option<usize> {
+        None
+    }
+
     /// Answers the call at the end of `transcript`. `None` if there is no such tool. Called only for tasks
     /// that [have tools](Self::answers_calls). May be slow.
     ///

@@ -50,6 +50,9 @@ table! {
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
         /// Number of processes of the task `command`. Each answers one request at a time. Absent means 4.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
+        /// Maximum number of characters of a tool's reply from the program of the task `command`. The middle
+        /// of a longer one is removed. The calls of a turn share them. Absent means 4096.
+        pub command_output_chars_max: Option<usize> = None => from(64.0).to(1048576.0),
         /// Address and port of the server for the program of the task `agent`, such as `127.0.0.1:9000`.
         /// Absent means this machine alone and a free port. Without `command`, or if other machines reach it,
         /// it needs a secret token in the environment variable `RLOSS_SERVE_TOKEN`.
@@ -135,6 +138,7 @@ impl TaskSettings {
         if reads("command_processes") {
             self.command_timeout_s.get_or_insert(command::TIMEOUT_S);
             self.command_processes.get_or_insert(command::PROCESSES);
+            self.command_output_chars_max.get_or_insert(command::OUTPUT_CHARS_MAX);
         }
     }
 

@@ -1,7 +1,7 @@
 //! Instruction following with instructions that a program can check. Validation: IFEval and Multi-IF.
 //! Training: rows in their format, or prompts that are composed from maths questions.
 
-use super::instructions::compose::compose;
+use super::instructions::compose::{INSTRUCTION_CHARS_MAX, INSTRUCTIONS_MAX, compose};
 use super::instructions::{Instruction, check_strictly};
 use super::rows::{self, EpochOrder};
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
@@ -224,12 +224,15 @@ impl Task for VerifyIf {
         }
     }
 
-    /// Leaves out no question. A question gets its instructions when it is drawn, so the length of its prompt
-    /// is not known.
+    /// A question gets its instructions when it is drawn, so it must fit with the longest ones.
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
         self.order.leave_out(|row| match &self.train[row] {
             PromptSource::Ready(turn) => fits(&problem(String::new(), std::slice::from_ref(turn))),
-            PromptSource::Question(_) => true,
+            PromptSource::Question(question) => {
+                let instructions = "the ".repeat(INSTRUCTIONS_MAX * INSTRUCTION_CHARS_MAX / 4);
+                let messages = vec![Message::user(format!("{question}\n\n{instructions}"))];
+                fits(&Problem { id: String::new(), messages, answer: Value::Null })
+            }
         })
     }
 

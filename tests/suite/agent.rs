@@ -274,6 +274,19 @@ fn bug_a_rollout_with_episodes_that_failed_is_read_again_and_trained_on() {
     run("train", &["train.steps=1", &format!("train.trajectories={}", file.display())]);
     let trained = folder.path().join("train/trajectories/step-000001.jsonl");
     assert_eq!(std::fs::read_to_string(trained).unwrap().lines().count(), 12 - failed);
+    // The only episode left of a group trained with its whole reward as its advantage.
+    let (failures, rest): (Vec<&str>, Vec<&str>) =
+        rows.lines().partition(|row| row.contains("\"tokens\":[]"));
+    let lone = folder.path().join("lone.jsonl");
+    std::fs::write(&lone, failures.join("\n") + "\n" + rest[0] + "\n").unwrap();
+    let mut command = rloss(folder.path());
+    command.args(["train", "agent.toml", "--out", "lone", "--set"]);
+    let output = command.arg(format!("train.trajectories={}", lone.display())).output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.code() == Some(2) && errors.contains("has no sampled token to train on"),
+        "{errors}"
+    );
 }
 
 #[test]
@@ -307,6 +320,45 @@ fn a_program_that_gives_up_ends_the_run_with_its_last_words() {
     assert_eq!(run.output.status.code(), Some(1));
     assert!(run.errors().contains("for 3 steps no group has had enough episodes"), "{}", run.errors());
     assert_eq!(run.errors().matches("the program did not ask for it").count(), 1);
+    // An episode that failed because the program ended counted as progress, so such a program never gave up.
+    let run = AgentRun::start("crashing", &["train.steps=1"]);
+    assert_eq!(run.output.status.code(), Some(1), "{}", run.errors());
+    assert!(
+        run.errors().contains("again and again, without a finished episode in between"),
+        "{}",
+        run.errors()
+    );
+}
+
+#[test]
+fn bug_an_evaluation_that_ended_early_lost_the_episodes_that_were_finished() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    std::fs::write(folder.path().join("agent.toml"), recipe("halting")).unwrap();
+    let eval = || {
+        let sets = ["task.validation_rows_max=8", "eval.samples=1"];
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        rloss(folder.path()).args(["eval", "agent.toml", "--out", "eval"]).args(sets).output().unwrap()
+    };
+    let errors = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
+    let file = |end: &str| {
+        let path = folder.path().join("eval/trajectories/eval-000000.jsonl").display().to_string() + end;
+        std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
+    };
+    let halted = eval();
+    assert_eq!(halted.status.code(), Some(1), "{}", errors(&halted));
+    let kept = file(".partial");
+    assert!(
+        kept.lines().count() >= 3 && kept.lines().all(|line| line.contains("\"agent/validation/")),
+        "{kept}"
+    );
+    std::fs::write(folder.path().join("ready"), "").unwrap();
+    let ended = eval();
+    assert_eq!(ended.status.code(), Some(0), "{}", errors(&ended));
+    let all = file("");
+    assert!(all.lines().count() == 8 && all.starts_with(&kept), "{kept}\n{all}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use crate::data;
 use rloss::error::BadInput;
 use rloss::random::{Purpose, stream};
-use rloss::tasks::instructions::compose::{ComposedPrompt, INSTRUCTIONS_MAX, compose};
+use rloss::tasks::instructions::compose::{ComposedPrompt, INSTRUCTION_CHARS_MAX, INSTRUCTIONS_MAX, compose};
 use rloss::tasks::instructions::{IDS, Instruction, check_strictly};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -269,6 +269,8 @@ fn every_composed_set_can_be_followed_as_a_whole() {
         let row = serde_json::to_value(&composed).unwrap();
         let parsed = instructions(&row);
         sizes[parsed.len()] += 1;
+        let added = composed.prompt.chars().count() - QUESTION.trim_end().chars().count() - 1;
+        assert!(added <= parsed.len() * (INSTRUCTION_CHARS_MAX + 1), "{}", composed.prompt);
         for id in &composed.instruction_id_list {
             *drawn.entry(id).or_default() += 1;
         }

@@ -337,6 +337,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             critic_trainable: Some(critic_trainable),
             tokenizer_bytes: 0,
             python_workers: 0,
+            reply_chars_max: None,
             threads: 1,
             layers_on_demand: false,
             processes: 1,

@@ -80,12 +80,13 @@ fn sub_tables_come_after_keys_so_that_the_written_recipe_reads_back() {
 }
 
 /// Keys of `[task]` that the task of [`EVERYTHING`] does not read.
-const OTHER_TASKS: [&str; 8] = [
+const OTHER_TASKS: [&str; 9] = [
     "task.extraction",
     "task.grading",
     "task.command",
     "task.command_timeout_s",
     "task.command_processes",
+    "task.command_output_chars_max",
     "task.serve_on",
     "task.episode_timeout_s",
     "task.episodes_at_once",

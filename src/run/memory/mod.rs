@@ -118,6 +118,8 @@ pub struct MemoryPlanInput<'a> {
     pub tokenizer_bytes: u64,
     /// Number of worker processes of the Python tool. 0 without the tool.
     pub python_workers: usize,
+    /// Maximum number of characters of all replies to the calls of a turn. `None` without tools.
+    pub reply_chars_max: Option<usize>,
     pub threads: usize,
     /// Whether layers stay on disk and are read on demand.
     pub layers_on_demand: bool,
@@ -490,8 +492,7 @@ impl MemoryPlanInput<'_> {
     pub(super) fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
         // The calls of a turn share the characters of one reply. A character takes about one token at most.
-        let reply_chars = self.recipe.reply_chars_max(self.python_workers > 0);
-        let reply_tokens = reply_chars.map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
+        let reply_tokens = self.reply_chars_max.map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
         let replies = rollout.turns_max.saturating_sub(1);
         let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply_tokens;
         tokens.min(self.config.max_position_embeddings)

@@ -42,9 +42,9 @@ impl MemoryPlanInput<'_> {
     /// Returns the memory of the program and of the tool's idle workers. Code that runs in a worker may use
     /// up to `interpreter.memory_mib` more.
     pub(super) fn program(&self) -> Vec<MemoryItem> {
-        let calls = match self.python_workers {
-            0 if self.recipe.tools.is_none() => 0,
-            _ => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
+        let calls = match self.reply_chars_max {
+            None => 0,
+            Some(_) => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
         // There is one pool of `threads` threads, and there are `threads` pools of one thread each. Each
         // sampling beside the update has as many again.

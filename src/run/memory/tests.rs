@@ -69,6 +69,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 adapter: None,
                 tokenizer_bytes: 0,
                 python_workers: 0,
+                reply_chars_max: None,
                 threads: 1,
                 layers_on_demand: false,
                 processes,

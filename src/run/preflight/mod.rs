@@ -319,6 +319,7 @@ impl Preflight {
                 Some(_) => worker_count(&self.plan.recipe, self.threads.count(), self.mesh.ranks_on_host()),
                 None => 0,
             },
+            reply_chars_max: self.plan.recipe.reply_chars_max(self.task.as_ref(), self.interpreter.is_some()),
             threads: self.threads.count(),
             layers_on_demand: self.layers_on_demand,
             processes: self.processes,

@@ -1,7 +1,7 @@
 //! Replies of a task program. Their keys, types and request ids are checked as strictly as a recipe.
 
 use crate::chat::functions::check_functions;
-use crate::harmony::Message;
+use crate::harmony::{Message, messages_from_json};
 use crate::settings::closest_word;
 use crate::tasks::{Problem, Reward};
 use anyhow::{Context, Result, anyhow, bail};
@@ -79,7 +79,8 @@ impl ProgramReply {
         let messages = match (self.take("messages"), self.text("prompt")?) {
             (None, Some(prompt)) => vec![Message::user(prompt)],
             (None, None) => bail!("a problem has neither `prompt`, a string, nor `messages`"),
-            (Some(messages), _) => serde_json::from_value(messages).context("`messages` of the answer")?,
+            (Some(_), Some(_)) => bail!("a problem has both `prompt` and `messages`"),
+            (Some(messages), None) => messages_from_json(&messages, "the answer")?,
         };
         let id = self.text("id")?.unwrap_or_else(|| default_id.to_owned());
         Ok(Problem { id, messages, answer: self.take("answer").unwrap_or(Value::Null) })

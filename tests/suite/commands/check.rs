@@ -259,6 +259,38 @@ fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
     assert!(stderr(&refused).contains("more than rollout.prompt_tokens_max = 50"), "{}", stderr(&refused));
 }
 
+/// A question of `verify_if` gets its instructions when it is drawn, so none was left out.
+#[test]
+fn bug_a_question_too_long_for_its_instructions_ended_the_run_that_drew_it() {
+    let folder = TempDir::new().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let questions = format!("{{\"question\": \"2+2?\"}}\n{{\"question\": \"{}\"}}\n", "2+2?".repeat(200));
+    let row =
+        "{\"prompt\": \"1+3?\", \"instruction_id_list\": [\"punctuation:no_comma\"], \"kwargs\": [{}]}\n";
+    let train_file = format!("task.train_file={}", file("train.jsonl", &questions));
+    let validation_file = format!("task.validation_file={}", file("held_out.jsonl", row));
+    let sets = [
+        "task.name=verify_if",
+        &train_file,
+        &validation_file,
+        "cold_start.steps=0",
+        "train.steps=3",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "rollout.turns_max=1",
+        "rollout.prompt_tokens_max=850",
+        "rollout.response_tokens_max=8",
+        "model.architecture.max_position_embeddings=1024",
+        "eval.every_steps=0",
+    ];
+    let told = stderr(&done(&mut train(&folder.path().join("run"), &sets)));
+    assert!(told.contains("1 training problem left out: longer than the 850 tokens that"), "{told}");
+}
+
 /// `train` refused it, `check` did not.
 #[test]
 fn a_prompt_that_train_would_refuse_is_refused() {

@@ -6,6 +6,9 @@ use crate::skips;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::metrics::Console;
+use rloss::recipe::resolve;
+use rloss::run::memory::ModelCommand;
+use rloss::run::preflight::Preflight;
 use rloss::settings::Choice;
 use rloss::tasks::{Reward, Task, TaskContext, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
@@ -24,6 +27,8 @@ def answer(ask):
         return {"prompt": f"{ask['split']} {ask['seed']} {ask['index']}", "answer": ask["index"]}
     if kind == "call":
         call = ask["messages"][-1]
+        if call["recipient"] == "functions.long":
+            return {"content": "a" * 3000 + "b" * 3000}
         return {"content": "21" if call["recipient"] == "functions.half" else None}
     if kind == "turn":
         return {"content": "And twice that?" if len(ask["messages"]) == 1 else None}
@@ -127,6 +132,30 @@ fn a_program_gives_problems_tool_replies_turns_and_rewards() {
     assert_eq!(reward, Reward::new(0.75, true));
 }
 
+/// A reply had no limit, and the memory plan had no place for it.
+#[test]
+fn a_long_tool_reply_loses_its_middle_and_the_memory_plan_counts_the_rest() {
+    if !skips::python3() {
+        return;
+    }
+    let script = Script::new(FRAME);
+    let messages = [Message::call("functions.long", "commentary", "{}")];
+    for (chars_max, kept) in [(None, 4096), (Some(64), 64)] {
+        let settings = TaskSettings { command_output_chars_max: chars_max, ..settings(&script.command()) };
+        let task = open(&settings).unwrap();
+        let reply = task.tool_reply(&task.training_problem(7, 12), &transcript(&messages)).unwrap().unwrap();
+        let cut = format!("\n[... {} characters cut ...]\n", 6000 - kept);
+        assert_eq!(reply, ["a".repeat(kept / 2), cut, "b".repeat(kept / 2)].concat());
+
+        let mut text = format!("task.name = \"command\"\ntask.command = {:?}\n", script.command());
+        text += "model.architecture.max_position_embeddings = 320\n";
+        chars_max.iter().for_each(|chars| text += &format!("task.command_output_chars_max = {chars}\n"));
+        let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
+        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        assert_eq!(preflight.memory_plan_input().reply_chars_max, Some(kept));
+    }
+}
+
 #[test]
 fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_on() {
     if !skips::python3() {
@@ -216,6 +245,12 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         let error = Script::new(text).build().err().expect("refused");
         error.downcast_ref::<BadInput>().expect("bad input").0.clone()
     };
+    let problem = |answer: &str| {
+        format!(
+            "import json, sys\nfor line in sys.stdin:\n    ask = json.loads(line)['request']\n    \
+             print(json.dumps({{}} if ask == 'describe' else {answer}), flush=True)"
+        )
+    };
     let cases = [
         ("", "the process"),
         ("print('hello')", "is not JSON"),
@@ -244,6 +279,11 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         ),
         ("print('{\"validation_problems\": \"64\"}')", "`validation_problems` of the answer is \"64\""),
         ("for line in __import__('sys').stdin: print('{}', flush=True)", "neither `prompt`"),
+        (
+            &problem("{'messages': [{'role': 'assistant', 'content': '', 'tool_calls': []}]}"),
+            "the answer: message 1: unknown field `tool_calls`",
+        ),
+        (&problem("{'prompt': 'x', 'messages': []}"), "both `prompt` and `messages`"),
     ];
     for (text, reason) in cases {
         let message = refused(text);

@@ -15,6 +15,8 @@ use serde_json::Value;
 
 /// Maximum number of instructions in a composed prompt.
 pub const INSTRUCTIONS_MAX: usize = 3;
+/// Maximum number of characters of a composed instruction.
+pub const INSTRUCTION_CHARS_MAX: usize = 160;
 
 /// A composed prompt in IFEval's row format: `kwargs[i]` belongs to `instruction_id_list[i]`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
