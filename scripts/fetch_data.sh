@@ -86,6 +86,8 @@ fetch_dapo_math() {
         echo "the set is a Parquet file: reading it needs python3 with pyarrow (pip install pyarrow)" >&2
         exit 1
     fi
+    local keep=
+    if [ -s "$parquet" ]; then keep=1; fi
     get dapo-math/dapo-math-17k.parquet \
         https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k/resolve/main/data/dapo-math-17k.parquet
     python3 - "$parquet" "$rows.part" <<'PYTHON'
@@ -110,7 +112,7 @@ with gzip.open(sys.argv[2], "wt", encoding="utf-8") as out:
 print(len(seen), "problems")
 PYTHON
     mv "$rows.part" "$rows"
-    rm -f "$parquet"
+    if [ -z "$keep" ]; then rm -f "$parquet"; fi
     echo "fetched: $rows"
 }
 

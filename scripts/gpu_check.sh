@@ -271,12 +271,12 @@ sanitizer() {
     fi
     rloss timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 9 \
         "$binary" gpu-check oracle links --small --device "$device" >"$scratch/sanitizer" 2>&1 || code=$?
-    summary=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|not supported' "$scratch/sanitizer" | tail -1 | sed 's/^=* *//')
+    summary=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|not supported' "$scratch/sanitizer" | tail -1 | sed 's/^=* *//' || true)
     if [ $code = 0 ]; then row "compute-sanitizer $1" passed "$summary"; fi
     if [ $code = 1 ] || [ $code = 9 ]; then
         row "compute-sanitizer $1" "**FAILED**" "code $code: $summary"
         failed=1
-        grep -v '^|' "$scratch/sanitizer" | head -40 >&2
+        grep -v '^|' "$scratch/sanitizer" | head -40 >&2 || true
         return
     fi
     end "compute-sanitizer $1" "$code" "$scratch/sanitizer"

@@ -5,7 +5,7 @@ dictionary {"reward": 1.0, "success": True, "metrics": {"name": 0.5}}. An except
 step learns from it. Several are played at once: by `run` in threads, by `run_async` in one event loop.
 """
 
-import asyncio, json, os, threading, traceback
+import asyncio, json, os, traceback
 from concurrent.futures import ThreadPoolExecutor
 from urllib.request import Request, urlopen
 
@@ -24,6 +24,8 @@ def failure(error):
 def tell(episode, result):
     try:
         post(f"{episode['id']}/reward", result if isinstance(result, dict) else {"reward": float(result)})
+    except (TypeError, ValueError) as error:  # It is no JSON, as NumPy's numbers are none.
+        tell(episode, failure(error))
     except OSError as error:  # The episode had already ended, by its time limit.
         print(f"{episode['id']}: {error}")
 
@@ -31,17 +33,15 @@ def tell(episode, result):
 def run(play, at_once=16):
     def work():
         while not (episode := post("next", {})).get("done"):
-            if episode["id"] is None:
-                continue  # There is none now, for example because the weights are being updated.
-            try:
-                result = play(episode)
-            except Exception as error:
-                result = failure(error)
-            tell(episode, result)
+            if episode["id"] is not None:  # There may be none now, because the weights are being updated.
+                try:
+                    result = play(episode)
+                except Exception as error:
+                    result = failure(error)
+                tell(episode, result)
 
-    threads = [threading.Thread(target=work) for _ in range(at_once)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    with ThreadPoolExecutor(at_once) as threads:
+        list(threads.map(lambda _: work(), range(at_once)))
 
 
 async def run_async(play, at_once=16):

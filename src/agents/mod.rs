@@ -29,7 +29,7 @@ use crate::rollout::{
 };
 use crate::serve::{Access, Metrics};
 use crate::tasks::TaskSettings;
-use crate::trajectory::{Group, Trajectory};
+use crate::trajectory::{Group, Outcome, Trajectory};
 use crate::user_key::random_bytes;
 use anyhow::{Context, Error, Result, anyhow};
 use board::{Board, Command, EpisodeResult, RoundPlan};
@@ -65,7 +65,7 @@ pub enum EpisodeTrajectories<'a> {
     /// Every trajectory of every episode that did not fail, for training.
     All,
     /// One for each episode: its newest trajectory, or one without tokens if the episode failed. The observer
-    /// gets those of the ended episodes even if the rollout fails or is stopped.
+    /// gets those of the rewarded episodes even if the rollout fails or is stopped.
     OneEach(&'a Observer<'a>),
 }
 
@@ -241,8 +241,12 @@ impl AgentSession {
         let (results, counts) = board.end_round();
         let rollouts = collect(results, counts, prompts, samples, kept);
         if let EpisodeTrajectories::OneEach(finished) = kept {
+            // After an early end, failed episodes are played again.
+            let ended_early = ran.is_err() || is_stopped.load(Ordering::Relaxed);
+            let is_kept = |one: &Trajectory| !ended_early || one.outcome != Outcome::TaskFailed;
             for (group, messages) in rollouts.groups.iter().zip(&rollouts.messages) {
-                group.trajectories.iter().zip(messages).for_each(|(one, messages)| finished(one, messages));
+                let all = group.trajectories.iter().zip(messages);
+                all.filter(|(one, _)| is_kept(one)).for_each(|(one, messages)| finished(one, messages));
             }
         }
         ran.context("the agent's rollout")?;

@@ -13,6 +13,7 @@ use crate::run::context::RunContext;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
 use crate::run::header;
 use crate::run::memory::ModelCommand;
+use crate::run::run_folder::EVAL_FILE;
 use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
 use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
@@ -82,7 +83,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics()? };
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(&context, step, &evaluation))?;
-    write_file(&out.join("eval.json"), &(text + "\n"))?;
+    write_file(&out.join(EVAL_FILE), &(text + "\n"))?;
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);

@@ -175,6 +175,12 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
             ),
         };
     }
+    if !sizing.fits {
+        output += &format!(
+            "\nThis takes {}, more than is free on this machine; rloss check names what helps.\n",
+            sizing.memory
+        );
+    }
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));
     print_text(&output)?;
     Ok(EXIT_SUCCESS)

@@ -19,7 +19,8 @@ table! {
         pub advantage: Advantage = Advantage::Grpo,
         /// The policy loss.
         pub loss: Loss = Loss::default(),
-        /// How token losses become one number.
+        /// How token losses become one number. `gspo` and `sapo` are published with
+        /// `sequence_mean_token_mean`.
         pub aggregation: Aggregation = Aggregation::TokenMean,
         /// The log-probabilities in the denominator of the importance ratio.
         pub old_logprob: OldLogProbSource = OldLogProbSource::Detach,

@@ -16,7 +16,11 @@ pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
     let mut groups: Vec<(Option<toml::Table>, Vec<usize>)> = Vec::new();
     for (i, run) in runs.iter().enumerate() {
         let recipe = (!run.recipe.is_empty()).then(|| without_seed(&run.recipe));
-        let known = groups.iter_mut().find(|(group_recipe, _)| recipe.is_some() && *group_recipe == recipe);
+        let has_other_seed =
+            |&member: &usize| runs[member].setting("train.seed") != run.setting("train.seed");
+        let known = groups.iter_mut().find(|(group_recipe, members)| {
+            recipe.is_some() && *group_recipe == recipe && members.iter().all(has_other_seed)
+        });
         match known {
             Some((_, members)) => members.push(i),
             None => groups.push((recipe, vec![i])),
@@ -100,6 +104,7 @@ mod tests {
             let mut run = run(&seed.to_string(), &format!("[train]\nseed = {seed}\n"), &[0.0, 0.0]);
             run.rows[1].metrics.set("rollout_corr/kl", kl);
             run.rows[1].metrics.set("mismatch/log_ppl_abs_diff_max", kl.abs());
+            run.rows[1].metrics.set("outcome/finished", f64::from(seed));
             run
         };
         let curves = merge_seeds(&mut [seed(1, -0.3), seed(2, 0.4)]);
@@ -112,6 +117,9 @@ mod tests {
         );
         let summary = &tables::summary(&curves)[0];
         assert_eq!(summary.get_attr("mismatch").unwrap().to_string(), "up to 0.4 (1 step)");
+        // The ends of the band were counted as outcomes.
+        let outcomes = tables::outcomes(&curves).unwrap().get_attr("rows").unwrap();
+        assert_eq!(outcomes.len(), Some(1), "{outcomes}");
     }
 
     fn run(label: &str, recipe: &str, rewards: &[f64]) -> Run {
@@ -138,11 +146,12 @@ mod tests {
             run("c", &recipe(2, 0.5), &[1.0, 2.0, 3.0]),
             run("no recipe", "", &[5.0]),
             run("none either", "", &[5.0]),
+            run("a again", &recipe(1, 0.5), &[0.0, 1.0]),
         ];
         let curves = merge_seeds(&mut runs);
-        assert_eq!(runs.map(|run| run.curve), [0, 1, 0, 2, 3]);
+        assert_eq!(runs.map(|run| run.curve), [0, 1, 0, 2, 3, 4]);
         let labels: Vec<&str> = curves.iter().map(|run| run.label.as_str()).collect();
-        assert_eq!(labels, ["a, c (2 seeds)", "b", "no recipe", "none either"]);
+        assert_eq!(labels, ["a, c (2 seeds)", "b", "no recipe", "none either", "a again"]);
         assert_eq!(curves[0].seeds, "1, 2");
         assert_eq!(curves[0].series(Phase::Rl, "critic/rewards/mean"), [(1, 0.5), (2, 1.5), (3, 3.0)]);
         let end = |end: &str| curves[0].series(Phase::Rl, &format!("critic/rewards/mean/{end}"));

@@ -190,7 +190,8 @@ fn wall_time(rows: &[Row]) -> String {
 /// Returns the outcome counts: one row per metric, with the counts of each run's first and last RL step.
 /// `None` if no run counted outcomes. Counts of tool calls are omitted if no run called a tool.
 pub(super) fn outcomes(runs: &[Run]) -> Option<Value> {
-    let is_count = |name: &str| name.starts_with("outcome/") || name.starts_with("tool/");
+    let is_count =
+        |name: &str| (name.starts_with("outcome/") || name.starts_with("tool/")) && !is_interval_end(name);
     let mut all: BTreeSet<&str> = runs.iter().flat_map(|run| names(run, is_count)).collect();
     // If all counts of tool calls are 0, they carry no information.
     let is_zero = |name: &str| {

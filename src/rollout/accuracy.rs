@@ -34,7 +34,7 @@ pub fn pass_at(k: usize, samples: &[SampleResult]) -> f64 {
 pub struct Vote {
     pub answer: String,
     pub votes: usize,
-    /// Number of the votes whose sample was right: all or none, if only the answer decides.
+    /// Number of the votes that count as right: all if one of them is and [`Task::answer_decides`].
     pub successes: usize,
 }
 
@@ -55,13 +55,16 @@ pub fn count_votes(task: &dyn Task, samples: &[SampleResult]) -> Vec<Vote> {
             }
         }
     }
+    for vote in votes.iter_mut().filter(|vote| vote.successes > 0 && task.answer_decides()) {
+        vote.successes = vote.votes;
+    }
     votes.sort_by_key(|vote| std::cmp::Reverse(vote.votes));
     votes
 }
 
 /// Returns 1 if the answer with the most votes is right, else 0. For a tie, returns the mean over the tied
-/// answers, as if one of them were chosen at random. Returns 0 if there is no answer. If samples with the same
-/// answer were graded differently, as an agent's may be, an answer counts by the fraction that was right.
+/// answers, as if one of them were chosen at random. Returns 0 if there is no answer. An agent's answer
+/// counts by the fraction that was right.
 pub fn majority(votes: &[Vote]) -> f64 {
     let votes_max = votes.first().map_or(0, |vote| vote.votes);
     let first = votes.iter().take_while(|vote| vote.votes == votes_max);
@@ -157,17 +160,19 @@ mod tests {
 
     #[test]
     fn the_majority_is_of_equal_answers_and_a_tie_counts_by_shares() {
-        let settings =
-            TaskSettings { name: TaskName::from_name("arithmetic").unwrap(), ..TaskSettings::default() };
-        let task = tasks::build(&settings, &TaskContext::default());
-        let task = task.expect("a task without files");
-        let vote = |given: &[(&str, bool)]| {
+        let task = |name: &str| {
+            let settings =
+                TaskSettings { name: TaskName::from_name(name).unwrap(), ..TaskSettings::default() };
+            tasks::build(&settings, &TaskContext::default()).expect("a task without files")
+        };
+        let votes = |task: Box<dyn Task>, given: &[(&str, bool)]| {
             let sample = |&(answer, success): &(&str, bool)| SampleResult {
                 success,
                 answer: (!answer.is_empty()).then(|| answer.to_owned()),
             };
             majority(&count_votes(task.as_ref(), &given.iter().map(sample).collect::<Vec<_>>()))
         };
+        let vote = |given: &[(&str, bool)]| votes(task("arithmetic"), given);
         assert_eq!(vote(&[("7", true), ("8", false), ("7", true)]), 1.0);
         assert_eq!(vote(&[("7", true), ("8", false), ("8", false)]), 0.0);
         assert_eq!(vote(&[("7", true), ("8", false)]), 0.5);
@@ -175,7 +180,8 @@ mod tests {
         assert_eq!(vote(&[("", false), ("", false), ("7", true)]), 1.0);
         assert_eq!(vote(&[("", false)]), 0.0);
         // One right sample made an agent's answer "Done." right, whatever became of the others.
-        assert_eq!(vote(&[("Done.", false), ("Done.", true), ("Done.", false), ("Done.", false)]), 0.25);
+        let done = [("Done.", false), ("Done.", true), ("Done.", false), ("Done.", false)];
+        assert_eq!((votes(task("agent"), &done), vote(&done)), (0.25, 1.0));
     }
 
     #[test]

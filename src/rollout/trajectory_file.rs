@@ -149,9 +149,17 @@ impl StoredRollouts {
                 None => groups.push(vec![row]),
             }
         }
-        // The only episode left of a group has none to be compared with.
+        // The only episode left of a group has none to be compared with. Rows that a run wrote have no failed
+        // episodes, so the other groups of the step tell.
+        let is_alone = |group: &[TrajectoryRow]| {
+            group.iter().all(|row| row.trajectory.sample == group[0].trajectory.sample)
+        };
+        let several: BTreeSet<u64> =
+            groups.iter().filter(|group| !is_alone(group)).map(|group| group[0].trajectory.step).collect();
         groups.retain(|group| {
-            group.len() > 1 || !failed.contains(&(group[0].trajectory.step, group[0].trajectory.prompt))
+            let first = &group[0].trajectory;
+            let had_others = failed.contains(&(first.step, first.prompt)) || several.contains(&first.step);
+            !is_alone(group) || first.sample == 0 && !had_others
         });
         if !groups.iter().flatten().any(|row| row.trajectory.mask.contains(&true)) {
             return Err(bad_input!(

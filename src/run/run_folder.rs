@@ -6,7 +6,7 @@ use super::trust::{PROGRAMS_FILE, mark_trusted};
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
-use crate::checkpoint::{self, ResumePoint, TrainerState};
+use crate::checkpoint::{self, BASE_FOLDER, ResumePoint, TrainerState};
 use crate::integrity::add_checksum;
 use crate::learner::{OptimizerSettings, Schedule};
 use crate::metrics::{
@@ -22,14 +22,18 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 /// Folders that a command creates before its first result.
-const INITIAL_FOLDERS: [&str; 2] = ["tensorboard", "trajectories"];
+const INITIAL_FOLDERS: [&str; 3] = ["tensorboard", "trajectories", BASE_FOLDER];
 
-/// Files that a command writes before its first result.
-const INITIAL_FILES: [&str; 11] = [
+/// The results of `rloss eval`.
+pub const EVAL_FILE: &str = "eval.json";
+
+/// Files that a command writes before its first result, and [`EVAL_FILE`].
+const INITIAL_FILES: [&str; 12] = [
     "recipe.toml",
     "metrics.jsonl",
     WARNINGS_FILE,
     "model.json",
+    EVAL_FILE,
     "sandbox.txt",
     "reference.safetensors",
     MARKER_FILE,
@@ -124,6 +128,8 @@ impl RunFolder {
             true => Some(TensorBoard::resume(&path.join("tensorboard"), &read_rows(&file)?)?),
             false => None,
         };
+        let last = point.filter(|point| point.state.phase == Phase::Rl).map(|point| point.state.step);
+        remove_later_trajectories(&path.join("trajectories"), last)?;
         write_recipe(path, plan)?;
         write_warnings(path, plan, point)?;
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
@@ -265,6 +271,24 @@ pub fn write_trajectories(
     write().with_context(|| format!("writing {}", file.display()))
 }
 
+/// Removes the files of steps and evaluations after step `last` from `folder`; all of them without a step.
+/// Their metrics are removed too, so a report must not show them.
+fn remove_later_trajectories(folder: &Path, last: Option<u64>) -> Result<()> {
+    for entry in fs::read_dir(folder).into_iter().flatten() {
+        let path = entry?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let number =
+            name.strip_suffix(".jsonl").and_then(|name| name.rsplit_once('-')?.1.parse::<u64>().ok());
+        let Some(step) = number.filter(|&step| last.is_none_or(|last| step > last)) else { continue };
+        let is_ours =
+            [format!("step-{step:06}.jsonl"), format!("eval-{step:06}.jsonl")].iter().any(|n| n == name);
+        if is_ours && path.is_file() {
+            fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
+        }
+    }
+    Ok(())
+}
+
 pub fn contains_run(path: &Path) -> bool {
     ["recipe.toml", "metrics.jsonl", "checkpoints"].iter().any(|name| path.join(name).exists())
 }
@@ -281,7 +305,7 @@ pub(super) fn refuse_other_files(path: &Path) -> Result<()> {
     match names.find(is_file) {
         None => Ok(()),
         Some(name) => Err(bad_input!(
-            "{}: already exists, and a run would write there; name another folder with --out",
+            "{}: already exists, and rloss may write there; name another folder with --out",
             path.join(name).display()
         )),
     }
@@ -363,6 +387,12 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     if !contains_run(path) {
         return Err(bad_input!(
             "{}: contains no run to resume; start the run without --resume, or with --resume=auto",
+            path.display()
+        ));
+    }
+    if path.join(MARKER_FILE).exists() {
+        return Err(bad_input!(
+            "{}: has the samples of `rloss eval` or `rloss rollout`; name another folder with --out",
             path.display()
         ));
     }

@@ -4,7 +4,7 @@
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
 use super::preflight::Preflight;
 use crate::metrics::{Console, format_count};
-use crate::recipe::{KeyScope, Plan, resolve_for};
+use crate::recipe::{KeyScope, resolve_for};
 use anyhow::Result;
 use std::path::{Path, PathBuf};
 
@@ -16,6 +16,8 @@ const CORE_FLOPS: f64 = 2e10;
 const FLOPS_PER_PARAMETER: f64 = 8.0;
 /// Fraction of the free memory to plan for.
 const MEMORY_SHARE: f64 = 0.8;
+/// Smallest saving of memory, as a fraction of the peak, for which sampling is slowed down.
+const SAVING_MIN: f64 = 0.02;
 /// Smallest `response_tokens_max` that is proposed.
 const RESPONSE_TOKENS_MIN: usize = 256;
 /// Mean length of a trajectory as a fraction of the maximum. It was 0.58 for Qwen2.5-0.5B on GSM8K.
@@ -31,6 +33,8 @@ const CHECKPOINT_STEPS: u64 = 5;
 const TOY_PARAMETERS: f64 = 1e7;
 /// Usual learning rate of LoRA for a model of more than [`TOY_PARAMETERS`].
 const LORA_RATE: f64 = 1e-4;
+/// A higher rate of the SFT warm-up is that of a toy model.
+const TOY_RATE: f64 = 1e-3;
 /// Usual learning rate of full training for a model of more than [`TOY_PARAMETERS`].
 const FULL_RATE: f64 = 1e-6;
 
@@ -40,6 +44,8 @@ pub struct Sizing {
     pub changes: Vec<(&'static str, String, String)>,
     /// The peak memory of training with the changes, as text.
     pub memory: String,
+    /// Whether training with the changes fits in this machine's free memory.
+    pub fits: bool,
     /// Threads and memory of this machine, as text.
     pub machine: String,
     /// The proposed `response_tokens_max` and that of the recipe, if the proposed one is smaller.
@@ -126,32 +132,51 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let peak_bytes = |changes: &[_]| -> Result<f64> {
         Ok(MemoryPlan::new(&preflight(file, text, changes)?.memory_plan_input()).peak_bytes() as f64)
     };
-    let rate = &plan.recipe.train.optimizer.lr;
-    let lora_rate = format!("{:.2e}", 10.0 * rate).parse::<f64>().unwrap_or(*rate);
-    if is_toy(&plan, parameters) {
-        let (rate, kind) = match plan.recipe.adapter {
-            Some(_) => (LORA_RATE, "LoRA"),
-            None => (FULL_RATE, "full training"),
-        };
-        let remark = format!("usual for {kind}; the base is for a much smaller model");
-        changes.push(("train.optimizer.lr", format!("{rate:e}"), remark));
+    let is_toy = plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS;
+    let warm_up = &plan.recipe.cold_start;
+    if is_toy && warm_up.steps > 0 && warm_up.optimizer.lr > TOY_RATE && plan.recipe.train.steps > 0 {
+        let remark = format!("{} in the base, which teaches a much smaller model", warm_up.steps);
+        changes.push(("cold_start.steps", "0".to_owned(), remark));
     }
     let mut peak = peak_bytes(&changes)?;
-    if peak > bytes && plan.recipe.adapter.is_none() {
+    let adds_adapter = peak > bytes && plan.recipe.adapter.is_none();
+    if adds_adapter {
         let whole = format!("full training would take {}", gigabytes(peak as u64));
         changes.push(("adapter.rank", "8".to_owned(), whole));
         changes.push(("adapter.alpha", "16.0".to_owned(), String::new()));
-        let lora_rate = if is_toy(&plan, parameters) { LORA_RATE } else { lora_rate };
-        changes.retain(|(key, ..)| *key != "train.optimizer.lr");
-        let remark = "usual for LoRA; full training has about 1e-6".to_owned();
-        changes.push(("train.optimizer.lr", format!("{lora_rate:e}"), remark));
         peak = peak_bytes(&changes)?;
+    }
+    if is_toy || adds_adapter {
+        let (rate, kind) = match adds_adapter || plan.recipe.adapter.is_some() {
+            true => (LORA_RATE, "LoRA"),
+            false => (FULL_RATE, "full training"),
+        };
+        let why =
+            if is_toy { "the base is for a much smaller model" } else { "full training has about 1e-6" };
+        changes.push(("train.optimizer.lr", format!("{rate:e}"), format!("usual for {kind}; {why}")));
+        if is_toy && critic.is_some() {
+            changes.push(("critic.optimizer.lr", format!("{:e}", 2.0 * rate), String::new()));
+        }
     }
     if peak > bytes {
         changes.push(("policy.kl.place", "\"none\"".to_owned(), "keeps no reference".to_owned()));
         changes.push(("train.recompute_layers", "true".to_owned(), String::new()));
         peak = peak_bytes(&changes)?;
     }
+    let mut sequences = rollout.sequences_max.min(prompts * samples);
+    while peak > bytes && sequences > 1 {
+        sequences /= 2;
+        let mut fewer = changes.clone();
+        fewer.retain(|(key, ..)| *key != "rollout.sequences_max");
+        let remark = "fewer take less memory, and longer".to_owned();
+        fewer.push(("rollout.sequences_max", sequences.to_string(), remark));
+        let fewer_peak = peak_bytes(&fewer)?;
+        if fewer_peak > peak - peak * SAVING_MIN {
+            break;
+        }
+        (changes, peak) = (fewer, fewer_peak);
+    }
+    let fits = free.as_ref().is_none_or(|free| peak <= free.bytes as f64);
     // `check` and `train` keep all activations if enough memory is free.
     let with_all_activations = {
         let mut preflight = preflight(file, text, &changes)?;
@@ -171,13 +196,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let missing_data = (files.filter(|file| !file.exists()).cloned().collect(), task.name.data);
     let before = plan.recipe.rollout.response_tokens_max;
     let shorter_response = (response < before).then_some((response, before));
-    Ok(Sizing { changes, memory, machine, shorter_response, missing_data })
-}
-
-/// Returns whether the recipe's base has the learning rate of a toy model, although the recipe's model is
-/// larger than one.
-fn is_toy(plan: &Plan, parameters: f64) -> bool {
-    plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS
+    Ok(Sizing { changes, memory, fits, machine, shorter_response, missing_data })
 }
 
 /// Opens the model of the recipe `text` with `changes`, as training does.

@@ -87,6 +87,10 @@ impl Task for AgentTask {
         Some(transcript.final_text().unwrap_or_default().trim().to_owned())
     }
 
+    fn answer_decides(&self) -> bool {
+        false
+    }
+
     fn reward(&self, problem: &Problem, _transcript: &Transcript) -> Result<Reward> {
         bail!("{}: the agent's program gives the reward of its episodes", problem.id)
     }

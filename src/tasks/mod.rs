@@ -166,6 +166,11 @@ pub trait Task: Send + Sync {
         a == b
     }
 
+    /// Returns whether an answer is right wherever it is given. An agent's text decides nothing.
+    fn answer_decides(&self) -> bool {
+        true
+    }
+
     /// Returns whether [`Self::next_user_message`] and [`Self::reward`] may be slow, for example because a
     /// process answers. If so, they run in parallel to decoding.
     fn may_take_long(&self) -> bool {

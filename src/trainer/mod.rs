@@ -164,6 +164,9 @@ impl Trainer {
             }
             _ => {}
         }
+        if recipe.train.steps == 0 {
+            return Ok(false);
+        }
         self.attach_adapter()?;
         let stage = self.console.start_inner_stage("optimizer, critic, reference", 0);
         let optimizer = self.optimizer(&recipe.train.optimizer, resumed.as_ref())?;

@@ -48,6 +48,7 @@ impl Trainer {
             .recipe
             .critic
             .as_ref()
+            .filter(|_| self.context.plan.recipe.train.steps > 0)
             .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.context.parameters));
         if let Some(warning) = self.folder.disk_space_warning(policy + critic) {
             self.console.print(&format!("warning: {warning}"));

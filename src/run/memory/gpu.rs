@@ -128,8 +128,7 @@ impl MemoryPlanInput<'_> {
             add("critic's gradients", self.f32_shard_bytes(&tensors));
             add("critic's optimizer", self.gpu_optimizer_bytes(&critic.optimizer, &tensors));
         }
-        // With an adapter, the reference policy is the model without the adapter.
-        if recipe.policy.needs_reference() && self.adapter.is_none() {
+        if self.needs_reference() {
             let copied = specs.iter().enumerate().filter(|(index, spec)| !self.is_packed(spec, *index));
             let copied = total_working_bytes(copied.map(|(_, spec)| spec));
             // The reference is sharded like the trainable weights.

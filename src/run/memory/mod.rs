@@ -446,8 +446,7 @@ impl MemoryPlanInput<'_> {
                 add("critic's gradients", self.f32_shard_bytes(&tensors));
                 add("critic's optimizer", self.optimizer_shard_bytes(&critic.optimizer, &tensors));
             }
-            // With an adapter, the reference policy is the model without the adapter.
-            if recipe.policy.needs_reference() && self.adapter.is_none() {
+            if self.needs_reference() {
                 // The reference policy is sharded in the same way as the trainable weights.
                 let tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
                 let frozen = self.unpacked_weight_bytes().saturating_sub(gathered_bytes(&tensors));
@@ -479,6 +478,13 @@ impl MemoryPlanInput<'_> {
             | ModelCommand::Serve => {}
         }
         items
+    }
+
+    /// Returns whether training holds a reference policy. With an adapter, it is the model without the
+    /// adapter. SFT alone needs none.
+    fn needs_reference(&self) -> bool {
+        let recipe = self.recipe;
+        recipe.train.steps > 0 && recipe.policy.needs_reference() && self.adapter.is_none()
     }
 
     /// Returns the critic's trainable tensors: its own tensors, and the factors of its adapter.

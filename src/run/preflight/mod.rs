@@ -312,7 +312,8 @@ impl Preflight {
             config: &self.source.config,
             formats: &self.source.formats,
             trainable: self.trainable.clone(),
-            critic_trainable: self.critic_trainable.clone(),
+            // SFT alone has no critic.
+            critic_trainable: self.critic_trainable.clone().filter(|_| self.plan.recipe.train.steps > 0),
             adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
             tokenizer_bytes: tokenizer_bytes(self.source.chat.vocabulary()),
             python_workers: match &self.interpreter {

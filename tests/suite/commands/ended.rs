@@ -1,8 +1,8 @@
 //! Runs that were killed, stopped by a signal or ran out of disk, and are resumed.
 
 use super::{
-    assert_same_results, baseline, checkpoints, done, line_count, output, phase, results, resumed, rows,
-    small, stderr, wait_until,
+    assert_same_results, baseline, checkpoints, done, line_count, output, phase, results, resumed, rloss,
+    rows, small, stderr, wait_until, warm_model,
 };
 use crate::skips;
 use rloss::recipe::Recipe;
@@ -60,6 +60,33 @@ pub(super) fn killed_and_resumed(out: &Path, sets: &[&str], (count, delay): (usi
     };
     surely_killed(out, sets, reached, || true);
     done(&mut resumed(out, sets));
+}
+
+/// Its page showed the trajectories of steps that it no longer had.
+#[test]
+fn bug_a_run_resumed_with_fewer_steps_kept_the_trajectories_of_the_others() {
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("run");
+    done(&mut small(&out, &["train.steps=2"]));
+    let trajectories = out.join("trajectories");
+    let kept = trajectories.join("step-000002.jsonl");
+    let row = std::fs::read(&kept).unwrap();
+    let own = ["eval-best-000004.jsonl", "step-000004.txt", "step-4.jsonl"];
+    for name in ["step-000003.jsonl", "step-000004.jsonl", "eval-000004.jsonl"].iter().chain(&own) {
+        std::fs::write(trajectories.join(name), &row).unwrap();
+    }
+    done(&mut resumed(&out, &["train.steps=3"]));
+    let new = std::fs::read(trajectories.join("step-000003.jsonl")).unwrap();
+    assert!(new != row && std::fs::read(&kept).unwrap() == row);
+    assert!(["step-000004.jsonl", "eval-000004.jsonl"].iter().all(|name| !trajectories.join(name).exists()));
+    assert!(own.iter().all(|name| trajectories.join(name).is_file()), "the user's own files");
+    // A folder of samples was taken for a run without a checkpoint.
+    let samples = folder.path().join("samples");
+    let model = format!("model.path={}", warm_model().display());
+    done(rloss().args(["rollout", "quickstart", "--set", &model, "--out"]).arg(&samples));
+    let refused = output(small(&samples, &[]).arg("--resume=auto"));
+    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
+    assert!(stderr(&refused).contains("has the samples of `rloss eval`"), "{}", stderr(&refused));
 }
 
 /// As torchrun and Slurm do: the same command again, until it ends.

@@ -89,6 +89,35 @@ fn it_is_the_sft_warm_up_of_train() {
     done(rloss().arg("eval").arg(&plain).args(sets.iter().flat_map(|set| ["--set", set])));
 }
 
+/// SFT made the reference of the recipe's KL loss, and wrote it.
+#[test]
+fn bug_sft_had_the_reference_and_the_critic_of_a_later_rl() {
+    let folder = TempDir::new().unwrap();
+    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
+    std::fs::write(&data, conversations()).unwrap();
+    let kl = "policy.kl.place=loss";
+    let planned = |steps: &str| {
+        let check = done(rloss().args(["check", "quickstart_ppo", "--set", kl, "--set", steps]));
+        let text = String::from_utf8_lossy(&check.stdout).into_owned();
+        (text.contains("resident  reference"), text.contains("resident  critic's weights"))
+    };
+    assert_eq!((planned("train.steps=1"), planned("train.steps=0")), ((true, true), (false, false)));
+    done(&mut sft(&data, &out, &["--epochs", "1", "--set", kl]));
+    assert!(out.join("checkpoints").is_dir() && !out.join("reference.safetensors").exists());
+}
+
+/// An epoch of 33 rows took three batches of 16.
+#[test]
+fn bug_a_last_batch_was_filled_with_most_of_another_epoch() {
+    let folder = TempDir::new().unwrap();
+    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
+    let rows: String = conversations().lines().cycle().take(33).map(|row| format!("{row}\n")).collect();
+    std::fs::write(&data, rows).unwrap();
+    done(&mut sft(&data, &out, &["--epochs", "1"]));
+    let recipe = std::fs::read_to_string(out.join("recipe.toml")).unwrap();
+    assert!(recipe.contains("\nbatch_size = 11\n") && recipe.contains("\nsteps = 3\n"), "{recipe}");
+}
+
 #[test]
 fn an_adapter_is_what_learns() {
     let folder = TempDir::new().unwrap();

@@ -193,7 +193,7 @@ fn bug_a_run_that_stopped_in_its_warm_up_keeps_the_course_of_its_learning_rate()
 fn bug_files_of_the_user_are_neither_overwritten_nor_removed() {
     let folder = TempDir::new().unwrap();
     let out = folder.path().join("mine");
-    for name in ["model.json", "tensorboard/notes.txt"] {
+    for name in ["model.json", "tensorboard/notes.txt", "base/model.safetensors", "eval.json"] {
         let file = out.join(name);
         std::fs::create_dir_all(file.parent().unwrap()).unwrap();
         std::fs::write(&file, "mine").unwrap();
