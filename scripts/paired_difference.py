@@ -16,7 +16,10 @@ from pathlib import Path
 
 def problems(folder):
     """Returns, for each problem, its mean success and reward, its sampled tokens, and whether a sample was cut."""
-    sets = json.loads((Path(folder) / "eval.json").read_text())["sets"]
+    file = Path(folder) / "eval.json"
+    if not file.is_file():
+        sys.exit(f"{file}: missing; name a folder with the finished results of rloss eval")
+    sets = json.loads(file.read_text())["sets"]
     found = {}
     for problem in (problem for one in sets for problem in one["problems"]):
         samples = problem["samples"]
