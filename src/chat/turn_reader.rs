@@ -24,6 +24,8 @@ pub struct TurnReader<'a> {
     stop: Vec<String>,
     /// Tokens that end the answer and are no part of its text, beside those of the chat format.
     stop_tokens: Vec<u32>,
+    /// Whether calls are read as such. Otherwise they are text.
+    takes_calls: bool,
     /// Bytes of plain text, or of the whole turn.
     bytes: Vec<u8>,
     end: Option<TurnEnd>,
@@ -39,12 +41,26 @@ impl<'a> TurnReader<'a> {
 
     /// Returns a reader of plain text.
     pub fn text(chat: &'a Chat, stop: Vec<String>) -> Self {
-        Self { parser: None, chat, stop, stop_tokens: vec![], bytes: vec![], end: None, cut: None }
+        Self {
+            parser: None,
+            chat,
+            stop,
+            stop_tokens: vec![],
+            takes_calls: true,
+            bytes: vec![],
+            end: None,
+            cut: None,
+        }
     }
 
     /// Returns the reader with further tokens that end the answer.
     pub fn with_stop_tokens(self, stop_tokens: Vec<u32>) -> Self {
         Self { stop_tokens, ..self }
+    }
+
+    /// Returns the reader, which reads calls as text if `takes_calls` is false.
+    pub fn with_calls(self, takes_calls: bool) -> Self {
+        Self { takes_calls, ..self }
     }
 
     /// Reads the next token. Returns true when the answer ends with it.
@@ -53,6 +69,15 @@ impl<'a> TurnReader<'a> {
             return false;
         }
         let vocabulary: &Vocabulary = self.chat.vocabulary();
+        // Control tokens are no part of a plain text, but a stop text may be one.
+        let is_stop = |bytes: &[u8]| self.stop.iter().any(|stop| stop.as_bytes() == bytes);
+        if self.parser.is_none()
+            && vocabulary.is_special(token)
+            && vocabulary.token_bytes(token).is_some_and(is_stop)
+        {
+            self.cut = Some(self.texts(true));
+            return true;
+        }
         if self.parser.is_some() || !vocabulary.is_special(token) {
             self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
         }
@@ -75,7 +100,7 @@ impl<'a> TurnReader<'a> {
     /// Returns the `finish_reason` of the answer, once [`Self::push`] has returned true.
     pub fn reason(&self) -> &'static str {
         match self.end {
-            Some(TurnEnd::Called) if self.cut.is_none() => "tool_calls",
+            Some(TurnEnd::Called) if self.cut.is_none() && self.takes_calls => "tool_calls",
             _ => "stop",
         }
     }
@@ -131,6 +156,7 @@ impl<'a> TurnReader<'a> {
         // While a call is written, the text before it is all that is certain.
         if !at_end
             && is_chatml
+            && self.takes_calls
             && let Some(at) = call_position(&raw, has_thoughts)
         {
             parser = self.chat.turn_parser();
@@ -140,13 +166,15 @@ impl<'a> TurnReader<'a> {
             });
             raw = before.into();
         }
-        // Calls that cannot be parsed are shown as the model wrote them.
+        // Calls that cannot be parsed, or may not be, are shown as the model wrote them.
         let calls = parser.calls();
-        let malformed = is_chatml && at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
+        let malformed = at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
+        let as_text = !self.takes_calls && call_position(&raw, has_thoughts).is_some();
+        let malformed = is_chatml && (malformed || as_text);
         let mut texts = Texts::default();
         for message in parser.finish() {
             let text = match (message.channel.as_deref(), &message.recipient) {
-                (_, Some(recipient)) if recipient != "assistant" => continue,
+                (_, Some(recipient)) if recipient != "assistant" && self.takes_calls => continue,
                 (Some("analysis"), _) => &mut texts.reasoning,
                 // A header or a text outside of messages.
                 (None, _) if !at_end => continue,
@@ -193,8 +221,18 @@ mod tests {
     use crate::chat::ChatFormat;
 
     fn read(chat: &Chat, text: &str, stop: &[&str]) -> (Vec<Texts>, Texts, &'static str, Vec<Message>) {
-        let stop = stop.iter().map(|&stop| stop.to_owned()).collect();
-        let mut reader = TurnReader::chat(chat, stop);
+        read_with(TurnReader::chat(chat, owned(stop)), chat, text)
+    }
+
+    fn owned(stop: &[&str]) -> Vec<String> {
+        stop.iter().map(|&stop| stop.to_owned()).collect()
+    }
+
+    fn read_with(
+        mut reader: TurnReader,
+        chat: &Chat,
+        text: &str,
+    ) -> (Vec<Texts>, Texts, &'static str, Vec<Message>) {
         let mut seen = vec![];
         for token in chat.vocabulary().encode_with_special(text).unwrap() {
             let over = reader.push(token);
@@ -244,6 +282,37 @@ mod tests {
         let (_, last, reason, calls) = read(&chat, "<tool_call>\n{1}\n</tool_call><|im_end|>", &[]);
         assert_eq!((reason, calls.len()), ("stop", 0));
         assert_eq!(last.content, "<tool_call>\n{1}\n</tool_call>", "a call that cannot be read is text");
+    }
+
+    #[test]
+    fn bug_without_calls_a_call_is_text() {
+        let call = "<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Ulm\"}}\n</tool_call>";
+        for (format, thought) in
+            [(ChatFormat::ChatMl, ""), (ChatFormat::ThinkingChatMl, "<think>\nhm\n</think>\n\n")]
+        {
+            let chat = format.from_embedded().unwrap();
+            let text = format!("{thought}Let me see.\n{call} and on<|im_end|>");
+            let reader = TurnReader::chat(&chat, vec![]).with_calls(false);
+            let (seen, last, reason, calls) = read_with(reader, &chat, &text);
+            check_growth(&seen, &last);
+            assert_eq!(
+                (last.content, reason, calls.len()),
+                (format!("Let me see.\n{call} and on"), "stop", 0)
+            );
+        }
+        let chat = ChatFormat::Harmony.from_embedded().unwrap();
+        let reader = TurnReader::chat(&chat, vec![]).with_calls(false);
+        let text = " to=functions.weather<|channel|>commentary json<|message|>{}<|call|>";
+        let (_, last, reason, calls) = read_with(reader, &chat, text);
+        assert_eq!((last.content.as_str(), reason, calls.len()), ("{}", "stop", 0));
+    }
+
+    #[test]
+    fn bug_a_stop_text_that_is_a_control_token_ends_plain_text() {
+        let chat = ChatFormat::ChatMl.from_embedded().unwrap();
+        let reader = TurnReader::text(&chat, owned(&["<|im_start|>"]));
+        let (_, last, reason, _) = read_with(reader, &chat, "a = 1<|im_start|>b = 2");
+        assert_eq!((last.content.as_str(), reason), ("a = 1", "stop"));
     }
 
     #[test]

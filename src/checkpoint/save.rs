@@ -62,6 +62,14 @@ impl CompanionFiles {
         Ok(found)
     }
 
+    /// Adds a generation config with the tokens that end a turn, if the files have none.
+    pub fn with_generation_config(mut self, config: &Config, chat: &Chat) -> Self {
+        let derived = || pretty(&generation_config(config));
+        self.0.entry("generation_config.json".into()).or_insert_with(derived);
+        self.add_stop_tokens(chat);
+        self
+    }
+
     /// Adds the tokens that end a turn to `eos_token_id` of the generation config, if it lacks some. A base
     /// model has one token, and after training its answers end with others.
     fn add_stop_tokens(&mut self, chat: &Chat) {

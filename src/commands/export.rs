@@ -5,6 +5,7 @@ use crate::bad_input;
 use crate::checkpoint::gguf::GgufFormat;
 use crate::error::EXIT_SUCCESS;
 use crate::metrics::{Console, sanitize_terminal};
+use crate::model::settings::DeviceKind;
 use crate::recipe::{KeyScope, RecipeSource, locate};
 use crate::run::context::RunContext;
 use crate::run::export;
@@ -66,6 +67,8 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let name = TaskName::from_name(TASK).context("the task of an export")?;
     plan.recipe.task = TaskSettings { name, ..TaskSettings::default() };
     plan.recipe.tools = None;
+    // It merges on the CPU, and compares with the folder that it reads back there.
+    plan.recipe.device = DeviceKind::Cpu;
     // Nor does it sample, so the memory plan has no kept prompts.
     plan.recipe.rollout.prefix_tokens_max = 0;
     pin_model(&mut plan, &source, &args.sets)?;

@@ -101,6 +101,10 @@ pub fn export_merged_model(
     if parameters.adapter().is_none() {
         return Err(no_adapter_error(recipe));
     }
+    // A run that was killed may have left an incomplete last line.
+    let rows = trajectories.map(|file| trajectory_file::read(file, true)).transpose()?;
+    let rows = rows.into_iter().flat_map(|(rows, _)| rows).filter(|row| !row.trajectory.tokens.is_empty());
+    let sequences: Vec<Sequence> = rows.map(|row| Sequence::from(&row.trajectory)).collect();
     let format = recipe.checkpoint.dtype;
     let stage = console.start_inner_stage("writing the merged model", 0);
     write_folder(out, |temporary| {
@@ -111,13 +115,9 @@ pub fn export_merged_model(
         manifest.write(temporary)
     })?;
     stage.finish();
-    let Some(file) = trajectories else { return Ok(None) };
-    let sequences: Vec<Sequence> = trajectory_file::read(file, false)?
-        .0
-        .into_iter()
-        .filter(|row| !row.trajectory.tokens.is_empty())
-        .map(|row| Sequence::from(&row.trajectory))
-        .collect();
+    if sequences.is_empty() {
+        return Ok(None);
+    }
     let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
     let log_probs = |name: &str, parameters: &Parameters| -> Result<Vec<f32>> {
         let RunContext { threads, model, .. } = context;

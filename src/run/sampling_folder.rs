@@ -22,6 +22,7 @@ use crate::metrics::{Console, Phase, WARNINGS_FILE, Warning, warnings_text};
 use crate::recipe::{Plan, RecipeSource};
 use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, trajectory_file};
 use crate::settings::Entry;
+use crate::tasks::TaskSettings;
 use crate::trajectory::{Trajectory, TrajectoryRow};
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
@@ -55,6 +56,9 @@ struct Marker {
     step: u64,
     /// Name, length in bytes and modification time in nanoseconds of each of the model's files.
     model_files: Vec<(String, u64, u128)>,
+    /// Those of the task's data files and program. `None` in folders of earlier builds.
+    #[serde(default)]
+    task_files: Option<Vec<(String, u64, u128)>>,
 }
 
 /// A folder for the samples of one command, locked by this process. When dropped, it is removed if it has no
@@ -84,6 +88,7 @@ impl<'a> SamplingFolder<'a> {
             kind: kind.to_owned(),
             step,
             model_files: folders.flat_map(|folder| model_files(folder)).collect(),
+            task_files: Some(task_files(&context.recipe().task)),
         };
         if let Some(out) = out {
             return Self::open_at(context, out, &marker);
@@ -152,6 +157,10 @@ impl<'a> SamplingFolder<'a> {
         let (finished_file, partial) =
             (self.trajectories_file(name), self.path.join(format!("trajectories/{name}.jsonl.partial")));
         if finished_file.is_file() {
+            console.print(&format!(
+                "nothing to sample: {} has all samples; for new ones name another folder with --out",
+                finished_file.display()
+            ));
             let rows = trajectory_file::read(&finished_file, false)?.0;
             return group_by_prompt(rows, prompts, samples, &finished_file)?.into_iter().collect::<Option<_>>().map_or_else(
                 || {
@@ -358,15 +367,28 @@ fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
         Err(_) => gguf::files(model).unwrap_or_default(),
     };
     let file = |path: PathBuf| {
-        let name = path.file_name()?.to_string_lossy().into_owned();
-        let metadata = fs::metadata(&path).ok().filter(|metadata| metadata.is_file())?;
+        let name = path.file_name()?.to_string_lossy();
         let read = name.ends_with(".safetensors") || name.ends_with(".json") || is_gguf(model);
-        let changed = metadata.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
-        read.then_some((name, metadata.len(), changed.as_nanos()))
+        read.then(|| file_state(&path)).flatten()
     };
     let mut files: Vec<_> = paths.into_iter().filter_map(file).collect();
     files.sort();
     files
+}
+
+/// Lists the task's data files and the files of its program, as [`model_files`] does. A program's own imports
+/// are not among them.
+fn task_files(task: &TaskSettings) -> Vec<(String, u64, u128)> {
+    let data = task.train_file.iter().chain(&task.validation_file).chain(&task.validation_files).cloned();
+    data.chain(task.command.iter().map(PathBuf::from)).filter_map(|path| file_state(&path)).collect()
+}
+
+/// Returns the name of a file, its length, and the time of its last change.
+fn file_state(path: &Path) -> Option<(String, u64, u128)> {
+    let name = path.file_name()?.to_string_lossy().into_owned();
+    let metadata = fs::metadata(path).ok().filter(|metadata| metadata.is_file())?;
+    let changed = metadata.modified().ok()?.duration_since(std::time::UNIX_EPOCH).ok()?;
+    Some((name, metadata.len(), changed.as_nanos()))
 }
 
 /// Rejects a folder that has other contents than this command's samples.
@@ -397,6 +419,9 @@ fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     }
     if stored.step != marker.step || stored.model_files != marker.model_files {
         return Err(error("results of another model, or of this model before its files were changed"));
+    }
+    if stored.task_files.is_some() && stored.task_files != marker.task_files {
+        return Err(error("results of the task before its data files or its program were changed"));
     }
     if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
 }

@@ -131,7 +131,8 @@ impl ModelSource {
                 shell_quote(&folder.display().to_string())
             ));
         };
-        let mut source = Self::from_base(&base.find(folder, base_path)?)?;
+        let base_path = base_path.and_then(|path| model_folder(path).ok());
+        let mut source = Self::from_base(&base.find(folder, base_path.as_deref())?)?;
         checkpoint::verify_folder(folder)?;
         source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
         Ok(source)
@@ -190,7 +191,7 @@ impl ModelSource {
                 config.vocab_size
             ));
         }
-        let companions = CompanionFiles::read(folder, &chat)?;
+        let companions = CompanionFiles::read(folder, &chat)?.with_generation_config(&config, &chat);
         let unknown_template =
             companions.template().is_some_and(|template| !chat.is_known_template(&template));
         let specs = parameter_specs(&config);
@@ -232,7 +233,7 @@ impl ModelSource {
         let weights = ModelFolder::from_gguf(path, weights);
         let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
-            companions: CompanionFiles::from_gguf(&chat, template),
+            companions: CompanionFiles::from_gguf(&chat, template).with_generation_config(&config, &chat),
             config,
             chat,
             weights: Some(Arc::new(weights)),
@@ -425,6 +426,10 @@ pub fn pin_model(plan: &mut Plan, source: &RecipeSource, sets: &[String]) -> Res
     }
     if is_path_set && let Some(adapter) = adapter_checkpoint(source, model)? {
         // The path that the user set is the base of the run's adapter.
+        if let Some(path) = &mut model.path {
+            let folder = model_folder(path)?;
+            *path = std::path::absolute(&folder).unwrap_or(folder);
+        }
         let step = checkpoint::read_state(&adapter)?;
         model.adapter = Some(adapter);
         return Ok(if step.phase == Phase::Rl { step.step } else { 0 });
@@ -473,7 +478,7 @@ fn adapter_checkpoint(source: &RecipeSource, model: &ModelSettings) -> Result<Op
         RecipeSource::Checkpoint { folder, .. } => Some(folder.clone()),
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let is_base = |path: &Path| holds_model(path) && !is_adapter_folder(path);
+    let is_base = |path: &Path| model_folder(path).is_ok_and(|folder| !is_adapter_folder(&folder));
     let adapter_folder =
         folder.filter(|folder| is_adapter_folder(folder) && model.path.as_deref().is_some_and(is_base));
     Ok(adapter_folder.map(|folder| std::path::absolute(&folder).unwrap_or(folder)))

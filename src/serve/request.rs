@@ -11,6 +11,8 @@ use crate::engine::EngineRequest;
 use crate::ops::logits::SamplingParameters;
 use serde_json::Value;
 
+/// Ends a document in the published vocabularies.
+const END_OF_TEXT: &str = "<|endoftext|>";
 /// Maximum number of samples per prompt, and of prompts per request.
 const SAMPLES_MAX: i64 = 128;
 const PROMPTS_MAX: usize = 1024;
@@ -44,7 +46,6 @@ impl Server<'_> {
         let chat = self.settings.chat;
         let common = self.read_common(fields)?;
         fields.ignore(&["parallel_tool_calls"]);
-        fields.refuse("response_format", |format| format["type"] == "text")?;
         fields.refuse("functions", |_| false)?;
         let messages = read_conversation(fields, chat, self.settings.system_prompt)?.into_messages();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
@@ -68,8 +69,12 @@ impl Server<'_> {
         self.check_room(tokens.len(), new_tokens_max, left)?;
         let stop_tokens = self.stop_tokens(fields)?;
         let request = engine_request(tokens.clone(), &common, stop_tokens, new_tokens_max, top);
-        let ids = stop_token_ids(fields)?;
-        let reader = |stop: &[String]| TurnReader::chat(chat, stop.to_vec()).with_stop_tokens(ids.clone());
+        let mut ids = stop_token_ids(fields)?;
+        ids.extend(chat.vocabulary().added_id(END_OF_TEXT));
+        let takes_calls = fields.value("tool_choice").is_none_or(|choice| choice != "none");
+        let reader = |stop: &[String]| {
+            TurnReader::chat(chat, stop.to_vec()).with_stop_tokens(ids.clone()).with_calls(takes_calls)
+        };
         let report = Reporting {
             kind: AnswerKind::Chat,
             token_ids: common.token_ids,
@@ -147,6 +152,7 @@ impl Server<'_> {
     }
 
     fn read_common(&self, fields: &Fields) -> Result<Common, ApiError> {
+        fields.refuse("response_format", |format| format["type"] == "text")?;
         let default = self.settings.sampling;
         let temperature = fields.number("temperature", 0.0, 100.0)?.unwrap_or(default.temperature);
         let sampling = SamplingParameters {
@@ -287,6 +293,9 @@ impl Server<'_> {
             true => vec![],
             false => self.settings.chat.stop_tokens(),
         };
+        // The published models also end with this token, which is none of Harmony's.
+        let end_of_text = self.settings.chat.vocabulary().added_id(END_OF_TEXT);
+        tokens.extend(end_of_text.filter(|token| !tokens.is_empty() && !tokens.contains(token)));
         tokens.extend(stop_token_ids(fields)?);
         Ok(tokens)
     }

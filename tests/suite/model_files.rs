@@ -335,6 +335,11 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     std::fs::write(first.path().join("tokenizer_config.json"), r#"{"chat_template": "theirs"}"#).unwrap();
     let inside = save_with(&CompanionFiles::read(first.path(), &chat).unwrap());
     assert!(template(inside.path()).is_err(), "a template inside the tokenizer's settings is not overridden");
+    // A GGUF file, or a base model without a generation config: an answer did not end for other programs.
+    let derived = CompanionFiles::from_gguf(&chat, None).with_generation_config(&config, &chat);
+    let written = std::fs::read(save_with(&derived).path().join("generation_config.json")).unwrap();
+    let ids = serde_json::from_slice::<Value>(&written).unwrap()["eos_token_id"].clone();
+    assert!(chat.stop_tokens().iter().all(|id| ids.as_array().unwrap().contains(&json!(id))), "{ids}");
     // Nothing is overwritten.
     let again = save(second.path(), &config, WeightFormat::Bf16, &companions, SHARD_BYTES_MAX, |s| {
         Ok(parameters[&s.name].clone())

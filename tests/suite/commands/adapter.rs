@@ -135,6 +135,32 @@ fn bug_a_run_resumes_after_its_base_moved_and_its_first_adapter_is_gone() {
     done(rloss().arg("eval").arg(&out).args(["--set", "eval.problems_max=4"]));
 }
 
+/// The base alone was evaluated, without a word.
+#[test]
+fn bug_a_base_that_is_named_by_its_runs_folder_keeps_the_adapter() {
+    let folder = TempDir::new().unwrap();
+    let [mut base_run, moved, out, eval] =
+        ["sft", "moved", "run", "eval"].map(|name| folder.path().join(name));
+    fs::create_dir_all(base_run.join("checkpoints")).unwrap();
+    copy_folder(&base(), &base_run.join("checkpoints").join(base().file_name().unwrap()));
+    let path = |run: &Path| format!("model.path={}", run.display());
+    done(&mut small(&out, &with(&[&path(&base_run), "train.steps=1"])));
+    fs::rename(&base_run, &moved).unwrap();
+    base_run = moved;
+    let sets = ["--set", "eval.problems_max=4", "--set", &path(&base_run), "--out"];
+    done(rloss().arg("eval").arg(&out).args(sets).arg(&eval));
+    let recipe = fs::read_to_string(eval.join("recipe.toml")).unwrap();
+    let adapter = out.join("checkpoints/step-000001");
+    assert!(recipe.contains(&format!("adapter = \"{}\"", adapter.display())), "{recipe}");
+    done(rloss().arg("train").arg(&out).args([
+        "--resume",
+        "--set",
+        "train.steps=2",
+        "--set",
+        &path(&base_run),
+    ]));
+}
+
 #[test]
 fn bug_an_adapter_that_a_user_names_for_a_run_is_not_ignored() {
     let folder = TempDir::new().unwrap();

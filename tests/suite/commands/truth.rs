@@ -189,6 +189,39 @@ fn bug_a_run_that_stopped_in_its_warm_up_keeps_the_course_of_its_learning_rate()
     assert_eq!(rates(&out)[..4], before);
 }
 
+/// Rewards of an earlier data file were printed as if they were new.
+#[test]
+fn bug_results_of_a_data_file_that_has_changed_are_not_those_of_the_new_one() {
+    let folder = TempDir::new().unwrap();
+    let data = folder.path().join("rows.jsonl");
+    let write = |answer: u32| {
+        std::fs::write(&data, format!("{{\"question\": \"2+2?\", \"answer\": \"#### {answer}\"}}\n"))
+            .unwrap();
+    };
+    let file = format!("task.validation_file={}", data.display());
+    let train = format!("task.train_file={}", data.display());
+    let out = folder.path().join("eval");
+    let eval = || {
+        let sets = ["task.name=gsm8k", &file, &train, "rollout.response_tokens_max=8"];
+        let sets = sets.iter().flat_map(|set| ["--set", set]);
+        let more = ["--set", "model.architecture.max_position_embeddings=512", "--out"];
+        output(rloss().args(["eval", "quickstart"]).args(sets).args(more).arg(&out))
+    };
+    write(4);
+    let first = eval();
+    assert_eq!(first.status.code(), Some(0), "{}", stderr(&first));
+    let again = eval();
+    assert!(again.status.success() && stderr(&again).contains("nothing to sample: "), "{}", stderr(&again));
+    write(13);
+    let changed = eval();
+    assert_eq!(changed.status.code(), Some(2), "{}", stderr(&changed));
+    assert!(
+        stderr(&changed).contains("before its data files or its program were changed"),
+        "{}",
+        stderr(&changed)
+    );
+}
+
 #[test]
 fn bug_files_of_the_user_are_neither_overwritten_nor_removed() {
     let folder = TempDir::new().unwrap();
