@@ -25,7 +25,8 @@ def problems(folder):
         samples = problem["samples"]
         mean = lambda key: sum(float(sample[key]) for sample in samples) / len(samples)
         cut = any(sample["outcome"] == "truncated_length" for sample in samples)
-        found[problem["id"]] = {"success": mean("right"), "reward": mean("reward"), "tokens": mean("sampled_tokens"), "cut": cut}
+        means = {"success": mean("right"), "reward": mean("reward"), "tokens": mean("sampled_tokens")}
+        found[problem["id"]] = {**means, "cut": cut}
     return found
 
 
@@ -61,12 +62,13 @@ def main():
     for folder, after in zip(sys.argv[2:], afters):
         show(folder, before, after)
     if len(afters) > 1:
-        mean = lambda name, key: sum(after[name][key] for after in afters) / len(afters)
-        middle = {
-            name: {key: mean(name, key) for key in ("success", "reward", "tokens")} | {"cut": any(after[name]["cut"] for after in afters)}
-            for name in before
-        }
+        middle = {}
+        for name in before:
+            same = [after[name] for after in afters]
+            means = {key: sum(one[key] for one in same) / len(same) for key in ("success", "reward", "tokens")}
+            middle[name] = {**means, "cut": any(one["cut"] for one in same)}
         show(f"mean of {len(afters)}", before, middle)
 
 
-main()
+if __name__ == "__main__":
+    main()

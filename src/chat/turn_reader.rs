@@ -168,9 +168,9 @@ impl<'a> TurnReader<'a> {
         }
         // Calls that cannot be parsed, or may not be, are shown as the model wrote them.
         let calls = parser.calls();
-        let malformed = at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
-        let as_text = !self.takes_calls && call_position(&raw, has_thoughts).is_some();
-        let malformed = is_chatml && (malformed || as_text);
+        let is_malformed = at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
+        let is_text = !self.takes_calls && call_position(&raw, has_thoughts).is_some();
+        let as_written = is_chatml && (is_malformed || is_text);
         let mut texts = Texts::default();
         for message in parser.finish() {
             let text = match (message.channel.as_deref(), &message.recipient) {
@@ -178,7 +178,7 @@ impl<'a> TurnReader<'a> {
                 (Some("analysis"), _) => &mut texts.reasoning,
                 // A header or a text outside of messages.
                 (None, _) if !at_end => continue,
-                _ if malformed => continue,
+                _ if as_written => continue,
                 _ => &mut texts.content,
             };
             if !text.is_empty() {
@@ -186,7 +186,7 @@ impl<'a> TurnReader<'a> {
             }
             text.push_str(&message.content);
         }
-        if malformed {
+        if as_written {
             let ends = ["<|im_end|>", "<|endoftext|>"];
             let text = ends.iter().fold(&*raw, |text, end| text.strip_suffix(end).unwrap_or(text));
             texts.content = text.rsplit("</think>").next().unwrap_or_default().trim_start().to_owned();

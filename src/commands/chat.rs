@@ -284,14 +284,11 @@ impl Talk<'_> {
     /// was not shown live. A conversation that no longer fits the context restarts with `text`.
     fn answer(&mut self, text: &str) -> Result<String> {
         let mut shown = String::new();
-        // As GPT-OSS's template does. Of an open call the thoughts stay.
+        // GPT-OSS's template drops the thoughts before an answer.
         if matches!(self.context.chat, Chat::Harmony(_))
             && self.messages.last().is_some_and(|last| last.channel.as_deref() == Some("final"))
         {
-            let is_kept = |message: &Message| {
-                message.channel.as_deref() != Some("analysis") || message.recipient.is_some()
-            };
-            self.messages.retain(is_kept);
+            self.messages.retain(|message| !message.is_thought());
         }
         self.messages.push(Message::user(text));
         let mut prompt = self.prompt();

@@ -96,11 +96,11 @@ fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
     let row_count = rows::read(&args.data, None, ROW_FORMAT, |_| Ok(()))?.len();
     let examples = row_count as u64 * args.epochs.unwrap_or(EPOCHS);
     let mut batch_size = recipe.cold_start.batch_size.min(row_count);
-    // Batches of one size end with the last epoch, or a few rows after it.
-    if !has_set("cold_start.batch_size") {
-        batch_size = examples.div_ceil(examples.div_ceil(batch_size as u64)) as usize;
-    }
     if !has_set("cold_start.steps") {
+        // Batches of one size end with the last epoch, or a few rows after it.
+        if !has_set("cold_start.batch_size") {
+            batch_size = examples.div_ceil(examples.div_ceil(batch_size as u64)) as usize;
+        }
         sets.push(format!("cold_start.batch_size={batch_size}"));
         sets.push(format!("cold_start.steps={}", examples.div_ceil(batch_size as u64)));
     }

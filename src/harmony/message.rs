@@ -77,6 +77,11 @@ impl Message {
         Self { channel: Some(channel.into()), ..Self::new(Role::Assistant, content) }
     }
 
+    /// Returns whether the message is a thought: text on the channel `analysis` that is no call or reply.
+    pub fn is_thought(&self) -> bool {
+        self.channel.as_deref() == Some("analysis") && self.recipient.is_none()
+    }
+
     /// Makes an assistant's call to a tool, such as `python`, on `channel`.
     pub fn call(recipient: &str, channel: &str, content: impl Into<String>) -> Self {
         Self { recipient: Some(recipient.into()), ..Self::assistant(channel, content) }

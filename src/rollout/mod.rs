@@ -59,8 +59,7 @@ pub struct Rollout<'a> {
     pub reward_min: f32,
     /// The Python tool, used by one rollout of a step at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
-    /// Maximum number of characters of all replies to the calls of a turn; `None` without
-    /// tools.
+    /// Maximum number of characters of all replies to the calls of a turn; `None` without tools.
     pub reply_chars_max: Option<usize>,
     /// Messages before those of every problem, as [`system_prompt`] returns them.
     pub system_prompt: &'a [Message],

@@ -100,7 +100,7 @@ pub struct StoredRollouts {
 impl StoredRollouts {
     /// Reads `path` and groups its rows by step and prompt. Checks that the rows fit the model: its
     /// `vocab_size`, its context of `context_tokens_max` and, if routed experts are replayed, their shape
-    /// `expert_shape`.
+    /// `expert_shape`. Leaves out groups with fewer than `episodes_min` episodes that did not fail.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names the file and the line.
@@ -109,16 +109,15 @@ impl StoredRollouts {
         vocab_size: usize,
         context_tokens_max: usize,
         expert_shape: Option<RoutedExpertsShape>,
+        episodes_min: usize,
     ) -> Result<Self> {
         let shown = path.display();
         let (rows, _) = read(path, false)?;
         let (mut groups, mut group_indices) = (Vec::<Vec<TrajectoryRow>>::new(), BTreeMap::new());
-        let mut failed = BTreeSet::new();
         for (row, number) in rows.into_iter().zip(1..) {
             let t: &Trajectory = &row.trajectory;
             // Nothing is learned from an episode that failed.
             if t.tokens.is_empty() {
-                failed.insert((t.step, t.prompt));
                 continue;
             }
             if let Some(token) = t.tokens.iter().find(|&&token| token as usize >= vocab_size) {
@@ -149,17 +148,9 @@ impl StoredRollouts {
                 None => groups.push(vec![row]),
             }
         }
-        // The only episode left of a group has none to be compared with. Rows that a run wrote have no failed
-        // episodes, so the other groups of the step tell.
-        let is_alone = |group: &[TrajectoryRow]| {
-            group.iter().all(|row| row.trajectory.sample == group[0].trajectory.sample)
-        };
-        let several: BTreeSet<u64> =
-            groups.iter().filter(|group| !is_alone(group)).map(|group| group[0].trajectory.step).collect();
         groups.retain(|group| {
-            let first = &group[0].trajectory;
-            let had_others = failed.contains(&(first.step, first.prompt)) || several.contains(&first.step);
-            !is_alone(group) || first.sample == 0 && !had_others
+            let episodes: BTreeSet<u64> = group.iter().map(|row| row.trajectory.sample).collect();
+            episodes.len() >= episodes_min
         });
         if !groups.iter().flatten().any(|row| row.trajectory.mask.contains(&true)) {
             return Err(bad_input!(

@@ -140,8 +140,10 @@ fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) 
         outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
     };
-    let has_answer = trajectory.outcome != Outcome::TaskFailed;
-    let answer = has_answer.then(|| context.task.answer_text(&transcript)).flatten();
+    let answer = match trajectory.outcome {
+        Outcome::TaskFailed => None,
+        _ => context.task.answer_text(&transcript),
+    };
     SampleResult { success: trajectory.success, answer }
 }
 

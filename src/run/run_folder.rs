@@ -280,8 +280,7 @@ fn remove_later_trajectories(folder: &Path, last: Option<u64>) -> Result<()> {
         let number =
             name.strip_suffix(".jsonl").and_then(|name| name.rsplit_once('-')?.1.parse::<u64>().ok());
         let Some(step) = number.filter(|&step| last.is_none_or(|last| step > last)) else { continue };
-        let is_ours =
-            [format!("step-{step:06}.jsonl"), format!("eval-{step:06}.jsonl")].iter().any(|n| n == name);
+        let is_ours = name == format!("step-{step:06}.jsonl") || name == format!("eval-{step:06}.jsonl");
         if is_ours && path.is_file() {
             fs::remove_file(&path).with_context(|| format!("removing {}", path.display()))?;
         }

@@ -111,8 +111,7 @@ fn drop_old_thoughts(entries: &mut [Vec<Message>]) {
         |messages: &Vec<Message>| messages.iter().any(|message| message.channel.as_deref() == Some("final"));
     let answered = entries.iter().rposition(is_answer).map_or(0, |index| index + 1);
     for messages in &mut entries[..answered] {
-        messages
-            .retain(|message| message.channel.as_deref() != Some("analysis") || message.recipient.is_some());
+        messages.retain(|message| !message.is_thought());
     }
 }
 

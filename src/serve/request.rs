@@ -289,13 +289,12 @@ impl Server<'_> {
     /// Returns the tokens that end a sample: those of the chat format, unless `ignore_eos` is true, and those
     /// of the request.
     fn stop_tokens(&self, fields: &Fields) -> Result<Vec<u32>, ApiError> {
+        let chat = self.settings.chat;
         let mut tokens = match fields.flag("ignore_eos")? {
             true => vec![],
-            false => self.settings.chat.stop_tokens(),
+            // The published models also end with the end of text, which is no stop token of Harmony.
+            false => chat.stop_tokens().into_iter().chain(chat.vocabulary().added_id(END_OF_TEXT)).collect(),
         };
-        // The published models also end with this token, which is none of Harmony's.
-        let end_of_text = self.settings.chat.vocabulary().added_id(END_OF_TEXT);
-        tokens.extend(end_of_text.filter(|token| !tokens.is_empty() && !tokens.contains(token)));
         tokens.extend(stop_token_ids(fields)?);
         Ok(tokens)
     }

@@ -229,6 +229,7 @@ impl Task for VerifyIf {
         self.order.leave_out(|row| match &self.train[row] {
             PromptSource::Ready(turn) => fits(&problem(String::new(), std::slice::from_ref(turn))),
             PromptSource::Question(question) => {
+                // A text as long as the longest instructions.
                 let instructions = "the ".repeat(INSTRUCTIONS_MAX * INSTRUCTION_CHARS_MAX / 4);
                 let messages = vec![Message::user(format!("{question}\n\n{instructions}"))];
                 fits(&Problem { id: String::new(), messages, answer: Value::Null })

@@ -68,7 +68,11 @@ fn open_stored(inputs: &DataInputs) -> Result<Option<StoredRollouts>> {
             experts: config.num_local_experts,
         });
     let tokens_max = inputs.prompt_limits.context_tokens_max;
-    let open = |file: &PathBuf| StoredRollouts::open(file, config.vocab_size, tokens_max, replayed_shape);
+    // As in sampling: a group of an agent's episodes needs two for its baseline.
+    let episodes_min = if recipe.task.is_agent() { recipe.rollout.samples_per_prompt.min(2) } else { 1 };
+    let open = |file: &PathBuf| {
+        StoredRollouts::open(file, config.vocab_size, tokens_max, replayed_shape, episodes_min)
+    };
     let stored = recipe.train.trajectories.as_ref().map(open).transpose()?;
     if !on_cpu && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
         let reason = "the trajectories were sampled with top_p, top_k or min_p, and no GPU kernel computes \
