@@ -1,5 +1,6 @@
 //! The parts of a training step: batches, forward and backward passes, losses, gradients, optimizer, critic.
 
+pub mod actor;
 pub mod advantages;
 pub mod batch;
 pub mod batch_runner;
