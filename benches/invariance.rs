@@ -6,9 +6,9 @@ mod models;
 mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
-use rloss::learner::forward_backward::{Pass, PassSettings};
-use rloss::learner::gradients::GradientSum;
-use rloss::learner::micro_batch::MicroBatch;
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::gradients::GradientSum;
+use rloss::actor::micro_batch::MicroBatch;
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::product::{GemmThreads, forward_product, stock};
 use std::hint::black_box;

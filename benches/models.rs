@@ -1,7 +1,7 @@
 //! Random models and sequences for the benchmarks.
 
 use rand::Rng;
-use rloss::learner::micro_batch::Sequence;
+use rloss::actor::micro_batch::Sequence;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::families::Family;
 use rloss::model::forward::Model;

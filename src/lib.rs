@@ -15,6 +15,7 @@
 // CI rejects items that no command uses, so types with `len` have no `is_empty`.
 #![allow(clippy::len_without_is_empty)]
 
+pub mod actor;
 pub mod agents;
 pub mod atomic_file;
 pub mod bounded_file;

@@ -5,7 +5,7 @@ use crate::atomic_file::write_file;
 use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_SUCCESS};
-use crate::learner::batch_runner::BatchRunner;
+use crate::actor::batch_runner::BatchRunner;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityChecks;
 use crate::mismatch::measure::AblationMeasurement;

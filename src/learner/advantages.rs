@@ -1,7 +1,7 @@
 //! The advantages of a batch: rewards, reward shaping, the KL penalty and the advantage estimator.
 
 use super::batch::Batch;
-use super::critic::CriticStep;
+use super::critic::Critic;
 use super::episodes::Episodes;
 use crate::bad_input;
 use crate::metrics::Metrics;
@@ -29,7 +29,7 @@ pub struct AdvantageEstimator<'a> {
     /// The task's least reward.
     pub reward_min: f32,
     /// The critic, which computes the returns. The advantage `gae` needs a critic.
-    pub critic: Option<CriticStep<'a>>,
+    pub critic: Option<&'a Critic>,
 }
 
 impl AdvantageEstimator<'_> {
@@ -165,7 +165,6 @@ fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Resul
 mod tests {
     use super::*;
     use crate::learner::episodes::tests::trajectory;
-    use crate::learner::micro_batch::{MicroBatchLimits, PackingParameters};
     use crate::trajectory::Trajectory;
 
     /// The baseline of `reinforce_plus_plus_baseline` was the mean over trajectories.
@@ -188,8 +187,7 @@ mod tests {
         let (first, second) =
             (group(&[(0, 1.0), (1, 1.0), (2, 1.0), (0, 0.0)]), group(&[(0, 0.5), (0, 0.25)]));
         let groups = [&first, &second];
-        let limits = MicroBatchLimits::from(16);
-        let mut batch = Batch::new(&groups, PackingParameters { limits, shared_positions_max: 0, top_k: 0 });
+        let mut batch = Batch::new(&groups);
         let policy =
             PolicySettings { advantage: Advantage::ReinforcePlusPlusBaseline, ..PolicySettings::default() };
         let estimator = AdvantageEstimator {

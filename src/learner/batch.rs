@@ -1,9 +1,9 @@
 //! A step's trajectories as columns. A column has one value for each trained token, sequence after sequence.
 //! The columns are filled in before the first update of a step. Updates do not change them.
 
-use super::forward_backward::PassOutput;
-use super::micro_batch::{MicroBatch, PackingParameters, Sequence};
-use super::routed_experts::{self as experts, RoutedExperts};
+use crate::actor::micro_batch::Sequence;
+use crate::actor::routed_experts::{RoutedExperts, agreement};
+use crate::actor::{Forward, PassInput};
 use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::off_policy::{agreement_metrics, off_policy_metrics, probs_diff_metrics};
@@ -12,7 +12,6 @@ use crate::trajectory::{Group, TokenStats, Trajectory};
 use anyhow::Result;
 use rand::seq::SliceRandom;
 use std::borrow::Cow;
-use std::ops::Range;
 use std::sync::Arc;
 
 /// A batch, or the minibatch of one update.
@@ -41,25 +40,13 @@ pub struct Batch {
     /// Routed experts at sampling, one entry per sequence. Present if they are compared with the experts of
     /// training.
     pub rollout_experts: Option<Vec<RoutedExperts>>,
-    /// Experts to replay, one entry per sequence.
-    replayed_experts: Option<Vec<RoutedExperts>>,
-    packing: PackingParameters,
-    /// The packed sequences for the policy's forward pass, with the experts to replay.
-    pub micro_batches: Vec<MicroBatch>,
-}
-
-/// The result of the policy's forward pass over a whole batch.
-pub struct ForwardResult {
-    /// One value per trained token.
-    pub log_probs: Vec<f32>,
-    /// Routed experts, one entry per sequence; empty if they are not compared.
-    pub routed_experts: Vec<RoutedExperts>,
+    /// Experts to replay in all later passes of the policy, one entry per sequence.
+    pub replayed_experts: Option<Vec<RoutedExperts>>,
 }
 
 impl Batch {
-    /// Creates a batch from `groups` and packs it. Of its columns, only the log-probabilities of sampling are
-    /// filled in.
-    pub fn new(groups: &[&Group], packing: PackingParameters) -> Self {
+    /// Creates a batch from `groups`. Of its columns, only the log-probabilities of sampling are filled in.
+    pub fn new(groups: &[&Group]) -> Self {
         let (mut sequences, mut cu_seqlens, mut rollout_log_probs) = (vec![], vec![0], vec![]);
         for trajectory in groups.iter().flat_map(|g| &g.trajectories) {
             let Trajectory { mask, log_probs, .. } = trajectory;
@@ -69,7 +56,6 @@ impl Batch {
             sequences.push(Arc::new(Sequence::from(trajectory)));
         }
         Self {
-            micro_batches: pack(&sequences, packing),
             mask: vec![true; rollout_log_probs.len()],
             sequences,
             cu_seqlens,
@@ -83,32 +69,18 @@ impl Batch {
             selected: None,
             rollout_experts: None,
             replayed_experts: None,
-            packing,
         }
     }
 
-    /// Packs the batch again with the experts to replay. All later forward passes of the policy use
-    /// `experts`, which has one entry per sequence.
-    ///
-    /// # Errors
-    /// When memory runs out.
-    pub fn set_replay(&mut self, experts: Vec<RoutedExperts>) -> Result<()> {
-        self.micro_batches = pack_with_replay(&self.sequences, self.packing, &experts)?;
-        self.replayed_experts = Some(experts);
-        Ok(())
+    /// Returns the input of a pass over the batch. Samples of a prompt share its rows.
+    pub fn input(&self) -> PassInput<'_> {
+        let sequences = self.sequences.iter().map(|sequence| &**sequence).collect();
+        PassInput { sequences, shares_prefixes: true, ..PassInput::default() }
     }
 
-    /// Returns micro-batches packed with `packing`, without experts to replay.
-    pub fn micro_batches_for(&self, packing: PackingParameters) -> Cow<'_, [MicroBatch]> {
-        match self.replayed_experts.is_none() && packing == self.packing {
-            true => Cow::Borrowed(&self.micro_batches),
-            false => Cow::Owned(pack(&self.sequences, packing)),
-        }
-    }
-
-    /// Returns the range of a micro-batch's tokens in the columns.
-    pub fn column_range(&self, micro_batch: &MicroBatch) -> Range<usize> {
-        self.cu_seqlens[micro_batch.sequences.start]..self.cu_seqlens[micro_batch.sequences.end]
+    /// Returns the input of a pass of the policy, with the experts to replay.
+    pub fn policy_input(&self) -> PassInput<'_> {
+        PassInput { replay: self.replayed_experts.as_deref(), ..self.input() }
     }
 
     /// Returns the sequences, with rejected tokens masked out.
@@ -134,12 +106,9 @@ impl Batch {
 
     /// Returns the minibatch of the sequences `indices`, in that order. Borrows the batch if the minibatch is
     /// the whole batch.
-    ///
-    /// # Errors
-    /// When memory runs out.
-    pub fn select(&self, indices: &[usize]) -> Result<Cow<'_, Self>> {
+    pub fn select(&self, indices: &[usize]) -> Cow<'_, Self> {
         if indices.iter().copied().eq(0..self.sequences.len()) {
-            return Ok(Cow::Borrowed(self));
+            return Cow::Borrowed(self);
         }
         let span = |s: &usize| self.cu_seqlens[*s]..self.cu_seqlens[*s + 1];
         let column = |values: &Vec<f32>| -> Vec<f32> {
@@ -156,7 +125,7 @@ impl Batch {
             *end += span(s).len();
             Some(*end)
         });
-        let mut minibatch = Self {
+        Cow::Owned(Self {
             cu_seqlens: std::iter::once(0).chain(ends).collect(),
             rollout_log_probs: column(&self.rollout_log_probs),
             training_log_probs: self.training_log_probs.as_ref().map(column),
@@ -168,42 +137,21 @@ impl Batch {
             weights: self.weights.as_ref().map(column),
             selected: self.selected.as_ref().map(flags),
             rollout_experts: self.rollout_experts.as_ref().map(select_experts),
-            replayed_experts: None,
-            packing: self.packing,
-            micro_batches: vec![],
+            replayed_experts: self.replayed_experts.as_ref().map(select_experts),
             sequences,
-        };
-        match &self.replayed_experts {
-            Some(experts) => minibatch.set_replay(select_experts(experts))?,
-            None => minibatch.micro_batches = pack(&minibatch.sequences, self.packing),
-        }
-        Ok(Cow::Owned(minibatch))
-    }
-
-    /// Joins the outputs of the policy's micro-batches. Reads the routed experts only if the batch has
-    /// experts of sampling to compare with.
-    ///
-    /// # Errors
-    /// When experts cannot be read.
-    pub fn join_forward(&self, outputs: &[PassOutput]) -> Result<ForwardResult> {
-        let routed_experts = match self.rollout_experts {
-            Some(_) => experts::experts_from_forward(&self.micro_batches, outputs)?,
-            None => vec![],
-        };
-        let log_probs = outputs.iter().flat_map(|o| o.log_probs()).copied().collect();
-        Ok(ForwardResult { log_probs, routed_experts })
+        })
     }
 
     /// Returns the `rollout_corr/`, `mismatch/` and `training/` metrics. They compare the log-probs and
     /// experts of sampling with `training`, the result of a forward pass before the first update. Rejected
-    /// tokens are included.
+    /// tokens are included. `top_k` is the number of experts per token and layer.
     ///
     /// # Errors
     /// When no token was sampled, or a log-probability is NaN.
-    pub fn mismatch_metrics(&self, training: &ForwardResult) -> Result<Metrics> {
+    pub fn mismatch_metrics(&self, training: &Forward, top_k: usize) -> Result<Metrics> {
         let all = vec![true; self.rollout_log_probs.len()];
         let sequences = Sequences::new(&self.cu_seqlens, &all)?;
-        let (rollout, log_probs) = (&self.rollout_log_probs, &training.log_probs);
+        let (rollout, log_probs) = (&self.rollout_log_probs, &training.columns.log_probs);
         let mut metrics = Metrics::new();
         for (name, value) in off_policy_metrics(&sequences, log_probs, Some(rollout))? {
             metrics.set(format!("rollout_corr/{name}"), value);
@@ -215,7 +163,7 @@ impl Batch {
             group.into_iter().for_each(|(name, value)| metrics.set(name, value));
         }
         if let Some(rollout) = &self.rollout_experts {
-            let agreement = experts::agreement(rollout, &training.routed_experts, self.packing.top_k);
+            let agreement = agreement(rollout, &training.routed_experts, top_k);
             metrics.set("mismatch/routing_agreement", agreement);
         }
         Ok(metrics)
@@ -243,25 +191,4 @@ impl Batch {
         };
         self.sequences.iter().zip(self.cu_seqlens.windows(2)).map(sequence_stats).collect()
     }
-}
-
-fn pack(sequences: &[Arc<Sequence>], packing: PackingParameters) -> Vec<MicroBatch> {
-    MicroBatch::split_with_prefixes(sequences, packing.limits, |_| packing.shared_positions_max)
-}
-
-/// Packs the sequences with the experts to replay. Two sequences share a row only if its experts are equal in
-/// both sequences.
-fn pack_with_replay(
-    sequences: &[Arc<Sequence>],
-    PackingParameters { limits, shared_positions_max, top_k }: PackingParameters,
-    replayed: &[RoutedExperts],
-) -> Result<Vec<MicroBatch>> {
-    let common = |i: usize| experts::common_prefix_length(&replayed[i - 1], &replayed[i], top_k);
-    let mut micro_batches =
-        MicroBatch::split_with_prefixes(sequences, limits, |i| common(i).min(shared_positions_max));
-    for batch in &mut micro_batches {
-        let sequences = &replayed[batch.sequences.clone()];
-        batch.replay = experts::pack_experts(sequences, &batch.sequence_rows, top_k)?;
-    }
-    Ok(micro_batches)
 }

@@ -1,6 +1,6 @@
 //! Supervised examples: the task's demonstrations, or conversations and tokens from JSON lines.
 
-use super::micro_batch::Sequence;
+use crate::actor::micro_batch::Sequence;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::harmony::{Message, Role};

@@ -1,8 +1,7 @@
 //! The loss of one policy update: policy loss, KL to the reference, entropy bonus, and distillation.
 
 use super::batch::Batch;
-use super::forward_backward::{HeadColumns, PassOutput};
-use super::micro_batch::mean_of_rows;
+use crate::actor::{BatchPart, Forward, PolicyColumns};
 use crate::metrics::Metrics;
 use crate::policy::distill::distill_loss;
 use crate::policy::divergence::kl_loss;
@@ -12,8 +11,8 @@ use crate::policy::{BatchSize, KlPlacement, Normalizer, PolicySettings, Sequence
 use anyhow::Result;
 use std::collections::BTreeMap;
 
-/// The loss of an update over a batch or a minibatch. Every micro-batch uses the normaliser of the whole
-/// update. So the split into micro-batches does not change the result.
+/// The loss of an update over a batch or a minibatch. Every part uses the normaliser of the whole update. So
+/// the split into parts does not change the result.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,
@@ -24,7 +23,7 @@ pub struct UpdateLoss<'a> {
     normalizer: Normalizer,
 }
 
-/// The loss of one micro-batch. The losses of all micro-batches add up to the loss of the update.
+/// The loss of one part. The losses of all parts add up to the loss of the update.
 pub struct LossShare {
     /// The policy loss, without its gradient.
     policy: PolicyLoss,
@@ -53,33 +52,27 @@ impl<'a> UpdateLoss<'a> {
         Ok(Self { batch, policy, loss, old_log_prob_source, updates, normalizer })
     }
 
-    /// Returns the loss of micro-batch `index`, and its gradient with respect to the head's columns:
-    /// log-probabilities, entropies and, with a teacher, divergences.
+    /// Returns the gradient of the loss of `part` with respect to its columns, and the loss.
     ///
     /// # Errors
     /// When a log-probability or a divergence is not finite.
-    pub fn loss_share<const N: usize>(
-        &self,
-        index: usize,
-        columns: [&[f32]; N],
-    ) -> Result<(LossShare, HeadColumns<N>)> {
-        let (log_prob, entropies) = (columns[0], columns[1]);
+    pub fn part(&self, part: &BatchPart, columns: &PolicyColumns) -> Result<(PolicyColumns, LossShare)> {
+        let PolicyColumns { log_probs, entropies, divergences } = columns;
         let Self { batch, policy, normalizer, .. } = self;
-        let micro_batch = &batch.micro_batches[index];
-        let span = batch.column_range(micro_batch);
+        let span = part.targets.clone();
         let shard = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
         let (rollout, training) = (&batch.rollout_log_probs[span.clone()], shard(&batch.training_log_probs));
         let input = LossInput {
-            sequences: Sequences::new(&micro_batch.cu_targets, &batch.mask[span.clone()])?,
-            log_prob,
-            old_log_prob: self.old_log_prob_source.select(log_prob, rollout, training, self.updates)?,
+            sequences: Sequences::new(&part.cu_targets, &batch.mask[span.clone()])?,
+            log_prob: log_probs,
+            old_log_prob: self.old_log_prob_source.select(log_probs, rollout, training, self.updates)?,
             advantages: &batch.advantages[span.clone()],
             weights: shard(&batch.weights),
             selected: batch.selected.as_ref().map(|flags| &flags[span.clone()]),
         };
         let coefficient = policy.loss_coefficient();
         let mut loss = match coefficient == 0.0 {
-            true => PolicyLoss { loss: 0.0, grad_log_prob: vec![0.0; log_prob.len()], metrics: vec![] },
+            true => PolicyLoss { loss: 0.0, grad_log_prob: vec![0.0; log_probs.len()], metrics: vec![] },
             false => self.loss.loss(&input, normalizer, batch.sequences.len())?,
         };
         if coefficient != 1.0 {
@@ -88,7 +81,7 @@ impl<'a> UpdateLoss<'a> {
         }
         let mut kl = 0.0;
         if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, shard(&batch.reference_log_probs)) {
-            let term = kl_loss(&input.sequences, log_prob, reference, policy.kl.estimator, normalizer)?;
+            let term = kl_loss(&input.sequences, log_probs, reference, policy.kl.estimator, normalizer)?;
             kl = term.loss;
             for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
                 *sum += (policy.kl.coefficient * f64::from(*gradient)) as f32;
@@ -100,22 +93,21 @@ impl<'a> UpdateLoss<'a> {
             true => vec![0.0; entropies.len()],
             false => normalizer.reduce(&input.sequences, |_, t| (f64::from(entropies[t]), -bonus)).1,
         };
-        let mut gradients = [const { vec![] }; N];
-        let mut distill = 0.0;
-        if let (Some(settings), Some(divergences)) = (&policy.distill, columns.get(2)) {
+        let (mut distill, mut grad_divergences) = (0.0, None);
+        if let (Some(settings), Some(divergences)) = (&policy.distill, divergences) {
             let term = distill_loss(&input.sequences, divergences, normalizer)?;
             distill = term.loss;
             let scaled = |gradient: &f32| (settings.coefficient * f64::from(*gradient)) as f32;
-            gradients[2] = term.grad_divergences.iter().map(scaled).collect();
+            grad_divergences = Some(term.grad_divergences.iter().map(scaled).collect());
         }
-        gradients[0] = std::mem::take(&mut loss.grad_log_prob);
-        gradients[1] = entropies;
-        Ok((LossShare { policy: loss, kl, distill }, gradients))
+        let log_probs = std::mem::take(&mut loss.grad_log_prob);
+        let gradient = PolicyColumns { log_probs, entropies, divergences: grad_divergences };
+        Ok((gradient, LossShare { policy: loss, kl, distill }))
     }
 
-    /// Returns the update's metrics, which are means over its tokens. `shares` and `outputs` have one entry
-    /// per micro-batch. `has_load_balance` says whether there is a load-balancing loss.
-    pub fn metrics(&self, shares: &[LossShare], outputs: &[PassOutput], has_load_balance: bool) -> Metrics {
+    /// Returns the update's metrics, which are means over its tokens. `shares` has one entry per part.
+    /// `has_load_balance` says whether there is a load-balancing loss.
+    pub fn metrics(&self, shares: &[LossShare], forward: &Forward, has_load_balance: bool) -> Metrics {
         let mut metrics = Metrics::new();
         let mut means: BTreeMap<&str, TokenMean> = BTreeMap::new();
         for mean in shares.iter().flat_map(|s| &s.policy.metrics) {
@@ -133,11 +125,10 @@ impl<'a> UpdateLoss<'a> {
         if self.policy.kl.place == KlPlacement::Loss {
             metrics.set("actor/kl_loss", shares.iter().map(|s| s.kl).sum::<f64>());
         }
-        let entropies = outputs.iter().flat_map(|o| o.entropies()).map(|&e| f64::from(e));
+        let entropies = forward.columns.entropies.iter().map(|&e| f64::from(e));
         metrics.set("actor/entropy", entropies.sum::<f64>() / self.batch.rollout_log_probs.len() as f64);
         if has_load_balance {
-            let load_balance = outputs.iter().map(|output| output.load_balance_loss);
-            metrics.set("actor/load_balance", mean_of_rows(&self.batch.micro_batches, load_balance));
+            metrics.set("actor/load_balance", forward.load_balance);
         }
         metrics
     }

@@ -1,9 +1,7 @@
 //! The loss of supervised steps: the mean negative log-likelihood of trained tokens.
 
-use super::batch_runner::{BatchObjective, BatchRunner};
-use super::forward_backward::PassSettings;
-use super::micro_batch::{MicroBatch, Sequence, mean_of_rows};
-use crate::metrics::Console;
+use crate::actor::micro_batch::Sequence;
+use crate::actor::{Actor, BatchPart, Forward, PassInput, PassSettings, PolicyColumns, StartProgress};
 use anyhow::Result;
 
 /// The result of one supervised step.
@@ -16,30 +14,28 @@ pub struct SupervisedOutput {
     pub tokens: usize,
 }
 
-/// Computes the gradients of the mean negative log-likelihood of `sequences`, and stores them in the runner's
-/// parameters.
+/// Adds the gradients of the mean negative log-likelihood of `sequences` to those of `actor`.
 ///
 /// # Errors
 /// When a pass fails.
-pub fn gradients(
-    runner: &BatchRunner,
+pub fn add_gradients(
+    actor: &mut Actor,
     sequences: &[Sequence],
-    micro_batch_tokens: usize,
     pass: PassSettings,
-    console: &Console,
+    progress: StartProgress<'_>,
 ) -> Result<SupervisedOutput> {
-    let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
-    let targets: usize = batches.iter().map(|b| b.targets.len()).sum();
+    let input = input(sequences);
+    let targets = |sequence: &&Sequence| sequence.mask.iter().skip(1).filter(|mask| **mask).count();
+    let targets: usize = input.sequences.iter().map(targets).sum();
     let share = -1.0 / targets.max(1) as f32;
-    let stage = console.start_pass("update", runner.local_tokens(&batches));
-    let objective: BatchObjective<'_, 2> =
-        &|_, [log_probs, entropies]| Ok([vec![share; log_probs.len()], vec![0.0; entropies.len()]]);
-    let outputs = runner.accumulate(&batches, pass, None, objective, &stage)?;
-    stage.finish();
-    let tokens: usize = batches.iter().map(|b| b.tokens.len()).sum();
-    let sum: f64 = outputs.iter().flat_map(|o| o.log_probs()).map(|&l| f64::from(l)).sum();
-    let load_balance = mean_of_rows(&batches, outputs.iter().map(|output| output.load_balance_loss));
-    Ok(SupervisedOutput { loss: -sum / targets.max(1) as f64, load_balance, tokens })
+    let loss = |_: &BatchPart, columns: &PolicyColumns| {
+        let count = columns.log_probs.len();
+        let (log_probs, entropies) = (vec![share; count], vec![0.0; count]);
+        Ok((PolicyColumns { log_probs, entropies, divergences: None }, ()))
+    };
+    let (forward, _) = actor.forward_backward(&input, pass, &loss, progress)?;
+    let Forward { columns, load_balance, tokens, .. } = forward;
+    Ok(SupervisedOutput { loss: mean_loss(&columns.log_probs), load_balance, tokens })
 }
 
 /// Returns the mean negative log-likelihood of the trained tokens of `sequences`, without gradients.
@@ -47,17 +43,20 @@ pub fn gradients(
 /// # Errors
 /// When a pass fails.
 pub fn loss(
-    runner: &BatchRunner,
+    actor: &Actor,
     sequences: &[Sequence],
-    micro_batch_tokens: usize,
     pass: PassSettings,
-    console: &Console,
+    progress: StartProgress<'_>,
 ) -> Result<f64> {
-    let batches = MicroBatch::split(sequences, runner.limits(micro_batch_tokens));
-    let stage = console.start_pass("validation loss", runner.local_tokens(&batches));
-    let outputs = runner.forward(&batches, pass, &stage)?;
-    stage.finish();
-    let log_probs = outputs.iter().flat_map(|o| o.log_probs());
-    let (sum, count) = log_probs.fold((0.0, 0usize), |(sum, n), &l| (sum + f64::from(l), n + 1));
-    Ok(-sum / count.max(1) as f64)
+    let forward = actor.forward::<PolicyColumns>(&input(sequences), pass, progress)?;
+    Ok(mean_loss(&forward.columns.log_probs))
+}
+
+fn input(sequences: &[Sequence]) -> PassInput<'_> {
+    PassInput { sequences: sequences.iter().collect(), ..PassInput::default() }
+}
+
+fn mean_loss(log_probs: &[f32]) -> f64 {
+    let sum: f64 = log_probs.iter().map(|&log_prob| f64::from(log_prob)).sum();
+    -sum / log_probs.len().max(1) as f64
 }

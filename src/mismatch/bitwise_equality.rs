@@ -11,9 +11,9 @@
 //! sampled tokens. Under truncated sampling its training pass renormalises over the kept tokens; the other
 //! checks compare the whole distributions.
 
-use crate::learner::batch_runner::BatchRunner;
-use crate::learner::forward_backward::{Pass, PassOutput, PassSettings};
-use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::actor::batch_runner::BatchRunner;
+use crate::actor::forward_backward::{Pass, PassOutput, PassSettings};
+use crate::actor::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::{Console, Progress};
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;

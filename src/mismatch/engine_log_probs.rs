@@ -1,6 +1,6 @@
 //! Tokens with an engine's log-probs, packed into batches.
 
-use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::actor::micro_batch::{MicroBatch, Sequence};
 use std::ops::Range;
 
 /// Sequences that are computed together.

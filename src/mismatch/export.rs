@@ -1,7 +1,7 @@
 //! Exports rollouts in the format of other trainers, with training's log-probs of the same tokens.
 
 use super::formats::prime_rl::ExportLine;
-use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::actor::micro_batch::{MicroBatch, Sequence};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::trajectory::Trajectory;

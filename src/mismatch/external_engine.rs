@@ -13,7 +13,7 @@ use super::rows::TokenRow;
 use super::search::SearchSettings;
 use crate::bad_input;
 use crate::chat::Chat;
-use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::actor::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::format_number;
 use crate::model::config::LayerType;
 use anyhow::Result;

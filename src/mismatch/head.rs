@@ -2,7 +2,7 @@
 
 use super::causes::Cause;
 use super::engine_log_probs::EngineBatch;
-use crate::learner::micro_batch::MicroBatch;
+use crate::actor::micro_batch::MicroBatch;
 use crate::model::policy_view::PolicyView;
 use crate::ops::logits::{SamplingParameters, logits_rows_max};
 use anyhow::Result;

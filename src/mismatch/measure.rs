@@ -9,7 +9,7 @@ use super::diagnose::{UnmodifiedModel, Verdict};
 use super::engine_log_probs::EngineLogProbs;
 use super::output::ResultLine;
 use super::search::SearchSettings;
-use crate::learner::micro_batch::{MicroBatch, Sequence};
+use crate::actor::micro_batch::{MicroBatch, Sequence};
 use crate::metrics::Progress;
 use crate::model::ablations::Ablations;
 use crate::model::forward::ForwardOptions;

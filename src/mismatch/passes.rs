@@ -1,6 +1,6 @@
 //! Forward passes over given tokens. They return log-probabilities, or the output of each layer.
 
-use crate::learner::micro_batch::MicroBatch;
+use crate::actor::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
 use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use crate::model::decoder_stack;

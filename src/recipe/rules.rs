@@ -12,7 +12,7 @@ use super::key_scope::KeyScope;
 use super::plan::is_in_table;
 use crate::checkpoint::gguf::is_gguf;
 use crate::interpreter::InterpreterKind;
-use crate::learner::{OptimizerKind, OptimizerSettings};
+use crate::actor::{OptimizerKind, OptimizerSettings};
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
 use crate::settings::{Choice, KeyLocations, Mistake, SourceLocation, changed_entries};

@@ -2,7 +2,7 @@
 //! check` makes the same checks as `rloss train`.
 
 use crate::learner::examples::ConversationRenderer;
-use crate::learner::micro_batch::Sequence;
+use crate::actor::micro_batch::Sequence;
 use crate::model::config::Config;
 use crate::recipe::{Plan, Recipe};
 use crate::rollout::{Prompt, PromptLimits};

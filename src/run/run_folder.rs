@@ -8,7 +8,7 @@ use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
 use crate::checkpoint::{self, BASE_FOLDER, ResumePoint, TrainerState};
 use crate::integrity::add_checksum;
-use crate::learner::{OptimizerSettings, Schedule};
+use crate::actor::{OptimizerSettings, Schedule};
 use crate::metrics::{
     MetricsFile, Phase, Row, TensorBoard, WARNINGS_FILE, Warning, append_warning, read_rows, read_warnings,
     warnings_text,

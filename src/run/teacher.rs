@@ -5,7 +5,7 @@ use super::source::{ModelSource, Placement, model_folder};
 use crate::chat::Chat;
 use crate::dist::Mesh;
 use crate::harmony::Message;
-use crate::learner::teacher::PromptChange;
+use crate::actor::teacher::PromptChange;
 use crate::metrics::Console;
 use crate::model::config::Config;
 use crate::model::forward::Model;

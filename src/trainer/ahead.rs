@@ -36,7 +36,7 @@ use crate::bad_input;
 use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
 use crate::engine::PassScheduler;
 use crate::learner::critic::Critic;
-use crate::learner::optimizer::Optimizer;
+use crate::actor::optimizer::Optimizer;
 use crate::metrics::Metrics;
 use crate::ops::cuda::SecondStream;
 use crate::ops::threads::{Priority, Threads};

@@ -3,7 +3,7 @@
 
 use crate::bad_input;
 use crate::learner::examples::Examples;
-use crate::learner::micro_batch::Sequence;
+use crate::actor::micro_batch::Sequence;
 use crate::policy::RouterReplay;
 use crate::recipe::Plan;
 use crate::rollout::Prompt;

@@ -4,11 +4,11 @@
 use super::step::PolicyStep;
 use crate::learner::CriticSettings;
 use crate::learner::batch::{Batch, ForwardResult};
-use crate::learner::batch_runner::BatchRunner;
+use crate::actor::batch_runner::BatchRunner;
 use crate::learner::critic::{Critic, CriticStep};
-use crate::learner::forward_backward::{PassOutput, PassSettings};
-use crate::learner::micro_batch::MicroBatch;
-use crate::learner::routed_experts;
+use crate::actor::forward_backward::{PassOutput, PassSettings};
+use crate::actor::micro_batch::MicroBatch;
+use crate::actor::routed_experts;
 use crate::model::forward::ForwardOptions;
 use crate::model::parameters::Parameters;
 use crate::policy::ratio::OldLogProbSource;

@@ -2,7 +2,7 @@
 
 use super::sample::{InProgress, SampleOutput, Sampler};
 use crate::engine::PassScheduler;
-use crate::learner::forward_backward::PassSettings;
+use crate::actor::forward_backward::PassSettings;
 use crate::metrics::{Console, Timings};
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;

@@ -18,11 +18,11 @@ mod warm_up;
 pub use data::TrainingData;
 
 use crate::checkpoint::{self, ResumePoint};
-use crate::learner::OptimizerSettings;
-use crate::learner::batch_runner::BatchRunner;
+use crate::actor::OptimizerSettings;
+use crate::actor::batch_runner::BatchRunner;
 use crate::learner::critic::Critic;
-use crate::learner::forward_backward::PassSettings;
-use crate::learner::optimizer::Optimizer;
+use crate::actor::forward_backward::PassSettings;
+use crate::actor::optimizer::Optimizer;
 use crate::metrics::{Console, Metrics, Phase, Row, Timings, Warning, read_rows};
 use crate::model::parameters::Parameters;
 use crate::ops::cuda::{device_memory, reset_memory_peaks};

@@ -3,8 +3,8 @@
 use super::Trainer;
 use crate::engine::{Engine, PassScheduler};
 use crate::learner::batch::Batch;
-use crate::learner::batch_runner::BatchRunner;
-use crate::learner::forward_backward::PassSettings;
+use crate::actor::batch_runner::BatchRunner;
+use crate::actor::forward_backward::PassSettings;
 use crate::metrics::{Console, Metrics, Phase, Progress, Timings};
 use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;

@@ -3,7 +3,7 @@
 use super::Trainer;
 use crate::checkpoint::{self, Snapshot, TrainerState};
 use crate::learner::critic::Critic;
-use crate::learner::optimizer::Optimizer;
+use crate::actor::optimizer::Optimizer;
 use crate::metrics::Phase;
 use crate::model::config::WeightFormat;
 use anyhow::Result;

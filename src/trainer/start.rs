@@ -5,7 +5,7 @@ use crate::atomic_file::replace_folder;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::checkpoint::{self, BASE_FOLDER, BaseModel, ResumePoint, reference};
 use crate::learner::critic::Critic;
-use crate::learner::teacher::Teacher;
+use crate::actor::teacher::Teacher;
 use crate::model::config::WeightFormat;
 use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;

@@ -2,10 +2,10 @@
 //! forward and backward pass.
 
 use super::{Trainer, WARM_UP_STAGE};
-use crate::learner::batch_runner::BatchRunner;
-use crate::learner::forward_backward::PassSettings;
-use crate::learner::micro_batch::Sequence;
-use crate::learner::optimizer::{GradientNorm, Optimizer};
+use crate::actor::batch_runner::BatchRunner;
+use crate::actor::forward_backward::PassSettings;
+use crate::actor::micro_batch::Sequence;
+use crate::actor::optimizer::{GradientNorm, Optimizer};
 use crate::learner::supervised;
 use crate::metrics::{Metrics, Phase};
 use anyhow::Result;

@@ -2,11 +2,12 @@
 
 use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::learner::batch::Batch;
-use rloss::learner::batch_runner::BatchRunner;
+use rloss::actor::batch_runner::BatchRunner;
 use rloss::learner::critic::{Critic, CriticStep};
-use rloss::learner::forward_backward::{Pass, PassSettings};
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
-use rloss::learner::{CriticSettings, OptimizerSettings, TrainSettings};
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::OptimizerSettings;
+use rloss::learner::{CriticSettings, TrainSettings};
 use rloss::metrics::{Console, Metrics, Progress, Timings};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::forward::Model;

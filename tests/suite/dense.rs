@@ -3,8 +3,8 @@
 use crate::tiny::load;
 use crate::tiny::{self, Learned, learned};
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
-use rloss::learner::forward_backward::{PassOutput, PassSettings};
-use rloss::learner::micro_batch::MicroBatch;
+use rloss::actor::forward_backward::{PassOutput, PassSettings};
+use rloss::actor::micro_batch::MicroBatch;
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};

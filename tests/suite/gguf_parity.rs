@@ -3,7 +3,7 @@
 use rloss::chat::Chat;
 use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::model::attention::PackedAttention;
 use rloss::model::config::Config;
 use rloss::model::decoder_stack::DecoderStack;

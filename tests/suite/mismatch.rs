@@ -3,7 +3,7 @@
 use crate::tiny;
 use rloss::chat::ChatFormat;
 use rloss::engine::{Engine, EngineLimits};
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
 use rloss::mismatch::engine_log_probs::EngineLogProbs;

@@ -2,9 +2,9 @@
 //! order.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::forward_backward::{HeadColumns, PassOutput, PassSettings};
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::batch_runner::BatchRunner;
+use rloss::actor::forward_backward::{HeadColumns, PassOutput, PassSettings};
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Progress;
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;

@@ -3,9 +3,9 @@
 use candle_core::Tensor;
 use rand::Rng;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::learner::forward_backward::{Pass, PassSettings};
-use rloss::learner::gradients::GradientSum;
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::gradients::GradientSum;
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::families::Family;
 use rloss::model::forward::Model;

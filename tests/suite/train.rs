@@ -1,9 +1,9 @@
 //! The training pass and the optimizer.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::batch_runner::{BatchObjective, BatchRunner};
-use rloss::learner::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
-use rloss::learner::micro_batch::MicroBatch;
+use rloss::actor::batch_runner::{BatchObjective, BatchRunner};
+use rloss::actor::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
+use rloss::actor::micro_batch::MicroBatch;
 use rloss::metrics::Progress;
 use rloss::model::cache::SequenceCache;
 use rloss::model::decoder_stack;

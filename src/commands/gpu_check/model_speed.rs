@@ -5,11 +5,11 @@
 //! The difference is the time of one layer, which gives an estimate for all layers.
 
 use super::Extent;
-use crate::learner::OptimizerSettings;
-use crate::learner::batch_runner::BatchRunner;
-use crate::learner::forward_backward::PassSettings;
-use crate::learner::micro_batch::{MicroBatch, Sequence};
-use crate::learner::optimizer::Optimizer;
+use crate::actor::OptimizerSettings;
+use crate::actor::batch_runner::BatchRunner;
+use crate::actor::forward_backward::PassSettings;
+use crate::actor::micro_batch::{MicroBatch, Sequence};
+use crate::actor::optimizer::Optimizer;
 use crate::metrics::Progress;
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};

@@ -1,7 +1,7 @@
 //! The model's computation with a cause applied.
 
 use super::{Cause, WeightEdit};
-use crate::learner::micro_batch::MicroBatch;
+use crate::actor::micro_batch::MicroBatch;
 use crate::mismatch::head::HeadSettings;
 use crate::model::config::Config;
 use crate::model::forward::{ForwardOptions, Model};
@@ -173,7 +173,7 @@ fn shift_rows(batch: &mut MicroBatch, shift: Shift) -> Vec<bool> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::learner::micro_batch::Sequence;
+    use crate::actor::micro_batch::Sequence;
 
     fn batch() -> MicroBatch {
         let sequence = |from: u32| Sequence {

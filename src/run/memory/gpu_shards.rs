@@ -3,9 +3,9 @@
 use super::passes::BackwardStage;
 use super::{MemoryItem, MemoryPlanInput, PassShape, TrainableTensor, gathered_bytes};
 use crate::dist::shard_length;
-use crate::learner::OptimizerSettings;
-use crate::learner::gradients::{EXCHANGE_BYTES_MIN, exchange_bytes_max};
-use crate::learner::optimizer::state_bytes;
+use crate::actor::OptimizerSettings;
+use crate::actor::gradients::{EXCHANGE_BYTES_MIN, exchange_bytes_max};
+use crate::actor::optimizer::state_bytes;
 use crate::model::config::Config;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole};

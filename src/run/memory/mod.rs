@@ -26,10 +26,10 @@ pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::learner::OptimizerSettings;
-use crate::learner::batch_runner::runs_in_parallel;
-use crate::learner::gradients::exchange_bytes_max;
-use crate::learner::optimizer::{device_update_bytes, has_master, state_bytes, update_bytes};
+use crate::actor::OptimizerSettings;
+use crate::actor::batch_runner::runs_in_parallel;
+use crate::actor::gradients::exchange_bytes_max;
+use crate::actor::optimizer::{device_update_bytes, has_master, state_bytes, update_bytes};
 use crate::metrics::TextTable;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};

@@ -3,7 +3,7 @@
 
 use super::{AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, gigabytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::learner::OptimizerKind;
+use crate::actor::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
 use crate::model::names::{parameter_specs, value_model_specs};
 use crate::model::settings::AdapterSettings;

@@ -5,7 +5,7 @@ use super::gpu_shards::working_bytes;
 use super::weights::ShardedTensor;
 use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
-use crate::learner::optimizer::device_received_bytes;
+use crate::actor::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
 use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs};

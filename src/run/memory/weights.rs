@@ -2,7 +2,7 @@
 
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::dist::{ExpertPlacement, PackedWeightPlacement, RolloutWeightPlacement, Sharding, shard_range};
-use crate::learner::replica_sum::exchanged_bytes_max;
+use crate::actor::replica_sum::exchanged_bytes_max;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;

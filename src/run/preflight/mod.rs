@@ -9,7 +9,7 @@ use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::learner::examples::ConversationRenderer;
-use crate::learner::micro_batch::Sequence;
+use crate::actor::micro_batch::Sequence;
 use crate::metrics::{Console, format_count};
 use crate::model::config::{Config, WeightFormat};
 use crate::ops::head_parts::head_split_error;

@@ -6,8 +6,8 @@ use super::{
     train, warm_model,
 };
 use crate::tiny;
-use rloss::learner::forward_backward::{Pass, PassSettings};
-use rloss::learner::micro_batch::MicroBatch;
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::micro_batch::MicroBatch;
 use rloss::metrics::Console;
 use rloss::model::forward::ForwardOptions;
 use rloss::recipe::resolve;

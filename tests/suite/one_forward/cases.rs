@@ -6,7 +6,7 @@ use rloss::chat::ChatFormat;
 use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
-use rloss::learner::batch_runner::BatchRunner;
+use rloss::actor::batch_runner::BatchRunner;
 use rloss::metrics::Console;
 use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityChecks};
 use rloss::model::cache::CacheCapacity;

@@ -3,7 +3,7 @@
 use super::{Learner, Optimizer, Parameters, everything, of_kind, random_updates};
 use crate::tiny;
 use candle_core::{Device, Tensor};
-use rloss::learner::OptimizerKind;
+use rloss::actor::OptimizerKind;
 use rloss::model::names::TensorRole;
 use rloss::ops::muon::{MatrixShard, Muon, muon, muon_shard};
 use serde::Deserialize;

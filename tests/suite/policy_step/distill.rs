@@ -2,9 +2,9 @@
 
 use super::{Fixture, distance, learned, loss, pass, prepared, values};
 use crate::{qwen2, tiny};
-use rloss::learner::forward_backward::Pass;
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
-use rloss::learner::teacher::{PromptChange, Teacher};
+use rloss::actor::forward_backward::Pass;
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::teacher::{PromptChange, Teacher};
 use rloss::model::config::Config;
 use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;

@@ -3,7 +3,7 @@
 use super::{Fixture, distance, pass, prepared};
 use crate::tiny::{self, Gradients};
 use rloss::learner::TrainSettings;
-use rloss::learner::micro_batch::Sequence;
+use rloss::actor::micro_batch::Sequence;
 use rloss::policy::{PolicySettings, RouterReplay};
 use rloss::trainer::step::{PolicyStep, PolicyUpdate};
 

@@ -2,10 +2,11 @@
 
 use super::{Fixture, pass};
 use crate::tiny;
-use rloss::learner::batch_runner::BatchRunner;
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
-use rloss::learner::optimizer::Optimizer;
-use rloss::learner::{OptimizerKind, OptimizerSettings, TrainSettings};
+use rloss::actor::batch_runner::BatchRunner;
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::optimizer::Optimizer;
+use rloss::actor::{OptimizerKind, OptimizerSettings};
+use rloss::learner::TrainSettings;
 use rloss::metrics::Progress;
 use rloss::model::decoder_stack;
 use rloss::model::parameters::Parameters;

@@ -1,8 +1,8 @@
 //! What is stored at sampling is what training computes, and nothing about the batch shows in it.
 
 use super::*;
-use rloss::learner::forward_backward::{Pass, PassSettings};
-use rloss::learner::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
 
 /// The training forward over trajectories: log-probabilities of the sampled tokens and experts of every

@@ -3,12 +3,11 @@
 //! Before a pass of the policy, the teacher runs over the same tokens and keeps only the input of its head.
 //! The policy's head then compares both distributions, chunk by chunk ([`mod@crate::ops::reverse_kl`]).
 
-use super::batch::Batch;
+use super::Actor;
 use super::forward_backward::{Pass, PassSettings};
 use super::micro_batch::{MicroBatch, Sequence};
 use crate::bad_input;
 use crate::model::forward::{ForwardOptions, Model};
-use crate::model::parameters::Parameters;
 use crate::model::weights::Weights;
 use crate::ops::reverse_kl::TeacherRows;
 use anyhow::{Context, Result};
@@ -48,34 +47,39 @@ impl PromptChange {
     }
 }
 
-/// A frozen teacher.
+/// A teacher.
 #[derive(Clone, Copy)]
 pub struct Teacher<'a> {
-    pub model: &'a Model,
-    pub parameters: &'a Parameters,
+    /// The frozen model.
+    pub actor: &'a Actor,
     /// `None` if the teacher reads the policy's prompts.
     pub prompt: Option<&'a PromptChange>,
 }
 
 impl<'a> Teacher<'a> {
-    /// Prepares the teacher's passes over the micro-batches of `batch`.
+    /// Prepares the teacher's passes over `batches`, the policy's micro-batches of `sequences`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a sequence does not begin with the policy's system prompt.
-    pub fn passes(&self, batch: &Batch) -> Result<TeacherPasses<'a>> {
+    pub(super) fn passes(
+        &self,
+        sequences: &[&Sequence],
+        batches: &[MicroBatch],
+    ) -> Result<TeacherPasses<'a>> {
         let packed = |micro_batch: &MicroBatch| -> Result<MicroBatch> {
             let Some(prompt) = self.prompt else {
                 return Ok(MicroBatch { replay: None, ..micro_batch.clone() });
             };
-            let sequences = batch.sequences[micro_batch.sequences.clone()].iter();
+            let sequences = sequences[micro_batch.sequences.clone()].iter();
             let sequences = sequences.map(|sequence| prompt.apply(sequence).map(Arc::new));
             let sequences = sequences.collect::<Result<Vec<Arc<Sequence>>>>()?;
             // Without a limit, all sequences are in one micro-batch.
             let mut packed = MicroBatch::split_with_prefixes(&sequences, usize::MAX, |_| usize::MAX);
             packed.pop().context("a micro-batch without sequences")
         };
-        let batches = batch.micro_batches.iter().map(packed).collect::<Result<_>>()?;
-        Ok(TeacherPasses { model: self.model, weights: self.parameters.pass_weights(None)?, batches })
+        let batches = batches.iter().map(packed).collect::<Result<_>>()?;
+        let weights = self.actor.parameters.pass_weights(None)?;
+        Ok(TeacherPasses { model: &self.actor.model, weights, batches })
     }
 }
 
@@ -100,13 +104,13 @@ impl TeacherPasses<'_> {
     pub fn rows(&self, index: usize) -> Result<TeacherRows> {
         // Ablations do not apply to the teacher. The temperature belongs to the policy's head.
         let settings = PassSettings {
-            recompute_layers: false,
             temperature: 1.0,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: false,
             forward: ForwardOptions::default(),
         };
         let batch = self.batches.get(index).context("a micro-batch without a teacher's pass")?;
-        Pass { model: self.model, weights: &self.weights, batch, settings, teacher: None }.teacher_rows()
+        let (model, weights) = (self.model, &self.weights);
+        Pass { model, weights, batch, settings, recompute_layers: false, teacher: None }.teacher_rows()
     }
 }

@@ -4,6 +4,7 @@
 //! one layer at a time again. Without recomputation, one graph holds all activations. The results of both are
 //! bit-identical.
 
+use super::columns::{Columns, PolicyColumns};
 use super::micro_batch::MicroBatch;
 use crate::model::attention::PackedAttention;
 use crate::model::decoder_stack::{DecoderStack, LayerCallback, keep_nothing};
@@ -14,13 +15,12 @@ use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::{self, Dispatch};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use candle_core::Tensor;
 
 /// The settings of a pass.
 #[derive(Debug, Clone, Copy)]
 pub struct PassSettings {
-    pub recompute_layers: bool,
     /// Sampling temperature. Log-probabilities are those of the distribution at this temperature.
     pub temperature: f64,
     /// Coefficient of the load-balancing loss, multiplied by the micro-batch's share of the batch; 0 means no
@@ -31,18 +31,14 @@ pub struct PassSettings {
     pub forward: ForwardOptions,
 }
 
-/// The head's outputs: `N` columns with one value for each target, `[R]`. A policy has the columns
-/// log-probabilities and entropies, and with a teacher the divergences from it. A critic has the column of
-/// values.
-pub type HeadColumns<const N: usize> = [Vec<f32>; N];
-
-/// Computes the gradient of the objective with respect to the head's columns.
-pub type HeadObjective<'a, const N: usize> = &'a dyn Fn([&[f32]; N]) -> Result<HeadColumns<N>>;
+/// Computes the gradient of a loss with respect to the head's columns.
+pub type ColumnLoss<'a, C> = &'a dyn Fn(&C) -> Result<C>;
 
 /// The output of a pass without its gradients. The gradients go to the gradient sink of the weights.
 #[derive(Debug)]
-pub struct PassOutput<const N: usize = 2> {
-    pub head: HeadColumns<N>,
+pub struct PassOutput<C = PolicyColumns> {
+    /// The head's output for this rank's targets.
+    pub columns: C,
     /// Routed experts, u32 `[T, K]` for each layer; empty for a model without experts, and if the pass does
     /// not keep them.
     pub routed_experts: Vec<Tensor>,
@@ -52,26 +48,6 @@ pub struct PassOutput<const N: usize = 2> {
     pub has_gradients: bool,
 }
 
-impl PassOutput {
-    /// Returns the log-probability of each target, `[R]`.
-    pub fn log_probs(&self) -> &[f32] {
-        &self.head[0]
-    }
-
-    /// Returns the entropy of each target's distribution in nats, `[R]`.
-    pub fn entropies(&self) -> &[f32] {
-        &self.head[1]
-    }
-}
-
-impl PassOutput<3> {
-    /// Returns the output without the divergences from the teacher.
-    pub fn without_divergences(self) -> PassOutput {
-        let Self { head: [log_probs, entropies, _], routed_experts, load_balance_loss, has_gradients } = self;
-        PassOutput { head: [log_probs, entropies], routed_experts, load_balance_loss, has_gradients }
-    }
-}
-
 /// The forward and backward pass of one micro-batch.
 pub struct Pass<'a> {
     pub model: &'a Model,
@@ -79,6 +55,8 @@ pub struct Pass<'a> {
     pub weights: &'a Weights,
     pub batch: &'a MicroBatch,
     pub settings: PassSettings,
+    /// Whether the backward pass computes each layer again.
+    pub recompute_layers: bool,
     /// The teacher's rows for the batch's targets, if the head returns divergences from a teacher.
     pub teacher: Option<&'a TeacherRows>,
 }
@@ -98,8 +76,8 @@ impl Pass<'_> {
     /// layer.
     ///
     /// # Errors
-    /// When the batch does not fit the model, or the head's number of columns is not `N`.
-    pub fn forward<const N: usize>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<N>> {
+    /// When the batch does not fit the model, or the head has other columns than `C`.
+    pub fn forward<C: Columns>(&self, on_layer: &dyn Fn()) -> Result<PassOutput<C>> {
         let mut routed_experts = vec![];
         let hidden = self.run_layers(&self.stack(), &mut |_, _, output| {
             routed_experts.extend(self.kept_experts(output.routed_experts()));
@@ -107,25 +85,24 @@ impl Pass<'_> {
             Ok(())
         })?;
         Ok(PassOutput {
-            head: split_columns(&self.head(&hidden)?)?,
+            columns: C::from_rows(self.head(&hidden)?.to_vec2()?)?,
             routed_experts,
             load_balance_loss: 0.0,
             has_gradients: false,
         })
     }
 
-    /// Runs the forward pass, then `objective` on the head's columns, then the backward pass. Calls
-    /// `on_layer` after each layer of the forward pass.
+    /// Runs the forward pass, then `loss` on the head's columns, then the backward pass. Calls `on_layer`
+    /// after each layer of the forward pass.
     ///
     /// # Errors
-    /// When the batch does not fit the model, the head's number of columns is not `N`, or the objective
-    /// fails.
-    pub fn forward_backward<const N: usize>(
+    /// When the batch does not fit the model, the head has other columns than `C`, or the loss fails.
+    pub fn forward_backward<C: Columns>(
         &self,
-        objective: HeadObjective<'_, N>,
+        loss: ColumnLoss<'_, C>,
         on_layer: &dyn Fn(),
-    ) -> Result<PassOutput<N>> {
-        self.run(objective, on_layer, false)
+    ) -> Result<PassOutput<C>> {
+        self.run(loss, on_layer, false)
     }
 
     /// Works like [`Self::forward_backward`], but skips the backward pass if all gradients would be 0. This
@@ -133,23 +110,23 @@ impl Pass<'_> {
     ///
     /// # Errors
     /// The errors of [`Self::forward_backward`].
-    pub fn forward_backward_if_nonzero<const N: usize>(
+    pub fn forward_backward_if_nonzero<C: Columns>(
         &self,
-        objective: HeadObjective<'_, N>,
+        loss: ColumnLoss<'_, C>,
         on_layer: &dyn Fn(),
-    ) -> Result<PassOutput<N>> {
-        self.run(objective, on_layer, self.settings.load_balance_coefficient == 0.0)
+    ) -> Result<PassOutput<C>> {
+        self.run(loss, on_layer, self.settings.load_balance_coefficient == 0.0)
     }
 
-    fn run<const N: usize>(
+    fn run<C: Columns>(
         &self,
-        objective: HeadObjective<'_, N>,
+        loss: ColumnLoss<'_, C>,
         on_layer: &dyn Fn(),
         skips_zero_gradient: bool,
-    ) -> Result<PassOutput<N>> {
-        match self.settings.recompute_layers {
-            true => self.run_with_recomputation(objective, on_layer, skips_zero_gradient),
-            false => self.run_as_one_graph(objective, on_layer, skips_zero_gradient),
+    ) -> Result<PassOutput<C>> {
+        match self.recompute_layers {
+            true => self.run_with_recomputation(loss, on_layer, skips_zero_gradient),
+            false => self.run_as_one_graph(loss, on_layer, skips_zero_gradient),
         }
     }
 
@@ -186,7 +163,7 @@ impl Pass<'_> {
         if self.settings.keeps_routed_experts { routed_experts } else { E::default() }
     }
 
-    /// Returns the head's output, `[N, R]`.
+    /// Returns the head's output, `[C, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         let MicroBatch { targets, kept_tokens, .. } = self.batch;
@@ -197,12 +174,12 @@ impl Pass<'_> {
     }
 
     /// Runs the pass without recomputation.
-    fn run_as_one_graph<const N: usize>(
+    fn run_as_one_graph<C: Columns>(
         &self,
-        objective: HeadObjective<'_, N>,
+        loss: ColumnLoss<'_, C>,
         on_layer: &dyn Fn(),
         skips_zero_gradient: bool,
-    ) -> Result<PassOutput<N>> {
+    ) -> Result<PassOutput<C>> {
         let (mut routed_experts, mut balance_losses, mut head_output) = (vec![], vec![], None);
         let mut has_gradients = true;
         differentiate(&[], || {
@@ -214,24 +191,24 @@ impl Pass<'_> {
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
-            let (columns, gradient) = self.gradient(&head, objective, skips_zero_gradient)?;
+            let (columns, gradient) = self.gradient(&head, loss, skips_zero_gradient)?;
             has_gradients = gradient.is_some();
             roots.extend(gradient.map(|gradient| (head, gradient)));
             head_output = Some(columns);
             anyhow::Ok(roots)
         })?;
-        let head = head_output.context("a pass without a head")?;
+        let columns = head_output.context("a pass without a head")?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
-        Ok(PassOutput { head, routed_experts, load_balance_loss, has_gradients })
+        Ok(PassOutput { columns, routed_experts, load_balance_loss, has_gradients })
     }
 
     /// Runs the pass with recomputation.
-    fn run_with_recomputation<const N: usize>(
+    fn run_with_recomputation<C: Columns>(
         &self,
-        objective: HeadObjective<'_, N>,
+        loss: ColumnLoss<'_, C>,
         on_layer: &dyn Fn(),
         skips_zero_gradient: bool,
-    ) -> Result<PassOutput<N>> {
+    ) -> Result<PassOutput<C>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routed_experts) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
         let frozen = self.weights.without_gradient();
@@ -245,15 +222,15 @@ impl Pass<'_> {
         let mut head_output = None;
         let upstream = differentiate(&[&hidden], || {
             let head = self.head(&hidden)?;
-            let (columns, gradient) = self.gradient(&head, objective, skips_zero_gradient)?;
+            let (columns, gradient) = self.gradient(&head, loss, skips_zero_gradient)?;
             head_output = Some(columns);
             anyhow::Ok(gradient.map(|gradient| (head, gradient)).into_iter().collect())
         })?;
         drop(hidden);
-        let head = head_output.context("a pass without a head")?;
+        let columns = head_output.context("a pass without a head")?;
         let Some(mut upstream) = upstream.into_iter().next().flatten() else {
             let routed_experts = self.kept_experts(routed_experts);
-            return Ok(PassOutput { head, routed_experts, load_balance_loss: 0.0, has_gradients: false });
+            return Ok(PassOutput { columns, routed_experts, load_balance_loss: 0.0, has_gradients: false });
         };
 
         let mut balance_losses = vec![];
@@ -271,7 +248,7 @@ impl Pass<'_> {
         differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
         let routed_experts = self.kept_experts(routed_experts);
-        Ok(PassOutput { head, routed_experts, load_balance_loss, has_gradients: true })
+        Ok(PassOutput { columns, routed_experts, load_balance_loss, has_gradients: true })
     }
 
     /// Returns the mean of `losses` over the layers. Call it only at the end of a pass, because each read
@@ -314,25 +291,23 @@ impl Pass<'_> {
         Ok(Some((loss, coefficient)))
     }
 
-    /// Returns the columns of `head`, `[N, R]`, and the gradient of the objective with respect to `head`. The
+    /// Returns the columns of `head`, `[C, R]`, and the gradient of the loss with respect to `head`. The
     /// gradient is `None` if all of its values are 0 and `skips_zero_gradient` is set.
-    fn gradient<const N: usize>(
+    fn gradient<C: Columns>(
         &self,
         head: &Tensor,
-        objective: HeadObjective<'_, N>,
+        loss: ColumnLoss<'_, C>,
         skips_zero_gradient: bool,
-    ) -> Result<(HeadColumns<N>, Option<Tensor>)> {
-        let local = split_columns::<N>(head)?;
-        let mut columns = [const { vec![] }; N];
-        for (column, local) in columns.iter_mut().zip(&local) {
-            *column = self.gather_column(local)?;
-        }
-        let gradients = objective(columns.each_ref().map(Vec::as_slice))?;
+    ) -> Result<(C, Option<Tensor>)> {
+        let local: Vec<Vec<f32>> = head.to_vec2()?;
+        let all = local.iter().map(|column| self.gather_column(column)).collect::<Result<_>>()?;
+        let gradients = loss(&C::from_rows(all)?)?.into_rows();
         let gradients: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
+        let columns = C::from_rows(local)?;
         if skips_zero_gradient && gradients.iter().all(|value| *value == 0.0) {
-            return Ok((local, None));
+            return Ok((columns, None));
         }
-        Ok((local, Some(Tensor::from_vec(gradients, head.shape(), head.device())?)))
+        Ok((columns, Some(Tensor::from_vec(gradients, head.shape(), head.device())?)))
     }
 
     /// Gathers the column of all targets. `local` is this rank's shard of the column.
@@ -355,14 +330,4 @@ impl Pass<'_> {
 /// with the gradient with respect to that output.
 fn input_gradient(x: &Tensor, forward: impl FnOnce() -> Result<Vec<(Tensor, Tensor)>>) -> Result<Tensor> {
     differentiate(&[x], forward)?.pop().flatten().context("no gradient at a layer's input")
-}
-
-/// Splits the head's output `[N, R]` into its columns.
-fn split_columns<const N: usize>(head: &Tensor) -> Result<HeadColumns<N>> {
-    ensure!(head.dim(0)? == N, "the head has {} columns, but {N} were requested", head.dim(0)?);
-    let mut columns = [const { vec![] }; N];
-    for (index, column) in columns.iter_mut().enumerate() {
-        *column = head.get(index)?.to_vec1()?;
-    }
-    Ok(columns)
 }

@@ -1,6 +1,7 @@
 //! Runs the micro-batches of a batch, in parallel or one at a time. Adds up their gradients in batch order.
 
-use super::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
+use super::columns::Columns;
+use super::forward_backward::{Pass, PassOutput, PassSettings};
 use super::gradients::GradientSum;
 use super::micro_batch::{MicroBatch, MicroBatchLimits, PackingParameters};
 use super::teacher::TeacherPasses;
@@ -8,6 +9,7 @@ use crate::metrics::Progress;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::model::weights::Weights;
+use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::threads::{Threads, with_spinning_threads};
 use anyhow::{Context, Result};
 
@@ -23,37 +25,38 @@ pub fn runs_in_parallel(weight_bytes: u64) -> bool {
     weight_bytes <= PARALLEL_BYTES_MAX
 }
 
-/// Runs batches through a model. The gradients are stored in the model's parameters.
+/// Runs micro-batches through a model, and adds their gradients to those of the model's parameters.
 #[derive(Clone, Copy)]
 pub struct BatchRunner<'a> {
     pub threads: &'a Threads,
     pub model: &'a Model,
     pub parameters: &'a Parameters,
+    /// Whether backward passes compute each layer again.
+    pub recompute_layers: bool,
 }
 
-/// A [`super::forward_backward::HeadObjective`] that also gets the index of the micro-batch.
-pub type BatchObjective<'a, const N: usize> =
-    &'a (dyn Fn(usize, [&[f32]; N]) -> Result<HeadColumns<N>> + Sync);
+/// A [`super::forward_backward::ColumnLoss`] that also gets the index of the micro-batch.
+pub type MicroBatchLoss<'a, C> = &'a (dyn Fn(usize, &C) -> Result<C> + Sync);
 
 impl BatchRunner<'_> {
-    /// Runs the forward and backward pass of every micro-batch. Afterwards the parameters hold the gradients
-    /// of the batch.
+    /// Runs the forward and backward pass of every micro-batch. Adds their gradients to those of the
+    /// parameters, in batch order.
     ///
-    /// `objective` is called for every micro-batch, including those that other processes ran. It must divide
-    /// its gradients by the token count of the whole batch. `settings.load_balance_coefficient` is the
-    /// coefficient for the whole batch. With a `teacher`, the head's third column has the divergences from
-    /// it. `progress` advances by the tokens of this process, layer by layer.
+    /// `loss` is called for every micro-batch, including those that other processes ran. It must divide its
+    /// gradients by the token count of the whole batch. `settings.load_balance_coefficient` is the
+    /// coefficient for the whole batch. With a `teacher`, the columns have the divergences from it.
+    /// `progress` advances by the tokens of this process, layer by layer.
     ///
     /// # Errors
-    /// When a pass or the objective fails.
-    pub fn accumulate<const N: usize>(
+    /// When a pass or the loss fails. A part of the gradients may have been added.
+    pub fn accumulate<C: Columns>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
         teacher: Option<&TeacherPasses>,
-        objective: BatchObjective<'_, N>,
+        loss: MicroBatchLoss<'_, C>,
         progress: &Progress,
-    ) -> Result<Vec<PassOutput<N>>> {
+    ) -> Result<Vec<PassOutput<C>>> {
         let tokens: usize = batches.iter().map(|b| b.sequence_rows.positions_count()).sum();
         let mesh = self.parameters.mesh();
         let pass = |slot: PassSlot, weights: &Weights| {
@@ -67,21 +70,21 @@ impl BatchRunner<'_> {
             };
             // The teacher's pass ends before the policy's pass begins, so their activations do not add up.
             let teacher = teacher.map(|teacher| teacher.rows(slot.index)).transpose()?;
-            let pass = Pass { model: self.model, weights, batch, settings, teacher: teacher.as_ref() };
+            let pass = self.pass(weights, batch, settings, teacher.as_ref());
             let progress_tokens = progress_tokens(&batches[slot.index], &slot);
-            let objective = |columns: [&[f32]; N]| match slot.masked {
-                true => Ok(columns.map(|column| vec![0.0; column.len()])),
-                false => objective(slot.index, columns),
+            let loss = |columns: &C| match slot.masked {
+                true => Ok(columns.zeros()),
+                false => loss(slot.index, columns),
             };
             let on_layer = || progress.advance_tokens(progress_tokens * FORWARD_SHARE / self.layers());
             // With several ranks, no backward pass is skipped, because the ranks exchange the gradients of
             // every pass.
             match mesh.ranks() {
-                1 => pass.forward_backward_if_nonzero(&objective, &on_layer),
-                _ => pass.forward_backward(&objective, &on_layer),
+                1 => pass.forward_backward_if_nonzero(&loss, &on_layer),
+                _ => pass.forward_backward(&loss, &on_layer),
             }
         };
-        let sum = self.threads.run_on_all(|| GradientSum::begin(self.parameters))?;
+        let sum = GradientSum::new(self.parameters);
         let in_parallel = teacher.is_none_or(|teacher| runs_in_parallel(teacher.weight_bytes()));
         let outputs = self.run_passes(batches, in_parallel, |slot| {
             let backward_tokens = progress_tokens(&batches[slot.index], &slot) * (1.0 - FORWARD_SHARE);
@@ -99,7 +102,7 @@ impl BatchRunner<'_> {
         sum.finish()?;
         let ran_elsewhere = |index: usize| index % mesh.data_ranks() != mesh.data_rank();
         for (index, output) in outputs.iter().enumerate().filter(|(index, _)| ran_elsewhere(*index)) {
-            objective(index, output.head.each_ref().map(Vec::as_slice))?;
+            loss(index, &output.columns)?;
         }
         Ok(outputs)
     }
@@ -109,19 +112,30 @@ impl BatchRunner<'_> {
     ///
     /// # Errors
     /// When a pass fails.
-    pub fn forward<const N: usize>(
+    pub fn forward<C: Columns>(
         &self,
         batches: &[MicroBatch],
         settings: PassSettings,
         progress: &Progress,
-    ) -> Result<Vec<PassOutput<N>>> {
+    ) -> Result<Vec<PassOutput<C>>> {
         let weights = self.parameters.pass_weights(None)?;
         self.run_passes(batches, true, |slot| {
             let batch = &*batches[slot.index].local_shard(self.parameters.mesh())?;
             let progress_tokens = progress_tokens(&batches[slot.index], &slot);
             let on_layer = || progress.advance_tokens(progress_tokens / self.layers());
-            Pass { model: self.model, weights: &weights, batch, settings, teacher: None }.forward(&on_layer)
+            self.pass(&weights, batch, settings, None).forward(&on_layer)
         })
+    }
+
+    fn pass<'p>(
+        &'p self,
+        weights: &'p Weights,
+        batch: &'p MicroBatch,
+        settings: PassSettings,
+        teacher: Option<&'p TeacherRows>,
+    ) -> Pass<'p> {
+        let Self { model, recompute_layers, .. } = *self;
+        Pass { model, weights, batch, settings, recompute_layers, teacher }
     }
 
     /// Returns the number of tokens of `batches` that this process runs through the model.
@@ -155,12 +169,12 @@ impl BatchRunner<'_> {
 
     /// Calls `run` on each of `batches` and returns the results in order. Passes run in parallel only if
     /// `may_run_in_parallel`.
-    fn run_passes<const N: usize>(
+    fn run_passes<C: Columns>(
         &self,
         batches: &[MicroBatch],
         may_run_in_parallel: bool,
-        run: impl Fn(PassSlot) -> Result<PassOutput<N>> + Sync,
-    ) -> Result<Vec<PassOutput<N>>> {
+        run: impl Fn(PassSlot) -> Result<PassOutput<C>> + Sync,
+    ) -> Result<Vec<PassOutput<C>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let run = |slot| with_spinning_threads(self.parameters.device(), || run(slot));
         let run_index = |index: usize| run(PassSlot { index, round: index, masked: false });
@@ -174,11 +188,11 @@ impl BatchRunner<'_> {
     /// Distributes the micro-batches over the processes, or over sequence-parallel groups of processes, in
     /// round-robin order. All processes run the same number of passes, because passes exchange tensors. A
     /// process without a micro-batch in the last round runs a masked pass.
-    fn run_distributed<const N: usize>(
+    fn run_distributed<C: Columns>(
         &self,
         batches: &[MicroBatch],
-        run: &(dyn Fn(PassSlot) -> Result<PassOutput<N>> + Sync),
-    ) -> Result<Vec<PassOutput<N>>> {
+        run: &(dyn Fn(PassSlot) -> Result<PassOutput<C>> + Sync),
+    ) -> Result<Vec<PassOutput<C>>> {
         let (mesh, count) = (self.parameters.mesh(), batches.len());
         let (group, groups) = (mesh.data_rank(), mesh.data_ranks());
         let mut local_records = vec![];

@@ -1,10 +1,9 @@
 //! AdamW, AdamW with 8-bit moments, SGD and Muon: the optimizer state of each trainable tensor, and the
 //! updates.
 
-use super::gradients::{clip, global_norm};
 use crate::dist::Sharding;
-use crate::learner::sharded_muon::{self, UpdateCost};
-use crate::learner::{OptimizerKind, OptimizerSettings as Settings, Schedule};
+use crate::actor::sharded_muon::{self, UpdateCost};
+use super::{OptimizerKind, OptimizerSettings as Settings, Schedule};
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parameters::{BLOCK_STATES, CODES, MASTER, MOMENTS, OptimizerState, Parameters};
 use crate::model::sharded_layers::to_op_error;
@@ -12,8 +11,7 @@ use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
 use crate::ops::muon::{self, MatrixShard, Muon, muon, muon_shard};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use crate::ops::product::Precision;
-use crate::ops::threads::Threads;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result};
 use candle_core::{DType, Shape, Tensor};
 
 /// The momentum buffer of SGD and Muon.
@@ -38,24 +36,172 @@ fn has_8bit_moments(spec: &ParameterSpec) -> bool {
     spec.element_count() >= adamw_8bit::VALUES_MIN && expert_values.is_multiple_of(adamw_8bit::BLOCK)
 }
 
-/// Lists the state buffers of a tensor: name, type and shape of each. `shape` is the shape of the tensor's
-/// shard in this process.
-fn buffers(settings: &Settings, spec: &ParameterSpec, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
-    match settings.kind {
-        OptimizerKind::Muon if is_orthogonalized(settings, spec) => {
-            vec![(MOMENTUM, DType::F32, shape.clone())]
+/// The rule by which an optimizer updates one tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rule {
+    AdamW,
+    AdamW8Bit,
+    Sgd,
+    SgdWithMomentum,
+    Muon,
+}
+
+impl Rule {
+    /// Returns the rule for the tensor of `spec`.
+    fn new(settings: &Settings, spec: &ParameterSpec) -> Self {
+        match settings.kind {
+            OptimizerKind::Muon if is_orthogonalized(settings, spec) => Self::Muon,
+            OptimizerKind::AdamW8Bit if has_8bit_moments(spec) => Self::AdamW8Bit,
+            OptimizerKind::AdamW | OptimizerKind::AdamW8Bit | OptimizerKind::Muon => Self::AdamW,
+            OptimizerKind::Sgd if settings.momentum > 0.0 => Self::SgdWithMomentum,
+            OptimizerKind::Sgd => Self::Sgd,
         }
-        OptimizerKind::AdamW8Bit if has_8bit_moments(spec) => {
-            let blocks = Shape::from(shape.elem_count().div_ceil(adamw_8bit::BLOCK));
-            let codes = CODES.map(|name| (name, DType::U8, shape.clone()));
-            let scales = BLOCK_STATES.map(|name| (name, DType::F32, blocks.clone()));
-            codes.into_iter().chain(scales).collect()
+    }
+
+    /// Lists the state buffers of a tensor: name, type and shape of each. `shape` is the shape of the
+    /// tensor's shard in this process.
+    fn buffers(self, shape: &Shape) -> Vec<(&'static str, DType, Shape)> {
+        match self {
+            Self::AdamW => MOMENTS.map(|name| (name, DType::F32, shape.clone())).into(),
+            Self::AdamW8Bit => {
+                let blocks = Shape::from(shape.elem_count().div_ceil(adamw_8bit::BLOCK));
+                let codes = CODES.map(|name| (name, DType::U8, shape.clone()));
+                let scales = BLOCK_STATES.map(|name| (name, DType::F32, blocks.clone()));
+                codes.into_iter().chain(scales).collect()
+            }
+            Self::SgdWithMomentum | Self::Muon => vec![(MOMENTUM, DType::F32, shape.clone())],
+            Self::Sgd => vec![],
         }
-        OptimizerKind::AdamW | OptimizerKind::AdamW8Bit | OptimizerKind::Muon => {
-            MOMENTS.map(|name| (name, DType::F32, shape.clone())).into()
+    }
+
+    /// Updates this process's shard of a tensor. Several processes complete matrices for Muon together.
+    fn step(self, tensor: &TrainedTensor, rates: &Rates) -> Result<()> {
+        let TrainedTensor { master, gradient, .. } = *tensor;
+        let moment =
+            |i: usize| anyhow::Ok(Moment { codes: tensor.buffer(CODES[i])?, scales: tensor.buffer(BLOCK_STATES[i])? });
+        match self {
+            Self::AdamW => {
+                let moments = [tensor.buffer(MOMENTS[0])?, tensor.buffer(MOMENTS[1])?];
+                adamw(master, moments, gradient, &rates.adamw)?;
+            }
+            Self::AdamW8Bit => adamw_8bit(master, [moment(0)?, moment(1)?], gradient, &rates.adamw)?,
+            Self::Sgd => sgd(master, gradient, rates.adamw.shrink, rates.lr)?,
+            Self::SgdWithMomentum => {
+                let momentum = tensor.buffer(MOMENTUM)?;
+                update_momentum(momentum, gradient, rates.momentum)?;
+                sgd(master, momentum, rates.adamw.shrink, rates.lr)?;
+            }
+            Self::Muon => {
+                let momentum = tensor.buffer(MOMENTUM)?;
+                match tensor.parameters.matrix_shard(tensor.index) {
+                    None => muon(master, momentum, gradient, &rates.muon)?,
+                    Some(shard) => {
+                        let complete = |own: Vec<f32>| {
+                            let whole = tensor.parameters.exchange_whole_matrices(tensor.index, &own);
+                            whole.map_err(to_op_error)
+                        };
+                        muon_shard(master, momentum, gradient, &rates.muon, &shard, complete)?;
+                    }
+                }
+            }
         }
-        OptimizerKind::Sgd if settings.momentum > 0.0 => vec![(MOMENTUM, DType::F32, shape.clone())],
-        OptimizerKind::Sgd => vec![],
+        Ok(())
+    }
+}
+
+/// A tensor with a gradient, as far as this process holds it.
+struct TrainedTensor<'a> {
+    parameters: &'a Parameters,
+    index: usize,
+    /// The weights in full precision.
+    master: &'a Tensor,
+    gradient: &'a Tensor,
+}
+
+impl<'a> TrainedTensor<'a> {
+    fn buffer(&self, name: &str) -> Result<&'a Tensor> {
+        let state = self.parameters.state(self.index);
+        state.get(name).with_context(|| format!("the optimizer has no {name}"))
+    }
+}
+
+/// The hyper-parameters of one update. Each update may have others.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct UpdateSettings {
+    /// The learning rate.
+    pub lr: f64,
+    /// The decay of AdamW's moments.
+    pub betas: [f64; 2],
+    /// ε of AdamW.
+    pub eps: f64,
+    /// Decoupled weight decay, multiplied by the learning rate.
+    pub weight_decay: f64,
+    /// Maximum of the global gradient norm; 0 means no clipping.
+    pub grad_norm_max: f64,
+    /// An update with a larger norm is skipped; `None` means no limit.
+    pub norm_limit: Option<f64>,
+}
+
+impl Settings {
+    /// Returns the learning rate of step `step` (from 1) of `steps`: a linear warm-up, followed by the
+    /// schedule. The schedule ends at the last step, or at `schedule_steps`.
+    pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
+        let s = self;
+        let done = step - 1;
+        if done < s.warmup_steps {
+            return s.lr * step as f64 / s.warmup_steps as f64;
+        }
+        let steps = s.schedule_steps.unwrap_or(steps);
+        let span = steps.saturating_sub(s.warmup_steps).saturating_sub(1).max(1) as f64;
+        let progress = ((done - s.warmup_steps) as f64 / span).min(1.0);
+        let final_fraction = s.lr_final_fraction;
+        let fraction = match s.schedule {
+            Schedule::Constant => 1.0,
+            Schedule::Linear => 1.0 + (final_fraction - 1.0) * progress,
+            Schedule::Cosine => {
+                let cosine = (std::f64::consts::PI * progress).cos();
+                final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + cosine)
+            }
+        };
+        s.lr * fraction
+    }
+
+    /// Returns the hyper-parameters of an update with learning rate `lr`.
+    pub fn update(&self, lr: f64, norm_limit: Option<f64>) -> UpdateSettings {
+        let &Self { beta1, beta2, eps, weight_decay, grad_norm_max, .. } = self;
+        UpdateSettings { lr, betas: [beta1, beta2], eps, weight_decay, grad_norm_max, norm_limit }
+    }
+}
+
+/// The hyper-parameters of one update, as the ops take them.
+struct Rates {
+    lr: f32,
+    momentum: f32,
+    adamw: AdamW,
+    muon: Muon,
+}
+
+impl Rates {
+    /// Returns the rates of update number `updates`, from 1.
+    fn new(settings: &Settings, update: &UpdateSettings, updates: u64) -> Self {
+        let &UpdateSettings { lr, betas: [beta1, beta2], eps, weight_decay, .. } = update;
+        let (t, shrink) = (updates as i32, (1.0 - lr * weight_decay) as f32);
+        let adamw = AdamW {
+            shrink,
+            one_minus_beta1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            one_minus_beta2: (1.0 - beta2) as f32,
+            rate: (lr / (1.0 - beta1.powi(t))) as f32,
+            root_correction: (1.0 - beta2.powi(t)).sqrt() as f32,
+            eps: eps as f32,
+        };
+        let muon = Muon {
+            shrink,
+            rate: lr as f32,
+            momentum: settings.muon_momentum as f32,
+            one_minus_momentum: (1.0 - settings.muon_momentum) as f32,
+        };
+        Self { lr: lr as f32, momentum: settings.momentum as f32, adamw, muon }
     }
 }
 
@@ -94,7 +240,7 @@ pub fn device_received_bytes<'a>(
 /// `local_values` values.
 pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usize) -> u64 {
     let bytes = |(_, dtype, shape): (_, DType, Shape)| (dtype.size_in_bytes() * shape.elem_count()) as u64;
-    buffers(settings, spec, &Shape::from(local_values)).into_iter().map(bytes).sum()
+    Rule::new(settings, spec).buffers(&Shape::from(local_values)).into_iter().map(bytes).sum()
 }
 
 /// Returns the number of bytes that the update of a tensor needs temporarily, on one of `ranks` processes.
@@ -123,15 +269,6 @@ pub fn update_flop<'a>(
         (whole.len() / (rows * columns).max(1)) as f64 * muon::iteration_flop((rows, columns))
     };
     tensors.map(flop).sum()
-}
-
-/// The gradient norm of an update, before clipping.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum GradientNorm {
-    /// The weights were updated.
-    Applied(f64),
-    /// The update was skipped, and the weights did not change.
-    Skipped(f64),
 }
 
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.
@@ -171,7 +308,8 @@ impl Optimizer {
                     };
                     state.insert(MASTER, exact);
                 }
-                for (name, dtype, shape) in buffers(settings, &parameters.specs[index], values.shape()) {
+                let rule = Rule::new(settings, &parameters.specs[index]);
+                for (name, dtype, shape) in rule.buffers(values.shape()) {
                     state.insert(name, Tensor::zeros(shape, dtype, values.device())?);
                 }
             }
@@ -181,123 +319,28 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// Returns the learning rate of step `step` (from 1) of `steps`: a linear warm-up, followed by the
-    /// schedule. The schedule ends at the last step, or at `schedule_steps`.
-    pub fn learning_rate(&self, step: u64, steps: u64) -> f64 {
-        let s = &self.settings;
-        let done = step - 1;
-        if done < s.warmup_steps {
-            return s.lr * step as f64 / s.warmup_steps as f64;
-        }
-        let steps = s.schedule_steps.unwrap_or(steps);
-        let span = steps.saturating_sub(s.warmup_steps).saturating_sub(1).max(1) as f64;
-        let progress = ((done - s.warmup_steps) as f64 / span).min(1.0);
-        let final_fraction = s.lr_final_fraction;
-        let fraction = match s.schedule {
-            Schedule::Constant => 1.0,
-            Schedule::Linear => 1.0 + (final_fraction - 1.0) * progress,
-            Schedule::Cosine => {
-                let cosine = (std::f64::consts::PI * progress).cos();
-                final_fraction + (1.0 - final_fraction) * 0.5 * (1.0 + cosine)
-            }
-        };
-        s.lr * fraction
-    }
-
-    /// Clips the gradients and updates the weights. With `norm_limit`, the update is skipped if the gradient
-    /// norm is not finite or exceeds the limit.
-    ///
-    /// # Errors
-    /// When the norm is not finite and there is no `norm_limit`. The weights do not change in this case.
-    pub fn clip_and_update(
-        &mut self,
-        threads: &Threads,
-        parameters: &Parameters,
-        lr: f64,
-        norm_limit: Option<f64>,
-    ) -> Result<GradientNorm> {
-        threads.run_on_all(|| {
-            let norm = global_norm(parameters)?;
-            if norm_limit.is_some_and(|limit| !norm.is_finite() || norm > limit) {
-                return Ok(GradientNorm::Skipped(norm));
-            }
-            ensure!(
-                norm.is_finite(),
-                "the gradient norm is {norm}: the run stops, so that the weights are not damaged; lower the learning \
-                 rate or the clipping norm, or skip such steps with train.on_bad_step = \"skip\""
-            );
-            clip(parameters, norm, self.settings.grad_norm_max)?;
-            self.update(parameters, lr)?;
-            Ok(GradientNorm::Applied(norm))
-        })
-    }
-
-    /// Updates the weights of `parameters` from their gradients at learning rate `lr`.
+    /// Updates the weights of `parameters` from their gradients.
     ///
     /// # Errors
     /// When a tensor cannot be written, or the state belongs to another optimizer.
-    pub fn update(&mut self, parameters: &Parameters, lr: f64) -> Result<()> {
+    pub fn update(&mut self, parameters: &Parameters, update: &UpdateSettings) -> Result<()> {
         self.updates += 1;
-        let t = self.updates as i32;
-        let s = &self.settings;
-        let shrink = (1.0 - lr * s.weight_decay) as f32;
-        let step = AdamW {
-            shrink,
-            one_minus_beta1: (1.0 - s.beta1) as f32,
-            beta2: s.beta2 as f32,
-            one_minus_beta2: (1.0 - s.beta2) as f32,
-            rate: (lr / (1.0 - s.beta1.powi(t))) as f32,
-            root_correction: (1.0 - s.beta2.powi(t)).sqrt() as f32,
-            eps: s.eps as f32,
-        };
-        let orthogonal_step = Muon {
-            shrink,
-            rate: lr as f32,
-            momentum: s.muon_momentum as f32,
-            one_minus_momentum: (1.0 - s.muon_momentum) as f32,
-        };
-        let (on_gpus, mut exchanged) = (parameters.device().is_cuda(), vec![]);
+        let rates = Rates::new(&self.settings, update, self.updates);
+        let mut exchanged = vec![];
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
-            let (master, state) = (parameters.master(index)?, parameters.state(index));
-            let buffer = |name: &str| state.get(name).with_context(|| format!("the optimizer has no {name}"));
-            let moment = |i: usize| {
-                Ok::<_, anyhow::Error>(Moment { codes: buffer(CODES[i])?, scales: buffer(BLOCK_STATES[i])? })
-            };
-            match s.kind {
-                OptimizerKind::AdamW8Bit if state.contains_key(CODES[0]) => {
-                    adamw_8bit(master, [moment(0)?, moment(1)?], gradient, &step)?;
-                }
-                OptimizerKind::Muon if is_orthogonalized(s, &parameters.specs[index]) => {
-                    let momentum = buffer(MOMENTUM)?;
-                    match parameters.matrix_shard(index) {
-                        Some(_) if on_gpus => {
-                            exchanged.push(index);
-                            continue;
-                        }
-                        None => muon(master, momentum, gradient, &orthogonal_step)?,
-                        Some(shard) => {
-                            let complete = |own: Vec<f32>| {
-                                parameters.exchange_whole_matrices(index, &own).map_err(to_op_error)
-                            };
-                            muon_shard(master, momentum, gradient, &orthogonal_step, &shard, complete)?;
-                        }
-                    }
-                }
-                OptimizerKind::AdamW | OptimizerKind::AdamW8Bit | OptimizerKind::Muon => {
-                    adamw(master, [buffer(MOMENTS[0])?, buffer(MOMENTS[1])?], gradient, &step)?;
-                }
-                OptimizerKind::Sgd if s.momentum > 0.0 => {
-                    let momentum = buffer(MOMENTUM)?;
-                    update_momentum(momentum, gradient, s.momentum as f32)?;
-                    sgd(master, momentum, shrink, lr as f32)?;
-                }
-                OptimizerKind::Sgd => sgd(master, gradient, shrink, lr as f32)?,
+            let rule = Rule::new(&self.settings, &parameters.specs[index]);
+            // GPUs exchange the shards of all matrices together.
+            if rule == Rule::Muon && parameters.device().is_cuda() && parameters.matrix_shard(index).is_some() {
+                exchanged.push(index);
+                continue;
             }
+            let master = parameters.master(index)?;
+            rule.step(&TrainedTensor { parameters, index, master, gradient }, &rates)?;
             self.write_working_weights(parameters, index)?;
         }
         if !exchanged.is_empty() {
-            sharded_muon::update(parameters, &exchanged, &orthogonal_step, MOMENTUM)?;
+            sharded_muon::update(parameters, &exchanged, &rates.muon, MOMENTUM)?;
         }
         exchanged.into_iter().try_for_each(|index| self.write_working_weights(parameters, index))
     }

@@ -1,5 +1,5 @@
-//! Sums the gradients of a batch. Every pass adds its gradients in place to one set of buffers, in batch
-//! order.
+//! Adds the gradients of a batch to the gradients of the parameters. Every pass adds in place to one set of
+//! buffers, in batch order. Nothing here clears them: an actor's update does.
 //!
 //! Passes run in parallel, but only one pass at a time locks the buffer of a parameter. Pass `i + 1` waits
 //! until pass `i` has added all of its gradients to that buffer. All passes add gradients in the same
@@ -13,9 +13,9 @@
 //! experts to its shard itself, and nothing is exchanged for them.
 //!
 //! If groups of processes share a copy of the weights each (`parallel.shard_size`), the passes of a group are
-//! added as above. At the end of the batch the sums of all copies are added, in the order of the copies.
+//! added as above. Before an update the sums of all copies are added, in the order of the copies
+//! ([`super::replica_sum`]).
 
-use super::replica_sum::sum_replicas;
 use crate::dist::serialization::f32_bytes;
 use crate::dist::serialization::f32_values;
 use crate::dist::{Mesh, PendingExchange, expert_range, shard_range};
@@ -44,7 +44,8 @@ pub fn exchange_bytes_max(pass_bytes: u64) -> u64 {
     EXCHANGE_BYTES_MAX.min(2 * pass_bytes)
 }
 
-/// The gradient buffers of one batch, and the record of the passes that have added to each buffer.
+/// The gradient buffers of the parameters, and the record of the passes of one batch that have added to each
+/// buffer.
 pub struct GradientSum {
     buffers: Vec<Option<Tensor>>,
     /// Number of times that one pass adds to each parameter. It is 2 for an embedding that is tied to the
@@ -54,8 +55,6 @@ pub struct GradientSum {
     additions_changed: Condvar,
     /// Present if tensors are sharded over ranks.
     reduction: Option<Reduction>,
-    /// The ranks with the same shard, if there are several copies of the weights.
-    replicas: Option<Arc<Mesh>>,
 }
 
 /// The exchange of gradients of sharded tensors.
@@ -117,13 +116,9 @@ struct PassGradientSink {
 }
 
 impl GradientSum {
-    /// Clears the gradients of trainable parameters and begins a new sum.
-    ///
-    /// # Errors
-    /// When a gradient cannot be written.
-    pub fn begin(parameters: &Parameters) -> Result<Arc<Self>> {
+    /// Begins a batch, whose passes add to the gradients of `parameters`.
+    pub fn new(parameters: &Parameters) -> Arc<Self> {
         let buffers: Vec<Option<Tensor>> = parameters.gradients().map(Option::<&Tensor>::cloned).collect();
-        buffers.iter().flatten().try_for_each(|buffer| scale(buffer, 0.0))?;
         let order = Mutex::new(PassOrder {
             additions: vec![0; buffers.len()],
             failed_pass: None,
@@ -142,14 +137,7 @@ impl GradientSum {
             bytes_max: exchange_bytes_max((values * size_of::<f32>()) as u64),
             in_flight: Mutex::default(),
         });
-        Ok(Arc::new(Self {
-            buffers,
-            additions_per_pass,
-            order,
-            additions_changed: Condvar::new(),
-            reduction,
-            replicas: parameters.mesh().replica_group().cloned(),
-        }))
+        Arc::new(Self { buffers, additions_per_pass, order, additions_changed: Condvar::new(), reduction })
     }
 
     /// Waits until every gradient has been added.
@@ -157,11 +145,7 @@ impl GradientSum {
     /// # Errors
     /// When a rank does not answer within the time limit.
     pub fn finish(&self) -> candle_core::Result<()> {
-        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))?;
-        match &self.replicas {
-            Some(replicas) => sum_replicas(replicas, &self.buffers),
-            None => Ok(()),
-        }
+        self.reduction.as_ref().map_or(Ok(()), |reduction| reduction.finish(&self.buffers))
     }
 
     /// Returns the gradient sink of pass `pass` (from 0) of the batch. The sink receives one gradient for
@@ -368,6 +352,14 @@ pub fn global_norm(parameters: &Parameters) -> Result<f64> {
     let ranks = parameters.shard_mesh().all_gather_records("the gradient's norm", &squares)?;
     let tensor_sum = |index: usize| ranks.iter().map(|squares| squares[index]).sum::<f64>();
     Ok((0..squares.len()).map(tensor_sum).sum::<f64>().sqrt())
+}
+
+/// Sets all gradients to 0.
+///
+/// # Errors
+/// When a gradient cannot be written.
+pub fn clear(parameters: &Parameters) -> Result<()> {
+    Ok(parameters.gradients().flatten().try_for_each(|gradient| scale(gradient, 0.0))?)
 }
 
 /// Scales all gradients down if their `norm` exceeds `norm_max`; a `norm_max` of 0 means no limit.

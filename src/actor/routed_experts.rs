@@ -43,9 +43,9 @@ pub fn experts_from_sampling(groups: &[&Group], layers: usize, top_k: usize) -> 
 ///
 /// # Errors
 /// When the tensors of experts cannot be read.
-pub fn experts_from_forward(
+pub fn experts_from_forward<C>(
     micro_batches: &[MicroBatch],
-    outputs: &[PassOutput],
+    outputs: &[PassOutput<C>],
 ) -> Result<Vec<RoutedExperts>> {
     let mut routed_experts = vec![];
     for (batch, output) in micro_batches.iter().zip(outputs) {
@@ -69,7 +69,7 @@ fn layer_to_host(layer: &Tensor) -> Result<(Vec<u16>, usize)> {
 
 /// Compares the routed experts `a` and `b`. Returns the fraction of (input token, layer) pairs that have the
 /// same set of experts; 1 if there are no pairs.
-pub(super) fn agreement(a: &[RoutedExperts], b: &[RoutedExperts], top_k: usize) -> f64 {
+pub fn agreement(a: &[RoutedExperts], b: &[RoutedExperts], top_k: usize) -> f64 {
     let layers = a.iter().flatten().zip(b.iter().flatten());
     let pairs = layers.flat_map(|(a, b)| a.chunks_exact(top_k).zip(b.chunks_exact(top_k)));
     let (same, all) = pairs.fold((0usize, 0usize), |(same, all), (a, b)| {

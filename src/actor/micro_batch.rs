@@ -1,6 +1,7 @@
 //! Packs sequences without padding into micro-batches of a bounded number of rows. Samples of a group can
 //! share the rows of their common prefix, such as the prompt.
 
+use super::input::GivenTargets;
 use crate::dist::Mesh;
 use crate::model::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
@@ -160,17 +161,23 @@ impl MicroBatch {
 
     /// Packs the sequences `range`. Sequence `i` shares its first `shared[i]` positions with the previous
     /// sequence.
-    fn new(sequences: &[&Sequence], range: Range<usize>, shared: &[usize]) -> Self {
+    fn new(sequences: &[Targeted], range: Range<usize>, shared: &[usize]) -> Self {
         let (mut tokens, mut rows, mut targets, mut cu_targets) = (vec![], vec![], vec![], vec![0]);
         let (mut sequence_rows, mut kept_tokens) = (SequenceRows::default(), vec![]);
-        for (i, sequence) in sequences[range.clone()].iter().enumerate() {
+        for (i, &Targeted { sequence, given }) in sequences[range.clone()].iter().enumerate() {
             sequence_rows.push(sequence.inputs().len(), if i == 0 { 0 } else { shared[range.start + i] });
             tokens.extend_from_slice(&sequence.inputs()[sequence_rows.first_own_position(i)..]);
             let row_indices = sequence_rows.row_indices(i);
-            for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
-                rows.push(row_indices[i - 1] as u32);
-                targets.push(sequence.tokens[i]);
-                kept_tokens.push(sequence.kept_tokens.get(i).cloned().flatten());
+            if let Some(given) = given {
+                rows.extend(given.positions.iter().map(|&position| row_indices[position as usize] as u32));
+                targets.extend_from_slice(&given.tokens);
+                kept_tokens.resize(targets.len(), None);
+            } else {
+                for i in (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]) {
+                    rows.push(row_indices[i - 1] as u32);
+                    targets.push(sequence.tokens[i]);
+                    kept_tokens.push(sequence.kept_tokens.get(i).cloned().flatten());
+                }
             }
             cu_targets.push(rows.len());
         }
@@ -204,16 +211,35 @@ impl MicroBatch {
         shared_max: impl Fn(usize) -> usize,
     ) -> Vec<Self> {
         let sequences: Vec<&Sequence> = sequences.iter().map(Borrow::borrow).collect();
+        Self::split_with_targets(&sequences, None, limits.into(), shared_max)
+    }
+
+    /// Works like [`Self::split_with_prefixes`], with the targets `given` of each sequence, if there are any,
+    /// in place of its trained tokens.
+    pub(super) fn split_with_targets(
+        sequences: &[&Sequence],
+        given: Option<&[GivenTargets]>,
+        limits: MicroBatchLimits,
+        shared_max: impl Fn(usize) -> usize,
+    ) -> Vec<Self> {
+        let targeted = |(i, sequence): (usize, &&_)| Targeted { sequence, given: given.map(|given| &given[i]) };
         let mut shared = vec![0; sequences.len()];
         for (i, pair) in sequences.windows(2).enumerate() {
             let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
             shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
         }
-        Self::split_rows(&sequences, &shared, limits.into())
+        let sequences: Vec<Targeted> = sequences.iter().enumerate().map(targeted).collect();
+        Self::split_rows(&sequences, &shared, limits)
+    }
+
+    /// Returns the micro-batch of a batch in which `count` sequences come first.
+    pub(super) fn after(mut self, count: usize) -> Self {
+        self.sequences = self.sequences.start + count..self.sequences.end + count;
+        self
     }
 
     fn split_rows(
-        sequences: &[&Sequence],
+        sequences: &[Targeted],
         shared: &[usize],
         MicroBatchLimits { tokens_max, needs_even_count }: MicroBatchLimits,
     ) -> Vec<Self> {
@@ -233,6 +259,22 @@ impl MicroBatch {
             .find(|(parts, ranges)| ranges.len() <= *parts && is_even(ranges));
         let ranges = exact_ranges.map_or(even_ranges, |(_, ranges)| ranges);
         ranges.into_iter().map(|range| Self::new(sequences, range, shared)).collect()
+    }
+}
+
+/// A sequence and its given targets; without these, its trained tokens are the targets.
+#[derive(Clone, Copy)]
+struct Targeted<'a> {
+    sequence: &'a Sequence,
+    given: Option<&'a GivenTargets>,
+}
+
+impl Targeted<'_> {
+    fn target_count(&self) -> usize {
+        match self.given {
+            Some(given) => given.tokens.len(),
+            None => self.sequence.mask.iter().skip(1).filter(|m| **m).count(),
+        }
     }
 }
 
@@ -260,10 +302,10 @@ struct SequenceGroup {
 /// split would compute its prompt twice. A sequence begins a new group if the prefix it shares with the
 /// previous sequence is less than half of the prefix it shares with the next one. So a prefix that all
 /// prompts share, such as a system prompt, does not join groups.
-fn group_by_prefix(sequences: &[&Sequence], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
-    let single_group = |(i, sequence): (usize, &&Sequence)| {
-        let tokens = sequence.inputs().len();
-        let targets = sequence.mask.iter().skip(1).filter(|m| **m).count();
+fn group_by_prefix(sequences: &[Targeted], shared: &[usize], tokens_max: usize) -> Vec<SequenceGroup> {
+    let single_group = |(i, targeted): (usize, &Targeted)| {
+        let tokens = targeted.sequence.inputs().len();
+        let targets = targeted.target_count();
         // Sequences may share all rows, but each sequence has its own targets.
         SequenceGroup { sequences: i..i + 1, added_tokens: (tokens - shared[i]).max(targets), tokens }
     };

@@ -1,10 +1,9 @@
-//! Sums gradients over the copies of the weights (hybrid sharding), once a batch.
+//! Sums gradients over the copies of the weights (hybrid sharding), once an update.
 
 use super::gradients::EXCHANGE_BYTES_MAX;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate, shard_range};
 use crate::model::device_exchange::sum_on_devices;
-use crate::model::sharded_layers::to_op_error;
 use crate::ops::cpu::{edit, host_values};
 use anyhow::Result;
 use candle_core::Tensor;
@@ -16,21 +15,22 @@ pub fn exchanged_bytes_max(shards: impl Iterator<Item = u64>) -> u64 {
     largest.max(total.min(EXCHANGE_BYTES_MAX))
 }
 
-/// Adds the gradients `buffers` of all copies of the weights, in the order of the copies. Afterwards each
+/// Adds the `gradients` of all copies of the weights, in the order of the copies. Afterwards each
 /// rank of `replicas` has the sums. Each of them adds a part of every buffer, so all have the same bits.
 ///
 /// # Errors
 /// When a rank does not answer within the time limit, or memory runs out.
-pub(super) fn sum_replicas(replicas: &Mesh, buffers: &[Option<Tensor>]) -> candle_core::Result<()> {
+pub(super) fn sum_replicas<'a>(
+    replicas: &Mesh,
+    gradients: impl Iterator<Item = Option<&'a Tensor>>,
+) -> Result<()> {
     const NAME: &str = "gradients of all copies of the weights";
-    let buffers = buffers.iter().enumerate();
-    let buffers: Vec<(usize, &Tensor)> = buffers.filter_map(|(i, b)| Some((i, b.as_ref()?))).collect();
+    let buffers: Vec<(usize, &Tensor)> = gradients.enumerate().filter_map(|(i, b)| Some((i, b?))).collect();
     for group in groups_of_bytes(&buffers, EXCHANGE_BYTES_MAX) {
         match group.first().is_some_and(|(_, buffer)| buffer.device().is_cuda()) {
             true => sum_on_devices(replicas, NAME, group),
             false => sum_on_hosts(replicas, NAME, group),
-        }
-        .map_err(to_op_error)?;
+        }?;
     }
     Ok(())
 }
