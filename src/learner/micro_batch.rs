@@ -2,7 +2,7 @@
 //! share the rows of their common prefix, such as the prompt.
 
 use crate::dist::Mesh;
-use crate::model::sequence_parallel::SequenceShards;
+use crate::model::parallel::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
 use crate::ops::token_set::{KeptTokens, TokenSet};
 use crate::trajectory::Trajectory;

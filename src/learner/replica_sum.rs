@@ -3,8 +3,8 @@
 use super::gradients::EXCHANGE_BYTES_MAX;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate, shard_range};
-use crate::model::device_exchange::sum_on_devices;
-use crate::model::sharded_layers::to_op_error;
+use crate::model::parallel::device_exchange::sum_on_devices;
+use crate::model::parallel::sharded_layers::to_op_error;
 use crate::ops::cpu::{edit, host_values};
 use anyhow::Result;
 use candle_core::Tensor;
