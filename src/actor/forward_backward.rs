@@ -10,7 +10,7 @@ use crate::model::attention::PackedAttention;
 use crate::model::decoder_stack::{DecoderStack, LayerCallback, keep_nothing};
 use crate::model::forward::{ForwardOptions, Model, Rows};
 use crate::model::layer::LayerOutput;
-use crate::model::sequence_parallel::SequenceParallelAttention;
+use crate::model::parallel::sequence_parallel::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
 use crate::ops::reverse_kl::TeacherRows;

@@ -3,7 +3,7 @@
 
 use super::input::GivenTargets;
 use crate::dist::Mesh;
-use crate::model::sequence_parallel::SequenceShards;
+use crate::model::parallel::sequence_parallel::SequenceShards;
 use crate::ops::SequenceRows;
 use crate::ops::token_set::{KeptTokens, TokenSet};
 use crate::trajectory::Trajectory;

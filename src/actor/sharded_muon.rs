@@ -6,8 +6,8 @@
 //! bf16. Weights and momentum stay where they are.
 
 use crate::dist::Sharding;
-use crate::model::device_exchange::{ExchangedParts, PendingParts};
 use crate::model::names::ParameterSpec;
+use crate::model::parallel::device_exchange::{ExchangedParts, PendingParts};
 use crate::model::parameters::Parameters;
 use crate::ops::muon::{
     DEVICE_VALUES, Muon, apply_on_device, device_scratch_bytes, iteration_flop, momentum_on_device, muon,

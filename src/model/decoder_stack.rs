@@ -6,9 +6,9 @@
 
 use super::attention::CachedAttention;
 use super::cache::SequenceCache;
-use super::expert_exchange::PassRows;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::layer::{Experts, LayerOutput, LayerPass};
+use super::parallel::expert_exchange::PassRows;
 use super::weights::Weights;
 use crate::ops::{self, logits::Logits, logits::SamplingParameters, token_set::KeptTokens};
 use anyhow::Result;

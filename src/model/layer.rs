@@ -2,10 +2,11 @@
 
 use super::attention::AttentionInputs;
 use super::config::LayerType;
-use super::expert_exchange::{ExpertOutputs, PassRows, RoutedRows};
-use super::expert_parallel::ExpertParallel;
 use super::forward::{ForwardOptions, Model, Rows};
 use super::matrix::{LayerTensors, Matrix};
+use super::parallel::expert_exchange::PassRows;
+use super::parallel::expert_parallel::ExpertParallel;
+use super::parallel::{ExpertOutputs, RoutedRows};
 use crate::ops::fused::{SelectedExperts, select_experts};
 use crate::ops::graph::add;
 use crate::ops::{self, Dispatch, Parameter, sink_attention};
@@ -211,24 +212,13 @@ impl Experts {
         }
         let replay = rows.replay.and_then(|layers| layers.get(pass.index));
         let SelectedExperts { routed_experts, plan, weights } = select(&router_logits, replay, pass)?;
-        let tokens = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, pass.model, options);
-        let sum = match (&self.expert_parallel, pass.expert_rows) {
-            (None, _) => ops::fused::combine_and_add(&tokens(h, &plan)?, &weights, &plan, x)?,
-            (Some(parallel), Some(expert_rows)) => {
-                let own = RoutedRows { h, routed_experts: &routed_experts, plan: &plan };
-                let ExpertOutputs { outputs, rows } =
-                    parallel.forward_on_device(expert_rows, &own, &tokens)?;
-                ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?
-            }
-            (Some(parallel), None) if h.device().is_cuda() => {
-                ops::fused::combine_and_add(&parallel.sent_outputs(h, &plan, &tokens)?, &weights, &plan, x)?
-            }
-            (Some(parallel), None) => {
-                let sorted = ops::dispatch(h, &plan)?;
-                let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward(x, plan, pass.model, options);
-                ops::fused::combine_and_add(&parallel.forward(&sorted, &plan, &mlp)?, &weights, &plan, x)?
-            }
+        let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, pass.model, options);
+        let own = RoutedRows { h, routed_experts: &routed_experts, plan: &plan };
+        let outputs = match &self.expert_parallel {
+            Some(parallel) => parallel.outputs(pass.expert_rows, &own, &mlp)?,
+            None => ExpertOutputs::Sorted(mlp(h, &plan)?),
         };
+        let sum = outputs.combine_and_add(&weights, &plan, x)?;
         let hidden = options.round(sum)?;
         Ok(LayerOutput { hidden, routing: Some(Routing { routed_experts, plan, router_logits }) })
     }
@@ -244,14 +234,8 @@ impl Experts {
         options: &ForwardOptions,
         expert_rows: Option<&PassRows>,
     ) -> Result<()> {
-        match (&self.expert_parallel, expert_rows) {
-            (None, _) => Ok(()),
-            (Some(parallel), Some(rows)) => {
-                let tokens = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, model, options);
-                parallel.serve_on_device(rows, &tokens)
-            }
-            (Some(parallel), None) => parallel.serve(&|x, plan| self.mlp.forward(x, plan, model, options)),
-        }
+        let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, model, options);
+        self.expert_parallel.as_ref().map_or(Ok(()), |parallel| parallel.serve(expert_rows, &mlp))
     }
 
     /// Returns the experts without gradients.

@@ -1,6 +1,6 @@
 //! A matrix with its bias and its adapter. Layers, the LM head and the embedding consist of such matrices.
 
-use super::expert_parallel::ExpertParallel;
+use super::parallel::expert_parallel::ExpertParallel;
 use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::token_set::KeptTokens;

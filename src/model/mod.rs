@@ -9,9 +9,6 @@ mod config_json;
 pub mod decode;
 pub mod decode_rows;
 pub mod decoder_stack;
-pub mod device_exchange;
-pub mod expert_exchange;
-pub mod expert_parallel;
 pub mod families;
 pub mod forward;
 pub mod init;
@@ -22,12 +19,11 @@ pub mod names;
 #[cfg(feature = "cuda")]
 #[cfg(test)]
 mod on_device;
+pub mod parallel;
 pub mod parameters;
 pub mod policy_view;
 pub mod rope;
 pub mod rounding;
-pub mod sequence_parallel;
 pub mod settings;
-pub mod sharded_layers;
 pub mod storage;
 pub mod weights;

@@ -1,11 +1,11 @@
 //! The weights of a model for a forward pass. All layers are in memory, or layers are built one at a time.
 
 use super::config::Config;
-use super::expert_exchange::PassRows;
-use super::expert_parallel::ExpertParallel;
 use super::layer::Layer;
 use super::matrix::{Matrix, ModelTensors};
 use super::names::EMBEDDING;
+use super::parallel::expert_exchange::PassRows;
+use super::parallel::expert_parallel::ExpertParallel;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;

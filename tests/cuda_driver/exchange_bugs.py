@@ -24,14 +24,14 @@ ROOT = HERE.parents[1]
 RUN_SECONDS_MAX = 300
 MODES = ("late", "at-once")
 
-EXCHANGE, NCCL, MEMORY = "src/model/device_exchange.rs", "src/dist/nccl.rs", "src/ops/cuda/gather_memory.rs"
+EXCHANGE, NCCL, MEMORY = "src/model/parallel/device_exchange.rs", "src/dist/nccl.rs", "src/ops/cuda/gather_memory.rs"
 # Name, file, the text before the place, what is there, what is put there.
 BUGS = [
     ("an exchange does not wait for the work before it", NCCL, "", 'driver(self.exchanges.wait(ready), "an event of the GPU")?;', ""),
     ("memory is used before the exchange has ended", EXCHANGE, "", "wait_for_event(&self.device, &*pending.posted()?)?;", "pending.posted()?;"),
     ("gradients are added before they are there", EXCHANGE, "Option<&'a Tensor>) -> Result<()> {\n        ", "self.exchange.wait()?;", ""),
     ("the event is recorded on the stream that computes", EXCHANGE, "", "wait_for_event(&self.device, &*pending.posted()?)?;", "pending.posted()?; wait_for_event(&self.device, &*record_event(&self.device)?)?;"),
-    ("slots are swapped", "src/model/sharded_layers.rs", "*pending = Some((next, ", "self.start(next)?", "self.start(index)?"),
+    ("slots are swapped", "src/model/parallel/sharded_layers.rs", "*pending = Some((next, ", "self.start(next)?", "self.start(index)?"),
     ("gradients are added in another order", EXCHANGE, "", "shards.iter().try_for_each(|shard| add_on_device(sum, shard))?", "shards.iter().rev().try_for_each(|shard| add_on_device(sum, shard))?"),
     ("a rank's own part lies at another rank's place", MEMORY, "memory.slice_mut(", "rank * part..rank * part + own.len()", "(ranks - 1 - rank) * part..(ranks - 1 - rank) * part + own.len()"),
     ("a rank sends from another rank's place", NCCL, "let own = ", "address + (rank * part_bytes) as u64", "address + ((rank + 1) % 2 * part_bytes) as u64"),
@@ -54,7 +54,7 @@ MUON_BUGS = [
     ("Muon: the working copy is stale after Muon", "src/learner/optimizer.rs", "exchanged.into_iter().try_for_each(|index| ", "self.write_working_weights(parameters, index)", "{ let _ = index; Ok(()) }"),
 ]
 
-SEQUENCES, SHARED = "src/model/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"
+SEQUENCES, SHARED = "src/model/parallel/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"
 SEQUENCE_BUGS = [
     ("sinks are not moved with their heads", SEQUENCES, "let sinks = ", "slice(&sinks, first..first + own)?", "slice(&sinks, 0..own)?"),
     ("heads are used before the exchange has ended", EXCHANGE, "", "start_exchange(mesh, name, group, &Device::Cuda(from.device().clone()), &memories)?.wait()?;", "std::mem::forget(start_exchange(mesh, name, group, &Device::Cuda(from.device().clone()), &memories)?);"),
@@ -70,7 +70,7 @@ SEQUENCE_BUGS = [
     ("keys of other GPUs keep what was in memory", "src/ops/cuda/packed_attention.rs", "prepared.gradients_with(", "device.alloc_zeros(prepared.key_value_count())?", "super::arguments::output(device, prepared.key_value_count())?"),
 ]
 
-EXPERTS, LAYER = "src/model/expert_exchange.rs", "src/model/layer.rs"
+EXPERTS, OUTPUTS = "src/model/parallel/expert_exchange.rs", "src/model/parallel/expert_outputs.rs"
 EXPERT_BUGS = [
     ("a rank has another rank's experts", "src/model/parameters/shards.rs", "let experts = ", "ranks.experts_of(rank)", "ranks.experts_of((rank + 1) % mesh.ranks())"),
     ("a rank multiplies by the first rank's experts", EXPERTS, "", "plan.of_experts(self.local_experts())", "plan.of_experts(0..self.local_experts().len())"),
@@ -82,7 +82,7 @@ EXPERT_BUGS = [
     ("received rows have the experts of the own rows", EXPERTS, "", "count(rank, expert..expert + 1)", "{ let _ = rank; count(mesh.rank(), expert..expert + 1) }"),
     ("sent rows' outputs are in the order of experts", EXPERTS, "", "ops::unsort(&products(&rows, &plan)?, &plan)?", "products(&rows, &plan)?"),
     ("sent rows' outputs are added in the order of arrival", EXPERTS, "products)?,\n                rows: ", "own.plan.row_of()?", "Tensor::arange(0, own.plan.row_of()?.elem_count() as u32, own.h.device())?"),
-    ("outputs of a token have each other's weights", LAYER, "", "ops::fused::combine_rows_and_add(&outputs, &weights, &rows, x)?", "{ let rows = rows.reshape(weights.dims())?; let turned = Tensor::cat(&[rows.narrow(1, 1, 1)?, rows.narrow(1, 0, 1)?], 1)?; ops::fused::combine_rows_and_add(&outputs, &weights, &turned.flatten_all()?, x)? }"),
+    ("outputs of a token have each other's weights", OUTPUTS, "", "ops::fused::combine_rows_and_add(outputs, weights, rows, x)?", "{ let rows = rows.reshape(weights.dims())?; let turned = Tensor::cat(&[rows.narrow(1, 1, 1)?, rows.narrow(1, 0, 1)?], 1)?; ops::fused::combine_rows_and_add(outputs, weights, &turned.flatten_all()?, x)? }"),
 ]
 
 GROUPED, ROWS = "src/ops/experts.rs", "src/ops/take_rows.rs"

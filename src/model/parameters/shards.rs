@@ -2,13 +2,16 @@
 
 use super::{BLOCK_STATES, MASTER, Parameters, VALUES};
 use crate::dist::serialization::{f32_bytes, f32_values};
-use crate::dist::{Mesh, SHARD_ALIGNMENT, expert_range};
-use crate::model::device_exchange::exchange_shards;
-use crate::model::expert_parallel::ExpertParallel;
+use crate::dist::{SHARD_ALIGNMENT, expert_range};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::sharded_layers::{GatherPart, GatherTarget, ShardedLayers, finish_gather, start_gather};
+use crate::model::parallel::device_exchange::exchange_shards;
+use crate::model::parallel::expert_parallel::ExpertParallel;
+use crate::model::parallel::resharding::{ExchangedRanges, exchange_ranges, reshard};
+use crate::model::parallel::sharded_layers::{
+    GatherPart, GatherTarget, ShardedLayers, finish_gather, start_gather,
+};
 use crate::model::weights::Weights;
 use crate::ops::cpu::{host_codes, host_values, to_host};
 use crate::ops::muon::MatrixShard;
@@ -309,60 +312,6 @@ impl Parameters {
 pub fn state_range(kind: &str, values: Range<usize>) -> Range<usize> {
     let by = if BLOCK_STATES.contains(&kind) { SHARD_ALIGNMENT } else { 1 };
     values.start.div_ceil(by)..values.end.div_ceil(by)
-}
-
-/// Reshards `part`, so that rank r gets the bytes of the range `range_of(r)`. Returns the bytes of this rank.
-fn reshard(mesh: &Mesh, part: &GatherPart, range_of: impl Fn(usize) -> Range<usize>) -> Result<Vec<u8>> {
-    let mut own = vec![];
-    part.stored.append_shard(&mut own)?;
-    let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
-    let name = format!("experts of {}", part.spec.name);
-    exchange_ranges(mesh, &name, &own, shard_of, range_of)
-}
-
-/// Sends each rank r the bytes of the range `range_of(r)` of a tensor. Rank r holds the range
-/// `shard_of(r)`, of which `own` is this rank's. Returns the bytes of this rank's range.
-fn exchange_ranges(
-    mesh: &Mesh,
-    name: &str,
-    own: &[u8],
-    shard_of: impl Fn(usize) -> Range<usize>,
-    range_of: impl Fn(usize) -> Range<usize>,
-) -> Result<Vec<u8>> {
-    let ranges = ExchangedRanges::new(mesh, shard_of, range_of);
-    let parts = ranges.sent.into_iter().map(|range| Arc::new(own[range].to_vec())).collect();
-    Ok(mesh.start(name, &mesh.all_ranks(), parts, &ranges.lengths)?.wait()?.concat())
-}
-
-/// The parts of an exchange after which each rank has a range of a tensor.
-struct ExchangedRanges {
-    /// The part of this rank's shard that each rank gets.
-    sent: Vec<Range<usize>>,
-    /// The length of the part that each rank sends to this one.
-    lengths: Vec<usize>,
-}
-
-impl ExchangedRanges {
-    /// Rank r has the range `shard_of(r)`, and gets the range `range_of(r)`.
-    fn new(
-        mesh: &Mesh,
-        shard_of: impl Fn(usize) -> Range<usize>,
-        range_of: impl Fn(usize) -> Range<usize>,
-    ) -> Self {
-        let common = |a: &Range<usize>, b: &Range<usize>| {
-            let start = a.start.max(b.start);
-            start..a.end.min(b.end).max(start)
-        };
-        let (own_shard, own_range) = (shard_of(mesh.rank()), range_of(mesh.rank()));
-        let part_for = |to: usize| match common(&own_shard, &range_of(to)) {
-            sent if sent.is_empty() => 0..0,
-            sent => sent.start - own_shard.start..sent.end - own_shard.start,
-        };
-        let ranks = mesh.ranks();
-        let sent = (0..ranks).map(part_for).collect();
-        let lengths = (0..ranks).map(|from| common(&shard_of(from), &own_range).len()).collect();
-        Self { sent, lengths }
-    }
 }
 
 /// A request of rank 0 to the other ranks while it writes a checkpoint.

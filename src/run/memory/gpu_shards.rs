@@ -7,8 +7,8 @@ use crate::actor::OptimizerSettings;
 use crate::actor::gradients::{EXCHANGE_BYTES_MIN, exchange_bytes_max};
 use crate::actor::optimizer::state_bytes;
 use crate::model::config::Config;
-use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole};
+use crate::model::parallel::expert_exchange::GATHERED_ROWS_MAX;
 use std::collections::VecDeque;
 
 /// Returns the bytes of a value in the forward pass: bf16 for matrices, f32 for other tensors.

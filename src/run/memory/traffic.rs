@@ -7,8 +7,8 @@ use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
 use crate::dist::RolloutWeightPlacement;
 use crate::actor::optimizer::device_received_bytes;
 use crate::metrics::TextTable;
-use crate::model::expert_exchange::GATHERED_ROWS_MAX;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs};
+use crate::model::parallel::expert_exchange::GATHERED_ROWS_MAX;
 
 const F32: u64 = 4;
 const BF16: u64 = 2;

@@ -10,6 +10,7 @@
 //! Either way the owner of a token adds its outputs in slot order, by the kernel of one GPU.
 
 use super::device_exchange::{ExchangeRows, exchange_rows, gather_rows};
+use super::expert_outputs::{ExpertOutputs, RoutedRows};
 use super::expert_parallel::{ExpertForward, ExpertParallel};
 use crate::dist::replicate;
 use crate::ops::graph::{apply, is_recording, is_tracked};
@@ -40,30 +41,18 @@ impl PassRows {
     }
 }
 
-/// The rows of this rank, and their experts.
-pub struct RoutedRows<'a> {
-    /// bf16 `[T, H]`.
-    pub h: &'a Tensor,
-    /// u32 `[T, K]`.
-    pub routed_experts: &'a Tensor,
-    pub plan: &'a Dispatch,
-}
-
-/// The expert outputs of a rank's tokens.
-pub struct ExpertOutputs {
-    /// `[N, H]`.
-    pub outputs: Tensor,
-    /// The row of each (token, slot) in `outputs`, u32 `[T·K]`.
-    pub rows: Tensor,
-}
-
 impl ExpertParallel {
     /// Starts a pass in which this rank has `rows` rows with `top_k` experts each. Every rank must call this
     /// method before the pass.
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub(super) fn start_pass(&self, rows: usize, top_k: usize, device: &Device) -> Result<PassRows> {
+    pub(in crate::model) fn start_pass(
+        &self,
+        rows: usize,
+        top_k: usize,
+        device: &Device,
+    ) -> Result<PassRows> {
         let ranks = self.mesh().ranks();
         let parts = replicate(rows.to_le_bytes().to_vec(), ranks);
         let received =
@@ -89,11 +78,11 @@ impl ExpertParallel {
         products: ExpertForward,
     ) -> Result<ExpertOutputs> {
         Ok(match pass.are_gathered() {
-            true => ExpertOutputs {
+            true => ExpertOutputs::InRows {
                 outputs: self.gathered_outputs(pass, own, products)?,
                 rows: self.owner_rows(pass, own.routed_experts)?,
             },
-            false => ExpertOutputs {
+            false => ExpertOutputs::InRows {
                 outputs: self.sent_outputs(own.h, own.plan, products)?,
                 rows: own.plan.row_of()?,
             },

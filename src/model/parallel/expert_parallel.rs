@@ -23,8 +23,8 @@ pub struct ExpertParallel {
     width: usize,
 }
 
-/// Computes the outputs of the experts of this rank, `[R, H]`, sorted by the dispatch plan. The input is rows
-/// `[R, H]` that the plan has sorted; on a GPU it is tokens `[T, H]` that the plan sorts.
+/// Computes the outputs `[T·K, H]` of the experts of this rank for tokens `[T, H]`, sorted by the dispatch
+/// plan.
 pub type ExpertForward<'a> = &'a dyn Fn(&Tensor, &Dispatch) -> Result<Tensor>;
 
 impl ExpertParallel {
@@ -54,17 +54,23 @@ impl ExpertParallel {
     }
 
     /// Returns the experts of `rank`.
-    pub(super) fn experts_of(&self, rank: usize) -> Range<usize> {
+    pub(in crate::model) fn experts_of(&self, rank: usize) -> Range<usize> {
         expert_range(self.experts, rank, self.mesh.ranks())
     }
 
-    /// Returns the expert outputs for the rows `x [T·K, H]`, which are sorted by expert as `plan` says.
-    /// Output i belongs to row i. `products` computes the experts of this rank for the rows of all ranks.
-    /// Every rank must call this method or [`Self::serve`].
+    /// Returns the expert outputs `[T·K, H]` of tokens `h [T, H]`, sorted by `plan`. `products` computes the
+    /// experts of this rank for the rows of all ranks. Every rank must call this method or
+    /// [`Self::serve_on_host`].
     ///
     /// # Errors
     /// When a rank does not respond in time, or `products` fails.
-    pub fn forward(&self, x: &Tensor, plan: &Dispatch, products: ExpertForward) -> Result<Tensor> {
+    pub(super) fn forward_on_host(
+        &self,
+        h: &Tensor,
+        plan: &Dispatch,
+        products: ExpertForward,
+    ) -> Result<Tensor> {
+        let x = ops::dispatch(h, plan)?;
         let (rows, width) = x.dims2()?;
         ensure!(width == self.width, "rows have {width} values, but experts expect {}", self.width);
         let outputs = self.exchange_rows(&plan.counts(None)?, &host_values(&x.contiguous()?)?, products)?;
@@ -76,8 +82,8 @@ impl ExpertParallel {
     /// ranks.
     ///
     /// # Errors
-    /// Errors of [`Self::forward`].
-    pub fn serve(&self, products: ExpertForward) -> Result<()> {
+    /// Errors of [`Self::forward_on_host`].
+    pub(super) fn serve_on_host(&self, products: ExpertForward) -> Result<()> {
         self.exchange_rows(&vec![0; self.experts], &[], products).map(drop)
     }
 
@@ -104,7 +110,7 @@ impl ExpertParallel {
         let lengths: Vec<usize> = requested_rows.iter().map(|counts| bytes_of(counts)).collect();
         let rows = self.exchange("rows of experts", rows.collect(), lengths.clone())?;
 
-        let outputs = self.outputs(&requested_rows, &rows, products)?;
+        let outputs = self.outputs_of_received(&requested_rows, &rows, products)?;
         let mut outputs = f32_bytes(&outputs);
         let answers = lengths.iter().map(|&length| {
             let (part, rest) = outputs.split_at(length);
@@ -121,7 +127,7 @@ impl ExpertParallel {
 
     /// Computes the outputs of the received rows, in the order in which they were received.
     /// `requested_rows[rank]` holds the number of rows that `rank` sent to each expert of this rank.
-    fn outputs(
+    fn outputs_of_received(
         &self,
         requested_rows: &[Vec<usize>],
         rows: &[Vec<u8>],
@@ -137,7 +143,7 @@ impl ExpertParallel {
         let x = Tensor::from_vec(x, (count, self.width), &Device::Cpu)?;
         let plan =
             Dispatch::new(&Tensor::from_vec(routes, (count, 1), &Device::Cpu)?, self.local_experts().len())?;
-        let outputs = products(&ops::dispatch(&x, &plan)?, &plan)?;
+        let outputs = products(&x, &plan)?;
         // Restores the order in which rows were received. Multiplying by 1 changes no bits.
         let ones = Tensor::ones((count, 1), outputs.dtype(), &Device::Cpu)?;
         Ok(host_values(&ops::combine(&outputs, &ones, &plan)?)?.to_vec())

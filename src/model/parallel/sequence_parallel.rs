@@ -10,11 +10,11 @@
 //! share a head gather its queries in the backward pass, and each computes the gradients of some keys. So
 //! these have the bits of one GPU too: a sum of rounded sums would not.
 
-use super::attention::{AttentionInputs, AttentionMode};
 use super::device_exchange::{exchange_parts, gather_values};
 use super::sharded_layers::to_op_error;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate};
+use crate::model::attention::{AttentionInputs, AttentionMode};
 use crate::ops::SequenceRows;
 use crate::ops::cpu::host_values;
 use crate::ops::cuda::{pack_heads, unpack_heads};

@@ -62,7 +62,7 @@ impl Drop for RunningExchange {
 }
 
 /// Tensors that are gathered on the GPU, while the exchange runs.
-pub(super) struct PendingDeviceGather {
+pub(in crate::model) struct PendingDeviceGather {
     exchange: RunningExchange,
     /// For each sharded part, its values with the shape of the tensor. Undefined until the exchange ends.
     gathered: Vec<Tensor>,
@@ -324,7 +324,7 @@ pub(super) fn exchange_rows(
 ///
 /// # Errors
 /// When memory runs out, or an exchange has failed.
-pub(super) fn exchange_shards(
+pub(in crate::model) fn exchange_shards(
     mesh: &Mesh,
     name: &str,
     own: &Tensor,
