@@ -3,12 +3,7 @@
 use super::gradients::EXCHANGE_BYTES_MAX;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate, shard_range};
-<<<<<<< HEAD:src/actor/replica_sum.rs
-use crate::model::device_exchange::sum_on_devices;
-=======
 use crate::model::parallel::device_exchange::sum_on_devices;
-use crate::model::parallel::sharded_layers::to_op_error;
->>>>>>> h-chat:src/learner/replica_sum.rs
 use crate::ops::cpu::{edit, host_values};
 use anyhow::Result;
 use candle_core::Tensor;

@@ -188,7 +188,7 @@ impl AgentSession {
     /// # Errors
     /// [`crate::error::BadInput`] when the program cannot be started. Other errors when it ends again and
     /// again, or when a forward pass fails.
-    pub fn sample_groups(
+    pub fn play_episodes(
         &self,
         engine: &Engine,
         plan: &RolloutPlan,

@@ -10,8 +10,10 @@ use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
 use crate::recipe::{KeyScope, Plan, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, TurnPosition};
-use crate::run::context::RunContext;
+use crate::run::environment::Environment;
 use crate::run::memory::ModelCommand;
+use crate::run::preflight::{Started, start};
+use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::print_text;
 use crate::run::signals::AnswerInterrupt;
 use crate::run::source::pin_model;
@@ -57,23 +59,25 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     let at_terminal = std::io::stdin().is_terminal();
     let plan = open(args, &console)?;
     // At a terminal, progress shows how much of the model has been read.
-    let context = RunContext::open(plan, ModelCommand::Chat, &Console::stderr(u64::from(at_terminal)))?;
-    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    if context.recipe().model.path.is_none() {
+    let started = start(plan, ModelCommand::Chat, &Console::stderr(u64::from(at_terminal)))?;
+    let Started { loaded, environment, .. } = &started;
+    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if environment.recipe().model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");
     }
-    if let Some(confinement) = context.sandbox_description() {
+    if let Some(confinement) = environment.sandbox_description() {
         console.print(&format!("the Python tool: {confinement}"));
     }
     if at_terminal {
         console.print(HELP.trim_end());
     }
-    let policy = context.policy_without_ablations()?;
-    let engine = context.engine(policy, 0, &context.recipe().rollout)?;
+    let sampling = Sampling { actor: &loaded.actor, environment };
+    let policy = sampling.policy_without_ablations()?;
+    let engine = sampling.engine(policy, 0, &environment.recipe().rollout)?;
     // Without a terminal, a signal ends the program as usual.
     let interrupt = at_terminal.then(AnswerInterrupt::listen).transpose()?;
     let mut talk = Talk {
-        context: &context,
+        sampling,
         engine: &engine,
         messages: vec![],
         answers: 0,
@@ -144,7 +148,7 @@ pub(super) fn open_model(
 
 /// The conversation so far.
 struct Talk<'a> {
-    context: &'a RunContext,
+    sampling: Sampling<'a>,
     engine: &'a Engine<'a>,
     /// Messages without the system prompt.
     messages: Vec<Message>,
@@ -285,7 +289,7 @@ impl Talk<'_> {
     fn answer(&mut self, text: &str) -> Result<String> {
         let mut shown = String::new();
         // GPT-OSS's template drops the thoughts before an answer.
-        if matches!(self.context.chat, Chat::Harmony(_))
+        if matches!(self.environment().chat, Chat::Harmony(_))
             && self.messages.last().is_some_and(|last| last.channel.as_deref() == Some("final"))
         {
             self.messages.retain(|message| !message.is_thought());
@@ -301,14 +305,14 @@ impl Talk<'_> {
         let plan = self.plan();
         if let Err(error) = self.sampler(&plan).check(&prompt) {
             self.messages.clear();
-            let remedy = match self.context.system_prompt.is_empty() {
+            let remedy = match self.environment().system_prompt.is_empty() {
                 true => "",
                 false => "; --set harmony.system_message=false leaves out the system message",
             };
             return Ok(format!("{shown}({}{remedy})\n", sanitize_line(&format!("{error:#}"))));
         }
         print_text(&std::mem::take(&mut shown))?;
-        let live = self.at_terminal.then(|| LiveAnswer::new(&self.context.chat));
+        let live = self.at_terminal.then(|| LiveAnswer::new(&self.environment().chat));
         let show = |position: TurnPosition, token: u32, messages: &[Message]| {
             if let Some(live) = &live {
                 live.push(position.turn, token, messages);
@@ -324,7 +328,7 @@ impl Talk<'_> {
             self.interrupts += 1;
             return Ok(shown + ended_note(self.interrupts));
         };
-        let given = self.context.system_prompt.len() + self.messages.len();
+        let given = self.environment().system_prompt.len() + self.messages.len();
         let trajectory = rollouts.trajectories().next().context("no answer")?;
         let all = rollouts.messages.iter().flatten().next().context("no answer")?;
         let new = all.get(given..).unwrap_or_default();
@@ -337,22 +341,26 @@ impl Talk<'_> {
         Ok(shown)
     }
 
+    fn environment(&self) -> &Environment {
+        self.sampling.environment
+    }
+
     fn prompt(&self) -> [Prompt; 1] {
         let (id, answer) = ("chat".to_owned(), serde_json::Value::Null);
         [Prompt { index: 0, problem: Problem { id, messages: self.messages.clone(), answer } }]
     }
 
     fn plan(&self) -> RolloutPlan {
-        self.context.evaluation_rollout(self.answers)
+        self.environment().evaluation_rollout(self.answers)
     }
 
     fn sampler<'s>(&'s self, plan: &'s RolloutPlan) -> Rollout<'s> {
-        Rollout { task: self, ..self.context.rollout(self.engine, plan) }
+        Rollout { task: self, ..self.sampling.rollout(self.engine, plan) }
     }
 
     /// Returns why the answer was cut off, if it was.
     fn ending(&self, trajectory: &Trajectory) -> String {
-        let rollout = &self.context.recipe().rollout;
+        let rollout = &self.environment().recipe().rollout;
         let why = match trajectory.outcome {
             Outcome::Finished => return String::new(),
             Outcome::TruncatedLength => {
@@ -361,7 +369,7 @@ impl Talk<'_> {
                     true => format!("rollout.response_tokens_max = {}", rollout.response_tokens_max),
                     false => format!(
                         "the model's context of {} tokens; /new forgets the conversation",
-                        self.context.model.context_tokens_max()
+                        self.sampling.actor.model.context_tokens_max()
                     ),
                 };
                 format!("cut off after {}, by {limit}", format_count(sampled as u64, "token"))
@@ -373,7 +381,7 @@ impl Talk<'_> {
             Outcome::TaskFailed => "the task's program failed".to_owned(),
         };
         let whole = self
-            .context
+            .environment()
             .chat
             .vocabulary()
             .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
@@ -422,15 +430,15 @@ impl Task for Talk<'_> {
     }
 
     fn uses_python(&self) -> bool {
-        self.context.task.uses_python()
+        self.environment().task.uses_python()
     }
 
     fn answers_calls(&self) -> bool {
-        self.context.task.answers_calls()
+        self.environment().task.answers_calls()
     }
 
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
-        self.context.task.tool_reply(problem, transcript)
+        self.environment().task.tool_reply(problem, transcript)
     }
 
     fn reward(&self, _problem: &Problem, _transcript: &Transcript) -> Result<Reward> {

@@ -6,6 +6,7 @@ use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_SUCCESS};
 use crate::actor::batch_runner::BatchRunner;
+use crate::actor::Actor;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityChecks;
 use crate::mismatch::measure::AblationMeasurement;
@@ -15,12 +16,15 @@ use crate::mismatch::{ablations, diagnose::UnmodifiedModel, external_engine, pag
 use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{KeyScope, Plan, RecipeSource, locate};
+use crate::recipe::{KeyScope, Plan, Recipe, RecipeSource, locate};
 use crate::rollout::{Prompt, RolloutProgress};
-use crate::run::context::RunContext;
+use crate::run::environment::Environment;
 use crate::run::header;
+use crate::run::loaded::LoadedModel;
 use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
+use crate::run::preflight::{Started, start_on_mesh};
 use crate::run::processes;
+use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::trust::ask_consent;
@@ -125,17 +129,20 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
         require_single_process("check-mismatch --against")?;
     }
     let mesh = Mesh::connect()?;
-    let (context, ablations) = mesh.require_success("the recipe", open(args, &mesh))?;
+    let (started, ablations) = mesh.require_success("the recipe", open(args, &mesh))?;
+    let Started { loaded, environment, resources } = &started;
     let names: Vec<&str> = ablations.iter().map(|(name, _)| name.as_str()).collect();
-    let weights = context.recipe().model.path.as_deref();
-    processes::check_agreement(&mesh, &context, weights, &names.join(" "))?;
-    let console = console(&context.plan, &mesh);
+    let (plan, device) = (&environment.plan, &resources.device_name);
+    let weights = plan.recipe.model.path.as_deref();
+    processes::check_agreement(&mesh, plan, device, weights, &names.join(" "))?;
+    let console = console(plan, &mesh);
     let (command, out) = (args.command(), args.out_folder()?);
-    header::lines(&context, command, &out).iter().for_each(|line| console.print(line));
+    let lines = header::lines(loaded, environment, device, command, &out);
+    lines.iter().for_each(|line| console.print(line));
     let result = match args.against.as_slice() {
-        [] => check_ablations(&context, &ablations, args.search_minutes, &console)
-            .map_err(|error| explain_out_of_memory(mesh.explain(error), &context.memory))?,
-        _ => check_against(&context, args, &console)?,
+        [] => check_ablations(loaded, environment, &ablations, args.search_minutes, &console)
+            .map_err(|error| explain_out_of_memory(mesh.explain(error), &resources.memory_plan))?,
+        _ => check_against(loaded, environment, args, &console)?,
     };
     mesh.disconnect();
     if !mesh.is_rank_zero() {
@@ -152,7 +159,7 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
 }
 
 /// Opens the model. Also returns the ablations to measure, with their names.
-fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(String, Ablations)>)> {
+fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Started, Vec<(String, Ablations)>)> {
     args.out_folder()?;
     let plan = args.plan(&[])?;
     processes::configure_mesh(mesh, &plan)?;
@@ -172,13 +179,13 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(RunContext, Vec<(
         }
         _ => SecondWeights::Changed,
     };
-    let context =
-        RunContext::open_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
-    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    ablation_plans.iter().try_for_each(|(_, plan)| context.check_family(plan))?;
+    let started = start_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
+    let warnings = &started.environment.plan.warnings;
+    warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    ablation_plans.iter().try_for_each(|(_, plan)| started.loaded.check_family(plan))?;
     let ablations: Vec<(String, Ablations)> =
         ablation_plans.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
-    Ok((context, ablations))
+    Ok((started, ablations))
 }
 
 /// Returns the console for progress, silent on ranks other than 0.
@@ -203,10 +210,16 @@ struct CheckResult {
 
 /// Compares the files of `--against` with the model: the engine's log-probs and, if the files have them,
 /// those of a trainer.
-fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Console) -> Result<CheckResult> {
-    let (config, tokens_max) = (&context.model.config, context.model.context_tokens_max());
-    let token_rows = RowReader::new(config, tokens_max, context.chat.vocabulary(), args.temperature)
-        .read(&args.against)?;
+fn check_against(
+    loaded: &LoadedModel,
+    environment: &Environment,
+    args: &CheckMismatchArgs,
+    console: &Console,
+) -> Result<CheckResult> {
+    let (recipe, chat) = (environment.recipe(), &environment.chat);
+    let (config, tokens_max) = (loaded.config(), loaded.actor.model.context_tokens_max());
+    let token_rows =
+        RowReader::new(config, tokens_max, chat.vocabulary(), args.temperature).read(&args.against)?;
     let (rows, tokens): (usize, usize) =
         (token_rows.rows.len(), token_rows.rows.iter().map(|row| row.tokens.len()).sum());
     let counts = [format_count(rows as u64, "row"), format_count(tokens as u64, "token")].join(" of ");
@@ -216,10 +229,12 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
     for message in token_rows.bad_row_messages() {
         print_note(&format!("error: {message}"));
     }
-    let tokens = context.recipe().train.micro_batch_tokens;
-    let earlier = args.earlier.as_deref().map(|folder| context.load_weights(folder, console)).transpose()?;
-    let reference = UnmodifiedModel { earlier_weights: earlier.as_ref(), ..reference(context, console) };
-    let sides_line = external_engine::compare_sides(&token_rows.rows, clip(context))?;
+    let tokens = recipe.train.micro_batch_tokens;
+    let load = |folder| loaded.load_weights(recipe, folder, console);
+    let earlier = args.earlier.as_deref().map(load).transpose()?;
+    let reference =
+        UnmodifiedModel { earlier_weights: earlier.as_ref(), ..reference(&loaded.actor, console) };
+    let sides_line = external_engine::compare_sides(&token_rows.rows, clip(recipe))?;
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut files) = (false, vec![]);
     let sides = external_engine::split_sides(token_rows.rows);
@@ -231,8 +246,7 @@ fn check_against(context: &RunContext, args: &CheckMismatchArgs, console: &Conso
         };
         let search =
             SearchSettings { limit: args.search_minutes, announce: &announce, ..SearchSettings::silent() };
-        let comparison =
-            external_engine::compare(reference, &context.chat, rows, tokens, clip(context), &search)?;
+        let comparison = external_engine::compare(reference, chat, rows, tokens, clip(recipe), &search)?;
         differs |= comparison.diagnosis.verdict.differs();
         let answer = &comparison.answer;
         answers.push(if has_several { format!("{side}: {answer}") } else { answer.clone() });
@@ -276,21 +290,22 @@ fn print_note(line: &str) {
 
 /// Checks that rollout and training agree. Then measures `ablations`, each with its name.
 fn check_ablations(
-    context: &RunContext,
+    loaded: &LoadedModel,
+    environment: &Environment,
     ablations: &[(String, Ablations)],
     search_limit: Option<Duration>,
     console: &Console,
 ) -> Result<CheckResult> {
-    let print = |text: &str| if context.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
-    let trajectories = sample_step(context, console)?;
+    let print = |text: &str| if loaded.mesh().is_rank_zero() { print_text(text) } else { Ok(()) };
+    let trajectories = sample_step(Sampling { actor: &loaded.actor, environment }, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
-    let recipe = context.recipe();
-    let RunContext { threads, model, parameters, .. } = context;
+    let recipe = environment.recipe();
+    let Actor { model, parameters, execution } = &loaded.actor;
     let proof = EqualityChecks {
-        runner: BatchRunner { threads, model, parameters },
+        runner: BatchRunner { threads: &execution.threads, model, parameters },
         // Each process runs these forward passes alone.
         rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
-        training: context.training_forward(),
+        training: environment.training_forward(),
         temperature: recipe.rollout.temperature,
         micro_batch_tokens: recipe.train.micro_batch_tokens,
         console,
@@ -300,12 +315,12 @@ fn check_ablations(
     print(&format!("{}\n", equality_table(&lines)))?;
 
     let measurement = AblationMeasurement::new(
-        reference(context, console),
+        reference(&loaded.actor, console),
         &trajectories,
         &recipe.arms,
         recipe.train.seed,
         recipe.rollout.temperature,
-        clip(context),
+        clip(recipe),
         recipe.train.micro_batch_tokens,
     )?
     .with_search_limit(search_limit);
@@ -330,27 +345,28 @@ fn check_ablations(
 }
 
 /// Samples the rollout of one training step.
-fn sample_step(context: &RunContext, console: &Console) -> Result<Vec<Trajectory>> {
-    let recipe = context.recipe();
+fn sample_step(sampling: Sampling, console: &Console) -> Result<Vec<Trajectory>> {
+    let environment = sampling.environment;
+    let recipe = environment.recipe();
     let prompts: Vec<Prompt> = (0..recipe.rollout.prompts_per_step as u64)
-        .map(|index| Prompt { index, problem: context.task.training_problem(recipe.train.seed, index) })
+        .map(|index| Prompt { index, problem: environment.task.training_problem(recipe.train.seed, index) })
         .collect();
-    let plan = context.training_rollout(0);
-    let engine = context.engine(context.rollout_policy()?, 0, &plan.settings)?;
+    let plan = environment.training_rollout(0);
+    let engine = sampling.engine(sampling.training_policy()?, 0, &plan.settings)?;
     let samples = recipe.rollout.samples_per_prompt;
     let stage = console.start_item_stage("sampling", (prompts.len() * samples) as u64, 0);
     let progress = RolloutProgress::show_on(&stage);
-    let rollouts = context.sample_groups(&engine, &plan, &prompts, samples, &progress, &|| false)?;
+    let rollouts = sampling.sample_groups(&engine, &plan, (&prompts, samples), &progress, None, &|| false)?;
     stage.finish();
     let rollouts = rollouts.context("the rollout ended early")?;
     Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
 }
 
-fn reference<'a>(context: &'a RunContext, console: &'a Console) -> UnmodifiedModel<'a> {
-    let RunContext { threads, model, parameters, .. } = context;
-    UnmodifiedModel { threads, model, parameters, earlier_weights: None, console }
+fn reference<'a>(actor: &'a Actor, console: &'a Console) -> UnmodifiedModel<'a> {
+    let Actor { model, parameters, execution } = actor;
+    UnmodifiedModel { threads: &execution.threads, model, parameters, earlier_weights: None, console }
 }
 
-fn clip(context: &RunContext) -> (f64, f64) {
-    (context.recipe().policy.clip_low, context.recipe().policy.clip_high)
+fn clip(recipe: &Recipe) -> (f64, f64) {
+    (recipe.policy.clip_low, recipe.policy.clip_high)
 }

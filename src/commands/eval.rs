@@ -9,11 +9,13 @@ use crate::metrics::{Console, Phase, Row, TextTable, format_count, format_number
 use crate::recipe::{KeyScope, Recipe, RecipeSource, locate, override_key};
 use crate::rollout::accuracy;
 use crate::run::causes::sample_causes;
-use crate::run::context::RunContext;
-use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult, validation_prompts};
+use crate::run::environment::Environment;
+use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult};
 use crate::run::header;
-use crate::run::memory::ModelCommand;
+use crate::run::memory::{ModelCommand, explain_out_of_memory};
+use crate::run::preflight::{Started, start};
 use crate::run::run_folder::EVAL_FILE;
+use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
 use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
@@ -37,26 +39,29 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
-    let context = RunContext::open(plan, ModelCommand::Eval, &console)?;
-    let sets = validation_prompts(&context);
+    let started = start(plan, ModelCommand::Eval, &console)?;
+    let Started { loaded, environment, resources } = &started;
+    let sets = environment.validation_prompts();
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
         return Err(bad_input!(
             "the task {} has no held-out problems; set task.validation_file",
-            context.task.name()
+            environment.task.name()
         ));
     }
-    let collection = SamplingFolder::open(&context, &source, args.out.as_deref(), ("eval", step))?;
+    let sampling = Sampling { actor: &loaded.actor, environment };
+    let collection = SamplingFolder::open(sampling, &source, args.out.as_deref(), ("eval", step))?;
     let out = &collection.path;
-    header::lines(&context, ModelCommand::Eval, out).iter().for_each(|line| console.print(line));
-    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    let lines = header::lines(loaded, environment, &resources.device_name, ModelCommand::Eval, out);
+    lines.iter().for_each(|line| console.print(line));
+    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = StopFlag::listen()?;
     let stop_console = console.clone();
     stop.on_request(move || {
         stop_console.print("stopping: finished samples are kept; a second signal stops immediately")
     })?;
-    let plan = context.evaluation_rollout(step);
-    let samples = context.recipe().eval.samples;
-    let engine = context.engine(context.policy_without_ablations()?, step, &plan.settings)?;
+    let plan = environment.evaluation_rollout(step);
+    let samples = environment.recipe().eval.samples;
+    let engine = sampling.engine(sampling.policy_without_ablations()?, step, &plan.settings)?;
     let mut evaluation = Evaluation { sets: vec![] };
     for (set, prompts) in &sets {
         // The name ends with the number of the step, by which a report finds the newest evaluation.
@@ -65,29 +70,23 @@ pub fn run(args: &RunArgs) -> Result<u8> {
             _ => format!("eval-{}-{step:06}", set.name),
         };
         let stop_requested = || stop.is_requested();
-        let sampled = collection.sample(
-            &name,
-            Phase::Eval,
-            &engine,
-            (&plan, samples),
-            prompts,
-            &console,
-            &stop_requested,
-        )?;
+        let sampled = collection
+            .sample(&name, Phase::Eval, &engine, (&plan, samples), prompts, &console, &stop_requested)
+            .map_err(|error| explain_out_of_memory(error, &resources.memory_plan))?;
         let Some(groups) = sampled else {
             console.print(&format!("stopped: {}; run the same command again to continue", out.display()));
             return Ok(EXIT_STOPPED);
         };
-        evaluation.sets.push(ValidationResult::new(&context, set, prompts, groups));
+        evaluation.sets.push(ValidationResult::new(environment, set, prompts, groups));
     }
     let row = Row { step, phase: Phase::Eval, metrics: evaluation.metrics()? };
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
-    let text = serde_json::to_string_pretty(&document(&context, step, &evaluation))?;
+    let text = serde_json::to_string_pretty(&document(environment, step, &evaluation))?;
     write_file(&out.join(EVAL_FILE), &(text + "\n"))?;
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
-    collection.warn(sample_causes(&context, rows), Phase::Eval, step, &console)?;
+    collection.warn(sample_causes(loaded, environment, rows), Phase::Eval, step, &console)?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
 }
 
@@ -166,12 +165,12 @@ fn format_integer(n: usize) -> String {
 }
 
 /// Returns the contents of `eval.json`.
-fn document(context: &RunContext, step: u64, evaluation: &Evaluation) -> Value {
-    let recipe = context.recipe();
+fn document(environment: &Environment, step: u64, evaluation: &Evaluation) -> Value {
+    let recipe = environment.recipe();
     json!({
         "model": recipe.model.path,
         "step": step,
-        "task": context.task.name(),
+        "task": environment.task.name(),
         "seed": recipe.train.seed,
         "samples": recipe.eval.samples,
         "sampling": {

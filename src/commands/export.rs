@@ -7,9 +7,9 @@ use crate::error::EXIT_SUCCESS;
 use crate::metrics::{Console, sanitize_terminal};
 use crate::model::settings::DeviceKind;
 use crate::recipe::{KeyScope, RecipeSource, locate};
-use crate::run::context::RunContext;
 use crate::run::export;
 use crate::run::memory::ModelCommand;
+use crate::run::preflight::{Started, start};
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::settings::Choice;
@@ -76,8 +76,8 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let path_text = sanitize_terminal(&path_text);
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
-        let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
-        export::write_gguf_file(&context, args.format, args.merged, out, &console)?;
+        let Started { loaded, environment, .. } = start(plan, ModelCommand::Chat, &console)?;
+        export::write_gguf_file(&loaded, &environment, args.format, args.merged, out, &console)?;
         let adapter = if args.merged { " with its adapter merged" } else { "" };
         print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
         return Ok(EXIT_SUCCESS);
@@ -88,13 +88,14 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         return Ok(EXIT_SUCCESS);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
-    let context = RunContext::open(plan, ModelCommand::Chat, &console)?;
+    let Started { loaded, environment, .. } = start(plan, ModelCommand::Chat, &console)?;
+    let recipe = environment.recipe();
     let trajectories = match &source {
         RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
         RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
     };
-    let cost = export::export_merged_model(&context, trajectories.as_deref(), out, &console)?;
-    let dtype = context.recipe().checkpoint.dtype;
+    let cost = export::export_merged_model(&loaded, recipe, trajectories.as_deref(), out, &console)?;
+    let dtype = recipe.checkpoint.dtype;
     print_text(&match cost {
         Some(cost) if cost.largest == 0.0 => format!(
             "{path_text}: the model with its adapter merged, {dtype}; merging changes no log-probability of {} sampled tokens\n",

@@ -3,14 +3,16 @@
 use crate::atomic_file::write_file;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
+use crate::actor::Actor;
 use crate::metrics::{Console, Phase, Row, TextTable, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, locate};
 use crate::run::causes::sample_causes;
-use crate::run::context::RunContext;
 use crate::run::header;
-use crate::run::memory::ModelCommand;
+use crate::run::memory::{ModelCommand, explain_out_of_memory};
+use crate::run::preflight::{Started, start};
+use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
 use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
@@ -49,29 +51,34 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
-    let context = RunContext::open(plan, ModelCommand::Rollout, &console)?;
-    let folder = SamplingFolder::open(&context, &source, args.out.as_deref(), ("rollout", step))?;
+    let started = start(plan, ModelCommand::Rollout, &console)?;
+    let Started { loaded, environment, resources } = &started;
+    let sampling = Sampling { actor: &loaded.actor, environment };
+    let folder = SamplingFolder::open(sampling, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &folder.path;
-    header::lines(&context, ModelCommand::Rollout, out).iter().for_each(|line| console.print(line));
-    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    let lines = header::lines(loaded, environment, &resources.device_name, ModelCommand::Rollout, out);
+    lines.iter().for_each(|line| console.print(line));
+    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     let stop = StopFlag::listen()?;
     let stop_console = console.clone();
     stop.on_request(move || {
         stop_console.print("stopping: finished samples are kept; a second signal stops immediately")
     })?;
-    let recipe = context.recipe();
-    let prompts = context.training_prompts(step, 0, recipe.rollout.prompts_per_step);
-    let plan = context.training_rollout(step);
+    let recipe = environment.recipe();
+    let prompts = environment.training_prompts(step, 0, recipe.rollout.prompts_per_step);
+    let plan = environment.training_rollout(step);
     let samples = (&plan, recipe.rollout.samples_per_prompt);
     let name = format!("step-{step:06}");
-    let engine = context.engine(context.rollout_policy()?, step - 1, &plan.settings)?;
-    let sampled_rows =
-        folder.sample(&name, Phase::Rl, &engine, samples, &prompts, &console, &|| stop.is_requested())?;
+    let engine = sampling.engine(sampling.training_policy()?, step - 1, &plan.settings)?;
+    let sampled_rows = folder
+        .sample(&name, Phase::Rl, &engine, samples, &prompts, &console, &|| stop.is_requested())
+        .map_err(|error| explain_out_of_memory(error, &resources.memory_plan))?;
     let Some(rows) = sampled_rows else {
         console.print(&format!("stopped: {}; run the same command again to continue", out.display()));
         return Ok(EXIT_STOPPED);
     };
-    folder.warn(sample_causes(&context, rows.iter().flatten()), Phase::Rl, step, &console)?;
+    let causes = sample_causes(loaded, environment, rows.iter().flatten());
+    folder.warn(causes, Phase::Rl, step, &console)?;
     let failures = check_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
         trajectories: rows.into_iter().map(|row: crate::trajectory::TrajectoryRow| row.trajectory).collect(),
@@ -80,12 +87,13 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
     if *format == Some(Format::PrimeRl) {
         let ablations = &recipe.arms;
-        let training =
-            PolicyView::for_training(&context.model, &context.parameters, ablations, recipe.train.seed)?;
+        let Actor { model, parameters, execution } = &loaded.actor;
+        let training = PolicyView::for_training(model, parameters, ablations, recipe.train.seed)?;
         let trajectories: Vec<_> = groups.iter().flat_map(|group| &group.trajectories).collect();
         let settings = (recipe.rollout.temperature, recipe.train.micro_batch_tokens);
         let step_and_task = (step, Choice::name(recipe.task.name));
-        let text = export::prime_rl(&context.threads, &training, &trajectories, step_and_task, settings)?;
+        let threads = &execution.threads;
+        let text = export::prime_rl(threads, &training, &trajectories, step_and_task, settings)?;
         let folder = out.join(format!("token_exports/step_{step}"));
         std::fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         write_file(&folder.join("rank_0.jsonl"), &text)?;

@@ -6,8 +6,9 @@ use crate::commands::chat::open_model;
 use crate::error::EXIT_SUCCESS;
 use crate::metrics::Console;
 use crate::ops::logits::SamplingParameters;
-use crate::run::context::RunContext;
 use crate::run::memory::ModelCommand;
+use crate::run::preflight::{Started, start};
+use crate::run::sampling::Sampling;
 use crate::run::signals::StopFlag;
 use crate::serve::{self, ServeSettings};
 use anyhow::{Context, Result};
@@ -71,18 +72,20 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     let console = Console::plain();
     let opened = open_model(("rloss serve", &args.recipe, MODEL_RECIPE), &args.sets, args.trust, &console)?;
     let (plan, step) = opened;
-    let context = RunContext::open(plan, ModelCommand::Serve, &console)?;
-    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let recipe = context.recipe();
+    let started = start(plan, ModelCommand::Serve, &console)?;
+    let Started { loaded, environment, .. } = &started;
+    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    let recipe = environment.recipe();
     if recipe.model.path.is_none() {
         console.print("warning: this recipe's model is random and untrained; name a run's folder");
     }
-    let engine = context.engine(context.policy_without_ablations()?, step, &recipe.rollout)?;
+    let sampling = Sampling { actor: &loaded.actor, environment };
+    let engine = sampling.engine(sampling.policy_without_ablations()?, step, &recipe.rollout)?;
     let eval = &recipe.eval;
     let longest = recipe.rollout.prompt_tokens_max + recipe.rollout.response_tokens_max;
     let settings = ServeSettings {
         engine: &engine,
-        chat: &context.chat,
+        chat: &environment.chat,
         system_prompt: &recipe.harmony,
         model_name: args.name.clone().unwrap_or_else(|| name_of(&args.recipe)),
         sampling: SamplingParameters {
@@ -92,7 +95,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
             min_p: eval.min_p,
         },
         answer_tokens_max: recipe.rollout.response_tokens_max,
-        tokens_max: longest.min(context.model.context_tokens_max()),
+        tokens_max: longest.min(loaded.actor.model.context_tokens_max()),
         open_samples_max: args.queue,
         address,
         token,

@@ -7,9 +7,9 @@ use crate::dist::Mesh;
 use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
-use crate::run::context::RunContext;
 use crate::run::header::{self, command_line};
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
+use crate::run::preflight::{Resources, Started, start_on_mesh};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, contains_run, prepare_resume};
 use crate::run::signals::StopFlag;
@@ -73,32 +73,34 @@ pub(super) fn run_source(
     let TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
         mesh.require_success("the recipe", prepare(source, args, resume, starting_weights, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
-    let context = RunContext::open_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
-    let context = mesh.require_success("the model", context)?;
-    let data = mesh.require_success("the data", TrainingData::open(&context.data_inputs()))?;
+    let started = start_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
+    let Started { loaded, environment, resources } = mesh.require_success("the model", started)?;
+    let Resources { device_name, memory_plan, two_samplings } = resources;
+    let inputs = environment.data_inputs(loaded.config(), loaded.actor.parameters.device().is_cpu());
+    let data = mesh.require_success("the data", TrainingData::open(&inputs))?;
     let state =
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
-    let weights = checkpoint.or(context.recipe().model.path.as_deref());
-    processes::check_agreement(&mesh, &context, weights, &state)?;
+    let plan = &environment.plan;
+    let weights = checkpoint.or(plan.recipe.model.path.as_deref());
+    processes::check_agreement(&mesh, plan, &device_name, weights, &state)?;
     // From here on, a signal saves the run.
     let stop = StopFlag::listen()?;
     let folder = match resumes {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::for_other_rank(&out)),
-        true => RunFolder::resume(&out, &context.plan, resume_point.as_ref()),
-        false => RunFolder::create(&out, &context.plan),
+        true => RunFolder::resume(&out, plan, resume_point.as_ref()),
+        false => RunFolder::create(&out, plan),
     };
     let folder = mesh.require_success("the run's folder", folder)?;
-    header::lines(&context, ModelCommand::Train, &out).iter().for_each(|line| console.print(line));
-    context.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    let lines = header::lines(&loaded, &environment, &device_name, ModelCommand::Train, &out);
+    lines.iter().for_each(|line| console.print(line));
+    plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
     fresh_start_note.iter().chain(&resume_notes).for_each(|line| console.print(line));
-    let before = RunFolder::previous_device(&out).filter(|before| resumes && *before != context.device_name);
+    let before = RunFolder::previous_device(&out).filter(|before| resumes && *before != device_name);
     if let Some(before) = before {
         console.print(&format!(
-            "warning: this run computed on {before}, and continues on {}: the results will not be bitwise equal to a run on one device",
-            context.device_name
+            "warning: this run computed on {before}, and continues on {device_name}: the results will not be bitwise equal to a run on one device"
         ));
     }
-    let memory = context.memory.clone();
     if mesh.is_rank_zero() {
         let (console, run) = (console.clone(), out.clone());
         stop.before_exit(move || {
@@ -107,14 +109,16 @@ pub(super) fn run_source(
         });
     }
     let run = || {
-        folder.write_model(&header::model_facts(&context))?;
-        if let Some(confinement) = context.sandbox_description() {
+        folder.write_model(&header::model_facts(&loaded, environment.recipe(), &device_name))?;
+        if let Some(confinement) = environment.sandbox_description() {
             folder.write_sandbox_description(&confinement)?;
         }
-        let mut trainer = Trainer::new(context, data, folder, console.clone(), stop, resume_point.as_ref())?;
+        let model = (loaded, environment);
+        let point = resume_point.as_ref();
+        let mut trainer = Trainer::new(model, two_samplings, data, folder, console.clone(), stop, point)?;
         trainer.run(resume_point)
     };
-    let explain = |error| explain_out_of_memory(mesh.explain(error), &memory);
+    let explain = |error| explain_out_of_memory(mesh.explain(error), &memory_plan);
     let stopped = run().map_err(explain).inspect_err(|_| {
         if !resumes && mesh.is_rank_zero() {
             RunFolder::remove_without_results(&out);

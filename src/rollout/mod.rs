@@ -234,7 +234,7 @@ impl Rollout<'_> {
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
     /// the forward fails or gives logits that are not finite.
-    pub fn sample_groups(
+    pub fn converse(
         &self,
         prompts: &[Prompt],
         samples: usize,
@@ -244,11 +244,11 @@ impl Rollout<'_> {
         self.sample_forced(&|_| vec![], prompts, samples, progress, stop)
     }
 
-    /// Performs [`Self::sample_groups`] and passes each trajectory to `finished` as it ends, so that results
+    /// Performs [`Self::converse`] and passes each trajectory to `finished` as it ends, so that results
     /// survive a stop.
     ///
     /// # Errors
-    /// Those of [`Self::sample_groups`].
+    /// Those of [`Self::converse`].
     pub fn sample_with_observer(
         &self,
         prompts: &[Prompt],
@@ -267,7 +267,7 @@ impl Rollout<'_> {
     /// Samples one conversation of each prompt, and passes each token to `sampled` as it is drawn.
     ///
     /// # Errors
-    /// Those of [`Self::sample_groups`].
+    /// Those of [`Self::converse`].
     pub fn sample_with_tokens(
         &self,
         prompts: &[Prompt],
@@ -278,11 +278,11 @@ impl Rollout<'_> {
         self.run(prompts, 1, Hooks { progress: &|_| (), sampled, finished: &|_, _| (), stop, forced })
     }
 
-    /// Performs [`Self::sample_groups`] with the first tokens of each turn given by `forced`.
+    /// Performs [`Self::converse`] with the first tokens of each turn given by `forced`.
     /// Log-probabilities are still the model's.
     ///
     /// # Errors
-    /// Those of [`Self::sample_groups`].
+    /// Those of [`Self::converse`].
     pub fn sample_forced(
         &self,
         forced: &ForcedTokens,

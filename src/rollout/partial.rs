@@ -129,7 +129,7 @@ impl Rollout<'_> {
     /// `stop` returned true.
     ///
     /// # Errors
-    /// Those of [`Self::sample_groups`].
+    /// Those of [`Self::converse`].
     pub fn sample_in_progress(
         &self,
         prompts: &[Prompt],

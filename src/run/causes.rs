@@ -1,6 +1,7 @@
 //! Warnings about samples from which a policy learns little. A warning names the cause and a remedy.
 
-use super::context::RunContext;
+use super::environment::Environment;
+use super::loaded::LoadedModel;
 use crate::harmony::{Message, Role};
 use crate::tasks::{Task, Transcript};
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
@@ -181,13 +182,14 @@ pub struct SampleFacts {
 }
 
 impl SampleFacts {
-    pub fn new(context: &RunContext) -> Self {
+    pub fn new(loaded: &LoadedModel, environment: &Environment) -> Self {
+        let recipe = environment.recipe();
         Self {
-            has_tool: context.interpreter.is_some() || context.task.answers_calls(),
-            random_weights: context.random_weights,
-            cold_start_steps: context.recipe().cold_start.steps,
-            response_tokens_max: context.recipe().rollout.response_tokens_max,
-            context_tokens_max: context.model.context_tokens_max(),
+            has_tool: environment.interpreter.is_some() || environment.task.answers_calls(),
+            random_weights: loaded.random_weights,
+            cold_start_steps: recipe.cold_start.steps,
+            response_tokens_max: recipe.rollout.response_tokens_max,
+            context_tokens_max: loaded.actor.model.context_tokens_max(),
         }
     }
 }
@@ -207,10 +209,14 @@ fn holds_call(text: &str) -> bool {
 }
 
 /// Returns the warnings about the samples in `rows`.
-pub fn sample_causes<'r>(context: &RunContext, rows: impl Iterator<Item = &'r TrajectoryRow>) -> Vec<String> {
+pub fn sample_causes<'r>(
+    loaded: &LoadedModel,
+    environment: &Environment,
+    rows: impl Iterator<Item = &'r TrajectoryRow>,
+) -> Vec<String> {
     let samples = rows.map(|row| (&row.trajectory, row.messages.as_slice()));
-    let facts = SampleFacts::new(context);
-    let counts = SampleCounts::count(context.task.as_ref(), facts.response_tokens_max, samples);
+    let facts = SampleFacts::new(loaded, environment);
+    let counts = SampleCounts::count(environment.task.as_ref(), facts.response_tokens_max, samples);
     counts.messages(&facts).into_iter().flatten().collect()
 }
 

@@ -1,7 +1,7 @@
 //! Evaluation on held-out problems, during training and by `rloss eval`.
 
-use super::context::RunContext;
-use super::data_inputs;
+use super::environment::Environment;
+use super::sampling::Sampling;
 use crate::metrics::{Accumulator, Console, Metrics, Phase};
 use crate::rollout::accuracy::{self, Estimate, SampleResult, Vote};
 use crate::rollout::{Prompt, RolloutProgress};
@@ -38,47 +38,43 @@ pub struct ProblemResult {
 /// # Errors
 /// When the rollout fails.
 pub fn evaluate(
-    context: &RunContext,
+    sampling: Sampling,
     step: u64,
     console: &Console,
     stop: &(dyn Fn() -> bool + Sync),
 ) -> Result<Option<Evaluation>> {
-    let samples = context.recipe().eval.samples;
-    let plan = context.evaluation_rollout(step);
-    let engine = context.engine(context.policy_without_ablations()?, step, &plan.settings)?;
+    let environment = sampling.environment;
+    let samples = environment.recipe().eval.samples;
+    let plan = environment.evaluation_rollout(step);
+    let engine = sampling.engine(sampling.policy_without_ablations()?, step, &plan.settings)?;
     let mut sets = vec![];
-    for (set, prompts) in validation_prompts(context) {
+    for (set, prompts) in environment.validation_prompts() {
         let stage = console.start_inner_stage("evaluation", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::show_on(&stage);
-        let rollouts = context.sample_groups(&engine, &plan, &prompts, samples, &progress, stop)?;
+        let rollouts = sampling.sample_groups(&engine, &plan, (&prompts, samples), &progress, None, stop)?;
         stage.finish();
         let Some(rollouts) = rollouts else { return Ok(None) };
         let mut rows = rollouts.rows(Phase::Eval);
         let groups = prompts.iter().map(|_| rows.by_ref().take(samples).collect()).collect();
-        sets.push(ValidationResult::new(context, set, &prompts, groups));
+        sets.push(ValidationResult::new(environment, set, &prompts, groups));
     }
     Ok(Some(Evaluation { sets }))
-}
-
-/// Returns the problems to evaluate for each validation set of this run.
-pub fn validation_prompts(context: &RunContext) -> Vec<(&ValidationSet, Vec<Prompt>)> {
-    data_inputs::validation_prompts(context.recipe(), context.task.as_ref())
 }
 
 impl ValidationResult {
     /// Builds the result from the rows of each prompt.
     pub fn new(
-        context: &RunContext,
+        environment: &Environment,
         set: &ValidationSet,
         prompts: &[Prompt],
         groups: Vec<Vec<TrajectoryRow>>,
     ) -> Self {
-        let eval = &context.recipe().eval;
+        let eval = &environment.recipe().eval;
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
-            let prompt_messages = context.system_prompt.len() + prompt.problem.messages.len();
+            let prompt_messages = environment.system_prompt.len() + prompt.problem.messages.len();
             let samples: Vec<SampleResult> =
-                rows.iter().map(|row| to_sample(context, row, prompt_messages)).collect();
-            let votes = accuracy::count_votes(context.task.as_ref(), &samples);
+                rows.iter().map(|row| to_sample(environment, row, prompt_messages)).collect();
+            let votes = accuracy::count_votes(environment.task.as_ref(), &samples);
             ProblemResult { id: prompt.problem.id.clone(), rows, samples, votes }
         };
         Self {
@@ -131,7 +127,7 @@ impl ValidationResult {
 }
 
 /// Converts a row to a sample. The first `prompt_messages` messages belong to the prompt.
-fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) -> SampleResult {
+fn to_sample(environment: &Environment, row: &TrajectoryRow, prompt_messages: usize) -> SampleResult {
     let trajectory = &row.trajectory;
     let answered =
         |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
@@ -142,7 +138,7 @@ fn to_sample(context: &RunContext, row: &TrajectoryRow, prompt_messages: usize) 
     };
     let answer = match trajectory.outcome {
         Outcome::TaskFailed => None,
-        _ => context.task.answer_text(&transcript),
+        _ => environment.task.answer_text(&transcript),
     };
     SampleResult { success: trajectory.success, answer }
 }

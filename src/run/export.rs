@@ -1,6 +1,7 @@
 //! Export of a run for other programs: only its adapter, the model with the adapter merged, or a GGUF file.
 
-use super::context::RunContext;
+use super::environment::Environment;
+use super::loaded::LoadedModel;
 use super::source::ModelSource;
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
@@ -12,6 +13,7 @@ use crate::integrity::Manifest;
 use crate::actor::batch_runner::BatchRunner;
 use crate::actor::forward_backward::{PassOutput, PassSettings};
 use crate::actor::micro_batch::{MicroBatch, Sequence};
+use crate::actor::Actor;
 use crate::metrics::Console;
 use crate::model::parameters::Parameters;
 use crate::recipe::Recipe;
@@ -85,19 +87,19 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
-/// Writes the model of `context` to `out` in `checkpoint.dtype`, with its adapter merged. With a file
+/// Writes the model to `out` in the recipe's `checkpoint.dtype`, with its adapter merged. With a file
 /// `trajectories`, returns the rounding error on the file's tokens.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
 pub fn export_merged_model(
-    context: &RunContext,
+    loaded: &LoadedModel,
+    recipe: &Recipe,
     trajectories: Option<&Path>,
     out: &Path,
     console: &Console,
 ) -> Result<Option<RoundingError>> {
-    let recipe = context.recipe();
-    let parameters = &context.parameters;
+    let Actor { model, parameters, execution } = &loaded.actor;
     if parameters.adapter().is_none() {
         return Err(no_adapter_error(recipe));
     }
@@ -108,8 +110,8 @@ pub fn export_merged_model(
     let format = recipe.checkpoint.dtype;
     let stage = console.start_inner_stage("writing the merged model", 0);
     write_folder(out, |temporary| {
-        let config = &context.model.config;
-        let manifest = save(temporary, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
+        let companions = &loaded.companions;
+        let manifest = save(temporary, &model.config, format, companions, SHARD_BYTES_MAX, |spec| {
             merge(parameters, spec)
         })?;
         manifest.write(temporary)
@@ -120,7 +122,6 @@ pub fn export_merged_model(
     }
     let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
     let log_probs = |name: &str, parameters: &Parameters| -> Result<Vec<f32>> {
-        let RunContext { threads, model, .. } = context;
         let settings = PassSettings {
             recompute_layers: true,
             temperature: recipe.rollout.temperature,
@@ -128,7 +129,7 @@ pub fn export_merged_model(
             keeps_routed_experts: false,
             forward: Default::default(),
         };
-        let runner = BatchRunner { threads, model, parameters };
+        let runner = BatchRunner { threads: &execution.threads, model, parameters };
         let stage = console.start_pass(name, runner.local_tokens(&batches));
         let outputs = runner.forward(&batches, settings, &stage)?;
         stage.finish();
@@ -136,29 +137,30 @@ pub fn export_merged_model(
     };
     let before = log_probs("log-probs with the adapter", parameters)?;
     // The folder is read back, so that the comparison uses the weights that other programs will read.
-    let after = log_probs("log-probs merged", &context.load_weights(out, console)?)?;
+    let after = log_probs("log-probs merged", &loaded.load_weights(recipe, out, console)?)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
     Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
 }
 
-/// Writes the model of `context` to the GGUF file `out`, after creating its parent folders.
-/// `merges_adapter`: whether the user asked to merge the adapter.
+/// Writes the model to the GGUF file `out`, after creating its parent folders. `merges_adapter`: whether the
+/// user asked to merge the adapter.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is an adapter but `merges_adapter` is false, or the reverse. Also
 /// the errors of [`gguf::write`].
 pub fn write_gguf_file(
-    context: &RunContext,
+    loaded: &LoadedModel,
+    environment: &Environment,
     format: GgufFormat,
     merges_adapter: bool,
     out: &Path,
     console: &Console,
 ) -> Result<()> {
-    let parameters = &context.parameters;
+    let parameters = &loaded.actor.parameters;
     match (parameters.adapter().is_some(), merges_adapter) {
-        (false, true) => return Err(no_adapter_error(context.recipe())),
+        (false, true) => return Err(no_adapter_error(environment.recipe())),
         (true, false) => {
             return Err(bad_input!(
                 "the run has an adapter, but a GGUF file contains whole weights; add --merged to merge the adapter, or export \
@@ -168,11 +170,12 @@ pub fn write_gguf_file(
         _ => {}
     }
     create_parents(out)?;
-    let json = context.chat.vocabulary().json_bytes();
-    let template = context.companions.template().unwrap_or_else(|| context.chat.jinja().to_owned());
+    let chat = &environment.chat;
+    let json = chat.vocabulary().json_bytes();
+    let template = loaded.companions.template().unwrap_or_else(|| chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
     let _stage = console.start_inner_stage("writing the file", 0);
-    gguf::write(out, &context.model.config, format, tokenizer, |spec| merge(parameters, spec))
+    gguf::write(out, loaded.config(), format, tokenizer, |spec| merge(parameters, spec))
 }
 
 /// Returns the newest file of training trajectories. If there is none, returns the newest one of an

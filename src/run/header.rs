@@ -1,7 +1,7 @@
 //! The facts about a run: the header on the console, and `model.json` for the report page.
 
-use super::context::RunContext;
-use super::evaluation::validation_prompts;
+use super::environment::Environment;
+use super::loaded::LoadedModel;
 use super::memory::{ModelCommand, SecondWeights};
 use crate::dist::Sharding;
 use crate::error::shell_quote;
@@ -17,21 +17,21 @@ use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
 /// Returns the contents of `model.json`: the model's name, family, device and size.
-pub fn model_facts(context: &RunContext) -> Value {
-    let parameters = &context.parameters;
+pub fn model_facts(loaded: &LoadedModel, recipe: &Recipe, device_name: &str) -> Value {
+    let parameters = &loaded.actor.parameters;
     let count = |only_trainable: bool| -> usize {
         (0..parameters.len())
-            .filter(|&index| !only_trainable || context.trainable.get(index).copied().unwrap_or(true))
+            .filter(|&index| !only_trainable || loaded.trainable.get(index).copied().unwrap_or(true))
             .map(|index| parameters.specs[index].element_count())
             .sum()
     };
-    let config = &context.model.config;
-    let path = context.recipe().model.path.as_deref();
+    let config = loaded.config();
+    let path = recipe.model.path.as_deref();
     let folder = path.and_then(Path::file_name).map(|name| name.to_string_lossy().into_owned());
     json!({
         "name": folder,
         "model_type": config.family.name(),
-        "device": context.device_name,
+        "device": device_name,
         "layers": config.num_hidden_layers,
         "parameters": count(false),
         "learning": count(true),
@@ -39,8 +39,8 @@ pub fn model_facts(context: &RunContext) -> Value {
 }
 
 /// Returns the header's line about the work of the command: label and text.
-fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, String) {
-    let recipe = context.recipe();
+fn work_line(environment: &Environment, command: ModelCommand) -> (&'static str, String) {
+    let recipe = environment.recipe();
     let RolloutSettings { prompts_per_step, samples_per_prompt, .. } = &recipe.rollout;
     let prompts = format_count(*prompts_per_step as u64, "prompt");
     let samples = format!("{prompts} × {samples_per_prompt}");
@@ -58,7 +58,7 @@ fn work_line(context: &RunContext, command: ModelCommand) -> (&'static str, Stri
         }
         ModelCommand::Eval => {
             let problems: usize =
-                validation_prompts(context).iter().map(|(_, problems)| problems.len()).sum();
+                environment.validation_prompts().iter().map(|(_, problems)| problems.len()).sum();
             let problems = format_count(problems as u64, "held-out problem");
             ("sampled", format!("{problems} × {}", recipe.eval.samples))
         }
@@ -131,8 +131,15 @@ fn sft_file(recipe: &Recipe, command: ModelCommand) -> Option<&PathBuf> {
 
 /// Returns the lines of the console header: model, task, data, work, device, threads, folder, and the sandbox
 /// if there is one.
-pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<String> {
-    let (recipe, facts) = (context.recipe(), model_facts(context));
+pub fn lines(
+    loaded: &LoadedModel,
+    environment: &Environment,
+    device_name: &str,
+    command: ModelCommand,
+    folder: &Path,
+) -> Vec<String> {
+    let recipe = environment.recipe();
+    let facts = model_facts(loaded, recipe, device_name);
     let number = |key: &str| facts[key].as_f64().unwrap_or(0.0);
     let name = facts["name"].as_str().map(|name| format!("{name}, ")).unwrap_or_default();
     let layers = format_count(number("layers") as u64, "layer");
@@ -144,13 +151,13 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
     };
     let kind = facts["model_type"].as_str().unwrap_or_default();
     let parameters = format_number(number("parameters"));
-    let tool = match (&context.interpreter, recipe.interpreter.kind) {
+    let tool = match (&environment.interpreter, recipe.interpreter.kind) {
         (None, _) => "",
         (Some(_), InterpreterKind::Embedded) => ", with the embedded Python tool",
         (Some(_), InterpreterKind::CPython) => ", with the machine's Python as its tool",
     };
-    let (mesh, threads) = (context.mesh(), context.threads.count());
-    let mut threads = threads.to_string();
+    let mesh = loaded.mesh();
+    let mut threads = loaded.actor.execution.threads.count().to_string();
     if mesh.ranks() > 1 {
         threads += &format!(" in each of {} processes", mesh.ranks());
     }
@@ -161,22 +168,23 @@ pub fn lines(context: &RunContext, command: ModelCommand, folder: &Path) -> Vec<
         threads += &format!(", {} copies of the weights", copies.ranks());
     }
     let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{trainable}"));
-    let task = ("task", format!("{}{tool}", context.task.name()));
+    let task = ("task", format!("{}{tool}", environment.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
-    let where_it_runs = (mesh.shard_group().sharding(), context.parameters.device().is_cpu());
+    let parameters = &loaded.actor.parameters;
+    let where_it_runs = (mesh.shard_group().sharding(), parameters.device().is_cpu());
     let muon = match command.trains() {
-        true => muon_cost(recipe, &context.parameters.specs, &context.trainable, where_it_runs),
+        true => muon_cost(recipe, &parameters.specs, &loaded.trainable, where_it_runs),
         false => None,
     };
     let muon = muon.map(|cost| ("muon", cost));
-    let rest = [Some(work_line(context, command)), muon].into_iter().flatten().chain([
-        ("device", context.device_name.clone()),
+    let rest = [Some(work_line(environment, command)), muon].into_iter().flatten().chain([
+        ("device", device_name.to_owned()),
         ("threads", threads),
         ("folder", folder.display().to_string()),
     ]);
     // Every command that may run generated code shows the sandbox.
-    let confinement = context.sandbox_description().map(|confinement| ("sandbox", confinement));
+    let confinement = environment.sandbox_description().map(|confinement| ("sandbox", confinement));
     let head = [model].into_iter().chain(task).chain(data(recipe, command)).chain(rest);
     head.chain(confinement.filter(|_| !is_of_file))
         .map(|(label, text)| format!("{label:<8} {text}"))

@@ -2,18 +2,20 @@
 
 pub mod adapter;
 pub mod causes;
-pub mod context;
 pub mod data_inputs;
 mod device;
+pub mod environment;
 pub mod evaluation;
 mod expert_parallel;
 pub mod export;
 mod family;
 pub mod header;
+pub mod loaded;
 pub mod memory;
 pub mod preflight;
 pub mod processes;
 pub mod run_folder;
+pub mod sampling;
 pub mod sampling_folder;
 pub mod signals;
 pub mod sizing;

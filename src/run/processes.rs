@@ -3,7 +3,6 @@
 use crate::dist::{ExpertPlacement, Mesh};
 use crate::integrity::{MANIFEST_FILE, file_digest};
 use crate::recipe::Plan;
-use crate::run::context::RunContext;
 use anyhow::{Context, Result};
 use std::io::ErrorKind;
 use std::path::Path;
@@ -70,18 +69,24 @@ pub fn check_distillation(mesh: &Mesh, plan: &Plan) -> Result<()> {
     Err(plan.mistake("policy.distill.teacher", reason.to_owned()).into())
 }
 
-/// Checks that all processes of `context` have the same recipe, the same binary, GPUs of one kind, and the
-/// same starting point. The starting point is the folder `weights`, if any, and `state`.
+/// Checks that all processes of `mesh` have the same recipe, the same binary, GPUs of one kind, and the same
+/// starting point. The starting point is the folder `weights`, if any, and `state`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] on every process, with the same message.
-pub fn check_agreement(mesh: &Mesh, context: &RunContext, weights: Option<&Path>, state: &str) -> Result<()> {
+pub fn check_agreement(
+    mesh: &Mesh,
+    plan: &Plan,
+    device_name: &str,
+    weights: Option<&Path>,
+    state: &str,
+) -> Result<()> {
     if mesh.ranks() == 1 {
         return Ok(());
     }
-    mesh.check_equal("recipes", &context.plan.to_toml(), "start all with the same file and the same --set")?;
+    mesh.check_equal("recipes", &plan.to_toml(), "start all with the same file and the same --set")?;
     // The name begins with the GPU's index, which may differ.
-    let gpu = context.device_name.split_once(", ").map_or(&*context.device_name, |(_, name)| name);
+    let gpu = device_name.split_once(", ").map_or(device_name, |(_, name)| name);
     let gpus = mesh.all_gather_records("the GPUs", &gpu.to_owned())?;
     mesh.require_success("the GPUs", check_same_gpus(&gpus))?;
     let binary = std::env::current_exe().context("looking for this program")?;

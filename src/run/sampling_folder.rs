@@ -7,9 +7,8 @@
 //! OUT/trajectories/NAME.jsonl           all trajectories in order, written after the last one has finished
 //! ```
 
-use super::context::RunContext;
-use super::memory::explain_out_of_memory;
 use super::run_folder::{RunFolder, contains_run, lock, refuse_other_files};
+use super::sampling::Sampling;
 use super::symlinks::refuse_symlink;
 use super::trust::mark_trusted;
 use crate::atomic_file::{replace_file, write_file};
@@ -64,7 +63,7 @@ struct Marker {
 /// A folder for the samples of one command, locked by this process. When dropped, it is removed if it has no
 /// results.
 pub struct SamplingFolder<'a> {
-    context: &'a RunContext,
+    sampling: Sampling<'a>,
     pub path: PathBuf,
     _lock: File,
 }
@@ -77,23 +76,24 @@ impl<'a> SamplingFolder<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has other contents. The contents are not changed.
     pub fn open(
-        context: &'a RunContext,
+        sampling: Sampling<'a>,
         source: &RecipeSource,
         out: Option<&Path>,
         (kind, step): (&str, u64),
     ) -> Result<Self> {
-        let model = &context.recipe().model;
+        let plan = &sampling.environment.plan;
+        let model = &plan.recipe.model;
         let folders = model.path.iter().chain(&model.adapter);
         let marker = Marker {
             kind: kind.to_owned(),
             step,
             model_files: folders.flat_map(|folder| model_files(folder)).collect(),
-            task_files: Some(task_files(&context.recipe().task)),
+            task_files: Some(task_files(&plan.recipe.task)),
         };
         if let Some(out) = out {
-            return Self::open_at(context, out, &marker);
+            return Self::open_at(sampling, out, &marker);
         }
-        let first = default_out(&context.plan, source, kind);
+        let first = default_out(plan, source, kind);
         let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
         let is_in_run = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
         if let (Some(parent), true) = (first.parent(), is_in_run) {
@@ -103,30 +103,32 @@ impl<'a> SamplingFolder<'a> {
             if is_in_run {
                 refuse_symlink(&path)?;
             }
-            if !path.exists() || check_folder(&path, &marker, &context.plan).is_ok() {
-                return Self::open_at(context, &path, &marker);
+            if !path.exists() || check_folder(&path, &marker, plan).is_ok() {
+                return Self::open_at(sampling, &path, &marker);
             }
         }
         Err(bad_input!("{}: all numbers are in use; name another folder with --out", first.display()))
     }
 
-    fn open_at(context: &'a RunContext, path: &Path, marker: &Marker) -> Result<Self> {
-        check_folder(path, marker, &context.plan)?;
+    fn open_at(sampling: Sampling<'a>, path: &Path, marker: &Marker) -> Result<Self> {
+        let environment = sampling.environment;
+        let plan = &environment.plan;
+        check_folder(path, marker, plan)?;
         fs::create_dir_all(path).map_err(|e| {
             bad_input!("{}: cannot create the folder: {e}; name another with --out", path.display())
         })?;
         let lock = lock(path)?;
         // Another process may have started here before the lock was taken.
-        check_folder(path, marker, &context.plan)?;
-        let folder = Self { context, path: path.to_owned(), _lock: lock };
+        check_folder(path, marker, plan)?;
+        let folder = Self { sampling, path: path.to_owned(), _lock: lock };
         if !path.join(MARKER_FILE).is_file() {
             write_file(&path.join(MARKER_FILE), &(serde_json::to_string_pretty(marker)? + "\n"))?;
         }
         if !path.join("recipe.toml").is_file() {
-            mark_trusted(path, &context.plan.recipe)?;
-            write_file(&path.join("recipe.toml"), &add_checksum(&context.plan.to_toml()))?;
+            mark_trusted(path, &plan.recipe)?;
+            write_file(&path.join("recipe.toml"), &add_checksum(&plan.to_toml()))?;
         }
-        if let Some(confinement) = context.sandbox_description() {
+        if let Some(confinement) = environment.sandbox_description() {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
         }
         Ok(folder)
@@ -194,7 +196,7 @@ impl<'a> SamplingFolder<'a> {
             groups.iter_mut().filter(|rows| rows.is_none()).for_each(|rows| *rows = new.next());
         }
         stage.finish();
-        if let Some(deaths) = self.context.dead_worker_warning() {
+        if let Some(deaths) = self.sampling.environment.dead_worker_warning() {
             console.print(&format!("warning: {deaths}"));
         }
         let Some(rows) = groups.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
@@ -233,15 +235,14 @@ impl<'a> SamplingFolder<'a> {
             }
         };
         let has_failed = || failure.lock().unwrap_or_else(PoisonError::into_inner).is_some();
-        let rollouts = self.context.sample_with_observer(
+        let rollouts = self.sampling.sample_groups(
             engine,
             plan,
             (prompts, samples),
             &RolloutProgress::show_on(stage),
-            &on_finished,
+            Some(&on_finished),
             &|| stop() || has_failed(),
-        );
-        let rollouts = rollouts.map_err(|error| explain_out_of_memory(error, &self.context.memory))?;
+        )?;
         if let Some(error) = failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
             return Err(error.context(format!("writing trajectories into {}", self.path.display())));
         }
@@ -257,7 +258,7 @@ impl<'a> SamplingFolder<'a> {
     pub fn warn(&self, causes: Vec<String>, phase: Phase, step: u64, console: &Console) -> Result<()> {
         causes.iter().for_each(|cause| console.print(&format!("warning: {cause}")));
         let of_step = |cause| Warning::for_step(phase, step, cause);
-        let of_run = self.context.plan.warnings.iter().cloned().map(Warning::for_run);
+        let of_run = self.sampling.environment.plan.warnings.iter().cloned().map(Warning::for_run);
         let all: Vec<Warning> = of_run.chain(causes.into_iter().map(of_step)).collect();
         write_file(&self.path.join(WARNINGS_FILE), &warnings_text(&all)?)
     }

@@ -35,12 +35,13 @@ use super::sample::{InProgress, SampleOutput};
 use crate::bad_input;
 use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
 use crate::engine::PassScheduler;
+use crate::actor::Actor;
 use crate::learner::critic::Critic;
 use crate::actor::optimizer::Optimizer;
 use crate::metrics::Metrics;
 use crate::ops::cuda::SecondStream;
 use crate::ops::threads::{Priority, Threads};
-use crate::run::context::RunContext;
+use crate::recipe::Recipe;
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -87,17 +88,17 @@ pub(super) struct Beside {
 
 impl Beside {
     /// Returns `None` if sampling does not run beside the update.
-    pub fn new(context: &RunContext) -> Result<Option<Self>> {
-        if context.mesh().ranks() > 1 || context.recipe().rollout.lag_steps == 0 {
+    pub fn new(actor: &Actor, recipe: &Recipe, two_samplings: bool) -> Result<Option<Self>> {
+        if actor.mesh().ranks() > 1 || recipe.rollout.lag_steps == 0 {
             return Ok(None);
         }
         // Each side has as many threads as there are processors, so neither leaves one idle while the other
         // has work. Sampling goes first: the sooner it ends, the sooner the graders have all answers, and the
         // update fills the time in which they work.
-        let count = context.threads.count();
+        let count = actor.execution.threads.count();
         let update_threads = Threads::with_priority(count, Priority::Low)?;
-        let odd_threads = context.two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
-        let device = context.parameters.device();
+        let odd_threads = two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
+        let device = actor.parameters.device();
         let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
         Ok(Some(Self { update_threads, odd_threads, pass_scheduler: Arc::default(), stream }))
     }
@@ -106,7 +107,7 @@ impl Beside {
 impl Trainer {
     /// Returns the contents of the checkpoint's file of samples; `None` if no sample outlives a step.
     pub(super) fn sampled_ahead(&self) -> Result<Option<Vec<u8>>> {
-        let rollout = &self.context.recipe().rollout;
+        let rollout = &self.environment.recipe().rollout;
         let is_kept = rollout.lag_steps > 0 || rollout.step_tokens_max > 0;
         is_kept.then(|| serde_json::to_vec(&self.ahead).context("writing what was sampled ahead")).transpose()
     }
@@ -116,14 +117,14 @@ impl Trainer {
     /// # Errors
     /// [`crate::error::BadInput`] when the checkpoint lacks the file, or the file is damaged.
     pub(super) fn restore_ahead(&mut self, resume_point: &ResumePoint) -> Result<()> {
-        let rollout = &self.context.recipe().rollout;
+        let rollout = &self.environment.recipe().rollout;
         if rollout.lag_steps == 0 && rollout.step_tokens_max == 0 {
             return Ok(());
         }
         let (path, bytes) = checkpoint::read_sampled_ahead(&resume_point.folder)?;
         let damaged = |what: String| bad_input!("{}: damaged: {what}; {DAMAGE_REMEDY}", path.display());
         let ahead: SampledAhead = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        let (samples, vocab_size) = (rollout.samples_per_prompt, self.context.model.config.vocab_size);
+        let (samples, vocab_size) = (rollout.samples_per_prompt, self.loaded.config().vocab_size);
         ahead.check(resume_point.state.step, samples, vocab_size).map_err(damaged)?;
         self.ahead = ahead;
         Ok(())
@@ -136,7 +137,7 @@ impl Trainer {
         if let Some(stored) = self.stored_groups(step) {
             return Ok(stored);
         }
-        let lag = self.context.recipe().rollout.lag_steps;
+        let lag = self.environment.recipe().rollout.lag_steps;
         let last = if lag == 0 { step } else { step + lag - 1 };
         while let Some(next) = self.next_to_sample(step, last) {
             self.sample_now(next, step - 1)?;
@@ -157,7 +158,7 @@ impl Trainer {
         let in_flight = self.in_flight.back().map(|sampling| sampling.step);
         let newest = in_flight.or(self.ahead.steps.back().map(|(sampled, _)| *sampled));
         let next = newest.map_or(step, |newest| newest + 1);
-        (next <= last.min(self.context.recipe().train.steps)).then_some(next)
+        (next <= last.min(self.environment.recipe().train.steps)).then_some(next)
     }
 
     /// Samples step `step` by the current weights, whose version is `version`.
@@ -173,18 +174,22 @@ impl Trainer {
     /// sample it now.
     fn begin_sampling(&mut self, step: u64, version: u64) -> Result<()> {
         // A step without groups to train on has not joined its sampling.
-        let others_max = if self.context.two_samplings { IN_FLIGHT_MAX - 1 } else { 0 };
+        let others_max = if self.two_samplings { IN_FLIGHT_MAX - 1 } else { 0 };
         while self.in_flight.len() > others_max {
             self.join_sampling()?;
         }
         let Some(beside) = &self.beside else { return self.sample_now(step, version) };
         let inputs = SamplingInputs {
-            context: self.context.clone(),
-            weights: self.context.parameters.snapshot(beside.stream.as_ref())?,
+            actor: Actor {
+                model: self.loaded.actor.model.clone(),
+                parameters: self.loaded.actor.parameters.snapshot(beside.stream.as_ref())?,
+                execution: self.loaded.actor.execution.clone(),
+            },
+            environment: self.environment.clone(),
             version,
             threads: beside.odd_threads.clone().filter(|_| step % 2 == 1),
             pass_scheduler: beside.pass_scheduler.clone(),
-            pass: self.pass_settings(self.context.recipe().rollout.temperature),
+            pass: self.pass_settings(self.environment.recipe().rollout.temperature),
             timings: self.timings.clone(),
             in_progress: std::mem::take(&mut self.ahead.in_progress),
         };
@@ -224,7 +229,7 @@ impl Trainer {
             _ => update,
         };
         let updated = update.run(groups, optimizer, critic)?;
-        if !self.context.two_samplings {
+        if !self.two_samplings {
             self.join_samplings()?;
         }
         Ok(updated)

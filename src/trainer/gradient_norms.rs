@@ -20,7 +20,7 @@ impl Trainer {
     /// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe
     /// skips no update.
     pub(super) fn norm_limit(&self, norms: &GradientNorms) -> Option<f64> {
-        let may_skip = self.context.recipe().train.on_bad_step == OnBadStep::Skip;
+        let may_skip = self.environment.recipe().train.on_bad_step == OnBadStep::Skip;
         may_skip.then(|| norms.limit())
     }
 }

@@ -2,11 +2,12 @@
 
 use super::sample::{InProgress, SampleOutput, Sampler};
 use crate::engine::PassScheduler;
+use crate::actor::Actor;
 use crate::actor::forward_backward::PassSettings;
 use crate::metrics::{Console, Timings};
-use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
-use crate::run::context::RunContext;
+use crate::run::environment::Environment;
+use crate::run::sampling::Sampling;
 use anyhow::{Context, Result};
 use std::panic::resume_unwind;
 use std::sync::Arc;
@@ -26,10 +27,10 @@ pub(super) struct InFlight {
 
 /// The inputs of a sampling that its thread owns.
 pub(super) struct SamplingInputs {
-    pub context: Arc<RunContext>,
-    /// A copy of the weights, and their version.
-    pub weights: Parameters,
+    /// The model with a copy of the weights, and their version.
+    pub actor: Actor,
     pub version: u64,
+    pub environment: Arc<Environment>,
     /// The threads that compute; `None` means those of the run.
     pub threads: Option<Arc<Threads>>,
     pub pass_scheduler: Arc<PassScheduler>,
@@ -78,10 +79,9 @@ impl SamplingInputs {
         // The console shows the update.
         let console = Console::silent();
         let sampler = Sampler {
-            context: &self.context,
-            parameters: &self.weights,
+            sampling: Sampling { actor: &self.actor, environment: &self.environment },
             version: self.version,
-            threads: self.threads.as_deref().unwrap_or(&self.context.threads),
+            threads: self.threads.as_deref().unwrap_or(&self.actor.execution.threads),
             pass_scheduler: Some(&self.pass_scheduler),
             pass: self.pass,
             console: &console,

@@ -19,6 +19,7 @@ pub use data::TrainingData;
 
 use crate::checkpoint::{self, ResumePoint};
 use crate::actor::OptimizerSettings;
+use crate::actor::Actor;
 use crate::actor::batch_runner::BatchRunner;
 use crate::learner::critic::Critic;
 use crate::actor::forward_backward::PassSettings;
@@ -29,13 +30,15 @@ use crate::ops::cuda::{device_memory, reset_memory_peaks};
 use crate::policy::kl_in_reward::KlController;
 use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCounts, SampleFacts, sample_causes};
-use crate::run::context::RunContext;
-use crate::run::evaluation::{ValidationResult, evaluate, validation_prompts};
+use crate::run::environment::Environment;
+use crate::run::evaluation::{ValidationResult, evaluate};
+use crate::run::loaded::LoadedModel;
 use crate::run::run_folder::RunFolder;
+use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::report_failures;
 use crate::run::signals::StopFlag;
 use ahead::{Beside, SampledAhead};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use candle_core::Device;
 use in_flight::InFlight;
 use monitor::Monitor;
@@ -54,8 +57,11 @@ const WARM_UP_STAGE: &str = "SFT warm-up";
 
 /// One training run.
 pub struct Trainer {
+    loaded: LoadedModel,
     /// Samplings in flight share it.
-    context: Arc<RunContext>,
+    environment: Arc<Environment>,
+    /// Whether two samplings may be in flight.
+    two_samplings: bool,
     data: TrainingData,
     folder: RunFolder,
     console: Console,
@@ -91,20 +97,21 @@ impl Trainer {
     /// # Errors
     /// When memory runs out, or the metrics of a resumed run cannot be read.
     pub fn new(
-        mut context: RunContext,
+        (mut loaded, environment): (LoadedModel, Arc<Environment>),
+        two_samplings: bool,
         data: TrainingData,
         folder: RunFolder,
         console: Console,
         stop: StopFlag,
         resume_point: Option<&ResumePoint>,
     ) -> Result<Self> {
-        context.parameters.set_trainable(&context.trainable)?;
-        if let Some(agent) = &context.agent {
+        loaded.actor.parameters.set_trainable(&loaded.trainable)?;
+        if let Some(agent) = &environment.agent {
             agent.log_to(folder.path.join("agent.log"))?;
         }
         let adapted_coefficient = resume_point.and_then(|point| point.state.kl_coefficient);
-        let kl = Self::kl_controller(&context.recipe().policy.kl, adapted_coefficient)?;
-        let mut monitor = Monitor::new(context.recipe());
+        let kl = Self::kl_controller(&environment.recipe().policy.kl, adapted_coefficient)?;
+        let mut monitor = Monitor::new(environment.recipe());
         if resume_point.is_some() {
             let earlier_rows = read_rows(&folder.path.join("metrics.jsonl"))?;
             // Warnings about earlier steps are not repeated.
@@ -114,9 +121,11 @@ impl Trainer {
                 Phase::Eval => {}
             });
         }
-        let beside = Beside::new(&context)?;
+        let beside = Beside::new(&loaded.actor, environment.recipe(), two_samplings)?;
         Ok(Self {
-            context: Arc::new(context),
+            loaded,
+            environment,
+            two_samplings,
             data,
             folder,
             console,
@@ -141,10 +150,10 @@ impl Trainer {
     /// # Errors
     /// Any error. The last checkpoint stays intact.
     pub fn run(&mut self, resume_point: Option<ResumePoint>) -> Result<bool> {
-        let recipe = self.context.plan.recipe.clone();
+        let recipe = self.environment.plan.recipe.clone();
         let done = resume_point.as_ref().map(|p| (p.state.phase, p.state.step));
         self.plan_progress(done);
-        if self.context.mesh().is_rank_zero() {
+        if self.loaded.mesh().is_rank_zero() {
             self.console.start_status_file(&self.folder.path);
         }
         let (console, activity) = (self.console.clone(), self.activity.clone());
@@ -186,7 +195,7 @@ impl Trainer {
     /// Tells the console which work remains after `done`. The console then shows one remaining time for all
     /// stages.
     fn plan_progress(&self, done: Option<(Phase, u64)>) {
-        let recipe = self.context.recipe();
+        let recipe = self.environment.recipe();
         let (steps, every) = (recipe.train.steps, recipe.eval.every_steps);
         let (warm_up_done, rl_done) = match done {
             Some((Phase::Rl, step)) => (recipe.cold_start.steps, step),
@@ -198,7 +207,7 @@ impl Trainer {
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = evaluations_up_to(steps).saturating_sub(evaluations_up_to(rl_done)) + last + first;
         let problems: usize =
-            validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
+            self.environment.validation_prompts().iter().map(|(_, problems)| problems.len()).sum();
         let conversations = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.set_plan(&[
             (
@@ -218,8 +227,8 @@ impl Trainer {
         let all = samples.rollouts.trajectories().count();
         if samples.seconds > 0.0 && all > 0 {
             let problems: usize =
-                validation_prompts(&self.context).iter().map(|(_, problems)| problems.len()).sum();
-            let trajectories = problems * self.context.recipe().eval.samples;
+                self.environment.validation_prompts().iter().map(|(_, problems)| problems.len()).sum();
+            let trajectories = problems * self.environment.recipe().eval.samples;
             self.console.expect_step("evaluation", samples.seconds * trajectories as f64 / all as f64);
         }
     }
@@ -229,9 +238,9 @@ impl Trainer {
         *self.activity.lock().unwrap_or_else(PoisonError::into_inner) = activity;
     }
 
-    /// Returns the context, to change it. No sampling is in flight.
-    fn context_mut(&mut self) -> Result<&mut RunContext> {
-        Arc::get_mut(&mut self.context).context("a sampling uses the model")
+    /// Returns the policy in place, and the environment.
+    fn sampling(&self) -> Sampling<'_> {
+        Sampling { actor: &self.loaded.actor, environment: &self.environment }
     }
 
     /// Creates an optimizer. With `resume_point`, restores the state and the weights from the checkpoint.
@@ -240,13 +249,13 @@ impl Trainer {
         settings: &OptimizerSettings,
         resume_point: Option<&ResumePoint>,
     ) -> Result<Optimizer> {
-        let context = self.context_mut()?;
-        let round = context.plan.recipe.model.dtype.is_bf16();
-        let mut optimizer = Optimizer::new(settings, &mut context.parameters, round)?;
+        let round = self.environment.plan.recipe.model.dtype.is_bf16();
+        let parameters = &mut self.loaded.actor.parameters;
+        let mut optimizer = Optimizer::new(settings, parameters, round)?;
         if let Some(resume_point) = resume_point {
             optimizer.updates = resume_point.state.updates;
-            checkpoint::restore(&resume_point.folder, &mut context.parameters)?;
-            optimizer.write_weights(&mut context.parameters)?;
+            checkpoint::restore(&resume_point.folder, parameters)?;
+            optimizer.write_weights(parameters)?;
         }
         self.check_disk_space();
         Ok(optimizer)
@@ -259,7 +268,7 @@ impl Trainer {
         mut critic: Option<Critic>,
         start: u64,
     ) -> Result<bool> {
-        let recipe = self.context.plan.recipe.clone();
+        let recipe = self.environment.plan.recipe.clone();
         let steps = recipe.train.steps;
         let progress = self.console.start_stage("rl", steps, start);
         for step in start + 1..=steps {
@@ -302,7 +311,7 @@ impl Trainer {
     }
 
     fn evaluate(&mut self, step: u64) -> Result<()> {
-        if validation_prompts(&self.context).iter().all(|(_, held_out)| held_out.is_empty()) {
+        if self.environment.validation_prompts().iter().all(|(_, held_out)| held_out.is_empty()) {
             return Ok(());
         }
         self.join_samplings()?;
@@ -312,14 +321,18 @@ impl Trainer {
         });
         let started = std::time::Instant::now();
         self.console.begin_step("evaluation");
-        let evaluation = evaluate(&self.context, step, &self.console, &|| false)?
+        let evaluation = evaluate(self.sampling(), step, &self.console, &|| false)?
             .ok_or_else(|| anyhow::anyhow!("the evaluation was stopped"))?;
         self.console.count_step("evaluation");
         self.timings.add("testing", started.elapsed().as_secs_f64());
         self.timings.add("step", started.elapsed().as_secs_f64());
         self.warn_about_workers(Phase::Eval, step)?;
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
-        let causes = sample_causes(&self.context, evaluation.sets.iter().flat_map(ValidationResult::rows));
+        let causes = sample_causes(
+            &self.loaded,
+            &self.environment,
+            evaluation.sets.iter().flat_map(ValidationResult::rows),
+        );
         causes.into_iter().try_for_each(|cause| self.warn_of_cause(Phase::Eval, step, cause))?;
         let failed = evaluation.rows().filter(|row| row.trajectory.has_failure()).count();
         let count = evaluation.rows().count();
@@ -336,28 +349,28 @@ impl Trainer {
             );
             self.warn(Phase::Eval, step, what)?;
         }
-        let logged_rows = evaluation.rows().take(self.context.plan.recipe.logging.trajectories_per_step);
+        let logged_rows = evaluation.rows().take(self.environment.plan.recipe.logging.trajectories_per_step);
         self.folder.write_trajectories(&format!("eval-{step:06}"), logged_rows)
     }
 
     fn runner(&self) -> BatchRunner<'_> {
-        let RunContext { threads, model, parameters, .. } = &*self.context;
-        BatchRunner { threads, model, parameters }
+        let Actor { model, parameters, execution } = &self.loaded.actor;
+        BatchRunner { threads: &execution.threads, model, parameters }
     }
 
     fn pass_settings(&self, temperature: f64) -> PassSettings {
         PassSettings {
-            recompute_layers: self.context.recompute_layers,
+            recompute_layers: self.loaded.actor.execution.recompute_layers,
             temperature,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: false,
-            forward: self.context.training_forward(),
+            forward: self.environment.training_forward(),
         }
     }
 
     /// Warns if workers of the Python tool died.
     fn warn_about_workers(&self, phase: Phase, step: u64) -> Result<()> {
-        match self.context.dead_worker_warning() {
+        match self.environment.dead_worker_warning() {
             Some(deaths) => self.warn(phase, step, deaths),
             None => Ok(()),
         }
@@ -396,8 +409,8 @@ impl Trainer {
                 .zip(messages)
                 .map(|(trajectory, messages)| (trajectory, messages.as_slice()))
         });
-        let facts = SampleFacts::new(&self.context);
-        let causes = SampleCounts::count(self.context.task.as_ref(), facts.response_tokens_max, samples);
+        let facts = SampleFacts::new(&self.loaded, &self.environment);
+        let causes = SampleCounts::count(self.environment.task.as_ref(), facts.response_tokens_max, samples);
         let causes = causes.messages(&facts);
         let causes = self.monitor.record_causes(causes);
         causes.into_iter().try_for_each(|cause| self.warn_of_cause(Phase::Rl, step, cause))?;
@@ -407,7 +420,7 @@ impl Trainer {
 
     fn write_row(&mut self, step: u64, phase: Phase, mut metrics: Metrics) -> Result<()> {
         metrics.extend(self.timings.take());
-        metrics.extend(memory_peaks(self.context.parameters.device())?);
+        metrics.extend(memory_peaks(self.loaded.actor.parameters.device())?);
         self.folder.write_metrics(&Row { step, phase, metrics })
     }
 }

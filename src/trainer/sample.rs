@@ -6,13 +6,12 @@ use crate::learner::batch::Batch;
 use crate::actor::batch_runner::BatchRunner;
 use crate::actor::forward_backward::PassSettings;
 use crate::metrics::{Console, Metrics, Phase, Progress, Timings};
-use crate::model::parameters::Parameters;
 use crate::ops::threads::Threads;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::partial::GroupInProgress;
 use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts, trajectory_file};
-use crate::run::context::RunContext;
+use crate::run::sampling::Sampling;
 use crate::trajectory::{Group, TokenStats, TrajectoryRow};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
@@ -147,9 +146,9 @@ impl SampleOutput {
 /// Samples by one version of the weights.
 #[derive(Clone, Copy)]
 pub(super) struct Sampler<'a> {
-    pub context: &'a RunContext,
-    /// The weights, and their version.
-    pub parameters: &'a Parameters,
+    /// The weights and the environment.
+    pub sampling: Sampling<'a>,
+    /// The version of the weights.
     pub version: u64,
     pub threads: &'a Threads,
     /// Orders the passes of two samplings; `None` if this one is alone.
@@ -166,12 +165,11 @@ impl Trainer {
     /// Returns a sampler of the weights in place, whose version is `version`.
     pub(super) fn sampler(&self, version: u64) -> Sampler<'_> {
         Sampler {
-            context: &self.context,
-            parameters: &self.context.parameters,
+            sampling: self.sampling(),
             version,
-            threads: &self.context.threads,
+            threads: &self.loaded.actor.execution.threads,
             pass_scheduler: None,
-            pass: self.pass_settings(self.context.recipe().rollout.temperature),
+            pass: self.pass_settings(self.environment.recipe().rollout.temperature),
             console: &self.console,
             timings: &self.timings,
             stop: &|| false,
@@ -180,7 +178,7 @@ impl Trainer {
 
     /// Returns stored groups for step `step`; `None` if the recipe samples.
     pub(super) fn stored_groups(&self, step: u64) -> Option<SampleOutput> {
-        let count = self.context.recipe().rollout.prompts_per_step;
+        let count = self.environment.recipe().rollout.prompts_per_step;
         let rollouts = self.data.stored.as_ref()?.step_groups(step, count as u64);
         Some(SampleOutput {
             training_indices: (0..rollouts.groups.len()).collect(),
@@ -197,11 +195,11 @@ impl Sampler<'_> {
     /// Samples the groups of step `step`. With partial trajectories, it also continues the groups of
     /// `in_progress` and leaves there what the next step continues. Returns `None` if it was stopped.
     pub(super) fn sample(&self, step: u64, in_progress: &mut InProgress) -> Result<Option<SampleOutput>> {
-        let settings = &self.context.recipe().rollout;
+        let settings = &self.sampling.environment.recipe().rollout;
         let started = std::time::Instant::now();
-        let policy = self.context.rollout_policy_of(self.parameters)?;
+        let policy = self.sampling.training_policy()?;
         // The weights do not change while a step samples, so one engine samples all of its rounds.
-        let engine = self.context.engine_on(self.threads, policy, self.version, settings)?;
+        let engine = self.sampling.engine_on(self.threads, policy, self.version, settings)?;
         let engine = match self.pass_scheduler {
             Some(scheduler) => engine.with_pass_scheduler(scheduler),
             None => engine,
@@ -221,15 +219,15 @@ impl Sampler<'_> {
     /// Samples whole trajectories. Dynamic sampling replaces groups without signal, until the limit of rounds
     /// is reached.
     fn sample_whole(&self, engine: &Engine, step: u64) -> Result<Option<SampleOutput>> {
-        let settings = &self.context.recipe().rollout;
+        let settings = &self.sampling.environment.recipe().rollout;
         let (count, rounds_max) = (settings.prompts_per_step, settings.resample_rounds_max);
         let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
         // Failed episodes of an agent are missing in their groups. The baseline of a group needs two.
         let episodes_min = settings.samples_per_prompt.min(2);
         loop {
-            let prompts = self.context.training_prompts(step, round, count - informative.len());
-            let Some(new) = self.sample_groups(engine, step, &prompts)? else { return Ok(None) };
+            let prompts = self.sampling.environment.training_prompts(step, round, count - informative.len());
+            let Some(new) = self.sample_prompts(engine, step, &prompts)? else { return Ok(None) };
             for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
                 let group = &new.groups[index - rollouts.groups.len()];
                 let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
@@ -268,13 +266,14 @@ impl Sampler<'_> {
         step: u64,
         in_progress: &mut InProgress,
     ) -> Result<Option<SampleOutput>> {
-        let recipe = self.context.recipe();
+        let environment = self.sampling.environment;
+        let recipe = environment.recipe();
         let missing = recipe.rollout.prompts_per_step.saturating_sub(in_progress.groups.len());
         for _ in 0..missing {
             in_progress.groups.push(GroupInProgress::new(in_progress.begun, step));
             in_progress.begun += 1;
         }
-        let plan = self.context.training_rollout(step);
+        let plan = environment.training_rollout(step);
         let mut groups = std::mem::take(&mut in_progress.groups);
         let mut rounds = 0;
         while !groups.iter().any(GroupInProgress::is_complete) {
@@ -283,7 +282,7 @@ impl Sampler<'_> {
             let stage = self.console.start_inner_stage("rollout", left as u64);
             let sampled = self.timings.time("gen", || {
                 let progress = RolloutProgress::show_on(&stage);
-                self.context.sample_in_progress(engine, &plan, groups, &progress, self.stop)
+                self.sampling.sample_in_progress(engine, &plan, groups, &progress, self.stop)
             })?;
             stage.finish();
             let Some(sampled) = sampled else { return Ok(None) };
@@ -299,7 +298,7 @@ impl Sampler<'_> {
         in_progress.groups = unfinished;
         let mut rollouts = Rollouts::default();
         for group in complete {
-            let answer = self.context.task.training_problem(recipe.train.seed, group.prompt).answer;
+            let answer = environment.task.training_problem(recipe.train.seed, group.prompt).answer;
             let (group, messages) = group.into_group(step);
             rollouts.groups.push(group);
             rollouts.messages.push(messages);
@@ -318,9 +317,10 @@ impl Sampler<'_> {
     /// Compares sampling with a training forward by the same weights, for the first group of the step. A
     /// partial trajectory is compared where the engine's version sampled it.
     fn engine_agreement(&self, output: &SampleOutput) -> Result<EngineAgreement> {
-        let (context, parameters) = (self.context, self.parameters);
-        let runner = BatchRunner { threads: self.threads, model: &context.model, parameters };
-        let packing = runner.packing_parameters(context.recipe().train.micro_batch_tokens);
+        let Sampling { actor, environment } = self.sampling;
+        let runner =
+            BatchRunner { threads: self.threads, model: &actor.model, parameters: &actor.parameters };
+        let packing = runner.packing_parameters(environment.recipe().train.micro_batch_tokens);
         let groups = output.training_groups();
         let Some(first) = groups.first() else {
             return Ok(EngineAgreement { bit_equal_fraction: 1.0, log_prob_abs_diff_max: 0.0 });
@@ -347,10 +347,9 @@ impl Sampler<'_> {
 
     /// Samples one group for each prompt. Also takes a greedy sample of each prompt if the advantage needs
     /// it.
-    fn sample_groups(&self, engine: &Engine, step: u64, prompts: &[Prompt]) -> Result<Option<Rollouts>> {
-        let context = self.context;
-        let recipe = &context.plan.recipe;
-        let plan = context.training_rollout(step);
+    fn sample_prompts(&self, engine: &Engine, step: u64, prompts: &[Prompt]) -> Result<Option<Rollouts>> {
+        let recipe = self.sampling.environment.recipe();
+        let plan = self.sampling.environment.training_rollout(step);
         let samples = recipe.rollout.samples_per_prompt;
         let Some(mut rollouts) = self.sample_conversations("gen", engine, &plan, prompts, samples)? else {
             return Ok(None);
@@ -378,7 +377,7 @@ impl Sampler<'_> {
         let stage = self.console.start_inner_stage("rollout", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::show_on(&stage);
         let rollouts = self.timings.time(timing, || {
-            self.context.sample_groups(engine, plan, prompts, samples, &progress, self.stop)
+            self.sampling.sample_groups(engine, plan, (prompts, samples), &progress, None, self.stop)
         })?;
         stage.finish();
         Ok(rollouts)

@@ -20,8 +20,8 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet, so all processes exchange it.
-        let must_stop = self.context.mesh().any("whether to stop", self.stop.is_requested())?;
-        let every = self.context.plan.recipe.checkpoint.every_steps;
+        let must_stop = self.loaded.mesh().any("whether to stop", self.stop.is_requested())?;
+        let every = self.environment.plan.recipe.checkpoint.every_steps;
         if must_stop || is_last || (every > 0 && step.is_multiple_of(every)) {
             self.join_samplings()?;
             let started = std::time::Instant::now();
@@ -35,21 +35,21 @@ impl Trainer {
 
     /// Returns the format of saved weights.
     fn weight_format(&self) -> WeightFormat {
-        self.context.plan.recipe.checkpoint.dtype
+        self.environment.plan.recipe.checkpoint.dtype
     }
 
     /// Warns if the disk has too little free space for the next checkpoints.
     pub(super) fn check_disk_space(&self) {
-        let policy = checkpoint::estimate_bytes(self.weight_format(), &self.context.parameters);
+        let policy = checkpoint::estimate_bytes(self.weight_format(), &self.loaded.actor.parameters);
         // A critic has the size of the policy, or of the policy's adapter, in f32 with its optimizer state.
         let critic = self
-            .context
+            .environment
             .plan
             .recipe
             .critic
             .as_ref()
-            .filter(|_| self.context.plan.recipe.train.steps > 0)
-            .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.context.parameters));
+            .filter(|_| self.environment.plan.recipe.train.steps > 0)
+            .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.loaded.actor.parameters));
         if let Some(warning) = self.folder.disk_space_warning(policy + critic) {
             self.console.print(&format!("warning: {warning}"));
         }
@@ -63,9 +63,9 @@ impl Trainer {
         critic: Option<&Critic>,
     ) -> Result<()> {
         let sampled_ahead = if phase == Phase::Rl { self.sampled_ahead()? } else { None };
-        let Self { context, folder, reference_digest, kl, .. } = self;
+        let Self { loaded, environment, folder, reference_digest, kl, .. } = self;
         let write = || {
-            let checkpoint = &context.plan.recipe.checkpoint;
+            let checkpoint = &environment.plan.recipe.checkpoint;
             let (metrics_bytes, metrics_digest) = folder.sync_metrics()?;
             let state = TrainerState {
                 phase,
@@ -75,17 +75,17 @@ impl Trainer {
                 metrics_bytes,
                 metrics_digest: Some(metrics_digest),
                 reference_digest: reference_digest.filter(|_| phase == Phase::Rl),
-                teacher_digest: context.teacher.as_ref().map(|teacher| teacher.digest.clone()),
+                teacher_digest: loaded.teacher.as_ref().map(|teacher| teacher.digest.clone()),
                 kl_coefficient: kl.adaptive_coefficient(),
             };
             let snapshot = Snapshot {
-                config: &context.model.config,
+                config: loaded.config(),
                 format: checkpoint.dtype,
-                companions: &context.companions,
-                parameters: &context.parameters,
-                base: context.base.as_ref(),
+                companions: &loaded.companions,
+                parameters: &loaded.actor.parameters,
+                base: loaded.base.as_ref(),
                 critic: critic.map(|critic| &critic.parameters),
-                recipe: &context.plan.to_toml(),
+                recipe: &environment.plan.to_toml(),
                 sampled_ahead: sampled_ahead.as_deref(),
                 state,
             };
@@ -96,8 +96,7 @@ impl Trainer {
                 .map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
-        context
-            .mesh()
-            .run_on_rank_zero(write, |request| checkpoint::serve(&context.parameters, critic, &request))
+        let parameters = &loaded.actor.parameters;
+        loaded.mesh().run_on_rank_zero(write, |request| checkpoint::serve(parameters, critic, &request))
     }
 }

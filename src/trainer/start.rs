@@ -11,42 +11,43 @@ use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;
 use crate::policy::KlSettings;
 use crate::policy::kl_in_reward::KlController;
+use crate::run::loaded::LoadedModel;
 use anyhow::{Context, Result};
 
 impl Trainer {
     /// Attaches the adapter after the SFT warm-up. From then on, only the adapter is trainable.
     pub(super) fn attach_adapter(&mut self) -> Result<()> {
-        let context = self.context_mut()?;
-        let Some(adapter) = context.adapter.as_ref().filter(|_| context.parameters.adapter().is_none())
-        else {
+        let LoadedModel { actor, adapter, trainable, .. } = &mut self.loaded;
+        let parameters = &mut actor.parameters;
+        let Some(adapter) = adapter.as_ref().filter(|_| parameters.adapter().is_none()) else {
             return Ok(());
         };
-        let base_tensors = context.parameters.len();
-        adapter.attach(&mut context.parameters, context.plan.recipe.train.seed)?;
-        context.trainable = adapter.trainable_flags(base_tensors);
-        context.parameters.set_trainable(&context.trainable)?;
+        let base_tensors = parameters.len();
+        adapter.attach(parameters, self.environment.plan.recipe.train.seed)?;
+        *trainable = adapter.trainable_flags(base_tensors);
+        parameters.set_trainable(trainable)?;
         self.save_base_model()
     }
 
     /// Writes the base model into the run's folder, unless another folder already holds it. Checkpoints refer
     /// to the base model.
     pub(super) fn save_base_model(&mut self) -> Result<()> {
-        let context = &self.context;
-        if context.parameters.adapter().is_none() || context.base.is_some() {
+        let loaded = &self.loaded;
+        if loaded.actor.parameters.adapter().is_none() || loaded.base.is_some() {
             return Ok(());
         }
         // The format has the precision of the weights, so nothing is rounded.
-        let format = match context.plan.recipe.model.dtype {
+        let format = match self.environment.plan.recipe.model.dtype {
             Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
             Dtype::F32 => WeightFormat::F32,
         };
         let folder = self.folder.path.join(BASE_FOLDER);
-        let base = context.parameters.without_adapter();
+        let base = loaded.actor.parameters.without_adapter();
         let write = || {
             replace_folder(&folder, |temporary| {
-                let config = &context.model.config;
+                let config = loaded.config();
                 let manifest =
-                    save(temporary, config, format, &context.companions, SHARD_BYTES_MAX, |spec| {
+                    save(temporary, config, format, &loaded.companions, SHARD_BYTES_MAX, |spec| {
                         let index =
                             base.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
                         base.gather(index, VALUES)
@@ -54,22 +55,22 @@ impl Trainer {
                 manifest.write(temporary)
             })
         };
-        context.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
-        self.context_mut()?.base = Some(BaseModel::from_folder(&folder)?);
+        loaded.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
+        self.loaded.base = Some(BaseModel::from_folder(&folder)?);
         Ok(())
     }
 
     /// Creates the recipe's critic from the policy's current weights, or restores it from the checkpoint.
     /// Returns `None` if the recipe has no critic.
     pub(super) fn critic(&self, resume_point: Option<&ResumePoint>) -> Result<Option<Critic>> {
-        let context = &self.context;
-        let recipe = &context.plan.recipe;
-        let (Some(settings), Some(trainable)) = (&recipe.critic, &context.critic_trainable) else {
+        let loaded = &self.loaded;
+        let recipe = &self.environment.plan.recipe;
+        let (Some(settings), Some(trainable)) = (&recipe.critic, &loaded.critic_trainable) else {
             return Ok(None);
         };
         let round = recipe.model.dtype.is_bf16();
-        let (config, seed) = (&context.model.config, recipe.train.seed);
-        let mut critic = Critic::new(config, &context.parameters, trainable, settings, seed, round)?;
+        let (config, seed) = (loaded.config(), recipe.train.seed);
+        let mut critic = Critic::new(config, &loaded.actor.parameters, trainable, settings, seed, round)?;
         if let Some(resume_point) = resume_point {
             critic.optimizer.updates = resume_point.state.critic_updates;
             checkpoint::restore_critic(&resume_point.folder, &mut critic.parameters)?;
@@ -82,9 +83,8 @@ impl Trainer {
     /// Otherwise the reference has the weights from the start of reinforcement learning; a resumed run reads
     /// them from a file.
     pub(super) fn set_reference(&mut self, resume_point: Option<&ResumePoint>) -> Result<()> {
-        let context = &self.context;
-        let (config, parameters) = (&context.model.config, &context.parameters);
-        if !context.plan.recipe.policy.needs_reference() {
+        let (config, parameters) = (self.loaded.config(), &self.loaded.actor.parameters);
+        if !self.environment.plan.recipe.policy.needs_reference() {
             return Ok(());
         }
         if parameters.adapter().is_some() {
@@ -116,25 +116,25 @@ impl Trainer {
     /// # Errors
     /// [`crate::error::BadInput`] when the checkpoint has the digest of another teacher.
     pub(super) fn check_teacher(&self, resume_point: &ResumePoint) -> Result<()> {
-        let digests = (&self.context.teacher, &resume_point.state.teacher_digest);
+        let digests = (&self.loaded.teacher, &resume_point.state.teacher_digest);
         let (Some(teacher), Some(digest)) = digests else { return Ok(()) };
         if teacher.digest == *digest {
             return Ok(());
         }
         let reason = "holds another model now than at the start of the run; restore it, or start a new run";
-        Err(self.context.plan.mistake("policy.distill.teacher", reason.to_owned()).into())
+        Err(self.environment.plan.mistake("policy.distill.teacher", reason.to_owned()).into())
     }
 
     /// Returns the teacher of distillation: the recipe's model, or the reference. `None` if the recipe has no
     /// teacher, or the reference is not set yet.
     pub(super) fn teacher(&self) -> Option<Teacher<'_>> {
-        let context = &self.context;
-        context.recipe().policy.distill.as_ref()?;
-        let (model, parameters) = match &context.teacher {
+        let Self { loaded, environment, .. } = self;
+        environment.recipe().policy.distill.as_ref()?;
+        let (model, parameters) = match &loaded.teacher {
             Some(teacher) => (&teacher.model, &teacher.parameters),
-            None => (&context.model, self.reference.as_ref()?),
+            None => (&*loaded.actor.model, self.reference.as_ref()?),
         };
-        Some(Teacher { model, parameters, prompt: context.teacher_prompt.as_ref() })
+        Some(Teacher { model, parameters, prompt: environment.teacher_prompt.as_ref() })
     }
 
     /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient; in a resumed

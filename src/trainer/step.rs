@@ -68,7 +68,7 @@ impl Trainer {
     }
 
     pub(super) fn policy_step(&self, step: u64) -> PolicyStep<'_> {
-        let recipe = &self.context.plan.recipe;
+        let recipe = &self.environment.plan.recipe;
         let load_balance_coefficient = recipe.train.load_balance_coefficient;
         PolicyStep {
             step,

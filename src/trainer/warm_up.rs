@@ -13,7 +13,7 @@ use anyhow::Result;
 impl Trainer {
     /// Runs the SFT warm-up after step `start`. Returns whether a signal stopped it.
     pub(super) fn sft_warm_up(&mut self, mut optimizer: Optimizer, start: u64) -> Result<bool> {
-        let recipe = self.context.plan.recipe.clone();
+        let recipe = self.environment.plan.recipe.clone();
         let cold_start = &recipe.cold_start;
         let progress = self.console.start_stage(WARM_UP_STAGE, cold_start.steps, start);
         if start == 0 && cold_start.eval_every_steps > 0 && !self.data.validation.is_empty() {
@@ -26,9 +26,9 @@ impl Trainer {
             let started = std::time::Instant::now();
             let first = (step - 1) * cold_start.batch_size as u64;
             let batch = self.timings.time("demonstrations", || {
-                let task = self.context.task.as_ref();
+                let task = self.environment.task.as_ref();
                 self.data.examples.batch(
-                    &self.context.renderer(),
+                    &self.environment.renderer(self.loaded.config()),
                     task,
                     recipe.train.seed,
                     first,
@@ -90,7 +90,7 @@ impl Trainer {
     }
 
     fn validation_loss(&self, validation: &[Sequence]) -> Result<f64> {
-        let tokens = self.context.plan.recipe.train.micro_batch_tokens;
+        let tokens = self.environment.plan.recipe.train.micro_batch_tokens;
         supervised::loss(&self.runner(), validation, tokens, self.pass_settings(1.0), &self.console)
     }
 }

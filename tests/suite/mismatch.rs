@@ -72,7 +72,7 @@ impl World {
             system_prompt: &[],
             plan: &plan,
         };
-        let rollouts = rollout.sample_groups(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
+        let rollouts = rollout.converse(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
     }
 

@@ -93,7 +93,7 @@ impl World {
 }
 
 fn sample(rollout: Rollout, prompts: &[Prompt], samples: usize) -> Rollouts {
-    rollout.sample_groups(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
+    rollout.converse(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
 }
 
 /// Questions of different lengths; success is a final message that says `ok`.

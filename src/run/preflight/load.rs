@@ -1,29 +1,83 @@
-//! Turns a preflight into a run context: reads or initializes the weights.
+//! Starts a command: opens everything, checks the memory, reads or initializes the weights.
 
 use super::Preflight;
 use crate::agents::AgentSession;
 use crate::bad_input;
 use crate::chat::Chat;
-use crate::dist::PackedWeightPlacement;
+use crate::dist::{Mesh, PackedWeightPlacement};
+use crate::actor::{Actor, Execution};
 use crate::metrics::Console;
 use crate::model::forward::Model;
-use crate::recipe::Recipe;
-use crate::run::context::RunContext;
-use crate::run::memory::{ModelCommand, SecondWeights};
-use crate::run::source::Placement;
+use crate::recipe::{Plan, Recipe};
+use crate::run::environment::Environment;
+use crate::run::loaded::LoadedModel;
+use crate::run::memory::{ModelCommand, SecondWeights, available_memory, min_over_processes};
+use crate::run::source::{Placement, reading_note};
 use anyhow::Result;
+use std::path::Path;
+use std::sync::Arc;
+
+/// A command that is ready to run its model.
+pub struct Started {
+    pub loaded: LoadedModel,
+    /// Samplings beside an update share it.
+    pub environment: Arc<Environment>,
+    pub resources: Resources,
+}
+
+/// The device and the memory of a command, as startup chose them.
+pub struct Resources {
+    /// Name of the device that computes.
+    pub device_name: String,
+    /// The memory plan as text.
+    pub memory_plan: String,
+    /// Whether two samplings of training may be in flight.
+    pub two_samplings: bool,
+}
+
+/// Opens everything that the recipe names, and reads the weights if there is enough memory. Writes nothing.
+/// `console` shows the progress, and later failures of a task's program.
+///
+/// # Errors
+/// [`crate::error::BadInput`] with all mistakes, each with its location and remedy.
+pub fn start(plan: Plan, command: ModelCommand, console: &Console) -> Result<Started> {
+    start_on_mesh(plan, command, &Mesh::single(), None, console)
+}
+
+/// Opens everything as [`start`] does, for a run on the processes of `mesh`. `checkpoint` is the checkpoint
+/// to resume from, if any.
+///
+/// # Errors
+/// The errors of [`start`].
+pub fn start_on_mesh(
+    plan: Plan,
+    command: ModelCommand,
+    mesh: &Arc<Mesh>,
+    checkpoint: Option<&Path>,
+    console: &Console,
+) -> Result<Started> {
+    // The collective call comes first, because the code below may fail on only one process.
+    let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host()));
+    let available = min_over_processes(mesh, local)?;
+    // This line is printed first, because reading the first weights may take a minute.
+    if let Some(model) = reading_note(&plan.recipe) {
+        console.print(&model);
+    }
+    let mut preflight = Preflight::open_on_mesh(plan, command, mesh, checkpoint, console)?;
+    preflight.check_memory(available)?;
+    preflight.load(console)
+}
 
 impl Preflight {
     /// Reads the weights, or initializes them randomly.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
-    pub fn load(self, console: &Console) -> Result<RunContext> {
-        let memory_plan_input = self.memory_plan_input();
-        let (cache_capacity, memory) =
-            (memory_plan_input.cache_capacity(self.gpu_sequences.unwrap_or(1)), memory_plan_input.to_text());
-        let prefix_tokens_max = memory_plan_input.prefix_tokens_max();
-        let recompute_layers = memory_plan_input.recomputes_layers();
+    pub fn load(self, console: &Console) -> Result<Started> {
+        let input = self.memory_plan_input();
+        let memory_plan = input.to_text();
+        let cache_capacity = input.cache_capacity(self.gpu_sequences.unwrap_or(1));
+        let (prefix_tokens_max, recompute_layers) = (input.prefix_tokens_max(), input.recomputes_layers());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
         let placement = match (self.layers_on_demand, self.packed_weights) {
@@ -54,34 +108,39 @@ impl Preflight {
         }
         let context = source.config.max_position_embeddings;
         let agent = open_agent(&self.plan.recipe, self.command, self.mesh.ranks(), &source.chat, console)?;
-        Ok(RunContext {
-            random_weights: source.weights.is_none(),
-            model: self.threads.run_on_all(|| Model::new(source.config, context)),
-            chat: source.chat,
-            companions: source.companions,
-            plan: self.plan,
+        let random_weights = source.weights.is_none();
+        let model = Arc::new(self.threads.run_on_all(|| Model::new(source.config, context)));
+        let execution = Arc::new(Execution {
             threads: self.threads,
-            parameters,
-            device_name: self.compute_device.name,
+            recompute_layers,
             cache_capacity,
             prefix_tokens_max,
-            memory,
-            recompute_layers,
-            two_samplings: self.two_samplings,
             rollout_weights: self.rollout_weights,
+        });
+        let loaded = LoadedModel {
+            actor: Actor { model, parameters, execution },
+            companions: source.companions,
+            random_weights,
             trainable,
             critic_trainable: self.critic_trainable,
             adapter: self.adapter,
             base,
+            teacher,
+        };
+        let environment = Arc::new(Environment {
+            plan: self.plan,
+            chat: source.chat,
             task: self.task,
             agent,
             interpreter: self.interpreter,
             system_prompt: self.system_prompt,
             chatml_identity: self.chatml_identity,
             sft_rows: self.sft_rows,
-            teacher,
             teacher_prompt,
-        })
+        });
+        let device_name = self.compute_device.name;
+        let resources = Resources { device_name, memory_plan, two_samplings: self.two_samplings };
+        Ok(Started { loaded, environment, resources })
     }
 }
 

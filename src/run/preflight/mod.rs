@@ -3,6 +3,8 @@
 mod fit;
 mod load;
 
+pub use load::{Resources, Started, start, start_on_mesh};
+
 use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
 use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};

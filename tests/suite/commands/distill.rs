@@ -125,8 +125,8 @@ fn teacher_rows(available: Option<u64>) -> (u64, Vec<String>, Vec<f32>) {
     let available = available.map(|bytes| AvailableMemory { bytes, limit: String::new() });
     preflight.choose_sharding(1, available.as_ref());
     let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes();
-    let context = preflight.load(&console).unwrap();
-    let teacher = context.teacher.as_ref().unwrap();
+    let started = preflight.load(&console).unwrap();
+    let teacher = started.loaded.teacher.as_ref().unwrap();
     let weights = &teacher.parameters.pass_weights(None).unwrap();
     let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 30], 4), 1000)[0];
     let settings = PassSettings {
@@ -137,7 +137,7 @@ fn teacher_rows(available: Option<u64>) -> (u64, Vec<String>, Vec<f32>) {
         forward: ForwardOptions::default(),
     };
     let pass = Pass { model: &teacher.model, weights, batch, settings, teacher: None };
-    (peak, context.plan.warnings.clone(), tiny::values(&pass.teacher_rows().unwrap().h))
+    (peak, started.environment.plan.warnings.clone(), tiny::values(&pass.teacher_rows().unwrap().h))
 }
 
 #[test]
