@@ -33,7 +33,8 @@ pub use input::{BatchPart, GivenTargets, PassInput};
 pub use optimizer::UpdateSettings;
 pub use settings::{OptimizerKind, OptimizerSettings, Schedule};
 
-use crate::checkpoint::actor_folder;
+use crate::atomic_file::replace_folder;
+use crate::checkpoint::{self, ModelFiles};
 use crate::dist::{Mesh, RolloutWeightPlacement};
 use crate::engine::{Engine, EngineLimits};
 use crate::metrics::Progress;
@@ -53,6 +54,8 @@ use optimizer::Optimizer;
 use routed_experts::{RoutedExperts, experts_from_forward};
 use std::path::Path;
 use std::sync::Arc;
+
+const FROZEN: &str = "a frozen actor has no optimizer";
 
 /// How this process computes, as chosen at startup. All actors share it.
 pub struct Execution {
@@ -129,9 +132,11 @@ impl Actor {
         Ok(self.beside(parameters))
     }
 
-    /// Returns a frozen actor with the weights `parameters` of the same architecture.
+    /// Returns a frozen actor with the weights `parameters` of the same architecture, which computes on the
+    /// same threads.
     pub fn beside(&self, parameters: Parameters) -> Self {
-        Self::new(self.model.clone(), parameters, self.execution.clone())
+        let actor = Self::new(self.model.clone(), parameters, self.execution.clone());
+        Self { training_threads: self.training_threads.clone(), ..actor }
     }
 
     /// Returns a frozen actor without the adapter, which shares all weights.
@@ -145,7 +150,8 @@ impl Actor {
     /// # Errors
     /// When memory runs out.
     pub fn snapshot(&self, second: Option<&SecondStream>) -> Result<Self> {
-        Ok(self.beside(self.parameters.snapshot(second)?))
+        let parameters = self.parameters.snapshot(second)?;
+        Ok(Self::new(self.model.clone(), parameters, self.execution.clone()))
     }
 
     /// Returns the processes of the run.
@@ -153,7 +159,7 @@ impl Actor {
         self.parameters.mesh()
     }
 
-    /// Lets passes and updates run on `threads`, beside a sampling on the threads of the execution.
+    /// Lets passes and updates run on `threads`, beside samplings on the threads of the execution.
     pub fn train_on(&mut self, threads: Arc<Threads>) {
         self.training_threads = Some(threads);
     }
@@ -167,6 +173,16 @@ impl Actor {
         self.optimizer = Some(Optimizer::new(settings, &mut self.parameters, round_to_bf16)?);
         self.has_gradients = false;
         Ok(())
+    }
+
+    /// Returns the settings of an update at step `step` (from 1) of `steps`: those of the optimizer, with the
+    /// learning rate of the schedule.
+    ///
+    /// # Errors
+    /// When the actor has no optimizer.
+    pub fn update_settings(&self, step: u64, steps: u64, norm_limit: Option<f64>) -> Result<UpdateSettings> {
+        let settings = &self.optimizer.as_ref().context(FROZEN)?.settings;
+        Ok(settings.update(settings.learning_rate(step, steps), norm_limit))
     }
 
     /// Returns the number of updates so far.
@@ -268,7 +284,7 @@ impl Actor {
     /// When the actor has no optimizer, or a tensor cannot be written.
     pub fn optim_step(&mut self, update: &UpdateSettings) -> Result<GradientNorm> {
         let Self { parameters, optimizer, execution, training_threads, .. } = self;
-        let optimizer = optimizer.as_mut().context("a frozen actor has no optimizer")?;
+        let optimizer = optimizer.as_mut().context(FROZEN)?;
         let threads = training_threads.as_deref().unwrap_or(&execution.threads);
         self.has_gradients = false;
         threads.run_on_all(|| {
@@ -287,43 +303,33 @@ impl Actor {
         })
     }
 
-    /// Writes the trained weights into the new folder `place`, with the optimizer state if `with_optimizer`.
-    /// The folder is complete or absent.
+    /// Writes the weights into the folder `place`, with the optimizer state if `has_optimizer`. The folder is
+    /// complete or absent. All processes call it together.
     ///
     /// # Errors
-    /// When the folder exists, or writing fails.
-    pub fn save(&self, place: &Path, with_optimizer: bool) -> Result<()> {
-        actor_folder::write(place, &self.parameters, with_optimizer.then(|| self.updates()))
+    /// When writing fails.
+    pub fn save(&self, place: &Path, files: &ModelFiles, has_optimizer: bool) -> Result<()> {
+        let fill = |folder: &Path| files.write(folder, &self.parameters, has_optimizer)?.write(folder);
+        let serve = |request| checkpoint::serve(&self.parameters, None, &request);
+        self.mesh().run_on_rank_zero(|| replace_folder(place, fill), serve)
     }
 
-    /// Restores what [`Self::save`] wrote, bit for bit, with the optimizer state if `with_optimizer`. The
-    /// optimizer keeps its state otherwise. Gradients are cleared.
+    /// Restores the weights and the optimizer state after `updates` updates from `place`, bit for bit; without
+    /// `updates`, the values of the adapter alone. Gradients are cleared.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder is incomplete, or belongs to another model or optimizer.
-    pub fn load(&mut self, place: &Path, with_optimizer: bool) -> Result<()> {
-        let updates = actor_folder::read(place, &mut self.parameters, with_optimizer)?;
-        gradients::clear(&self.parameters)?;
-        self.has_gradients = false;
-        if with_optimizer {
-            self.restore_updates(updates)?;
+    pub fn load(&mut self, place: &Path, updates: Option<u64>) -> Result<()> {
+        match updates {
+            Some(updates) => {
+                self.optimizer.as_mut().context(FROZEN)?.updates = updates;
+                checkpoint::restore(place, &mut self.parameters)?;
+            }
+            None => checkpoint::restore_adapter(place, &mut self.parameters)?,
         }
+        self.has_gradients = false;
+        gradients::clear(&self.parameters)?;
         self.write_working_weights()
-    }
-
-    /// Continues after `updates` updates, whose weights and state are in the parameters: rounds the weights
-    /// in full precision into those that the model uses.
-    ///
-    /// # Errors
-    /// When the actor has no optimizer, or a weight cannot be written.
-    pub fn resume(&mut self, updates: u64) -> Result<()> {
-        self.restore_updates(updates)?;
-        self.write_working_weights()
-    }
-
-    fn restore_updates(&mut self, updates: u64) -> Result<()> {
-        self.optimizer.as_mut().context("a frozen actor has no optimizer")?.updates = updates;
-        Ok(())
     }
 
     fn write_working_weights(&mut self) -> Result<()> {

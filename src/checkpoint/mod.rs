@@ -34,6 +34,7 @@ pub use resume::{
 use crate::atomic_file::{remove_folder, replace_folder};
 use crate::bad_input;
 use crate::bounded_file::{self, SAMPLED_AHEAD_BYTES_MAX};
+use crate::dist::serialization::f32_bytes;
 use crate::integrity::{Manifest, add_checksum};
 use crate::metrics::Phase;
 use crate::model::adapter::Lora;
@@ -44,6 +45,7 @@ use crate::ops::mxfp4;
 use crate::settings::{from, table};
 use anyhow::{Context, Result};
 use blake3::Hash;
+use peft::AdapterFolder;
 pub use resume::DAMAGE_REMEDY;
 use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_without_weights};
 use serde::{Deserialize, Serialize};
@@ -122,14 +124,75 @@ pub fn prune(run: &Path, keep: usize) -> Result<()> {
     old.iter().try_for_each(|folder| remove_folder(folder))
 }
 
-/// The content of a checkpoint.
-pub struct Snapshot<'a> {
+/// The files of a model in a folder, beside its weights.
+#[derive(Clone, Copy)]
+pub struct ModelFiles<'a> {
     pub config: &'a Config,
+    /// The format of the weights. An adapter is written in f32.
     pub format: WeightFormat,
     pub companions: &'a CompanionFiles,
-    pub parameters: &'a Parameters,
-    /// The base of the adapter, if `parameters` have an adapter.
+    /// The base of the adapter, if the model has an adapter.
     pub base: Option<&'a BaseModel>,
+}
+
+impl ModelFiles<'_> {
+    /// Writes the weights of `parameters` into the new folder `folder`: a Hugging Face folder, or PEFT's files
+    /// of the adapter. With `has_optimizer`, also writes the optimizer state and the weights in full precision.
+    /// Returns the manifest of the files.
+    ///
+    /// # Errors
+    /// When writing fails.
+    pub fn write(&self, folder: &Path, parameters: &Parameters, has_optimizer: bool) -> Result<Manifest> {
+        let mut manifest = match parameters.adapter() {
+            Some(lora) => self.write_adapter(folder, parameters, lora)?,
+            None => save(folder, self.config, self.format, self.companions, SHARD_BYTES_MAX, |spec| {
+                let index =
+                    parameters.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
+                parameters.gather(index, MASTER)
+            })?,
+        };
+        if has_optimizer {
+            // Trained tensors are always in the state files, in full precision. A frozen tensor is in the
+            // model's files, and is added to the state files only if the model's files round it. The base of
+            // an adapter has its own folder.
+            let adapted = parameters.adapter().is_some();
+            let rounded =
+                |spec: &ParameterSpec, values: &[f32]| !adapted && !self.format_preserves(spec, values);
+            state_files::write((folder, STATE_STEM), parameters, false, &rounded, &mut manifest)?;
+        }
+        Ok(manifest)
+    }
+
+    /// Writes the adapter, and the config and the tokenizer of its base.
+    fn write_adapter(&self, folder: &Path, parameters: &Parameters, lora: &Lora) -> Result<Manifest> {
+        let base = self.base.context("the adapter has no base")?;
+        let mut manifest = Manifest::default();
+        peft::write(folder, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
+            let index = parameters.index_of(name).with_context(|| format!("no tensor {name}"))?;
+            Ok(parameters.gather(index, MASTER)?.flatten_all()?.to_vec1()?)
+        })?;
+        save_without_weights(folder, self.config, self.format, self.companions, &mut manifest)?;
+        Ok(manifest)
+    }
+
+    /// Returns whether the format of the saved weights represents `values` of a tensor exactly.
+    fn format_preserves(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
+        match (self.format, spec.stored_shape.as_slice()) {
+            (WeightFormat::F32, _) => true,
+            (WeightFormat::Mxfp4, &[experts, input, output]) => {
+                let shape = [experts, input, output];
+                let (blocks, scales) = mxfp4::encode(values, shape);
+                mxfp4::decode(&blocks, &scales, shape) == values
+            }
+            _ => values.iter().all(|&v| half::bf16::from_f32(v).to_f32() == v),
+        }
+    }
+}
+
+/// The content of a run's checkpoint.
+pub struct Snapshot<'a> {
+    pub files: ModelFiles<'a>,
+    pub parameters: &'a Parameters,
     pub critic: Option<&'a Parameters>,
     /// The resolved recipe.
     pub recipe: &'a str,
@@ -154,22 +217,7 @@ impl Snapshot<'_> {
     }
 
     fn fill(&self, temporary: &Path) -> Result<()> {
-        let mut manifest = match self.parameters.adapter() {
-            Some(lora) => self.save_adapter(temporary, lora)?,
-            None => save(temporary, self.config, self.format, self.companions, SHARD_BYTES_MAX, |spec| {
-                let index = self
-                    .parameters
-                    .index_of(&spec.name)
-                    .with_context(|| format!("no tensor {}", spec.name))?;
-                self.parameters.gather(index, MASTER)
-            })?,
-        };
-        // Trained tensors are always in the state files, in full precision. A frozen tensor is in the model's
-        // files, and is added to the state files only if the model's files round it. The base of an adapter
-        // has its own folder.
-        let adapted = self.parameters.adapter().is_some();
-        let rounded = |spec: &ParameterSpec, values: &[f32]| !adapted && !self.format_preserves(spec, values);
-        state_files::write((temporary, STATE_STEM), self.parameters, false, &rounded, &mut manifest)?;
+        let mut manifest = self.files.write(temporary, self.parameters, true)?;
         if let Some(critic) = self.critic {
             let all = |_: &ParameterSpec, _: &[f32]| true;
             state_files::write((temporary, CRITIC_STEM), critic, true, &all, &mut manifest)?;
@@ -181,31 +229,6 @@ impl Snapshot<'_> {
         let state = serde_json::to_string_pretty(&self.state)? + "\n";
         manifest.write_file(temporary, STATE_FILE, state.as_bytes())?;
         manifest.write(temporary)
-    }
-
-    /// Writes the adapter, and the config and the tokenizer of its base.
-    fn save_adapter(&self, temporary: &Path, lora: &Lora) -> Result<Manifest> {
-        let base = self.base.context("the adapter has no base")?;
-        let mut manifest = Manifest::default();
-        peft::write(temporary, &mut manifest, (lora, &parameter_specs(self.config)), base, |name| {
-            let index = self.parameters.index_of(name).with_context(|| format!("no tensor {name}"))?;
-            Ok(self.parameters.gather(index, MASTER)?.flatten_all()?.to_vec1()?)
-        })?;
-        save_without_weights(temporary, self.config, self.format, self.companions, &mut manifest)?;
-        Ok(manifest)
-    }
-
-    /// Returns whether the format of the saved weights represents `values` of a tensor exactly.
-    fn format_preserves(&self, spec: &ParameterSpec, values: &[f32]) -> bool {
-        match (self.format, spec.stored_shape.as_slice()) {
-            (WeightFormat::F32, _) => true,
-            (WeightFormat::Mxfp4, &[experts, input, output]) => {
-                let shape = [experts, input, output];
-                let (blocks, scales) = mxfp4::encode(values, shape);
-                mxfp4::decode(&blocks, &scales, shape) == values
-            }
-            _ => values.iter().all(|&v| half::bf16::from_f32(v).to_f32() == v),
-        }
     }
 }
 
@@ -248,20 +271,35 @@ pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, request: &Sha
     }
 }
 
-/// Restores the weights and the optimizer state from the checkpoint `folder`, bit for bit. The caller must
-/// then let the optimizer write the working weights.
+/// Restores the weights and the optimizer state of a policy or a critic from `folder`, bit for bit. The caller
+/// must then let the optimizer write the working weights.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the state of the checkpoint does not match the model.
+/// [`crate::error::BadInput`] when the folder has no such state, or its state does not match the model.
 pub fn restore(folder: &Path, parameters: &mut Parameters) -> Result<()> {
-    state_files::restore((folder, STATE_STEM), parameters, false)
+    let of_critic = parameters.is_critic();
+    let stem = if of_critic { CRITIC_STEM } else { STATE_STEM };
+    state_files::restore((folder, stem), parameters, of_critic)
 }
 
-/// Restores the weights and the optimizer state of a critic from the checkpoint `folder`, as [`restore`] does
-/// for the policy.
+/// Restores the values of the adapter from PEFT's files in `folder`. Optimizer state stays.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the checkpoint has no critic, or its critic does not match the model.
-pub fn restore_critic(folder: &Path, critic: &mut Parameters) -> Result<()> {
-    state_files::restore((folder, CRITIC_STEM), critic, true)
+/// [`crate::error::BadInput`] when the folder has no adapter, or another one than `parameters`.
+pub fn restore_adapter(folder: &Path, parameters: &mut Parameters) -> Result<()> {
+    let first = parameters.specs.iter().position(|spec| spec.role == TensorRole::AdapterFactor);
+    let Some(first) = first.filter(|_| peft::is_adapter_folder(folder)) else {
+        return Err(bad_input!("{}: has no adapter for this model", folder.display()));
+    };
+    let base = parameters.specs[..first].to_vec();
+    let adapter = AdapterFolder::open(folder, &base)?;
+    if parameters.adapter() != Some(&adapter.lora) {
+        return Err(bad_input!("{}: has another rank, scale or targets", folder.display()));
+    }
+    for (index, values) in (first..).zip(adapter.read_values(&base)?) {
+        let (_, length) = parameters.state_shape(index, MASTER)?;
+        let own = parameters.local_range(index, MASTER, length);
+        parameters.overwrite(index, MASTER, f32_bytes(&values[own]))?;
+    }
+    Ok(())
 }

@@ -381,7 +381,8 @@ impl Parameters {
         if is_head_too && self.specs[index].role == TensorRole::Embedding { 2 } else { 1 }
     }
 
-    fn is_critic(&self) -> bool {
+    /// Returns whether the model has a value head instead of the LM head.
+    pub fn is_critic(&self) -> bool {
         self.index.contains_key(VALUE_HEAD)
     }
 

@@ -1,8 +1,8 @@
 //! Gradient norms of a model in recent steps: the rule of `train.on_bad_step = "skip"`, and its warnings.
 
-use super::Trainer;
 use crate::learner::OnBadStep;
 use crate::metrics::{Metrics, format_number};
+use crate::recipe::Recipe;
 use anyhow::{Result, ensure};
 use std::collections::VecDeque;
 
@@ -16,13 +16,23 @@ const SKIP_FACTOR: f64 = 10.0;
 /// Maximum number of consecutive steps without an update.
 const SKIPPED_MAX: usize = 5;
 
-impl Trainer {
-    /// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe
-    /// skips no update.
-    pub(super) fn norm_limit(&self, norms: &GradientNorms) -> Option<f64> {
-        let may_skip = self.environment.recipe().train.on_bad_step == OnBadStep::Skip;
-        may_skip.then(|| norms.limit())
-    }
+/// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe skips
+/// no update.
+pub(super) fn norm_limit(recipe: &Recipe, norms: &GradientNorms) -> Option<f64> {
+    (recipe.train.on_bad_step == OnBadStep::Skip).then(|| norms.limit())
+}
+
+/// Returns the `norm` of a skipped update; `None` if it is not finite.
+///
+/// # Errors
+/// When no update may be skipped (`limit` is `None`).
+pub(super) fn skipped_norm(norm: f64, limit: Option<f64>) -> Result<Option<f64>> {
+    ensure!(
+        limit.is_some(),
+        "the gradient norm is {norm}: the run stops, so that the weights are not damaged; lower the learning \
+         rate or the clipping norm, or skip such steps with train.on_bad_step = \"skip\""
+    );
+    Ok(norm.is_finite().then_some(norm))
 }
 
 /// Limits of the gradient norms. An update with a larger norm is skipped. With `None`, no update is skipped,

@@ -1,9 +1,9 @@
 //! A sampling on a thread of its own.
 
+use super::observer::Stages;
 use super::sample::{InProgress, SampleOutput, Sampler};
 use crate::engine::PassScheduler;
 use crate::actor::Actor;
-use crate::actor::forward_backward::PassSettings;
 use crate::metrics::{Console, Timings};
 use crate::ops::threads::Threads;
 use crate::run::environment::Environment;
@@ -27,14 +27,13 @@ pub(super) struct InFlight {
 
 /// The inputs of a sampling that its thread owns.
 pub(super) struct SamplingInputs {
-    /// The model with a copy of the weights, and their version.
+    /// A snapshot of the policy, and the version of its weights.
     pub actor: Actor,
     pub version: u64,
     pub environment: Arc<Environment>,
     /// The threads that compute; `None` means those of the run.
     pub threads: Option<Arc<Threads>>,
     pub pass_scheduler: Arc<PassScheduler>,
-    pub pass: PassSettings,
     pub timings: Arc<Timings>,
     pub in_progress: InProgress,
 }
@@ -83,9 +82,7 @@ impl SamplingInputs {
             version: self.version,
             threads: self.threads.as_deref().unwrap_or(&self.actor.execution.threads),
             pass_scheduler: Some(&self.pass_scheduler),
-            pass: self.pass,
-            console: &console,
-            timings: &self.timings,
+            stages: Stages { timings: &self.timings, console: &console },
             stop,
         };
         let samples = sampler.sample(step, &mut self.in_progress)?;

@@ -1,15 +1,15 @@
 //! The rollouts of a step, with dynamic sampling or partial trajectories if the recipe enables them.
 
-use super::Trainer;
+use super::observer::Stages;
+use crate::actor::{PassSettings, PolicyColumns};
 use crate::engine::{Engine, PassScheduler};
 use crate::learner::batch::Batch;
-use crate::actor::batch_runner::BatchRunner;
-use crate::actor::forward_backward::PassSettings;
-use crate::metrics::{Console, Metrics, Phase, Progress, Timings};
+use crate::metrics::{Metrics, Phase, Progress};
 use crate::ops::threads::Threads;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::partial::GroupInProgress;
+use crate::rollout::trajectory_file::StoredRollouts;
 use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts, trajectory_file};
 use crate::run::sampling::Sampling;
 use crate::trajectory::{Group, TokenStats, TrajectoryRow};
@@ -78,6 +78,17 @@ fn check_tokens<'a>(mut all: impl Iterator<Item = &'a [u32]>, vocab_size: usize)
 }
 
 impl SampleOutput {
+    /// Returns all groups of `rollouts` as a step's samples.
+    fn all_of(rollouts: Rollouts) -> Self {
+        let training_indices = (0..rollouts.groups.len()).collect();
+        Self { rollouts, training_indices, rounds: None, partial: None, engine: None, seconds: 0.0 }
+    }
+
+    /// Returns the `count` stored groups of step `step`.
+    pub fn from_stored(stored: &StoredRollouts, step: u64, count: usize) -> Self {
+        Self::all_of(stored.step_groups(step, count as u64))
+    }
+
     /// Checks samples that were read from a file, whose tokens must be below `vocab_size`. The error says
     /// what is wrong.
     pub fn check(&self, vocab_size: usize) -> Result<(), String> {
@@ -153,42 +164,9 @@ pub(super) struct Sampler<'a> {
     pub threads: &'a Threads,
     /// Orders the passes of two samplings; `None` if this one is alone.
     pub pass_scheduler: Option<&'a PassScheduler>,
-    /// The settings of a training forward.
-    pub pass: PassSettings,
-    pub console: &'a Console,
-    pub timings: &'a Timings,
+    pub stages: Stages<'a>,
     /// Called before each forward. When it returns true, sampling ends without a result.
     pub stop: &'a (dyn Fn() -> bool + Sync),
-}
-
-impl Trainer {
-    /// Returns a sampler of the weights in place, whose version is `version`.
-    pub(super) fn sampler(&self, version: u64) -> Sampler<'_> {
-        Sampler {
-            sampling: self.sampling(),
-            version,
-            threads: &self.loaded.actor.execution.threads,
-            pass_scheduler: None,
-            pass: self.pass_settings(self.environment.recipe().rollout.temperature),
-            console: &self.console,
-            timings: &self.timings,
-            stop: &|| false,
-        }
-    }
-
-    /// Returns stored groups for step `step`; `None` if the recipe samples.
-    pub(super) fn stored_groups(&self, step: u64) -> Option<SampleOutput> {
-        let count = self.environment.recipe().rollout.prompts_per_step;
-        let rollouts = self.data.stored.as_ref()?.step_groups(step, count as u64);
-        Some(SampleOutput {
-            training_indices: (0..rollouts.groups.len()).collect(),
-            rollouts,
-            rounds: None,
-            partial: None,
-            engine: None,
-            seconds: 0.0,
-        })
-    }
 }
 
 impl Sampler<'_> {
@@ -247,14 +225,7 @@ impl Sampler<'_> {
             informative.into_iter().chain(without_signal).take(count).collect();
         training_indices.sort_unstable();
         let rounds = (rounds_max > 0).then_some(round);
-        Ok(Some(SampleOutput {
-            rollouts,
-            training_indices,
-            rounds,
-            partial: None,
-            engine: None,
-            seconds: 0.0,
-        }))
+        Ok(Some(SampleOutput { training_indices, rounds, ..SampleOutput::all_of(rollouts) }))
     }
 
     /// Begins groups until `prompts_per_step` groups are in progress, and samples up to `step_tokens_max`
@@ -279,8 +250,8 @@ impl Sampler<'_> {
         while !groups.iter().any(GroupInProgress::is_complete) {
             rounds += 1;
             let left: usize = groups.len() * recipe.rollout.samples_per_prompt;
-            let stage = self.console.start_inner_stage("rollout", left as u64);
-            let sampled = self.timings.time("gen", || {
+            let stage = self.stages.console.start_inner_stage("rollout", left as u64);
+            let sampled = self.stages.timings.time("gen", || {
                 let progress = RolloutProgress::show_on(&stage);
                 self.sampling.sample_in_progress(engine, &plan, groups, &progress, self.stop)
             })?;
@@ -304,31 +275,29 @@ impl Sampler<'_> {
             rollouts.messages.push(messages);
             rollouts.answers.push(answer);
         }
-        Ok(Some(SampleOutput {
-            training_indices: (0..rollouts.groups.len()).collect(),
-            rollouts,
-            rounds: None,
-            partial: Some(partial),
-            engine: None,
-            seconds: 0.0,
-        }))
+        Ok(Some(SampleOutput { partial: Some(partial), ..SampleOutput::all_of(rollouts) }))
     }
 
     /// Compares sampling with a training forward by the same weights, for the first group of the step. A
     /// partial trajectory is compared where the engine's version sampled it.
     fn engine_agreement(&self, output: &SampleOutput) -> Result<EngineAgreement> {
         let Sampling { actor, environment } = self.sampling;
-        let runner =
-            BatchRunner { threads: self.threads, model: &actor.model, parameters: &actor.parameters };
-        let packing = runner.packing_parameters(environment.recipe().train.micro_batch_tokens);
         let groups = output.training_groups();
         let Some(first) = groups.first() else {
             return Ok(EngineAgreement { bit_equal_fraction: 1.0, log_prob_abs_diff_max: 0.0 });
         };
-        let batch = Batch::new(&[first], packing);
-        let forward = || runner.forward(&batch.micro_batches, self.pass, &Progress::hidden());
-        let outputs = self.timings.time("engine_check", forward)?;
-        let training = batch.join_forward(&outputs)?.log_probs;
+        let pass = PassSettings {
+            temperature: environment.recipe().rollout.temperature,
+            load_balance_coefficient: 0.0,
+            keeps_routed_experts: false,
+            forward: environment.training_forward(),
+        };
+        let batch = Batch::new(&[first]);
+        let forward = || {
+            let hidden = |_| Progress::hidden();
+            actor.forward::<PolicyColumns>(&batch.input(), pass, &hidden)
+        };
+        let training = self.stages.timings.time("engine_check", forward)?.columns.log_probs;
         let sampled = first.trajectories.iter().flat_map(|trajectory| {
             let trained = trajectory.mask.iter().enumerate().skip(1).filter(|(_, mask)| **mask);
             trained.map(|(index, _)| (trajectory.log_probs[index], trajectory.version_of(index)))
@@ -374,9 +343,9 @@ impl Sampler<'_> {
         prompts: &[Prompt],
         samples: usize,
     ) -> Result<Option<Rollouts>> {
-        let stage = self.console.start_inner_stage("rollout", (prompts.len() * samples) as u64);
+        let stage = self.stages.console.start_inner_stage("rollout", (prompts.len() * samples) as u64);
         let progress = RolloutProgress::show_on(&stage);
-        let rollouts = self.timings.time(timing, || {
+        let rollouts = self.stages.timings.time(timing, || {
             self.sampling.sample_groups(engine, plan, (prompts, samples), &progress, None, self.stop)
         })?;
         stage.finish();

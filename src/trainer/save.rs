@@ -1,9 +1,8 @@
 //! Checkpoints of a run: their schedule and contents.
 
 use super::Trainer;
-use crate::checkpoint::{self, Snapshot, TrainerState};
-use crate::learner::critic::Critic;
-use crate::actor::optimizer::Optimizer;
+use crate::checkpoint::{self, ModelFiles, Snapshot, TrainerState};
+use crate::actor::Actor;
 use crate::metrics::Phase;
 use crate::model::config::WeightFormat;
 use anyhow::Result;
@@ -16,19 +15,17 @@ impl Trainer {
         phase: Phase,
         step: u64,
         is_last: bool,
-        optimizer: &Optimizer,
-        critic: Option<&Critic>,
     ) -> Result<bool> {
         // Some processes may not have received the signal yet, so all processes exchange it.
         let must_stop = self.loaded.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.environment.plan.recipe.checkpoint.every_steps;
         if must_stop || is_last || (every > 0 && step.is_multiple_of(every)) {
-            self.join_samplings()?;
+            self.schedule.join_all()?;
             let started = std::time::Instant::now();
-            let stage = self.console.start_inner_stage("checkpoint", 0);
-            self.save(phase, step, optimizer, critic)?;
+            let stage = self.observer.console.start_inner_stage("checkpoint", 0);
+            self.save(phase, step)?;
             stage.finish();
-            self.timings.add("save_checkpoint", started.elapsed().as_secs_f64());
+            self.observer.timings.add("save_checkpoint", started.elapsed().as_secs_f64());
         }
         Ok(must_stop)
     }
@@ -50,28 +47,24 @@ impl Trainer {
             .as_ref()
             .filter(|_| self.environment.plan.recipe.train.steps > 0)
             .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.loaded.actor.parameters));
-        if let Some(warning) = self.folder.disk_space_warning(policy + critic) {
-            self.console.print(&format!("warning: {warning}"));
+        if let Some(warning) = self.observer.folder.disk_space_warning(policy + critic) {
+            self.observer.console.print(&format!("warning: {warning}"));
         }
     }
 
-    fn save(
-        &mut self,
-        phase: Phase,
-        step: u64,
-        optimizer: &Optimizer,
-        critic: Option<&Critic>,
-    ) -> Result<()> {
-        let sampled_ahead = if phase == Phase::Rl { self.sampled_ahead()? } else { None };
-        let Self { loaded, environment, folder, reference_digest, kl, .. } = self;
+    fn save(&mut self, phase: Phase, step: u64) -> Result<()> {
+        let sampled_ahead = if phase == Phase::Rl { self.schedule.sampled_ahead()? } else { None };
+        let Self { loaded, environment, observer, critic, reference_digest, kl, .. } = self;
+        let critic = critic.as_ref().map(|critic| &critic.actor);
+        let folder = &mut observer.folder;
         let write = || {
             let checkpoint = &environment.plan.recipe.checkpoint;
             let (metrics_bytes, metrics_digest) = folder.sync_metrics()?;
             let state = TrainerState {
                 phase,
                 step,
-                updates: optimizer.updates,
-                critic_updates: critic.map_or(0, |critic| critic.optimizer.updates),
+                updates: loaded.actor.updates(),
+                critic_updates: critic.map_or(0, Actor::updates),
                 metrics_bytes,
                 metrics_digest: Some(metrics_digest),
                 reference_digest: reference_digest.filter(|_| phase == Phase::Rl),
@@ -79,11 +72,13 @@ impl Trainer {
                 kl_coefficient: kl.adaptive_coefficient(),
             };
             let snapshot = Snapshot {
-                config: loaded.config(),
-                format: checkpoint.dtype,
-                companions: &loaded.companions,
+                files: ModelFiles {
+                    config: loaded.config(),
+                    format: checkpoint.dtype,
+                    companions: &loaded.companions,
+                    base: loaded.base.as_ref(),
+                },
                 parameters: &loaded.actor.parameters,
-                base: loaded.base.as_ref(),
                 critic: critic.map(|critic| &critic.parameters),
                 recipe: &environment.plan.to_toml(),
                 sampled_ahead: sampled_ahead.as_deref(),

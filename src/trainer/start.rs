@@ -1,31 +1,29 @@
 //! The start of reinforcement learning: the adapter, the critic, the frozen reference and the KL coefficient.
 
 use super::Trainer;
-use crate::atomic_file::replace_folder;
-use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
-use crate::checkpoint::{self, BASE_FOLDER, BaseModel, ResumePoint, reference};
-use crate::learner::critic::Critic;
+use crate::actor::Actor;
 use crate::actor::teacher::Teacher;
+use crate::checkpoint::{BASE_FOLDER, BaseModel, ModelFiles, ResumePoint, reference};
+use crate::learner::critic::Critic;
 use crate::model::config::WeightFormat;
-use crate::model::parameters::VALUES;
 use crate::model::settings::Dtype;
 use crate::policy::KlSettings;
 use crate::policy::kl_in_reward::KlController;
+use crate::run::environment::Environment;
 use crate::run::loaded::LoadedModel;
-use anyhow::{Context, Result};
+use crate::run::teacher::TeacherModel;
+use anyhow::Result;
 
 impl Trainer {
     /// Attaches the adapter after the SFT warm-up. From then on, only the adapter is trainable.
     pub(super) fn attach_adapter(&mut self) -> Result<()> {
         let LoadedModel { actor, adapter, trainable, .. } = &mut self.loaded;
-        let parameters = &mut actor.parameters;
-        let Some(adapter) = adapter.as_ref().filter(|_| parameters.adapter().is_none()) else {
+        let Some(adapter) = adapter.as_ref().filter(|_| actor.parameters.adapter().is_none()) else {
             return Ok(());
         };
-        let base_tensors = parameters.len();
-        adapter.attach(parameters, self.environment.plan.recipe.train.seed)?;
-        *trainable = adapter.trainable_flags(base_tensors);
-        parameters.set_trainable(trainable)?;
+        *trainable = adapter.trainable_flags(actor.parameters.len());
+        *actor = actor.with_adapter(adapter.lora.clone(), self.environment.recipe().train.seed)?;
+        actor.parameters.set_trainable(trainable)?;
         self.save_base_model()
     }
 
@@ -41,21 +39,10 @@ impl Trainer {
             Dtype::Bf16 | Dtype::Bf16Dot => WeightFormat::Bf16,
             Dtype::F32 => WeightFormat::F32,
         };
-        let folder = self.folder.path.join(BASE_FOLDER);
-        let base = loaded.actor.parameters.without_adapter();
-        let write = || {
-            replace_folder(&folder, |temporary| {
-                let config = loaded.config();
-                let manifest =
-                    save(temporary, config, format, &loaded.companions, SHARD_BYTES_MAX, |spec| {
-                        let index =
-                            base.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-                        base.gather(index, VALUES)
-                    })?;
-                manifest.write(temporary)
-            })
-        };
-        loaded.mesh().run_on_rank_zero(write, |request| base.serve(None, &request))?;
+        let folder = self.observer.folder.path.join(BASE_FOLDER);
+        let (config, companions) = (loaded.config(), &loaded.companions);
+        let files = ModelFiles { config, format, companions, base: None };
+        loaded.actor.without_adapter().save(&folder, &files, false)?;
         self.loaded.base = Some(BaseModel::from_folder(&folder)?);
         Ok(())
     }
@@ -64,17 +51,14 @@ impl Trainer {
     /// Returns `None` if the recipe has no critic.
     pub(super) fn critic(&self, resume_point: Option<&ResumePoint>) -> Result<Option<Critic>> {
         let loaded = &self.loaded;
-        let recipe = &self.environment.plan.recipe;
+        let recipe = self.environment.recipe();
         let (Some(settings), Some(trainable)) = (&recipe.critic, &loaded.critic_trainable) else {
             return Ok(None);
         };
         let round = recipe.model.dtype.is_bf16();
-        let (config, seed) = (loaded.config(), recipe.train.seed);
-        let mut critic = Critic::new(config, &loaded.actor.parameters, trainable, settings, seed, round)?;
-        if let Some(resume_point) = resume_point {
-            critic.optimizer.updates = resume_point.state.critic_updates;
-            checkpoint::restore_critic(&resume_point.folder, &mut critic.parameters)?;
-            critic.optimizer.write_weights(&mut critic.parameters)?;
+        let mut critic = Critic::new(&loaded.actor, trainable, settings, recipe.train.seed, round)?;
+        if let Some(ResumePoint { folder, state, .. }) = resume_point {
+            critic.actor.load(folder, Some(state.critic_updates))?;
         }
         Ok(Some(critic))
     }
@@ -83,15 +67,16 @@ impl Trainer {
     /// Otherwise the reference has the weights from the start of reinforcement learning; a resumed run reads
     /// them from a file.
     pub(super) fn set_reference(&mut self, resume_point: Option<&ResumePoint>) -> Result<()> {
-        let (config, parameters) = (self.loaded.config(), &self.loaded.actor.parameters);
-        if !self.environment.plan.recipe.policy.needs_reference() {
+        if !self.environment.recipe().policy.needs_reference() {
             return Ok(());
         }
+        let actor = &self.loaded.actor;
+        let (config, parameters) = (self.loaded.config(), &actor.parameters);
         if parameters.adapter().is_some() {
-            self.reference = Some(parameters.without_adapter());
+            self.reference = Some(actor.without_adapter());
             return Ok(());
         }
-        let run = &self.folder.path;
+        let run = &self.observer.folder.path;
         let (reference, digest) = match resume_point {
             Some(resume_point) => {
                 (reference::read(run, config, parameters)?, resume_point.state.reference_digest)
@@ -107,7 +92,7 @@ impl Trainer {
                 (reference, digest)
             }
         };
-        (self.reference, self.reference_digest) = (Some(reference), digest);
+        (self.reference, self.reference_digest) = (Some(actor.beside(reference)), digest);
         Ok(())
     }
 
@@ -125,18 +110,6 @@ impl Trainer {
         Err(self.environment.plan.mistake("policy.distill.teacher", reason.to_owned()).into())
     }
 
-    /// Returns the teacher of distillation: the recipe's model, or the reference. `None` if the recipe has no
-    /// teacher, or the reference is not set yet.
-    pub(super) fn teacher(&self) -> Option<Teacher<'_>> {
-        let Self { loaded, environment, .. } = self;
-        environment.recipe().policy.distill.as_ref()?;
-        let (model, parameters) = match &loaded.teacher {
-            Some(teacher) => (&teacher.model, &teacher.parameters),
-            None => (&*loaded.actor.model, self.reference.as_ref()?),
-        };
-        Some(Teacher { model, parameters, prompt: environment.teacher_prompt.as_ref() })
-    }
-
     /// Creates the controller of the KL coefficient. It starts with the recipe's coefficient; in a resumed
     /// run, it starts with `adapted_coefficient`.
     pub(super) fn kl_controller(kl: &KlSettings, adapted_coefficient: Option<f64>) -> Result<KlController> {
@@ -147,4 +120,19 @@ impl Trainer {
             }
         }
     }
+}
+
+/// Returns the teacher of distillation: the recipe's model, or the reference. `None` if the recipe has no
+/// teacher.
+pub(super) fn teacher<'a>(
+    model: Option<&'a TeacherModel>,
+    environment: &'a Environment,
+    reference: Option<&'a Actor>,
+) -> Option<Teacher<'a>> {
+    environment.recipe().policy.distill.as_ref()?;
+    let actor = match model {
+        Some(teacher) => &teacher.actor,
+        None => reference?,
+    };
+    Some(Teacher { actor, prompt: environment.teacher_prompt.as_ref() })
 }

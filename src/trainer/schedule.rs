@@ -1,4 +1,5 @@
-//! The schedule of sampling: which weights sample for which step, and when.
+//! The schedule of sampling: which weights sample for which step, and when. [`Schedule::next`] gives the
+//! samples of a step; the schedule knows no update.
 //!
 //! ```text
 //! rollout.lag_steps = 2      step 1   step 2   step 3   step 4   step 5
@@ -26,23 +27,22 @@
 //! ```
 //!
 //! Where both compute, the sampling of the earlier step goes first. A checkpoint and an evaluation wait for
-//! all samplings. In all other runs, a step waits at its end for what it began to sample. Partial
+//! all samplings. In all other runs, the next step first waits for what a step began to sample. Partial
 //! trajectories need that: each sampling continues those of the one before.
 
-use super::Trainer;
 use super::in_flight::{InFlight, SamplingInputs};
-use super::sample::{InProgress, SampleOutput};
+use super::observer::Stages;
+use super::sample::{InProgress, SampleOutput, Sampler};
+use crate::actor::Actor;
 use crate::bad_input;
 use crate::checkpoint::{self, DAMAGE_REMEDY, ResumePoint};
 use crate::engine::PassScheduler;
-use crate::actor::Actor;
-use crate::learner::critic::Critic;
-use crate::actor::optimizer::Optimizer;
-use crate::metrics::Metrics;
+use crate::metrics::Timings;
 use crate::ops::cuda::SecondStream;
 use crate::ops::threads::{Priority, Threads};
-use crate::recipe::Recipe;
-use crate::trajectory::{Group, TokenStats};
+use crate::rollout::trajectory_file::StoredRollouts;
+use crate::run::environment::Environment;
+use crate::run::sampling::Sampling;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
@@ -74,10 +74,8 @@ impl SampledAhead {
     }
 }
 
-/// Resources of an update and of the samplings beside it.
-pub(super) struct Beside {
-    /// The threads of the update.
-    update_threads: Threads,
+/// Resources of samplings beside an update.
+struct Beside {
     /// The threads of the samplings of odd steps, if two may be in flight. All others have those of the run.
     odd_threads: Option<Arc<Threads>>,
     /// Orders the passes of two samplings.
@@ -86,37 +84,73 @@ pub(super) struct Beside {
     stream: Option<SecondStream>,
 }
 
-impl Beside {
-    /// Returns `None` if sampling does not run beside the update.
-    pub fn new(actor: &Actor, recipe: &Recipe, two_samplings: bool) -> Result<Option<Self>> {
-        if actor.mesh().ranks() > 1 || recipe.rollout.lag_steps == 0 {
-            return Ok(None);
-        }
-        // Each side has as many threads as there are processors, so neither leaves one idle while the other
-        // has work. Sampling goes first: the sooner it ends, the sooner the graders have all answers, and the
-        // update fills the time in which they work.
-        let count = actor.execution.threads.count();
-        let update_threads = Threads::with_priority(count, Priority::Low)?;
-        let odd_threads = two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
-        let device = actor.parameters.device();
-        let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
-        Ok(Some(Self { update_threads, odd_threads, pass_scheduler: Arc::default(), stream }))
-    }
+/// The samples of a run, step by step.
+pub(super) struct Schedule {
+    environment: Arc<Environment>,
+    timings: Arc<Timings>,
+    /// Stored trajectories, if the recipe trains on them instead of sampling.
+    stored: Option<StoredRollouts>,
+    /// Whether two samplings may be in flight.
+    two_samplings: bool,
+    /// Resources of sampling beside the update, if the recipe samples ahead and this process can.
+    beside: Option<Beside>,
+    /// The samples of later steps.
+    ahead: SampledAhead,
+    /// The samplings of the steps after those.
+    in_flight: VecDeque<InFlight>,
 }
 
-impl Trainer {
+impl Schedule {
+    /// Returns the schedule of a new run. If sampling runs beside updates, `actor` gets other threads for
+    /// these.
+    ///
+    /// # Errors
+    /// When the system cannot start threads.
+    pub fn new(
+        environment: &Arc<Environment>,
+        timings: &Arc<Timings>,
+        actor: &mut Actor,
+        stored: Option<StoredRollouts>,
+        two_samplings: bool,
+    ) -> Result<Self> {
+        let runs_beside = actor.mesh().ranks() == 1 && environment.recipe().rollout.lag_steps > 0;
+        let beside = match runs_beside {
+            false => None,
+            true => {
+                // Each side has as many threads as there are processors, so neither leaves one idle while the
+                // other has work. Sampling goes first: the sooner it ends, the sooner the graders have all
+                // answers, and the update fills the time in which they work.
+                let count = actor.execution.threads.count();
+                actor.train_on(Threads::with_priority(count, Priority::Low)?.into());
+                let odd_threads = two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
+                let device = actor.parameters.device();
+                let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
+                Some(Beside { odd_threads, pass_scheduler: Arc::default(), stream })
+            }
+        };
+        Ok(Self {
+            environment: environment.clone(),
+            timings: timings.clone(),
+            stored,
+            two_samplings,
+            beside,
+            ahead: SampledAhead::default(),
+            in_flight: VecDeque::new(),
+        })
+    }
+
     /// Returns the contents of the checkpoint's file of samples; `None` if no sample outlives a step.
-    pub(super) fn sampled_ahead(&self) -> Result<Option<Vec<u8>>> {
+    pub fn sampled_ahead(&self) -> Result<Option<Vec<u8>>> {
         let rollout = &self.environment.recipe().rollout;
         let is_kept = rollout.lag_steps > 0 || rollout.step_tokens_max > 0;
         is_kept.then(|| serde_json::to_vec(&self.ahead).context("writing what was sampled ahead")).transpose()
     }
 
-    /// Restores what was sampled ahead from the checkpoint.
+    /// Restores what was sampled ahead from the checkpoint. Tokens are below `vocab_size`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the checkpoint lacks the file, or the file is damaged.
-    pub(super) fn restore_ahead(&mut self, resume_point: &ResumePoint) -> Result<()> {
+    pub fn restore(&mut self, resume_point: &ResumePoint, vocab_size: usize) -> Result<()> {
         let rollout = &self.environment.recipe().rollout;
         if rollout.lag_steps == 0 && rollout.step_tokens_max == 0 {
             return Ok(());
@@ -124,29 +158,34 @@ impl Trainer {
         let (path, bytes) = checkpoint::read_sampled_ahead(&resume_point.folder)?;
         let damaged = |what: String| bad_input!("{}: damaged: {what}; {DAMAGE_REMEDY}", path.display());
         let ahead: SampledAhead = serde_json::from_slice(&bytes).map_err(|e| damaged(e.to_string()))?;
-        let (samples, vocab_size) = (rollout.samples_per_prompt, self.loaded.config().vocab_size);
-        ahead.check(resume_point.state.step, samples, vocab_size).map_err(damaged)?;
+        ahead.check(resume_point.state.step, rollout.samples_per_prompt, vocab_size).map_err(damaged)?;
         self.ahead = ahead;
         Ok(())
     }
 
-    /// Returns the samples of step `step`. Samples now, by the current weights, what the schedule has not yet
-    /// sampled: the first steps of a run, and the steps after those of a run that is made longer. Also begins
-    /// to sample step `step + lag_steps`.
-    pub(super) fn take_samples(&mut self, step: u64) -> Result<SampleOutput> {
-        if let Some(stored) = self.stored_groups(step) {
-            return Ok(stored);
+    /// Returns the samples of step `step`. Samples now, by the current weights of `actor`, what has not been
+    /// sampled yet: the first steps of a run, and the steps after those of a run that is made longer. Also
+    /// begins to sample step `step + lag_steps`.
+    ///
+    /// # Errors
+    /// When a sampling fails.
+    pub fn next(&mut self, step: u64, actor: &Actor, stages: Stages) -> Result<SampleOutput> {
+        let recipe = self.environment.recipe();
+        if let Some(stored) = &self.stored {
+            return Ok(SampleOutput::from_stored(stored, step, recipe.rollout.prompts_per_step));
         }
-        let lag = self.environment.recipe().rollout.lag_steps;
+        let lag = recipe.rollout.lag_steps;
         let last = if lag == 0 { step } else { step + lag - 1 };
+        // The weights after step `step - 1` sample.
+        let version = step - 1;
         while let Some(next) = self.next_to_sample(step, last) {
-            self.sample_now(next, step - 1)?;
+            self.sample_now(next, (actor, version), stages)?;
         }
         if let Some(next) = self.next_to_sample(step, step + lag) {
-            self.begin_sampling(next, step - 1)?;
+            self.begin_sampling(next, (actor, version), stages)?;
         }
         if self.ahead.steps.is_empty() {
-            self.join_sampling()?;
+            self.join_first()?;
         }
         let (_, samples) = self.ahead.steps.pop_front().context("the step was not sampled")?;
         Ok(samples)
@@ -161,35 +200,42 @@ impl Trainer {
         (next <= last.min(self.environment.recipe().train.steps)).then_some(next)
     }
 
-    /// Samples step `step` by the current weights, whose version is `version`.
-    fn sample_now(&mut self, step: u64, version: u64) -> Result<()> {
+    /// Samples step `step` by the current weights of `actor`, with their version.
+    fn sample_now(&mut self, step: u64, (actor, version): (&Actor, u64), stages: Stages) -> Result<()> {
+        let sampler = Sampler {
+            sampling: Sampling { actor, environment: &self.environment },
+            version,
+            threads: &actor.execution.threads,
+            pass_scheduler: None,
+            stages,
+            stop: &|| false,
+        };
         let mut in_progress = std::mem::take(&mut self.ahead.in_progress);
-        let samples = self.sampler(version).sample(step, &mut in_progress)?;
+        let samples = sampler.sample(step, &mut in_progress)?;
         self.ahead.steps.push_back((step, samples.context("the rollout was stopped")?));
         self.ahead.in_progress = in_progress;
         Ok(())
     }
 
-    /// Begins to sample step `step` by the current weights, whose version is `version`. Several processes
+    /// Begins to sample step `step` by the current weights of `actor`, with their version. Several processes
     /// sample it now.
-    fn begin_sampling(&mut self, step: u64, version: u64) -> Result<()> {
-        // A step without groups to train on has not joined its sampling.
+    fn begin_sampling(&mut self, step: u64, weights: (&Actor, u64), stages: Stages) -> Result<()> {
         let others_max = if self.two_samplings { IN_FLIGHT_MAX - 1 } else { 0 };
         while self.in_flight.len() > others_max {
-            self.join_sampling()?;
+            self.join_first()?;
         }
-        let Some(beside) = &self.beside else { return self.sample_now(step, version) };
+        let Some(beside) = &self.beside else { return self.sample_now(step, weights, stages) };
+        let mut actor = weights.0.snapshot(beside.stream.as_ref())?;
+        let threads = beside.odd_threads.clone().filter(|_| step % 2 == 1);
+        if let Some(threads) = &threads {
+            actor.train_on(threads.clone());
+        }
         let inputs = SamplingInputs {
-            actor: Actor {
-                model: self.loaded.actor.model.clone(),
-                parameters: self.loaded.actor.parameters.snapshot(beside.stream.as_ref())?,
-                execution: self.loaded.actor.execution.clone(),
-            },
+            actor,
+            version: weights.1,
             environment: self.environment.clone(),
-            version,
-            threads: beside.odd_threads.clone().filter(|_| step % 2 == 1),
+            threads,
             pass_scheduler: beside.pass_scheduler.clone(),
-            pass: self.pass_settings(self.environment.recipe().rollout.temperature),
             timings: self.timings.clone(),
             in_progress: std::mem::take(&mut self.ahead.in_progress),
         };
@@ -198,7 +244,7 @@ impl Trainer {
     }
 
     /// Waits for the first sampling in flight, if there is one.
-    fn join_sampling(&mut self) -> Result<()> {
+    fn join_first(&mut self) -> Result<()> {
         let Some(sampling) = self.in_flight.pop_front() else { return Ok(()) };
         let step = sampling.step;
         let (samples, in_progress) = self.timings.time("gen_wait", || sampling.join())?;
@@ -208,31 +254,11 @@ impl Trainer {
     }
 
     /// Waits for all samplings in flight. [`SampledAhead`] then has their samples.
-    pub(super) fn join_samplings(&mut self) -> Result<()> {
+    pub fn join_all(&mut self) -> Result<()> {
         while !self.in_flight.is_empty() {
-            self.join_sampling()?;
+            self.join_first()?;
         }
         Ok(())
-    }
-
-    /// Trains on `groups` in step `step`, beside the samplings in flight.
-    pub(super) fn update(
-        &mut self,
-        step: u64,
-        groups: &[&Group],
-        optimizer: &mut Optimizer,
-        critic: Option<&mut Critic>,
-    ) -> Result<(Metrics, Vec<TokenStats>)> {
-        let update = self.policy_step(step);
-        let update = match &self.beside {
-            Some(beside) if !self.in_flight.is_empty() => update.on_threads(&beside.update_threads),
-            _ => update,
-        };
-        let updated = update.run(groups, optimizer, critic)?;
-        if !self.two_samplings {
-            self.join_samplings()?;
-        }
-        Ok(updated)
     }
 }
 
