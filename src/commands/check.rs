@@ -13,8 +13,8 @@ use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::header::muon_cost;
 use crate::run::memory::{
-    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, available_memory,
-    gigabytes,
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, WeightPlacement,
+    available_memory, gigabytes,
 };
 use crate::run::preflight::Preflight;
 use crate::run::processes::check_division;
@@ -200,9 +200,9 @@ fn print_memory_plan(
         several => format!(" in each of {several} processes"),
     };
     print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
-    let where_it_runs = (subject.sharding(), subject.gpu_sequences.is_none());
+    let where_it_runs = (subject.sharding(), subject.choices.gpu_sequences.is_none());
     let specs = parameter_specs(subject.config);
-    let cost = muon_cost(subject.recipe, &specs, &subject.trainable, where_it_runs);
+    let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, where_it_runs);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {
         print_text(&format!("Muon: {cost}.\n\n"))?;
     }
@@ -217,8 +217,11 @@ fn print_memory_plan(
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in a single process.
         let peak = MemoryPlan::new(&MemoryPlanInput {
-            processes: 1,
-            rollout_weights: RolloutWeightPlacement::Whole,
+            placement: WeightPlacement {
+                processes: 1,
+                rollout_weights: RolloutWeightPlacement::Whole,
+                ..subject.placement
+            },
             ..preflight.memory_plan_input_for(command)
         })
         .peak_bytes();
@@ -227,7 +230,7 @@ fn print_memory_plan(
     if let Some(found) = available {
         print_text(&format!("Available memory: {} ({}).\n", gigabytes(found.bytes), found.limit))?;
     }
-    if subject.gpu_sequences.is_some() {
+    if subject.choices.gpu_sequences.is_some() {
         print_text(&format!("Host memory of a process: {}.\n", gigabytes(subject.host_bytes())))?;
         preflight.check_host_memory(available_memory().as_ref())?;
     }

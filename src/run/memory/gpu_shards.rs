@@ -135,7 +135,7 @@ impl MemoryPlanInput<'_> {
             });
             bytes.max().unwrap_or(0)
         };
-        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
+        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let total = total(self.ever_trainable_tensors()).max(total(critic.unwrap_or_default()));
         let bytes = total.saturating_sub(activation_bytes);
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
@@ -245,7 +245,7 @@ mod tests {
         let plan = resolve(Path::new("a.toml"), &format!("{SHORT}{more}"), &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         check(&input)
     }
 

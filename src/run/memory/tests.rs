@@ -7,6 +7,7 @@ use crate::engine::FORWARD_TOKENS_MAX;
 use crate::learner::optimizer::Optimizer;
 use crate::learner::{OptimizerKind, TrainSettings};
 use crate::metrics::Console;
+use crate::model::config::Config;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::storage::TensorStorage;
@@ -14,7 +15,7 @@ use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::page_allocator::PAGE_POSITIONS;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::weight::Weight;
-use crate::recipe::resolve;
+use crate::recipe::{Recipe, resolve};
 use crate::run::preflight::Preflight;
 use crate::run::source::ModelSource;
 use candle_core::{DType, Device, Tensor};
@@ -64,20 +65,12 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 recipe: &recipe,
                 config: &config,
                 formats: &vec![WeightFormat::F32; values.len()],
-                trainable: trainable.clone(),
-                critic_trainable: None,
-                adapter: None,
+                trainable: TrainableInput { policy: trainable.clone(), critic: None, adapter: None },
                 tokenizer_bytes: 0,
-                python_workers: 0,
-                reply_chars_max: None,
+                tools: ToolInput { python_workers: 0, reply_chars_max: None },
                 threads: 1,
-                layers_on_demand: false,
-                processes,
-                rollout_weights: RolloutWeightPlacement::Whole,
-                packed_weights: PackedWeightPlacement::Whole,
-                gpu_sequences: None,
-                recompute_layers: None,
-                two_samplings: false,
+                placement: WeightPlacement::whole(processes),
+                choices: MemoryChoices::default(),
                 sft_row_tokens_max: None,
                 teacher: None,
             };
@@ -149,8 +142,8 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
         preflight.choose_sharding(processes, available.as_ref());
         let warned = preflight.plan.warnings.drain(..).any(|text| text.contains("parallel.rollout_weights"));
         let input = preflight.memory_plan_input();
-        assert_eq!(warned, input.rollout_weights != RolloutWeightPlacement::Whole);
-        (input.rollout_weights, MemoryPlan::new(&input).peak_bytes())
+        assert_eq!(warned, input.placement.rollout_weights != RolloutWeightPlacement::Whole);
+        (input.placement.rollout_weights, MemoryPlan::new(&input).peak_bytes())
     };
     let (how, whole) = planned(4, None);
     assert_eq!(how, RolloutWeightPlacement::Whole);
@@ -171,9 +164,9 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
         parameter_specs(input.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
         let input = MemoryPlanInput {
-            rollout_weights,
+            placement: WeightPlacement { rollout_weights, ..input.placement },
             formats: &formats,
-            trainable: trainable.clone(),
+            trainable: TrainableInput { policy: trainable.clone(), ..input.trainable.clone() },
             ..input.clone()
         };
         MemoryPlan::new(&input).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
@@ -203,25 +196,29 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
     for processes in [2, 3, 8] {
         preflight.choose_sharding(processes, None);
         assert_eq!(
-            preflight.memory_plan_input().packed_weights,
+            preflight.memory_plan_input().placement.packed_weights,
             PackedWeightPlacement::Whole,
             "memory is not known"
         );
         let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, limit: String::new() }));
-        assert_eq!(preflight.memory_plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
+        assert_eq!(
+            preflight.memory_plan_input().placement.packed_weights,
+            PackedWeightPlacement::Whole,
+            "it suffices"
+        );
         preflight.plan.warnings.clear();
         preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, limit: String::new() }));
         assert!(
             preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
         );
         let input = preflight.memory_plan_input();
-        assert_eq!(input.packed_weights, PackedWeightPlacement::Sharded);
+        assert_eq!(input.placement.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
         let weight = |rank: usize| -> u64 {
             let mesh = Mesh::without_connection(rank, processes);
             let factors: u64 = (specs.len()..)
-                .zip(&input.adapter.as_ref().unwrap().specs)
+                .zip(&input.trainable.adapter.as_ref().unwrap().specs)
                 .map(|(index, spec)| {
                     shard_range(spec.element_count(), index, rank, processes).len() as u64 * 4
                 })
@@ -291,7 +288,7 @@ fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases(
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
         let alone = MemoryPlan::new(&input);
-        input.processes = 2;
+        input.placement.processes = 2;
         (alone, MemoryPlan::new(&input))
     };
     let bytes = |plan: &MemoryPlan, name: &str| {
@@ -328,7 +325,7 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
         check(&preflight.memory_plan_input());
     };
     check("rollout.lag_steps = 1", &|input| {
-        let both = MemoryPlanInput { two_samplings: true, ..input.clone() };
+        let both = input.with_choices(MemoryChoices { two_samplings: true, ..input.choices });
         let (one, two) = (MemoryPlan::new(input), MemoryPlan::new(&both));
         let bytes = |plan: &MemoryPlan, name: &str| {
             plan.resident.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
@@ -346,8 +343,10 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
         let peak = two.peak_bytes() as f64;
         assert!(input.fits_two_samplings(Some(&memory(peak / 0.89))));
         assert!(!input.fits_two_samplings(Some(&memory(peak / 0.91))));
-        assert!(!MemoryPlanInput { gpu_sequences: Some(4), ..input.clone() }.fits_two_samplings(None));
-        assert!(!MemoryPlanInput { processes: 2, ..input.clone() }.fits_two_samplings(None));
+        let on_gpu = input.with_choices(MemoryChoices { gpu_sequences: Some(4), ..input.choices });
+        assert!(!on_gpu.fits_two_samplings(None));
+        let of_two = input.with_placement(WeightPlacement { processes: 2, ..input.placement });
+        assert!(!of_two.fits_two_samplings(None));
     });
     for text in ["", "rollout.lag_steps = 1\nrollout.step_tokens_max = 8"] {
         check(text, &|input| assert!(!input.fits_two_samplings(None), "{text}"));
@@ -412,7 +411,7 @@ fn a_gpu_has_a_copy_of_the_trained_weights_and_both_phases_if_it_samples_beside_
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         MemoryPlan::new(&input)
     };
     let bytes = |plan: &MemoryPlan, name: &str| {
@@ -453,7 +452,7 @@ fn hosts_of_several_gpus_have_no_products_of_muon() {
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), 2);
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), 2);
         let received = Traffic::new(&input).parts.into_iter().find(|(name, _)| name.contains("Muon"));
         (input.host_bytes(), received.unwrap().1)
     };
@@ -474,7 +473,7 @@ fn several_gpus_hold_shards_and_gather_weights() {
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes as usize);
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes as usize);
         MemoryPlan::new(&input)
     };
     let (one, two, two_kept) = (plan(true, 1), plan(true, PROCESSES), plan(false, PROCESSES));
@@ -512,7 +511,7 @@ fn gpus_that_share_sequences_have_their_rows_and_the_exchanged_heads() {
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (gpu_sequences, 4);
+        (input.choices.gpu_sequences, input.placement.processes) = (gpu_sequences, 4);
         let plan = MemoryPlan::new(&input);
         let (_, items) = plan.phases.iter().find(|(name, _)| *name == "update").unwrap();
         let heads = Traffic::new(&input).parts.into_iter().find(|(name, _)| name.contains("heads"));
@@ -580,7 +579,7 @@ fn a_gpus_parts_of_attention_and_scored_rows_are_planned() {
         let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
         let preflight = Preflight::open(plan, command, &Console::silent()).unwrap();
         let mut input = preflight.memory_plan_input();
-        input.gpu_sequences = Some(4);
+        input.choices.gpu_sequences = Some(4);
         let item = |name: &str| {
             let (_, items) = input.gpu_phases(4).swap_remove(0);
             items.iter().find(|item| item.name == name).unwrap().bytes

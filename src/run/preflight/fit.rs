@@ -8,7 +8,7 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
-use crate::run::memory::{AvailableMemory, MemoryPlan, MemoryPlanInput, gigabytes};
+use crate::run::memory::{AvailableMemory, MemoryPlan, WeightPlacement, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,18 +30,15 @@ impl Preflight {
     /// before sampling with more. All activations are saved for the backward pass if they fit too. Then two
     /// samplings may be in flight if they fit.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
-        (self.processes, self.two_samplings) = (processes, false);
-        if self.gpu_sequences.is_some() {
+        (self.placement.processes, self.choices.two_samplings) = (processes, false);
+        if self.choices.gpu_sequences.is_some() {
             self.choose_on_gpus(available);
             return;
         }
         let requested = self.plan.recipe.parallel.clone();
         let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
-            let plan = MemoryPlan::new(&MemoryPlanInput {
-                rollout_weights,
-                packed_weights,
-                ..self.memory_plan_input()
-            });
+            let placement = WeightPlacement { rollout_weights, packed_weights, ..self.placement };
+            let plan = MemoryPlan::new(&self.memory_plan_input().with_placement(placement));
             available.is_none_or(|memory| plan.peak_bytes() <= memory.bytes)
         };
         let options = match self.memory_plan_input().shard_ranks() {
@@ -57,11 +54,11 @@ impl Preflight {
                 "the memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
         }
-        (self.rollout_weights, self.packed_weights) = (rollout, packed);
+        (self.placement.rollout_weights, self.placement.packed_weights) = (rollout, packed);
         let needs_recomputation = |preflight: &Self| {
             available.map(|memory| preflight.memory_plan_input().needs_recomputation(memory))
         };
-        self.recompute_layers = needs_recomputation(self);
+        self.choices.recompute_layers = needs_recomputation(self);
         let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
         let is_too_large = available.is_some_and(|available| peak > available.bytes);
         if let Some(teacher) = self.teacher.as_mut().filter(|teacher| is_too_large && teacher.has_files()) {
@@ -70,9 +67,9 @@ impl Preflight {
                 "the run needs {} of memory with the teacher's weights; each of its layers is read from disk when it is needed",
                 gigabytes(peak)
             ));
-            self.recompute_layers = needs_recomputation(self);
+            self.choices.recompute_layers = needs_recomputation(self);
         }
-        self.two_samplings = self.memory_plan_input().fits_two_samplings(available);
+        self.choices.two_samplings = self.memory_plan_input().fits_two_samplings(available);
     }
 
     /// Selects the first option for sampling that fits in the `available` memory of each GPU, and the number
@@ -80,17 +77,18 @@ impl Preflight {
     fn choose_on_gpus(&mut self, available: Option<&AvailableMemory>) {
         let options = match self.memory_plan_input().shard_ranks() {
             1 => vec![RolloutWeightPlacement::Whole],
-            _ => self.rollout_options(self.packed_weights),
+            _ => self.rollout_options(self.placement.packed_weights),
         };
         for rollout in options {
-            self.rollout_weights = rollout;
-            self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
+            self.placement.rollout_weights = rollout;
+            self.choices.gpu_sequences =
+                available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
             let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
             if available.is_none_or(|memory| peak <= memory.bytes) {
                 break;
             }
         }
-        self.warn_about_rollout_weights(self.rollout_weights);
+        self.warn_about_rollout_weights(self.placement.rollout_weights);
         if self.memory_plan_input().samples_by_expert() && self.plan.recipe.rollout.cuda_graphs {
             let text = "GPUs that exchange rows of experts do not record decode as CUDA graphs; \
                         rollout.cuda_graphs has no effect";
@@ -112,7 +110,8 @@ impl Preflight {
     fn rollout_options(&self, packed_weights: PackedWeightPlacement) -> Vec<RolloutWeightPlacement> {
         match self.plan.recipe.parallel.rollout_weights {
             RolloutWeightPlacement::Auto => {
-                let input = MemoryPlanInput { packed_weights, ..self.memory_plan_input() };
+                let placement = WeightPlacement { packed_weights, ..self.placement };
+                let input = self.memory_plan_input().with_placement(placement);
                 let by_expert = input.has_remote_experts().then_some(RolloutWeightPlacement::ByExpert);
                 [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
@@ -144,7 +143,7 @@ impl Preflight {
     /// [`crate::error::BadInput`] if it is too small.
     pub fn check_host_memory(&self, host: Option<&AvailableMemory>) -> Result<()> {
         let needed = self.memory_plan_input().host_bytes();
-        match host.filter(|host| self.gpu_sequences.is_some() && needed > host.bytes) {
+        match host.filter(|host| self.choices.gpu_sequences.is_some() && needed > host.bytes) {
             None => Ok(()),
             Some(host) => Err(bad_input!(
                 "needs {} of host memory in addition to the GPU's, but {} are {}; use a larger machine",
@@ -164,14 +163,14 @@ impl Preflight {
         self.check_host_memory(host.as_ref())?;
         let available = self.available_memory(host);
         let available = available.as_ref();
-        self.choose_sharding(self.processes, available);
+        self.choose_sharding(self.placement.processes, available);
         let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
         if available.is_some_and(|available| peak > available.bytes)
             && self.command.can_read_layers_on_demand()
-            && self.gpu_sequences.is_none()
+            && self.choices.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {
-            self.layers_on_demand = true;
+            self.placement.layers_on_demand = true;
             self.plan.warnings.push(on_demand_warning(peak, files, &self.source.config)?);
         }
         let input = self.memory_plan_input();
@@ -179,7 +178,7 @@ impl Preflight {
             available,
             &input.remedies(available.map_or(u64::MAX, |available| available.bytes)),
         );
-        let warning = result.map_err(|error| match self.gpu_sequences {
+        let warning = result.map_err(|error| match self.choices.gpu_sequences {
             Some(_) => bad_input!("{error}; {}. {PLAN_HINT}", input.describe_sequence_cache()),
             None => bad_input!("{error}. {PLAN_HINT}"),
         })?;
@@ -223,7 +222,7 @@ mod tests {
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        (preflight.gpu_sequences, preflight.processes) = (Some(1), processes);
+        (preflight.choices.gpu_sequences, preflight.placement.processes) = (Some(1), processes);
         preflight
     }
 
@@ -231,12 +230,12 @@ mod tests {
     /// whether the plan warned that it chose the placement, and that decode is not recorded.
     fn planned(preflight: &mut Preflight, gigabytes: f64) -> (RolloutWeightPlacement, usize, f64, [bool; 2]) {
         let available = AvailableMemory { bytes: (gigabytes * 1e9) as u64, limit: String::new() };
-        preflight.choose_sharding(preflight.processes, Some(&available));
+        preflight.choose_sharding(preflight.placement.processes, Some(&available));
         let warnings: Vec<String> = preflight.plan.warnings.drain(..).collect();
         let warned = ["too small for all weights", "record"]
             .map(|word| warnings.iter().any(|text| text.contains(word)));
         let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes() as f64 / 1e9;
-        (preflight.rollout_weights, preflight.gpu_sequences.unwrap(), peak, warned)
+        (preflight.placement.rollout_weights, preflight.choices.gpu_sequences.unwrap(), peak, warned)
     }
 
     #[test]
@@ -286,8 +285,8 @@ mod tests {
             let rollout = &mut preflight.plan.recipe.rollout;
             (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.sequences_max) =
                 (8, sequences, 256);
-            preflight.gpu_sequences = Some(100);
-            preflight.rollout_weights = RolloutWeightPlacement::ByExpert;
+            preflight.choices.gpu_sequences = Some(100);
+            preflight.placement.rollout_weights = RolloutWeightPlacement::ByExpert;
             let traffic = Traffic::new(&preflight.memory_plan_input());
             let (_, bytes) = traffic.parts.into_iter().find(|(name, _)| name.contains("experts")).unwrap();
             received.push((bytes / sequences as u64, preflight.memory_plan_input().recipe.clone()));

@@ -76,11 +76,11 @@ impl Preflight {
     pub fn load(self, console: &Console) -> Result<Started> {
         let input = self.memory_plan_input();
         let memory_plan = input.to_text();
-        let cache_capacity = input.cache_capacity(self.gpu_sequences.unwrap_or(1));
+        let cache_capacity = input.cache_capacity(self.choices.gpu_sequences.unwrap_or(1));
         let (prefix_tokens_max, recompute_layers) = (input.prefix_tokens_max(), input.recomputes_layers());
         let source = self.source;
         let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let placement = match (self.layers_on_demand, self.packed_weights) {
+        let placement = match (self.placement.layers_on_demand, self.placement.packed_weights) {
             (true, _) => Placement::OnDisk,
             (false, PackedWeightPlacement::Sharded) if self.command.trains() => Placement::Sharded,
             _ => Placement::Replicated,
@@ -115,7 +115,7 @@ impl Preflight {
             recompute_layers,
             cache_capacity,
             prefix_tokens_max,
-            rollout_weights: self.rollout_weights,
+            rollout_weights: self.placement.rollout_weights,
         });
         let loaded = LoadedModel {
             actor: Actor { model, parameters, execution },
@@ -139,7 +139,7 @@ impl Preflight {
             teacher_prompt,
         });
         let device_name = self.compute_device.name;
-        let resources = Resources { device_name, memory_plan, two_samplings: self.two_samplings };
+        let resources = Resources { device_name, memory_plan, two_samplings: self.choices.two_samplings };
         Ok(Started { loaded, environment, resources })
     }
 }

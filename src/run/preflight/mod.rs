@@ -7,7 +7,7 @@ pub use load::{Resources, Started, start, start_on_mesh};
 
 use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
-use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
+use crate::dist::Mesh;
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
 use crate::learner::examples::ConversationRenderer;
@@ -24,7 +24,9 @@ use crate::run::data_inputs::DataInputs;
 use crate::run::device::{ComputeDevice, choose_device};
 use crate::run::expert_parallel::TrainedExperts;
 use crate::run::family::unsupported_keys;
-use crate::run::memory::{MemoryPlanInput, ModelCommand, tokenizer_bytes};
+use crate::run::memory::{
+    MemoryChoices, MemoryPlanInput, ModelCommand, ToolInput, TrainableInput, WeightPlacement, tokenizer_bytes,
+};
 use crate::run::source::ModelSource;
 use crate::run::teacher::{TeacherSettings, prompt_change};
 use crate::run::trainable_flags::{critic_trainable_flags, policy_trainable_flags};
@@ -39,20 +41,10 @@ pub struct Preflight {
     command: ModelCommand,
     /// The processes of the run.
     mesh: Arc<Mesh>,
-    /// Number of processes of the memory plan.
-    processes: usize,
-    /// How each process holds the trainable weights while it samples.
-    rollout_weights: RolloutWeightPlacement,
-    /// How each process holds the packed weights.
-    packed_weights: PackedWeightPlacement,
+    placement: WeightPlacement,
+    choices: MemoryChoices,
     threads: Threads,
     compute_device: ComputeDevice,
-    /// Number of sequences in the GPU's KV cache. `None` on the CPU.
-    gpu_sequences: Option<usize>,
-    /// Whether the backward pass recomputes layers, chosen by the available memory.
-    recompute_layers: Option<bool>,
-    /// Whether two samplings of training may be in flight, chosen by the available memory.
-    two_samplings: bool,
     pub(super) source: ModelSource,
     /// Trainable flags of the model's own tensors in the first stage of training.
     trainable: Vec<bool>,
@@ -62,8 +54,6 @@ pub struct Preflight {
     interpreter: Option<Box<dyn Interpreter>>,
     system_prompt: Vec<Message>,
     chatml_identity: Option<String>,
-    /// Whether layers stay on disk and are read on demand.
-    layers_on_demand: bool,
     /// The rows of `cold_start.train_file`, if the command trains on them.
     sft_rows: Option<Arc<[Sequence]>>,
     /// The teacher, if the command distills.
@@ -241,13 +231,12 @@ impl Preflight {
             plan,
             command,
             mesh: mesh.clone(),
-            processes: mesh.ranks(),
-            rollout_weights: RolloutWeightPlacement::Whole,
-            packed_weights: PackedWeightPlacement::Whole,
+            placement: WeightPlacement::whole(mesh.ranks()),
+            choices: MemoryChoices {
+                gpu_sequences: compute_device.available.is_some().then_some(1),
+                ..MemoryChoices::default()
+            },
             threads,
-            gpu_sequences: compute_device.available.is_some().then_some(1),
-            recompute_layers: None,
-            two_samplings: false,
             compute_device,
             source,
             trainable,
@@ -257,7 +246,6 @@ impl Preflight {
             interpreter,
             system_prompt,
             chatml_identity,
-            layers_on_demand: false,
             sft_rows,
             teacher,
         };
@@ -313,24 +301,17 @@ impl Preflight {
             recipe: &self.plan.recipe,
             config: &self.source.config,
             formats: &self.source.formats,
-            trainable: self.trainable.clone(),
-            // SFT alone has no critic.
-            critic_trainable: self.critic_trainable.clone().filter(|_| self.plan.recipe.train.steps > 0),
-            adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
-            tokenizer_bytes: tokenizer_bytes(self.source.chat.vocabulary()),
-            python_workers: match &self.interpreter {
-                Some(_) => worker_count(&self.plan.recipe, self.threads.count(), self.mesh.ranks_on_host()),
-                None => 0,
+            trainable: TrainableInput {
+                policy: self.trainable.clone(),
+                // SFT alone has no critic.
+                critic: self.critic_trainable.clone().filter(|_| self.plan.recipe.train.steps > 0),
+                adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
             },
-            reply_chars_max: self.plan.recipe.reply_chars_max(self.task.as_ref(), self.interpreter.is_some()),
+            tokenizer_bytes: tokenizer_bytes(self.source.chat.vocabulary()),
+            tools: self.tool_input(),
             threads: self.threads.count(),
-            layers_on_demand: self.layers_on_demand,
-            processes: self.processes,
-            rollout_weights: self.rollout_weights,
-            packed_weights: self.packed_weights,
-            gpu_sequences: self.gpu_sequences,
-            recompute_layers: self.recompute_layers,
-            two_samplings: self.two_samplings,
+            placement: self.placement,
+            choices: self.choices,
             sft_row_tokens_max: self
                 .sft_rows
                 .iter()
@@ -341,6 +322,21 @@ impl Preflight {
                 .as_ref()
                 .filter(|_| command.trains())
                 .map(|teacher| teacher.memory_input(&self.source.config)),
+        }
+    }
+}
+
+impl Preflight {
+    /// Returns the sizes of the tools in the memory plan.
+    fn tool_input(&self) -> ToolInput {
+        let (recipe, threads) = (&self.plan.recipe, self.threads.count());
+        let has_python = self.interpreter.is_some();
+        ToolInput {
+            python_workers: match has_python {
+                true => worker_count(recipe, threads, self.mesh.ranks_on_host()),
+                false => 0,
+            },
+            reply_chars_max: recipe.reply_chars_max(self.task.as_ref(), has_python),
         }
     }
 }

@@ -152,7 +152,7 @@ fn a_long_tool_reply_loses_its_middle_and_the_memory_plan_counts_the_rest() {
         chars_max.iter().for_each(|chars| text += &format!("task.command_output_chars_max = {chars}\n"));
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
         let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        assert_eq!(preflight.memory_plan_input().reply_chars_max, Some(kept));
+        assert_eq!(preflight.memory_plan_input().tools.reply_chars_max, Some(kept));
     }
 }
 
