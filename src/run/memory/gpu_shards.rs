@@ -232,7 +232,7 @@ mod tests {
     use crate::metrics::Console;
     use crate::recipe::resolve;
     use crate::run::memory::{ModelCommand, TrainingStage};
-    use crate::run::preflight::Preflight;
+    use crate::run::startup::Startup;
     use std::path::Path;
 
     const SHORT: &str = "task.name = \"format_rules\"\ntrain.recompute_layers = false\n\
@@ -243,8 +243,8 @@ mod tests {
     /// Calls `check` with the input of a plan of one of `processes` GPUs.
     fn with_input<R>(more: &str, processes: usize, check: impl FnOnce(&MemoryPlanInput) -> R) -> R {
         let plan = resolve(Path::new("a.toml"), &format!("{SHORT}{more}"), &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
         (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         check(&input)
     }

@@ -276,7 +276,7 @@ mod tests {
     use crate::metrics::Console;
     use crate::recipe::resolve;
     use crate::run::memory::{MemoryPlan, ModelCommand};
-    use crate::run::preflight::Preflight;
+    use crate::run::startup::Startup;
     use std::path::Path;
 
     /// Calls `check` with the input of a plan of one of `processes` GPUs.
@@ -284,8 +284,8 @@ mod tests {
         let text = "task.name = \"format_rules\"\ncold_start.steps = 0\n\
                     model.architecture.hidden_size = 512\nrollout.prompts_per_step = 8\n";
         let plan = resolve(Path::new("a.toml"), &format!("{text}{more}"), &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
         (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         check(&input)
     }
