@@ -10,7 +10,6 @@ use models::{Shape, TINY, model, sequences};
 use rand::Rng;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
-use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::actor::OptimizerSettings;
 use rloss::actor::forward_backward::{Pass, PassSettings};
 use rloss::actor::gradients::GradientSum;
@@ -23,7 +22,9 @@ use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::storage::TensorStorage;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{self, MemoryPlan, MemoryPlanInput};
+use rloss::run::memory::{
+    self, MemoryChoices, MemoryPlan, MemoryPlanInput, ToolInput, TrainableInput, WeightPlacement,
+};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -132,20 +133,12 @@ fn planned(seed: u64, recompute_layers: bool) {
         recipe: &recipe,
         config: &model.config,
         formats: &formats,
-        trainable: vec![true; parameters.len()],
-        adapter: None,
-        critic_trainable: None,
+        trainable: TrainableInput { policy: vec![true; parameters.len()], critic: None, adapter: None },
         tokenizer_bytes: 0,
-        python_workers: 0,
-        reply_chars_max: None,
+        tools: ToolInput { python_workers: 0, reply_chars_max: None },
         threads: 1,
-        layers_on_demand: false,
-        processes: 1,
-        rollout_weights: RolloutWeightPlacement::Whole,
-        packed_weights: PackedWeightPlacement::Whole,
-        gpu_sequences: None,
-        recompute_layers: None,
-        two_samplings: false,
+        placement: WeightPlacement::whole(1),
+        choices: MemoryChoices::default(),
         sft_row_tokens_max: None,
         teacher: None,
     };

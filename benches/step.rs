@@ -15,7 +15,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use models::{TINY, config, random};
 use rand::Rng;
-use rloss::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
+use rloss::dist::Mesh;
 use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
 use rloss::actor::batch_runner::BatchRunner;
@@ -34,7 +34,10 @@ use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
 use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, TurnPosition};
-use rloss::run::memory::{MemoryPlanInput, ModelCommand, available_memory};
+use rloss::run::memory::{
+    MemoryChoices, MemoryPlanInput, ModelCommand, ToolInput, TrainableInput, WeightPlacement,
+    available_memory,
+};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trainer::gradient_norms::GradientNormLimits;
 use rloss::trainer::step::PolicyStep;
@@ -212,20 +215,12 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         recipe: &recipe,
         config,
         formats: &vec![WeightFormat::F32; tensors],
-        trainable: vec![true; tensors],
-        adapter: None,
-        critic_trainable: None,
+        trainable: TrainableInput { policy: vec![true; tensors], critic: None, adapter: None },
         tokenizer_bytes: 0,
-        python_workers: 0,
-        reply_chars_max: None,
+        tools: ToolInput { python_workers: 0, reply_chars_max: None },
         threads: threads.count(),
-        layers_on_demand: false,
-        processes: 1,
-        rollout_weights: RolloutWeightPlacement::Whole,
-        packed_weights: PackedWeightPlacement::Whole,
-        gpu_sequences: None,
-        recompute_layers: None,
-        two_samplings: false,
+        placement: WeightPlacement::whole(1),
+        choices: MemoryChoices::default(),
         sft_row_tokens_max: None,
         teacher: None,
     };

@@ -13,13 +13,13 @@ use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::header::muon_cost;
 use crate::run::memory::{
-    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, available_memory,
-    gigabytes,
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, WeightPlacement,
+    available_memory, gigabytes,
 };
-use crate::run::preflight::Preflight;
 use crate::run::processes::check_division;
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
+use crate::run::startup::Startup;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
 use crate::tasks::{Problem, Reward, Task, ToolsSettings, Transcript};
@@ -75,27 +75,27 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let server = plan.recipe.tools.as_ref().map(|tools| tools.mcp.command.join(" ")).unwrap_or_default();
     let program =
         [task, server].into_iter().filter(|command| !command.is_empty()).collect::<Vec<_>>().join(" or ");
-    let mut preflight =
-        notify_if_slow(&program, || Preflight::open(plan, ModelCommand::Train, &Console::silent()))?;
-    let available = preflight.available_memory(available_memory());
+    let mut startup =
+        notify_if_slow(&program, || Startup::open(plan, ModelCommand::Train, &Console::silent()))?;
+    let available = startup.available_memory(available_memory());
     if *processes > 1 {
-        check_division(&preflight.plan, *processes as usize)?;
+        check_division(&startup.environment.plan, *processes as usize)?;
     }
-    preflight.choose_sharding(*processes as usize, available.as_ref());
-    print_text(&sanitize_terminal(&format_recipe(&preflight.plan, *all)?))?;
-    let problem = notify_if_slow(&program, || preflight.first_problem());
-    if preflight.plan.recipe.trains() {
-        notify_if_slow(&program, || TrainingData::open(&preflight.data_inputs()))?;
+    startup.choose_sharding(*processes as usize, available.as_ref());
+    print_text(&sanitize_terminal(&format_recipe(&startup.environment.plan, *all)?))?;
+    let problem = notify_if_slow(&program, || startup.first_problem());
+    if startup.environment.plan.recipe.trains() {
+        notify_if_slow(&program, || TrainingData::open(&startup.data_inputs()))?;
     }
-    if preflight.plan.recipe.task.is_agent() {
+    if startup.environment.plan.recipe.task.is_agent() {
         print_text(&sanitize_terminal(&first_episode(&problem)))?;
-        return print_memory_plan(&preflight, *processes, available.as_ref());
+        return print_memory_plan(&startup, *processes, available.as_ref());
     }
-    print_text(&sanitize_terminal(&first_prompt(&preflight, &problem)?))?;
+    print_text(&sanitize_terminal(&first_prompt(&startup, &problem)?))?;
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
-        sample_dialogue(preflight.task.as_ref(), &problem)
+        sample_dialogue(startup.environment.task.as_ref(), &problem)
     })?))?;
-    print_memory_plan(&preflight, *processes, available.as_ref())
+    print_memory_plan(&startup, *processes, available.as_ref())
 }
 
 /// Time after which the user is told that a program is slow.
@@ -154,10 +154,10 @@ fn first_episode(problem: &Problem) -> String {
     )
 }
 
-fn first_prompt(preflight: &Preflight, problem: &Problem) -> Result<String> {
-    let (text, tokens) = preflight.prompt(problem)?;
+fn first_prompt(startup: &Startup, problem: &Problem) -> Result<String> {
+    let (text, tokens) = startup.prompt(problem)?;
     let tokens = format_count(tokens as u64, "token");
-    Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", preflight.task.name()))
+    Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", startup.environment.task.name()))
 }
 
 /// Runs a short conversation with the task: a wrong answer, the task's replies, and the reward.
@@ -187,22 +187,19 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
 
 /// Prints the memory plan of training (of sampling, if the recipe does not train), and the peak memory of the
 /// other commands.
-fn print_memory_plan(
-    preflight: &Preflight,
-    processes: u32,
-    available: Option<&AvailableMemory>,
-) -> Result<u8> {
-    let first = if preflight.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
-    let subject = preflight.memory_plan_input_for(first);
+fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&AvailableMemory>) -> Result<u8> {
+    let first =
+        if startup.environment.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
+    let subject = startup.memory_plan_input_for(first);
     let plan = MemoryPlan::new(&subject);
     let each = match processes {
         1 => String::new(),
         several => format!(" in each of {several} processes"),
     };
     print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
-    let where_it_runs = (subject.sharding(), subject.gpu_sequences.is_none());
+    let where_it_runs = (subject.sharding(), subject.choices.gpu_sequences.is_none());
     let specs = parameter_specs(subject.config);
-    let cost = muon_cost(subject.recipe, &specs, &subject.trainable, where_it_runs);
+    let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, where_it_runs);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {
         print_text(&format!("Muon: {cost}.\n\n"))?;
     }
@@ -213,13 +210,16 @@ fn print_memory_plan(
             traffic.passes
         ))?;
     }
-    let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&preflight.plan.recipe.arms));
+    let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&startup.environment.plan.recipe.arms));
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
         // These commands run in a single process.
         let peak = MemoryPlan::new(&MemoryPlanInput {
-            processes: 1,
-            rollout_weights: RolloutWeightPlacement::Whole,
-            ..preflight.memory_plan_input_for(command)
+            placement: WeightPlacement {
+                processes: 1,
+                rollout_weights: RolloutWeightPlacement::Whole,
+                ..subject.placement
+            },
+            ..startup.memory_plan_input_for(command)
         })
         .peak_bytes();
         print_text(&format!("`rloss {}`: {}\n", command.name(), gigabytes(peak)))?;
@@ -227,9 +227,9 @@ fn print_memory_plan(
     if let Some(found) = available {
         print_text(&format!("Available memory: {} ({}).\n", gigabytes(found.bytes), found.limit))?;
     }
-    if subject.gpu_sequences.is_some() {
+    if subject.choices.gpu_sequences.is_some() {
         print_text(&format!("Host memory of a process: {}.\n", gigabytes(subject.host_bytes())))?;
-        preflight.check_host_memory(available_memory().as_ref())?;
+        startup.check_host_memory(available_memory().as_ref())?;
     }
     if let Some(warning) =
         plan.check_available(available, &subject.remedies(available.map_or(u64::MAX, |free| free.bytes)))?

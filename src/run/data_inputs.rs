@@ -9,7 +9,7 @@ use crate::rollout::{Prompt, PromptLimits};
 use crate::tasks::{Task, ValidationSet};
 use std::sync::Arc;
 
-/// The inputs of [`crate::trainer::TrainingData::open`]: parts of an environment, or of a preflight.
+/// The inputs of [`crate::trainer::TrainingData::open`]: parts of an environment and of the model.
 pub struct DataInputs<'a> {
     pub plan: &'a Plan,
     pub task: &'a dyn Task,

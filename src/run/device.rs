@@ -1,6 +1,6 @@
 //! The device of a command: the one that the recipe requests, if that device supports the recipe.
 
-use super::memory::{AvailableMemory, ModelCommand, SecondWeights};
+use super::memory::{AvailableMemory, MemoryChoices, ModelCommand, SecondWeights};
 use super::source::precision;
 use crate::dist::{Mesh, PackedWeightPlacement};
 use crate::model::config::Config;
@@ -23,6 +23,11 @@ pub struct ComputeDevice {
 }
 
 impl ComputeDevice {
+    /// Returns the choices of a command on this device, before it knows the available memory.
+    pub fn memory_choices(&self) -> MemoryChoices {
+        MemoryChoices { gpu_sequences: self.available.is_some().then_some(1), ..MemoryChoices::default() }
+    }
+
     fn cpu() -> Self {
         Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }

@@ -52,12 +52,17 @@ impl Environment {
         }
     }
 
+    /// Returns whether the system prompt declares tools.
+    pub fn has_tools(&self) -> bool {
+        self.interpreter.is_some() || !self.task.tools().is_empty()
+    }
+
     /// Returns the limits that a prompt of this run must keep. `context_tokens_max` is the model's context.
     pub fn prompt_limits(&self, context_tokens_max: usize) -> PromptLimits<'_> {
         PromptLimits {
             chat: &self.chat,
             system_prompt: &self.system_prompt,
-            has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
+            has_tools: self.has_tools(),
             prompt_tokens_max: self.recipe().rollout.prompt_tokens_max,
             context_tokens_max,
         }

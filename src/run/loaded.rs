@@ -3,8 +3,8 @@
 use super::adapter::RunAdapter;
 use super::family::unsupported_keys;
 use super::memory::{ModelCommand, remaining_memory};
-use super::preflight::ErrorList;
 use super::source::{ModelSource, Placement, model_folder};
+use super::startup::ErrorList;
 use super::teacher::TeacherModel;
 use crate::bad_input;
 use crate::checkpoint::BaseModel;
@@ -57,8 +57,9 @@ impl LoadedModel {
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
     pub fn check_family(&self, plan: &Plan) -> Result<()> {
-        let errors = ErrorList(unsupported_keys(plan, self.config().family));
-        if errors.0.is_empty() { Ok(()) } else { Err(errors.into_error()) }
+        let mut errors = ErrorList::default();
+        errors.extend(unsupported_keys(plan, self.config().family));
+        if errors.is_empty() { Ok(()) } else { Err(errors.into_error()) }
     }
 
     /// Reads frozen weights of the same architecture from `folder`: a Hugging Face folder, a checkpoint, or a

@@ -1,4 +1,4 @@
-//! Code that all commands with a model share: preflight, run folder, evaluation, sampling, signals.
+//! Code that all commands with a model share: startup, run folder, evaluation, sampling, signals.
 
 pub mod adapter;
 pub mod causes;
@@ -12,7 +12,6 @@ mod family;
 pub mod header;
 pub mod loaded;
 pub mod memory;
-pub mod preflight;
 pub mod processes;
 pub mod run_folder;
 pub mod sampling;
@@ -20,6 +19,7 @@ pub mod sampling_folder;
 pub mod signals;
 pub mod sizing;
 pub mod source;
+pub mod startup;
 mod symlinks;
 pub mod teacher;
 mod trainable_flags;

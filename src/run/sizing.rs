@@ -2,7 +2,7 @@
 //! minutes.
 
 use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
-use super::preflight::Preflight;
+use super::startup::Startup;
 use crate::metrics::{Console, format_count};
 use crate::recipe::{KeyScope, resolve_for};
 use anyhow::Result;
@@ -63,10 +63,10 @@ pub struct Sizing {
 pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let plan = resolve_for(KeyScope::Export, file, text, &[])?;
     let (threads, parameters, context) = {
-        let preflight = preflight(file, text, &[])?;
-        let input = preflight.memory_plan_input();
-        let parameters: usize = preflight.source.specs().iter().map(|spec| spec.element_count()).sum();
-        (input.threads, parameters as f64, preflight.source.config.max_position_embeddings)
+        let startup = open_startup(file, text, &[])?;
+        let input = startup.memory_plan_input();
+        let parameters: usize = startup.source.specs().iter().map(|spec| spec.element_count()).sum();
+        (input.threads, parameters as f64, startup.source.config.max_position_embeddings)
     };
     let free = available_memory();
     let cores = format_count(threads as u64, "thread");
@@ -130,7 +130,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         changes.push(("checkpoint.every_steps", CHECKPOINT_STEPS.to_string(), remark));
     }
     let peak_bytes = |changes: &[_]| -> Result<f64> {
-        Ok(MemoryPlan::new(&preflight(file, text, changes)?.memory_plan_input()).peak_bytes() as f64)
+        Ok(MemoryPlan::new(&open_startup(file, text, changes)?.memory_plan_input()).peak_bytes() as f64)
     };
     let is_toy = plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS;
     let warm_up = &plan.recipe.cold_start;
@@ -179,9 +179,9 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let fits = free.as_ref().is_none_or(|free| peak <= free.bytes as f64);
     // `check` and `train` keep all activations if enough memory is free.
     let with_all_activations = {
-        let mut preflight = preflight(file, text, &changes)?;
-        preflight.choose_sharding(1, free.as_ref());
-        MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes()
+        let mut startup = open_startup(file, text, &changes)?;
+        startup.choose_sharding(1, free.as_ref());
+        MemoryPlan::new(&startup.memory_plan_input()).peak_bytes()
     };
     let memory = match with_all_activations > peak as u64 {
         true => format!(
@@ -200,11 +200,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
 }
 
 /// Opens the model of the recipe `text` with `changes`, as training does.
-fn preflight(file: &Path, text: &str, changes: &[(&'static str, String, String)]) -> Result<Preflight> {
+fn open_startup(file: &Path, text: &str, changes: &[(&'static str, String, String)]) -> Result<Startup> {
     let sets: Vec<String> = changes.iter().map(|(key, value, _)| format!("{key}={value}")).collect();
-    Preflight::open(
-        resolve_for(KeyScope::Export, file, text, &sets)?,
-        ModelCommand::Train,
-        &Console::silent(),
-    )
+    Startup::open(resolve_for(KeyScope::Export, file, text, &sets)?, ModelCommand::Train, &Console::silent())
 }

@@ -36,8 +36,6 @@ pub(super) struct TeacherSettings {
     source: Option<ModelSource>,
     /// Whether the layers stay on disk.
     pub on_disk: bool,
-    /// `None` if the teacher reads the policy's prompts.
-    pub prompt: Option<PromptChange>,
 }
 
 impl TeacherSettings {
@@ -74,7 +72,7 @@ impl TeacherSettings {
                 Some(source.unpack_for_precision(recipe))
             }
         };
-        Ok(Some(Self { source, on_disk: false, prompt: None }))
+        Ok(Some(Self { source, on_disk: false }))
     }
 
     /// Returns whether the weights are in files, so that layers can stay on disk.
@@ -82,15 +80,16 @@ impl TeacherSettings {
         self.source.is_some()
     }
 
-    /// Returns the input of the memory plan. `policy` is the config of the policy.
-    pub fn memory_input<'a>(&'a self, policy: &'a Config) -> TeacherInput<'a> {
+    /// Returns the input of the memory plan. `policy` is the config of the policy. `prompt` changes the
+    /// policy's prompts for the teacher, if it does not read them.
+    pub fn memory_input<'a>(&'a self, policy: &'a Config, prompt: Option<&PromptChange>) -> TeacherInput<'a> {
         let source = self.source.as_ref();
         TeacherInput {
             config: source.map_or(policy, |source| &source.config),
             formats: source.map(|source| source.formats.as_slice()),
             adapter_bytes: source.map_or(0, ModelSource::adapter_bytes),
             on_disk: self.on_disk,
-            added_tokens: self.prompt.as_ref().map_or(0, PromptChange::added_tokens),
+            added_tokens: prompt.map_or(0, PromptChange::added_tokens),
         }
     }
 
@@ -108,25 +107,25 @@ impl TeacherSettings {
         let model = Model::new(source.config.clone(), source.config.max_position_embeddings);
         Ok(Some(TeacherModel { model, parameters, digest: source.digest()? }))
     }
+}
 
-    /// Checks that sequences of `tokens` tokens, without the tokens that the system prompt adds, fit in the
-    /// teacher's context.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] when they do not fit.
-    pub fn check_context(&self, plan: &Plan, policy: &Config, tokens: usize) -> Result<()> {
-        let TeacherInput { config, added_tokens, .. } = self.memory_input(policy);
-        let (needed, context) = (tokens + added_tokens, config.max_position_embeddings);
-        if needed <= context {
-            return Ok(());
-        }
-        let key = if added_tokens > 0 { PROMPT_KEY } else { TEACHER_KEY };
-        let reason = format!(
-            "the teacher's context has {context} tokens, and its longest sequence {needed}, {added_tokens} of them added by its \
-             system prompt; lower rollout.response_tokens_max or rollout.prompt_tokens_max"
-        );
-        Err(plan.mistake(key, reason).into())
+/// Checks that sequences of `tokens` tokens, without the tokens that the system prompt adds, fit in the
+/// context of `teacher`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when they do not fit.
+pub(super) fn check_context(plan: &Plan, teacher: TeacherInput, tokens: usize) -> Result<()> {
+    let TeacherInput { config, added_tokens, .. } = teacher;
+    let (needed, context) = (tokens + added_tokens, config.max_position_embeddings);
+    if needed <= context {
+        return Ok(());
     }
+    let key = if added_tokens > 0 { PROMPT_KEY } else { TEACHER_KEY };
+    let reason = format!(
+        "the teacher's context has {context} tokens, and its longest sequence {needed}, {added_tokens} of them added by its \
+         system prompt; lower rollout.response_tokens_max or rollout.prompt_tokens_max"
+    );
+    Err(plan.mistake(key, reason).into())
 }
 
 /// Returns the change of the prompts for the teacher of `recipe`. `policy` are the policy's system and

@@ -8,7 +8,6 @@ use candle_core::{DType, Tensor};
 use rand::Rng;
 use rloss::checkpoint::save::CompanionFiles;
 use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
-use rloss::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use rloss::error::BadInput;
 use rloss::actor::batch_runner::BatchRunner;
 use rloss::learner::critic::Critic;
@@ -30,7 +29,9 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::run::memory::{MemoryPlan, MemoryPlanInput, ModelCommand};
+use rloss::run::memory::{
+    MemoryChoices, MemoryPlan, MemoryPlanInput, ModelCommand, ToolInput, TrainableInput, WeightPlacement,
+};
 use serde::Deserialize;
 use std::path::Path;
 
@@ -333,20 +334,12 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             recipe: &recipe,
             config: &config,
             formats: &vec![WeightFormat::F32; parameters.len()],
-            trainable,
-            adapter: None,
-            critic_trainable: Some(critic_trainable),
+            trainable: TrainableInput { policy: trainable, critic: Some(critic_trainable), adapter: None },
             tokenizer_bytes: 0,
-            python_workers: 0,
-            reply_chars_max: None,
+            tools: ToolInput { python_workers: 0, reply_chars_max: None },
             threads: 1,
-            layers_on_demand: false,
-            processes: 1,
-            rollout_weights: RolloutWeightPlacement::Whole,
-            packed_weights: PackedWeightPlacement::Whole,
-            two_samplings: false,
-            gpu_sequences: None,
-            recompute_layers: None,
+            placement: WeightPlacement::whole(1),
+            choices: MemoryChoices::default(),
             sft_row_tokens_max: None,
             teacher: None,
         };

@@ -2,8 +2,8 @@
 
 use super::gpu_shards::working_bytes;
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, TrainingStage,
-    WARNING_FRACTION, gigabytes,
+    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape,
+    TrainingStage, WARNING_FRACTION, gigabytes,
 };
 use crate::engine::FORWARD_TOKENS_MAX;
 use crate::model::cache::CacheCapacity;
@@ -42,7 +42,8 @@ impl MemoryPlanInput<'_> {
     pub fn sequence_capacity(&self, available: &AvailableMemory) -> usize {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
-            let input = MemoryPlanInput { gpu_sequences: Some(sequences), ..self.clone() };
+            let choices = MemoryChoices { gpu_sequences: Some(sequences), ..self.choices };
+            let input = self.with_choices(choices);
             MemoryPlan::new(&input).peak_bytes() as f64 <= WARNING_FRACTION * available.bytes as f64
         };
         let (mut fitting, mut too_many) = (1, prompts.saturating_mul(samples).max(1) + 1);
@@ -77,7 +78,7 @@ impl MemoryPlanInput<'_> {
         let recipe = self.recipe;
         let specs = parameter_specs(self.config);
         let weights: u64 = specs.iter().enumerate().map(|(index, spec)| self.gpu_bytes(spec, index)).sum();
-        let factors: &[ParameterSpec] = self.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
+        let factors: &[ParameterSpec] = self.trainable.adapter.as_ref().map_or(&[], |adapter| &adapter.specs);
         let weights = weights + total_working_bytes(factors);
         let trainable = if self.command.trains() { self.ever_trainable_tensors() } else { vec![] };
         let whole = total_working_bytes(trainable.iter().map(|(_, spec)| spec));
@@ -115,11 +116,11 @@ impl MemoryPlanInput<'_> {
         let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
         add("gradients", gradients);
         add("optimizer", optimizer);
-        if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
+        if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.trainable.critic) {
             let tensors = self.critic_trainable_tensors(trainable);
             let critic_specs = value_model_specs(self.config);
             let head = critic_specs.iter().filter(|spec| spec.name.starts_with("score."));
-            let weights = match self.adapter {
+            let weights = match self.trainable.adapter {
                 Some(_) => total_working_bytes(head.chain(factors)),
                 None => total_working_bytes(&critic_specs),
             };
@@ -146,7 +147,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the shape of a forward pass on the GPU.
     fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
-        let has_adapter = self.adapter.is_some();
+        let has_adapter = self.trainable.adapter.is_some();
         PassShape {
             config: self.config,
             tokens,
@@ -161,7 +162,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the bytes of the products of adapters' factors in the backward pass: rows of the rank's width,
     /// and their gradients.
     fn low_rank_bytes(&self, tokens: usize) -> u64 {
-        let factors = self.adapter.iter().flat_map(|adapter| &adapter.specs);
+        let factors = self.trainable.adapter.iter().flat_map(|adapter| &adapter.specs);
         let rank = |spec: &ParameterSpec| spec.stored_shape.iter().rev().take(2).min().copied();
         let rank = factors.filter_map(rank).max().unwrap_or(0);
         (2 * tokens * self.config.num_experts_per_tok.max(1) * rank * size_of::<half::bf16>()) as u64
@@ -169,7 +170,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the maximum number of sequences of a decode step.
     fn decoded_sequences(&self) -> usize {
-        self.recipe.rollout.sequences_max.min(self.gpu_sequences.unwrap_or(usize::MAX))
+        self.recipe.rollout.sequences_max.min(self.choices.gpu_sequences.unwrap_or(usize::MAX))
     }
 
     /// Returns the maximum number of rows of a forward pass whose logits are needed. The server scores the

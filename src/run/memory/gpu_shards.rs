@@ -135,7 +135,7 @@ impl MemoryPlanInput<'_> {
             });
             bytes.max().unwrap_or(0)
         };
-        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
+        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let total = total(self.ever_trainable_tensors()).max(total(critic.unwrap_or_default()));
         let bytes = total.saturating_sub(activation_bytes);
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
@@ -232,7 +232,7 @@ mod tests {
     use crate::metrics::Console;
     use crate::recipe::resolve;
     use crate::run::memory::{ModelCommand, TrainingStage};
-    use crate::run::preflight::Preflight;
+    use crate::run::startup::Startup;
     use std::path::Path;
 
     const SHORT: &str = "task.name = \"format_rules\"\ntrain.recompute_layers = false\n\
@@ -243,9 +243,9 @@ mod tests {
     /// Calls `check` with the input of a plan of one of `processes` GPUs.
     fn with_input<R>(more: &str, processes: usize, check: impl FnOnce(&MemoryPlanInput) -> R) -> R {
         let plan = resolve(Path::new("a.toml"), &format!("{SHORT}{more}"), &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         check(&input)
     }
 

@@ -8,6 +8,7 @@
 
 mod gpu;
 mod gpu_shards;
+mod input;
 mod machine;
 mod passes;
 mod program;
@@ -17,6 +18,7 @@ mod teacher;
 mod traffic;
 mod weights;
 
+pub use input::{AdapterInput, MemoryChoices, MemoryPlanInput, ToolInput, TrainableInput, WeightPlacement};
 pub use machine::{AvailableMemory, available_memory, min_over_processes, remaining_memory};
 pub use passes::PassShape;
 pub use program::tokenizer_bytes;
@@ -25,16 +27,14 @@ pub use teacher::TeacherInput;
 pub use traffic::Traffic;
 
 use crate::bad_input;
-use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::actor::OptimizerSettings;
 use crate::actor::batch_runner::runs_in_parallel;
 use crate::actor::gradients::exchange_bytes_max;
 use crate::actor::optimizer::{device_update_bytes, has_master, state_bytes, update_bytes};
 use crate::metrics::TextTable;
-use crate::model::config::{Config, WeightFormat};
+use crate::model::config::WeightFormat;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
-use crate::recipe::Recipe;
 use crate::rollout::REPLY_FRAME_TOKENS;
 use crate::run::source::precision;
 use anyhow::Result;
@@ -100,66 +100,6 @@ impl ModelCommand {
     }
 }
 
-/// The input of a memory plan.
-#[derive(Clone)]
-pub struct MemoryPlanInput<'a> {
-    pub command: ModelCommand,
-    pub recipe: &'a Recipe,
-    pub config: &'a Config,
-    /// Storage format of each of the policy's tensors. It holds while the tensor is frozen.
-    pub formats: &'a [WeightFormat],
-    /// Trainable flags of the policy's tensors.
-    pub trainable: Vec<bool>,
-    /// Trainable flags of the critic's tensors. `None` without a critic.
-    pub critic_trainable: Option<Vec<bool>>,
-    /// The adapter that is trained, or that is part of the model.
-    pub adapter: Option<AdapterInput>,
-    /// Memory of the tokenizer, from [`tokenizer_bytes`].
-    pub tokenizer_bytes: u64,
-    /// Number of worker processes of the Python tool. 0 without the tool.
-    pub python_workers: usize,
-    /// Maximum number of characters of all replies to the calls of a turn. `None` without tools.
-    pub reply_chars_max: Option<usize>,
-    pub threads: usize,
-    /// Whether layers stay on disk and are read on demand.
-    pub layers_on_demand: bool,
-    /// Number of processes of the run. The plan is for one process.
-    pub processes: usize,
-    /// How each process holds the trainable weights while it samples.
-    pub rollout_weights: RolloutWeightPlacement,
-    /// How each process holds the packed weights.
-    pub packed_weights: PackedWeightPlacement,
-    /// Number of sequences in the GPU's KV cache. If set, the plan is for the GPU's memory. `None` on the
-    /// CPU: the plan is for the host's memory.
-    pub gpu_sequences: Option<usize>,
-    /// Whether the backward pass recomputes layers, chosen by the available memory. `None` if that memory is
-    /// unknown. The recipe's key overrides this value.
-    pub recompute_layers: Option<bool>,
-    /// Whether two samplings of training may be in flight, chosen by the available memory.
-    pub two_samplings: bool,
-    /// Tokens of the longest row of an SFT file, if the command reads one.
-    pub sft_row_tokens_max: Option<usize>,
-    /// The teacher of distillation, if the command distills.
-    pub teacher: Option<TeacherInput<'a>>,
-}
-
-/// The adapter in a memory plan.
-#[derive(Debug, Clone)]
-pub struct AdapterInput {
-    /// Names and shapes of the factors.
-    pub specs: Vec<ParameterSpec>,
-    /// Trainable flags, one per factor.
-    pub trainable: Vec<bool>,
-    /// Whether the adapter is attached after an SFT warm-up, which trains the whole model.
-    pub after_cold_start: bool,
-}
-
-impl AdapterInput {
-    fn bytes(&self) -> u64 {
-        f32_bytes(&self.specs)
-    }
-}
-
 /// A trainable tensor and its index in the parameter store.
 type TrainableTensor = (usize, ParameterSpec);
 
@@ -217,7 +157,7 @@ fn total_bytes(items: &[MemoryItem]) -> u64 {
 impl MemoryPlan {
     /// Computes the plan of `input`.
     pub fn new(input: &MemoryPlanInput) -> Self {
-        match input.gpu_sequences {
+        match input.choices.gpu_sequences {
             None => {
                 let (mut resident, phases) = (input.resident(), input.phases());
                 let bytes = retained_bytes(&phases);
@@ -311,13 +251,13 @@ impl MemoryPlanInput<'_> {
 
     /// Returns whether the backward pass recomputes activations. Results are bitwise equal in both cases.
     pub fn recomputes_layers(&self) -> bool {
-        let choice = self.recipe.train.recompute_layers.or(self.recompute_layers);
+        let choice = self.recipe.train.recompute_layers.or(self.choices.recompute_layers);
         choice.unwrap_or_else(|| self.saved_bytes() > SAVED_BYTES_MAX)
     }
 
     /// Returns the bytes that the concurrent passes save if nothing is recomputed.
     fn saved_bytes(&self) -> u64 {
-        let (tokens, has_adapter) = (self.recipe.train.micro_batch_tokens, self.adapter.is_some());
+        let (tokens, has_adapter) = (self.recipe.train.micro_batch_tokens, self.trainable.adapter.is_some());
         let pass = PassShape {
             config: self.config,
             tokens,
@@ -328,8 +268,8 @@ impl MemoryPlanInput<'_> {
             sequence_ranks: 1,
         };
         let saved = pass.forward_backward_bytes(false);
-        match self.processes {
-            _ if self.gpu_sequences.is_some() => saved,
+        match self.placement.processes {
+            _ if self.choices.gpu_sequences.is_some() => saved,
             1 => concurrent_passes(self.largest_weight_bytes(), self.threads).saturating_mul(saved),
             _ if self.shard_ranks() == 1 => saved,
             // Without recomputation, the graph of all layers holds the gathered weights. The base of an
@@ -342,24 +282,26 @@ impl MemoryPlanInput<'_> {
     /// Returns whether recomputation is needed, because a plan without it would nearly fill the `available`
     /// memory.
     pub fn needs_recomputation(&self, available: &AvailableMemory) -> bool {
-        let plan = MemoryPlan::new(&MemoryPlanInput { recompute_layers: Some(false), ..self.clone() });
+        let plan = MemoryPlan::new(
+            &self.with_choices(MemoryChoices { recompute_layers: Some(false), ..self.choices }),
+        );
         plan.peak_bytes() as f64 > WARNING_FRACTION * available.bytes as f64
     }
 
     /// Returns the policy's trainable tensors in `stage`.
     fn trainable_tensors(&self, stage: TrainingStage) -> Vec<TrainableTensor> {
-        match &self.adapter {
+        match &self.trainable.adapter {
             Some(adapter) if stage == TrainingStage::ReinforcementLearning || !adapter.after_cold_start => {
                 select_trainable(adapter.specs.clone(), &adapter.trainable, self.formats.len())
             }
-            _ => select_trainable(parameter_specs(self.config), &self.trainable, 0),
+            _ => select_trainable(parameter_specs(self.config), &self.trainable.policy, 0),
         }
     }
 
     /// Returns the policy's tensors that are trainable in any stage.
     fn ever_trainable_tensors(&self) -> Vec<TrainableTensor> {
         let mut tensors = self.trainable_tensors(TrainingStage::ReinforcementLearning);
-        if self.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
+        if self.trainable.adapter.as_ref().is_some_and(|adapter| adapter.after_cold_start) {
             tensors.extend(self.trainable_tensors(TrainingStage::ColdStart));
         }
         tensors
@@ -418,7 +360,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the host memory that is used during the whole run.
     fn resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
-        let weights = match self.layers_on_demand {
+        let weights = match self.placement.layers_on_demand {
             true => MemoryItem { name: "weights, one layer at a time", bytes: self.on_demand_weight_bytes() },
             false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
         };
@@ -439,7 +381,7 @@ impl MemoryPlanInput<'_> {
             let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
             add("gradients", gradients);
             add("optimizer", optimizer);
-            if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.critic_trainable) {
+            if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.trainable.critic) {
                 let tensors = self.critic_trainable_tensors(trainable);
                 let frozen = self.critic_weight_bytes(trainable).saturating_sub(gathered_bytes(&tensors));
                 add("critic's weights", frozen + self.f32_shard_bytes(&tensors));
@@ -484,12 +426,12 @@ impl MemoryPlanInput<'_> {
     /// adapter. SFT alone needs none.
     fn needs_reference(&self) -> bool {
         let recipe = self.recipe;
-        recipe.train.steps > 0 && recipe.policy.needs_reference() && self.adapter.is_none()
+        recipe.train.steps > 0 && recipe.policy.needs_reference() && self.trainable.adapter.is_none()
     }
 
     /// Returns the critic's trainable tensors: its own tensors, and the factors of its adapter.
     fn critic_trainable_tensors(&self, trainable: &[bool]) -> Vec<TrainableTensor> {
-        let factors = self.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
+        let factors = self.trainable.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
         select_trainable(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
     }
 
@@ -498,7 +440,7 @@ impl MemoryPlanInput<'_> {
     pub(super) fn longest_sequence(&self) -> usize {
         let rollout = &self.recipe.rollout;
         // The calls of a turn share the characters of one reply. A character takes about one token at most.
-        let reply_tokens = self.reply_chars_max.map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
+        let reply_tokens = self.tools.reply_chars_max.map_or(0, |chars| chars + REPLY_FRAME_TOKENS);
         let replies = rollout.turns_max.saturating_sub(1);
         let tokens = rollout.prompt_tokens_max + rollout.response_tokens_max + replies * reply_tokens;
         tokens.min(self.config.max_position_embeddings)
@@ -520,13 +462,13 @@ impl MemoryPlanInput<'_> {
             config: self.config,
             tokens,
             targets: tokens,
-            has_adapter: self.adapter.is_some(),
+            has_adapter: self.trainable.adapter.is_some(),
             on_gpu: false,
             teacher: self.teacher.map(|teacher| teacher.config),
             sequence_ranks: self.sequence_ranks(),
         };
         // Passes of several processes exchange data, so each process runs only one pass at a time.
-        let exchanges = self.processes > 1;
+        let exchanges = self.placement.processes > 1;
         let passes = if exchanges { 1 } else { concurrent_passes(self.largest_weight_bytes(), self.threads) };
         if matches!(self.command, ModelCommand::CheckMismatch(_)) {
             phases
@@ -536,7 +478,7 @@ impl MemoryPlanInput<'_> {
         let recomputes = self.recomputes_layers();
         let bytes = passes * pass.forward_backward_bytes(recomputes).max(self.teacher_pass_bytes(&pass));
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
+        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let tensors = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
         let gathered =
             tensors.iter().map(|tensors| self.gathered_pass_bytes(tensors, recomputes)).max().unwrap_or(0);
@@ -570,16 +512,18 @@ impl MemoryPlanInput<'_> {
     /// updated one by one, but for the matrices that several GPUs exchange.
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
-        let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| match self.gpu_sequences {
-            Some(_) => {
-                let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
-                device_update_bytes(settings, tensors, self.sharding())
-            }
-            None => {
-                let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.shard_ranks());
-                tensors.iter().map(bytes).max().unwrap_or(0)
-            }
-        };
+        let largest =
+            |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| match self.choices.gpu_sequences {
+                Some(_) => {
+                    let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
+                    device_update_bytes(settings, tensors, self.sharding())
+                }
+                None => {
+                    let bytes =
+                        |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.shard_ranks());
+                    tensors.iter().map(bytes).max().unwrap_or(0)
+                }
+            };
         let stages = [
             (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
             (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
@@ -589,7 +533,7 @@ impl MemoryPlanInput<'_> {
             .filter(|(_, steps, _)| *steps > 0)
             .map(|(stage, _, settings)| largest(settings, self.trainable_tensors(stage)));
         let critic =
-            recipe.critic.iter().zip(&self.critic_trainable).map(|(critic, trainable)| {
+            recipe.critic.iter().zip(&self.trainable.critic).map(|(critic, trainable)| {
                 largest(&critic.optimizer, self.critic_trainable_tensors(trainable))
             });
         policy.chain(critic).max().unwrap_or(0)

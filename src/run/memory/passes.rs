@@ -319,7 +319,7 @@ impl PassShape<'_> {
 impl MemoryPlanInput<'_> {
     /// Returns the number of processes that share the sequences of a pass.
     pub(super) fn sequence_ranks(&self) -> usize {
-        if self.processes > 1 { self.recipe.parallel.sequence } else { 1 }
+        if self.placement.processes > 1 { self.recipe.parallel.sequence } else { 1 }
     }
 
     /// Returns the maximum number of tokens of a micro-batch that this process computes.

@@ -42,7 +42,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the memory of the program and of the tool's idle workers. Code that runs in a worker may use
     /// up to `interpreter.memory_mib` more.
     pub(super) fn program(&self) -> Vec<MemoryItem> {
-        let calls = match self.reply_chars_max {
+        let calls = match self.tools.reply_chars_max {
             None => 0,
             Some(_) => self.recipe.rollout.tool_calls_concurrent_max.min(self.concurrent_sequences()),
         };
@@ -58,7 +58,7 @@ impl MemoryPlanInput<'_> {
             MemoryItem { name: "program", bytes: PROGRAM_BYTES },
             MemoryItem { name: "tokenizer", bytes: self.tokenizer_bytes },
             MemoryItem { name: "threads", bytes: threads * THREAD_BYTES },
-            MemoryItem { name: "tool's workers, idle", bytes: self.python_workers as u64 * worker },
+            MemoryItem { name: "tool's workers, idle", bytes: self.tools.python_workers as u64 * worker },
         ]
     }
 }

@@ -1,7 +1,9 @@
 //! Remedies: changes to the recipe that lower the peak memory, each with its saving. For each change, the
 //! plan is computed again.
 
-use super::{AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, gigabytes};
+use super::{
+    AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, TrainableInput, WeightPlacement, gigabytes,
+};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::actor::OptimizerKind;
 use crate::model::adapter::{Lora, default_targets};
@@ -107,7 +109,7 @@ impl MemoryPlanInput<'_> {
             add_recipe_change("train.recompute_layers = true".into(), &|r| {
                 r.train.recompute_layers = Some(true)
             });
-            if self.shard_ranks() < self.processes {
+            if self.shard_ranks() < self.placement.processes {
                 add_recipe_change("parallel.shard_size = 0".into(), &|r| r.parallel.shard_size = 0);
             }
             if recipe.train.optimizer.kind == OptimizerKind::Sgd {
@@ -121,28 +123,28 @@ impl MemoryPlanInput<'_> {
                     });
                 }
             }
-            if self.adapter.is_none() {
+            if self.trainable.adapter.is_none() {
                 changes.push((
                     format!("[adapter] with rank = {}", AdapterSettings::default().rank),
                     self.peak_with_adapter(),
                 ));
             }
-            if let Some(peak) = self.peak_with_frozen_experts().filter(|_| self.adapter.is_none()) {
+            if let Some(peak) = self.peak_with_frozen_experts().filter(|_| self.trainable.adapter.is_none()) {
                 changes.push((format!("train.freeze = [{FROZEN_EXPERTS:?}]"), peak));
             }
         }
-        if self.shard_ranks() > 1 && self.packed_weights != PackedWeightPlacement::Sharded {
-            let changed_input =
-                MemoryPlanInput { packed_weights: PackedWeightPlacement::Sharded, ..self.clone() };
-            let change = format!("parallel.packed_weights = \"{}\"", PackedWeightPlacement::Sharded);
+        if self.shard_ranks() > 1 && self.placement.packed_weights != PackedWeightPlacement::Sharded {
+            let packed_weights = PackedWeightPlacement::Sharded;
+            let changed_input = self.with_placement(WeightPlacement { packed_weights, ..self.placement });
+            let change = format!("parallel.packed_weights = \"{packed_weights}\"");
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
         if self.shard_ranks() > 1
-            && self.rollout_weights == RolloutWeightPlacement::Whole
+            && self.placement.rollout_weights == RolloutWeightPlacement::Whole
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let changed_input = MemoryPlanInput { rollout_weights, ..self.clone() };
+            let changed_input = self.with_placement(WeightPlacement { rollout_weights, ..self.placement });
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
             changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
         }
@@ -156,30 +158,27 @@ impl MemoryPlanInput<'_> {
         let lora = Lora { rank, alpha, rslora, targets: default_targets(self.config) };
         let specs = lora.factor_specs(&base).unwrap_or_default();
         let adapter = AdapterInput { trainable: vec![true; specs.len()], specs, after_cold_start: false };
-        let critic_trainable = self.critic_trainable.as_ref().map(|_| {
+        let critic = self.trainable.critic.as_ref().map(|_| {
             let specs = value_model_specs(self.config);
             let head = specs.iter().map(|spec| spec.name.starts_with("score."));
             head.chain(adapter.trainable.iter().copied()).collect()
         });
-        let changed_input = MemoryPlanInput {
-            trainable: vec![false; base.len()],
-            critic_trainable,
-            adapter: Some(adapter),
-            ..self.clone()
-        };
-        MemoryPlan::new(&changed_input).peak_bytes()
+        let trainable = TrainableInput { policy: vec![false; base.len()], critic, adapter: Some(adapter) };
+        MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes()
     }
 
     /// Returns the peak if all experts of the policy are frozen. `None` if nothing else is trainable.
     fn peak_with_frozen_experts(&self) -> Option<u64> {
         let specs = parameter_specs(self.config);
-        let trainable: Vec<bool> = specs
+        let policy: Vec<bool> = specs
             .iter()
-            .zip(&self.trainable)
+            .zip(&self.trainable.policy)
             .map(|(spec, is_trainable)| *is_trainable && !spec.name.contains(".mlp.experts."))
             .collect();
-        trainable
-            .contains(&true)
-            .then(|| MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes())
+        if !policy.contains(&true) {
+            return None;
+        }
+        let trainable = TrainableInput { policy, ..self.trainable.clone() };
+        Some(MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes())
     }
 }

@@ -1,8 +1,8 @@
 //! Memory of sampling: how many sequences are sampled at the same time, and what they need.
 
 use super::{
-    AvailableMemory, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape, SecondWeights,
-    WARNING_FRACTION,
+    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape,
+    SecondWeights, WARNING_FRACTION,
 };
 use crate::dist::RolloutWeightPlacement;
 use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
@@ -70,8 +70,9 @@ impl MemoryPlanInput<'_> {
     /// evaluation.
     pub(super) fn concurrent_sequences(&self) -> usize {
         let (rollout, eval) = (&self.recipe.rollout, &self.recipe.eval);
-        let local_sequences =
-            |(prompts, samples): (usize, usize)| prompts.div_ceil(self.processes).saturating_mul(samples);
+        let local_sequences = |(prompts, samples): (usize, usize)| {
+            prompts.div_ceil(self.placement.processes).saturating_mul(samples)
+        };
         let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
         let evaluation = if evaluates { local_sequences((eval.problems_max, eval.samples)) } else { 0 };
         let sequences = local_sequences(self.rollout_size()).max(evaluation);
@@ -85,28 +86,29 @@ impl MemoryPlanInput<'_> {
         let eval = &self.recipe.eval;
         let evaluates = self.command.trains() && (eval.every_steps > 0 || eval.before_training);
         let problems = if evaluates { eval.problems_max } else { 0 };
-        self.rollout_size().0.max(problems).div_ceil(self.processes)
+        self.rollout_size().0.max(problems).div_ceil(self.placement.processes)
     }
 
     /// Returns whether sampling runs beside the update, with a copy of the trained weights.
     pub(super) fn samples_beside_the_update(&self) -> bool {
         let runs_ahead = self.command.trains() && self.recipe.rollout.lag_steps > 0;
-        runs_ahead && self.processes == 1
+        runs_ahead && self.placement.processes == 1
     }
 
     /// Returns whether two samplings may be in flight: on the CPU in one process, if no sampling continues
     /// the one before and the plan does not nearly fill the `available` memory.
     pub fn fits_two_samplings(&self, available: Option<&AvailableMemory>) -> bool {
-        let plan = MemoryPlan::new(&MemoryPlanInput { two_samplings: true, ..self.clone() });
+        let both = self.with_choices(MemoryChoices { two_samplings: true, ..self.choices });
+        let plan = MemoryPlan::new(&both);
         let fits =
             |memory: &AvailableMemory| plan.peak_bytes() as f64 <= WARNING_FRACTION * memory.bytes as f64;
-        let may_overlap = self.gpu_sequences.is_none() && self.recipe.rollout.step_tokens_max == 0;
+        let may_overlap = self.choices.gpu_sequences.is_none() && self.recipe.rollout.step_tokens_max == 0;
         self.samples_beside_the_update() && may_overlap && available.is_none_or(fits)
     }
 
     /// Returns the maximum number of samplings at the same time.
     pub(super) fn samplings_in_flight(&self) -> u64 {
-        if self.two_samplings { 2 } else { 1 }
+        if self.choices.two_samplings { 2 } else { 1 }
     }
 
     /// Returns the bytes of the samples that are kept for later steps, and of partial trajectories.
@@ -132,7 +134,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
     pub fn prefix_tokens_max(&self) -> usize {
         match self.command {
-            _ if self.gpu_sequences.is_some() => 0,
+            _ if self.choices.gpu_sequences.is_some() => 0,
             ModelCommand::Chat | ModelCommand::Serve => self.recipe.rollout.prefix_tokens_max,
             _ if self.plays_agent() => self.recipe.rollout.prefix_tokens_max,
             _ => 0,
@@ -183,7 +185,7 @@ impl MemoryPlanInput<'_> {
             row_copies *= 3;
         }
         let targets = sequences.div_ceil(engines);
-        let has_adapter = self.adapter.is_some();
+        let has_adapter = self.trainable.adapter.is_some();
         let pass = PassShape {
             config,
             tokens,

@@ -8,6 +8,7 @@ use crate::actor::optimizer::Optimizer;
 use crate::actor::OptimizerKind;
 use crate::learner::TrainSettings;
 use crate::metrics::Console;
+use crate::model::config::Config;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::storage::TensorStorage;
@@ -15,9 +16,9 @@ use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::page_allocator::PAGE_POSITIONS;
 use crate::ops::sink_attention::kernels::CHUNK_KEYS;
 use crate::ops::weight::Weight;
-use crate::recipe::resolve;
-use crate::run::preflight::Preflight;
+use crate::recipe::{Recipe, resolve};
 use crate::run::source::ModelSource;
+use crate::run::startup::Startup;
 use candle_core::{DType, Device, Tensor};
 use std::path::Path;
 use std::sync::Arc;
@@ -65,20 +66,12 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 recipe: &recipe,
                 config: &config,
                 formats: &vec![WeightFormat::F32; values.len()],
-                trainable: trainable.clone(),
-                critic_trainable: None,
-                adapter: None,
+                trainable: TrainableInput { policy: trainable.clone(), critic: None, adapter: None },
                 tokenizer_bytes: 0,
-                python_workers: 0,
-                reply_chars_max: None,
+                tools: ToolInput { python_workers: 0, reply_chars_max: None },
                 threads: 1,
-                layers_on_demand: false,
-                processes,
-                rollout_weights: RolloutWeightPlacement::Whole,
-                packed_weights: PackedWeightPlacement::Whole,
-                gpu_sequences: None,
-                recompute_layers: None,
-                two_samplings: false,
+                placement: WeightPlacement::whole(processes),
+                choices: MemoryChoices::default(),
                 sft_row_tokens_max: None,
                 teacher: None,
             };
@@ -144,14 +137,15 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
     let rest = "[rollout]\nturns_max = 1\n[train]\nmicro_batch_tokens = 1024\n";
     let text = format!("[model.architecture]\n{shape}[task]\nname = \"format_rules\"\n{rest}");
     let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+    let mut startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
     let mut planned = |processes, bytes: Option<u64>| {
         let available = bytes.map(|bytes| AvailableMemory { bytes, limit: String::new() });
-        preflight.choose_sharding(processes, available.as_ref());
-        let warned = preflight.plan.warnings.drain(..).any(|text| text.contains("parallel.rollout_weights"));
-        let input = preflight.memory_plan_input();
-        assert_eq!(warned, input.rollout_weights != RolloutWeightPlacement::Whole);
-        (input.rollout_weights, MemoryPlan::new(&input).peak_bytes())
+        startup.choose_sharding(processes, available.as_ref());
+        let warned =
+            startup.environment.plan.warnings.drain(..).any(|text| text.contains("parallel.rollout_weights"));
+        let input = startup.memory_plan_input();
+        assert_eq!(warned, input.placement.rollout_weights != RolloutWeightPlacement::Whole);
+        (input.placement.rollout_weights, MemoryPlan::new(&input).peak_bytes())
     };
     let (how, whole) = planned(4, None);
     assert_eq!(how, RolloutWeightPlacement::Whole);
@@ -165,16 +159,16 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
     // A single process gathers nothing, even with little memory.
     assert_eq!(planned(1, Some(1)).0, RolloutWeightPlacement::Whole);
     // Unsharded packed experts are complete on every process, whatever `rollout_weights` is.
-    preflight.choose_sharding(4, None);
-    let input = preflight.memory_plan_input();
+    startup.choose_sharding(4, None);
+    let input = startup.memory_plan_input();
     let formats = vec![WeightFormat::Bf16; input.formats.len()];
     let trainable: Vec<bool> =
         parameter_specs(input.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
         let input = MemoryPlanInput {
-            rollout_weights,
+            placement: WeightPlacement { rollout_weights, ..input.placement },
             formats: &formats,
-            trainable: trainable.clone(),
+            trainable: TrainableInput { policy: trainable.clone(), ..input.trainable.clone() },
             ..input.clone()
         };
         MemoryPlan::new(&input).phases.into_iter().find(|(name, _)| *name == "sampling").unwrap().1
@@ -187,9 +181,9 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
     let text = "[model.architecture]\nhidden_size = 256\nintermediate_size = 256\nnum_local_experts = 8\n\
                 num_hidden_layers = 6\n[adapter]\n[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-    let specs = parameter_specs(&preflight.source.config);
-    preflight.source.formats = specs
+    let mut startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+    let specs = parameter_specs(&startup.source.config);
+    startup.source.formats = specs
         .iter()
         .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
         .collect();
@@ -198,31 +192,40 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
         resident.iter().find(|part| part.name == "weights").unwrap().bytes
     };
     let alone = {
-        preflight.choose_sharding(1, None);
-        weights(&preflight.memory_plan_input())
+        startup.choose_sharding(1, None);
+        weights(&startup.memory_plan_input())
     };
     for processes in [2, 3, 8] {
-        preflight.choose_sharding(processes, None);
+        startup.choose_sharding(processes, None);
         assert_eq!(
-            preflight.memory_plan_input().packed_weights,
+            startup.memory_plan_input().placement.packed_weights,
             PackedWeightPlacement::Whole,
             "memory is not known"
         );
-        let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes();
-        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, limit: String::new() }));
-        assert_eq!(preflight.memory_plan_input().packed_weights, PackedWeightPlacement::Whole, "it suffices");
-        preflight.plan.warnings.clear();
-        preflight.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, limit: String::new() }));
-        assert!(
-            preflight.plan.warnings.iter().any(|said| said.contains("parallel.packed_weights = \"cut\""))
+        let peak = MemoryPlan::new(&startup.memory_plan_input()).peak_bytes();
+        startup.choose_sharding(processes, Some(&AvailableMemory { bytes: peak, limit: String::new() }));
+        assert_eq!(
+            startup.memory_plan_input().placement.packed_weights,
+            PackedWeightPlacement::Whole,
+            "it suffices"
         );
-        let input = preflight.memory_plan_input();
-        assert_eq!(input.packed_weights, PackedWeightPlacement::Sharded);
+        startup.environment.plan.warnings.clear();
+        startup.choose_sharding(processes, Some(&AvailableMemory { bytes: 1, limit: String::new() }));
+        assert!(
+            startup
+                .environment
+                .plan
+                .warnings
+                .iter()
+                .any(|said| said.contains("parallel.packed_weights = \"cut\""))
+        );
+        let input = startup.memory_plan_input();
+        assert_eq!(input.placement.packed_weights, PackedWeightPlacement::Sharded);
         // Bytes that the process `rank` actually holds.
         let weight = |rank: usize| -> u64 {
             let mesh = Mesh::without_connection(rank, processes);
             let factors: u64 = (specs.len()..)
-                .zip(&input.adapter.as_ref().unwrap().specs)
+                .zip(&input.trainable.adapter.as_ref().unwrap().specs)
                 .map(|(index, spec)| {
                     shard_range(spec.element_count(), index, rank, processes).len() as u64 * 4
                 })
@@ -264,8 +267,8 @@ fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
              rollout.samples_per_prompt = 5\nrollout.response_tokens_max = 7\n{keys}"
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, command, &Console::silent()).unwrap();
-        let input = preflight.memory_plan_input();
+        let startup = Startup::open(plan, command, &Console::silent()).unwrap();
+        let input = startup.memory_plan_input();
         let config = Config { vocab_size, ..input.config.clone() };
         let input = MemoryPlanInput { config: &config, ..input };
         let offered = input.remedies(0).iter().any(|remedy| remedy.change == "rollout.top_k = 256");
@@ -289,10 +292,10 @@ fn sampling_beside_the_update_has_a_copy_of_the_trained_weights_and_both_phases(
     let plan = |text: &str| {
         let text = format!("task.name = \"format_rules\"\npolicy.old_logprob = \"rollout\"\n{text}");
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
         let alone = MemoryPlan::new(&input);
-        input.processes = 2;
+        input.placement.processes = 2;
         (alone, MemoryPlan::new(&input))
     };
     let bytes = |plan: &MemoryPlan, name: &str| {
@@ -325,11 +328,11 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
     let check = |text: &str, check: &dyn Fn(&MemoryPlanInput)| {
         let text = format!("task.name = \"format_rules\"\npolicy.old_logprob = \"rollout\"\n{text}");
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        check(&preflight.memory_plan_input());
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        check(&startup.memory_plan_input());
     };
     check("rollout.lag_steps = 1", &|input| {
-        let both = MemoryPlanInput { two_samplings: true, ..input.clone() };
+        let both = input.with_choices(MemoryChoices { two_samplings: true, ..input.choices });
         let (one, two) = (MemoryPlan::new(input), MemoryPlan::new(&both));
         let bytes = |plan: &MemoryPlan, name: &str| {
             plan.resident.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
@@ -347,8 +350,10 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
         let peak = two.peak_bytes() as f64;
         assert!(input.fits_two_samplings(Some(&memory(peak / 0.89))));
         assert!(!input.fits_two_samplings(Some(&memory(peak / 0.91))));
-        assert!(!MemoryPlanInput { gpu_sequences: Some(4), ..input.clone() }.fits_two_samplings(None));
-        assert!(!MemoryPlanInput { processes: 2, ..input.clone() }.fits_two_samplings(None));
+        let on_gpu = input.with_choices(MemoryChoices { gpu_sequences: Some(4), ..input.choices });
+        assert!(!on_gpu.fits_two_samplings(None));
+        let of_two = input.with_placement(WeightPlacement { processes: 2, ..input.placement });
+        assert!(!of_two.fits_two_samplings(None));
     });
     for text in ["", "rollout.lag_steps = 1\nrollout.step_tokens_max = 8"] {
         check(text, &|input| assert!(!input.fits_two_samplings(None), "{text}"));
@@ -359,9 +364,9 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
 fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_it() {
     let text = "[task]\nname = \"format_rules\"\n[rollout]\nturns_max = 1\n";
     let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
-    let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-    preflight.choose_sharding(1, None);
-    let config = Config { hidden_size: 512, num_hidden_layers: 6, ..preflight.source.config.clone() };
+    let mut startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+    startup.choose_sharding(1, None);
+    let config = Config { hidden_size: 512, num_hidden_layers: 6, ..startup.source.config.clone() };
     let specs = parameter_specs(&config);
     let formats: Vec<WeightFormat> = specs
         .iter()
@@ -371,7 +376,7 @@ fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_
         let formats = Some(&formats[..]);
         TeacherInput { config: &config, formats, adapter_bytes: 0, on_disk, added_tokens: 3 }
     };
-    let input = preflight.memory_plan_input();
+    let input = startup.memory_plan_input();
     let planned = |teacher| MemoryPlan::new(&MemoryPlanInput { teacher, ..input.clone() });
     let bytes = |plan: &MemoryPlan, name: &str| {
         plan.resident.iter().find(|item| item.name == name).map(|item| item.bytes)
@@ -411,9 +416,9 @@ fn a_gpu_has_a_copy_of_the_trained_weights_and_both_phases_if_it_samples_beside_
     let plan = |text: &str, processes: usize| {
         let text = format!("task.name = \"format_rules\"\npolicy.old_logprob = \"rollout\"\n{text}");
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         MemoryPlan::new(&input)
     };
     let bytes = |plan: &MemoryPlan, name: &str| {
@@ -452,9 +457,9 @@ fn hosts_of_several_gpus_have_no_products_of_muon() {
     let plan = |kind: &str| {
         let text = format!("task.name = \"format_rules\"\ntrain.optimizer.kind = \"{kind}\"");
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), 2);
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), 2);
         let received = Traffic::new(&input).parts.into_iter().find(|(name, _)| name.contains("Muon"));
         (input.host_bytes(), received.unwrap().1)
     };
@@ -473,9 +478,9 @@ fn several_gpus_hold_shards_and_gather_weights() {
              train.recompute_layers = {recompute}"
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes as usize);
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes as usize);
         MemoryPlan::new(&input)
     };
     let (one, two, two_kept) = (plan(true, 1), plan(true, PROCESSES), plan(false, PROCESSES));
@@ -511,9 +516,9 @@ fn gpus_that_share_sequences_have_their_rows_and_the_exchanged_heads() {
              model.architecture.num_key_value_heads = 2"
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (gpu_sequences, 4);
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        (input.choices.gpu_sequences, input.placement.processes) = (gpu_sequences, 4);
         let plan = MemoryPlan::new(&input);
         let (_, items) = plan.phases.iter().find(|(name, _)| *name == "update").unwrap();
         let heads = Traffic::new(&input).parts.into_iter().find(|(name, _)| name.contains("heads"));
@@ -554,12 +559,12 @@ fn an_sft_run_is_planned_for_its_longest_row() {
             file.display().to_string()
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
         let recipe = Recipe {
-            train: TrainSettings { steps: 0, ..preflight.plan.recipe.train.clone() },
-            ..preflight.plan.recipe.clone()
+            train: TrainSettings { steps: 0, ..startup.environment.plan.recipe.train.clone() },
+            ..startup.environment.plan.recipe.clone()
         };
-        let input = preflight.memory_plan_input();
+        let input = startup.memory_plan_input();
         (
             MemoryPlanInput { recipe: &recipe, ..input.clone() }.micro_batch_tokens(),
             input.micro_batch_tokens(),
@@ -579,9 +584,9 @@ fn a_gpus_parts_of_attention_and_scored_rows_are_planned() {
         let text = "task.name = \"format_rules\"\nmodel.architecture.max_position_embeddings = 4096\n\
                     rollout.sequences_max = 3\nrollout.response_tokens_max = 3000";
         let plan = resolve(Path::new("a.toml"), text, &[]).unwrap();
-        let preflight = Preflight::open(plan, command, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        input.gpu_sequences = Some(4);
+        let startup = Startup::open(plan, command, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        input.choices.gpu_sequences = Some(4);
         let item = |name: &str| {
             let (_, items) = input.gpu_phases(4).swap_remove(0);
             items.iter().find(|item| item.name == name).unwrap().bytes

@@ -60,7 +60,7 @@ impl Traffic {
     /// Computes the traffic of `input`.
     pub fn new(input: &MemoryPlanInput) -> Self {
         let (recipe, config, ranks) = (input.recipe, input.config, input.shard_ranks() as u64);
-        let copies = input.processes as u64 / ranks;
+        let copies = input.placement.processes as u64 / ranks;
         let sequence_parallel_size = input.sequence_ranks() as u64;
         let tensors = input.trainable_tensors(TrainingStage::ReinforcementLearning);
         let is_gathered = |spec: &ParameterSpec| !spec.is_sharded_by_expert(input.sharding());
@@ -76,7 +76,7 @@ impl Traffic {
         let longest = input.longest_sequence() as u64;
         let rows = (recipe.train.micro_batch_tokens as u64).max(longest);
         let batches = (trajectories * longest).div_ceil(rows);
-        let passes = batches.div_ceil(input.processes as u64 / sequence_parallel_size);
+        let passes = batches.div_ceil(input.placement.processes as u64 / sequence_parallel_size);
         // With sequence parallelism, a process has a part of the rows.
         let local_rows = rows.div_ceil(sequence_parallel_size);
         // The backward pass gathers the layers again if it recomputes them.
@@ -88,17 +88,17 @@ impl Traffic {
         // attention's output of every layer. With fewer key-value heads than processes, heads are shared.
         let kv_heads = config.num_key_value_heads.max(input.sequence_ranks());
         let width = 2 * config.num_attention_heads + 2 * kv_heads;
-        let value_bytes = if input.gpu_sequences.is_some() { BF16 } else { F32 };
+        let value_bytes = if input.choices.gpu_sequences.is_some() { BF16 } else { F32 };
         let values = local_rows * (width * config.head_dim * config.num_hidden_layers) as u64;
         let heads = 3 * value_bytes * (values - values / sequence_parallel_size);
         // GPUs that share a head also gather its queries and the output's gradients, in the backward pass.
         let others = match input.sequence_ranks() / config.num_key_value_heads {
-            sharing @ 2.. if input.gpu_sequences.is_some() => sharing - 1,
+            sharing @ 2.. if input.choices.gpu_sequences.is_some() => sharing - 1,
             _ => 0,
         };
         let row_width = (config.num_attention_heads * config.head_dim * config.num_hidden_layers) as u64;
         let heads = heads + 2 * others as u64 * BF16 * local_rows * row_width;
-        let muon = match input.gpu_sequences {
+        let muon = match input.choices.gpu_sequences {
             Some(_) => {
                 let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
                 device_received_bytes(&recipe.train.optimizer, tensors, input.sharding())
@@ -125,7 +125,7 @@ impl Traffic {
                 passes * bytes_from_others(backward_bytes) + gradients,
             ],
         };
-        let is_exchanged = input.gpu_sequences.is_some() && overlap.bytes[0] > 0;
+        let is_exchanged = input.choices.gpu_sequences.is_some() && overlap.bytes[0] > 0;
         Self {
             passes,
             overlap: is_exchanged.then_some(overlap),
@@ -157,7 +157,7 @@ impl MemoryPlanInput<'_> {
             let longest = longest.saturating_sub(1).max(1);
             let in_micro_batch = (self.recipe.train.micro_batch_tokens / longest).max(1);
             let batches = sequences.div_ceil(in_micro_batch);
-            batches.div_ceil(self.processes / self.sequence_ranks()) as u64
+            batches.div_ceil(self.placement.processes / self.sequence_ranks()) as u64
         };
         let (prompts, samples) = self.rollout_size();
         let sampled = passes(prompts.saturating_mul(samples), self.longest_sequence());
@@ -188,7 +188,7 @@ fn active_values(input: &MemoryPlanInput) -> [u64; 2] {
 
 /// Returns the bytes of a gathered tensor.
 fn exchanged_bytes(input: &MemoryPlanInput, tensor: &ShardedTensor) -> u64 {
-    match input.gpu_sequences {
+    match input.choices.gpu_sequences {
         Some(_) => working_bytes(&tensor.spec),
         None => tensor.bytes(),
     }
@@ -199,7 +199,7 @@ fn exchanged_bytes(input: &MemoryPlanInput, tensor: &ShardedTensor) -> u64 {
 fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
     let (rollout, config, ranks) = (&input.recipe.rollout, input.config, input.shard_ranks() as u64);
     let bytes_from_others = |bytes: u64| bytes - bytes / ranks;
-    let local_sequences = (rollout.prompts_per_step as u64).div_ceil(input.processes as u64)
+    let local_sequences = (rollout.prompts_per_step as u64).div_ceil(input.placement.processes as u64)
         * rollout.samples_per_prompt as u64;
     let longest = input.longest_sequence() as u64;
     match input.effective_rollout_weights() {
@@ -214,7 +214,7 @@ fn sampling_bytes(input: &MemoryPlanInput, weight_bytes: u64) -> [u64; 2] {
             let width = (config.hidden_size * config.num_hidden_layers) as u64;
             let top_k = config.num_experts_per_tok as u64;
             // A row is sent to its expert, and the result is sent back.
-            let value_bytes = if input.gpu_sequences.is_some() { BF16 } else { F32 };
+            let value_bytes = if input.choices.gpu_sequences.is_some() { BF16 } else { F32 };
             let sent = |tokens: u64| 2 * bytes_from_others(tokens * top_k * width * value_bytes);
             let drawn = match gathers_in_decode(input, local_sequences) {
                 true => longest.saturating_sub(rollout.prompt_tokens_max as u64),
@@ -237,7 +237,7 @@ fn gathers_in_decode(input: &MemoryPlanInput, local_sequences: u64) -> bool {
         let sequences = limits.into_iter().fold(capacity as u64, u64::min);
         sequences * input.shard_ranks() as u64 <= GATHERED_ROWS_MAX as u64
     };
-    input.gpu_sequences.is_some_and(few)
+    input.choices.gpu_sequences.is_some_and(few)
 }
 
 impl std::fmt::Display for Traffic {
@@ -276,7 +276,7 @@ mod tests {
     use crate::metrics::Console;
     use crate::recipe::resolve;
     use crate::run::memory::{MemoryPlan, ModelCommand};
-    use crate::run::preflight::Preflight;
+    use crate::run::startup::Startup;
     use std::path::Path;
 
     /// Calls `check` with the input of a plan of one of `processes` GPUs.
@@ -284,9 +284,9 @@ mod tests {
         let text = "task.name = \"format_rules\"\ncold_start.steps = 0\n\
                     model.architecture.hidden_size = 512\nrollout.prompts_per_step = 8\n";
         let plan = resolve(Path::new("a.toml"), &format!("{text}{more}"), &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        let mut input = preflight.memory_plan_input();
-        (input.gpu_sequences, input.processes) = (Some(4), processes);
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        let mut input = startup.memory_plan_input();
+        (input.choices.gpu_sequences, input.placement.processes) = (Some(4), processes);
         check(&input)
     }
 

@@ -67,12 +67,12 @@ pub(super) fn on_demand_bytes(config: &Config, formats: &[WeightFormat]) -> u64 
 impl MemoryPlanInput<'_> {
     /// Returns the bytes of the policy's weights in memory, with its adapter, unsharded.
     pub(super) fn weight_bytes(&self) -> u64 {
-        let is_trainable = |index: usize| self.command.trains() && self.trainable[index];
+        let is_trainable = |index: usize| self.command.trains() && self.trainable.policy[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.formats).enumerate();
         let tensor_bytes = |(index, (spec, format)): (usize, (ParameterSpec, &WeightFormat))| {
             spec.resident_bytes(if is_trainable(index) { WeightFormat::F32 } else { *format })
         };
-        specs.map(tensor_bytes).sum::<u64>() + self.adapter.as_ref().map_or(0, AdapterInput::bytes)
+        specs.map(tensor_bytes).sum::<u64>() + self.trainable.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
 
     /// Returns the bytes of the policy's weights in this process: its shards of sharded tensors, and all
@@ -96,8 +96,8 @@ impl MemoryPlanInput<'_> {
     /// Returns the number of processes that share a copy of the weights.
     pub fn shard_ranks(&self) -> usize {
         match self.recipe.parallel.shard_size {
-            0 => self.processes,
-            size => size.min(self.processes),
+            0 => self.placement.processes,
+            size => size.min(self.placement.processes),
         }
     }
 
@@ -105,7 +105,7 @@ impl MemoryPlanInput<'_> {
     /// `buffers` buffers of the gradients that are exchanged together: on a host, parts that are sent and
     /// received, of gradients and of sums.
     pub(super) fn copies_phase(&self, buffers: u64) -> Option<(&'static str, Vec<MemoryItem>)> {
-        let critic = self.critic_trainable.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
+        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let sum = |tensors: Vec<TrainableTensor>| {
             let bytes = |rank: usize| {
                 let shard = |(index, spec): &TrainableTensor| {
@@ -117,7 +117,7 @@ impl MemoryPlanInput<'_> {
         };
         let bytes = buffers * sum(self.ever_trainable_tensors()).max(sum(critic.unwrap_or_default()));
         let item = MemoryItem { name: "gradients, exchanged", bytes };
-        (self.processes > self.shard_ranks()).then(|| ("sum of all copies", vec![item]))
+        (self.placement.processes > self.shard_ranks()).then(|| ("sum of all copies", vec![item]))
     }
 
     /// Returns how the trainable tensors are sharded.
@@ -128,14 +128,14 @@ impl MemoryPlanInput<'_> {
     /// Returns whether GPUs exchange rows of experts in training.
     pub fn trains_by_expert(&self) -> bool {
         let by_expert = self.recipe.parallel.experts == ExpertPlacement::ByExpert;
-        by_expert && self.shard_ranks() > 1 && self.gpu_sequences.is_some() && self.command.trains()
+        by_expert && self.shard_ranks() > 1 && self.choices.gpu_sequences.is_some() && self.command.trains()
     }
 
     /// Returns the policy's packed tensors that are sharded.
     pub(super) fn sharded_packed_tensors(&self) -> Vec<ShardedTensor> {
         if self.shard_ranks() == 1
             || !self.command.trains()
-            || self.packed_weights != PackedWeightPlacement::Sharded
+            || self.placement.packed_weights != PackedWeightPlacement::Sharded
         {
             return vec![];
         }
@@ -157,7 +157,7 @@ impl MemoryPlanInput<'_> {
     /// Returns how a process holds the weights while it samples. This is `Whole` if weights are not sharded,
     /// or if other processes cannot compute experts.
     pub(super) fn effective_rollout_weights(&self) -> RolloutWeightPlacement {
-        match self.rollout_weights {
+        match self.placement.rollout_weights {
             _ if self.shard_ranks() == 1 || !self.command.trains() => RolloutWeightPlacement::Whole,
             RolloutWeightPlacement::ByExpert if !self.has_remote_experts() => RolloutWeightPlacement::Whole,
             RolloutWeightPlacement::Auto => RolloutWeightPlacement::Whole,
@@ -204,7 +204,7 @@ impl MemoryPlanInput<'_> {
         let is_packed = |(index, spec): (usize, ParameterSpec)| {
             spec.is_expert_parameter() && self.is_packed(&spec, index)
         };
-        let is_sharded = self.packed_weights == PackedWeightPlacement::Sharded;
+        let is_sharded = self.placement.packed_weights == PackedWeightPlacement::Sharded;
         self.config.family.has_experts && (is_sharded || !specs.any(is_packed))
     }
 
@@ -223,7 +223,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns whether the policy's tensor `index` stays packed.
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
-        let is_trainable = self.command.trains() && self.trainable[index];
+        let is_trainable = self.command.trains() && self.trainable.policy[index];
         !is_trainable && spec.packed_format(self.formats[index]).is_some()
     }
 
@@ -238,7 +238,7 @@ impl MemoryPlanInput<'_> {
     /// adapter, with the policy.
     pub(super) fn critic_weight_bytes(&self, trainable: &[bool]) -> u64 {
         let specs = value_model_specs(self.config);
-        if let Some(adapter) = &self.adapter {
+        if let Some(adapter) = &self.trainable.adapter {
             let head: Vec<ParameterSpec> =
                 specs.into_iter().filter(|spec| spec.name.starts_with("score.")).collect();
             return f32_bytes(&head) + adapter.bytes();
@@ -259,7 +259,7 @@ impl MemoryPlanInput<'_> {
     /// read on demand is rounded during reading, so no second copy of it exists.
     pub(super) fn rounded_weight_bytes(&self, rounding: WeightRounding) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
-        let copied = specs.filter(|(_, spec)| !self.layers_on_demand || spec.layer.is_none());
+        let copied = specs.filter(|(_, spec)| !self.placement.layers_on_demand || spec.layer.is_none());
         let copy_bytes = |(index, spec): (usize, ParameterSpec)| {
             let format = if self.is_packed(&spec, index) { self.formats[index] } else { WeightFormat::F32 };
             rounding.copy_bytes(&spec, format)
@@ -270,13 +270,13 @@ impl MemoryPlanInput<'_> {
     /// Returns the bytes of the bf16 copies that decode reads if products are in bf16. Layers that are read
     /// on demand have none.
     pub(super) fn bf16_copy_bytes(&self) -> u64 {
-        if self.recipe.model.dtype != Dtype::Bf16Dot || self.gpu_sequences.is_some() {
+        if self.recipe.model.dtype != Dtype::Bf16Dot || self.choices.gpu_sequences.is_some() {
             return 0;
         }
         let local_experts = self.local_experts();
         let is_copied = |spec: &ParameterSpec| {
             let is_head = spec.role != TensorRole::Embedding || self.config.tie_word_embeddings;
-            spec.is_matrix() && is_head && (!self.layers_on_demand || spec.layer.is_none())
+            spec.is_matrix() && is_head && (!self.placement.layers_on_demand || spec.layer.is_none())
         };
         let elements = |spec: ParameterSpec| match spec.has_expert_axis() {
             true => spec.with_expert_count(local_experts).element_count(),

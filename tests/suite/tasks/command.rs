@@ -8,7 +8,7 @@ use rloss::harmony::Message;
 use rloss::metrics::Console;
 use rloss::recipe::resolve;
 use rloss::run::memory::ModelCommand;
-use rloss::run::preflight::Preflight;
+use rloss::run::startup::Startup;
 use rloss::settings::Choice;
 use rloss::tasks::{Reward, Task, TaskContext, TaskName, TaskSettings, Transcript, build};
 use rloss::trajectory::Outcome;
@@ -151,8 +151,8 @@ fn a_long_tool_reply_loses_its_middle_and_the_memory_plan_counts_the_rest() {
         text += "model.architecture.max_position_embeddings = 320\n";
         chars_max.iter().for_each(|chars| text += &format!("task.command_output_chars_max = {chars}\n"));
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        assert_eq!(preflight.memory_plan_input().reply_chars_max, Some(kept));
+        let startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        assert_eq!(startup.memory_plan_input().tools.reply_chars_max, Some(kept));
     }
 }
 

@@ -1,6 +1,7 @@
 //! Starts a command: opens everything, checks the memory, reads or initializes the weights.
 
-use super::Preflight;
+use super::Startup;
+use super::model::Trainables;
 use crate::agents::AgentSession;
 use crate::bad_input;
 use crate::chat::Chat;
@@ -8,6 +9,7 @@ use crate::dist::{Mesh, PackedWeightPlacement};
 use crate::actor::{Actor, Execution};
 use crate::metrics::Console;
 use crate::model::forward::Model;
+use crate::model::parameters::Parameters;
 use crate::recipe::{Plan, Recipe};
 use crate::run::environment::Environment;
 use crate::run::loaded::LoadedModel;
@@ -63,84 +65,72 @@ pub fn start_on_mesh(
     if let Some(model) = reading_note(&plan.recipe) {
         console.print(&model);
     }
-    let mut preflight = Preflight::open_on_mesh(plan, command, mesh, checkpoint, console)?;
-    preflight.check_memory(available)?;
-    preflight.load(console)
+    let mut startup = Startup::open_on_mesh(plan, command, mesh, checkpoint, console)?;
+    startup.check_memory(available)?;
+    startup.load(console)
 }
 
-impl Preflight {
-    /// Reads the weights, or initializes them randomly.
+impl Startup {
+    /// Reads the weights, or initializes them randomly. Starts the server of an agent.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
     pub fn load(self, console: &Console) -> Result<Started> {
         let input = self.memory_plan_input();
         let memory_plan = input.to_text();
-        let cache_capacity = input.cache_capacity(self.gpu_sequences.unwrap_or(1));
+        let cache_capacity = input.cache_capacity(self.choices.gpu_sequences.unwrap_or(1));
         let (prefix_tokens_max, recompute_layers) = (input.prefix_tokens_max(), input.recomputes_layers());
-        let source = self.source;
-        let (recipe, trainable) = (&self.plan.recipe, &self.trainable);
-        let placement = match (self.layers_on_demand, self.packed_weights) {
-            (true, _) => Placement::OnDisk,
-            (false, PackedWeightPlacement::Sharded) if self.command.trains() => Placement::Sharded,
-            _ => Placement::Replicated,
+        let parameters = self.read_parameters(console)?;
+        let Self { mut environment, command, mesh, threads, compute_device, source, .. } = self;
+        let recipe = &environment.plan.recipe;
+        let teacher = match self.teacher {
+            Some(teacher) => threads.run_on_all(|| teacher.load(recipe, &mesh, console))?,
+            None => None,
         };
-        let backend = (&self.mesh, &self.compute_device.device);
-        let read_parameters =
-            || source.parameters(recipe, trainable, self.command, backend, placement, console);
-        let mut parameters = self.threads.run_on_all(read_parameters)?;
-        let (teacher, teacher_prompt) = match self.teacher {
-            None => (None, None),
-            Some(settings) => {
-                let read = || settings.load(recipe, &self.mesh, console);
-                (self.threads.run_on_all(read)?, settings.prompt)
-            }
-        };
-        let (mut trainable, mut base) = (self.trainable.clone(), None);
-        if let Some(adapter) = self.adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
+        let Trainables { policy, critic, adapter } = self.trainables;
+        let (mut parameters, mut trainable, mut base) = (parameters, policy, None);
+        if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
             trainable = adapter.trainable_flags(trainable.len());
             if parameters.adapter().is_none() {
                 adapter.attach(&mut parameters, recipe.train.seed)?;
             }
-            if self.command.trains() {
+            if command.trains() {
                 base = source.base()?;
             }
         }
-        let context = source.config.max_position_embeddings;
-        let agent = open_agent(&self.plan.recipe, self.command, self.mesh.ranks(), &source.chat, console)?;
-        let random_weights = source.weights.is_none();
-        let model = Arc::new(self.threads.run_on_all(|| Model::new(source.config, context)));
-        let execution = Arc::new(Execution {
-            threads: self.threads,
-            recompute_layers,
-            cache_capacity,
-            prefix_tokens_max,
-            rollout_weights: self.rollout_weights,
-        });
+        environment.agent = open_agent(recipe, command, mesh.ranks(), &environment.chat, console)?;
+        let (random_weights, context) = (source.weights.is_none(), source.config.max_position_embeddings);
+        let model = Arc::new(threads.run_on_all(|| Model::new(source.config, context)));
+        let rollout_weights = self.placement.rollout_weights;
+        let execution =
+            Execution { threads, recompute_layers, cache_capacity, prefix_tokens_max, rollout_weights };
         let loaded = LoadedModel {
-            actor: Actor { model, parameters, execution },
+            actor: Actor { model, parameters, execution: Arc::new(execution) },
             companions: source.companions,
             random_weights,
             trainable,
-            critic_trainable: self.critic_trainable,
-            adapter: self.adapter,
+            critic_trainable: critic,
+            adapter,
             base,
             teacher,
         };
-        let environment = Arc::new(Environment {
-            plan: self.plan,
-            chat: source.chat,
-            task: self.task,
-            agent,
-            interpreter: self.interpreter,
-            system_prompt: self.system_prompt,
-            chatml_identity: self.chatml_identity,
-            sft_rows: self.sft_rows,
-            teacher_prompt,
-        });
-        let device_name = self.compute_device.name;
-        let resources = Resources { device_name, memory_plan, two_samplings: self.two_samplings };
-        Ok(Started { loaded, environment, resources })
+        let (device_name, two_samplings) = (compute_device.name, self.choices.two_samplings);
+        let resources = Resources { device_name, memory_plan, two_samplings };
+        Ok(Started { loaded, environment: Arc::new(environment), resources })
+    }
+
+    /// Reads the policy's weights, or initializes them.
+    fn read_parameters(&self, console: &Console) -> Result<Parameters> {
+        let placement = match (self.placement.layers_on_demand, self.placement.packed_weights) {
+            (true, _) => Placement::OnDisk,
+            (false, PackedWeightPlacement::Sharded) if self.command.trains() => Placement::Sharded,
+            _ => Placement::Replicated,
+        };
+        let (recipe, trainable) = (self.environment.recipe(), &self.trainables.policy);
+        let backend = (&self.mesh, &self.compute_device.device);
+        self.threads.run_on_all(|| {
+            self.source.parameters(recipe, trainable, self.command, backend, placement, console)
+        })
     }
 }
 

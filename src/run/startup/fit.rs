@@ -1,14 +1,14 @@
 //! Fits a command into memory. Chooses how weights are sharded, and whether layers are read from disk on
 //! demand.
 
-use super::Preflight;
+use super::Startup;
 use crate::bad_input;
 use crate::checkpoint::load::ModelFolder;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
-use crate::run::memory::{AvailableMemory, MemoryPlan, MemoryPlanInput, gigabytes};
+use crate::run::memory::{AvailableMemory, MemoryPlan, WeightPlacement, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -16,7 +16,7 @@ use std::time::Instant;
 /// The end of messages about memory.
 const PLAN_HINT: &str = "`rloss check` prints the plan";
 
-impl Preflight {
+impl Startup {
     /// Returns the memory to plan for: the GPU's memory on a GPU, otherwise the `host`'s memory.
     pub fn available_memory(&self, host: Option<AvailableMemory>) -> Option<AvailableMemory> {
         self.compute_device.available.clone().or(host)
@@ -30,18 +30,15 @@ impl Preflight {
     /// before sampling with more. All activations are saved for the backward pass if they fit too. Then two
     /// samplings may be in flight if they fit.
     pub fn choose_sharding(&mut self, processes: usize, available: Option<&AvailableMemory>) {
-        (self.processes, self.two_samplings) = (processes, false);
-        if self.gpu_sequences.is_some() {
+        (self.placement.processes, self.choices.two_samplings) = (processes, false);
+        if self.choices.gpu_sequences.is_some() {
             self.choose_on_gpus(available);
             return;
         }
-        let requested = self.plan.recipe.parallel.clone();
+        let requested = self.environment.plan.recipe.parallel.clone();
         let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
-            let plan = MemoryPlan::new(&MemoryPlanInput {
-                rollout_weights,
-                packed_weights,
-                ..self.memory_plan_input()
-            });
+            let placement = WeightPlacement { rollout_weights, packed_weights, ..self.placement };
+            let plan = MemoryPlan::new(&self.memory_plan_input().with_placement(placement));
             available.is_none_or(|memory| plan.peak_bytes() <= memory.bytes)
         };
         let options = match self.memory_plan_input().shard_ranks() {
@@ -53,26 +50,25 @@ impl Preflight {
         self.warn_about_rollout_weights(rollout);
         if requested.packed_weights == PackedWeightPlacement::Auto && packed == PackedWeightPlacement::Sharded
         {
-            self.plan.warnings.push(format!(
+            self.environment.plan.warnings.push(format!(
                 "the memory is too small for all packed weights in each process; using parallel.packed_weights = \"{packed}\""
             ));
         }
-        (self.rollout_weights, self.packed_weights) = (rollout, packed);
-        let needs_recomputation = |preflight: &Self| {
-            available.map(|memory| preflight.memory_plan_input().needs_recomputation(memory))
-        };
-        self.recompute_layers = needs_recomputation(self);
+        (self.placement.rollout_weights, self.placement.packed_weights) = (rollout, packed);
+        let needs_recomputation =
+            |startup: &Self| available.map(|memory| startup.memory_plan_input().needs_recomputation(memory));
+        self.choices.recompute_layers = needs_recomputation(self);
         let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
         let is_too_large = available.is_some_and(|available| peak > available.bytes);
         if let Some(teacher) = self.teacher.as_mut().filter(|teacher| is_too_large && teacher.has_files()) {
             teacher.on_disk = true;
-            self.plan.warnings.push(format!(
+            self.environment.plan.warnings.push(format!(
                 "the run needs {} of memory with the teacher's weights; each of its layers is read from disk when it is needed",
                 gigabytes(peak)
             ));
-            self.recompute_layers = needs_recomputation(self);
+            self.choices.recompute_layers = needs_recomputation(self);
         }
-        self.two_samplings = self.memory_plan_input().fits_two_samplings(available);
+        self.choices.two_samplings = self.memory_plan_input().fits_two_samplings(available);
     }
 
     /// Selects the first option for sampling that fits in the `available` memory of each GPU, and the number
@@ -80,29 +76,30 @@ impl Preflight {
     fn choose_on_gpus(&mut self, available: Option<&AvailableMemory>) {
         let options = match self.memory_plan_input().shard_ranks() {
             1 => vec![RolloutWeightPlacement::Whole],
-            _ => self.rollout_options(self.packed_weights),
+            _ => self.rollout_options(self.placement.packed_weights),
         };
         for rollout in options {
-            self.rollout_weights = rollout;
-            self.gpu_sequences = available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
+            self.placement.rollout_weights = rollout;
+            self.choices.gpu_sequences =
+                available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
             let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
             if available.is_none_or(|memory| peak <= memory.bytes) {
                 break;
             }
         }
-        self.warn_about_rollout_weights(self.rollout_weights);
-        if self.memory_plan_input().samples_by_expert() && self.plan.recipe.rollout.cuda_graphs {
+        self.warn_about_rollout_weights(self.placement.rollout_weights);
+        if self.memory_plan_input().samples_by_expert() && self.environment.plan.recipe.rollout.cuda_graphs {
             let text = "GPUs that exchange rows of experts do not record decode as CUDA graphs; \
                         rollout.cuda_graphs has no effect";
-            self.plan.warnings.push(text.to_owned());
+            self.environment.plan.warnings.push(text.to_owned());
         }
     }
 
     /// Warns if the recipe leaves the weights for sampling to the plan, and not all fit.
     fn warn_about_rollout_weights(&mut self, rollout: RolloutWeightPlacement) {
-        let requested = self.plan.recipe.parallel.rollout_weights;
+        let requested = self.environment.plan.recipe.parallel.rollout_weights;
         if requested == RolloutWeightPlacement::Auto && rollout != RolloutWeightPlacement::Whole {
-            self.plan.warnings.push(format!(
+            self.environment.plan.warnings.push(format!(
                 "the memory is too small for all weights in each process during sampling; using parallel.rollout_weights = \"{rollout}\""
             ));
         }
@@ -110,9 +107,10 @@ impl Preflight {
 
     /// Returns the options that the recipe allows for sampling on several processes, in order of preference.
     fn rollout_options(&self, packed_weights: PackedWeightPlacement) -> Vec<RolloutWeightPlacement> {
-        match self.plan.recipe.parallel.rollout_weights {
+        match self.environment.plan.recipe.parallel.rollout_weights {
             RolloutWeightPlacement::Auto => {
-                let input = MemoryPlanInput { packed_weights, ..self.memory_plan_input() };
+                let placement = WeightPlacement { packed_weights, ..self.placement };
+                let input = self.memory_plan_input().with_placement(placement);
                 let by_expert = input.has_remote_experts().then_some(RolloutWeightPlacement::ByExpert);
                 [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
@@ -123,7 +121,7 @@ impl Preflight {
     /// Returns the options that the recipe allows for the weights on several processes, in order of
     /// preference.
     fn sharding_options(&self) -> Vec<(RolloutWeightPlacement, PackedWeightPlacement)> {
-        let requested = &self.plan.recipe.parallel;
+        let requested = &self.environment.plan.recipe.parallel;
         let input = self.memory_plan_input();
         let packed_options = match requested.packed_weights {
             PackedWeightPlacement::Auto if input.can_shard_packed() => {
@@ -144,7 +142,7 @@ impl Preflight {
     /// [`crate::error::BadInput`] if it is too small.
     pub fn check_host_memory(&self, host: Option<&AvailableMemory>) -> Result<()> {
         let needed = self.memory_plan_input().host_bytes();
-        match host.filter(|host| self.gpu_sequences.is_some() && needed > host.bytes) {
+        match host.filter(|host| self.choices.gpu_sequences.is_some() && needed > host.bytes) {
             None => Ok(()),
             Some(host) => Err(bad_input!(
                 "needs {} of host memory in addition to the GPU's, but {} are {}; use a larger machine",
@@ -164,26 +162,26 @@ impl Preflight {
         self.check_host_memory(host.as_ref())?;
         let available = self.available_memory(host);
         let available = available.as_ref();
-        self.choose_sharding(self.processes, available);
+        self.choose_sharding(self.placement.processes, available);
         let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
         if available.is_some_and(|available| peak > available.bytes)
             && self.command.can_read_layers_on_demand()
-            && self.gpu_sequences.is_none()
+            && self.choices.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {
-            self.layers_on_demand = true;
-            self.plan.warnings.push(on_demand_warning(peak, files, &self.source.config)?);
+            self.placement.layers_on_demand = true;
+            self.environment.plan.warnings.push(on_demand_warning(peak, files, &self.source.config)?);
         }
         let input = self.memory_plan_input();
         let result = MemoryPlan::new(&input).check_available(
             available,
             &input.remedies(available.map_or(u64::MAX, |available| available.bytes)),
         );
-        let warning = result.map_err(|error| match self.gpu_sequences {
+        let warning = result.map_err(|error| match self.choices.gpu_sequences {
             Some(_) => bad_input!("{error}; {}. {PLAN_HINT}", input.describe_sequence_cache()),
             None => bad_input!("{error}. {PLAN_HINT}"),
         })?;
-        self.plan.warnings.extend(warning);
+        self.environment.plan.warnings.extend(warning);
         Ok(())
     }
 }
@@ -212,7 +210,7 @@ mod tests {
     use std::path::Path;
 
     /// Returns a run of `processes` GPUs with 16 experts of 11 million values in 16 layers.
-    fn on_gpus(processes: usize, rest: &str) -> Preflight {
+    fn on_gpus(processes: usize, rest: &str) -> Startup {
         let shape =
             "hidden_size = 4096\nintermediate_size = 864\nnum_hidden_layers = 16\nnum_local_experts = 16\n";
         // Small updates, so that sampling sets the peak.
@@ -222,35 +220,35 @@ mod tests {
              [train]\nrecompute_layers = true\n[train.optimizer]\nkind = \"sgd\"\nmomentum = 0\n{rest}"
         );
         let plan = resolve(Path::new("a.toml"), &text, &[]).unwrap();
-        let mut preflight = Preflight::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
-        (preflight.gpu_sequences, preflight.processes) = (Some(1), processes);
-        preflight
+        let mut startup = Startup::open(plan, ModelCommand::Train, &Console::silent()).unwrap();
+        (startup.choices.gpu_sequences, startup.placement.processes) = (Some(1), processes);
+        startup
     }
 
     /// Plans for `gigabytes` on each GPU. Returns the placement, the number of sequences, the peak in GB, and
     /// whether the plan warned that it chose the placement, and that decode is not recorded.
-    fn planned(preflight: &mut Preflight, gigabytes: f64) -> (RolloutWeightPlacement, usize, f64, [bool; 2]) {
+    fn planned(startup: &mut Startup, gigabytes: f64) -> (RolloutWeightPlacement, usize, f64, [bool; 2]) {
         let available = AvailableMemory { bytes: (gigabytes * 1e9) as u64, limit: String::new() };
-        preflight.choose_sharding(preflight.processes, Some(&available));
-        let warnings: Vec<String> = preflight.plan.warnings.drain(..).collect();
+        startup.choose_sharding(startup.placement.processes, Some(&available));
+        let warnings: Vec<String> = startup.environment.plan.warnings.drain(..).collect();
         let warned = ["too small for all weights", "record"]
             .map(|word| warnings.iter().any(|text| text.contains(word)));
-        let peak = MemoryPlan::new(&preflight.memory_plan_input()).peak_bytes() as f64 / 1e9;
-        (preflight.rollout_weights, preflight.gpu_sequences.unwrap(), peak, warned)
+        let peak = MemoryPlan::new(&startup.memory_plan_input()).peak_bytes() as f64 / 1e9;
+        (startup.placement.rollout_weights, startup.choices.gpu_sequences.unwrap(), peak, warned)
     }
 
     #[test]
     fn gpus_sample_by_expert_if_whole_weights_do_not_fit() {
-        let mut preflight = on_gpus(8, "");
-        let (how, sequences, whole, warned) = planned(&mut preflight, 80.0);
+        let mut startup = on_gpus(8, "");
+        let (how, sequences, whole, warned) = planned(&mut startup, 80.0);
         assert_eq!((how, warned), (RolloutWeightPlacement::Whole, [false, false]));
         assert!(sequences > 1, "{sequences} sequences");
         // Whole weights need 5.4 GB of experts.
-        let (how, fewer, by_expert, warned) = planned(&mut preflight, 8.0);
+        let (how, fewer, by_expert, warned) = planned(&mut startup, 8.0);
         assert_eq!((how, warned), (RolloutWeightPlacement::ByExpert, [true, true]));
         assert!(whole > 8.0 && by_expert <= 8.0 && fewer >= 1, "{whole} and {by_expert} GB");
         // If no option fits, the smallest is planned, and refused later.
-        assert_eq!(planned(&mut preflight, 0.1).0, RolloutWeightPlacement::ByExpert);
+        assert_eq!(planned(&mut startup, 0.1).0, RolloutWeightPlacement::ByExpert);
         // A GPU alone has all weights.
         let mut alone = on_gpus(1, "");
         assert_eq!(planned(&mut alone, 0.1).0, RolloutWeightPlacement::Whole);
@@ -266,10 +264,9 @@ mod tests {
     #[test]
     fn several_gpus_with_whole_weights_have_cuda_graphs_in_their_plan() {
         let has_graphs = |processes, placement: &str| {
-            let mut preflight =
-                on_gpus(processes, &format!("[parallel]\nrollout_weights = \"{placement}\"\n"));
-            planned(&mut preflight, 80.0);
-            let plan = MemoryPlan::new(&preflight.memory_plan_input());
+            let mut startup = on_gpus(processes, &format!("[parallel]\nrollout_weights = \"{placement}\"\n"));
+            planned(&mut startup, 80.0);
+            let plan = MemoryPlan::new(&startup.memory_plan_input());
             plan.resident.iter().any(|item| item.name == "CUDA graph" && item.bytes > 0)
         };
         assert!(has_graphs(1, "whole") && has_graphs(2, "whole") && has_graphs(8, "auto"));
@@ -282,15 +279,15 @@ mod tests {
         let mut received = vec![];
         // 64 and 65 sequences on each of 8 GPUs.
         for sequences in [64, 65] {
-            let mut preflight = on_gpus(8, rest);
-            let rollout = &mut preflight.plan.recipe.rollout;
+            let mut startup = on_gpus(8, rest);
+            let rollout = &mut startup.environment.plan.recipe.rollout;
             (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.sequences_max) =
                 (8, sequences, 256);
-            preflight.gpu_sequences = Some(100);
-            preflight.rollout_weights = RolloutWeightPlacement::ByExpert;
-            let traffic = Traffic::new(&preflight.memory_plan_input());
+            startup.choices.gpu_sequences = Some(100);
+            startup.placement.rollout_weights = RolloutWeightPlacement::ByExpert;
+            let traffic = Traffic::new(&startup.memory_plan_input());
             let (_, bytes) = traffic.parts.into_iter().find(|(name, _)| name.contains("experts")).unwrap();
-            received.push((bytes / sequences as u64, preflight.memory_plan_input().recipe.clone()));
+            received.push((bytes / sequences as u64, startup.memory_plan_input().recipe.clone()));
         }
         let rollout = &received[0].1.rollout;
         let (prompt, drawn) = (rollout.prompt_tokens_max as u64, rollout.response_tokens_max as u64);
@@ -305,9 +302,9 @@ mod tests {
     fn gpus_that_train_by_expert_gather_no_experts() {
         let mut plans = vec![];
         for experts in [ExpertPlacement::Gathered, ExpertPlacement::ByExpert] {
-            let mut preflight = on_gpus(8, "");
-            preflight.plan.recipe.parallel.experts = experts;
-            let input = preflight.memory_plan_input();
+            let mut startup = on_gpus(8, "");
+            startup.environment.plan.recipe.parallel.experts = experts;
+            let input = startup.memory_plan_input();
             let traffic = Traffic::new(&input);
             let part = |name: &str| traffic.parts.iter().find(|(part, _)| *part == name).unwrap().1;
             let received =
