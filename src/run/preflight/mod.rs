@@ -4,11 +4,12 @@ mod fit;
 mod load;
 
 use crate::bad_input;
+use crate::chat::{ConversationRenderer, chatml_identity, system_prompt};
 use crate::checkpoint::peft::is_adapter_folder;
 use crate::dist::{Mesh, PackedWeightPlacement, RolloutWeightPlacement};
 use crate::harmony::Message;
 use crate::interpreter::{self, Interpreter};
-use crate::learner::examples::ConversationRenderer;
+use crate::learner::examples::read_rows;
 use crate::learner::micro_batch::Sequence;
 use crate::metrics::{Console, format_count};
 use crate::model::config::{Config, WeightFormat};
@@ -16,7 +17,7 @@ use crate::ops::head_parts::head_split_error;
 use crate::ops::mxfp4;
 use crate::ops::threads::Threads;
 use crate::recipe::{KeyScope, Plan, Recipe};
-use crate::rollout::{PromptLimits, chatml_identity, system_prompt};
+use crate::rollout::PromptLimits;
 use crate::run::adapter::RunAdapter;
 use crate::run::data_inputs::DataInputs;
 use crate::run::device::{ComputeDevice, choose_device};
@@ -232,7 +233,7 @@ impl Preflight {
         // `rloss init` plans before the data is there.
         let file = plan.recipe.cold_start.train_file.as_ref();
         let sft_rows = match file.filter(|file| command.trains() && file.exists()) {
-            Some(file) => Some(renderer.read_rows(file, None)?.into()),
+            Some(file) => Some(read_rows(&renderer, file, None)?.into()),
             None => None,
         };
         let preflight = Self {
