@@ -19,14 +19,12 @@ mod server;
 mod trace;
 
 use crate::bad_input;
-use crate::chat::Chat;
+use crate::chat::{Chat, SystemPromptSettings};
 use crate::engine::{Client, Completion, Engine, NewToken};
 use crate::harmony::Message;
 use crate::http::{self, HttpLimits};
 use crate::metrics::Console;
-use crate::rollout::{
-    EpisodeCounts, Observer, Prompt, RolloutPlan, RolloutProgress, Rollouts, SystemPromptSettings,
-};
+use crate::rollout::{EpisodeCounts, Observer, Prompt, RolloutPlan, RolloutProgress, Rollouts};
 use crate::serve::{Access, Metrics};
 use crate::tasks::TaskSettings;
 use crate::trajectory::{Group, Outcome, Trajectory};

@@ -2,13 +2,13 @@
 
 use super::board::{Board, Episode, GivenReward, NextEpisode, over};
 use super::trace::SampledAnswer;
-use crate::chat::{Chat, TurnReader};
+use crate::chat::{Chat, SystemPromptSettings, TurnReader};
 use crate::engine::{EngineRequest, NewToken, SampleRequest};
 use crate::harmony::Message;
 use crate::http::{Body, Handler, HttpRequest, Peer, Refusal, Response};
 use crate::ops::logits::SamplingParameters;
 use crate::random::stream;
-use crate::rollout::{EpisodeFailure, SystemPromptSettings};
+use crate::rollout::EpisodeFailure;
 use crate::serve::{
     Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, JSON, Metrics, Reporting, SampleSource,
     TOP_MAX, bearer, read_conversation, read_stop, respond,

@@ -13,54 +13,23 @@
 //! The tokens in brackets are trained. A message that the model wrote is never tokenised again: its sampled
 //! tokens are a part of later prompts.
 
-use crate::chat::{Call, Chat};
+use crate::chat::{Call, Chat, GivenAnswer, RequestMessages};
 use crate::engine::NewToken;
 use crate::harmony::Message;
 use crate::ops::token_set::TokenSet;
-use crate::serve::{Conversation, read_content};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
 use anyhow::Result;
 use serde_json::Value;
 
 /// An answer that the client received.
 struct KeptAnswer {
-    message: GivenMessage,
+    message: GivenAnswer,
     /// The calls at its end. Their ids are in `message`.
     calls: Vec<Message>,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
     /// Whether the last token ends the turn.
     has_ended: bool,
-}
-
-/// The parts of an assistant message by which it is found again.
-#[derive(Debug)]
-struct GivenMessage {
-    text: String,
-    /// Name and arguments of each call.
-    calls: Vec<(String, Value)>,
-    call_ids: Vec<String>,
-}
-
-impl GivenMessage {
-    fn read(message: &Value) -> Self {
-        let text = read_content(&message["content"]).unwrap_or_default().trim().to_owned();
-        let calls = message["tool_calls"].as_array().map(Vec::as_slice).unwrap_or_default();
-        let text_of = |value: &Value| value.as_str().unwrap_or_default().to_owned();
-        let arguments = |call: &Value| match &call["function"]["arguments"] {
-            Value::String(text) => serde_json::from_str(text).unwrap_or_else(|_| text.clone().into()),
-            arguments => arguments.clone(),
-        };
-        Self {
-            text,
-            call_ids: calls.iter().map(|call| text_of(&call["id"])).collect(),
-            calls: calls.iter().map(|call| (text_of(&call["function"]["name"]), arguments(call))).collect(),
-        }
-    }
-
-    fn says_the_same(&self, other: &Self) -> bool {
-        self.text == other.text && self.calls == other.calls
-    }
 }
 
 /// A trajectory in progress. All per-token lists have one length.
@@ -115,7 +84,7 @@ impl Trace {
     ///
     /// # Errors
     /// When a message cannot be rendered.
-    pub fn render(&self, chat: &Chat, conversation: &Conversation, values: &[Value]) -> Result<Vec<u32>> {
+    pub fn render(&self, chat: &Chat, conversation: &RequestMessages, values: &[Value]) -> Result<Vec<u32>> {
         let (mut tokens, mut pending) = (vec![], conversation.system.clone());
         let append = |tokens: &mut Vec<u32>, pending: &mut Vec<Message>| -> Result<()> {
             let rendered = match tokens.is_empty() {
@@ -127,7 +96,7 @@ impl Trace {
             Ok(())
         };
         for (value, messages) in values.iter().zip(&conversation.entries) {
-            let given = GivenMessage::read(value);
+            let given = GivenAnswer::read(value);
             let is_kept = value["role"] == "assistant"
                 && self.answers.iter().any(|answer| answer.message.says_the_same(&given));
             if is_kept {
@@ -147,7 +116,7 @@ impl Trace {
 
     /// Returns the answer that `given` repeats: the one that was sampled after `tokens`, else the one with
     /// the same call ids, else the newest.
-    fn find(&self, given: &GivenMessage, tokens: &[u32]) -> Option<&KeptAnswer> {
+    fn find(&self, given: &GivenAnswer, tokens: &[u32]) -> Option<&KeptAnswer> {
         let same = || self.answers.iter().rev().filter(|answer| answer.message.says_the_same(given));
         let has_ids =
             |answer: &&KeptAnswer| !given.call_ids.is_empty() && answer.message.call_ids == given.call_ids;
@@ -204,7 +173,7 @@ impl Trace {
         for &id in &ids {
             parser.push(id);
         }
-        let given = GivenMessage::read(message);
+        let given = GivenAnswer::read(message);
         let calls: Vec<Message> = match given.calls.is_empty() {
             true => vec![],
             false => parser

@@ -1,5 +1,5 @@
-//! One interface for the chat formats of the model families: rendering, parsing of sampled turns, stop
-//! tokens, tool calls.
+//! The text of conversations, with one interface for the chat formats of the model families: rendering,
+//! parsing of sampled turns, stop tokens, tool calls, system prompts, messages in OpenAI's form.
 //!
 //! GPT-OSS uses [Harmony](crate::harmony), Qwen uses [ChatML](chatml). Other modules use only [`Chat`] and
 //! [`Message`]. ChatML has no channels. A ChatML text gets the channel `final` if it ends a turn, and the
@@ -7,8 +7,14 @@
 
 pub mod chatml;
 pub mod functions;
+mod openai;
+mod renderer;
+mod system;
 mod turn_reader;
 
+pub use openai::{GivenAnswer, RequestMessages, call_json, function_name, read_content};
+pub use renderer::ConversationRenderer;
+pub use system::{SystemPromptSettings, chatml_identity, replaced_system_prompt, system_prompt};
 pub use turn_reader::{Texts, TurnReader};
 
 use crate::bad_input;

@@ -2,13 +2,12 @@
 
 use crate::actor::micro_batch::Sequence;
 use crate::bad_input;
-use crate::chat::Chat;
-use crate::harmony::{Message, Role};
+use crate::chat::ConversationRenderer;
+use crate::harmony::MaskedTokens;
 use crate::random::Purpose;
+use crate::tasks::Task;
 use crate::tasks::rows::{self, EpochOrder};
-use crate::tasks::{Demonstration, Task};
 use anyhow::Result;
-use serde_json::Value;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -20,102 +19,26 @@ pub enum Examples {
     Demonstrations,
 }
 
-/// Renders conversations into tokens.
-#[derive(Clone, Copy)]
-pub struct ConversationRenderer<'a> {
-    pub chat: &'a Chat,
-    /// System and developer messages before a demonstration, and before a row that has none.
-    pub system_prompt: &'a [Message],
-    /// The text of ChatML's system message before the functions of a row that has no system message.
-    pub identity: Option<&'a str>,
-    /// Maximum number of tokens of a sequence.
-    pub context_tokens_max: usize,
-    /// Size of the model's vocabulary.
-    pub vocabulary: usize,
+impl From<MaskedTokens> for Sequence {
+    fn from(rendered: MaskedTokens) -> Self {
+        let MaskedTokens { tokens, mask } = rendered;
+        Sequence { tokens, mask, kept_tokens: vec![] }
+    }
 }
 
-impl ConversationRenderer<'_> {
-    /// Returns the tokens of a demonstration. The loss covers the assistant's tokens.
-    ///
-    /// # Errors
-    /// When a message cannot be rendered, or the conversation is longer than the context.
-    pub fn render_demonstration(&self, demonstration: &Demonstration) -> Result<Sequence> {
-        let messages: Vec<Message> =
-            self.system_prompt.iter().chain(&demonstration.messages).cloned().collect();
-        let source = match self.system_prompt.is_empty() {
-            true => "a demonstration",
-            false => {
-                "a demonstration with the system messages of [harmony], which system_message = false removes"
-            }
-        };
-        self.render_conversation(&messages, source)
-    }
-
-    /// Returns the messages of a row with the recipe's system prompt, as a problem has it, unless the row has
-    /// a system message. A row's developer message takes the place of the recipe's.
-    fn with_system_prompt(&self, messages: Vec<Message>) -> Vec<Message> {
-        let has = |role| messages.iter().any(|message| message.role == role);
-        let (has_system, has_developer) = (has(Role::System), has(Role::Developer));
-        let missing = |message: &&Message| !has_system && (message.role == Role::System || !has_developer);
-        self.system_prompt.iter().filter(missing).cloned().chain(messages).collect()
-    }
-
-    /// Renders a conversation into tokens. `source` names the conversation in messages.
-    fn render_conversation(&self, messages: &[Message], source: &str) -> Result<Sequence> {
-        let rendered = self.chat.render_training(messages)?;
-        self.check_sequence(rendered.tokens, rendered.mask, source)
-    }
-
-    /// Checks that the sequence fits in the context and has a token to train on.
-    fn check_sequence(&self, tokens: Vec<u32>, mask: Vec<bool>, source: &str) -> Result<Sequence> {
-        if tokens.len() > self.context_tokens_max {
-            return Err(bad_input!(
-                "{source}: {} tokens, more than the model's context of {}; shorten the example or remove it",
-                tokens.len(),
-                self.context_tokens_max
-            ));
-        }
-        if !mask.iter().skip(1).any(|&m| m) {
-            return Err(bad_input!(
-                "{source}: no token to train on; add an assistant message, or a mask that is true for some token"
-            ));
-        }
-        Ok(Sequence { tokens, mask, kept_tokens: vec![] })
-    }
-
-    /// Reads up to `rows_max` JSON lines. Each line is `{"messages": [...]}` or `{"tokens": [...], "mask":
-    /// [...]}`.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] that names the file and the row.
-    pub fn read_rows(&self, path: &Path, rows_max: Option<usize>) -> Result<Vec<Sequence>> {
-        let format = "{\"messages\": [...]} or {\"tokens\": [...], \"mask\": [...]}";
-        rows::read(path, rows_max, format, |row| self.row(row).map_err(|e| format!("{e:#}")))
-    }
-
-    fn row(&self, row: &Value) -> Result<Sequence> {
-        if row.get("messages").is_some() {
-            let messages = self.chat.read_messages(row, self.identity, "row")?;
-            return self.render_conversation(&self.with_system_prompt(messages), "row");
-        }
-        let format_error = || {
-            bad_input!(
-                "needs \"messages\", or \"tokens\" (ids below {}) and \"mask\" (true or 1 where trained) of the same length",
-                self.vocabulary
-            )
-        };
-        let list = |key: &str| row.get(key).and_then(Value::as_array).ok_or_else(format_error);
-        let id = |value: &Value| value.as_u64().filter(|&id| id < self.vocabulary as u64).map(|id| id as u32);
-        let flag = |value: &Value| value.as_bool().or_else(|| value.as_u64().map(|m| m != 0));
-        let tokens: Option<Vec<u32>> = list("tokens")?.iter().map(id).collect();
-        let mask: Option<Vec<bool>> = list("mask")?.iter().map(flag).collect();
-        match (tokens, mask) {
-            (Some(tokens), Some(mask)) if tokens.len() == mask.len() && !tokens.is_empty() => {
-                self.check_sequence(tokens, mask, "row")
-            }
-            _ => Err(format_error()),
-        }
-    }
+/// Reads up to `rows_max` JSON lines. Each line is `{"messages": [...]}` or `{"tokens": [...], "mask":
+/// [...]}`.
+///
+/// # Errors
+/// [`crate::error::BadInput`] that names the file and the row.
+pub fn read_rows(
+    renderer: &ConversationRenderer,
+    path: &Path,
+    rows_max: Option<usize>,
+) -> Result<Vec<Sequence>> {
+    let format = "{\"messages\": [...]} or {\"tokens\": [...], \"mask\": [...]}";
+    let sequence = |row: &_| renderer.render_row(row).map(Sequence::from).map_err(|e| format!("{e:#}"));
+    rows::read(path, rows_max, format, sequence)
 }
 
 impl Examples {
@@ -148,7 +71,7 @@ impl Examples {
                 Examples::Demonstrations => {
                     let demonstration =
                         task.demonstration(seed, index).ok_or_else(|| no_demonstrations(task))?;
-                    renderer.render_demonstration(&demonstration)
+                    renderer.render_demonstration(&demonstration.messages).map(Sequence::from)
                 }
             })
             .collect()

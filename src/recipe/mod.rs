@@ -13,6 +13,7 @@ pub use key_scope::KeyScope;
 pub use plan::{Plan, override_key, resolve, resolve_for, resolve_run_recipe, resume_differences};
 pub use source::{BUILT_IN, RecipeSource, locate};
 
+use crate::chat::SystemPromptSettings;
 use crate::checkpoint::CheckpointSettings;
 use crate::dist::ParallelSettings;
 use crate::interpreter;
@@ -21,7 +22,7 @@ use crate::metrics::LoggingSettings;
 use crate::model::ablations::Ablations;
 use crate::model::settings::{AdapterSettings, DeviceKind, ModelSettings};
 use crate::policy::PolicySettings;
-use crate::rollout::{EvalSettings, RolloutSettings, SystemPromptSettings};
+use crate::rollout::{EvalSettings, RolloutSettings};
 use crate::settings::table;
 use crate::tasks::{TaskSettings, ToolsSettings};
 

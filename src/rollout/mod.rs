@@ -20,8 +20,8 @@ pub use conversation::REPLY_FRAME_TOKENS;
 pub use driver::{Observer, TokenObserver};
 pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};
-pub use prompt::{Prompt, PromptLimits, chatml_identity, replaced_system_prompt, system_prompt};
-pub use settings::{EvalSettings, RolloutPlan, RolloutSettings, SystemPromptSettings};
+pub use prompt::{Prompt, PromptLimits};
+pub use settings::{EvalSettings, RolloutPlan, RolloutSettings};
 
 use crate::chat::Chat;
 use crate::engine::Engine;
@@ -61,7 +61,7 @@ pub struct Rollout<'a> {
     pub interpreter: Option<&'a dyn Interpreter>,
     /// Maximum number of characters of all replies to the calls of a turn; `None` without tools.
     pub reply_chars_max: Option<usize>,
-    /// Messages before those of every problem, as [`system_prompt`] returns them.
+    /// Messages before those of every problem, as [`crate::chat::system_prompt`] returns them.
     pub system_prompt: &'a [Message],
     pub plan: &'a RolloutPlan,
 }

@@ -1,6 +1,5 @@
-//! `[rollout]`, `[eval]` and `[harmony]`, and the plan of one rollout.
+//! `[rollout]` and `[eval]`, and the plan of one rollout.
 
-use crate::harmony::ReasoningEffort;
 use crate::ops::logits::SamplingParameters;
 use crate::random::Purpose;
 use crate::settings::{above, from, table};
@@ -84,33 +83,6 @@ table! {
         pub before_training: bool = true,
         /// The values of k for which pass@k is reported. Each k is at most `samples`.
         pub pass_at: Vec<usize> = Vec::new() => from(1.0),
-    }
-}
-
-table! {
-    /// The system and developer messages before every prompt. They do not depend on the day of the run.
-    pub struct SystemPromptSettings {
-        /// Whether prompts begin with a system message. If false, the Python tool is not declared, and only
-        /// `enable_thinking` and GPT-OSS's `developer_instructions` have an effect. The default is true; with
-        /// the embedded vocabulary, whose tokens are bytes, it is false.
-        pub system_message: Option<bool> = None,
-        /// First line of the system message. If absent, it is the model family's default: `You are ChatGPT, a
-        /// large language model trained by OpenAI.` for GPT-OSS, `You are Qwen, created by Alibaba Cloud. You
-        /// are a helpful assistant.` for Qwen2, and no line for Qwen3.
-        pub model_identity: Option<String> = None,
-        /// Knowledge cutoff in the system message, as `YYYY-MM`. If absent, it is `2024-06`. GPT-OSS only.
-        pub knowledge_cutoff: Option<String> = None,
-        /// Current date in the system message, as `YYYY-MM-DD`. If absent, there is no such line. GPT-OSS
-        /// only.
-        pub current_date: Option<String> = None,
-        /// Reasoning effort in the system message. If absent, it is `medium`. GPT-OSS only.
-        pub reasoning_effort: Option<ReasoningEffort> = None,
-        /// Whether Qwen3 thinks before it answers. If false, an empty thought is inserted at the start of
-        /// each of its turns. If absent, it is true. Qwen3 only.
-        pub enable_thinking: Option<bool> = None,
-        /// Instructions in GPT-OSS's developer message, or at the end of ChatML's system message. If absent,
-        /// there are no instructions.
-        pub developer_instructions: Option<String> = None,
     }
 }
 

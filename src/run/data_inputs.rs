@@ -1,7 +1,7 @@
 //! The inputs with which a run's data is opened and checked. There are no weights among them, so `rloss
 //! check` makes the same checks as `rloss train`.
 
-use crate::learner::examples::ConversationRenderer;
+use crate::chat::ConversationRenderer;
 use crate::actor::micro_batch::Sequence;
 use crate::model::config::Config;
 use crate::recipe::{Plan, Recipe};

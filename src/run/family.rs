@@ -1,6 +1,6 @@
 //! Rejects recipe keys that the model's family does not support.
 
-use crate::chat::ChatFormat;
+use crate::chat::{ChatFormat, SystemPromptSettings};
 use crate::dist::{ExpertPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
 use crate::model::families::Family;
@@ -8,7 +8,6 @@ use crate::model::init::InitSettings;
 use crate::model::settings::Architecture;
 use crate::policy::RouterReplay;
 use crate::recipe::Plan;
-use crate::rollout::SystemPromptSettings;
 use crate::settings::Choice;
 
 /// Returns an error message for each key of the recipe that the family does not support, with location and

@@ -2,7 +2,7 @@
 
 use super::memory::{ModelCommand, TeacherInput};
 use super::source::{ModelSource, Placement, model_folder};
-use crate::chat::Chat;
+use crate::chat::{Chat, replaced_system_prompt};
 use crate::dist::Mesh;
 use crate::harmony::Message;
 use crate::actor::teacher::PromptChange;
@@ -12,7 +12,6 @@ use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
 use crate::policy::distill::TeacherSource;
 use crate::recipe::{Plan, Recipe};
-use crate::rollout::replaced_system_prompt;
 use crate::vocabulary::Vocabulary;
 use anyhow::{Context, Result};
 use candle_core::Device;

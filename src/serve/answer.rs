@@ -2,9 +2,8 @@
 
 use super::api_error::ApiError;
 use super::hub::Event;
-use super::messages::call_json;
 use super::metrics::Metrics;
-use crate::chat::{Chat, Texts, TurnReader};
+use crate::chat::{Chat, Texts, TurnReader, call_json};
 use crate::engine::{Completion, FinishReason, NewToken, TokenScores};
 use crate::http::{Peer, Stream};
 use serde_json::{Map, Value, json};

@@ -17,15 +17,14 @@ pub(crate) use answer::{Answer, AnswerHead, AnswerKind, Reporting, SampleSource}
 pub(crate) use api_error::ApiError;
 pub(crate) use fields::Fields;
 pub(crate) use hub::Event;
-pub(crate) use messages::{Conversation, read_content, read_conversation};
+pub(crate) use messages::read_conversation;
 pub(crate) use metrics::Metrics;
 pub(crate) use request::{TOP_MAX, read_stop};
 
-use crate::chat::Chat;
+use crate::chat::{Chat, SystemPromptSettings};
 use crate::engine::Engine;
 use crate::http::{self, Body, Handler, HttpLimits, HttpRequest, Peer, Refusal, Response};
 use crate::ops::logits::SamplingParameters;
-use crate::rollout::SystemPromptSettings;
 use anyhow::{Result, anyhow};
 use hub::Hub;
 use percent_encoding::percent_decode_str;

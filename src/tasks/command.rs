@@ -12,6 +12,7 @@ use super::{
     Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet, clip_reply,
 };
 use crate::bad_input;
+use crate::chat::function_name;
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use anyhow::{Result, bail};
@@ -141,7 +142,7 @@ impl CommandTask {
         if request["request"] == "call"
             && let Some(Message { recipient: Some(name), content, .. }) = transcript.messages.last()
         {
-            let name = name.strip_prefix("functions.").unwrap_or(name);
+            let name = function_name(name);
             request["call"] = json!({ "name": name, "arguments": content });
         }
         self.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))

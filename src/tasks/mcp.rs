@@ -9,8 +9,8 @@ use super::command::missing_files;
 use super::settings::absolute_words;
 use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
 use crate::bad_input;
-use crate::chat::PYTHON;
 use crate::chat::functions::check_functions;
+use crate::chat::{PYTHON, function_name};
 use crate::harmony::Message;
 use crate::metrics::{Console, sanitize_line};
 use crate::settings::{above, closest_word, from, table};
@@ -263,7 +263,7 @@ impl Task for McpTask {
     fn tool_reply(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<String>> {
         let called = transcript.messages.last().and_then(|m| Some((m.recipient.as_deref()?, &m.content)));
         let Some((recipient, arguments)) = called else { return Ok(None) };
-        let name = recipient.strip_prefix("functions.").unwrap_or(recipient);
+        let name = function_name(recipient);
         if self.names.contains(name) {
             let Ok(Value::Object(arguments)) = serde_json::from_str(arguments) else {
                 return Ok(Some("Error: the arguments are not a JSON object.".to_owned()));

@@ -2,7 +2,7 @@
 //! trajectories.
 
 use crate::bad_input;
-use crate::learner::examples::Examples;
+use crate::learner::examples::{Examples, read_rows};
 use crate::actor::micro_batch::Sequence;
 use crate::policy::RouterReplay;
 use crate::recipe::Plan;
@@ -29,7 +29,7 @@ impl TrainingData {
     pub fn open(inputs: &DataInputs) -> Result<Self> {
         let file = inputs.plan.recipe.cold_start.train_file.as_deref();
         let rows = match (inputs.sft_rows, file) {
-            (None, Some(file)) => Some(inputs.renderer.read_rows(file, None)?.into()),
+            (None, Some(file)) => Some(read_rows(&inputs.renderer, file, None)?.into()),
             (rows, _) => rows.cloned(),
         };
         let examples = Examples::new(rows);
@@ -98,13 +98,13 @@ fn open_validation(inputs: &DataInputs, examples: &Examples) -> Result<Vec<Seque
     // This call reports a task without demonstrations before any work.
     examples.batch(renderer, *task, recipe.train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
-        return renderer.read_rows(path, Some(cold_start.validation_rows_max));
+        return read_rows(renderer, path, Some(cold_start.validation_rows_max));
     }
     if cold_start.train_file.is_some() {
         return Ok(vec![]);
     }
     (0..cold_start.validation_rows_max as u64)
         .map_while(|index| task.held_out_demonstration(index))
-        .map(|demonstration| renderer.render_demonstration(&demonstration))
+        .map(|demonstration| renderer.render_demonstration(&demonstration.messages).map(Sequence::from))
         .collect()
 }

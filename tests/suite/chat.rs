@@ -9,9 +9,8 @@ use rloss::chat::chatml::{
     ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
 };
 use rloss::chat::functions::check_functions;
-use rloss::chat::{Call, Chat, PYTHON};
+use rloss::chat::{Call, Chat, PYTHON, SystemPromptSettings, system_prompt};
 use rloss::harmony::{HarmonyTokenizer, MaskedTokens, Message, Role, TurnEnd, TurnStep};
-use rloss::rollout::{SystemPromptSettings, system_prompt};
 use serde_json::{Value, json};
 use std::io::Read;
 use std::path::Path;

@@ -1,9 +1,10 @@
 //! Conversations in files, in the format of chat templates: `role`, `content`, `tool_calls`.
 
-use super::turn::split_thought;
-use super::{ANALYSIS, json, system_text};
+use super::turn::thought_and_text;
+use super::{json, system_text};
 use crate::bad_input;
 use crate::chat::PYTHON;
+use crate::chat::openai::answer_messages;
 use crate::harmony::{Message, Role, has_no_loss};
 use anyhow::Result;
 use serde::Deserialize;
@@ -89,13 +90,9 @@ fn read_message(value: &Value, has_thoughts: bool) -> Result<Vec<Message>, Strin
             "\"reasoning_content\", but this family's template has no thoughts; remove the key".into()
         );
     }
-    if has_thoughts
-        && thought.is_empty()
-        && let Some((found, Some(answer))) = split_thought(&content)
-    {
-        (thought, content) = (found.to_owned(), answer.to_owned());
+    if has_thoughts {
+        (thought, content) = thought_and_text(thought, content);
     }
-    let thought = (!thought.is_empty()).then(|| Message::assistant(ANALYSIS, thought));
     if message.role != Role::Assistant && !message.tool_calls.is_empty() {
         return Err(format!("\"tool_calls\" in a message of role {}", message.role.name()));
     }
@@ -103,13 +100,9 @@ fn read_message(value: &Value, has_thoughts: bool) -> Result<Vec<Message>, Strin
         Role::Tool => {
             vec![Message::tool(message.name.as_deref().unwrap_or("tool"), Some("commentary"), content)]
         }
-        Role::Assistant if message.tool_calls.is_empty() => {
-            thought.into_iter().chain([Message::assistant("final", content)]).collect()
-        }
         Role::Assistant => {
-            let text = (!content.is_empty()).then(|| Message::assistant("commentary", content));
             let calls = message.tool_calls.into_iter().map(read_call).collect::<Result<Vec<_>, _>>()?;
-            thought.into_iter().chain(text).chain(calls).collect()
+            answer_messages(thought, content, calls)
         }
         role => vec![Message::new(role, content)],
     };

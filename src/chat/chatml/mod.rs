@@ -19,7 +19,7 @@ mod turn;
 pub use file::messages_from_json;
 pub use json::to_text as json_text;
 pub use system::{QWEN_IDENTITY, python_function, system_text};
-pub use turn::{ChatMlTurnParser, split_thought};
+pub use turn::{ChatMlTurnParser, thought_and_text};
 
 use crate::harmony::Role;
 use crate::vocabulary::{Vocabulary, embedded_json};

@@ -110,9 +110,18 @@ impl ChatMlTurnParser {
     }
 }
 
+/// Returns the thought and the text of an assistant's message in a file or request. Without a thought of its
+/// own, the message may have one at the start of its text, which Qwen3's template splits off too.
+pub fn thought_and_text(thought: String, text: String) -> (String, String) {
+    match split_thought(&text) {
+        Some((found, Some(answer))) if thought.is_empty() => (found.to_owned(), answer.to_owned()),
+        _ => (thought, text),
+    }
+}
+
 /// Returns the thought at the beginning of a turn, and the text after it. The text after it is `None` if the
 /// thought has no end tag. The result is `None` if there is no thought.
-pub fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
+fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
     let [open, close] = THINK;
     let (thought, answer) = match text.split_once(close) {
         Some((thought, answer)) => (thought, Some(answer.trim_start_matches('\n'))),

@@ -62,7 +62,7 @@ impl Drop for RunningExchange {
 }
 
 /// Tensors that are gathered on the GPU, while the exchange runs.
-pub(in crate::model) struct PendingDeviceGather {
+pub(crate) struct PendingDeviceGather {
     exchange: RunningExchange,
     /// For each sharded part, its values with the shape of the tensor. Undefined until the exchange ends.
     gathered: Vec<Tensor>,
@@ -324,7 +324,7 @@ pub(super) fn exchange_rows(
 ///
 /// # Errors
 /// When memory runs out, or an exchange has failed.
-pub(in crate::model) fn exchange_shards(
+pub(crate) fn exchange_shards(
     mesh: &Mesh,
     name: &str,
     own: &Tensor,

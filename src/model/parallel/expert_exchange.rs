@@ -47,12 +47,7 @@ impl ExpertParallel {
     ///
     /// # Errors
     /// When a rank does not respond in time.
-    pub(in crate::model) fn start_pass(
-        &self,
-        rows: usize,
-        top_k: usize,
-        device: &Device,
-    ) -> Result<PassRows> {
+    pub(crate) fn start_pass(&self, rows: usize, top_k: usize, device: &Device) -> Result<PassRows> {
         let ranks = self.mesh().ranks();
         let parts = replicate(rows.to_le_bytes().to_vec(), ranks);
         let received =

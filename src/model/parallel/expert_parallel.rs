@@ -54,7 +54,7 @@ impl ExpertParallel {
     }
 
     /// Returns the experts of `rank`.
-    pub(in crate::model) fn experts_of(&self, rank: usize) -> Range<usize> {
+    pub(crate) fn experts_of(&self, rank: usize) -> Range<usize> {
         expert_range(self.experts, rank, self.mesh.ranks())
     }
 

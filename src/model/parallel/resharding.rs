@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 /// Reshards `part`, so that rank r gets the bytes of the range `range_of(r)`. Returns the bytes of this rank.
-pub(in crate::model) fn reshard(
+pub(crate) fn reshard(
     mesh: &Mesh,
     part: &GatherPart,
     range_of: impl Fn(usize) -> Range<usize>,
@@ -21,7 +21,7 @@ pub(in crate::model) fn reshard(
 
 /// Sends each rank r the bytes of the range `range_of(r)` of a tensor. Rank r holds the range
 /// `shard_of(r)`, of which `own` is this rank's. Returns the bytes of this rank's range.
-pub(in crate::model) fn exchange_ranges(
+pub(crate) fn exchange_ranges(
     mesh: &Mesh,
     name: &str,
     own: &[u8],
@@ -34,7 +34,7 @@ pub(in crate::model) fn exchange_ranges(
 }
 
 /// The parts of an exchange after which each rank has a range of a tensor.
-pub(in crate::model) struct ExchangedRanges {
+pub(crate) struct ExchangedRanges {
     /// The part of this rank's shard that each rank gets.
     pub sent: Vec<Range<usize>>,
     /// The length of the part that each rank sends to this one.

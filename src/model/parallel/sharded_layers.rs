@@ -25,7 +25,7 @@ pub fn to_op_error(error: anyhow::Error) -> candle_core::Error {
 
 /// A tensor of the store that can be gathered.
 #[derive(Clone)]
-pub(in crate::model) struct GatherPart {
+pub(crate) struct GatherPart {
     /// The index of the tensor in the store.
     pub index: usize,
     /// The spec of the whole tensor.
@@ -36,7 +36,7 @@ pub(in crate::model) struct GatherPart {
 }
 
 /// Tensors whose shards are being gathered.
-pub(in crate::model) enum PendingGather {
+pub(crate) enum PendingGather {
     /// Through host memory.
     Host(PendingExchange),
     /// In the memory of the GPUs.
@@ -44,7 +44,7 @@ pub(in crate::model) enum PendingGather {
 }
 
 /// Starts to gather the sharded tensors of `parts` on `device`.
-pub(in crate::model) fn start_gather(
+pub(crate) fn start_gather(
     mesh: &Mesh,
     what: &str,
     parts: &[GatherPart],
@@ -69,7 +69,7 @@ fn start_host_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<Pe
 
 /// Returns the weights of `parts`. Sharded tensors are assembled from the exchange; other tensors are
 /// unchanged.
-pub(in crate::model) fn finish_gather(
+pub(crate) fn finish_gather(
     mesh: &Mesh,
     parts: &[GatherPart],
     started: PendingGather,
@@ -95,7 +95,7 @@ pub(in crate::model) fn finish_gather(
 
 /// The sharded layers of a model. Memory holds one gathered layer, and the exchange of the next layer runs
 /// while a pass uses the current one. Every rank must request the same layers in the same order.
-pub(in crate::model) struct ShardedLayers {
+pub(crate) struct ShardedLayers {
     pub mesh: Arc<Mesh>,
     pub config: Config,
     pub layers: Vec<Vec<GatherPart>>,
@@ -111,7 +111,7 @@ pub(in crate::model) struct ShardedLayers {
 
 /// The destination of gathered tensors: the sink of their gradients, and their device.
 #[derive(Clone)]
-pub(in crate::model) struct GatherTarget {
+pub(crate) struct GatherTarget {
     /// The destination of gradients; `None` in passes without gradients.
     pub sink: Option<Arc<dyn GradientSink>>,
     /// The device that computes with the tensors.

@@ -3,9 +3,9 @@
 use super::{
     conversations, copy_folder, done, output, phase, quickstart, results, rloss, rows, stderr, train,
 };
-use rloss::chat::ChatFormat;
+use rloss::chat::{ChatFormat, ConversationRenderer};
 use rloss::harmony::{Message, Role};
-use rloss::learner::examples::ConversationRenderer;
+use rloss::learner::examples::read_rows;
 use serde_json::{Value, json};
 use std::path::Path;
 use std::process::Command;
@@ -187,7 +187,7 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
                 context_tokens_max: 4096,
                 vocabulary: chat.vocabulary().vocab_size(),
             };
-            chat.vocabulary().decode(&renderer.read_rows(&file, None).unwrap()[0].tokens)
+            chat.vocabulary().decode(&read_rows(&renderer, &file, None).unwrap()[0].tokens)
         };
         let plain = text(json!({"messages": [user, answer]}));
         assert!(plain.contains("Recipe.") && plain.contains("Instructions.") == developer, "{plain}");

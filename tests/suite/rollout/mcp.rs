@@ -3,8 +3,8 @@
 use super::*;
 use crate::{mcp, qwen2, skips};
 use rloss::chat::chatml::ChatMl;
+use rloss::chat::{SystemPromptSettings, system_prompt};
 use rloss::harmony::Role;
-use rloss::rollout::{SystemPromptSettings, system_prompt};
 use rloss::tasks::McpTask;
 
 /// A model of each family, with its turns: two calls, then an answer.
