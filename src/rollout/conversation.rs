@@ -525,6 +525,7 @@ fn engine_request(
     sampled: usize,
 ) -> EngineRequest {
     EngineRequest {
+        version: None,
         new_tokens_max: tokens_left(rollout, sampled, tokens.len()),
         tokens,
         samples,
