@@ -226,6 +226,7 @@ impl Server {
         let facts = &episode.facts;
         let coordinates = [facts.step, facts.prompt, facts.sample, position];
         let engine_request = |sample: u64| EngineRequest {
+            version: None,
             tokens: prompt.clone(),
             samples: vec![SampleRequest {
                 id: sample,

@@ -1,7 +1,7 @@
 //! Draws of the next tokens of several sequences, and scores of tokens.
 
 use super::request::TokenScores;
-use super::worker::Sequence;
+use super::work::Sequence;
 use crate::ops::logits::{Logits, SampledToken, SamplingParameters};
 use crate::ops::token_set::TokenSet;
 use anyhow::Result;

@@ -2,17 +2,21 @@
 //!
 //! A client submits an [`EngineRequest`] and receives the tokens of its samples one by one, then a
 //! [`Completion`]. The result depends on request and weights alone: not on other requests, their order, the
-//! batch or the number of threads. An engine and its queue live as long as one version of the weights.
+//! batch or the number of threads. A request may hold a version of the weights of its own; without one it uses
+//! the engine's.
 
 mod cache_admission;
 mod draw;
 mod pass_scheduler;
+mod policy_version;
 mod prefix_cache;
 mod queue;
 mod request;
+mod work;
 mod worker;
 
 pub use pass_scheduler::PassScheduler;
+pub use policy_version::PolicyVersion;
 pub use request::{
     Completion, Continuation, EngineRequest, FinishReason, NewToken, SampleRequest, TokenScores,
 };
@@ -89,11 +93,11 @@ pub trait Client: Sync {
     fn goes_on(&self, sampled: u64) -> bool;
 }
 
-/// Continuous batching for one policy.
+/// Continuous batching for versions of one model.
 pub struct Engine<'m> {
     threads: &'m Threads,
-    policy: PolicyView<'m>,
-    version: u64,
+    /// The version of requests that name none.
+    version: PolicyVersion,
     limits: EngineLimits,
     /// Number of workers that decode in parallel.
     workers: usize,
@@ -109,16 +113,11 @@ pub struct Engine<'m> {
 }
 
 impl<'m> Engine<'m> {
-    /// Returns an engine for `policy`. Its completions name the weights by `version`.
+    /// Returns an engine whose own version of the weights is `policy`. Completions name it by `version`.
     ///
     /// # Errors
     /// When a GPU's memory does not suffice for the caches.
-    pub fn new(
-        threads: &'m Threads,
-        policy: PolicyView<'m>,
-        version: u64,
-        limits: EngineLimits,
-    ) -> Result<Self> {
+    pub fn new(threads: &'m Threads, policy: PolicyView, version: u64, limits: EngineLimits) -> Result<Self> {
         let device = policy.weights.device();
         let workers = match policy.weights.mesh() {
             None if device.is_cpu() => worker_count(policy.weights.bytes(), threads.count()),
@@ -132,8 +131,7 @@ impl<'m> Engine<'m> {
         let (prefill, work) = (PrefillCounters::default(), Condvar::new());
         let engine = Self {
             threads,
-            policy,
-            version,
+            version: PolicyVersion::new(version, policy),
             limits,
             workers,
             pass_scheduler: None,
@@ -155,22 +153,22 @@ impl<'m> Engine<'m> {
 
     /// Waits until a worker's forward pass may start.
     fn start_pass(&self) -> Option<RunningPass<'_>> {
-        self.pass_scheduler.map(|scheduler| scheduler.start(self.version, self.workers))
+        self.pass_scheduler.map(|scheduler| scheduler.start(self.version(), self.workers))
     }
 
-    /// Returns the policy.
-    pub fn policy(&self) -> &PolicyView<'m> {
-        &self.policy
+    /// Returns the engine's own policy.
+    pub fn policy(&self) -> PolicyView<'_> {
+        self.version.policy()
     }
 
-    /// Returns the version of the weights.
+    /// Returns the number of the engine's own version of the weights.
     pub fn version(&self) -> u64 {
-        self.version
+        self.version.number()
     }
 
     /// Returns the maximum length of a sequence, in tokens.
     pub fn context_tokens_max(&self) -> usize {
-        self.policy.model.context_tokens_max()
+        self.version.model().context_tokens_max()
     }
 
     /// Returns how many prompt tokens were read and how many were reused, and how many tokens are kept now.
@@ -183,14 +181,18 @@ impl<'m> Engine<'m> {
     /// Queues a request.
     ///
     /// # Errors
-    /// When the request has no token or no sample, or its samples might outgrow the model's context.
-    pub fn submit(&self, request: EngineRequest) -> Result<()> {
+    /// When the request has no token or no sample, or its samples might outgrow the model's context. When it
+    /// names a version of another model or device, or any version beside a mesh whose ranks run every pass
+    /// together.
+    pub fn submit(&self, mut request: EngineRequest) -> Result<()> {
         ensure!(
             !request.tokens.is_empty() && !request.samples.is_empty(),
             "the request has no token or no sample"
         );
-        self.check_length(request.tokens.len(), request.new_tokens_max)?;
-        self.lock().submit(request);
+        let version = request.version.take().unwrap_or_else(|| self.version.clone());
+        self.check_version(&version)?;
+        check_length(&version, request.tokens.len(), request.new_tokens_max)?;
+        self.lock().submit(version, request);
         self.work.notify_one();
         Ok(())
     }
@@ -200,8 +202,7 @@ impl<'m> Engine<'m> {
     /// # Errors
     /// When no kept sequence has that id, or the sequence might outgrow the model's context.
     pub fn continue_sequence(&self, continuation: Continuation) -> Result<()> {
-        let context = self.context_tokens_max();
-        self.lock().continue_sequence(continuation, context)?;
+        self.lock().continue_sequence(continuation)?;
         self.work.notify_one();
         Ok(())
     }
@@ -242,7 +243,7 @@ impl<'m> Engine<'m> {
     /// # Errors
     /// When a forward pass fails, gives logits that are not finite, or [`Self::fail`] was called.
     pub fn run(&self, client: &dyn Client) -> Result<()> {
-        let mesh = self.policy.weights.mesh();
+        let mesh = self.version.weights().mesh();
         let run = || {
             let worker = Worker::new(self, client);
             match mesh {
@@ -260,15 +261,24 @@ impl<'m> Engine<'m> {
 
     /// Returns the number of sequences whose caches fit in memory together. On the host it is unlimited.
     fn slots(&self) -> usize {
-        let on_host = self.policy.weights.device().is_cpu();
+        let on_host = self.version.weights().device().is_cpu();
         if on_host { usize::MAX } else { self.limits.cache_capacity.sequences }
     }
 
-    fn check_length(&self, tokens: usize, new_tokens_max: usize) -> Result<()> {
-        let context = self.context_tokens_max();
+    /// Checks that the engine's caches and ranks fit `version`.
+    fn check_version(&self, version: &PolicyVersion) -> Result<()> {
+        if *version == self.version {
+            return Ok(());
+        }
+        let (own, other) = (self.version.weights(), version.weights());
         ensure!(
-            tokens.saturating_add(new_tokens_max) <= context,
-            "{tokens} tokens and up to {new_tokens_max} new ones exceed the context of {context}"
+            version.model().config == self.version.model().config && other.device().same_device(own.device()),
+            "version {} of the weights has another model or device than the engine",
+            version.number()
+        );
+        ensure!(
+            own.mesh().is_none() && other.mesh().is_none(),
+            "processes that run every pass together sample with one version of the weights"
         );
         Ok(())
     }
@@ -280,6 +290,16 @@ impl<'m> Engine<'m> {
     fn lock(&self) -> MutexGuard<'_, Queue> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Checks that `tokens` tokens and `new_tokens_max` new ones fit the context of `version`.
+fn check_length(version: &PolicyVersion, tokens: usize, new_tokens_max: usize) -> Result<()> {
+    let context = version.model().context_tokens_max();
+    ensure!(
+        tokens.saturating_add(new_tokens_max) <= context,
+        "{tokens} tokens and up to {new_tokens_max} new ones exceed the context of {context}"
+    );
+    Ok(())
 }
 
 /// Ends the engine's work when a worker's thread panics; otherwise the other workers would wait for its

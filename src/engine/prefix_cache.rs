@@ -10,17 +10,20 @@ use crate::ops::kv_cache::BLOCK;
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
-/// The key of a block: a digest of the previous block's key and the block's own tokens. So the key stands for
-/// all tokens of the sequence up to the end of the block.
+/// The key of a block: a digest of the previous block's key and the block's own tokens. The first block has
+/// the version of the weights in place of a previous key. So the key stands for the version and for all tokens
+/// of the sequence up to the end of the block.
 pub(super) type BlockKey = [u8; 32];
 
-/// Appends the missing keys to `keys`, so that it has one for each whole block of `tokens`.
-pub(super) fn extend_keys(keys: &mut Vec<BlockKey>, tokens: &[u32]) {
+/// Appends the missing keys to `keys`, so that it has one for each whole block of `tokens`. `version` is the
+/// id of the version of the weights.
+pub(super) fn extend_keys(keys: &mut Vec<BlockKey>, version: u64, tokens: &[u32]) {
     for block in tokens.chunks_exact(BLOCK).skip(keys.len()) {
         let mut hasher = blake3::Hasher::new();
-        if let Some(previous) = keys.last() {
-            hasher.update(previous);
-        }
+        match keys.last() {
+            Some(previous) => hasher.update(previous),
+            None => hasher.update(&version.to_le_bytes()),
+        };
         for token in block {
             hasher.update(&token.to_le_bytes());
         }
@@ -164,7 +167,7 @@ mod tests {
 
     fn keys(tokens: impl IntoIterator<Item = u32>) -> Vec<BlockKey> {
         let mut keys = vec![];
-        extend_keys(&mut keys, &tokens.into_iter().collect::<Vec<_>>());
+        extend_keys(&mut keys, 1, &tokens.into_iter().collect::<Vec<_>>());
         keys
     }
 
@@ -184,8 +187,11 @@ mod tests {
         assert_eq!(all.len(), 3, "whole blocks only");
         let mut grown = keys(0..40);
         let tokens: Vec<u32> = (0..100).collect();
-        extend_keys(&mut grown, &tokens);
+        extend_keys(&mut grown, 1, &tokens);
         assert_eq!(grown, all, "in any number of calls");
+        let mut of_another = vec![];
+        extend_keys(&mut of_another, 2, &tokens);
+        assert!(of_another.iter().all(|key| !all.contains(key)), "the version changes every key");
         let other = keys((0..100).map(|i| if i == 0 { 7 } else { i }));
         assert!(other.iter().all(|key| !all.contains(key)), "the first token changes every key");
         let tail = keys((0..100).map(|i| if i == 50 { 7 } else { i }));

@@ -1,9 +1,9 @@
 //! The work shared by an engine's workers: waiting requests, sequences to continue, and kept sequences.
 
 use super::cache_admission::CacheAdmission;
-use super::request::{Continuation, EngineRequest, FinishReason};
-use super::worker::{Prefill, Sequence, Work};
-use super::{Client, Engine};
+use super::request::{Completion, Continuation, EngineRequest, FinishReason};
+use super::work::{Prefill, Sequence, Work};
+use super::{Client, Engine, PolicyVersion};
 use anyhow::{Context, Error, Result, ensure};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -22,10 +22,16 @@ pub(super) enum RefillResult {
     Failure,
 }
 
+/// A request that has not begun.
+struct WaitingRequest {
+    group: u64,
+    version: PolicyVersion,
+    request: EngineRequest,
+}
+
 /// Requests and sequences that no worker holds.
 pub(super) struct Queue {
-    /// Requests that have not begun, each with the number of its group.
-    waiting: VecDeque<(u64, EngineRequest)>,
+    waiting: VecDeque<WaitingRequest>,
     /// Sequences that wait for a worker: after their prefill, or with new tokens to read.
     ready: VecDeque<Box<Sequence>>,
     kept: HashMap<u64, Box<Sequence>>,
@@ -52,15 +58,16 @@ impl Queue {
         }
     }
 
-    pub(super) fn submit(&mut self, request: EngineRequest) {
+    pub(super) fn submit(&mut self, version: PolicyVersion, request: EngineRequest) {
         self.unfinished.extend(request.samples.iter().map(|sample| sample.id));
-        self.waiting.push_back((self.groups, request));
+        self.waiting.push_back(WaitingRequest { group: self.groups, version, request });
         self.groups += 1;
     }
 
-    pub(super) fn continue_sequence(&mut self, continuation: Continuation, context: usize) -> Result<()> {
+    pub(super) fn continue_sequence(&mut self, continuation: Continuation) -> Result<()> {
         let id = continuation.sample.id;
         let kept = self.kept.get(&id).with_context(|| format!("no sequence {id} is kept"))?;
+        let context = kept.options.version.model().context_tokens_max();
         let length = kept.len().saturating_add(continuation.tokens.len());
         ensure!(
             length.saturating_add(continuation.new_tokens_max) <= context,
@@ -146,25 +153,26 @@ impl Queue {
         ended
     }
 
-    /// Removes the waiting requests whose samples are all cancelled. Returns the ids of these samples.
-    fn take_cancelled_requests(&mut self) -> Vec<u64> {
+    /// Removes the waiting requests whose samples are all cancelled. Returns the ids of these samples, each
+    /// with the number of its version.
+    fn take_cancelled_requests(&mut self) -> Vec<(u64, u64)> {
         if self.cancelled.is_empty() {
             return vec![];
         }
-        let mut ids = vec![];
+        let mut samples = vec![];
         let cancelled = &mut self.cancelled;
-        self.waiting.retain(|(_, request)| {
+        self.waiting.retain(|WaitingRequest { version, request, .. }| {
             let all = request.samples.iter().all(|sample| cancelled.contains(&sample.id));
             if all {
-                ids.extend(request.samples.iter().map(|sample| sample.id));
+                samples.extend(request.samples.iter().map(|sample| (sample.id, version.number())));
             }
             !all
         });
-        for id in &ids {
+        for (id, _) in &samples {
             self.cancelled.remove(id);
             self.unfinished.remove(id);
         }
-        ids
+        samples
     }
 }
 
@@ -204,7 +212,9 @@ impl Engine<'_> {
         if !cancelled.is_empty() || !never_begun.is_empty() {
             drop(queue);
             cancelled.into_iter().for_each(|sequence| self.end(client, sequence, FinishReason::Cancelled));
-            never_begun.into_iter().for_each(|id| client.finished(id, self.empty_completion()));
+            never_begun
+                .into_iter()
+                .for_each(|(id, version)| client.finished(id, Completion::cancelled(version)));
             queue = self.lock();
         }
         let share = self.limits.sequences_max.max(1).min(queue.unfinished.len().div_ceil(self.workers));
@@ -217,11 +227,11 @@ impl Engine<'_> {
         }
         while load < share
             && queue.admission.has_free_slot()
-            && let Some((group, request)) = queue.waiting.pop_front()
+            && let Some(waiting) = queue.waiting.pop_front()
         {
-            let samples = request.samples.len();
-            queue.admission.begin_group(group, samples);
-            batch.push(Work::Prefill(Box::new(self.prefill(group, request))));
+            let samples = waiting.request.samples.len();
+            queue.admission.begin_group(waiting.group, samples);
+            batch.push(Work::Prefill(Box::new(self.prefill(waiting))));
             load += samples;
         }
         if batch.is_empty() { RefillResult::Nothing } else { RefillResult::Work }
@@ -233,12 +243,12 @@ impl Engine<'_> {
         self.work.notify_one();
     }
 
-    fn prefill(&self, group: u64, request: EngineRequest) -> Prefill {
+    fn prefill(&self, WaitingRequest { group, version, request }: WaitingRequest) -> Prefill {
         let mut cache = self.caches.sequence();
         if self.prefixes.is_some() {
             cache.record_filled();
         }
-        Prefill::new(group, request, cache, self.prefixes.is_some())
+        Prefill::new(group, version, request, cache, self.prefixes.is_some())
     }
 
     /// Waits until there may be work, but not longer than [`IDLE_POLL`].

@@ -1,5 +1,6 @@
 //! Requests and completions: token ids and numbers, no message and no task.
 
+use super::PolicyVersion;
 use crate::ops::logits::{SampledToken, SamplingParameters};
 use crate::ops::token_set::TokenSet;
 use rand_chacha::ChaCha8Rng;
@@ -7,6 +8,9 @@ use rand_chacha::ChaCha8Rng;
 /// A prompt to read, and samples to draw after it. The samples share one prefill.
 #[derive(Debug, Clone)]
 pub struct EngineRequest {
+    /// The version of the weights that samples; `None` means the engine's own. It stays that of kept sequences
+    /// and their continuations.
+    pub version: Option<PolicyVersion>,
     /// The prompt, at least one token.
     pub tokens: Vec<u32>,
     /// At least one sample. The ids are unique among the sequences of an engine.
@@ -90,11 +94,24 @@ pub enum FinishReason {
 pub struct Completion {
     pub tokens: Vec<NewToken>,
     pub finish_reason: FinishReason,
-    /// Version of the weights that sampled it.
+    /// Number of the version of the weights that sampled it.
     pub policy_version: u64,
     /// Routed experts, `[tokens read] × [layers × experts per token]`, of the tokens read since the request
     /// or its last continuation. The last sampled token is not read.
     pub routed_experts: Vec<Vec<u16>>,
     /// Scores of all prompt tokens but the first; empty without [`EngineRequest::prompt_log_probs`].
     pub prompt_scores: Vec<TokenScores>,
+}
+
+impl Completion {
+    /// Returns the completion of a sample that was cancelled before it began.
+    pub(super) fn cancelled(policy_version: u64) -> Self {
+        Self {
+            tokens: vec![],
+            finish_reason: FinishReason::Cancelled,
+            policy_version,
+            routed_experts: vec![],
+            prompt_scores: vec![],
+        }
+    }
 }

@@ -81,6 +81,11 @@ impl Model {
         Self { config, table }
     }
 
+    /// Returns whether both are clones of one model.
+    pub fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.table, &other.table) && self.config == other.config
+    }
+
     /// Returns the maximum number of positions of a sequence.
     pub fn context_tokens_max(&self) -> usize {
         self.table.positions()

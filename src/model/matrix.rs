@@ -5,10 +5,11 @@ use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::token_set::KeptTokens;
 use crate::ops::weight::Weight;
-use crate::ops::{self, Dispatch, Parameter};
+use crate::ops::{self, Dispatch, Parameter, TokenFactors};
 use anyhow::{Result, bail, ensure};
 use candle_core::Tensor;
 use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// A matrix `[in, out]` with a bias `[out]`. For experts, a matrix `[E, in, out]` with a bias `[E, out]`.
@@ -19,9 +20,18 @@ pub struct Matrix {
     adapter: Option<Adapter>,
 }
 
-/// The factors of a low-rank adapter, `scale · A · B`. They are never merged into the matrix.
+/// The low-rank adapter of a matrix. It is never merged into the matrix.
 #[derive(Clone)]
-pub struct Adapter {
+pub enum Adapter {
+    /// The factors for all tokens.
+    Whole(LowRankFactors),
+    /// The factors for some tokens of one pass, in the order of tokens. Other tokens have no adapter.
+    ByTokens(Arc<[(Range<usize>, LowRankFactors)]>),
+}
+
+/// The factors of a low-rank adapter, `scale · A · B`.
+#[derive(Clone)]
+pub struct LowRankFactors {
     /// `[in, r]`, or `[E, in, r]`.
     pub a: Parameter,
     /// `[r, out]`, or `[E, r, out]`.
@@ -30,6 +40,35 @@ pub struct Adapter {
 }
 
 impl Adapter {
+    fn without_gradient(&self) -> Self {
+        match self {
+            Self::Whole(factors) => Self::Whole(factors.without_gradient()),
+            Self::ByTokens(parts) => {
+                let part = |(tokens, factors): &(Range<usize>, LowRankFactors)| {
+                    (tokens.clone(), factors.without_gradient())
+                };
+                Self::ByTokens(parts.iter().map(part).collect())
+            }
+        }
+    }
+
+    /// Adds the output of the adapter for `x` to `y`. Rows of experts are sorted by `plan`.
+    fn add_output(&self, y: &Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
+        Ok(match self {
+            Self::Whole(LowRankFactors { a, b, scale }) => ops::add_low_rank(y, x, [a, b], *scale, plan)?,
+            Self::ByTokens(parts) => {
+                let parts = parts.iter().map(|(tokens, LowRankFactors { a, b, scale })| TokenFactors {
+                    tokens: tokens.clone(),
+                    factors: [a, b],
+                    scale: *scale,
+                });
+                ops::add_low_rank_by_tokens(y, x, &parts.collect::<Vec<_>>(), plan)?
+            }
+        })
+    }
+}
+
+impl LowRankFactors {
     fn without_gradient(&self) -> Self {
         Self { a: self.a.without_gradient(), b: self.b.without_gradient(), scale: self.scale }
     }
@@ -125,7 +164,7 @@ impl Matrix {
     fn add_adapter_output(&self, y: Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
         Ok(match &self.adapter {
             None => y,
-            Some(Adapter { a, b, scale }) => ops::add_low_rank(&y, x, [a, b], *scale, plan)?,
+            Some(adapter) => adapter.add_output(&y, x, plan)?,
         })
     }
 

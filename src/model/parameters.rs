@@ -9,10 +9,10 @@ pub use shards::{ShardRequest, state_range};
 use super::adapter::Lora;
 use super::config::Config;
 use super::layers_on_demand::{LayersOnDemand, TensorSource, WeightChange};
-use super::matrix::{Adapter, ModelTensors};
+use super::matrix::{Adapter, LowRankFactors, ModelTensors};
 use super::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use super::storage::{TensorStorage, copy_to_device};
-use super::weights::{LayerSource, VALUE_HEAD, Weights};
+use super::weights::{LayerSource, NamedTensors, VALUE_HEAD, Weights};
 use crate::dist::Mesh;
 use crate::ops::cpu::{host_values, to_host};
 use crate::ops::cuda::SecondStream;
@@ -418,11 +418,17 @@ impl Parameters {
     /// # Errors
     /// When a tensor of the architecture is missing, or `change` fails.
     pub fn frozen_weights(&self, change: Option<&WeightChange>) -> Result<Weights> {
-        let on_disk = self.on_disk.clone().map(|mut layers| {
+        if let Some(layers) = &self.on_disk {
+            let mut layers = layers.clone();
             layers.changes.extend(change.cloned());
-            layers
-        });
-        self.weights(on_disk, &|index| self.changed_weight(index, change))
+            return self.weights(Some(layers), &|index| self.changed_weight(index, change));
+        }
+        let base = self.specs.iter().enumerate().filter(|(_, spec)| spec.role != TensorRole::AdapterFactor);
+        let base = base.map(|(index, spec)| Ok((spec.name.clone(), self.changed_weight(index, change)?)));
+        let base = base.collect::<Result<Vec<_>>>()?;
+        let adapters = self.adapters(&|name| self.changed_weight(self.index_or_error(name)?, change))?;
+        let tensors = NamedTensors::new(base, adapters);
+        Weights::in_memory(&self.config, self.is_critic(), self.bytes(), tensors)
     }
 
     /// Returns the weights as [`Self::frozen_weights`] does, but applies `change` to a layer when a pass
@@ -498,8 +504,8 @@ impl Parameters {
         let tensors = ModelTensors { find, adapters: &none, expert_parallel: None };
         let of = |(lora, target): (&Lora, &String)| {
             let [a, b] = Lora::factor_names(target);
-            let adapter = Adapter { a: tensors.vector(&a)?, b: tensors.vector(&b)?, scale: lora.scale() };
-            Ok((target.clone(), adapter))
+            let (a, b) = (tensors.vector(&a)?, tensors.vector(&b)?);
+            Ok((target.clone(), Adapter::Whole(LowRankFactors { a, b, scale: lora.scale() })))
         };
         self.adapter.iter().flat_map(|lora| lora.targets.iter().map(move |t| (lora, t))).map(of).collect()
     }

@@ -2,7 +2,7 @@
 
 use super::config::Config;
 use super::layer::Layer;
-use super::matrix::{Matrix, ModelTensors};
+use super::matrix::{Adapter, LowRankFactors, Matrix, ModelTensors};
 use super::names::EMBEDDING;
 use super::parallel::expert_exchange::PassRows;
 use super::parallel::expert_parallel::ExpertParallel;
@@ -10,10 +10,14 @@ use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;
 use crate::ops::logits::{Logits, SamplingParameters};
+use crate::ops::product::Precision;
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::token_set::KeptTokens;
+use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
+use std::collections::HashMap;
+use std::ops::Range;
 use std::sync::Arc;
 
 /// The name of the matrix of the value head. A model with this tensor is a critic.
@@ -69,6 +73,50 @@ impl LayerSource for ResidentLayers {
     }
 }
 
+/// The tensors of weights in memory: those of the base by name, and the adapters beside them. Weights of one
+/// base are combined from them.
+pub(super) struct NamedTensors {
+    base: HashMap<String, Weight>,
+    adapters: HashMap<String, Adapter>,
+    /// The place of each tensor of the base, in file order.
+    places: Vec<Place>,
+}
+
+/// The place of a tensor's values in memory, and the precision of its products.
+#[derive(PartialEq)]
+struct Place {
+    storage: usize,
+    offset: usize,
+    precision: Precision,
+}
+
+impl Place {
+    fn of(weight: &Weight) -> Self {
+        match weight {
+            Weight::Dense(dense) => {
+                let (storage, layout) = dense.values().storage_and_layout();
+                let (storage, offset) = (std::ptr::from_ref(&*storage).addr(), layout.start_offset());
+                Self { storage, offset, precision: dense.precision() }
+            }
+            Weight::Packed(matrix) => {
+                Self { storage: Arc::as_ptr(matrix).addr(), offset: 0, precision: Precision::default() }
+            }
+        }
+    }
+}
+
+impl NamedTensors {
+    /// Returns the tensors `base`, in file order, with `adapters`.
+    pub fn new(base: Vec<(String, Weight)>, adapters: HashMap<String, Adapter>) -> Self {
+        let places = base.iter().map(|(_, weight)| Place::of(weight)).collect();
+        Self { base: base.into_iter().collect(), adapters, places }
+    }
+
+    fn find(&self, name: &str) -> Result<Weight> {
+        self.base.get(name).cloned().with_context(|| format!("no tensor {name}"))
+    }
+}
+
 /// The weights of a model.
 #[derive(Clone)]
 pub struct Weights {
@@ -85,6 +133,8 @@ pub struct Weights {
     bytes: u64,
     /// Whether trained layers get gradients.
     has_gradients: bool,
+    /// The tensors, if all are in memory and none has a gradient.
+    tensors: Option<Arc<NamedTensors>>,
 }
 
 impl Weights {
@@ -116,7 +166,69 @@ impl Weights {
             (false, false) => tensors.matrix("lm_head.weight", None)?,
         };
         let final_norm = tensors.vector("model.norm.weight")?;
-        Ok(Self { embedding, is_tied, layers, final_norm, head, is_critic, bytes, has_gradients: true })
+        Ok(Self {
+            embedding,
+            is_tied,
+            layers,
+            final_norm,
+            head,
+            is_critic,
+            bytes,
+            has_gradients: true,
+            tensors: None,
+        })
+    }
+
+    /// Builds weights without gradients from `tensors`, and keeps these for [`Self::by_tokens`].
+    ///
+    /// # Errors
+    /// Errors of [`Self::new`].
+    pub(super) fn in_memory(
+        config: &Config,
+        is_critic: bool,
+        bytes: u64,
+        tensors: NamedTensors,
+    ) -> Result<Self> {
+        let find = |name: &str| tensors.find(name);
+        let of = ModelTensors { find: &find, adapters: &tensors.adapters, expert_parallel: None };
+        let weights = Self::new(config, is_critic, bytes, None, of)?;
+        Ok(Self { tensors: Some(Arc::new(tensors)), ..weights })
+    }
+
+    /// Returns whether both have the same tensors in memory and differ by adapters alone. Their models have
+    /// the same config.
+    pub fn shares_base(&self, other: &Self) -> bool {
+        match (&self.tensors, &other.tensors) {
+            (Some(own), Some(other)) => Arc::ptr_eq(own, other) || own.places == other.places,
+            _ => false,
+        }
+    }
+
+    /// Returns the weights of one pass whose tokens belong to several weights with one base: the first tokens
+    /// to the first of `parts`, which has weights and a number of tokens. Products with the base are over all
+    /// tokens; each adapter acts on its own. Only on a CPU.
+    ///
+    /// # Errors
+    /// When there is no part, or its tensors are not in memory.
+    pub fn by_tokens(config: &Config, parts: &[(&Self, usize)]) -> Result<Self> {
+        let (first, mut token) = (parts.first().context("a pass without weights")?.0, 0);
+        let mut adapters: HashMap<&str, Vec<(Range<usize>, LowRankFactors)>> = HashMap::new();
+        for (weights, tokens) in parts {
+            let own = token..token + tokens;
+            token = own.end;
+            for (name, adapter) in &weights.named_tensors()?.adapters {
+                let Adapter::Whole(factors) = adapter else { bail!("{name} has the adapters of one pass") };
+                adapters.entry(name).or_default().push((own.clone(), factors.clone()));
+            }
+        }
+        let by_tokens = |(name, parts): (&str, Vec<_>)| (name.to_owned(), Adapter::ByTokens(parts.into()));
+        let (base, adapters) = (first.named_tensors()?, &adapters.into_iter().map(by_tokens).collect());
+        let tensors = ModelTensors { find: &|name| base.find(name), adapters, expert_parallel: None };
+        Self::new(config, first.is_critic, first.bytes, None, tensors)
+    }
+
+    fn named_tensors(&self) -> Result<&NamedTensors> {
+        self.tensors.as_deref().context("weights that are not in memory")
     }
 
     /// Returns the weights without gradients. Activation checkpointing uses them in the first forward pass,
@@ -128,6 +240,7 @@ impl Weights {
             final_norm: self.final_norm.without_gradient(),
             head: self.head.without_gradient(),
             has_gradients: false,
+            tensors: self.tensors.clone(),
             ..*self
         }
     }

@@ -134,6 +134,22 @@ impl Dispatch {
         Ok(self.host()?.experts().filter(|(_, at)| !at.is_empty()).collect())
     }
 
+    /// Returns the groups of [`Self::groups`] with the rows of `tokens` alone. They are consecutive within an
+    /// expert, because its rows are in token order.
+    pub(super) fn groups_of_tokens(
+        &self,
+        rows: usize,
+        tokens: &Range<usize>,
+    ) -> Result<Vec<(usize, Range<usize>)>> {
+        let (groups, host) = (self.groups(rows)?, self.host()?);
+        let of_tokens = |(expert, at): (usize, Range<usize>)| {
+            let own = &host.token_of()[at.clone()];
+            let first_of = |token: usize| at.start + own.partition_point(|&other| (other as usize) < token);
+            (expert, first_of(tokens.start)..first_of(tokens.end))
+        };
+        Ok(groups.into_iter().map(of_tokens).filter(|(_, at)| !at.is_empty()).collect())
+    }
+
     /// Returns the number of rows of each expert, `[E]`, on the host. A row of token `t` counts
     /// `sequences_per_row[t]` times, or once for `None`.
     ///

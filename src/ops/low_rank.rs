@@ -31,28 +31,44 @@ pub fn add_low_rank(
     scale: f32,
     plan: Option<&Dispatch>,
 ) -> Result<Tensor> {
-    let (rows, input) = x.dims2()?;
-    let (y_rows, output) = y.dims2()?;
-    let (a_shape, b_shape) = (a.values().dims(), b.values().dims());
-    let rank = a_shape.last().copied().unwrap_or(0);
-    let experts = plan.map(Dispatch::expert_count);
-    let wanted =
-        |first: usize, second: usize| -> Vec<usize> { experts.into_iter().chain([first, second]).collect() };
-    let planned = plan.is_none_or(|plan| plan.rows() == rows);
-    if !planned || rows != y_rows || a_shape != wanted(input, rank) || b_shape != wanted(rank, output) {
-        bail!("add_low_rank: y {:?}, x {:?}, a {a_shape:?}, b {b_shape:?}", y.dims(), x.dims());
-    }
-    let op = LowRank {
-        values: [a.values().detach(), b.values().detach()],
-        gradients: [a.gradient(), b.gradient()],
-        shape: [input, rank, output],
-        scale,
-        plan: plan.cloned(),
-    };
+    let op = LowRank::new([y, x], [a, b], scale, plan)?;
     // A trainable factor is an input of the op, so the graph records the op even if no earlier layer is
     // trainable.
     let tracked = if is_tracked(b.values()) { b } else { a };
     apply([&contiguous(y)?, &contiguous(x)?, tracked.values()], op)
+}
+
+/// The factors `A` and `B` of consecutive tokens, and their scale.
+pub struct TokenFactors<'a> {
+    pub tokens: Range<usize>,
+    pub factors: [&'a Parameter; 2],
+    pub scale: f32,
+}
+
+/// Computes [`add_low_rank`] for the tokens of each of `parts` with its own factors, which may differ in rank.
+/// Other tokens keep `y`. A row has the bits that `add_low_rank` gives it. Only on a CPU. The result has no
+/// gradient.
+///
+/// # Errors
+/// When shapes disagree.
+pub fn add_low_rank_by_tokens(
+    y: &Tensor,
+    x: &Tensor,
+    parts: &[TokenFactors],
+    plan: Option<&Dispatch>,
+) -> Result<Tensor> {
+    let tokens = match plan {
+        Some(plan) => plan.tokens(),
+        None => x.dim(0)?,
+    };
+    let part = |part: &TokenFactors| {
+        if part.tokens.end > tokens {
+            bail!("add_low_rank: factors of tokens {:?} of {tokens}", part.tokens);
+        }
+        Ok((part.tokens.clone(), LowRank::new([y, x], part.factors, part.scale, plan)?))
+    };
+    let parts = parts.iter().map(part).collect::<Result<_>>()?;
+    apply([&contiguous(y)?, &contiguous(x)?], LowRankByTokens { parts })
 }
 
 struct LowRank {
@@ -76,6 +92,33 @@ fn nth(values: &[f32], index: usize, size: usize) -> &[f32] {
 }
 
 impl LowRank {
+    fn new(
+        [y, x]: [&Tensor; 2],
+        [a, b]: [&Parameter; 2],
+        scale: f32,
+        plan: Option<&Dispatch>,
+    ) -> Result<Self> {
+        let (rows, input) = x.dims2()?;
+        let (y_rows, output) = y.dims2()?;
+        let (a_shape, b_shape) = (a.values().dims(), b.values().dims());
+        let rank = a_shape.last().copied().unwrap_or(0);
+        let experts = plan.map(Dispatch::expert_count);
+        let wanted = |first: usize, second: usize| -> Vec<usize> {
+            experts.into_iter().chain([first, second]).collect()
+        };
+        let planned = plan.is_none_or(|plan| plan.rows() == rows);
+        if !planned || rows != y_rows || a_shape != wanted(input, rank) || b_shape != wanted(rank, output) {
+            bail!("add_low_rank: y {:?}, x {:?}, a {a_shape:?}, b {b_shape:?}", y.dims(), x.dims());
+        }
+        Ok(Self {
+            values: [a.values().detach(), b.values().detach()],
+            gradients: [a.gradient(), b.gradient()],
+            shape: [input, rank, output],
+            scale,
+            plan: plan.cloned(),
+        })
+    }
+
     /// Returns each expert that has rows, with the range of its rows. Without a plan all rows belong to
     /// expert 0.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
@@ -85,12 +128,21 @@ impl LowRank {
         }
     }
 
+    /// Returns the groups of [`Self::groups`] with the rows of `tokens` alone.
+    fn groups_of_tokens(&self, rows: usize, tokens: &Range<usize>) -> Result<Vec<(usize, Range<usize>)>> {
+        match &self.plan {
+            Some(plan) => plan.groups_of_tokens(rows, tokens),
+            None => Ok(vec![(0, tokens.clone())]),
+        }
+    }
+
     /// Returns the first row of each expert, in GPU memory.
     fn starts(&self) -> Result<Option<Tensor>> {
         self.plan.as_ref().map(Dispatch::starts).transpose()
     }
 
-    /// Calls `run` for every group, with the rows of the group in `out`. Rows have `width` values.
+    /// Calls `run` for every group, with the rows of the group in `out`. Rows have `width` values. Groups are
+    /// in the order of their rows; there may be rows of no group between them.
     fn each(
         &self,
         out: &mut [f32],
@@ -99,11 +151,11 @@ impl LowRank {
         work: usize,
         run: impl Fn(GemmThreads, usize, &Range<usize>, &mut [f32]) + Sync,
     ) {
-        let (mut tasks, mut rest) = (Vec::with_capacity(groups.len()), out);
+        let (mut tasks, mut rest, mut row) = (Vec::with_capacity(groups.len()), out, 0);
         for (expert, at) in groups {
-            let (own, others) = rest.split_at_mut(at.len() * width);
+            let (own, others) = rest[(at.start - row) * width..].split_at_mut(at.len() * width);
             tasks.push((*expert, at, own));
-            rest = others;
+            (rest, row) = (others, at.end);
         }
         run_expert_tasks(
             tasks,
@@ -115,16 +167,52 @@ impl LowRank {
         );
     }
 
-    /// Returns `s · x · A`, `[T, r]`.
+    /// Returns `s · x · A`, `[T, r]`. Rows of no group are undefined.
     fn down_projection(&self, x: &[f32], a: &[f32], groups: &[(usize, Range<usize>)]) -> Vec<f32> {
         let [input, rank, _] = self.shape;
         let mut u = buffer(x.len() / input.max(1) * rank);
-        self.each(&mut u, rank, groups, x.len() * rank, |spread, expert, at, u| {
+        let work = row_count(groups) * input * rank;
+        self.each(&mut u, rank, groups, work, |spread, expert, at, u| {
             let (x, a) = (rows(x, at, input), nth(a, expert, input * rank));
             forward_product(spread, u, x, a, (at.len(), input, rank), false);
             u.iter_mut().for_each(|u| *u *= self.scale);
         });
         u
+    }
+
+    /// Adds `s · (x · A) · B` to the rows of `groups` in `out`.
+    fn add_to(&self, out: &mut [f32], x: &[f32], groups: &[(usize, Range<usize>)]) -> Result<()> {
+        let [_, rank, output] = self.shape;
+        let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
+        let u = self.down_projection(x, &a, groups);
+        let (u, b): (&[f32], &[f32]) = (&u, &b);
+        self.each(out, output, groups, row_count(groups) * rank * output, |spread, expert, at, out| {
+            let (u, b) = (rows(u, at, rank), nth(b, expert, rank * output));
+            forward_product(spread, out, u, b, (at.len(), rank, output), true);
+        });
+        Ok(())
+    }
+}
+
+/// Returns the number of rows of all groups.
+fn row_count(groups: &[(usize, Range<usize>)]) -> usize {
+    groups.iter().map(|(_, at)| at.len()).sum()
+}
+
+/// The op of [`add_low_rank_by_tokens`]: the tokens of each part, with their factors.
+struct LowRankByTokens {
+    parts: Vec<(Range<usize>, LowRank)>,
+}
+
+impl Operation<2> for LowRankByTokens {
+    const NAME: &'static str = "low rank by tokens";
+
+    fn cpu(&self, [y, x]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
+        let (mut out, rows) = (y.values()?.to_vec(), x.shape().dims2()?.0);
+        for (tokens, part) in &self.parts {
+            part.add_to(&mut out, x.values()?, &part.groups_of_tokens(rows, tokens)?)?;
+        }
+        Ok((CpuStorage::F32(out), y.shape().clone()))
     }
 }
 
@@ -132,18 +220,9 @@ impl Operation<3> for LowRank {
     const NAME: &'static str = "low rank";
 
     fn cpu(&self, [y, x, _]: [HostArgument; 3]) -> Result<(CpuStorage, Shape)> {
-        let [_, rank, output] = self.shape;
-        let count = x.shape().dims2()?.0;
-        let (a, b) = (host_values(&self.values[0])?, host_values(&self.values[1])?);
-        let groups = self.groups(count)?;
-        let u = self.down_projection(x.values()?, &a, &groups);
         let mut out = y.values()?.to_vec();
-        let (u, b): (&[f32], &[f32]) = (&u, &b);
-        self.each(&mut out, output, &groups, count * rank * output, |spread, expert, at, out| {
-            let (u, b) = (rows(u, at, rank), nth(b, expert, rank * output));
-            forward_product(spread, out, u, b, (at.len(), rank, output), true);
-        });
-        Ok((CpuStorage::F32(out), Shape::from((count, output))))
+        self.add_to(&mut out, x.values()?, &self.groups(x.shape().dims2()?.0)?)?;
+        Ok((CpuStorage::F32(out), y.shape().clone()))
     }
 
     fn cuda(&self, [y, x, _]: [DeviceArgument; 3]) -> Result<(CudaStorage, Shape)> {

@@ -64,7 +64,7 @@ pub use linear::{linear, linear_f32};
 pub use load_balance::load_balance;
 pub use log_prob::{log_prob_and_entropy, log_prob_entropy_and_kl};
 pub use logits::logits;
-pub use low_rank::add_low_rank;
+pub use low_rank::{TokenFactors, add_low_rank, add_low_rank_by_tokens};
 pub use parameter::Parameter;
 pub use rms_norm::rms_norm;
 pub use rope::{rope, rope_keys_with_values};

@@ -345,3 +345,50 @@ impl<'a> Conversation<'a> {
         (trajectory, messages)
     }
 }
+<<<<<<< HEAD
+=======
+
+/// Returns how many tokens may still be sampled. The conversation has `tokens` tokens so far; the policy
+/// sampled `sampled` of them.
+fn tokens_left(rollout: &Rollout, sampled: usize, tokens: usize) -> usize {
+    let response = rollout.plan.settings.response_tokens_max.saturating_sub(sampled);
+    response.min(rollout.context_tokens_max().saturating_sub(tokens))
+}
+
+/// Returns the request to sample after `tokens`, of which the policy sampled `sampled`.
+fn engine_request(
+    rollout: &Rollout,
+    tokens: Vec<u32>,
+    samples: Vec<SampleRequest>,
+    sampled: usize,
+) -> EngineRequest {
+    EngineRequest {
+        version: None,
+        new_tokens_max: tokens_left(rollout, sampled, tokens.len()),
+        tokens,
+        samples,
+        sampling: rollout.plan.settings.sampling(),
+        // The parser detects the end of a turn, so the engine needs no stop tokens.
+        stop_tokens: vec![],
+        top_log_probs: None,
+        prompt_log_probs: None,
+        keep_routed_experts: rollout.plan.settings.keep_routes,
+        keep_token_sets: rollout.plan.keeps_token_sets(),
+        keep_sequence: true,
+    }
+}
+
+/// Returns the request for a turn of one sample, which has the id `id` in the engine. Each turn has a random
+/// stream of its own.
+fn turn_sample(
+    rollout: &Rollout,
+    step: u64,
+    id: u64,
+    turn: TurnPosition,
+    forced: &ForcedTokens,
+) -> SampleRequest {
+    let coordinates = [step, turn.prompt, turn.sample, turn.turn];
+    let random = stream(rollout.plan.seed, rollout.plan.purpose, &coordinates);
+    SampleRequest { id, random, forced: forced(turn) }
+}
+>>>>>>> h-engine

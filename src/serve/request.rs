@@ -319,6 +319,7 @@ fn engine_request(
     top_log_probs: Option<usize>,
 ) -> EngineRequest {
     EngineRequest {
+        version: None,
         tokens,
         samples: vec![],
         sampling: common.sampling,

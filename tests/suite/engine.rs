@@ -54,7 +54,7 @@ fn engine_with_prefixes(threads: usize, sequences_max: usize, prefix_tokens_max:
     Engine::new(Box::leak(Box::new(Threads::new(threads).unwrap())), policy, 7, limits).unwrap()
 }
 
-fn run(
+pub fn run(
     engine: &Engine,
     requests: Vec<EngineRequest>,
     keep_on: &(dyn Fn(u64, &NewToken) -> bool + Sync),
@@ -64,7 +64,7 @@ fn run(
     wait_for(engine, wanted, keep_on)
 }
 
-fn wait_for(
+pub fn wait_for(
     engine: &Engine,
     wanted: usize,
     keep_on: &(dyn Fn(u64, &NewToken) -> bool + Sync),
@@ -74,15 +74,16 @@ fn wait_for(
     collector.done.into_inner().unwrap()
 }
 
-fn sample(id: u64, forced: Vec<u32>) -> SampleRequest {
+pub fn sample(id: u64, forced: Vec<u32>) -> SampleRequest {
     SampleRequest { id, random: stream(3, Purpose::Request, &[id % 1000]), forced }
 }
 
 /// A request of its own length, sampling and number of samples.
-fn request(number: u64) -> EngineRequest {
+pub fn request(number: u64) -> EngineRequest {
     let length = 1 + (number as usize * 7) % 40;
     let temperature = [1.0, 0.0, 0.7][number as usize % 3];
     EngineRequest {
+        version: None,
         tokens: (0..length as u32).map(|i| 16 + (i * 13 + number as u32) % 200).collect(),
         samples: (0..1 + number % 3).map(|index| sample(number + 1000 * index, vec![])).collect(),
         sampling: SamplingParameters { top_p: 0.9, ..SamplingParameters::with_temperature(temperature) },

@@ -13,6 +13,7 @@ mod critic;
 mod data;
 mod dense;
 mod engine;
+mod engine_versions;
 mod figures;
 mod gguf;
 mod gguf_parity;

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::model::config::WeightFormat;
-use crate::model::matrix::Adapter;
+use crate::model::matrix::{Adapter, LowRankFactors};
 use crate::ops::mxfp4;
 use crate::ops::packed_weights::PackedMatrix;
 use crate::random::{Purpose, stream};
@@ -53,7 +53,8 @@ pub(super) fn adapted(config: &Config, rank: usize, device: &Device) -> Learner 
     let gradients = Arc::new(Buffers(buffers));
     let factor = |i: usize| Parameter::with_gradient_sink(&variables[i], gradients.clone(), i);
     let adapter = |(name, &i): (&String, &usize)| {
-        (name.clone(), Adapter { a: factor(i), b: factor(i + 1), scale: 0.5 })
+        let factors = LowRankFactors { a: factor(i), b: factor(i + 1), scale: 0.5 };
+        (name.clone(), Adapter::Whole(factors))
     };
     let adapters = factors.iter().map(adapter).collect();
     let find = |name: &str| Ok(bases[name].clone());
