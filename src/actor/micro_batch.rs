@@ -222,13 +222,15 @@ impl MicroBatch {
         limits: MicroBatchLimits,
         shared_max: impl Fn(usize) -> usize,
     ) -> Vec<Self> {
-        let targeted = |(i, sequence): (usize, &&_)| Targeted { sequence, given: given.map(|given| &given[i]) };
         let mut shared = vec![0; sequences.len()];
         for (i, pair) in sequences.windows(2).enumerate() {
             let tokens = pair[0].inputs().iter().zip(pair[1].inputs());
             shared[i + 1] = tokens.take_while(|(a, b)| a == b).count().min(shared_max(i + 1));
         }
-        let sequences: Vec<Targeted> = sequences.iter().enumerate().map(targeted).collect();
+        let given = |i: usize| given.map(|given| &given[i]);
+        let sequences = sequences.iter().enumerate();
+        let sequences: Vec<Targeted> =
+            sequences.map(|(i, sequence)| Targeted { sequence, given: given(i) }).collect();
         Self::split_rows(&sequences, &shared, limits)
     }
 

@@ -5,7 +5,6 @@ use crate::atomic_file::write_file;
 use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_SUCCESS};
-use crate::actor::batch_runner::BatchRunner;
 use crate::actor::Actor;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityChecks;
@@ -300,14 +299,13 @@ fn check_ablations(
     let trajectories = sample_step(Sampling { actor: &loaded.actor, environment }, console)?;
     let trajectories: Vec<&Trajectory> = trajectories.iter().collect();
     let recipe = environment.recipe();
-    let Actor { model, parameters, execution } = &loaded.actor;
+    let Actor { model, parameters, .. } = &loaded.actor;
     let proof = EqualityChecks {
-        runner: BatchRunner { threads: &execution.threads, model, parameters },
+        actor: &loaded.actor,
         // Each process runs these forward passes alone.
         rollout: &PolicyView::for_rollout(model, parameters, &recipe.arms, recipe.train.seed)?,
         training: environment.training_forward(),
         temperature: recipe.rollout.temperature,
-        micro_batch_tokens: recipe.train.micro_batch_tokens,
         console,
     };
     let links = proof.run_checks(&trajectories)?;
@@ -363,7 +361,7 @@ fn sample_step(sampling: Sampling, console: &Console) -> Result<Vec<Trajectory>>
 }
 
 fn reference<'a>(actor: &'a Actor, console: &'a Console) -> UnmodifiedModel<'a> {
-    let Actor { model, parameters, execution } = actor;
+    let Actor { model, parameters, execution, .. } = actor;
     UnmodifiedModel { threads: &execution.threads, model, parameters, earlier_weights: None, console }
 }
 

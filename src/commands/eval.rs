@@ -8,7 +8,7 @@ use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::{Console, Phase, Row, TextTable, format_count, format_number};
 use crate::recipe::{KeyScope, Recipe, RecipeSource, locate, override_key};
 use crate::rollout::accuracy;
-use crate::run::causes::sample_causes;
+use crate::run::causes::{SampleFacts, sample_causes};
 use crate::run::environment::Environment;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult};
 use crate::run::header;
@@ -86,7 +86,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
-    collection.warn(sample_causes(loaded, environment, rows), Phase::Eval, step, &console)?;
+    collection.warn(sample_causes(&SampleFacts::new(loaded, environment), environment, rows), Phase::Eval, step, &console)?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
 }
 

@@ -8,7 +8,7 @@ use crate::metrics::{Console, Phase, Row, TextTable, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, locate};
-use crate::run::causes::sample_causes;
+use crate::run::causes::{SampleFacts, sample_causes};
 use crate::run::header;
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::sampling::Sampling;
@@ -77,7 +77,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
         console.print(&format!("stopped: {}; run the same command again to continue", out.display()));
         return Ok(EXIT_STOPPED);
     };
-    let causes = sample_causes(loaded, environment, rows.iter().flatten());
+    let causes = sample_causes(&SampleFacts::new(loaded, environment), environment, rows.iter().flatten());
     folder.warn(causes, Phase::Rl, step, &console)?;
     let failures = check_failures(rows.iter().flatten(), &console);
     let group = |rows: Vec<_>| Group {
@@ -87,7 +87,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let groups: Vec<Group> = rows.into_iter().map(group).collect();
     if *format == Some(Format::PrimeRl) {
         let ablations = &recipe.arms;
-        let Actor { model, parameters, execution } = &loaded.actor;
+        let Actor { model, parameters, execution, .. } = &loaded.actor;
         let training = PolicyView::for_training(model, parameters, ablations, recipe.train.seed)?;
         let trajectories: Vec<_> = groups.iter().flat_map(|group| &group.trajectories).collect();
         let settings = (recipe.rollout.temperature, recipe.train.micro_batch_tokens);

@@ -115,7 +115,7 @@ pub(super) fn run_source(
         }
         let model = (loaded, environment);
         let point = resume_point.as_ref();
-        let mut trainer = Trainer::new(model, two_samplings, data, folder, console.clone(), stop, point)?;
+        let mut trainer = Trainer::new(model, two_samplings, data, (folder, console.clone()), stop, point)?;
         trainer.run(resume_point)
     };
     let explain = |error| explain_out_of_memory(mesh.explain(error), &memory_plan);

@@ -11,9 +11,9 @@
 //! sampled tokens. Under truncated sampling its training pass renormalises over the kept tokens; the other
 //! checks compare the whole distributions.
 
-use crate::actor::batch_runner::BatchRunner;
-use crate::actor::forward_backward::{Pass, PassOutput, PassSettings};
+use crate::actor::forward_backward::{Pass, PassOutput};
 use crate::actor::micro_batch::{MicroBatch, Sequence};
+use crate::actor::{Actor, PassInput, PassSettings, PolicyColumns};
 use crate::metrics::{Console, Progress};
 use crate::model::forward::ForwardOptions;
 use crate::model::policy_view::PolicyView;
@@ -66,13 +66,13 @@ impl EqualityCheck {
 /// The two computations whose bits are compared, and their settings.
 #[derive(Clone, Copy)]
 pub struct EqualityChecks<'a> {
-    pub runner: BatchRunner<'a>,
+    /// The policy of the training forward pass.
+    pub actor: &'a Actor,
     /// The sampling policy.
     pub rollout: &'a PolicyView<'a>,
     /// The ablations of the training forward pass.
     pub training: ForwardOptions,
     pub temperature: f64,
-    pub micro_batch_tokens: usize,
     /// Shows progress, in tokens.
     pub console: &'a Console,
 }
@@ -96,7 +96,7 @@ impl EqualityChecks<'_> {
         let mut invariance = EqualityCheck::new("batch_invariance");
         let alone = self.local_log_probs("each alone", &sequences, 1, &Threads::new(1)?)?;
         let reversed: Vec<Sequence> = sequences.iter().rev().cloned().collect();
-        let tokens_max = self.micro_batch_tokens / 2 + 7;
+        let tokens_max = self.actor.execution.micro_batch_tokens / 2 + 7;
         let mut repacked =
             self.local_log_probs("packed otherwise", &reversed, tokens_max, &Threads::new(3)?)?;
         repacked.reverse();
@@ -108,7 +108,7 @@ impl EqualityChecks<'_> {
         let tokens: Vec<&[u32]> = trajectories.iter().map(|t| &t.tokens[..]).collect();
         let (mut prefill_link, mut decode_link) =
             (EqualityCheck::new("prefill_equals_training"), EqualityCheck::new("decode_equals_prefill"));
-        let threads = self.runner.threads;
+        let threads = &self.actor.execution.threads;
         let stage = self.start_stage("prefill", &sequences);
         let mut prefill = Vec::with_capacity(tokens.len());
         for tokens in &tokens {
@@ -143,19 +143,16 @@ impl EqualityChecks<'_> {
     /// Runs the training forward pass on all processes together. Returns the log-probabilities of each
     /// sequence.
     fn distributed_log_probs(&self, sequences: &[Sequence]) -> Result<Vec<Vec<f32>>> {
-        let batches = MicroBatch::split(sequences, self.micro_batch_tokens);
-        let stage = self.start_stage("training", sequences);
-        let outputs = self.runner.forward(&batches, self.settings(), &stage)?;
-        stage.finish();
-        let sequence_log_probs = |(batch, output): (&MicroBatch, &PassOutput)| -> Vec<Vec<f32>> {
-            batch.cu_targets.windows(2).map(|w| output.log_probs()[w[0]..w[1]].to_vec()).collect()
-        };
-        Ok(batches.iter().zip(&outputs).flat_map(sequence_log_probs).collect())
+        let input = PassInput { sequences: sequences.iter().collect(), ..PassInput::default() };
+        let progress = |_| self.start_stage("training", sequences);
+        let forward = self.actor.forward::<PolicyColumns>(&input, self.settings(), &progress)?;
+        let mut log_probs = forward.columns.log_probs.into_iter();
+        let targets = |sequence: &Sequence| sequence.mask.iter().skip(1).filter(|mask| **mask).count();
+        Ok(sequences.iter().map(|sequence| log_probs.by_ref().take(targets(sequence)).collect()).collect())
     }
 
     fn settings(&self) -> PassSettings {
         PassSettings {
-            recompute_layers: true,
             temperature: self.temperature,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: false,
@@ -172,17 +169,18 @@ impl EqualityChecks<'_> {
         tokens_max: usize,
         threads: &Threads,
     ) -> Result<Vec<Vec<f32>>> {
-        let BatchRunner { model, parameters, .. } = self.runner;
+        let Actor { model, parameters, .. } = self.actor;
         let weights = &parameters.frozen_weights(None)?;
         let settings = self.settings();
         let stage = self.start_stage(stage, sequences);
         let mut log_probs = Vec::with_capacity(sequences.len());
         for batch in &MicroBatch::split(sequences, tokens_max) {
-            let pass = Pass { model, weights, batch, settings, teacher: None };
+            let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
             let tokens_per_layer =
                 batch.sequence_rows.positions_count() as f64 / model.config.num_hidden_layers as f64;
             let on_layer = || stage.advance_tokens(tokens_per_layer);
-            let [batch_log_probs, _] = threads.run_on_all(|| pass.forward(&on_layer))?.head;
+            let output: PassOutput = threads.run_on_all(|| pass.forward(&on_layer))?;
+            let batch_log_probs = output.columns.log_probs;
             log_probs.extend(batch.cu_targets.windows(2).map(|w| batch_log_probs[w[0]..w[1]].to_vec()));
         }
         stage.finish();

@@ -210,14 +210,13 @@ fn holds_call(text: &str) -> bool {
 
 /// Returns the warnings about the samples in `rows`.
 pub fn sample_causes<'r>(
-    loaded: &LoadedModel,
+    facts: &SampleFacts,
     environment: &Environment,
     rows: impl Iterator<Item = &'r TrajectoryRow>,
 ) -> Vec<String> {
     let samples = rows.map(|row| (&row.trajectory, row.messages.as_slice()));
-    let facts = SampleFacts::new(loaded, environment);
     let counts = SampleCounts::count(environment.task.as_ref(), facts.response_tokens_max, samples);
-    counts.messages(&facts).into_iter().flatten().collect()
+    counts.messages(facts).into_iter().flatten().collect()
 }
 
 #[cfg(test)]
@@ -297,7 +296,7 @@ mod tests {
             facts.response_tokens_max,
             samples.iter().map(|(t, m)| (t, m.as_slice())),
         );
-        counts.messages(&facts).into_iter().flatten().collect()
+        counts.messages(facts).into_iter().flatten().collect()
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::agents::AgentSession;
 use crate::chat::Chat;
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
-use crate::learner::examples::ConversationRenderer;
+use crate::chat::ConversationRenderer;
 use crate::actor::micro_batch::Sequence;
 use crate::actor::teacher::PromptChange;
 use crate::model::config::Config;

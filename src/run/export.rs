@@ -10,12 +10,9 @@ use crate::checkpoint::merge::merge;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
-use crate::actor::batch_runner::BatchRunner;
-use crate::actor::forward_backward::{PassOutput, PassSettings};
-use crate::actor::micro_batch::{MicroBatch, Sequence};
-use crate::actor::Actor;
+use crate::actor::micro_batch::Sequence;
+use crate::actor::{Actor, PassInput, PassSettings, PolicyColumns};
 use crate::metrics::Console;
-use crate::model::parameters::Parameters;
 use crate::recipe::Recipe;
 use crate::rollout::trajectory_file;
 use anyhow::{Context, Result};
@@ -99,7 +96,7 @@ pub fn export_merged_model(
     out: &Path,
     console: &Console,
 ) -> Result<Option<RoundingError>> {
-    let Actor { model, parameters, execution } = &loaded.actor;
+    let Actor { model, parameters, .. } = &loaded.actor;
     if parameters.adapter().is_none() {
         return Err(no_adapter_error(recipe));
     }
@@ -120,24 +117,21 @@ pub fn export_merged_model(
     if sequences.is_empty() {
         return Ok(None);
     }
-    let batches = MicroBatch::split(&sequences, recipe.train.micro_batch_tokens);
-    let log_probs = |name: &str, parameters: &Parameters| -> Result<Vec<f32>> {
+    let log_probs = |name: &str, actor: &Actor| -> Result<Vec<f32>> {
         let settings = PassSettings {
-            recompute_layers: true,
             temperature: recipe.rollout.temperature,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: false,
             forward: Default::default(),
         };
-        let runner = BatchRunner { threads: &execution.threads, model, parameters };
-        let stage = console.start_pass(name, runner.local_tokens(&batches));
-        let outputs = runner.forward(&batches, settings, &stage)?;
-        stage.finish();
-        Ok(outputs.into_iter().flat_map(|PassOutput { head: [log_probs, _], .. }| log_probs).collect())
+        let input = PassInput { sequences: sequences.iter().collect(), ..PassInput::default() };
+        let progress = |tokens| console.start_pass(name, tokens);
+        Ok(actor.forward::<PolicyColumns>(&input, settings, &progress)?.columns.log_probs)
     };
-    let before = log_probs("log-probs with the adapter", parameters)?;
+    let before = log_probs("log-probs with the adapter", &loaded.actor)?;
     // The folder is read back, so that the comparison uses the weights that other programs will read.
-    let after = log_probs("log-probs merged", &loaded.load_weights(recipe, out, console)?)?;
+    let merged = loaded.actor.beside(loaded.load_weights(recipe, out, console)?);
+    let after = log_probs("log-probs merged", &merged)?;
     let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
     let (sum, largest) =
         changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));

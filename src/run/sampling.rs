@@ -2,7 +2,7 @@
 
 use super::environment::Environment;
 use crate::agents::EpisodeTrajectories;
-use crate::engine::{Engine, EngineLimits};
+use crate::engine::Engine;
 use crate::actor::Actor;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
@@ -24,10 +24,8 @@ impl<'a> Sampling<'a> {
     /// # Errors
     /// [`crate::error::BadInput`] when an ablation does not fit the model.
     pub fn training_policy(self) -> Result<PolicyView<'a>> {
-        let Actor { model, parameters, execution } = self.actor;
         let recipe = self.environment.recipe();
-        let (arms, seed) = (&recipe.arms, recipe.train.seed);
-        PolicyView::across_processes(model, parameters, Some(arms), seed, execution.rollout_weights)
+        self.actor.policy(Some((&recipe.arms, recipe.train.seed)))
     }
 
     /// Returns the policy without ablations, for evaluation.
@@ -35,8 +33,7 @@ impl<'a> Sampling<'a> {
     /// # Errors
     /// When a tensor is missing.
     pub fn policy_without_ablations(self) -> Result<PolicyView<'a>> {
-        let Actor { model, parameters, execution } = self.actor;
-        PolicyView::across_processes(model, parameters, None, 0, execution.rollout_weights)
+        self.actor.policy(None)
     }
 
     /// Returns an engine for `policy`, whose weights are those after step `version`.
@@ -63,13 +60,8 @@ impl<'a> Sampling<'a> {
         version: u64,
         settings: &RolloutSettings,
     ) -> Result<Engine<'a>> {
-        let limits = EngineLimits {
-            sequences_max: settings.sequences_max,
-            cuda_graphs: settings.cuda_graphs,
-            cache_capacity: self.actor.execution.cache_capacity,
-            prefix_tokens_max: self.actor.execution.prefix_tokens_max,
-        };
-        Engine::new(threads, policy, version, limits)
+        let decode = (settings.sequences_max, settings.cuda_graphs);
+        self.actor.engine(threads, policy, version, decode)
     }
 
     /// Returns a rollout according to `plan` on `engine`.

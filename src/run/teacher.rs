@@ -5,6 +5,7 @@ use super::source::{ModelSource, Placement, model_folder};
 use crate::chat::{Chat, replaced_system_prompt};
 use crate::dist::Mesh;
 use crate::harmony::Message;
+use crate::actor::Actor;
 use crate::actor::teacher::PromptChange;
 use crate::metrics::Console;
 use crate::model::config::Config;
@@ -23,8 +24,7 @@ const PROMPT_KEY: &str = "policy.distill.system_prompt";
 
 /// A teacher in memory, or on disk.
 pub struct TeacherModel {
-    pub model: Model,
-    pub parameters: Parameters,
+    pub actor: Actor,
     /// Digest of the config and the weights.
     pub digest: String,
 }
@@ -92,11 +92,11 @@ impl TeacherSettings {
         }
     }
 
-    /// Reads the weights. Returns `None` if the policy is its own teacher.
+    /// Reads the model, its weights and their digest. Returns `None` if the policy is its own teacher.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
-    pub fn load(&self, recipe: &Recipe, mesh: &Arc<Mesh>, console: &Console) -> Result<Option<TeacherModel>> {
+    pub fn load(&self, recipe: &Recipe, mesh: &Arc<Mesh>, console: &Console) -> Result<Option<(Model, Parameters, String)>> {
         let Some(source) = &self.source else { return Ok(None) };
         let frozen = vec![false; source.specs().len()];
         let placement = if self.on_disk { Placement::OnDisk } else { Placement::Replicated };
@@ -104,7 +104,7 @@ impl TeacherSettings {
         let parameters =
             source.parameters(recipe, &frozen, ModelCommand::Eval, backend, placement, console)?;
         let model = Model::new(source.config.clone(), source.config.max_position_embeddings);
-        Ok(Some(TeacherModel { model, parameters, digest: source.digest()? }))
+        Ok(Some((model, parameters, source.digest()?)))
     }
 }
 

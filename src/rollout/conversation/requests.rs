@@ -99,6 +99,7 @@ fn engine_request(
         new_tokens_max: tokens_left(rollout, sampled, tokens.len()),
         tokens,
         samples,
+        version: None,
         sampling: rollout.plan.settings.sampling(),
         // The parser detects the end of a turn, so the engine needs no stop tokens.
         stop_tokens: vec![],

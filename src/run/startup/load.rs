@@ -15,6 +15,7 @@ use crate::run::environment::Environment;
 use crate::run::loaded::LoadedModel;
 use crate::run::memory::{ModelCommand, SecondWeights, available_memory, min_over_processes};
 use crate::run::source::{Placement, reading_note};
+use crate::run::teacher::TeacherModel;
 use anyhow::Result;
 use std::path::Path;
 use std::sync::Arc;
@@ -87,6 +88,18 @@ impl Startup {
             Some(teacher) => threads.run_on_all(|| teacher.load(recipe, &mesh, console))?,
             None => None,
         };
+        let execution = Arc::new(Execution {
+            threads,
+            recompute_layers,
+            micro_batch_tokens: recipe.train.micro_batch_tokens,
+            cache_capacity,
+            prefix_tokens_max,
+            rollout_weights: self.placement.rollout_weights,
+        });
+        let actor = |model: Model, parameters| Actor::new(Arc::new(model), parameters, execution.clone());
+        let teacher = teacher.map(|(model, parameters, digest)| {
+            TeacherModel { actor: actor(model, parameters), digest }
+        });
         let Trainables { policy, critic, adapter } = self.trainables;
         let (mut parameters, mut trainable, mut base) = (parameters, policy, None);
         if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
@@ -100,12 +113,9 @@ impl Startup {
         }
         environment.agent = open_agent(recipe, command, mesh.ranks(), &environment.chat, console)?;
         let (random_weights, context) = (source.weights.is_none(), source.config.max_position_embeddings);
-        let model = Arc::new(threads.run_on_all(|| Model::new(source.config, context)));
-        let rollout_weights = self.placement.rollout_weights;
-        let execution =
-            Execution { threads, recompute_layers, cache_capacity, prefix_tokens_max, rollout_weights };
+        let model = execution.threads.run_on_all(|| Model::new(source.config, context));
         let loaded = LoadedModel {
-            actor: Actor { model, parameters, execution: Arc::new(execution) },
+            actor: actor(model, parameters),
             companions: source.companions,
             random_weights,
             trainable,

@@ -3,7 +3,9 @@
 use super::task::OpenedTask;
 use crate::metrics::format_count;
 use crate::recipe::Plan;
-use crate::rollout::{PromptLimits, chatml_identity, system_prompt};
+use crate::chat::{chatml_identity, system_prompt};
+use crate::learner::examples::read_rows;
+use crate::rollout::PromptLimits;
 use crate::run::environment::Environment;
 use crate::run::memory::ModelCommand;
 use crate::run::source::ModelSource;
@@ -51,7 +53,7 @@ pub(super) fn open_environment(
     // `rloss init` plans before the data is there.
     let file = environment.recipe().cold_start.train_file.as_ref();
     if let Some(file) = file.filter(|file| command.trains() && file.exists()) {
-        environment.sft_rows = Some(environment.renderer(&source.config).read_rows(file, None)?.into());
+        environment.sft_rows = Some(read_rows(&environment.renderer(&source.config), file, None)?.into());
     }
     Ok(environment)
 }
