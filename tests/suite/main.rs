@@ -1,5 +1,6 @@
 //! The integration tests: one binary, one module a room.
 
+mod actor;
 mod adapter;
 mod against;
 mod agent;
