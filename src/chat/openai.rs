@@ -24,8 +24,8 @@ pub struct RequestMessages {
 }
 
 impl RequestMessages {
-    /// Reads the entries `list` of a request that declares `tools`. A system message at the start replaces the
-    /// text of `settings`.
+    /// Reads the entries `list` of a request that declares `tools`. A system message at the start replaces
+    /// the text of `settings`.
     ///
     /// # Errors
     /// The number of the first invalid message (from 1) and the reason.
@@ -86,8 +86,8 @@ impl Chat {
     }
 }
 
-/// Returns the messages of an assistant's turn: its thought, its text, its calls. Only text without calls is an
-/// answer to the user.
+/// Returns the messages of an assistant's turn: its thought, its text, its calls. Only text without calls is
+/// an answer to the user.
 pub(super) fn answer_messages(thought: String, text: String, calls: Vec<Message>) -> Vec<Message> {
     let thought = (!thought.is_empty()).then(|| Message::assistant("analysis", thought));
     let text = match calls.is_empty() {
