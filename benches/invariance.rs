@@ -7,8 +7,9 @@ mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
 use rloss::actor::forward_backward::{Pass, PassSettings};
-use rloss::actor::gradients::GradientSum;
+use rloss::actor::gradients::{self, GradientSum};
 use rloss::actor::micro_batch::MicroBatch;
+use rloss::actor::{Columns, PolicyColumns};
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::product::{GemmThreads, forward_product, stock};
 use std::hint::black_box;
@@ -55,23 +56,25 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
     let (model, parameters) = model(shape);
     let batch = &MicroBatch::split(&sequences(shape.vocabulary, count, length), usize::MAX)[0];
     let settings = PassSettings {
-        recompute_layers: true,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
-    let objective =
-        |[log_probs, _]: [&[f32]; 2]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]);
+    let loss = |columns: &PolicyColumns| {
+        Ok(PolicyColumns { log_probs: vec![-1.0; columns.log_probs.len()], ..columns.zeros() })
+    };
     let (invariant, default) = medians(
         rounds,
         || (),
         |is_stock, ()| {
             library_default::USE_LIBRARY_PRODUCT.store(is_stock, Ordering::Relaxed);
-            let sum = GradientSum::begin(&parameters).expect("gradients");
+            gradients::clear(&parameters).expect("gradients");
+            let sum = GradientSum::new(&parameters);
             let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).expect("weights");
-            let pass = Pass { model: &model, weights, batch, settings };
-            black_box(pass.forward_backward(&objective, &|| ()).expect("pass"));
+            let model = &model;
+            let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
+            black_box(pass.forward_backward(&loss, &|| ()).expect("pass"));
         },
     );
     println!("{name:<26} {:>14.1} {:>12.1} {:>7.3}", invariant * 1e3, default * 1e3, invariant / default);

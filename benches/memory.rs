@@ -8,13 +8,13 @@ mod models;
 
 use models::{Shape, TINY, model, sequences};
 use rand::Rng;
-use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
-use rloss::actor::OptimizerSettings;
 use rloss::actor::forward_backward::{Pass, PassSettings};
 use rloss::actor::gradients::GradientSum;
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::optimizer::Optimizer;
+use rloss::actor::{Columns, OptimizerSettings, PolicyColumns};
+use rloss::checkpoint::load::ModelFolder;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::model::config::WeightFormat;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
@@ -59,21 +59,19 @@ fn run_pass(
     begin: impl FnOnce(),
 ) {
     let settings = PassSettings {
-        recompute_layers,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
-    let sum = GradientSum::begin(parameters).expect("gradients");
+    let sum = GradientSum::new(parameters);
     let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).expect("weights");
-    let pass = Pass { model, weights, batch, settings, teacher: None };
+    let pass = Pass { model, weights, batch, settings, recompute_layers, teacher: None };
     begin();
-    pass.forward_backward(
-        &|[log_probs, _]| Ok([vec![-1.0; log_probs.len()], vec![0.0; log_probs.len()]]),
-        &|| (),
-    )
-    .expect("pass");
+    let loss = |columns: &PolicyColumns| {
+        Ok(PolicyColumns { log_probs: vec![-1.0; columns.log_probs.len()], ..columns.zeros() })
+    };
+    pass.forward_backward(&loss, &|| ()).expect("pass");
 }
 
 fn measure(shape: Shape, tokens: usize) {

@@ -15,14 +15,9 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use models::{TINY, config, random};
 use rand::Rng;
-use rloss::dist::Mesh;
-use rloss::engine::{Engine, EngineLimits};
+use rloss::actor::{Actor, Execution, Forward, GradientNorm, PassSettings};
+use rloss::dist::{Mesh, RolloutWeightPlacement};
 use rloss::harmony::Message;
-use rloss::actor::batch_runner::BatchRunner;
-use rloss::actor::forward_backward::PassSettings;
-use rloss::actor::gradients::{clip, global_norm};
-use rloss::actor::micro_batch::MicroBatch;
-use rloss::actor::optimizer::Optimizer;
 use rloss::metrics::{Console, Timings};
 use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType, WeightFormat};
@@ -40,10 +35,11 @@ use rloss::run::memory::{
 };
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trainer::gradient_norms::GradientNormLimits;
+use rloss::trainer::observer::Stages;
 use rloss::trainer::step::PolicyStep;
 use rloss::trajectory::Group;
 use serde_json::json;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 /// The shapes; the defaults are "tiny" of docs/BENCHMARKS.md.
@@ -100,10 +96,9 @@ impl Shapes {
 
     /// Returns the multiply-adds of the products of forward and backward, each counted once, without
     /// recomputation and attention. The backward has two products for each one of the forward.
-    fn useful(&self, batches: &[MicroBatch]) -> usize {
+    fn useful(&self, forward: &Forward) -> usize {
         let (of_row, of_target) = self.multiply_adds();
-        let each = |b: &MicroBatch| b.tokens.len() * of_row + b.targets.len() * of_target;
-        3 * batches.iter().map(each).sum::<usize>()
+        3 * (forward.tokens * of_row + forward.columns.log_probs.len() * of_target)
     }
 
     fn config(&self) -> Config {
@@ -257,7 +252,16 @@ fn main() -> Result<()> {
     let recipe = Recipe::default();
     let (policy, train, optimizer_settings) = (&recipe.policy, &recipe.train, &recipe.train.optimizer);
     let recompute_layers = recomputes_layers(&shapes, &model.config, parameters.len(), &threads);
-    let mut optimizer = Optimizer::new(optimizer_settings, &mut parameters, shapes.bf16_dot)?;
+    let execution = Execution {
+        threads,
+        recompute_layers,
+        micro_batch_tokens: train.micro_batch_tokens,
+        cache_capacity: CacheCapacity::default(),
+        prefix_tokens_max: 0,
+        rollout_weights: RolloutWeightPlacement::Auto,
+    };
+    let mut actor = Actor::new(Arc::new(model), parameters, Arc::new(execution));
+    actor.start_optimizer(optimizer_settings, shapes.bf16_dot)?;
     let around = chat.render_prompt(&[Message::user(String::new())])?.len();
     let characters = shapes.prompt_tokens.checked_sub(around).context("--prompt-tokens is too small")?;
     let task = Numbers { characters };
@@ -283,16 +287,10 @@ fn main() -> Result<()> {
             .collect();
         let stamps = Mutex::new(vec![]);
         let (mut groups, rollout): (Vec<Group>, _) = time(|| {
-            let policy = PolicyView::without_ablations(&model, &parameters)?;
+            let policy = PolicyView::without_ablations(&actor.model, &actor.parameters)?;
             let plan = &plan;
-            let limits = EngineLimits {
-                sequences_max: SEQUENCES_MAX,
-                cuda_graphs: false,
-                cache_capacity: CacheCapacity::default(),
-                prefix_tokens_max: 0,
-            };
             let rollout = Rollout {
-                engine: &Engine::new(&threads, policy, step, limits)?,
+                engine: &actor.engine(&actor.execution.threads, policy, step, (SEQUENCES_MAX, false))?,
                 chat: &chat,
                 task: &task,
                 reward_min: 0.0,
@@ -321,14 +319,12 @@ fn main() -> Result<()> {
         let ((update_gradients, of_update), update) = time(|| {
             let step = PolicyStep {
                 step: step.max(1),
-                runner: BatchRunner { threads: &threads, model: &model, parameters: &parameters },
                 reference: None,
                 teacher: None,
                 policy,
                 train,
                 kl_coefficient: 0.0,
                 pass: PassSettings {
-                    recompute_layers,
                     temperature: 1.0,
                     load_balance_coefficient: 0.0,
                     keeps_routed_experts: true,
@@ -338,18 +334,17 @@ fn main() -> Result<()> {
                 response_tokens_max: shapes.response_tokens,
                 reward_min: -1.0,
                 norm_limits: GradientNormLimits::default(),
-                timings: &timings,
-                console: &Console::silent(),
+                stages: Stages { timings: &timings, console: &Console::silent() },
             };
-            let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), None)?;
-            let (update, gradients) = time(|| step.gradients(&batch)?.context("no token counts"))?;
-            let gap = batch.mismatch_metrics(&update.forward)?.get("mismatch/log_ppl_abs_diff_max");
+            let (batch, ..) = step.prepare(&groups.iter().collect::<Vec<_>>(), &actor, None)?;
+            let (update, gradients) =
+                time(|| step.gradients(&batch, &mut actor)?.context("no token counts"))?;
+            let mismatch = batch.mismatch_metrics(&update.forward, shapes.topk)?;
+            let gap = mismatch.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
-            threads.run_on_all(|| {
-                clip(&parameters, global_norm(&parameters)?, optimizer_settings.grad_norm_max)?;
-                optimizer.update(&parameters, optimizer_settings.lr)
-            })?;
-            Ok((gradients, shapes.useful(&batch.micro_batches)))
+            let norm = actor.optim_step(&optimizer_settings.update(optimizer_settings.lr, None))?;
+            ensure!(matches!(norm, GradientNorm::Applied(_)), "an update was skipped: {norm:?}");
+            Ok((gradients, shapes.useful(&update.forward)))
         })?;
         useful = of_update;
         if step > 0 {
@@ -364,7 +359,9 @@ fn main() -> Result<()> {
     if !mesh.is_rank_zero() {
         return Ok(());
     }
-    let (read_rate, product_rate) = threads.run_on_all(|| (machine::read_rate(), machine::product_rate()));
+    let Actor { parameters, execution, .. } = &actor;
+    let rates = || (machine::read_rate(), machine::product_rate());
+    let (read_rate, product_rate) = execution.threads.run_on_all(rates);
     let (of_row, of_head) = shapes.multiply_adds();
     let of_step = (batch * (of_row + of_head)) as f64 / product_rate;
     // A step reads only a few rows of the embedding.

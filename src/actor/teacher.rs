@@ -61,11 +61,7 @@ impl<'a> Teacher<'a> {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a sequence does not begin with the policy's system prompt.
-    pub(super) fn passes(
-        &self,
-        sequences: &[&Sequence],
-        batches: &[MicroBatch],
-    ) -> Result<TeacherPasses<'a>> {
+    pub fn passes(&self, sequences: &[&Sequence], batches: &[MicroBatch]) -> Result<TeacherPasses<'a>> {
         let packed = |micro_batch: &MicroBatch| -> Result<MicroBatch> {
             let Some(prompt) = self.prompt else {
                 return Ok(MicroBatch { replay: None, ..micro_batch.clone() });

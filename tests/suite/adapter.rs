@@ -3,6 +3,12 @@
 use crate::model::case::{Case, Figures};
 use crate::tiny::{self, load};
 use crate::{model_files, qwen2, qwen3};
+use rloss::actor::batch_runner::BatchRunner;
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::gradients;
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::optimizer::Optimizer;
+use rloss::actor::{Actor, Columns, CriticColumns, OptimizerSettings, PolicyColumns, UpdateSettings};
 use rloss::checkpoint::BaseModel;
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::merge::merge;
@@ -10,13 +16,8 @@ use rloss::checkpoint::peft::{self, AdapterFolder};
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
 use rloss::integrity::Manifest;
-use rloss::actor::batch_runner::BatchRunner;
-use rloss::learner::critic::Critic;
-use rloss::actor::forward_backward::{Pass, PassSettings};
-use rloss::actor::micro_batch::{MicroBatch, Sequence};
-use rloss::actor::optimizer::Optimizer;
-use rloss::actor::OptimizerSettings;
 use rloss::learner::CriticSettings;
+use rloss::learner::critic::Critic;
 use rloss::metrics::Progress;
 use rloss::model::adapter::{Lora, Owner, default_targets};
 use rloss::model::config::{Config, WeightFormat};
@@ -135,9 +136,8 @@ fn what_was_read_is_written_with_pefts_names_shapes_and_values() {
     }
 }
 
-fn settings(recompute_layers: bool) -> PassSettings {
+fn settings() -> PassSettings {
     PassSettings {
-        recompute_layers,
         temperature: 0.8,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
@@ -182,13 +182,18 @@ fn both(config: &Config, format: WeightFormat) -> [Parameters; 2] {
 fn log_probs(model: &Model, parameters: &Parameters, batches: &[MicroBatch]) -> Vec<f32> {
     let weights = &parameters.frozen_weights(None).unwrap();
     let forward = |batch| {
-        Pass { model, weights, batch, settings: settings(true), teacher: None }
-            .forward(&|| ())
-            .unwrap()
-            .log_probs()
-            .to_vec()
+        let settings = settings();
+        let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
+        pass.forward::<PolicyColumns>(&|| ()).unwrap().columns.log_probs
     };
     batches.iter().flat_map(forward).collect()
+}
+
+/// A loss whose gradient with respect to every log-probability is `gradient`.
+fn log_prob_gradients(gradient: f32) -> impl Fn(usize, &PolicyColumns) -> anyhow::Result<PolicyColumns> {
+    move |_, columns| {
+        Ok(PolicyColumns { log_probs: vec![gradient; columns.log_probs.len()], ..columns.zeros() })
+    }
 }
 
 fn every(sequences: &[Sequence]) -> Vec<Sequence> {
@@ -238,15 +243,15 @@ fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation()
     let mut found = vec![];
     for parameters in [&mut plain, &mut packed] {
         adapt(parameters, &config, 5);
-        for (threads, recompute) in [(1, true), (3, true), (2, false)] {
+        for (threads, recompute_layers) in [(1, true), (3, true), (2, false)] {
             let (model, threads) = (Model::new(config.clone(), 256), Threads::new(threads).unwrap());
             let sequences = tiny::sequences(config.vocab_size, &[40, 12, 33, 60, 7], 4);
             let batches = MicroBatch::split(&sequences, 50);
-            let runner = BatchRunner { threads: &threads, model: &model, parameters: &*parameters };
-            let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
-                Ok([vec![-0.01; log_probs.len()], vec![0.0; entropies.len()]])
-            };
-            runner.accumulate(&batches, settings(recompute), None, &objective, &Progress::hidden()).unwrap();
+            let runner =
+                BatchRunner { threads: &threads, model: &model, parameters: &*parameters, recompute_layers };
+            gradients::clear(parameters).unwrap();
+            let loss = log_prob_gradients(-0.01);
+            runner.accumulate(&batches, settings(), None, &loss, &Progress::hidden()).unwrap();
             found.push(tiny::Gradients::of(parameters));
         }
     }
@@ -278,28 +283,31 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let base = parameter_specs(&config).len();
     let head = (0..base + 1).map(|i| i >= base - 1);
     let trainable: Vec<bool> = head.chain(vec![true; policy.len() - base]).collect();
-    let mut critic = Critic::new(&config, &policy, &trainable, &CriticSettings::default(), 7, false).unwrap();
+    let policy = tiny::actor(model, policy, 2, usize::MAX, true);
+    let critic = Critic::new(&policy, &trainable, &CriticSettings::default(), 7, false).unwrap();
+    let (mut critic, policy, model) = (critic.actor, &policy.parameters, &policy.model);
     assert_eq!(critic.parameters.len(), policy.len() + 1);
     let learning = (0..critic.parameters.len()).filter(|&i| critic.parameters.is_trained(i)).count();
     assert_eq!(learning, policy.len() - base + 2);
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
-    let threads = Threads::new(2).unwrap();
-    let values = |parameters: &Parameters| {
-        let runner = BatchRunner { threads: &threads, model: &model, parameters };
-        let [values] = runner.forward(&batches, settings(true), &Progress::hidden()).unwrap().remove(0).head;
+    let values = |critic: &Actor| {
+        let outputs = tiny::runner(critic).forward(&batches, settings(), &Progress::hidden());
+        let CriticColumns { values } = outputs.unwrap().remove(0).columns;
         values
     };
-    let before = values(&critic.parameters);
-    let policy_before = log_probs(&model, &policy, &batches);
-    let objective = |_: usize, [values]: [&[f32]; 1]| Ok([values.iter().map(|v| v - 1.0).collect()]);
+    let before = values(&critic);
+    let policy_before = log_probs(model, policy, &batches);
+    let loss = |_: usize, CriticColumns { values }: &CriticColumns| {
+        Ok(CriticColumns { values: values.iter().map(|v| v - 1.0).collect() })
+    };
+    let update = CriticSettings::default().optimizer.update(1e-2, None);
     for _ in 0..3 {
-        let runner = BatchRunner { threads: &threads, model: &model, parameters: &critic.parameters };
-        runner.accumulate(&batches, settings(true), None, &objective, &Progress::hidden()).unwrap();
-        critic.optimizer.update(&critic.parameters, 1e-2).unwrap();
+        tiny::runner(&critic).accumulate(&batches, settings(), None, &loss, &Progress::hidden()).unwrap();
+        critic.optim_step(&UpdateSettings { grad_norm_max: 0.0, ..update }).unwrap();
     }
     let loss = |values: &[f32]| values.iter().map(|v| (v - 1.0).powi(2)).sum::<f32>();
-    assert!(loss(&values(&critic.parameters)) < 0.9 * loss(&before));
-    assert_eq!(policy_before, log_probs(&model, &policy, &batches), "the policy is left as it is");
+    assert!(loss(&values(&critic)) < 0.9 * loss(&before));
+    assert_eq!(policy_before, log_probs(model, policy, &batches), "the policy is left as it is");
 }
 
 #[test]
@@ -312,14 +320,11 @@ fn an_optimizer_keeps_nothing_of_the_base_and_moves_it_not() {
     let mut optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, true).unwrap();
     let threads = Threads::new(2).unwrap();
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 41], 4), usize::MAX);
-    let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
-        Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
-    };
-    BatchRunner { threads: &threads, model: &model, parameters: &parameters }
-        .accumulate(&batches, settings(true), None, &objective, &Progress::hidden())
+    BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers: true }
+        .accumulate(&batches, settings(), None, &log_prob_gradients(-0.1), &Progress::hidden())
         .unwrap();
     let before = log_probs(&model, &parameters, &batches);
-    optimizer.update(&parameters, 1e-3).unwrap();
+    optimizer.update(&parameters, &OptimizerSettings::default().update(1e-3, None)).unwrap();
     assert_ne!(before, log_probs(&model, &parameters, &batches));
     for (index, values) in base.iter().enumerate() {
         assert!(parameters.state(index).is_empty());

@@ -1,18 +1,15 @@
 //! The critic: its gradient through the whole stack, its estimate, its loss over minibatches.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::learner::batch::Batch;
-use rloss::actor::batch_runner::BatchRunner;
-use rloss::learner::critic::{Critic, CriticStep};
-use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::forward_backward::{Pass, PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
-use rloss::actor::OptimizerSettings;
+use rloss::actor::{Actor, CriticColumns, OptimizerSettings, PolicyColumns, UpdateSettings};
+use rloss::learner::batch::Batch;
+use rloss::learner::critic::{Critic, add_value_gradients};
 use rloss::learner::{CriticSettings, TrainSettings};
 use rloss::metrics::{Console, Metrics, Progress, Timings};
 use rloss::model::forward::ForwardOptions;
-use rloss::model::forward::Model;
 use rloss::model::parameters::Parameters;
-use rloss::ops::threads::Threads;
 use rloss::policy::Sequences;
 use rloss::policy::advantage::Advantage;
 use rloss::policy::advantage::{gae, whiten};
@@ -20,22 +17,23 @@ use rloss::policy::divergence::KlEstimator;
 use rloss::policy::value::explained_variance;
 use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
 use rloss::trainer::gradient_norms::GradientNormLimits;
+use rloss::trainer::observer::Stages;
 use rloss::trainer::step::PolicyStep;
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
 
+/// The aggregation of the losses, and the maximum number of response tokens.
+const AGGREGATION: (Aggregation, usize) = (Aggregation::TokenMean, 72);
+
 struct Fixture {
-    threads: Threads,
-    model: Model,
-    policy: Parameters,
+    policy: Actor,
     critic: Critic,
     sequences: Vec<Sequence>,
 }
 
-fn pass(recompute_layers: bool) -> PassSettings {
+fn pass() -> PassSettings {
     PassSettings {
-        recompute_layers,
         temperature: 0.9,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
@@ -47,64 +45,62 @@ impl Fixture {
     fn new(settings: CriticSettings) -> Self {
         let (model, policy) = tiny::model(tiny::config(true), 3);
         let trainable = vec![true; policy.len() + 1];
-        let critic = Critic::new(&model.config, &policy, &trainable, &settings, 7, false).unwrap();
-        let sequences = tiny::sequences(272, &LENGTHS, 4);
-        Self { threads: Threads::new(2).unwrap(), model, policy, critic, sequences }
+        let policy = tiny::actor(model, policy, 2, 64, true);
+        let critic = Critic::new(&policy, &trainable, &settings, 7, false).unwrap();
+        Self { policy, critic, sequences: tiny::sequences(272, &LENGTHS, 4) }
     }
 
-    fn step(&self) -> CriticStep<'_> {
-        let (threads, model, critic) = (&self.threads, &self.model, &self.critic);
-        CriticStep {
-            runner: BatchRunner { threads, model, parameters: &critic.parameters },
-            settings: &critic.settings,
-            aggregation: Aggregation::TokenMean,
-            response_tokens_max: 72,
-            pass: pass(true),
-            micro_batch_tokens: 64,
-        }
+    /// The figures of one update by micro-batches of up to so many tokens, and its gradients.
+    fn update_by(&self, micro_batch_tokens: usize, batch: &Batch) -> Option<Learned<Metrics>> {
+        let mut actor = tiny::trained(&self.critic.actor, micro_batch_tokens);
+        let output = add_value_gradients(&mut actor, &self.critic.settings, AGGREGATION, batch).unwrap()?;
+        Some(Learned { output, gradients: Gradients::of(&actor.parameters) })
+    }
+
+    fn update(&self, batch: &Batch) -> Learned<Metrics> {
+        self.update_by(64, batch).unwrap()
     }
 
     /// ½ the sum of squared distances from `targets`, and its gradient.
     fn squared(&self, targets: &[f32], recompute_layers: bool) -> (f64, Gradients) {
         let loss = std::cell::Cell::new(0.0);
-        let objective = |[values]: [&[f32]; 1]| {
+        let squared = |CriticColumns { values }: &CriticColumns| {
             let errors: Vec<f32> = values.iter().zip(targets).map(|(v, t)| v - t).collect();
             loss.set(errors.iter().map(|&e| 0.5 * f64::from(e).powi(2)).sum());
-            Ok([errors])
+            Ok(CriticColumns { values: errors })
         };
-        let of = (&self.model, &self.batch(), pass(recompute_layers));
-        let found = learned(&self.critic.parameters, of, |pass| pass.forward_backward(&objective, &|| ()));
+        let Actor { model, parameters, .. } = &self.critic.actor;
+        let of = (&**model, &self.batch(), pass(), recompute_layers);
+        let found = learned(parameters, of, |pass| pass.forward_backward(&squared, &|| ()));
         (loss.get(), found.gradients)
     }
 
     /// ½ the sum of squared distances from `targets`, by a forward alone.
     fn loss(&self, targets: &[f32]) -> f64 {
-        let weights = &self.critic.parameters.frozen_weights(None).unwrap();
-        let batch = &self.batch();
-        let pass = Pass { model: &self.model, weights, batch, settings: pass(true), teacher: None };
-        let [values] = pass.forward(&|| ()).unwrap().head;
+        let Actor { model, parameters, .. } = &self.critic.actor;
+        let (weights, batch) = (&parameters.frozen_weights(None).unwrap(), &self.batch());
+        let pass = Pass { model, weights, batch, settings: pass(), recompute_layers: true, teacher: None };
+        let CriticColumns { values } = pass.forward(&|| ()).unwrap().columns;
         values.iter().zip(targets).map(|(v, t)| 0.5 * f64::from(v - t).powi(2)).sum()
     }
 
     /// All sequences, with the experts that the policy chooses: a step of any size leaves them as they are.
     fn batch(&self) -> MicroBatch {
-        let Self { threads, model, policy, .. } = self;
         let mut batches = MicroBatch::split(&self.sequences, 100_000);
-        let runner = BatchRunner { threads, model, parameters: policy };
-        batches[0].replay = Some(
-            runner.forward::<2>(&batches, pass(true), &Progress::hidden()).unwrap().remove(0).routed_experts,
-        );
+        let outputs = tiny::runner(&self.policy).forward(&batches, pass(), &Progress::hidden());
+        let output: PassOutput = outputs.unwrap().remove(0);
+        batches[0].replay = Some(output.routed_experts);
         batches.remove(0)
     }
 
     /// The trained tokens of the sequences.
     fn packed(&self) -> Batch {
         let groups = groups(self);
-        Batch::new(&groups.iter().collect::<Vec<_>>(), self.step().runner.packing_parameters(64))
+        Batch::new(&groups.iter().collect::<Vec<_>>())
     }
 
     fn values(&self) -> Vec<f32> {
-        self.step().values(&self.packed()).unwrap()
+        self.critic.values(&self.packed()).unwrap()
     }
 
     fn learnable(&self) -> Batch {
@@ -127,7 +123,7 @@ fn targets_of(fixture: &Fixture) -> Vec<f32> {
 #[test]
 fn a_new_critic_is_the_policys_trunk_with_a_small_head_of_its_own() {
     let fixture = Fixture::new(CriticSettings::default());
-    let (critic, policy) = (&fixture.critic.parameters, &fixture.policy);
+    let (critic, policy) = (&fixture.critic.actor.parameters, &fixture.policy.parameters);
     for (index, spec) in policy.specs.iter().enumerate().filter(|(_, spec)| spec.name != "lm_head.weight") {
         let position = critic.index_of(&spec.name).unwrap();
         let read = |p: &Parameters, i: usize| tiny::values(p.values(i).unwrap());
@@ -148,12 +144,12 @@ fn the_heads_gradient_is_the_hand_form() {
     let targets = targets_of(&fixture);
     let values = fixture.values();
     let (_, gradients) = fixture.squared(&targets, true);
-    let bias = fixture.critic.parameters.index_of("score.bias").unwrap();
+    let bias = fixture.critic.actor.parameters.index_of("score.bias").unwrap();
     let sum: f64 = values.iter().zip(&targets).map(|(v, t)| f64::from(v - t)).sum();
     assert!((f64::from(gradients.values[bias].as_ref().unwrap()[0]) - sum).abs() < 1e-4 * sum.abs().max(1.0));
     // V is linear in the head: its gradient times the weights, plus the bias's, is Σ (V − R)·V.
-    let weight = fixture.critic.parameters.index_of("score.weight").unwrap();
-    let weights = tiny::values(fixture.critic.parameters.values(weight).unwrap());
+    let weight = fixture.critic.actor.parameters.index_of("score.weight").unwrap();
+    let weights = tiny::values(fixture.critic.actor.parameters.values(weight).unwrap());
     let product = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(x, y)| f64::from(x * y)).sum::<f64>();
     let errors: Vec<f32> = values.iter().zip(&targets).map(|(v, t)| v - t).collect();
     let along = product(gradients.values[weight].as_ref().unwrap(), &weights);
@@ -164,7 +160,7 @@ fn the_heads_gradient_is_the_hand_form() {
 fn the_gradient_through_the_whole_trunk_is_that_of_differences() {
     let fixture = Fixture::new(CriticSettings::default());
     let targets = targets_of(&fixture);
-    let parameters = &fixture.critic.parameters;
+    let parameters = &fixture.critic.actor.parameters;
     let (loss, gradients) = fixture.squared(&targets, false);
     let mut checked = 0;
     for (index, spec) in parameters.specs.iter().enumerate() {
@@ -205,21 +201,19 @@ fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
 #[test]
 fn a_language_model_has_no_values() {
     let fixture = Fixture::new(CriticSettings::default());
-    let Fixture { threads, model, policy, .. } = &fixture;
-    let runner = BatchRunner { threads, model, parameters: policy };
+    let [policy, critic] = [&fixture.policy, &fixture.critic.actor].map(tiny::runner);
     let batches = MicroBatch::split(&fixture.sequences, 64);
-    assert!(runner.forward::<1>(&batches, pass(true), &Progress::hidden()).is_err());
-    assert!(fixture.step().runner.forward::<2>(&batches, pass(true), &Progress::hidden()).is_err());
+    assert!(policy.forward::<CriticColumns>(&batches, pass(), &Progress::hidden()).is_err());
+    assert!(critic.forward::<PolicyColumns>(&batches, pass(), &Progress::hidden()).is_err());
 }
 
 #[test]
 fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
     let fixture = Fixture::new(CriticSettings::default());
     let mut batch = fixture.learnable();
-    let step = fixture.step();
     let flat = |g: &Gradients| g.values.iter().flatten().flatten().copied().collect::<Vec<f32>>();
-    let split = update(&step, &batch);
-    let whole = update(&CriticStep { micro_batch_tokens: 100_000, ..step }, &batch);
+    let split = fixture.update(&batch);
+    let whole = fixture.update_by(100_000, &batch).unwrap();
     let loss = |found: &Metrics| found.get("critic/vf_loss").unwrap();
     assert!((loss(&split) - loss(&whole)).abs() < 1e-6);
     for (a, b) in flat(&split.gradients).iter().zip(flat(&whole.gradients)) {
@@ -229,9 +223,9 @@ fn the_loss_does_not_depend_on_the_split_and_rejected_tokens_leave_it() {
     let squares: f64 = (0..batch.mask.len()).map(|i| (1.0 - (i % 3) as f64).powi(2)).sum();
     assert!((loss(&whole) - 0.5 * squares / batch.mask.len() as f64).abs() < 1e-4);
     (0..batch.mask.len()).for_each(|i| batch.mask[i] = i % 3 == 1);
-    assert!(loss(&update(&step, &batch)) < 1e-9);
+    assert!(loss(&fixture.update(&batch)) < 1e-9);
     batch.mask.fill(false);
-    assert!(step.gradients(&batch).unwrap().is_none());
+    assert!(fixture.update_by(64, &batch).is_none());
 }
 
 #[test]
@@ -243,7 +237,7 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
         let current = batch.values.clone().unwrap();
         batch.values = Some(current.iter().map(|v| v - moved).collect());
         batch.returns = Some(current.iter().map(|v| v + 1.0).collect());
-        super::critic::update(&fixture.step(), &batch)
+        fixture.update(&batch)
     };
     let clipped = |found: &Metrics| found.get("critic/vf_clipfrac").unwrap();
     let norm = |found: &Learned<Metrics>| {
@@ -257,12 +251,6 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
     let free = update(&with(0.0), 0.6);
     assert_eq!(clipped(&free), 0.0);
     assert!(norm(&free) > 0.0);
-}
-
-/// The figures of one update, and its gradients.
-fn update(step: &CriticStep, batch: &Batch) -> Learned<Metrics> {
-    let output = step.gradients(batch).unwrap().unwrap();
-    Learned { output, gradients: Gradients::of(step.runner.parameters) }
 }
 
 fn groups(fixture: &Fixture) -> Vec<Group> {
@@ -303,28 +291,25 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
     let groups = groups(&fixture);
     let groups: Vec<&Group> = groups.iter().collect();
     let (_, other) = tiny::model(tiny::config(true), 5);
+    let other = fixture.policy.beside(other);
     for place in [KlPlacement::None, KlPlacement::Reward] {
         let kl = KlSettings { place, estimator: KlEstimator::K1, ..KlSettings::default() };
         let policy = PolicySettings { advantage: Advantage::Gae, kl, ..PolicySettings::default() };
-        let Fixture { threads, model, policy: parameters, .. } = &fixture;
-        let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
         let step = PolicyStep {
             step: 1,
-            runner: BatchRunner { threads, model, parameters },
             reference: Some(&other),
             teacher: None,
             policy: &policy,
-            train: &train,
+            train: &TrainSettings::default(),
             kl_coefficient: 0.5,
-            pass: pass(false),
+            pass: pass(),
             old_log_prob_forward: None,
             response_tokens_max: 72,
             reward_min: -1.0,
             norm_limits: GradientNormLimits::default(),
-            timings: &Timings::new(),
-            console: &Console::silent(),
+            stages: Stages { timings: &Timings::new(), console: &Console::silent() },
         };
-        let (found, _, metrics) = step.prepare(&groups, Some(&fixture.critic)).unwrap();
+        let (found, _, metrics) = step.prepare(&groups, &fixture.policy, Some(&fixture.critic)).unwrap();
         let values = fixture.values();
         assert_eq!(found.values.as_ref(), Some(&values));
         let mut rewards = vec![0.0; values.len()];
@@ -350,7 +335,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
         assert!(gap.abs() < 1e-5);
         let mean = expected.returns.iter().map(|&r| f64::from(r)).sum::<f64>() / values.len() as f64;
         assert!((metrics.get("critic/returns/mean").unwrap() - mean).abs() < 1e-5);
-        assert!(step.prepare(&groups, None).is_err());
+        assert!(step.prepare(&groups, &fixture.policy, None).is_err());
     }
 }
 
@@ -369,10 +354,10 @@ fn a_critic_learns_its_returns() {
     };
     assert!(explained(&fixture) < 0.1);
     for update in 1..=60 {
-        fixture.step().gradients(&batch).unwrap().unwrap();
-        let Critic { parameters, optimizer, .. } = &mut fixture.critic;
-        let lr = optimizer.learning_rate(update, 60);
-        optimizer.update(parameters, lr).unwrap();
+        let Critic { settings, actor } = &mut fixture.critic;
+        add_value_gradients(actor, settings, AGGREGATION, &batch).unwrap().unwrap();
+        let update = actor.update_settings(update, 60, None).unwrap();
+        actor.optim_step(&UpdateSettings { grad_norm_max: 0.0, ..update }).unwrap();
     }
     assert!(explained(&fixture) > 0.9, "{}", explained(&fixture));
 }

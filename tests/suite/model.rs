@@ -4,9 +4,10 @@ pub mod case;
 
 use crate::tiny::{self, load};
 use case::{Case, Figures};
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
+use rloss::actor::PolicyColumns;
 use rloss::actor::forward_backward::{Pass, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
@@ -81,8 +82,9 @@ fn arms_break_what_their_names_say() {
         case.forward_backward(true, ForwardOptions { sinks, sink_gradient, ..ForwardOptions::default() })
     };
     let (plain, no_gradient, no_sinks) = (run(true, true), run(true, false), run(false, true));
-    assert_eq!(plain.log_probs(), no_gradient.log_probs());
-    let moved = plain.log_probs().iter().zip(no_sinks.log_probs()).map(|(a, b)| (a - b).abs());
+    assert_eq!(plain.columns.log_probs, no_gradient.columns.log_probs);
+    let pairs = plain.columns.log_probs.iter().zip(&no_sinks.columns.log_probs);
+    let moved = pairs.map(|(a, b)| (a - b).abs());
     assert!(moved.fold(0.0, f32::max) > 0.01, "without sinks the model is another");
     for (index, spec) in case.parameters.specs.iter().enumerate() {
         let [plain, no_gradient, no_sinks] =
@@ -104,15 +106,15 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
         weights: &parameters.frozen_weights(None).unwrap(),
         batch: &MicroBatch::split(&crate::tiny::sequences(config.vocab_size, lengths, 4), usize::MAX)[0],
         settings: PassSettings {
-            recompute_layers: true,
             temperature: 1.0,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: true,
             forward: ForwardOptions::default(),
         },
+        recompute_layers: true,
         teacher: None,
     };
-    pass.forward(&|| ()).unwrap().log_probs().to_vec()
+    pass.forward::<PolicyColumns>(&|| ()).unwrap().columns.log_probs
 }
 
 #[test]

@@ -6,16 +6,16 @@ mod muon;
 use crate::{skips, tiny};
 use candle_core::{DType, Tensor};
 use rand::Rng;
-use rloss::checkpoint::save::CompanionFiles;
-use rloss::checkpoint::{self, Snapshot, TrainerState, restore};
-use rloss::error::BadInput;
 use rloss::actor::batch_runner::BatchRunner;
-use rloss::learner::critic::Critic;
-use rloss::actor::forward_backward::PassSettings;
+use rloss::actor::forward_backward::{PassOutput, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::optimizer::Optimizer;
 use rloss::actor::{OptimizerKind, OptimizerSettings as Settings};
+use rloss::checkpoint::save::CompanionFiles;
+use rloss::checkpoint::{self, ModelFiles, Snapshot, TrainerState, restore};
+use rloss::error::BadInput;
 use rloss::learner::CriticSettings;
+use rloss::learner::critic::Critic;
 use rloss::metrics::{Phase, Progress};
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
@@ -66,7 +66,8 @@ impl Learner {
 
     fn update(&mut self, gradient: &[f32], lr: f64) {
         set_gradient(&self.parameters, self.index, gradient);
-        self.optimizer.update(&self.parameters, lr).unwrap();
+        let update = self.optimizer.settings.update(lr, None);
+        self.optimizer.update(&self.parameters, &update).unwrap();
     }
 
     fn weights(&self) -> Vec<f32> {
@@ -127,7 +128,8 @@ fn random_updates(parameters: &mut Parameters, optimizer: &mut Optimizer, count:
                 set_gradient(parameters, index, &values);
             }
         }
-        optimizer.update(parameters, 1e-3).unwrap();
+        let update = optimizer.settings.update(1e-3, None);
+        optimizer.update(parameters, &update).unwrap();
     }
 }
 
@@ -314,7 +316,7 @@ fn kept_bytes(parameters: &Parameters) -> u64 {
 fn the_plan_holds_the_bytes_that_optimizers_keep() {
     for (settings, dtype) in kinds().into_iter().flat_map(|s| [(s.clone(), Dtype::F32), (s, Dtype::Bf16)]) {
         let config = tiny::config(false);
-        let (_, mut parameters) = tiny::model(config.clone(), 0);
+        let (model, mut parameters) = tiny::model(config.clone(), 0);
         // Some of each size are frozen.
         let mark = |tensors: usize| -> Vec<bool> { (0..tensors).map(|i| i % 3 > 0).collect() };
         let (trainable, critic_trainable) = (mark(parameters.len()), mark(value_model_specs(&config).len()));
@@ -322,8 +324,9 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         let rounds = dtype == Dtype::Bf16;
         Optimizer::new(&settings, &mut parameters, rounds).unwrap();
         let critic_settings = CriticSettings { optimizer: settings.clone(), ..CriticSettings::default() };
-        let critic =
-            Critic::new(&config, &parameters, &critic_trainable, &critic_settings, 0, rounds).unwrap();
+        let policy = tiny::actor(model, parameters, 1, 64, true);
+        let critic = Critic::new(&policy, &critic_trainable, &critic_settings, 0, rounds).unwrap();
+        let parameters = &policy.parameters;
 
         let mut recipe = Recipe { critic: Some(critic_settings), ..Recipe::default() };
         recipe.model.dtype = dtype;
@@ -346,9 +349,13 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
         let plan = MemoryPlan::new(&subject);
         let planned =
             |name: &str| plan.resident.iter().find(|part| part.name == name).map_or(0, |part| part.bytes);
-        assert_eq!(planned("optimizer"), kept_bytes(&parameters), "{settings:?}, {dtype:?}");
-        assert_eq!(planned("critic's optimizer"), kept_bytes(&critic.parameters), "{settings:?}, {dtype:?}");
-        assert_eq!(kept_bytes(&parameters) == 0, settings == kinds()[2] && !rounds);
+        assert_eq!(planned("optimizer"), kept_bytes(parameters), "{settings:?}, {dtype:?}");
+        assert_eq!(
+            planned("critic's optimizer"),
+            kept_bytes(&critic.actor.parameters),
+            "{settings:?}, {dtype:?}"
+        );
+        assert_eq!(kept_bytes(parameters) == 0, settings == kinds()[2] && !rounds);
 
         let remedies: Vec<String> =
             subject.remedies(u64::MAX).into_iter().map(|remedy| remedy.change).collect();
@@ -375,19 +382,9 @@ fn saved(run: &Path, parameters: &Parameters, format: WeightFormat) -> std::path
         kl_coefficient: None,
     };
     let (config, companions) = (&tiny::config(false), &CompanionFiles::default());
-    Snapshot {
-        config,
-        format,
-        companions,
-        parameters,
-        base: None,
-        critic: None,
-        recipe: "",
-        sampled_ahead: None,
-        state,
-    }
-    .write(run, 1)
-    .unwrap()
+    let files = ModelFiles { config, format, companions, base: None };
+    let snapshot = Snapshot { files, parameters, critic: None, recipe: "", sampled_ahead: None, state };
+    snapshot.write(run, 1).unwrap()
 }
 
 /// Bytes of the tensors in the safetensors file at `path`.
@@ -453,18 +450,18 @@ fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>,
     let model = Model::new(config.clone(), config.max_position_embeddings);
     let batches = MicroBatch::split(&tiny::sequences(config.vocab_size, &[30, 41], 4), usize::MAX);
     let threads = Threads::new(2).unwrap();
-    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+    let runner =
+        BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers: false };
     let pass = PassSettings {
-        recompute_layers: false,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
-    let [log_probs, _] = runner.forward(&batches, pass, &Progress::hidden()).unwrap().remove(0).head;
+    let output: PassOutput = runner.forward(&batches, pass, &Progress::hidden()).unwrap().remove(0);
     let has_master = |index: &usize| parameters.state(*index).contains_key("master");
     let names = (0..parameters.len()).filter(has_master).map(|index| parameters.specs[index].name.clone());
-    (log_probs, names.collect())
+    (output.columns.log_probs, names.collect())
 }
 
 /// The masters of a warm-up stayed in memory during the training after it: the new ones were tracked copies.

@@ -4,11 +4,12 @@ use crate::model_files;
 use crate::qwen2;
 use crate::qwen3;
 use crate::tiny::{self, Gradients, learned, load};
+use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::micro_batch::MicroBatch;
+use rloss::actor::{Columns, PolicyColumns};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
-use rloss::actor::forward_backward::{Pass, PassSettings};
-use rloss::actor::micro_batch::MicroBatch;
 use rloss::mismatch::causes::{Cause, causes, variant::Variant};
 use rloss::model::ablations::Ablations;
 use rloss::model::config::{Config, WeightFormat};
@@ -24,7 +25,6 @@ use tempfile::TempDir;
 
 fn settings() -> PassSettings {
     PassSettings {
-        recompute_layers: true,
         temperature: 0.8,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
@@ -87,11 +87,12 @@ fn forward_prefill_and_decode_have_the_bits_of_the_decoded_model() {
             let batch = &MicroBatch::split(&sequences, usize::MAX)[0];
             let results = [&plain, &packed].map(|parameters| {
                 let weights = &parameters.frozen_weights(None).unwrap();
-                let pass = Pass { model: &model, weights, batch, settings: settings(), teacher: None };
-                let policy = PolicyView::without_ablations(&model, parameters).unwrap();
+                let (model, settings) = (&model, settings());
+                let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
+                let policy = PolicyView::without_ablations(model, parameters).unwrap();
                 let tokens: Vec<&[u32]> = sequences.iter().map(|s| &s.tokens[..]).collect();
                 (
-                    pass.forward(&|| ()).unwrap().log_probs().to_vec(),
+                    pass.forward::<PolicyColumns>(&|| ()).unwrap().columns.log_probs,
                     policy.prefill(&tokens, 0.8).unwrap(),
                     policy.decode(&tokens, 0.8, &|_| ()).unwrap(),
                 )
@@ -120,16 +121,16 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
         let mut packed = held(folder.path(), &config, &learning).unwrap();
         let model = Model::new(config.clone(), config.max_position_embeddings);
         let batch = &MicroBatch::split(&tiny::sequences(config.vocab_size, &[50, 3, 33], 4), usize::MAX)[0];
-        let objective = |[log_probs, _]: [&[f32]; 2]| {
-            let n = log_probs.len();
-            Ok([vec![-1.0 / n as f32; n], vec![0.01; n]])
+        let loss = |columns: &PolicyColumns| {
+            let n = columns.log_probs.len();
+            let (log_probs, entropies) = (vec![-1.0 / n as f32; n], vec![0.01; n]);
+            Ok(PolicyColumns { log_probs, entropies, ..columns.zeros() })
         };
         for recompute_layers in [false, true] {
-            let settings = PassSettings { recompute_layers, ..settings() };
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
                 parameters.set_trainable(&marks).unwrap();
-                learned(parameters, (&model, batch, settings), |pass| {
-                    pass.forward_backward(&objective, &|| ())
+                learned(parameters, (&model, batch, settings(), recompute_layers), |pass| {
+                    pass.forward_backward(&loss, &|| ())
                 })
                 .gradients
             });

@@ -9,16 +9,15 @@ mod truncated;
 mod variants;
 
 use crate::tiny::{self, Gradients, Learned};
+use rloss::actor::forward_backward::{PassOutput, PassSettings};
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::{Actor, Forward};
 use rloss::checkpoint::reference;
 use rloss::learner::TrainSettings;
 use rloss::learner::batch::Batch;
-use rloss::actor::batch_runner::BatchRunner;
-use rloss::actor::forward_backward::PassSettings;
-use rloss::actor::micro_batch::{MicroBatch, Sequence};
-use rloss::metrics::{Console, Progress, Timings};
-use rloss::model::forward::{ForwardOptions, Model};
+use rloss::metrics::{Console, Metrics, Progress, Timings};
+use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Parameters;
-use rloss::ops::threads::Threads;
 use rloss::policy::advantage::Advantage;
 use rloss::policy::correction::{ImportanceSampling, RejectOption};
 use rloss::policy::divergence::KlEstimator;
@@ -29,6 +28,7 @@ use rloss::policy::{
 };
 use rloss::settings::Choice;
 use rloss::trainer::gradient_norms::GradientNormLimits;
+use rloss::trainer::observer::Stages;
 use rloss::trainer::step::{PolicyStep, PolicyUpdate};
 use rloss::trajectory::{Group, Outcome, Trajectory};
 
@@ -38,11 +38,9 @@ fn loss(name: &str) -> Loss {
 
 const LENGTHS: [usize; 6] = [30, 41, 2, 25, 60, 33];
 
-/// A model and trajectories that it could just have sampled: log-probabilities and routes are its own.
+/// A policy and trajectories that it could just have sampled: log-probabilities and routes are its own.
 struct Fixture {
-    threads: Threads,
-    model: Model,
-    parameters: Parameters,
+    actor: Actor,
     groups: Vec<Group>,
     train: TrainSettings,
     timings: Timings,
@@ -51,7 +49,6 @@ struct Fixture {
 
 fn pass() -> PassSettings {
     PassSettings {
-        recompute_layers: false,
         temperature: 0.9,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
@@ -67,29 +64,25 @@ impl Fixture {
     /// Groups of three of `sequences`.
     fn of(sequences: &[Sequence]) -> Self {
         let (model, parameters) = tiny::model(tiny::config(false), 3);
-        let threads = Threads::new(2).unwrap();
-        let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+        let actor = tiny::actor(model, parameters, 2, 64, false);
         let trajectories: Vec<Trajectory> =
-            sequences.iter().enumerate().map(|(i, s)| trajectory(&runner, s, i)).collect();
+            sequences.iter().enumerate().map(|(i, s)| trajectory(&actor, s, i)).collect();
         let groups =
             trajectories.chunks(3).map(|t| Group { trajectories: t.to_vec(), greedy: None }).collect();
-        let train = TrainSettings { micro_batch_tokens: 64, ..TrainSettings::default() };
-        Self {
-            threads,
-            model,
-            parameters,
-            groups,
-            train,
-            timings: Timings::new(),
-            console: Console::silent(),
-        }
+        let (timings, console) = (Timings::new(), Console::silent());
+        Self { actor, groups, train: TrainSettings::default(), timings, console }
     }
 
-    fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Parameters>) -> PolicyStep<'a> {
-        let Self { threads, model, parameters, .. } = self;
+    /// The same policy and trajectories, with micro-batches of up to `tokens` tokens.
+    fn with_micro_batches_of(&self, tokens: usize) -> Self {
+        let (actor, groups, train) =
+            (tiny::trained(&self.actor, tokens), self.groups.clone(), self.train.clone());
+        Self { actor, groups, train, timings: Timings::new(), console: Console::silent() }
+    }
+
+    fn step<'a>(&'a self, policy: &'a PolicySettings, reference: Option<&'a Actor>) -> PolicyStep<'a> {
         PolicyStep {
             step: 1,
-            runner: BatchRunner { threads, model, parameters },
             reference,
             teacher: None,
             policy,
@@ -100,14 +93,34 @@ impl Fixture {
             response_tokens_max: 72,
             reward_min: 0.0,
             norm_limits: GradientNormLimits::default(),
-            timings: &self.timings,
-            console: &self.console,
+            stages: Stages { timings: &self.timings, console: &self.console },
         }
     }
 
+    fn prepare(&self, step: &PolicyStep) -> anyhow::Result<(Batch, Option<Forward>, Metrics)> {
+        step.prepare(&self.groups(), &self.actor, None)
+    }
+
+    fn prepared(&self, step: &PolicyStep) -> Batch {
+        self.prepare(step).unwrap().0
+    }
+
+    /// An update, and its gradients alone.
+    fn learned(&self, step: &PolicyStep, batch: &Batch) -> anyhow::Result<Option<Learned<PolicyUpdate>>> {
+        let mut actor = tiny::trained(&self.actor, self.actor.execution.micro_batch_tokens);
+        let update = step.gradients(batch, &mut actor)?;
+        let gradients = Gradients::of(&actor.parameters);
+        Ok(update.map(|output| Learned { output, gradients }))
+    }
+
     fn update(&self, policy: &PolicySettings) -> Learned<PolicyUpdate> {
-        let step = self.step(policy, Some(&self.parameters));
-        learned(&step, &prepared(&step, &self.groups())).unwrap().unwrap()
+        let step = self.step(policy, Some(&self.actor));
+        self.learned(&step, &self.prepared(&step)).unwrap().unwrap()
+    }
+
+    /// The metrics of `batch` against `forward`.
+    fn mismatch_metrics(&self, batch: &Batch, forward: &Forward) -> Metrics {
+        batch.mismatch_metrics(forward, self.actor.model.config.num_experts_per_tok).unwrap()
     }
 
     fn groups(&self) -> Vec<&Group> {
@@ -119,10 +132,11 @@ impl Fixture {
     }
 }
 
-fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajectory {
+fn trajectory(actor: &Actor, sequence: &Sequence, index: usize) -> Trajectory {
     let batches = MicroBatch::split(std::slice::from_ref(sequence), 1000);
-    let output = runner.forward::<2>(&batches, pass(), &Progress::hidden()).unwrap().remove(0);
-    let mut found = output.log_probs().iter().copied();
+    let output: PassOutput =
+        tiny::runner(actor).forward(&batches, pass(), &Progress::hidden()).unwrap().remove(0);
+    let mut found = output.columns.log_probs.iter().copied();
     let log_probs = sequence.mask.iter().map(|&m| if m { found.next().unwrap() } else { 0.0 }).collect();
     let layers: Vec<Vec<Vec<u32>>> =
         output.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
@@ -150,17 +164,6 @@ fn trajectory(runner: &BatchRunner, sequence: &Sequence, index: usize) -> Trajec
         rewards: Default::default(),
         tool_s: 0.0,
     }
-}
-
-fn prepared(step: &PolicyStep, groups: &[&Group]) -> Batch {
-    step.prepare(groups, None).unwrap().0
-}
-
-/// An update, and its gradients.
-fn learned(step: &PolicyStep, batch: &Batch) -> anyhow::Result<Option<Learned<PolicyUpdate>>> {
-    let update = step.gradients(batch)?;
-    let gradients = Gradients::of(step.runner.parameters);
-    Ok(update.map(|output| Learned { output, gradients }))
 }
 
 fn values(update: &Learned<PolicyUpdate>) -> Vec<f32> {
@@ -220,7 +223,7 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     let base = PolicySettings { loss: loss("reinforce"), ..PolicySettings::default() };
     let weighed = CorrectionSettings { is: ImportanceSampling::Token, ..CorrectionSettings::default() };
     let weighed = PolicySettings { correction: weighed, ..base.clone() };
-    let (batch, _, metrics) = fixture.step(&weighed, None).prepare(&fixture.groups(), None).unwrap();
+    let (batch, _, metrics) = fixture.prepare(&fixture.step(&weighed, None)).unwrap();
     let tokens = batch.cu_seqlens[1];
     let weights = batch.weights.as_ref().unwrap();
     assert!(weights[..tokens].iter().all(|&w| w == 2.0) && weights[tokens..].iter().all(|&w| w == 1.0));
@@ -234,18 +237,17 @@ fn weights_are_bounded_and_rejected_tokens_leave_the_denominator() {
     };
     let rejecting = PolicySettings { correction: reject(2.0), ..base.clone() };
     let step = fixture.step(&rejecting, None);
-    let batch = prepared(&step, &fixture.groups());
+    let batch = fixture.prepared(&step);
     assert!(batch.mask[..tokens].iter().all(|m| !m) && batch.mask[tokens..].iter().all(|&m| m));
     // The rest alone, with the same advantages, has the same gradient.
-    let mut rest = batch.select(&[1, 2, 3, 4, 5]).unwrap().into_owned();
+    let mut rest = batch.select(&[1, 2, 3, 4, 5]).into_owned();
     rest.mask.fill(true);
-    let (thinned, alone) =
-        (learned(&step, &batch).unwrap().unwrap(), learned(&step, &rest).unwrap().unwrap());
+    let [thinned, alone] = [&batch, &rest].map(|batch| fixture.learned(&step, batch).unwrap().unwrap());
     assert!(distance(&values(&thinned), &values(&alone)) < 1e-5);
 
     fixture.trajectories().for_each(|t| t.log_probs.iter_mut().for_each(|l| *l -= 9.0));
     let step = fixture.step(&rejecting, None);
-    assert!(learned(&step, &prepared(&step, &fixture.groups())).unwrap().is_none());
+    assert!(fixture.learned(&step, &fixture.prepared(&step)).unwrap().is_none());
 }
 
 #[test]
@@ -258,7 +260,7 @@ fn minibatches_cover_the_batch_once_and_add_up_to_it() {
     };
     let train = TrainSettings { minibatches: 2, ..fixture.train.clone() };
     let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
-    let batch = prepared(&step, &fixture.groups());
+    let batch = fixture.prepared(&step);
     assert_eq!(batch.minibatches(1, 7, 1, 0), [[0, 1, 2, 3, 4, 5]]);
     let parts = batch.minibatches(4, 7, 1, 0);
     assert_eq!(parts, batch.minibatches(4, 7, 1, 0));
@@ -268,16 +270,16 @@ fn minibatches_cover_the_batch_once_and_add_up_to_it() {
     all.sort_unstable();
     assert_eq!(all, [0, 1, 2, 3, 4, 5]);
 
-    let whole = values(&learned(&step, &batch).unwrap().unwrap());
+    let whole = values(&fixture.learned(&step, &batch).unwrap().unwrap());
     let mut sum = vec![0.0; whole.len()];
     for part in parts {
-        let update = learned(&step, &batch.select(&part).unwrap()).unwrap().unwrap();
+        let update = fixture.learned(&step, &batch.select(&part)).unwrap().unwrap();
         sum.iter_mut().zip(values(&update)).for_each(|(s, g)| *s += g);
     }
     assert!(distance(&sum, &whole) < 1e-5);
     let detach = PolicySettings::default();
     let step = PolicyStep { train: &train, ..fixture.step(&detach, None) };
-    let refused = learned(&step, &prepared(&step, &fixture.groups())).err().unwrap();
+    let refused = fixture.learned(&step, &fixture.prepared(&step)).err().unwrap();
     assert!(format!("{refused:#}").contains("would change the old log-probs"), "{refused:#}");
 }
 
@@ -285,7 +287,7 @@ fn minibatches_cover_the_batch_once_and_add_up_to_it() {
 fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     let fixture = Fixture::new();
     let (_, other) = tiny::model(tiny::config(false), 8);
-    let groups = fixture.groups();
+    let other = fixture.actor.beside(other);
     let plain = fixture.update(&PolicySettings::default());
     let kl = |place, coefficient| PolicySettings {
         kl: KlSettings { place, estimator: KlEstimator::K2, coefficient, ..KlSettings::default() },
@@ -297,8 +299,8 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     assert!(values(&plain) == values(&at_it));
     let away = |policy: &PolicySettings| {
         let step = fixture.step(policy, Some(&other));
-        let (batch, _, metrics) = step.prepare(&groups, None).unwrap();
-        (values(&learned(&step, &batch).unwrap().unwrap()), batch, metrics)
+        let (batch, _, metrics) = fixture.prepare(&step).unwrap();
+        (values(&fixture.learned(&step, &batch).unwrap().unwrap()), batch, metrics)
     };
     let (plain, (one, ..), (two, ..)) = (values(&plain), away(&in_loss), away(&kl(KlPlacement::Loss, 1.0)));
     let term = |with: &[f32]| -> Vec<f32> { with.iter().zip(&plain).map(|(a, b)| a - b).collect() };
@@ -308,7 +310,7 @@ fn divergence_from_the_reference_is_zero_at_it_and_counts_in_loss_or_reward() {
     let without = away(&PolicySettings { advantage: Advantage::DrGrpo, ..PolicySettings::default() }).1;
     let in_reward = PolicySettings { advantage: Advantage::DrGrpo, ..kl(KlPlacement::Reward, 0.5) };
     let (_, with, metrics) = away(&in_reward);
-    let at_it = prepared(&fixture.step(&in_reward, Some(&fixture.parameters)), &groups);
+    let at_it = fixture.prepared(&fixture.step(&in_reward, Some(&fixture.actor)));
     assert_eq!(at_it.advantages, without.advantages);
     assert_ne!(with.advantages, without.advantages);
     assert!(metrics.get("actor/reward_kl_penalty").is_some());
@@ -357,10 +359,10 @@ fn the_entropy_bonus_raises_the_entropy() {
     let entropy_at = |scale: f64| {
         for (index, direction) in direction.iter().enumerate() {
             let Some(direction) = direction else { continue };
-            let moved = tiny::values(fixture.parameters.values(index).unwrap());
+            let moved = tiny::values(fixture.actor.parameters.values(index).unwrap());
             let moved: Vec<f32> =
                 moved.iter().zip(direction).map(|(w, d)| w + (scale * f64::from(*d)) as f32).collect();
-            tiny::set(&fixture.parameters, index, &moved);
+            tiny::set(&fixture.actor.parameters, index, &moved);
         }
         fixture.update(&policy(0.0)).metrics.get("actor/entropy").unwrap()
     };
@@ -382,10 +384,10 @@ fn replayed_experts_are_used_instead_of_the_routers_choice() {
         });
     });
     let other = fixture.update(&policy);
-    assert_ne!(own.forward.log_probs, other.forward.log_probs);
+    assert_ne!(own.forward.columns.log_probs, other.forward.columns.log_probs);
     fixture.trajectories().for_each(|t| t.routed_experts.clear());
     let step = fixture.step(&policy, None);
-    assert!(step.prepare(&fixture.groups(), None).is_err());
+    assert!(fixture.prepare(&step).is_err());
 }
 
 #[test]
@@ -397,7 +399,7 @@ fn long_responses_lose_reward() {
         ..PolicySettings::default()
     };
     let (without, with) = (policy(0), policy(70));
-    let prepare = |policy| fixture.step(policy, None).prepare(&fixture.groups(), None).unwrap();
+    let prepare = |policy| fixture.prepare(&fixture.step(policy, None)).unwrap();
     let ((without, ..), (with, _, metrics)) = (prepare(&without), prepare(&with));
     let sampled: Vec<f64> = with.cu_seqlens.windows(2).map(|w| (w[1] - w[0]) as f64).collect();
     let expected = sampled.iter().map(|&n| -((n - 2.0).max(0.0) / 70.0)).sum::<f64>() / 6.0;

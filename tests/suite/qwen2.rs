@@ -5,12 +5,13 @@ use crate::data;
 use crate::model_files::refused;
 use crate::small_runs::{self, done, rl_rows, rloss};
 use crate::tiny::{self, Gradients, load, values};
-use rloss::chat::ChatFormat;
-use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::actor::batch_runner::BatchRunner;
 use rloss::actor::forward_backward::PassSettings;
 use rloss::actor::micro_batch::MicroBatch;
+use rloss::actor::{Columns, PolicyColumns};
+use rloss::chat::ChatFormat;
+use rloss::checkpoint::load::ModelFolder;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::metrics::Progress;
 use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::families::Family;
@@ -178,20 +179,15 @@ fn folders_give_back_every_bit_and_a_tied_head_is_saved_once() {
 fn gradients(tied: bool, threads: usize, recompute_layers: bool) -> Gradients {
     let (model, parameters) = tiny::model(config(tied), 5);
     let threads = Threads::new(threads).unwrap();
-    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers };
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
     let forward = ForwardOptions::default();
-    let settings = PassSettings {
-        recompute_layers,
-        temperature: 1.0,
-        load_balance_coefficient: 0.5,
-        keeps_routed_experts: true,
-        forward,
+    let settings =
+        PassSettings { temperature: 1.0, load_balance_coefficient: 0.5, keeps_routed_experts: true, forward };
+    let loss = |_: usize, columns: &PolicyColumns| {
+        Ok(PolicyColumns { log_probs: vec![-0.1; columns.log_probs.len()], ..columns.zeros() })
     };
-    let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
-        Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]])
-    };
-    let outputs = runner.accumulate(&batches, settings, None, &objective, &Progress::hidden()).unwrap();
+    let outputs = runner.accumulate(&batches, settings, None, &loss, &Progress::hidden()).unwrap();
     assert!(
         batches.len() > 4
             && outputs.iter().all(|o| o.routed_experts.is_empty() && o.load_balance_loss == 0.0)
@@ -220,8 +216,7 @@ fn a_tied_heads_gradient_is_the_same_bits_on_any_number_of_threads() {
 fn micro_batches_without_a_gradient_are_skipped_and_the_sum_is_the_same() {
     let (model, parameters) = tiny::model(config(true), 5);
     let batches = MicroBatch::split(&tiny::sequences(272, &[30, 7, 41, 12, 25, 33, 18], 6), 40);
-    let settings = |recompute_layers| PassSettings {
-        recompute_layers,
+    let settings = PassSettings {
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
@@ -232,14 +227,15 @@ fn micro_batches_without_a_gradient_are_skipped_and_the_sum_is_the_same() {
                chosen: &[usize],
                factor: &(dyn Fn(usize) -> f32 + Sync)| {
         let threads = Threads::new(threads).unwrap();
-        let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
-        let objective = |index: usize, [log_probs, entropies]: [&[f32]; 2]| {
-            Ok([vec![-0.1 * factor(index); log_probs.len()], vec![0.0; entropies.len()]])
+        let runner =
+            BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers };
+        let loss = |index: usize, columns: &PolicyColumns| {
+            let log_probs = vec![-0.1 * factor(index); columns.log_probs.len()];
+            Ok(PolicyColumns { log_probs, ..columns.zeros() })
         };
         let batches: Vec<MicroBatch> = chosen.iter().map(|&index| batches[index].clone()).collect();
-        let outputs = runner
-            .accumulate(&batches, settings(recompute_layers), None, &objective, &Progress::hidden())
-            .unwrap();
+        rloss::actor::gradients::clear(&parameters).unwrap();
+        let outputs = runner.accumulate(&batches, settings, None, &loss, &Progress::hidden()).unwrap();
         (Gradients::of(&parameters), outputs.iter().map(|output| output.has_gradients).collect::<Vec<_>>())
     };
     let all: Vec<usize> = (0..batches.len()).collect();
@@ -274,18 +270,18 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
     }
     let batch = &MicroBatch::split(&tiny::sequences(v, &[40, 20], 6), usize::MAX)[0];
     let settings = PassSettings {
-        recompute_layers: true,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
         forward: Default::default(),
     };
-    let objective =
-        |[log_probs, entropies]: [&[f32]; 2]| Ok([vec![-0.1; log_probs.len()], vec![0.0; entropies.len()]]);
+    let loss = |columns: &PolicyColumns| {
+        Ok(PolicyColumns { log_probs: vec![-0.1; columns.log_probs.len()], ..columns.zeros() })
+    };
     let [a, b] = [(&tied_model, &tied), (&untied_model, &untied)].map(|(model, parameters)| {
-        tiny::learned(parameters, (model, batch, settings), |pass| pass.forward_backward(&objective, &|| ()))
+        tiny::learned(parameters, (model, batch, settings, true), |pass| pass.forward_backward(&loss, &|| ()))
     });
-    assert_eq!(a.log_probs(), b.log_probs(), "the same forward");
+    assert_eq!(a.columns.log_probs, b.columns.log_probs, "the same forward");
     let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.index_of(name).unwrap()].clone().unwrap();
     let both = of(&a.gradients, &tied, "model.embed_tokens.weight");
     let (rows, head) =

@@ -3,8 +3,9 @@
 
 use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::actor::batch_runner::BatchRunner;
-use rloss::actor::forward_backward::{HeadColumns, PassOutput, PassSettings};
+use rloss::actor::forward_backward::{PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::{Columns, PolicyColumns};
 use rloss::metrics::Progress;
 use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;
@@ -32,9 +33,8 @@ fn groups() -> Vec<Sequence> {
     sequences
 }
 
-fn settings(recompute_layers: bool, load_balance: f64) -> PassSettings {
+fn settings(load_balance: f64) -> PassSettings {
     PassSettings {
-        recompute_layers,
         temperature: 0.9,
         load_balance_coefficient: load_balance,
         keeps_routed_experts: true,
@@ -43,17 +43,18 @@ fn settings(recompute_layers: bool, load_balance: f64) -> PassSettings {
 }
 
 /// Every token weighs something else.
-fn objective([log_probs, entropies]: [&[f32]; 2]) -> anyhow::Result<HeadColumns<2>> {
+fn loss(PolicyColumns { log_probs, entropies, .. }: &PolicyColumns) -> anyhow::Result<PolicyColumns> {
     let weight = |i: usize| ((i * 7 % 11) as f32 - 4.0) / log_probs.len() as f32;
-    Ok([
-        (0..log_probs.len()).map(weight).collect(),
-        (0..entropies.len()).map(|i| 0.1 * weight(i + 3)).collect(),
-    ])
+    Ok(PolicyColumns {
+        log_probs: (0..log_probs.len()).map(weight).collect(),
+        entropies: (0..entropies.len()).map(|i| 0.1 * weight(i + 3)).collect(),
+        divergences: None,
+    })
 }
 
-fn pass(batch: &MicroBatch, settings: PassSettings) -> Learned<PassOutput> {
+fn pass(batch: &MicroBatch, settings: PassSettings, recompute: bool) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), 3);
-    learned(&parameters, (&model, batch, settings), |pass| pass.forward_backward(&objective, &|| ()))
+    learned(&parameters, (&model, batch, settings, recompute), |pass| pass.forward_backward(&loss, &|| ()))
 }
 
 fn whole(sequences: &[Sequence], sharing: bool) -> MicroBatch {
@@ -86,9 +87,9 @@ fn shared_rows_change_no_bit_of_the_forward_and_no_gradient_beyond_the_order_of_
     assert!(shared.tokens.len() * 3 < separate.tokens.len() * 2, "{} rows", shared.tokens.len());
     assert_eq!(shared.sequence_rows.positions_count(), separate.tokens.len());
     for load_balance in [0.0, 0.5] {
-        let settings = settings(false, load_balance);
-        let (separate, shared) = (pass(&separate, settings), pass(&shared, settings));
-        assert_eq!(separate.head, shared.head);
+        let settings = settings(load_balance);
+        let (separate, shared) = (pass(&separate, settings, false), pass(&shared, settings, false));
+        assert_eq!(separate.columns, shared.columns);
         assert!((separate.load_balance_loss - shared.load_balance_loss).abs() < 1e-5);
         assert_close(&separate.gradients, &shared.gradients);
     }
@@ -99,10 +100,8 @@ fn a_load_balancing_loss_counts_a_shared_row_as_often_as_it_is_held() {
     let sequences = groups();
     let nothing = |batch| {
         let (model, parameters) = tiny::model(tiny::config(true), 3);
-        let zero = |[log_probs, entropies]: [&[f32]; 2]| {
-            Ok([vec![0.0; log_probs.len()], vec![0.0; entropies.len()]])
-        };
-        learned(&parameters, (&model, batch, settings(false, 1.0)), |pass| {
+        let zero = |columns: &PolicyColumns| Ok(columns.zeros());
+        learned(&parameters, (&model, batch, settings(1.0), false), |pass| {
             pass.forward_backward(&zero, &|| ())
         })
     };
@@ -121,12 +120,12 @@ fn shared_rows_keep_their_bits_recomputed_and_on_any_number_of_threads() {
     let batch = whole(&groups(), true);
     let run = |threads: usize, recompute: bool| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).stack_size(64 << 20).build().unwrap();
-        pool.install(|| pass(&batch, settings(recompute, 0.5)))
+        pool.install(|| pass(&batch, settings(0.5), recompute))
     };
     let one = run(1, false);
     for (threads, recompute) in [(1, true), (2, false), (3, true)] {
         let other = run(threads, recompute);
-        assert_eq!(one.head, other.head);
+        assert_eq!(one.columns, other.columns);
         assert_eq!(one.gradients.values, other.gradients.values, "{threads} threads");
     }
 }
@@ -136,10 +135,11 @@ fn a_cut_through_a_group_changes_no_log_prob() {
     let sequences = groups();
     let (model, parameters) = tiny::model(tiny::config(true), 3);
     let threads = Threads::new(2).unwrap();
-    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
+    let runner =
+        BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers: false };
     let log_probs = |batches: &[MicroBatch]| -> Vec<f32> {
-        let outputs = runner.forward(batches, settings(false, 0.0), &Progress::hidden()).unwrap();
-        outputs.iter().flat_map(|output| output.log_probs()).copied().collect()
+        let outputs = runner.forward(batches, settings(0.0), &Progress::hidden()).unwrap();
+        outputs.into_iter().flat_map(|output: PassOutput| output.columns.log_probs).collect()
     };
     let separate = log_probs(&MicroBatch::split(&sequences, 64));
     for tokens_max in [1, 64, 100, 300] {

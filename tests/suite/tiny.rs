@@ -2,10 +2,14 @@
 
 use candle_core::Tensor;
 use rand::Rng;
-use rloss::checkpoint::load::ModelFolder;
+use rloss::actor::batch_runner::BatchRunner;
 use rloss::actor::forward_backward::{Pass, PassSettings};
-use rloss::actor::gradients::GradientSum;
+use rloss::actor::gradients::{self, GradientSum};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::{Actor, Execution};
+use rloss::checkpoint::load::ModelFolder;
+use rloss::dist::RolloutWeightPlacement;
+use rloss::model::cache::CacheCapacity;
 use rloss::model::config::{Config, LayerType, Rope};
 use rloss::model::families::Family;
 use rloss::model::forward::Model;
@@ -15,7 +19,9 @@ use rloss::model::parameters::{Backend, Parameters};
 use rloss::model::settings::Yarn;
 use rloss::model::storage::TensorStorage;
 use rloss::ops::cpu::edit;
+use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
+use std::sync::Arc;
 
 /// The quickstart's architecture, with YaRN when asked for.
 pub fn config(yarn: bool) -> Config {
@@ -78,6 +84,41 @@ pub fn model(config: Config, seed: u64) -> (Model, Parameters) {
     (Model::new(config, context), parameters)
 }
 
+/// An actor with `parameters` on `threads` threads. Its micro-batches have up to `micro_batch_tokens` tokens.
+pub fn actor(
+    model: impl Into<Arc<Model>>,
+    parameters: Parameters,
+    threads: usize,
+    micro_batch_tokens: usize,
+    recompute_layers: bool,
+) -> Actor {
+    let execution = Execution {
+        threads: Threads::new(threads).unwrap(),
+        recompute_layers,
+        micro_batch_tokens,
+        cache_capacity: CacheCapacity::default(),
+        prefix_tokens_max: 0,
+        rollout_weights: RolloutWeightPlacement::Auto,
+    };
+    Actor::new(model.into(), parameters, Arc::new(execution))
+}
+
+/// An actor that shares all weights with `actor`, which has no adapter. All of its tensors are trained, and
+/// its gradients are 0. Its micro-batches have up to `micro_batch_tokens` tokens.
+pub fn trained(actor: &Actor, micro_batch_tokens: usize) -> Actor {
+    let Execution { threads, recompute_layers, .. } = &*actor.execution;
+    let mut parameters = actor.parameters.without_adapter();
+    parameters.set_trainable(&vec![true; parameters.len()]).unwrap();
+    self::actor(actor.model.clone(), parameters, threads.count(), micro_batch_tokens, *recompute_layers)
+}
+
+/// Runs given micro-batches of `actor`.
+pub fn runner(actor: &Actor) -> BatchRunner<'_> {
+    let Execution { threads, recompute_layers, .. } = &*actor.execution;
+    let (model, parameters) = (&actor.model, &actor.parameters);
+    BatchRunner { threads, model, parameters, recompute_layers: *recompute_layers }
+}
+
 /// Every parameter of `config` from `folder`, decoded.
 pub fn load(
     folder: &std::path::Path,
@@ -135,15 +176,16 @@ impl<T> std::ops::Deref for Learned<T> {
     }
 }
 
-/// One pass over `parameters`, and the gradients it left.
+/// One pass over `parameters`, and the gradients it left. Earlier gradients are cleared.
 pub fn learned<T>(
     parameters: &Parameters,
-    (model, batch, settings): (&Model, &MicroBatch, PassSettings),
+    (model, batch, settings, recompute_layers): (&Model, &MicroBatch, PassSettings, bool),
     run: impl FnOnce(&Pass) -> anyhow::Result<T>,
 ) -> Learned<T> {
-    let sum = GradientSum::begin(parameters).unwrap();
+    gradients::clear(parameters).unwrap();
+    let sum = GradientSum::new(parameters);
     let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).unwrap();
-    let output = run(&Pass { model, weights, batch, settings, teacher: None }).unwrap();
+    let output = run(&Pass { model, weights, batch, settings, recompute_layers, teacher: None }).unwrap();
     Learned { output, gradients: Gradients::of(parameters) }
 }
 

@@ -1,8 +1,9 @@
 //! The training pass and the optimizer.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::actor::batch_runner::{BatchObjective, BatchRunner};
-use rloss::actor::forward_backward::{HeadColumns, Pass, PassOutput, PassSettings};
+use rloss::actor::PolicyColumns;
+use rloss::actor::batch_runner::{BatchRunner, MicroBatchLoss};
+use rloss::actor::forward_backward::{Pass, PassOutput, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::metrics::Progress;
 use rloss::model::cache::SequenceCache;
@@ -12,9 +13,8 @@ use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::rollout::SamplingParameters;
 
-fn settings(recompute_layers: bool) -> PassSettings {
+fn settings() -> PassSettings {
     PassSettings {
-        recompute_layers,
         temperature: 0.9,
         load_balance_coefficient: 0.01,
         keeps_routed_experts: true,
@@ -23,24 +23,26 @@ fn settings(recompute_layers: bool) -> PassSettings {
 }
 
 /// Mean negative log-likelihood of the targets plus a little entropy: every gradient path is used.
-fn objective([log_probs, entropies]: [&[f32]; 2]) -> anyhow::Result<HeadColumns<2>> {
+fn loss(PolicyColumns { log_probs, entropies, .. }: &PolicyColumns) -> anyhow::Result<PolicyColumns> {
     let n = log_probs.len() as f32;
-    Ok([vec![-1.0 / n; log_probs.len()], vec![0.01 / n; entropies.len()]])
+    Ok(PolicyColumns {
+        log_probs: vec![-1.0 / n; log_probs.len()],
+        entropies: vec![0.01 / n; entropies.len()],
+        divergences: None,
+    })
 }
 
 fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let sequences = tiny::sequences(272, &[40, 1, 2, 77, 160], seed);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
-    learned(&parameters, (&model, batch, settings(recompute)), |pass| {
-        pass.forward_backward(&objective, &|| ())
-    })
+    learned(&parameters, (&model, batch, settings(), recompute), |pass| pass.forward_backward(&loss, &|| ()))
 }
 
 #[test]
 fn recomputed_layers_give_the_same_bits_as_the_whole_graph() {
     let (whole, recomputed) = (pass(3, false), pass(3, true));
-    assert_eq!(whole.head, recomputed.head);
+    assert_eq!(whole.columns, recomputed.columns);
     assert_eq!(whole.load_balance_loss.to_bits(), recomputed.load_balance_loss.to_bits());
     assert_eq!(whole.gradients.values, recomputed.gradients.values);
 }
@@ -65,7 +67,7 @@ fn gradients_are_equal_on_any_number_of_threads() {
     let one = run(1);
     for threads in [2, 3, 4] {
         let other = run(threads);
-        assert_eq!(one.head, other.head);
+        assert_eq!(one.columns, other.columns);
         assert_eq!(one.gradients.values, other.gradients.values);
     }
 }
@@ -77,12 +79,13 @@ fn gradients_of_a_batch(threads: usize, fails: Option<usize>) -> Result<Gradient
     let batches = MicroBatch::split(&sequences, 64);
     assert_eq!(batches.len(), 9);
     let threads = Threads::new(threads).unwrap();
-    let runner = BatchRunner { threads: &threads, model: &model, parameters: &parameters };
-    let failing: BatchObjective<'_, 2> = &|index, columns| {
+    let runner =
+        BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers: false };
+    let failing: MicroBatchLoss<'_, PolicyColumns> = &|index, columns| {
         anyhow::ensure!(fails != Some(index), "number {index} fails");
-        objective(columns)
+        loss(columns)
     };
-    let found = runner.accumulate(&batches, settings(false), None, failing, &Progress::hidden());
+    let found = runner.accumulate(&batches, settings(), None, failing, &Progress::hidden());
     found.map(|_| Gradients::of(&parameters)).map_err(|error| format!("{error:#}"))
 }
 
@@ -132,8 +135,9 @@ fn decode_and_prefill_in_any_chunks_equal_the_training_forward() {
     let (model, parameters) = tiny::model(tiny::config(true), 7);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
     let weights = &parameters.frozen_weights(None).unwrap();
-    let pass = Pass { model: &model, weights, batch, settings: settings(true), teacher: None };
-    let training = pass.forward(&|| ()).unwrap().log_probs().to_vec();
+    let (model, settings) = (&model, settings());
+    let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
+    let training = pass.forward::<PolicyColumns>(&|| ()).unwrap().columns.log_probs;
     let mut start = 0;
     for sequence in &sequences {
         let end = start + sequence.tokens.len() - 1;

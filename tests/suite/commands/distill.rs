@@ -126,17 +126,17 @@ fn teacher_rows(available: Option<u64>) -> (u64, Vec<String>, Vec<f32>) {
     startup.choose_sharding(1, available.as_ref());
     let peak = MemoryPlan::new(&startup.memory_plan_input()).peak_bytes();
     let started = startup.load(&console).unwrap();
-    let teacher = started.loaded.teacher.as_ref().unwrap();
+    let teacher = &started.loaded.teacher.as_ref().unwrap().actor;
     let weights = &teacher.parameters.pass_weights(None).unwrap();
     let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 30], 4), 1000)[0];
     let settings = PassSettings {
-        recompute_layers: false,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: true,
         forward: ForwardOptions::default(),
     };
-    let pass = Pass { model: &teacher.model, weights, batch, settings, teacher: None };
+    let model = &teacher.model;
+    let pass = Pass { model, weights, batch, settings, recompute_layers: false, teacher: None };
     (peak, started.environment.plan.warnings.clone(), tiny::values(&pass.teacher_rows().unwrap().h))
 }
 

@@ -5,12 +5,12 @@
 use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::{Device, Tensor};
-use rloss::checkpoint::peft::AdapterFolder;
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::actor::forward_backward::{PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::optimizer::Optimizer;
-use rloss::actor::{OptimizerKind, OptimizerSettings};
+use rloss::actor::{Columns, OptimizerKind, OptimizerSettings, PolicyColumns};
+use rloss::checkpoint::peft::AdapterFolder;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::model::attention::PackedAttention;
 use rloss::model::cache::SequenceCache;
 use rloss::model::config::{Config, WeightFormat};
@@ -202,8 +202,8 @@ impl Case {
         let mut figures = Figures::default();
         self.compare_logits(&mut figures);
         let output = self.forward_backward(true, ForwardOptions::default());
-        let loss =
-            -output.log_probs().iter().map(|&l| l as f64).sum::<f64>() / output.log_probs().len() as f64;
+        let log_probs = &output.columns.log_probs;
+        let loss = -log_probs.iter().map(|&l| l as f64).sum::<f64>() / log_probs.len() as f64;
         figures.loss.note((loss - self.rows.loss).abs() / self.rows.loss.abs(), "loss");
         let learning = |(index, _): &(usize, &ParameterSpec)| self.parameters.is_trained(*index);
         for (index, spec) in self.parameters.specs.iter().enumerate().filter(learning) {
@@ -226,7 +226,7 @@ impl Case {
         let gradients = Gradients::of(&self.parameters);
         let mut optimizer = Optimizer::new(settings, &mut self.parameters, false).unwrap();
         assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
-        optimizer.update(&self.parameters, lr).unwrap();
+        optimizer.update(&self.parameters, &settings.update(lr, None)).unwrap();
         let mut worst = Worst::default();
         let learns: Vec<bool> = (0..before.len()).map(|index| self.parameters.is_trained(index)).collect();
         for (index, before) in before.iter().enumerate().filter(|(index, _)| learns[*index]) {
@@ -336,17 +336,17 @@ impl Case {
             })
             .collect();
         let settings = PassSettings {
-            recompute_layers,
             temperature: 1.0,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: true,
             forward,
         };
-        let of = (&self.model, &MicroBatch::split(&sequences, usize::MAX)[0], settings);
-        let objective = |[log_probs, entropies]: [&[f32]; 2]| {
-            Ok([vec![-1.0 / log_probs.len() as f32; log_probs.len()], vec![0.0; entropies.len()]])
+        let of = (&self.model, &MicroBatch::split(&sequences, usize::MAX)[0], settings, recompute_layers);
+        let loss = |columns: &PolicyColumns| {
+            let n = columns.log_probs.len();
+            Ok(PolicyColumns { log_probs: vec![-1.0 / n as f32; n], ..columns.zeros() })
         };
-        learned(&self.parameters, of, |pass| pass.forward_backward(&objective, &|| ()))
+        learned(&self.parameters, of, |pass| pass.forward_backward(&loss, &|| ()))
     }
 
     /// Logits of the rows of `x`, plain.

@@ -2,11 +2,12 @@
 
 use anyhow::{Context, Result, ensure};
 use rand::Rng;
+use rloss::actor::{Actor, Execution};
 use rloss::chat::ChatFormat;
+use rloss::dist::RolloutWeightPlacement;
 use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
 use rloss::interpreter::{Interpreter, Reply, SessionId};
-use rloss::actor::batch_runner::BatchRunner;
 use rloss::metrics::Console;
 use rloss::mismatch::bitwise_equality::{EqualityCheck, EqualityChecks};
 use rloss::model::cache::CacheCapacity;
@@ -25,6 +26,7 @@ use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingPara
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
+use std::sync::Arc;
 
 /// One case: a model, how it samples, and what its conversations look like.
 pub struct Case {
@@ -257,7 +259,16 @@ impl Case {
     /// The links over at least `tokens` sampled tokens, each with fresh rollouts.
     pub fn links(&self, threads: &Threads, tokens: usize) -> Result<Vec<EqualityCheck>> {
         let (model, parameters) = self.model()?;
-        let policy = PolicyView::without_ablations(&model, &parameters)?;
+        let execution = Execution {
+            threads: Threads::new(threads.count())?,
+            recompute_layers: false,
+            micro_batch_tokens: 1000,
+            cache_capacity: CacheCapacity::default(),
+            prefix_tokens_max: 0,
+            rollout_weights: RolloutWeightPlacement::Auto,
+        };
+        let actor = Actor::new(Arc::new(model), parameters, Arc::new(execution));
+        let policy = PolicyView::without_ablations(&actor.model, &actor.parameters)?;
         let mut links: Vec<EqualityCheck> = vec![];
         let (mut step, mut sampled) = (0, 0);
         while sampled < tokens {
@@ -270,11 +281,10 @@ impl Case {
                 self.name
             );
             let proof = EqualityChecks {
-                runner: BatchRunner { threads, model: &model, parameters: &parameters },
+                actor: &actor,
                 rollout: &policy,
                 training: ForwardOptions::default(),
                 temperature: self.sampling.temperature,
-                micro_batch_tokens: 1000,
                 console: &Console::silent(),
             };
             let found = proof.run_checks(&trajectories)?.to_vec();

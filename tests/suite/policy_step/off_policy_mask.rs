@@ -1,6 +1,6 @@
 //! The off-policy sequence mask in an update.
 
-use super::{Fixture, distance, learned, loss, prepared, values};
+use super::{Fixture, distance, loss, values};
 use rloss::learner::batch::Batch;
 use rloss::policy::{CorrectionSettings, PolicySettings};
 
@@ -19,7 +19,7 @@ fn unlikely_responses_with_a_negative_advantage_have_weight_0_and_count_in_the_d
     for name in ["reinforce", "ppo", "gspo", "vespo", "sapo"] {
         let masking = policy(name, Some(0.2));
         let step = fixture.step(&masking, None);
-        let (batch, _, metrics) = step.prepare(&fixture.groups(), None).unwrap();
+        let (batch, _, metrics) = fixture.prepare(&step).unwrap();
         let span = |s: usize| batch.cu_seqlens[s]..batch.cu_seqlens[s + 1];
         assert!(batch.advantages[span(0)][0] > 0.0 && batch.advantages[span(1)][0] < 0.0);
         let weights = batch.weights.as_ref().unwrap();
@@ -33,9 +33,9 @@ fn unlikely_responses_with_a_negative_advantage_have_weight_0_and_count_in_the_d
         // An advantage of 0 has the same gradient.
         let plain = policy(name, None);
         let step_without = fixture.step(&plain, None);
-        let mut without: Batch = prepared(&step_without, &fixture.groups());
+        let mut without: Batch = fixture.prepared(&step_without);
         without.advantages[span(1)].fill(0.0);
-        let gradient = |step, batch: &Batch| values(&learned(step, batch).unwrap().unwrap());
+        let gradient = |step, batch: &Batch| values(&fixture.learned(step, batch).unwrap().unwrap());
         let masked = gradient(&step, &batch);
         assert!(distance(&masked, &gradient(&step_without, &without)) < 1e-6, "{name}");
 

@@ -1,6 +1,6 @@
 //! Losses that select tokens over the whole batch.
 
-use super::{Fixture, distance, learned, loss, prepared, values};
+use super::{Fixture, distance, loss, values};
 use rloss::learner::TrainSettings;
 use rloss::policy::PolicySettings;
 use rloss::policy::loss::{ClipCovSettings, KlCovSettings};
@@ -27,10 +27,11 @@ fn the_selection_does_not_depend_on_the_split_into_micro_batches() {
     for name in ["clip_cov", "kl_cov"] {
         let policy = policy(name, OldLogProbSource::Rollout);
         let at = |tokens, seed, step| {
-            let train = TrainSettings { micro_batch_tokens: tokens, seed, ..TrainSettings::default() };
+            let fixture = fixture.with_micro_batches_of(tokens);
+            let train = TrainSettings { seed, ..TrainSettings::default() };
             let step = PolicyStep { train: &train, step, ..fixture.step(&policy, None) };
-            let (batch, _, metrics) = step.prepare(&fixture.groups(), None).unwrap();
-            let update = values(&learned(&step, &batch).unwrap().unwrap());
+            let (batch, _, metrics) = fixture.prepare(&step).unwrap();
+            let update = values(&fixture.learned(&step, &batch).unwrap().unwrap());
             (batch.selected.unwrap(), update, metrics.get("actor/selected_fraction").unwrap())
         };
         let (selected, whole, fraction) = at(100_000, 1, 1);
@@ -54,9 +55,9 @@ fn the_selection_does_not_depend_on_the_split_into_micro_batches() {
 fn minibatches_have_the_selection_of_their_batch() {
     let fixture = Fixture::new();
     let policy = policy("clip_cov", OldLogProbSource::Recompute);
-    let batch = prepared(&fixture.step(&policy, None), &fixture.groups());
+    let batch = fixture.prepared(&fixture.step(&policy, None));
     let of_batch = batch.selected.as_ref().unwrap();
-    let minibatch = batch.select(&[4, 1]).unwrap();
+    let minibatch = batch.select(&[4, 1]);
     let span = |s: usize| of_batch[batch.cu_seqlens[s]..batch.cu_seqlens[s + 1]].to_vec();
     assert_eq!(minibatch.selected.as_ref().unwrap(), &[span(4), span(1)].concat());
     assert!(of_batch.contains(&true));
@@ -66,6 +67,6 @@ fn minibatches_have_the_selection_of_their_batch() {
 fn a_selection_needs_old_log_probs_from_before_the_update() {
     let fixture = Fixture::new();
     let policy = policy("kl_cov", OldLogProbSource::Detach);
-    let refused = fixture.step(&policy, None).prepare(&fixture.groups(), None).err().unwrap();
+    let refused = fixture.prepare(&fixture.step(&policy, None)).err().unwrap();
     assert!(format!("{refused:#}").contains("selects tokens before the first update"), "{refused:#}");
 }

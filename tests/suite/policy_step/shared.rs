@@ -1,11 +1,10 @@
 //! Groups whose samples share their prompts' rows.
 
-use super::{Fixture, distance, pass, prepared};
-use crate::tiny::{self, Gradients};
-use rloss::learner::TrainSettings;
+use super::{Fixture, distance, values};
+use crate::tiny::{self, Learned};
 use rloss::actor::micro_batch::Sequence;
 use rloss::policy::{PolicySettings, RouterReplay};
-use rloss::trainer::step::{PolicyStep, PolicyUpdate};
+use rloss::trainer::step::PolicyUpdate;
 
 /// Two groups of three: prompts of 20 and 33 tokens.
 fn sequences() -> Vec<Sequence> {
@@ -26,15 +25,15 @@ fn update(
     fixture: &Fixture,
     replay: RouterReplay,
     micro_batch_tokens: usize,
-) -> (PolicyUpdate, Vec<f32>, Option<f64>) {
+) -> (Learned<PolicyUpdate>, Vec<f32>, Option<f64>) {
     let policy = PolicySettings { router_replay: replay, ..PolicySettings::default() };
-    let train = TrainSettings { micro_batch_tokens, ..TrainSettings::default() };
-    let step = PolicyStep { train: &train, pass: pass(), ..fixture.step(&policy, None) };
-    let batch = prepared(&step, &fixture.groups());
-    let update = step.gradients(&batch).unwrap().unwrap();
-    let agreement = batch.mismatch_metrics(&update.forward).unwrap().get("mismatch/routing_agreement");
-    let gradients = Gradients::of(&fixture.parameters).values;
-    (update, gradients.into_iter().flatten().flatten().collect(), agreement)
+    let fixture = fixture.with_micro_batches_of(micro_batch_tokens);
+    let step = fixture.step(&policy, None);
+    let batch = fixture.prepared(&step);
+    let update = fixture.learned(&step, &batch).unwrap().unwrap();
+    let agreement = fixture.mismatch_metrics(&batch, &update.forward).get("mismatch/routing_agreement");
+    let gradients = values(&update);
+    (update, gradients, agreement)
 }
 
 #[test]
@@ -46,7 +45,7 @@ fn a_groups_prompt_computed_once_gives_the_updates_log_probs_and_gradients() {
         let (shared, of_shared, agreement) = update(&fixture, replay, 1000);
         // What is replayed is not compared.
         assert_eq!(agreement, (replay == RouterReplay::None).then_some(1.0));
-        assert_eq!(separate.forward.log_probs, shared.forward.log_probs);
+        assert_eq!(separate.forward.columns.log_probs, shared.forward.columns.log_probs);
         assert!(gradients != of_shared, "nothing was shared");
         assert!(distance(&gradients, &of_shared) < 1e-5);
     }
@@ -61,9 +60,9 @@ fn rows_that_are_replayed_with_other_experts_are_not_shared() {
     experts[0] = other;
     let (separate, gradients, _) = update(&fixture, RouterReplay::Rollout, 1);
     let (shared, of_shared, _) = update(&fixture, RouterReplay::Rollout, 1000);
-    assert_eq!(separate.forward.log_probs, shared.forward.log_probs);
+    assert_eq!(separate.forward.columns.log_probs, shared.forward.columns.log_probs);
     assert!(distance(&gradients, &of_shared) < 1e-5);
     let (plain, _, agreement) = update(&fixture, RouterReplay::None, 1000);
     assert!(agreement < Some(1.0));
-    assert!(plain.forward.log_probs != shared.forward.log_probs);
+    assert!(plain.forward.columns.log_probs != shared.forward.columns.log_probs);
 }

@@ -1,6 +1,6 @@
 //! The greedy baseline, the steered divergence, bypass, and what is measured over a whole batch.
 
-use super::{Fixture, distance, learned, loss, pass, prepared, values};
+use super::{Fixture, distance, loss, values};
 use crate::policy::bypass::{BypassLoss, bypass};
 use crate::policy::verl;
 use rloss::learner::TrainSettings;
@@ -34,7 +34,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
             overlong: overlong.clone(),
             ..PolicySettings::default()
         };
-        let batch = prepared(&fixture.step(&policy, None), &fixture.groups());
+        let batch = fixture.prepared(&fixture.step(&policy, None));
         let shaped =
             |tokens: usize| -(tokens as f32) / 72.0 * if overlong.buffer_tokens > 0 { 1.0 } else { 0.0 };
         let mut rows = batch.cu_seqlens.windows(2);
@@ -51,7 +51,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
     }
     fixture.groups[1].greedy = None;
     let policy = PolicySettings { advantage: Advantage::Remax, ..PolicySettings::default() };
-    let refused = fixture.step(&policy, None).prepare(&fixture.groups(), None).err().expect("no baseline");
+    let refused = fixture.prepare(&fixture.step(&policy, None)).err().expect("no baseline");
     assert!(format!("{refused:#}").contains("needs a greedy sample"), "{refused:#}");
 }
 
@@ -79,8 +79,8 @@ fn the_divergence_in_the_reward_is_the_anchors_and_has_the_steps_weight() {
         (OldLogProbSource::Rollout, -0.5),
     ] {
         let policy = policy(old_logprob);
-        let step = PolicyStep { kl_coefficient: 0.125, ..fixture.step(&policy, Some(&fixture.parameters)) };
-        let (batch, _, metrics) = step.prepare(&fixture.groups(), None).unwrap();
+        let step = PolicyStep { kl_coefficient: 0.125, ..fixture.step(&policy, Some(&fixture.actor)) };
+        let (batch, _, metrics) = fixture.prepare(&step).unwrap();
         assert!((get(&metrics, "actor/reward_kl_penalty") - kl).abs() < 1e-6, "{old_logprob}");
         assert_eq!(get(&metrics, "actor/reward_kl_penalty_coeff"), 0.125);
         let penalty = |t: usize| -0.125 * kl * (batch.cu_seqlens[t + 1] - batch.cu_seqlens[t]) as f64;
@@ -120,17 +120,17 @@ fn bypass_is_the_anchor_rollout_with_a_correction() {
             ..PolicySettings::default()
         };
         let step = fixture.step(&policy, None);
-        let (batch, _, of_batch) = step.prepare(&fixture.groups(), None).unwrap();
+        let (batch, _, of_batch) = fixture.prepare(&step).unwrap();
         let rejected = batch.mask.iter().filter(|kept| !**kept).count();
         assert!(rejected > 0 && rejected < batch.mask.len());
-        let update = learned(&step, &batch).unwrap().unwrap();
+        let update = fixture.learned(&step, &batch).unwrap().unwrap();
         let whole = vec![true; batch.mask.len()];
         let sequences = rloss::policy::Sequences::new(&batch.cu_seqlens, &whole).unwrap();
         let config = CorrectionRules {
             importance: verl::importance(is, "2.0", false).unwrap(),
             reject: rules.clone(),
         };
-        let (current, rollout) = (&update.forward.log_probs, &batch.rollout_log_probs);
+        let (current, rollout) = (&update.forward.columns.log_probs, &batch.rollout_log_probs);
         let (expected, metrics) =
             bypass(&sequences, current, rollout, &batch.advantages, &config, &theirs, Aggregation::TokenMean)
                 .unwrap();
@@ -152,10 +152,11 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     let policy = PolicySettings { old_logprob: OldLogProbSource::Rollout, ..PolicySettings::default() };
     let train = TrainSettings { minibatches: 6, ..fixture.train.clone() };
     let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
-    let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
-    let gap = batch.mismatch_metrics(&forward.unwrap()).unwrap();
-    let first = batch.select(&[0]).unwrap();
-    let of_first = first.mismatch_metrics(&learned(&step, &first).unwrap().unwrap().forward).unwrap();
+    let (batch, forward, _) = fixture.prepare(&step).unwrap();
+    let gap = fixture.mismatch_metrics(&batch, &forward.unwrap());
+    let first = batch.select(&[0]);
+    let update = fixture.learned(&step, &first).unwrap().unwrap();
+    let of_first = fixture.mismatch_metrics(&first, &update.forward);
     assert_eq!(get(&of_first, "mismatch/bit_equal_fraction"), 1.0);
     let tokens = batch.rollout_log_probs.len() as f64;
     let last = (batch.cu_seqlens[6] - batch.cu_seqlens[5]) as f64;
@@ -163,10 +164,10 @@ fn the_gap_is_that_of_the_whole_batch_when_updates_take_parts() {
     assert!((get(&gap, "rollout_corr/kl") + 2.0 * last / tokens).abs() < 1e-6);
     assert!((get(&gap, "mismatch/log_ppl_abs_diff_max") - 2.0).abs() < 1e-5);
     // The same as what an update of the whole batch shows of itself.
-    let whole = learned(&step, &batch).unwrap().unwrap();
-    assert_eq!(gap, batch.mismatch_metrics(&whole.forward).unwrap());
+    let whole = fixture.learned(&step, &batch).unwrap().unwrap();
+    assert_eq!(gap, fixture.mismatch_metrics(&batch, &whole.forward));
     // An update of the whole batch needs no forward before it.
-    assert!(fixture.step(&policy, None).prepare(&fixture.groups(), None).unwrap().1.is_none());
+    assert!(fixture.prepare(&fixture.step(&policy, None)).unwrap().1.is_none());
 }
 
 #[test]
@@ -175,9 +176,9 @@ fn micro_batches_of_any_size_give_the_loss_and_gradient_of_the_batch() {
     for aggregation in [Aggregation::TokenMean, Aggregation::SequenceMeanTokenMean] {
         let policy = PolicySettings { aggregation, ..PolicySettings::default() };
         let update = |micro_batch_tokens| {
-            let train = TrainSettings { micro_batch_tokens, ..TrainSettings::default() };
-            let step = PolicyStep { train: &train, ..fixture.step(&policy, None) };
-            learned(&step, &prepared(&step, &fixture.groups())).unwrap().unwrap()
+            let fixture = fixture.with_micro_batches_of(micro_batch_tokens);
+            let step = fixture.step(&policy, None);
+            fixture.learned(&step, &fixture.prepared(&step)).unwrap().unwrap()
         };
         let whole = update(1000);
         for micro_batch_tokens in [1, 64, 100] {
@@ -198,9 +199,9 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     let policy = PolicySettings { advantage: Advantage::ReinforcePlusPlus, ..PolicySettings::default() };
     // One micro-batch: of several, the row would move the cuts, and with them the last digits of sums.
     let update = |fixture: &Fixture| {
-        let train = TrainSettings { micro_batch_tokens: 100_000, ..TrainSettings::default() };
-        let step = PolicyStep { pass: pass(), train: &train, ..fixture.step(&policy, None) };
-        learned(&step, &prepared(&step, &fixture.groups())).unwrap().unwrap()
+        let fixture = fixture.with_micro_batches_of(100_000);
+        let step = fixture.step(&policy, None);
+        fixture.learned(&step, &fixture.prepared(&step)).unwrap().unwrap()
     };
     let without = update(&fixture);
     let mut masked = fixture.groups[0].trajectories[0].clone();
@@ -209,7 +210,7 @@ fn a_trajectory_without_sampled_tokens_changes_nothing() {
     fixture.groups[1].trajectories.push(masked);
     let with = update(&fixture);
     assert_eq!(with.metrics, without.metrics);
-    assert_eq!(with.forward.log_probs, without.forward.log_probs);
+    assert_eq!(with.forward.columns.log_probs, without.forward.columns.log_probs);
     assert!(distance(&values(&with), &values(&without)) < 1e-6);
 }
 
@@ -221,9 +222,9 @@ fn experts_kept_at_sampling_are_compared_with_those_of_training() {
     let recompute = PolicySettings { old_logprob: OldLogProbSource::Recompute, ..PolicySettings::default() };
     let agreement = |fixture: &Fixture, policy: &PolicySettings| {
         let step = fixture.step(policy, None);
-        let (batch, forward, _) = step.prepare(&fixture.groups(), None).unwrap();
-        let update = learned(&step, &batch).unwrap().unwrap();
-        let agreement = |forward| batch.mismatch_metrics(forward).unwrap().get("mismatch/routing_agreement");
+        let (batch, forward, _) = fixture.prepare(&step).unwrap();
+        let update = fixture.learned(&step, &batch).unwrap().unwrap();
+        let agreement = |forward| fixture.mismatch_metrics(&batch, forward).get("mismatch/routing_agreement");
         let found = agreement(&update.forward);
         if let Some(before) = &forward {
             assert_eq!(agreement(before), found);

@@ -1,6 +1,7 @@
 //! What is stored at sampling is what training computes, and nothing about the batch shows in it.
 
 use super::*;
+use rloss::actor::PolicyColumns;
 use rloss::actor::forward_backward::{Pass, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::trajectory::Trajectory;
@@ -17,21 +18,21 @@ fn training_forward(
     let mut results = vec![];
     for batch in &MicroBatch::split_with_prefixes(&sequences, 1000, |_| usize::MAX) {
         let settings = PassSettings {
-            recompute_layers: true,
             temperature,
             load_balance_coefficient: 0.0,
             keeps_routed_experts: true,
             forward: world.policy.forward,
         };
         let (model, weights) = (world.policy.model, &world.parameters.frozen_weights(None).unwrap());
-        let pass = Pass { model, weights, batch, settings, teacher: None }.forward(&|| ()).unwrap();
+        let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
+        let pass = pass.forward::<PolicyColumns>(&|| ()).unwrap();
         let layers: Vec<Vec<Vec<u32>>> =
             pass.routed_experts.iter().map(|layer| layer.to_vec2().unwrap()).collect();
         for i in 0..batch.sequences.len() {
             let rows = &batch.cu_targets[i..i + 2];
             let experts = |t: usize| layers.iter().flat_map(|layer| &layer[t]).map(|&e| e as u16).collect();
             results.push((
-                pass.log_probs()[rows[0]..rows[1]].to_vec(),
+                pass.columns.log_probs[rows[0]..rows[1]].to_vec(),
                 batch.sequence_rows.row_indices(i).into_iter().map(experts).collect(),
             ));
         }
