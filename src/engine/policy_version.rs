@@ -16,6 +16,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 #[derive(Clone)]
 pub struct PolicyVersion(Arc<Version>);
 
+/// A version, and the number of its consecutive tokens in a forward.
+pub(super) type VersionTokens = (PolicyVersion, usize);
+
 struct Version {
     number: u64,
     /// A number that no other version of this process has or had.
@@ -81,12 +84,11 @@ impl PolicyVersion {
                 && own.weights.shares_base(&others.weights)
     }
 
-    /// Returns the weights of a pass of `parts`: versions that can share a pass, each with its number of
-    /// consecutive tokens.
+    /// Returns the weights of a pass of `parts`, whose versions can share a pass.
     ///
     /// # Errors
     /// Errors of [`Weights::by_tokens`].
-    pub(super) fn weights_by_tokens(parts: &[(Self, usize)]) -> Result<Arc<Weights>> {
+    pub(super) fn weights_by_tokens(parts: &[VersionTokens]) -> Result<Arc<Weights>> {
         Ok(match parts {
             [(version, _)] => version.0.weights.clone(),
             _ => {

@@ -8,6 +8,7 @@
 //! rows of all of them. Other versions have forwards of their own, one after the other.
 
 use super::draw::{draw_tokens, scores};
+use super::policy_version::VersionTokens;
 use super::prefix_cache::BlockKey;
 use super::queue::RefillResult;
 use super::request::{Completion, FinishReason, NewToken, TokenScores};
@@ -32,8 +33,8 @@ struct ForwardInputs {
     tokens: Vec<u32>,
     /// The entries with tokens, in the order of their rows, and the number of tokens of each.
     entries: Vec<(usize, usize)>,
-    /// The versions of the weights, in the order of their rows, and the number of tokens of each.
-    versions: Vec<(PolicyVersion, usize)>,
+    /// The versions of the weights, in the order of their rows.
+    versions: Vec<VersionTokens>,
     /// Entries whose tokens are all fed by this forward, in the order of the batch, and the row of each one's
     /// last token.
     complete: Vec<(usize, u32)>,
@@ -58,8 +59,8 @@ pub(super) struct Worker<'e, 'm> {
     /// Decodes the engine's own version with CUDA graphs. Used if every entry feeds one token and no routed
     /// experts are kept.
     decoder: Option<Decoder>,
-    /// The weights of the last forward of several versions, and how many tokens each version had.
-    mixed: Option<(Vec<(PolicyVersion, usize)>, Arc<Weights>)>,
+    /// The weights of the last forward, if it had several versions, and these versions.
+    mixed: Option<(Vec<VersionTokens>, Arc<Weights>)>,
     sampled: u64,
 }
 
@@ -285,7 +286,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     }
 
     /// Returns the weights of a forward whose tokens belong to `versions`.
-    fn weights(&mut self, versions: &[(PolicyVersion, usize)]) -> Result<Arc<Weights>> {
+    fn weights(&mut self, versions: &[VersionTokens]) -> Result<Arc<Weights>> {
         if let Some((of, weights)) = &self.mixed
             && of == versions
         {
