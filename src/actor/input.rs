@@ -106,8 +106,7 @@ impl PassInput<'_> {
     /// # Errors
     /// When memory runs out.
     pub(super) fn pack(&self, runner: &BatchRunner, tokens_max: usize) -> Result<Vec<MicroBatch>> {
-        let PackingParameters { limits, shared_positions_max, top_k } =
-            runner.packing_parameters(tokens_max);
+        let PackingParameters { limits, shared_positions_max, top_k } = runner.packing_parameters(tokens_max);
         let shared_positions_max = if self.shares_prefixes { shared_positions_max } else { 0 };
         let common = |i: usize| match self.replay {
             Some(replay) => experts::common_prefix_length(&replay[i - 1], &replay[i], top_k),
@@ -121,7 +120,8 @@ impl PassInput<'_> {
             let range = start..end.clamp(start, self.sequences.len());
             let targets = self.targets.map(|targets| &targets[range.clone()]);
             let shared_max = |i: usize| shared_max(range.start + i);
-            let part = MicroBatch::split_with_targets(&self.sequences[range.clone()], targets, limits, shared_max);
+            let part =
+                MicroBatch::split_with_targets(&self.sequences[range.clone()], targets, limits, shared_max);
             batches.extend(part.into_iter().map(|batch| batch.after(range.start)));
             start = range.end;
         }

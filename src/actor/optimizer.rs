@@ -1,9 +1,9 @@
 //! AdamW, AdamW with 8-bit moments, SGD and Muon: the optimizer state of each trainable tensor, and the
 //! updates.
 
-use crate::dist::Sharding;
-use crate::actor::sharded_muon::{self, UpdateCost};
 use super::{OptimizerKind, OptimizerSettings as Settings, Schedule};
+use crate::actor::sharded_muon::{self, UpdateCost};
+use crate::dist::Sharding;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parallel::sharded_layers::to_op_error;
 use crate::model::parameters::{BLOCK_STATES, CODES, MASTER, MOMENTS, OptimizerState, Parameters};
@@ -77,8 +77,9 @@ impl Rule {
     /// Updates this process's shard of a tensor. Several processes complete matrices for Muon together.
     fn step(self, tensor: &TrainedTensor, rates: &Rates) -> Result<()> {
         let TrainedTensor { master, gradient, .. } = *tensor;
-        let moment =
-            |i: usize| anyhow::Ok(Moment { codes: tensor.buffer(CODES[i])?, scales: tensor.buffer(BLOCK_STATES[i])? });
+        let moment = |i: usize| {
+            anyhow::Ok(Moment { codes: tensor.buffer(CODES[i])?, scales: tensor.buffer(BLOCK_STATES[i])? })
+        };
         match self {
             Self::AdamW => {
                 let moments = [tensor.buffer(MOMENTS[0])?, tensor.buffer(MOMENTS[1])?];
@@ -331,7 +332,8 @@ impl Optimizer {
             let Some(gradient) = parameters.gradient(index) else { continue };
             let rule = Rule::new(&self.settings, &parameters.specs[index]);
             // GPUs exchange the shards of all matrices together.
-            if rule == Rule::Muon && parameters.device().is_cuda() && parameters.matrix_shard(index).is_some() {
+            if rule == Rule::Muon && parameters.device().is_cuda() && parameters.matrix_shard(index).is_some()
+            {
                 exchanged.push(index);
                 continue;
             }

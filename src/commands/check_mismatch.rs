@@ -1,11 +1,11 @@
 //! `rloss check-mismatch [RECIPE]`: compares the log-probs of the same tokens in rollout and in training, or
 //! in this program and in another engine. Names the cause of a mismatch.
 
+use crate::actor::Actor;
 use crate::atomic_file::write_file;
 use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_SUCCESS};
-use crate::actor::Actor;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityChecks;
 use crate::mismatch::measure::AblationMeasurement;

@@ -86,7 +86,12 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
-    collection.warn(sample_causes(&SampleFacts::new(loaded, environment), environment, rows), Phase::Eval, step, &console)?;
+    collection.warn(
+        sample_causes(&SampleFacts::new(loaded, environment), environment, rows),
+        Phase::Eval,
+        step,
+        &console,
+    )?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
 }
 

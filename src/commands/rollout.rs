@@ -1,9 +1,9 @@
 //! `rloss rollout RECIPE|RUN`: samples the trajectories of one training step without training on them.
 
+use crate::actor::Actor;
 use crate::atomic_file::write_file;
 use crate::commands::arguments::RunArgs;
 use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
-use crate::actor::Actor;
 use crate::metrics::{Console, Phase, Row, TextTable, format_number};
 use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;

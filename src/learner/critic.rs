@@ -97,7 +97,8 @@ impl Critic {
     /// # Errors
     /// When a pass fails.
     pub fn values(&self, batch: &Batch) -> Result<Vec<f32>> {
-        let forward = self.actor.forward::<CriticColumns>(&batch.input(), pass_settings(), &|_| Progress::hidden())?;
+        let forward =
+            self.actor.forward::<CriticColumns>(&batch.input(), pass_settings(), &|_| Progress::hidden())?;
         Ok(forward.columns.values)
     }
 
@@ -164,7 +165,8 @@ pub fn add_value_gradients(
         let values = std::mem::take(&mut share.grad_values);
         Ok((CriticColumns { values }, share))
     };
-    let (_, shares) = critic.forward_backward(&batch.input(), pass_settings(), &loss, &|_| Progress::hidden())?;
+    let (_, shares) =
+        critic.forward_backward(&batch.input(), pass_settings(), &loss, &|_| Progress::hidden())?;
     let sum = |field: fn(&ValueLoss) -> f64| shares.iter().map(field).fold(0.0, |sum, share| sum + share);
     let clip_fraction = sum(|share| share.clipped.sum) / sum(|share| share.clipped.tokens);
     let loss = sum(|share| share.loss);

@@ -296,7 +296,7 @@ mod tests {
             facts.response_tokens_max,
             samples.iter().map(|(t, m)| (t, m.as_slice())),
         );
-        counts.messages(facts).into_iter().flatten().collect()
+        counts.messages(&facts).into_iter().flatten().collect()
     }
 
     #[test]

@@ -1,8 +1,8 @@
 //! The inputs with which a run's data is opened and checked. There are no weights among them, so `rloss
 //! check` makes the same checks as `rloss train`.
 
-use crate::chat::ConversationRenderer;
 use crate::actor::micro_batch::Sequence;
+use crate::chat::ConversationRenderer;
 use crate::model::config::Config;
 use crate::recipe::{Plan, Recipe};
 use crate::rollout::{Prompt, PromptLimits};

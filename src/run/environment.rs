@@ -1,13 +1,13 @@
 //! The environment of a run: where its conversations and rewards come from.
 
 use super::data_inputs::{self, DataInputs};
-use crate::agents::AgentSession;
-use crate::chat::Chat;
-use crate::harmony::Message;
-use crate::interpreter::Interpreter;
-use crate::chat::ConversationRenderer;
 use crate::actor::micro_batch::Sequence;
 use crate::actor::teacher::PromptChange;
+use crate::agents::AgentSession;
+use crate::chat::Chat;
+use crate::chat::ConversationRenderer;
+use crate::harmony::Message;
+use crate::interpreter::Interpreter;
 use crate::model::config::Config;
 use crate::model::forward::ForwardOptions;
 use crate::recipe::{Plan, Recipe};

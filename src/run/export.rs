@@ -3,6 +3,8 @@
 use super::environment::Environment;
 use super::loaded::LoadedModel;
 use super::source::ModelSource;
+use crate::actor::micro_batch::Sequence;
+use crate::actor::{Actor, PassInput, PassSettings, PolicyColumns};
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
 use crate::checkpoint::gguf::{self, GgufFormat, GgufTokenizer};
@@ -10,8 +12,6 @@ use crate::checkpoint::merge::merge;
 use crate::checkpoint::peft;
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
-use crate::actor::micro_batch::Sequence;
-use crate::actor::{Actor, PassInput, PassSettings, PolicyColumns};
 use crate::metrics::Console;
 use crate::recipe::Recipe;
 use crate::rollout::trajectory_file;

@@ -3,10 +3,10 @@
 use super::environment::Environment;
 use super::loaded::LoadedModel;
 use super::memory::{ModelCommand, SecondWeights};
+use crate::actor::optimizer::update_flop;
 use crate::dist::Sharding;
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
-use crate::actor::optimizer::update_flop;
 use crate::metrics::{format_count, format_number};
 use crate::model::names::ParameterSpec;
 use crate::ops::muon::measure_flop_rate;

@@ -3,12 +3,12 @@
 use super::sampling_folder::MARKER_FILE;
 use super::symlinks::refuse_symlinks;
 use super::trust::{PROGRAMS_FILE, mark_trusted};
+use crate::actor::{OptimizerSettings, Schedule};
 use crate::atomic_file::write_file;
 use crate::bad_input;
 use crate::checkpoint::peft::is_adapter_folder;
 use crate::checkpoint::{self, BASE_FOLDER, ResumePoint, TrainerState};
 use crate::integrity::add_checksum;
-use crate::actor::{OptimizerSettings, Schedule};
 use crate::metrics::{
     MetricsFile, Phase, Row, TensorBoard, WARNINGS_FILE, Warning, append_warning, read_rows, read_warnings,
     warnings_text,

@@ -1,9 +1,9 @@
 //! Sampling from a run's actor in its environment: policies, engines, rollouts.
 
 use super::environment::Environment;
+use crate::actor::Actor;
 use crate::agents::EpisodeTrajectories;
 use crate::engine::Engine;
-use crate::actor::Actor;
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::random::Purpose;

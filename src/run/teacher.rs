@@ -2,11 +2,11 @@
 
 use super::memory::{ModelCommand, TeacherInput};
 use super::source::{ModelSource, Placement, model_folder};
+use crate::actor::Actor;
+use crate::actor::teacher::PromptChange;
 use crate::chat::{Chat, replaced_system_prompt};
 use crate::dist::Mesh;
 use crate::harmony::Message;
-use crate::actor::Actor;
-use crate::actor::teacher::PromptChange;
 use crate::metrics::Console;
 use crate::model::config::Config;
 use crate::model::forward::Model;
@@ -96,7 +96,12 @@ impl TeacherSettings {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file is damaged.
-    pub fn load(&self, recipe: &Recipe, mesh: &Arc<Mesh>, console: &Console) -> Result<Option<(Model, Parameters, String)>> {
+    pub fn load(
+        &self,
+        recipe: &Recipe,
+        mesh: &Arc<Mesh>,
+        console: &Console,
+    ) -> Result<Option<(Model, Parameters, String)>> {
         let Some(source) = &self.source else { return Ok(None) };
         let frozen = vec![false; source.specs().len()];
         let placement = if self.on_disk { Placement::OnDisk } else { Placement::Replicated };

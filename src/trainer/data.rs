@@ -1,9 +1,9 @@
 //! The data of a run in addition to its own samples: supervised examples, validation examples, stored
 //! trajectories.
 
+use crate::actor::micro_batch::Sequence;
 use crate::bad_input;
 use crate::learner::examples::{Examples, read_rows};
-use crate::actor::micro_batch::Sequence;
 use crate::policy::RouterReplay;
 use crate::recipe::Plan;
 use crate::rollout::Prompt;

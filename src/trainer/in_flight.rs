@@ -2,8 +2,8 @@
 
 use super::observer::Stages;
 use super::sample::{InProgress, SampleOutput, Sampler};
-use crate::engine::PassScheduler;
 use crate::actor::Actor;
+use crate::engine::PassScheduler;
 use crate::metrics::{Console, Timings};
 use crate::ops::threads::Threads;
 use crate::run::environment::Environment;

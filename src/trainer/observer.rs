@@ -332,8 +332,7 @@ impl Observer {
                 .zip(messages)
                 .map(|(trajectory, messages)| (trajectory, messages.as_slice()))
         });
-        let counts =
-            SampleCounts::count(environment.task.as_ref(), self.facts.response_tokens_max, samples);
+        let counts = SampleCounts::count(environment.task.as_ref(), self.facts.response_tokens_max, samples);
         let causes = self.monitor.record_causes(counts.messages(&self.facts));
         causes.into_iter().try_for_each(|cause| self.warn_of_cause(Phase::Rl, step, cause))?;
         let warnings = self.monitor.record(step, metrics);

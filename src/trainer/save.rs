@@ -1,8 +1,8 @@
 //! Checkpoints of a run: their schedule and contents.
 
 use super::Trainer;
-use crate::checkpoint::{self, ModelFiles, Snapshot, TrainerState};
 use crate::actor::Actor;
+use crate::checkpoint::{self, ModelFiles, Snapshot, TrainerState};
 use crate::metrics::Phase;
 use crate::model::config::WeightFormat;
 use anyhow::Result;
@@ -10,12 +10,7 @@ use anyhow::Result;
 impl Trainer {
     /// Saves a checkpoint if it is due by the schedule, at the end of a stage, or after a signal. Returns
     /// whether a signal requested a stop.
-    pub(super) fn save_if_due(
-        &mut self,
-        phase: Phase,
-        step: u64,
-        is_last: bool,
-    ) -> Result<bool> {
+    pub(super) fn save_if_due(&mut self, phase: Phase, step: u64, is_last: bool) -> Result<bool> {
         // Some processes may not have received the signal yet, so all processes exchange it.
         let must_stop = self.loaded.mesh().any("whether to stop", self.stop.is_requested())?;
         let every = self.environment.plan.recipe.checkpoint.every_steps;

@@ -1,7 +1,7 @@
 //! The SFT warm-up (`[cold_start]`): supervised steps before reinforcement learning, by the same actor.
 
-use super::gradient_norms::{norm_limit, skipped_norm};
 use super::Trainer;
+use super::gradient_norms::{norm_limit, skipped_norm};
 use crate::actor::micro_batch::Sequence;
 use crate::actor::{GradientNorm, PassSettings};
 use crate::learner::supervised::{self, SupervisedOutput};

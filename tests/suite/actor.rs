@@ -170,7 +170,11 @@ fn an_update_changes_no_version_in_use() {
 #[test]
 fn adapters_over_one_base_train_beside_one_another_as_each_alone() {
     let sequences = tiny::sequences(272, &LENGTHS, 4);
-    let kinds = [(2, "proj", OptimizerKind::AdamW), (5, "experts", OptimizerKind::Sgd), (3, "o_proj", OptimizerKind::AdamW)];
+    let kinds = [
+        (2, "proj", OptimizerKind::AdamW),
+        (5, "experts", OptimizerKind::Sgd),
+        (3, "o_proj", OptimizerKind::AdamW),
+    ];
     let batches = [0..3, 2..5, 1..6, 0..6];
     let alone = |&(rank, on, kind): &(usize, &str, OptimizerKind)| {
         let mut actor = adapted(&actor(64), rank, on, kind);

@@ -1,9 +1,9 @@
 //! A real GGUF file beside its Hugging Face folder, transformers' tokenizer and llama.cpp.
 
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::chat::Chat;
 use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::model::attention::PackedAttention;
 use rloss::model::config::Config;
 use rloss::model::decoder_stack::DecoderStack;

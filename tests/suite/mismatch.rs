@@ -1,9 +1,9 @@
 //! Arms break what their names say, causes are found, and another engine's rows are read.
 
 use crate::tiny;
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::chat::ChatFormat;
 use rloss::engine::{Engine, EngineLimits};
-use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
 use rloss::mismatch::engine_log_probs::EngineLogProbs;

@@ -2,10 +2,10 @@
 
 use super::passes::BackwardStage;
 use super::{MemoryItem, MemoryPlanInput, PassShape, TrainableTensor, gathered_bytes};
-use crate::dist::shard_length;
 use crate::actor::OptimizerSettings;
 use crate::actor::gradients::{EXCHANGE_BYTES_MIN, exchange_bytes_max};
 use crate::actor::optimizer::state_bytes;
+use crate::dist::shard_length;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parallel::expert_exchange::GATHERED_ROWS_MAX;

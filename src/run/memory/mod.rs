@@ -26,11 +26,11 @@ pub use remedies::Remedy;
 pub use teacher::TeacherInput;
 pub use traffic::Traffic;
 
-use crate::bad_input;
 use crate::actor::OptimizerSettings;
 use crate::actor::batch_runner::runs_in_parallel;
 use crate::actor::gradients::exchange_bytes_max;
 use crate::actor::optimizer::{device_update_bytes, has_master, state_bytes, update_bytes};
+use crate::bad_input;
 use crate::metrics::TextTable;
 use crate::model::config::WeightFormat;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};

@@ -4,8 +4,8 @@
 use super::{
     AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, TrainableInput, WeightPlacement, gigabytes,
 };
-use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::actor::OptimizerKind;
+use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::adapter::{Lora, default_targets};
 use crate::model::names::{parameter_specs, value_model_specs};
 use crate::model::settings::AdapterSettings;

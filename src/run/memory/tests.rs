@@ -1,11 +1,11 @@
 //! Compares the memory plan with the memory that processes hold.
 
 use super::*;
+use crate::actor::OptimizerKind;
+use crate::actor::optimizer::Optimizer;
 use crate::dist::Mesh;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement, shard_range};
 use crate::engine::FORWARD_TOKENS_MAX;
-use crate::actor::optimizer::Optimizer;
-use crate::actor::OptimizerKind;
 use crate::learner::TrainSettings;
 use crate::metrics::Console;
 use crate::model::config::Config;

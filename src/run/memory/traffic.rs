@@ -4,8 +4,8 @@
 use super::gpu_shards::working_bytes;
 use super::weights::ShardedTensor;
 use super::{MemoryPlanInput, TrainingStage, gathered_bytes};
-use crate::dist::RolloutWeightPlacement;
 use crate::actor::optimizer::device_received_bytes;
+use crate::dist::RolloutWeightPlacement;
 use crate::metrics::TextTable;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs};
 use crate::model::parallel::expert_exchange::GATHERED_ROWS_MAX;

@@ -2,11 +2,11 @@
 
 use super::Startup;
 use super::model::Trainables;
+use crate::actor::{Actor, Execution};
 use crate::agents::AgentSession;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::dist::{Mesh, PackedWeightPlacement};
-use crate::actor::{Actor, Execution};
 use crate::metrics::Console;
 use crate::model::forward::Model;
 use crate::model::parameters::Parameters;
@@ -97,9 +97,8 @@ impl Startup {
             rollout_weights: self.placement.rollout_weights,
         });
         let actor = |model: Model, parameters| Actor::new(Arc::new(model), parameters, execution.clone());
-        let teacher = teacher.map(|(model, parameters, digest)| {
-            TeacherModel { actor: actor(model, parameters), digest }
-        });
+        let teacher = teacher
+            .map(|(model, parameters, digest)| TeacherModel { actor: actor(model, parameters), digest });
         let Trainables { policy, critic, adapter } = self.trainables;
         let (mut parameters, mut trainable, mut base) = (parameters, policy, None);
         if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {

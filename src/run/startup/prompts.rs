@@ -1,10 +1,10 @@
 //! Opens the environment: the task with its prompts, and the rows of an SFT file.
 
 use super::task::OpenedTask;
-use crate::metrics::format_count;
-use crate::recipe::Plan;
 use crate::chat::{chatml_identity, system_prompt};
 use crate::learner::examples::read_rows;
+use crate::metrics::format_count;
+use crate::recipe::Plan;
 use crate::rollout::PromptLimits;
 use crate::run::environment::Environment;
 use crate::run::memory::ModelCommand;
