@@ -226,16 +226,6 @@ pub fn device_update_bytes<'a>(
     }
 }
 
-/// Returns the largest number of bytes that one of the GPUs of `sharding` receives in the update of
-/// `tensors`. Each tensor has its index in the parameter store.
-pub fn device_received_bytes<'a>(
-    settings: &Settings,
-    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    sharding: Sharding,
-) -> u64 {
-    UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), sharding).received_bytes
-}
-
 /// Returns the number of bytes of optimizer state that this process needs for a tensor of which it holds
 /// `local_values` values.
 pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usize) -> u64 {

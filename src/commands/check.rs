@@ -13,7 +13,7 @@ use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::header::muon_cost;
 use crate::run::memory::{
-    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, WeightPlacement,
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, WeightPlacement,
     available_memory, gigabytes,
 };
 use crate::run::processes::check_division;
@@ -202,13 +202,6 @@ fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&Avail
     let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, where_it_runs);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {
         print_text(&format!("Muon: {cost}.\n\n"))?;
-    }
-    if processes > 1 && first == ModelCommand::Train {
-        let traffic = Traffic::new(&subject);
-        print_text(&format!(
-            "{} passes per step in each process, with all sequences at full length:\n\n{traffic}\n",
-            traffic.passes
-        ))?;
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&startup.environment.plan.recipe.arms));
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {

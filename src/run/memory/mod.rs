@@ -15,7 +15,6 @@ mod program;
 mod remedies;
 mod sampling;
 mod teacher;
-mod traffic;
 mod weights;
 
 pub use input::{AdapterInput, MemoryChoices, MemoryPlanInput, ToolInput, TrainableInput, WeightPlacement};
@@ -24,7 +23,6 @@ pub use passes::PassShape;
 pub use program::tokenizer_bytes;
 pub use remedies::Remedy;
 pub use teacher::TeacherInput;
-pub use traffic::Traffic;
 
 use crate::bad_input;
 use crate::actor::OptimizerSettings;
