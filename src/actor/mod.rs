@@ -24,7 +24,6 @@ mod pass_results;
 pub mod replica_sum;
 pub mod routed_experts;
 mod settings;
-pub mod sharded_muon;
 pub mod teacher;
 
 pub use columns::{Columns, CriticColumns, PolicyColumns};
