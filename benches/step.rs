@@ -342,7 +342,7 @@ fn main() -> Result<()> {
             let mismatch = batch.mismatch_metrics(&update.forward, shapes.topk)?;
             let gap = mismatch.get("mismatch/log_ppl_abs_diff_max");
             ensure!(shapes.separate_prompts || gap == Some(0.0), "rollout and training differ: {gap:?}");
-            let norm = actor.optim_step(&optimizer_settings.update(optimizer_settings.lr, None))?;
+            let norm = actor.optim_step(&optimizer_settings.for_update(optimizer_settings.lr, None))?;
             ensure!(matches!(norm, GradientNorm::Applied(_)), "an update was skipped: {norm:?}");
             Ok((gradients, shapes.useful(&update.forward)))
         })?;

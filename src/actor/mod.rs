@@ -10,6 +10,11 @@
 //! | [`Actor::optim_step`] | updates the weights by the gradients, and clears them |
 //! | [`Actor::save`], [`Actor::load`] | weights with or without optimizer state, complete or absent |
 //!
+//! Gradients of micro-batches that run in parallel, in turn or on other processes are added in batch order
+//! ([`gradients`]), so a sum does not depend on threads or processes. [`PassInput`] is split into
+//! micro-batches here; a loss that divides by the tokens of the whole update does not depend on the split,
+//! within rounding.
+//!
 //! Actors over one base share its weights, the model and the execution. A frozen reference and a teacher are
 //! actors that are never trained.
 
@@ -24,7 +29,6 @@ mod pass_results;
 pub mod replica_sum;
 pub mod routed_experts;
 mod settings;
-pub mod sharded_muon;
 pub mod teacher;
 
 pub use columns::{Columns, CriticColumns, PolicyColumns};
@@ -60,7 +64,8 @@ const FROZEN: &str = "a frozen actor has no optimizer";
 /// How this process computes, as chosen at startup. All actors share it.
 pub struct Execution {
     pub threads: Threads,
-    /// Whether the backward pass recomputes layers.
+    /// Whether the backward pass recomputes layers: `train.recompute_layers`, or what the memory plan chose
+    /// (`run/startup/fit.rs`).
     pub recompute_layers: bool,
     /// Maximum number of tokens of a micro-batch.
     pub micro_batch_tokens: usize,
@@ -159,20 +164,19 @@ impl Actor {
         self.parameters.mesh()
     }
 
-    /// Lets passes and updates run on `threads`, beside samplings on the threads of the execution.
-    pub fn train_on(&mut self, threads: Arc<Threads>) {
+    /// Sets the threads of passes and updates, beside samplings on the threads of the execution.
+    pub fn set_training_threads(&mut self, threads: Arc<Threads>) {
         self.training_threads = Some(threads);
     }
 
-    /// Starts an optimizer with zero state over the trainable tensors. `round_to_bf16`: whether the model
-    /// computes with weights in bf16.
+    /// Starts an optimizer with zero state over the trainable tensors, and clears the gradients.
+    /// `round_to_bf16`: whether the model computes with weights in bf16.
     ///
     /// # Errors
     /// When memory runs out.
     pub fn start_optimizer(&mut self, settings: &OptimizerSettings, round_to_bf16: bool) -> Result<()> {
         self.optimizer = Some(Optimizer::new(settings, &mut self.parameters, round_to_bf16)?);
-        self.has_gradients = false;
-        Ok(())
+        self.clear_gradients()
     }
 
     /// Returns the settings of an update at step `step` (from 1) of `steps`: those of the optimizer, with the
@@ -182,7 +186,7 @@ impl Actor {
     /// When the actor has no optimizer.
     pub fn update_settings(&self, step: u64, steps: u64, norm_limit: Option<f64>) -> Result<UpdateSettings> {
         let settings = &self.optimizer.as_ref().context(FROZEN)?.settings;
-        Ok(settings.update(settings.learning_rate(step, steps), norm_limit))
+        Ok(settings.for_update(settings.learning_rate(step, steps), norm_limit))
     }
 
     /// Returns the number of updates so far.
@@ -240,8 +244,8 @@ impl Actor {
     /// Runs the forward and backward pass of a batch, and adds the gradients of `loss`. Returns the columns,
     /// and the values that `loss` returned for each part, in batch order.
     ///
-    /// A micro-batch never spans two calls. So two calls have the bits of one call whose input is split
-    /// there ([`PassInput::splits`]).
+    /// A micro-batch never spans two calls. Two calls add the same bits as one call with all sequences, if
+    /// [`PassInput::splits`] names the place between them.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the input does not fit the model: nothing was added. When a pass or
@@ -266,41 +270,46 @@ impl Actor {
         };
         let progress = progress(runner.local_tokens(&batches));
         let outputs = runner.accumulate(&batches, settings, teacher.as_ref(), &loss, &progress);
-        drop(parts);
-        let outputs = match outputs {
-            Ok(outputs) => outputs,
-            Err(error) => return Err(self.clear_after(error)),
-        };
-        progress.finish();
-        let values = values.into_values()?;
-        self.has_gradients = true;
-        Ok((Forward::join(&batches, outputs)?, values))
+        let result = outputs.and_then(|outputs| {
+            progress.finish();
+            Ok((Forward::join(&batches, outputs)?, values.into_values()?))
+        });
+        if result.is_ok() {
+            self.has_gradients = true;
+        }
+        result.map_err(|error| self.clear_after(error))
     }
 
-    /// Updates the weights by the gradients since the last update, and clears the gradients. All tensors are
-    /// scaled down together if their norm exceeds the clipping norm.
+    /// Updates the weights by the gradients since the last update, and clears the gradients. All gradients are
+    /// scaled down together if their norm exceeds the clipping norm. A norm that is not finite changes no
+    /// weight and is a result: the trainer ends the run, or counts it and goes on (`train.on_bad_step`).
     ///
     /// # Errors
-    /// When the actor has no optimizer, or a tensor cannot be written.
+    /// When the actor has no optimizer, or a tensor cannot be written. Then the actor cannot be used further.
     pub fn optim_step(&mut self, update: &UpdateSettings) -> Result<GradientNorm> {
         let Self { parameters, optimizer, execution, training_threads, .. } = self;
         let optimizer = optimizer.as_mut().context(FROZEN)?;
         let threads = training_threads.as_deref().unwrap_or(&execution.threads);
-        self.has_gradients = false;
-        threads.run_on_all(|| {
+        let norm = threads.run_on_all(|| {
             if let Some(replicas) = parameters.mesh().replica_group() {
                 replica_sum::sum_replicas(replicas, parameters.gradients())?;
             }
             let norm = gradients::global_norm(parameters)?;
             if !norm.is_finite() || update.norm_limit.is_some_and(|limit| norm > limit) {
-                gradients::clear(parameters)?;
-                return Ok(GradientNorm::Skipped(norm));
+                return anyhow::Ok(GradientNorm::Skipped(norm));
             }
             gradients::clip(parameters, norm, update.grad_norm_max)?;
             optimizer.update(parameters, update)?;
-            gradients::clear(parameters)?;
             Ok(GradientNorm::Applied(norm))
-        })
+        })?;
+        self.clear_gradients()?;
+        Ok(norm)
+    }
+
+    /// Sets all gradients to 0.
+    fn clear_gradients(&mut self) -> Result<()> {
+        self.has_gradients = false;
+        self.runner().threads.run_on_all(|| gradients::clear(&self.parameters))
     }
 
     /// Writes the weights into the folder `place`, with the optimizer state if `has_optimizer`. The folder is
@@ -327,8 +336,7 @@ impl Actor {
             }
             None => checkpoint::restore_adapter(place, &mut self.parameters)?,
         }
-        self.has_gradients = false;
-        gradients::clear(&self.parameters)?;
+        self.clear_gradients()?;
         self.write_working_weights()
     }
 
@@ -352,8 +360,8 @@ impl Actor {
 
     /// Clears the gradients after `error` in a backward pass. Returns the error.
     fn clear_after(&mut self, error: anyhow::Error) -> anyhow::Error {
-        let had_gradients = std::mem::take(&mut self.has_gradients);
-        match gradients::clear(&self.parameters) {
+        let had_gradients = self.has_gradients;
+        match self.clear_gradients() {
             Err(second) => error.context(format!("the gradients could not be cleared: {second:#}")),
             Ok(()) if had_gradients => error.context("the gradients since the last update were cleared"),
             Ok(()) => error,

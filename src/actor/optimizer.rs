@@ -2,13 +2,10 @@
 //! updates.
 
 use super::{OptimizerKind, OptimizerSettings as Settings, Schedule};
-use crate::actor::sharded_muon::{self, UpdateCost};
-use crate::dist::Sharding;
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::model::parallel::sharded_layers::to_op_error;
 use crate::model::parameters::{BLOCK_STATES, CODES, MASTER, MOMENTS, OptimizerState, Parameters};
 use crate::ops::adamw_8bit::{self, Moment, adamw_8bit};
-use crate::ops::muon::{self, MatrixShard, Muon, muon, muon_shard};
+use crate::ops::muon::{self, Muon, muon};
 use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, sgd, update_momentum};
 use crate::ops::product::Precision;
 use anyhow::{Context, Result};
@@ -74,7 +71,7 @@ impl Rule {
         }
     }
 
-    /// Updates this process's shard of a tensor. Several processes complete matrices for Muon together.
+    /// Updates this process's shard of a tensor. For Muon, the process holds the whole tensor.
     fn step(self, tensor: &TrainedTensor, rates: &Rates) -> Result<()> {
         let TrainedTensor { master, gradient, .. } = *tensor;
         let moment = |i: usize| {
@@ -92,19 +89,7 @@ impl Rule {
                 update_momentum(momentum, gradient, rates.momentum)?;
                 sgd(master, momentum, rates.adamw.shrink, rates.lr)?;
             }
-            Self::Muon => {
-                let momentum = tensor.buffer(MOMENTUM)?;
-                match tensor.parameters.matrix_shard(tensor.index) {
-                    None => muon(master, momentum, gradient, &rates.muon)?,
-                    Some(shard) => {
-                        let complete = |own: Vec<f32>| {
-                            let whole = tensor.parameters.exchange_whole_matrices(tensor.index, &own);
-                            whole.map_err(to_op_error)
-                        };
-                        muon_shard(master, momentum, gradient, &rates.muon, &shard, complete)?;
-                    }
-                }
-            }
+            Self::Muon => muon(master, tensor.buffer(MOMENTUM)?, gradient, &rates.muon)?,
         }
         Ok(())
     }
@@ -168,7 +153,7 @@ impl Settings {
     }
 
     /// Returns the hyper-parameters of an update with learning rate `lr`.
-    pub fn update(&self, lr: f64, norm_limit: Option<f64>) -> UpdateSettings {
+    pub fn for_update(&self, lr: f64, norm_limit: Option<f64>) -> UpdateSettings {
         let &Self { beta1, beta2, eps, weight_decay, grad_norm_max, .. } = self;
         UpdateSettings { lr, betas: [beta1, beta2], eps, weight_decay, grad_norm_max, norm_limit }
     }
@@ -213,30 +198,6 @@ pub fn has_master(spec: &ParameterSpec, precision: Precision) -> bool {
     spec.role != TensorRole::AdapterFactor && !rounds_itself
 }
 
-/// Returns the number of bytes of GPU memory that the update of `tensors` needs temporarily, on one of the
-/// GPUs of `sharding`. Each tensor has its index in the parameter store.
-pub fn device_update_bytes<'a>(
-    settings: &Settings,
-    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    sharding: Sharding,
-) -> u64 {
-    let matrices = tensors.filter(|(_, spec)| is_orthogonalized(settings, spec));
-    match sharding.ranks {
-        1 => matrices.map(|(_, spec)| muon::device_scratch_bytes(&spec.working_shape())).max().unwrap_or(0),
-        _ => UpdateCost::new(matrices, sharding).scratch_bytes,
-    }
-}
-
-/// Returns the largest number of bytes that one of the GPUs of `sharding` receives in the update of
-/// `tensors`. Each tensor has its index in the parameter store.
-pub fn device_received_bytes<'a>(
-    settings: &Settings,
-    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    sharding: Sharding,
-) -> u64 {
-    UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), sharding).received_bytes
-}
-
 /// Returns the number of bytes of optimizer state that this process needs for a tensor of which it holds
 /// `local_values` values.
 pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usize) -> u64 {
@@ -244,32 +205,21 @@ pub fn state_bytes(settings: &Settings, spec: &ParameterSpec, local_values: usiz
     Rule::new(settings, spec).buffers(&Shape::from(local_values)).into_iter().map(bytes).sum()
 }
 
-/// Returns the number of bytes that the update of a tensor needs temporarily, on one of `ranks` processes.
-pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, ranks: usize) -> u64 {
-    if is_orthogonalized(settings, spec) { muon::scratch_bytes(&spec.working_shape(), ranks) } else { 0 }
+/// Returns the number of bytes that the update of a tensor needs temporarily, on a GPU or a CPU.
+pub fn update_bytes(settings: &Settings, spec: &ParameterSpec, on_gpu: bool) -> u64 {
+    let shape = spec.working_shape();
+    match is_orthogonalized(settings, spec) {
+        true if on_gpu => muon::device_scratch_bytes(&shape),
+        true => muon::scratch_bytes(&shape),
+        false => 0,
+    }
 }
 
-/// Returns the floating-point operations of Muon's iterations in one update of `tensors`, as far as one of
-/// the processes of `sharding` runs them: the first on CPUs, the one with most on GPUs. Each tensor has its
-/// index in the parameter store.
-pub fn update_flop<'a>(
-    settings: &Settings,
-    tensors: impl Iterator<Item = (usize, &'a ParameterSpec)>,
-    (sharding, is_cpu): (Sharding, bool),
-) -> f64 {
-    if !is_cpu {
-        return UpdateCost::new(tensors.filter(|(_, spec)| is_orthogonalized(settings, spec)), sharding).flop;
-    }
-    let flop = |(index, spec): (usize, &ParameterSpec)| {
-        let Some([_, rows, columns]) = spec.matrix_shape().filter(|_| is_orthogonalized(settings, spec))
-        else {
-            return 0.0;
-        };
-        let range = spec.shard_range(index, 0, sharding);
-        let whole = MatrixShard { shape: (rows, columns), range }.whole_matrices();
-        (whole.len() / (rows * columns).max(1)) as f64 * muon::iteration_flop((rows, columns))
-    };
-    tensors.map(flop).sum()
+/// Returns the floating-point operations of Muon's iterations in one update of the tensors of `specs`.
+pub fn update_flop<'a>(settings: &Settings, specs: impl Iterator<Item = &'a ParameterSpec>) -> f64 {
+    let shapes =
+        specs.filter(|spec| is_orthogonalized(settings, spec)).filter_map(ParameterSpec::matrix_shape);
+    shapes.map(|[count, rows, columns]| count as f64 * muon::iteration_flop((rows, columns))).sum()
 }
 
 /// An optimizer over the trainable tensors. [`Parameters`] stores its state.
@@ -327,24 +277,14 @@ impl Optimizer {
     pub fn update(&mut self, parameters: &Parameters, update: &UpdateSettings) -> Result<()> {
         self.updates += 1;
         let rates = Rates::new(&self.settings, update, self.updates);
-        let mut exchanged = vec![];
         for index in 0..parameters.len() {
             let Some(gradient) = parameters.gradient(index) else { continue };
             let rule = Rule::new(&self.settings, &parameters.specs[index]);
-            // GPUs exchange the shards of all matrices together.
-            if rule == Rule::Muon && parameters.device().is_cuda() && parameters.matrix_shard(index).is_some()
-            {
-                exchanged.push(index);
-                continue;
-            }
             let master = parameters.master(index)?;
             rule.step(&TrainedTensor { parameters, index, master, gradient }, &rates)?;
             self.write_working_weights(parameters, index)?;
         }
-        if !exchanged.is_empty() {
-            sharded_muon::update(parameters, &exchanged, &rates.muon, MOMENTUM)?;
-        }
-        exchanged.into_iter().try_for_each(|index| self.write_working_weights(parameters, index))
+        Ok(())
     }
 
     /// Rounds the master weight of tensor `index` into the weight that the model uses. Does nothing for a

@@ -48,7 +48,7 @@ choice! {
         Sgd = "sgd",
         /// Muon (Jordan 2024) for the matrices of the layers, each expert's by itself, and AdamW for vectors,
         /// embedding and head: 4 bytes per value of a matrix. Updates are scaled as in Moonlight, so learning
-        /// rate and weight decay are AdamW's. Without an adapter. Several GPUs exchange split matrices.
+        /// rate and weight decay are AdamW's. Without an adapter, and in one process.
         Muon = "muon",
     }
 }

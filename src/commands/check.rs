@@ -13,10 +13,10 @@ use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
 use crate::run::header::muon_cost;
 use crate::run::memory::{
-    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, Traffic, WeightPlacement,
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, WeightPlacement,
     available_memory, gigabytes,
 };
-use crate::run::processes::check_division;
+use crate::run::processes::{check_division, check_optimizers};
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::startup::Startup;
@@ -80,6 +80,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let available = startup.available_memory(available_memory());
     if *processes > 1 {
         check_division(&startup.environment.plan, *processes as usize)?;
+        check_optimizers(&startup.environment.plan, *processes as usize)?;
     }
     startup.choose_sharding(*processes as usize, available.as_ref());
     print_text(&sanitize_terminal(&format_recipe(&startup.environment.plan, *all)?))?;
@@ -197,18 +198,10 @@ fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&Avail
         several => format!(" in each of {several} processes"),
     };
     print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
-    let where_it_runs = (subject.sharding(), subject.choices.gpu_sequences.is_none());
-    let specs = parameter_specs(subject.config);
-    let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, where_it_runs);
+    let (specs, is_cpu) = (parameter_specs(subject.config), subject.choices.gpu_sequences.is_none());
+    let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, is_cpu);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {
         print_text(&format!("Muon: {cost}.\n\n"))?;
-    }
-    if processes > 1 && first == ModelCommand::Train {
-        let traffic = Traffic::new(&subject);
-        print_text(&format!(
-            "{} passes per step in each process, with all sequences at full length:\n\n{traffic}\n",
-            traffic.passes
-        ))?;
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&startup.environment.plan.recipe.arms));
     for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {

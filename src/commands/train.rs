@@ -189,6 +189,7 @@ fn prepare(
     }
     processes::configure_mesh(mesh, &plan)?;
     processes::check_distillation(mesh, &plan)?;
+    processes::check_optimizers(&plan, mesh.ranks())?;
     let console = match mesh.is_rank_zero() {
         true => Console::stderr(plan.recipe.logging.console_every_steps),
         false => Console::silent(),

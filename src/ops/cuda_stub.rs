@@ -160,7 +160,6 @@ impl GatherMemory {
 /// Stub that is never constructed.
 pub struct ExchangeMemory {
     pub values: CudaStorage,
-    pub count: usize,
     pub sent: Vec<(u64, usize)>,
     pub received: Vec<(u64, usize)>,
 }
@@ -275,7 +274,4 @@ refused! { pub(super),
     round_into(&Tensor, &Tensor) -> ();
     sum_of_squares(&Tensor) -> f64;
     muon(&Tensor, &Tensor, &Tensor, &Muon) -> ();
-    muon_momentum(&Tensor, &Tensor, &Muon) -> Tensor;
-    orthogonalized(Tensor, (usize, usize)) -> Tensor;
-    apply_part(&Tensor, &Tensor, &Muon, (usize, usize)) -> ();
 }

@@ -5,7 +5,6 @@ use super::cuda;
 use super::optimizer::check_same_shape;
 use super::product::{GemmThreads, StridedMatrix, product};
 use candle_core::{Result, Tensor, bail};
-use std::ops::Range;
 use std::time::Instant;
 
 /// The constants of one Muon update.
@@ -28,20 +27,11 @@ pub(super) const ITERATIONS: usize = 5;
 const NORM_EPSILON: f64 = 1e-7;
 /// Number of f32 matrices of the size of the largest one that an update needs besides its tensors.
 const SCRATCH_MATRICES: usize = 4;
-/// Number of copies of a shard's whole matrices that exist while processes exchange them.
-const EXCHANGE_COPIES: usize = 4;
 
-/// Returns the bytes that an update of a tensor with these dimensions needs temporarily, on one of `ranks`
-/// processes.
-pub fn scratch_bytes(dims: &[usize], ranks: usize) -> u64 {
+/// Returns the bytes that an update of a tensor with these dimensions needs temporarily.
+pub fn scratch_bytes(dims: &[usize]) -> u64 {
     let [.., rows, columns] = *dims else { return 0 };
-    let size = rows * columns;
-    let exchanged = match ranks {
-        1 => 0,
-        // The matrices at both ends of a shard may be whole on no process.
-        _ => dims.iter().product::<usize>().div_ceil(ranks) + 2 * size,
-    };
-    ((SCRATCH_MATRICES * size + EXCHANGE_COPIES * exchanged) * size_of::<f32>()) as u64
+    (SCRATCH_MATRICES * rows * columns * size_of::<f32>()) as u64
 }
 
 /// Returns the floating-point operations of the iteration for a matrix.
@@ -104,87 +94,6 @@ pub fn muon(weights: &Tensor, momentum: &Tensor, gradient: &Tensor, step: &Muon)
             Ok(())
         })
     })
-}
-
-/// The values of a tensor of matrices that one process holds.
-#[derive(Debug, Clone)]
-pub struct MatrixShard {
-    /// Rows and columns of each matrix.
-    pub shape: (usize, usize),
-    /// The process's values, of all values of the tensor.
-    pub range: Range<usize>,
-}
-
-impl MatrixShard {
-    /// Returns the values of the matrices that have at least one value in the shard.
-    pub fn whole_matrices(&self) -> Range<usize> {
-        let size = (self.shape.0 * self.shape.1).max(1);
-        match self.range.is_empty() {
-            true => 0..0,
-            false => self.range.start / size * size..self.range.end.div_ceil(size) * size,
-        }
-    }
-}
-
-/// Updates a shard of a tensor by [`muon`], with the same bits. All tensors are flat and have the values of
-/// `shard`. `complete` gets the direction u of the shard, and returns that of
-/// [`MatrixShard::whole_matrices`], of which other processes have a part. It is called once, also for an
-/// empty shard. For CPUs.
-///
-/// # Errors
-/// When shapes differ, and the errors of `complete`.
-pub fn muon_shard(
-    weights: &Tensor,
-    momentum: &Tensor,
-    gradient: &Tensor,
-    step: &Muon,
-    shard: &MatrixShard,
-    complete: impl FnOnce(Vec<f32>) -> Result<Vec<f32>>,
-) -> Result<()> {
-    check_same_shape(weights, &[momentum, gradient])?;
-    let MatrixShard { shape, range } = shard;
-    let gradient = host_values(gradient)?;
-    let direction = complete(edit(momentum, |momentum| Ok(step.direction(momentum, &gradient)))?)?;
-    let (whole, size) = (shard.whole_matrices(), shape.0 * shape.1);
-    if weights.elem_count() != range.len() || direction.len() != whole.len() {
-        bail!("muon: {} values of {range:?}, {} of {whole:?}", weights.elem_count(), direction.len());
-    }
-    edit(weights, |weights| {
-        for (start, matrix) in whole.step_by(size.max(1)).zip(direction.chunks_exact(size.max(1))) {
-            let own = start.max(range.start)..(start + size).min(range.end);
-            let matrix = orthogonalize(matrix.to_vec(), *shape);
-            let (w, x) = (own.start - range.start..own.end - range.start, own.start - start..own.end - start);
-            step.apply(&mut weights[w], &matrix[x], *shape);
-        }
-        Ok(())
-    })
-}
-
-/// Updates the momentum of a part of a matrix on a GPU. All tensors are f32 and have one shape. Returns the
-/// part's values of the direction u.
-///
-/// # Errors
-/// When shapes differ, or a tensor is not on a GPU.
-pub fn momentum_on_device(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Tensor> {
-    cuda::muon_momentum(momentum, gradient, step)
-}
-
-/// Moves the singular values of one matrix on a GPU close to 1, up to a factor that [`apply_on_device`] has.
-/// `u` has the values of the matrix `shape` in f32. Returns them flat, in bf16.
-///
-/// # Errors
-/// When memory runs out, or `u` has other values than `shape`.
-pub fn orthogonalize_on_device(u: Tensor, shape: (usize, usize)) -> Result<Tensor> {
-    cuda::orthogonalized(u, shape)
-}
-
-/// Updates f32 weights of a matrix `shape` on a GPU by their values of [`orthogonalize_on_device`]. Both
-/// tensors are flat. All steps together have the bits of [`muon`].
-///
-/// # Errors
-/// When shapes differ, or a tensor is not on a GPU.
-pub fn apply_on_device(weights: &Tensor, values: &Tensor, step: &Muon, shape: (usize, usize)) -> Result<()> {
-    cuda::apply_part(weights, values, step, shape)
 }
 
 impl Muon {
@@ -256,7 +165,7 @@ pub(super) fn matrix_shape(dims: &[usize]) -> Result<(usize, (usize, usize))> {
 }
 
 /// Number of values of the matrices that a GPU updates at a time. It updates one matrix if that is larger.
-pub const DEVICE_VALUES: usize = 1 << 24;
+const DEVICE_VALUES: usize = 1 << 24;
 /// Number of values of a matrix whose squares one thread block of a GPU adds.
 pub(super) const SQUARES_CHUNK: usize = 8192;
 

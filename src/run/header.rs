@@ -4,7 +4,6 @@ use super::environment::Environment;
 use super::loaded::LoadedModel;
 use super::memory::{ModelCommand, SecondWeights};
 use crate::actor::optimizer::update_flop;
-use crate::dist::Sharding;
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::{format_count, format_number};
@@ -76,19 +75,19 @@ fn work_line(environment: &Environment, command: ModelCommand) -> (&'static str,
     }
 }
 
-/// Returns the work of Muon in an update of the policy, as text: operations in each process of `sharding`,
-/// and on a CPU the time, measured with a small matrix. `None` without Muon.
+/// Returns the work of Muon in an update of the policy, as text: operations, and on a CPU the time, measured
+/// with a small matrix. `None` without Muon.
 pub fn muon_cost(
     recipe: &Recipe,
     specs: &[ParameterSpec],
     trainable: &[bool],
-    (sharding, is_cpu): (Sharding, bool),
+    is_cpu: bool,
 ) -> Option<String> {
     let settings =
         if recipe.train.steps > 0 { &recipe.train.optimizer } else { &recipe.cold_start.optimizer };
     let is_trainable = |index: usize| trainable.get(index).copied().unwrap_or(true);
-    let tensors = specs.iter().enumerate().filter(|(index, _)| is_trainable(*index));
-    let flop = update_flop(settings, tensors, (sharding, is_cpu));
+    let trained = specs.iter().enumerate().filter(|(index, _)| is_trainable(*index));
+    let flop = update_flop(settings, trained.map(|(_, spec)| spec));
     if flop == 0.0 {
         return None;
     }
@@ -172,9 +171,8 @@ pub fn lines(
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());
     let parameters = &loaded.actor.parameters;
-    let where_it_runs = (mesh.shard_group().sharding(), parameters.device().is_cpu());
     let muon = match command.trains() {
-        true => muon_cost(recipe, &parameters.specs, &loaded.trainable, where_it_runs),
+        true => muon_cost(recipe, &parameters.specs, &loaded.trainable, parameters.device().is_cpu()),
         false => None,
     };
     let muon = muon.map(|cost| ("muon", cost));

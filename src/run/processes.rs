@@ -1,5 +1,6 @@
 //! Checks before any work that the processes of a run agree.
 
+use crate::actor::{OptimizerKind, OptimizerSettings};
 use crate::dist::{ExpertPlacement, Mesh};
 use crate::integrity::{MANIFEST_FILE, file_digest};
 use crate::recipe::Plan;
@@ -67,6 +68,31 @@ pub fn check_distillation(mesh: &Mesh, plan: &Plan) -> Result<()> {
     let reason =
         "several processes cannot share a teacher yet; start one process, or remove [policy.distill]";
     Err(plan.mistake("policy.distill.teacher", reason.to_owned()).into())
+}
+
+/// Checks that the optimizers of `plan` work in `processes` processes.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for Muon in several processes, which hold shards of matrices.
+pub fn check_optimizers(plan: &Plan, processes: usize) -> Result<()> {
+    let recipe = &plan.recipe;
+    let optimizers = [
+        ("cold_start", Some(&recipe.cold_start.optimizer).filter(|_| recipe.cold_start.steps > 0)),
+        ("train", Some(&recipe.train.optimizer).filter(|_| recipe.train.steps > 0)),
+        ("critic", recipe.critic.as_ref().map(|critic| &critic.optimizer)),
+    ];
+    let is_muon = |settings: Option<&OptimizerSettings>| {
+        settings.is_some_and(|settings| settings.kind == OptimizerKind::Muon)
+    };
+    match optimizers.into_iter().find(|(_, settings)| is_muon(*settings)) {
+        Some((table, _)) if processes > 1 => {
+            let reason = format!(
+                "\"muon\" needs whole matrices, and the {processes} processes of this run have shards of them; write \"adamw\", or start one process"
+            );
+            Err(plan.mistake(&format!("{table}.optimizer.kind"), reason).into())
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Checks that all processes of `mesh` have the same recipe, the same binary, GPUs of one kind, and the same
@@ -157,6 +183,31 @@ mod tests {
             let found = mistake(text, processes).unwrap_or_default();
             assert!(found.contains(message), "{found}");
         }
+    }
+
+    #[test]
+    fn muon_works_with_one_process_only() {
+        let mistake = |text: &str, processes| {
+            let plan = resolve(Path::new("r.toml"), text, &[]).unwrap();
+            check_optimizers(&plan, processes).map_err(|error| error.to_string()).err()
+        };
+        let kind = "optimizer.kind = \"muon\"";
+        for (table, more) in
+            [("train", ""), ("cold_start", ""), ("critic", "[policy]\nadvantage = \"gae\"\n")]
+        {
+            let text = format!("{more}[{table}]\n{kind}");
+            assert_eq!(mistake(&text, 1), None);
+            let found = mistake(&text, 2).unwrap_or_default();
+            let line = text.lines().count();
+            let place = format!("r.toml:{line}: {table}.optimizer.kind: \"muon\" needs whole matrices");
+            assert!(found.contains(&place) && found.contains("write \"adamw\", or start one"), "{found}");
+            assert_eq!(found.lines().count(), 1, "{found}");
+        }
+        // An optimizer of no steps is not used.
+        for table in ["train", "cold_start"] {
+            assert_eq!(mistake(&format!("[{table}]\nsteps = 0\n{kind}"), 2), None);
+        }
+        assert_eq!(mistake("[train]\noptimizer.kind = \"adamw_8bit\"", 2), None);
     }
 
     #[test]

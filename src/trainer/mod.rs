@@ -225,7 +225,7 @@ impl Trainer {
         Ok((metrics, token_stats))
     }
 
-    /// Warns about a step whose episodes all failed. It changes no weight.
+    /// Warns about a step without a group to train on: too many episodes failed. It changes no weight.
     ///
     /// # Errors
     /// After several such steps in a row.

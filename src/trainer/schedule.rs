@@ -121,7 +121,7 @@ impl Schedule {
                 // other has work. Sampling goes first: the sooner it ends, the sooner the graders have all
                 // answers, and the update fills the time in which they work.
                 let count = actor.execution.threads.count();
-                actor.train_on(Threads::with_priority(count, Priority::Low)?.into());
+                actor.set_training_threads(Threads::with_priority(count, Priority::Low)?.into());
                 let odd_threads = two_samplings.then(|| Threads::new(count).map(Arc::new)).transpose()?;
                 let device = actor.parameters.device();
                 let stream = device.is_cuda().then(|| SecondStream::open(device)).transpose()?;
@@ -228,7 +228,7 @@ impl Schedule {
         let mut actor = weights.0.snapshot(beside.stream.as_ref())?;
         let threads = beside.odd_threads.clone().filter(|_| step % 2 == 1);
         if let Some(threads) = &threads {
-            actor.train_on(threads.clone());
+            actor.set_training_threads(threads.clone());
         }
         let inputs = SamplingInputs {
             actor,

@@ -20,7 +20,7 @@ The environment is that of ./setup.sh. A model of two layers is trained on the C
 - decode whose launches are recorded and replayed, and not: the same rows of metrics;
 - sampling beside the update on a second stream, in three orders of the streams: the same rows of metrics;
 - two processes of which one is unfit: refused by both, with one message; two that ask for no memory in steady steps;
-- two processes with a GPU each, also with Muon, and an adapter beside packed experts: gap 0;
+- two processes with a GPU each, and an adapter beside packed experts: gap 0;
 - experts that several GPUs share, in sampling and in training: metrics, weights and moments have the bits of one GPU's;
 - sequences shared by several GPUs: log-probs have the bits of one GPU's, weights and moments are within rounding;
 - Muon: a run that was ended and resumed has the rows and the checkpoint of one that was not, and its memory is within the plan;

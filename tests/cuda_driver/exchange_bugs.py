@@ -4,7 +4,7 @@
   exchange_bugs.py [WORD]    all bugs, or those whose name has the word; needs the environment of ./setup.sh
 
 One build has all bugs; a variable of the environment selects one. A bug is caught where a run fails, the driver complains,
-or a metric, a weight or a moment differs: in exchanges of shards, of Muon's matrices or of experts' rows, on three GPUs, from those of
+or a metric, a weight or a moment differs: in exchanges of shards or of experts' rows, on three GPUs, from those of
 one GPU without a bug; in exchanges of sequences, which four GPUs share, or of two copies of the weights, from those of four GPUs without a bug.
 """
 
@@ -40,18 +40,6 @@ BUGS = [
     ("the working copy is stale after the update", "src/learner/optimizer.rs", "shrink, lr as f32)?,\n            }\n            ", "self.write_working_weights(parameters, index)?;", ""),
     ("a rank sends another rank's shard of a gradient", EXCHANGE, "let part = ", "gradient.narrow(0, range.start, range.len())?", "gradient.narrow(0, count - range.end, range.len())?"),
     ("a rank's own gradient is left out", EXCHANGE, "if other == rank {\n                    ", "shards_of_ranks.push(gradient.narrow(0, own.start, own.len())?);", ""),
-]
-
-MUON = "src/learner/sharded_muon.rs"
-MUON_BUGS = [
-    ("Muon: a matrix is orthogonalized before all parts are there", EXCHANGE, "pub fn finish(mut self) -> Result<Vec<Tensor>> {\n        ", "self.exchange.wait()?;", "std::mem::forget(self.exchange.pending.take());"),
-    ("Muon: a part lies at another part's place", MUON, "lengths = ", "matrix.parts.iter().map(Range::len).collect()", "matrix.parts.iter().rev().map(Range::len).collect()"),
-    ("Muon: an owner sends another rank's part of the result", MUON, "", "send.clone_from(&matrix.parts);", "send = matrix.parts.iter().map(|part| matrix.size() - part.end..matrix.size() - part.start).collect();"),
-    ("Muon: a rank updates its first weights, not its part of the matrix", MUON, "if part.is_empty() { 0 } else ", "{ self.first + part.start - shard.start }", "{ 0 }"),
-    ("Muon: momentum of a part is not updated", MUON, "let from = ", "momentum_on_device(&part(matrix, momentum)?, &part(matrix, gradient)?, step)?", "momentum_on_device(&part(matrix, momentum)?.copy()?, &part(matrix, gradient)?, step)?"),
-    ("Muon: a matrix that one rank holds is not updated", MUON, "", "update_whole(matrices, rank, state(matrices.tensor)?, step)?;", ""),
-    ("Muon: the result of a tall matrix stays transposed", "src/ops/cuda/muon.rs", "let y = ", "if rows > columns { y.transpose(1, 2)?.contiguous()? } else { y }", "y"),
-    ("Muon: the working copy is stale after Muon", "src/learner/optimizer.rs", "exchanged.into_iter().try_for_each(|index| ", "self.write_working_weights(parameters, index)", "{ let _ = index; Ok(()) }"),
 ]
 
 SEQUENCES, SHARED = "src/model/parallel/sequence_parallel.rs", "src/ops/cuda/shared_keys.rs"
@@ -111,7 +99,7 @@ COPY_BUGS = [
     ("copies: a rank sends the part of the group's first rank", GROUP, "let sent = gathers.iter().flat_map(|g| others().map(|(_, rank)| ", "part(g, self.rank, rank)", "part(g, 0, rank)"),
     ("copies: the replicas of a rank are the ranks beside it", "src/dist/mesh.rs", "", "group((self.rank() % ranks..self.ranks()).step_by(ranks).collect())?", "group((first..first + ranks).collect())?"),
 ]
-ALL_BUGS = BUGS + SEQUENCE_BUGS + MUON_BUGS + EXPERT_BUGS + TRAINED_BUGS + COPY_BUGS
+ALL_BUGS = BUGS + SEQUENCE_BUGS + EXPERT_BUGS + TRAINED_BUGS + COPY_BUGS
 # Bugs of the lists above that exchanges of experts' rows must catch too.
 SHARED_BUGS = ("an exchange does not wait for the work before it", "heads are used before the exchange has ended", "heads are sent before they are packed", "a part is received at the first part's place", "a rank's own part is left out")
 
@@ -148,7 +136,7 @@ def build(copy):
 
 
 # Ranks, and what is run besides.
-SHARDS, MATRICES, SPLIT = (3, ()), (3, sets(train__optimizer__kind="muon")), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
+SHARDS, SPLIT = (3, ()), (4, sets(parallel__sequence=4, model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2, train__load_balance_coefficient=0.01))
 
 PAIRS = (4, sets(parallel__shard_size=2))
 # Rows of many prompts are sent to the ranks of their experts, those of decode are gathered.
@@ -201,7 +189,7 @@ def main():
     shared = [bug for bug in ALL_BUGS if bug[0] in SHARED_BUGS]
     # The outcome of one GPU is expected, or, where `of_one` is none, that of several without a bug.
     groups = [
-        ("", SHARDS, BUGS, ()), ("", SPLIT, SEQUENCE_BUGS, None), ("", MATRICES, MUON_BUGS, MATRICES[1]),
+        ("", SHARDS, BUGS, ()), ("", SPLIT, SEQUENCE_BUGS, None),
         ("", PAIRS, COPY_BUGS, None), ("experts: ", BY_EXPERT, EXPERT_BUGS + shared, MANY), ("trained: ", TRAINED, TRAINED_BUGS + shared, MANY),
     ]  # fmt: skip
     for prefix, runs, bugs, of_one in groups:

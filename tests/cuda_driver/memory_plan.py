@@ -3,7 +3,7 @@
 
     memory_plan.py --gpu target/cuda-emulated/emulated/rloss    needs the environment of ./setup.sh
 
-One and two emulated GPUs; AdamW, AdamW with 8-bit moments, Muon, an adapter, sampling beside the update. A run may use no more than
+One and two emulated GPUs, for Muon one; AdamW, AdamW with 8-bit moments, an adapter, sampling beside the update. A run may use no more than
 planned, and must use a share of it.
 """
 
@@ -47,7 +47,9 @@ def main():
     arguments.cpu, arguments.steady_steps, arguments.sample = None, 0, False
     world, failed = World(arguments), False
     for name, more in CASES.items():
-        for gpus in (1, 2) if arguments.only in name else ():
+        # Muon has one process.
+        counts = (1,) if name == "Muon" else (1, 2)
+        for gpus in counts if arguments.only in name else ():
             # Each GPU has one micro-batch.
             rows = sets(train__micro_batch_tokens=SEQUENCES * (PROMPT + RESPONSE - 1) // gpus)
             words = [*SHORT, *SHAPE, *rows, *more]

@@ -79,14 +79,6 @@ def equals_one(world):
     train("resumed", 2, *sets(train__steps=2))
     train("resumed", 3, "--resume")
     compare("one", "resumed")
-    # Matrices that several GPUs share meet at one of them.
-    muon = sets(train__optimizer__kind="muon")
-    world.train(world.gpu, "one_muon", *words, *muon)
-    weights = [tensors(world.place / run / "checkpoints/step-000003", "model") for run in ("one", "one_muon")]
-    assert weights[0] != weights[1], "Muon changed nothing"
-    train("muon_resumed", 2, *muon, *sets(train__steps=2))
-    train("muon_resumed", 3, "--resume", *muon, mode="at-once")
-    compare("one_muon", "muon_resumed")
     return compared
 
 
@@ -221,7 +213,6 @@ TRAINED = [
     ("trained_skewed", RECIPE, dict(MANY, model__architecture__num_local_experts=5, model__architecture__num_experts_per_tok=1), 40, [(3, "late")]),
     ("trained_fewer", RECIPE, dict(SMALL, model__architecture__num_local_experts=3), 3, [(4, "late"), (4, "at-once")]),
     ("trained_only", RECIPE, dict(SMALL, model__architecture__num_local_experts=3, train__freeze=ONLY_EXPERTS), 3, [(2, "late"), (4, "late")]),
-    ("trained_muon", RECIPE, dict(SMALL, train__optimizer__kind="muon"), 3, [(2, "late"), (3, "at-once"), ((2, 3), "late")]),
     ("trained_8bit", RECIPE, BLOCKED, 3, [(4, "at-once"), ((2, 3), "late")]),
     ("trained_8bit_biases", RECIPE, BLOCKED_BIASES, 3, [(3, "late"), ((2, 3), "at-once")]),
     ("trained_resumed", RECIPE, SMALL, 3, [((2, 3), "late"), ((4, 2), "at-once"), (("gathered", 2, 3), "late"), (("regathered", 3, 2), "late")]),
@@ -285,7 +276,6 @@ COPIES = [
     ("copies", RECIPE, SMALL, False, [((4, 2), "late")]),
     ("copies_exact", RECIPE, ROUND, True, [((4, 2), "at-once"), ((3, 1), "late"), ((3, 1), (4, 2), "first-late"), ((4, 2), (2, 0), "late"), ((2, 0), (4, 2), "at-once")]),
     ("copies_8bit", RECIPE, dict(ROUND, train__optimizer__kind="adamw_8bit", train__recompute_layers="true"), True, [((4, 2), "late")]),
-    ("copies_muon", RECIPE, dict(ROUND, train__optimizer__kind="muon"), True, [((4, 2), "first-late")]),
     ("copies_critic", RECIPE, dict(ROUND, policy__advantage="gae", critic__warmup_steps=0), True, [((4, 2), "late")]),
     ("copies_experts", RECIPE, dict(ROUND, **BY_EXPERT), True, [((4, 2), "late"), ((4, 2), (2, 0), "at-once")]),
     ("copies_many", RECIPE, dict(SMALL, **BY_EXPERT), False, [((4, 2), "first-late")]),

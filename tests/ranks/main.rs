@@ -75,7 +75,6 @@ fn ranks_that_share_the_micro_batches_make_the_run_of_one_process_bit_for_bit() 
                 "policy.kl.place=loss",
             ],
         ),
-        ("quickstart", &["train.optimizer.kind=muon", "cold_start.optimizer.kind=muon", "model.dtype=bf16"]),
         ("quickstart_lora", &["cold_start.eval_every_steps=0"]),
         ("quickstart_ppo", &[]),
         ("quickstart_dense", &[]),
@@ -271,7 +270,6 @@ fn copies_of_the_weights_make_the_run_of_one_process_and_go_on_as_one_copy() {
     for (recipe, more, ranks, size) in [
         ("quickstart", &[][..], 3, 1),
         ("quickstart", &by_expert, 4, 2),
-        ("quickstart", &["train.optimizer.kind=muon", "cold_start.optimizer.kind=muon"], 4, 2),
         ("quickstart_ppo", &["train.optimizer.kind=adamw_8bit", "critic.minibatches=1"], 4, 2),
         ("quickstart_lora", &["cold_start.eval_every_steps=0"], 4, 2),
     ] {
@@ -418,7 +416,7 @@ fn a_stop_is_agreed_on_and_saved() {
 
 #[test]
 fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
-    let cases: [(&str, &[&str], usize, &str); 4] = [
+    let cases: [(&str, &[&str], usize, &str); 5] = [
         (
             "train",
             &["parallel.sequence=3"],
@@ -427,6 +425,7 @@ fn what_cannot_run_on_several_processes_is_refused_with_one_message() {
         ),
         ("train", &["parallel.sequence=3"], 3, "parallel.sequence: 3 does not divide the 4 attention heads"),
         ("train", &["parallel.shard_size=3"], 2, "parallel.shard_size: 3 does not divide the 2 processes"),
+        ("train", &["train.optimizer.kind=muon"], 2, "train.optimizer.kind: \"muon\" needs whole matrices"),
         ("eval", &[], 2, "`eval` runs in one process, but this is one of 2"),
     ];
     for (command, sets, ranks, message) in cases {

@@ -200,7 +200,9 @@ fn adapters_over_one_base_train_beside_one_another_as_each_alone() {
     for range in &batches {
         // The gradients of all are there at the same time.
         actors.iter_mut().for_each(|actor| drop(step(actor, &input(&sequences[range.clone()]))));
-        actors.iter_mut().rev().for_each(|actor| drop(update(actor)));
+        for actor in actors.iter_mut().rev() {
+            update(actor);
+        }
     }
     for ((actor, alone), kind) in actors.iter().zip(&alone).zip(kinds) {
         assert_eq!(&weights(actor), alone, "{kind:?}");

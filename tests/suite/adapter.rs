@@ -300,7 +300,7 @@ fn a_critic_beside_an_adapter_shares_the_base() {
     let loss = |_: usize, CriticColumns { values }: &CriticColumns| {
         Ok(CriticColumns { values: values.iter().map(|v| v - 1.0).collect() })
     };
-    let update = CriticSettings::default().optimizer.update(1e-2, None);
+    let update = CriticSettings::default().optimizer.for_update(1e-2, None);
     for _ in 0..3 {
         tiny::runner(&critic).accumulate(&batches, settings(), None, &loss, &Progress::hidden()).unwrap();
         critic.optim_step(&UpdateSettings { grad_norm_max: 0.0, ..update }).unwrap();
@@ -324,7 +324,7 @@ fn an_optimizer_keeps_nothing_of_the_base_and_moves_it_not() {
         .accumulate(&batches, settings(), None, &log_prob_gradients(-0.1), &Progress::hidden())
         .unwrap();
     let before = log_probs(&model, &parameters, &batches);
-    optimizer.update(&parameters, &OptimizerSettings::default().update(1e-3, None)).unwrap();
+    optimizer.update(&parameters, &OptimizerSettings::default().for_update(1e-3, None)).unwrap();
     assert_ne!(before, log_probs(&model, &parameters, &batches));
     for (index, values) in base.iter().enumerate() {
         assert!(parameters.state(index).is_empty());

@@ -66,7 +66,7 @@ impl Learner {
 
     fn update(&mut self, gradient: &[f32], lr: f64) {
         set_gradient(&self.parameters, self.index, gradient);
-        let update = self.optimizer.settings.update(lr, None);
+        let update = self.optimizer.settings.for_update(lr, None);
         self.optimizer.update(&self.parameters, &update).unwrap();
     }
 
@@ -128,7 +128,7 @@ fn random_updates(parameters: &mut Parameters, optimizer: &mut Optimizer, count:
                 set_gradient(parameters, index, &values);
             }
         }
-        let update = optimizer.settings.update(1e-3, None);
+        let update = optimizer.settings.for_update(1e-3, None);
         optimizer.update(parameters, &update).unwrap();
     }
 }

@@ -16,7 +16,7 @@ use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 use candle_core::backend::BackendStorage;
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaStorage, DType, Device, Shape, Storage, Tensor};
@@ -402,49 +402,6 @@ impl Operation<1> for ExchangeRows {
         let from = on_gpu(&storage).map_err(to_op_error)?;
         let back = self.exchange((from, layout), [&self.received, &self.sent]).map_err(to_op_error)?;
         Ok([Some(tensor(back.0, back.1))])
-    }
-}
-
-/// A flat tensor of which rank r gets the values `send[r]`, and the numbers of values that come from each
-/// rank. Between two ranks both numbers are equal.
-pub struct ExchangedParts {
-    pub from: Tensor,
-    pub send: Vec<Range<usize>>,
-    pub lengths: Vec<usize>,
-}
-
-/// Parts of tensors that all ranks exchange, while the exchange runs.
-pub struct PendingParts {
-    exchange: RunningExchange,
-    memories: Vec<ExchangeMemory>,
-    /// The tensors of which parts are sent.
-    _sent: Vec<Tensor>,
-}
-
-impl PendingParts {
-    /// Starts to exchange `parts`, in bf16 or f32. Between two ranks, they have the same order on both.
-    ///
-    /// # Errors
-    /// When memory runs out, or the connection has ended.
-    pub fn start(mesh: &Mesh, name: &str, device: &Device, parts: Vec<ExchangedParts>) -> Result<Self> {
-        let memory = |parts: &ExchangedParts| {
-            let (storage, layout) = parts.from.storage_and_layout();
-            ensure!(layout.start_offset() == 0, "{name}: a part of a larger tensor");
-            Ok(ExchangeMemory::new(on_gpu(&storage)?, &parts.send, &parts.lengths, mesh.rank())?)
-        };
-        let memories = parts.iter().map(memory).collect::<Result<Vec<_>>>()?;
-        let exchange = start_exchange(mesh, name, &mesh.all_ranks(), device, &memories)?;
-        Ok(Self { exchange, memories, _sent: parts.into_iter().map(|parts| parts.from).collect() })
-    }
-
-    /// Returns the received values of each tensor in rank order, with this rank's own part among them. Later
-    /// work on the GPU may read them.
-    ///
-    /// # Errors
-    /// When an exchange has failed.
-    pub fn finish(mut self) -> Result<Vec<Tensor>> {
-        self.exchange.wait()?;
-        Ok(self.memories.into_iter().map(|memory| tensor(memory.values, memory.count)).collect())
     }
 }
 

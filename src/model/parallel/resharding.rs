@@ -16,21 +16,9 @@ pub(crate) fn reshard(
     part.stored.append_shard(&mut own)?;
     let shard_of = |rank: usize| part.stored.shard_range(&part.spec, part.index, rank, mesh);
     let name = format!("experts of {}", part.spec.name);
-    exchange_ranges(mesh, &name, &own, shard_of, range_of)
-}
-
-/// Sends each rank r the bytes of the range `range_of(r)` of a tensor. Rank r holds the range
-/// `shard_of(r)`, of which `own` is this rank's. Returns the bytes of this rank's range.
-pub(crate) fn exchange_ranges(
-    mesh: &Mesh,
-    name: &str,
-    own: &[u8],
-    shard_of: impl Fn(usize) -> Range<usize>,
-    range_of: impl Fn(usize) -> Range<usize>,
-) -> Result<Vec<u8>> {
     let ranges = ExchangedRanges::new(mesh, shard_of, range_of);
     let parts = ranges.sent.into_iter().map(|range| Arc::new(own[range].to_vec())).collect();
-    Ok(mesh.start(name, &mesh.all_ranks(), parts, &ranges.lengths)?.wait()?.concat())
+    Ok(mesh.start(&name, &mesh.all_ranks(), parts, &ranges.lengths)?.wait()?.concat())
 }
 
 /// The parts of an exchange after which each rank has a range of a tensor.

@@ -8,13 +8,12 @@ use crate::model::matrix::ModelTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
 use crate::model::parallel::device_exchange::exchange_shards;
 use crate::model::parallel::expert_parallel::ExpertParallel;
-use crate::model::parallel::resharding::{ExchangedRanges, exchange_ranges, reshard};
+use crate::model::parallel::resharding::{ExchangedRanges, reshard};
 use crate::model::parallel::sharded_layers::{
     GatherPart, GatherTarget, ShardedLayers, finish_gather, start_gather,
 };
 use crate::model::weights::Weights;
 use crate::ops::cpu::{host_codes, host_values, to_host};
-use crate::ops::muon::MatrixShard;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
@@ -220,33 +219,6 @@ impl Parameters {
         let mut own = vec![];
         stored.append_shard(&mut own)?;
         stored.assemble(&self.specs[index], self.gather_shards(index, own)?)
-    }
-
-    /// Returns this rank's shard of the matrices of tensor `index`. `None` if the tensor is not sharded, or
-    /// has no matrices.
-    pub fn matrix_shard(&self, index: usize) -> Option<MatrixShard> {
-        self.is_sharded(index).then(|| self.matrix_shard_of(index, self.shard_mesh().rank())).flatten()
-    }
-
-    fn matrix_shard_of(&self, index: usize, rank: usize) -> Option<MatrixShard> {
-        let &[.., rows, columns] = self.specs[index].working_shape().as_slice() else { return None };
-        let range = self.range_of_rank(index, VALUES, rank);
-        Some(MatrixShard { shape: (rows, columns), range })
-    }
-
-    /// Returns the values of the matrices of tensor `index` that have a value in this rank's shard
-    /// ([`MatrixShard::whole_matrices`]). `own` has the values of the shard. Every rank must call this
-    /// method.
-    ///
-    /// # Errors
-    /// When a rank does not respond in time.
-    pub fn exchange_whole_matrices(&self, index: usize, own: &[f32]) -> Result<Vec<f32>> {
-        let bytes = |values: Range<usize>| values.start * size_of::<f32>()..values.end * size_of::<f32>();
-        let shard_of = |rank| bytes(self.range_of_rank(index, VALUES, rank));
-        let range_of = |rank| bytes(self.matrix_shard_of(index, rank).map_or(0..0, |s| s.whole_matrices()));
-        let name = format!("matrices of {}", self.specs[index].name);
-        let bytes = exchange_ranges(self.shard_mesh(), &name, f32_bytes(own), shard_of, range_of)?;
-        Ok(f32_values(&bytes).collect())
     }
 
     /// Returns the dtype of the values of tensor `index` that `kind` names, and the number of these values in

@@ -66,8 +66,6 @@ pub struct ExchangeMemory {
     /// The received parts, one after the other. They are undefined until the exchange has ended, except this
     /// rank's own part.
     pub values: CudaStorage,
-    /// Number of `values`.
-    pub count: usize,
     /// Parts of the caller's memory.
     pub sent: Vec<(u64, usize)>,
     /// Parts of `values`.
@@ -122,8 +120,7 @@ impl ExchangeMemory {
             });
             ends.zip(lengths).map(|(end, length)| part(base, &(end - length..end))).collect()
         };
-        let count = memory.len();
-        Ok(Self { values: CudaStorage::wrap_cuda_slice(memory, device.clone()), count, sent, received })
+        Ok(Self { values: CudaStorage::wrap_cuda_slice(memory, device.clone()), sent, received })
     }
 }
 

@@ -68,7 +68,7 @@ pub(super) use head::{head_backward, head_forward, head_logits};
 pub(super) use joined_product::joined_product;
 pub(super) use load_balance::{load_balance_backward, load_balance_forward};
 pub(super) use low_rank::{low_rank_backward, low_rank_forward};
-pub(super) use muon::{apply_part, muon, muon_momentum, orthogonalized};
+pub(super) use muon::muon;
 pub(super) use optimizer::{adamw, adamw_8bit, round_into, scale, sgd, sum_of_squares, update_momentum};
 pub(super) use packed_attention::{sink_attention_backward, sink_attention_forward};
 pub(super) use product::{

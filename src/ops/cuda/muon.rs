@@ -33,8 +33,6 @@ const UPDATE: Kernel = Kernel { function: "muon_update", ..DIRECTION };
 const VALUES: usize = 4;
 /// Number of rows and of columns that one thread block processes.
 const TILE: usize = 32;
-/// Shape of a tile that all threads of a block process at once.
-const FLAT_TILE: (usize, usize) = (MOMENTUM.threads / TILE, TILE);
 
 kernel_params! {
     /// `MuonMomentum` of `kernels/muon.cuh`.
@@ -100,7 +98,7 @@ pub(super) fn muon_in_parts(
 }
 
 /// Updates the momentum. Returns u, with the shape of the momentum.
-pub(in crate::ops) fn muon_momentum(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Tensor> {
+fn muon_momentum(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Tensor> {
     let opened = gradient.storage_and_layout();
     let (gradient, device) = OP.open_tensor::<f32>("the gradient", &opened, momentum.dims())?;
     let count = momentum.elem_count();
@@ -122,38 +120,6 @@ pub(in crate::ops) fn muon_momentum(momentum: &Tensor, gradient: &Tensor, step: 
         })?;
     }
     Ok(tensor(u, device, momentum.shape()))
-}
-
-/// Moves the singular values of one matrix close to 1. `u` has its values, in f32. Returns Y in bf16, with
-/// the values in the order of `u`. [`apply_part`] has the factor of Y.
-pub(in crate::ops) fn orthogonalized(u: Tensor, (rows, columns): (usize, usize)) -> Result<Tensor> {
-    let u = u.reshape((1, rows, columns))?;
-    let y = orthogonalize(direction(u)?)?;
-    let y = if rows > columns { y.transpose(1, 2)?.contiguous()? } else { y };
-    y.flatten_all()
-}
-
-/// Updates some weights of a matrix of this shape by their values of Y. Both are flat.
-pub(in crate::ops) fn apply_part(
-    weights: &Tensor,
-    y: &Tensor,
-    step: &Muon,
-    shape: (usize, usize),
-) -> Result<()> {
-    let (count, (rows, columns)) = (weights.elem_count(), FLAT_TILE);
-    let tiled = count / (rows * columns) * (rows * columns);
-    // The update is elementwise, so any shape without a transposition has its bits.
-    for (start, shape_of_part) in
-        [(0, (tiled / (rows * columns), rows, columns)), (tiled, (1, 1, count - tiled))]
-    {
-        let (matrices, rows, columns) = shape_of_part;
-        let values = matrices * rows * columns;
-        if values > 0 {
-            let part = |x: &Tensor| x.narrow(0, start, values)?.reshape(shape_of_part);
-            apply(&part(weights)?, &part(y)?, step.shrink, rate_of_y(step, shape))?;
-        }
-    }
-    Ok(())
 }
 
 /// Returns u, divided by its norm: X, `[E, rows, columns]`, transposed for tall matrices.

@@ -141,6 +141,23 @@ impl MemoryPlanInput<'_> {
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
     }
 
+    /// Returns the largest number of passes of a process in one update. A micro-batch may have room for part
+    /// of a sequence, which the next one gets.
+    fn passes_max(&self) -> u64 {
+        let passes = |sequences: usize, longest: usize| {
+            // The last token of a sequence is no input.
+            let longest = longest.saturating_sub(1).max(1);
+            let in_micro_batch = (self.recipe.train.micro_batch_tokens / longest).max(1);
+            let batches = sequences.div_ceil(in_micro_batch);
+            batches.div_ceil(self.placement.processes / self.sequence_ranks()) as u64
+        };
+        let (prompts, samples) = self.rollout_size();
+        let sampled = passes(prompts.saturating_mul(samples), self.longest_sequence());
+        let row = self.sft_row_tokens_max.unwrap_or(self.longest_sequence());
+        let has_warm_up = self.recipe.cold_start.steps > 0;
+        sampled.max(if has_warm_up { passes(self.recipe.cold_start.batch_size, row) } else { 0 })
+    }
+
     /// Returns, for each stage of a backward pass, the largest bytes of whole gradients and of received
     /// shards. A pass makes gradients in the reverse order of the tensors. Gradients of the pass before may
     /// still be there.
@@ -231,7 +248,7 @@ mod tests {
     use crate::dist::SHARD_ALIGNMENT;
     use crate::metrics::Console;
     use crate::recipe::resolve;
-    use crate::run::memory::{ModelCommand, TrainingStage};
+    use crate::run::memory::{MemoryPlan, ModelCommand, TrainingStage};
     use crate::run::startup::Startup;
     use std::path::Path;
 
@@ -272,6 +289,16 @@ mod tests {
                 "{before} and {last}"
             );
         });
+    }
+
+    #[test]
+    fn fewer_ranks_of_a_copy_have_larger_shards() {
+        let resident = |more: &str| {
+            let more = format!("model.architecture.hidden_size = 512\n{more}");
+            with_input(&more, 8, |input| MemoryPlan::new(input).resident_bytes())
+        };
+        let (shard, larger) = (resident(""), resident("parallel.shard_size = 2"));
+        assert!(larger > 3 * shard, "{larger} and {shard}");
     }
 
     #[test]

@@ -15,7 +15,6 @@ mod program;
 mod remedies;
 mod sampling;
 mod teacher;
-mod traffic;
 mod weights;
 
 pub use input::{AdapterInput, MemoryChoices, MemoryPlanInput, ToolInput, TrainableInput, WeightPlacement};
@@ -24,12 +23,11 @@ pub use passes::PassShape;
 pub use program::tokenizer_bytes;
 pub use remedies::Remedy;
 pub use teacher::TeacherInput;
-pub use traffic::Traffic;
 
 use crate::actor::OptimizerSettings;
 use crate::actor::batch_runner::runs_in_parallel;
 use crate::actor::gradients::exchange_bytes_max;
-use crate::actor::optimizer::{device_update_bytes, has_master, state_bytes, update_bytes};
+use crate::actor::optimizer::{has_master, state_bytes, update_bytes};
 use crate::bad_input;
 use crate::metrics::TextTable;
 use crate::model::config::WeightFormat;
@@ -509,21 +507,14 @@ impl MemoryPlanInput<'_> {
     }
 
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
-    /// updated one by one, but for the matrices that several GPUs exchange.
+    /// updated one by one.
     fn optimizer_scratch_bytes(&self) -> u64 {
         let recipe = self.recipe;
-        let largest =
-            |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| match self.choices.gpu_sequences {
-                Some(_) => {
-                    let tensors = tensors.iter().map(|(index, spec)| (*index, spec));
-                    device_update_bytes(settings, tensors, self.sharding())
-                }
-                None => {
-                    let bytes =
-                        |(_, spec): &TrainableTensor| update_bytes(settings, spec, self.shard_ranks());
-                    tensors.iter().map(bytes).max().unwrap_or(0)
-                }
-            };
+        let on_gpu = self.choices.gpu_sequences.is_some();
+        let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
+            let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, on_gpu);
+            tensors.iter().map(bytes).max().unwrap_or(0)
+        };
         let stages = [
             (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
             (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),

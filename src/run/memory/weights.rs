@@ -29,7 +29,7 @@ impl ShardedTensor {
 
     /// Returns the tensor's layer, if the tensor is gathered together with its layer. `None` for adapter
     /// factors and tensors outside layers, which are gathered before the forward pass.
-    pub fn layer(&self) -> Option<usize> {
+    fn layer(&self) -> Option<usize> {
         self.spec.layer.filter(|_| self.spec.role != TensorRole::AdapterFactor)
     }
 }
@@ -146,7 +146,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the policy's sharded tensors: the tensors that are trainable in any stage, and the packed ones
     /// if they are sharded.
-    pub(super) fn sharded_tensors(&self) -> Vec<ShardedTensor> {
+    fn sharded_tensors(&self) -> Vec<ShardedTensor> {
         self.ever_trainable_tensors()
             .into_iter()
             .map(ShardedTensor::from_trainable)

@@ -206,7 +206,7 @@ mod tests {
     use crate::dist::ExpertPlacement;
     use crate::metrics::Console;
     use crate::recipe::resolve;
-    use crate::run::memory::{ModelCommand, Traffic};
+    use crate::run::memory::ModelCommand;
     use std::path::Path;
 
     /// Returns a run of `processes` GPUs with 16 experts of 11 million values in 16 layers.
@@ -273,31 +273,7 @@ mod tests {
         assert!(!has_graphs(2, "by_expert"));
     }
 
-    #[test]
-    fn gpus_of_few_sequences_gather_rows_of_experts() {
-        let rest = "[parallel]\nrollout_weights = \"by_expert\"\n";
-        let mut received = vec![];
-        // 64 and 65 sequences on each of 8 GPUs.
-        for sequences in [64, 65] {
-            let mut startup = on_gpus(8, rest);
-            let rollout = &mut startup.environment.plan.recipe.rollout;
-            (rollout.prompts_per_step, rollout.samples_per_prompt, rollout.sequences_max) =
-                (8, sequences, 256);
-            startup.choices.gpu_sequences = Some(100);
-            startup.placement.rollout_weights = RolloutWeightPlacement::ByExpert;
-            let traffic = Traffic::new(&startup.memory_plan_input());
-            let (_, bytes) = traffic.parts.into_iter().find(|(name, _)| name.contains("experts")).unwrap();
-            received.push((bytes / sequences as u64, startup.memory_plan_input().recipe.clone()));
-        }
-        let rollout = &received[0].1.rollout;
-        let (prompt, drawn) = (rollout.prompt_tokens_max as u64, rollout.response_tokens_max as u64);
-        // A row and its two outputs have 8 KiB each, in 16 layers.
-        let row = 16 * 2 * 4096;
-        assert_eq!(received[1].0, (prompt + drawn) * 2 * 2 * row / 8 * 7);
-        assert_eq!(received[0].0, prompt * 2 * 2 * row / 8 * 7 + drawn * 7 * 3 * row);
-    }
-
-    /// 8 GPUs have two of 16 experts each. In training they receive rows instead of experts and gradients.
+    /// 8 GPUs have two of 16 experts each. In training they hold received rows instead of gathered experts.
     #[test]
     fn gpus_that_train_by_expert_gather_no_experts() {
         let mut plans = vec![];
@@ -305,10 +281,6 @@ mod tests {
             let mut startup = on_gpus(8, "");
             startup.environment.plan.recipe.parallel.experts = experts;
             let input = startup.memory_plan_input();
-            let traffic = Traffic::new(&input);
-            let part = |name: &str| traffic.parts.iter().find(|(part, _)| *part == name).unwrap().1;
-            let received =
-                ["weights, layer by layer", "gradients", "rows to experts and back, in training"].map(part);
             let plan = MemoryPlan::new(&input);
             let item = |name: &str| {
                 let (_, items) = plan.phases.iter().find(|(phase, _)| *phase == "update").unwrap();
@@ -316,17 +288,13 @@ mod tests {
             };
             let items = ["gathered weights, exchanged gradients", "rows of experts, exchanged"].map(item);
             let resident: u64 = plan.resident.iter().map(|item| item.bytes).sum();
-            plans.push((received, items, resident, traffic.passes, input.micro_batch_tokens() as u64));
+            plans.push((items, resident));
         }
         let [gathered, by_expert] = &plans[..] else { panic!("two plans") };
         // Experts are most of the weights.
-        assert!(by_expert.0[0] * 4 < gathered.0[0] && by_expert.0[1] * 4 < gathered.0[1], "{plans:?}");
-        assert!(by_expert.1[0] * 2 < gathered.1[0], "{plans:?}");
-        assert_eq!([gathered.0[2], gathered.1[1]], [0, 0]);
+        assert!(by_expert.0[0] * 2 < gathered.0[0], "{plans:?}");
+        assert!(gathered.0[1] == 0 && by_expert.0[1] > 0, "{plans:?}");
         // Shards have the same size: 16 experts are divided evenly.
-        assert!(by_expert.2.abs_diff(gathered.2) < gathered.2 / 100, "{plans:?}");
-        // A row of 8 KiB goes to each of its two experts and back, in 16 layers, three times.
-        let row = 8192 * 2 * 2 * 16 * 3;
-        assert_eq!(by_expert.0[2], by_expert.3 * by_expert.4 * row / 8 * 7, "{plans:?}");
+        assert!(by_expert.1.abs_diff(gathered.1) < gathered.1 / 100, "{plans:?}");
     }
 }

@@ -226,7 +226,7 @@ impl Case {
         let gradients = Gradients::of(&self.parameters);
         let mut optimizer = Optimizer::new(settings, &mut self.parameters, false).unwrap();
         assert_eq!(gradients, Gradients::of(&self.parameters), "a fresh optimizer leaves gradients alone");
-        optimizer.update(&self.parameters, &settings.update(lr, None)).unwrap();
+        optimizer.update(&self.parameters, &settings.for_update(lr, None)).unwrap();
         let mut worst = Worst::default();
         let learns: Vec<bool> = (0..before.len()).map(|index| self.parameters.is_trained(index)).collect();
         for (index, before) in before.iter().enumerate().filter(|(index, _)| learns[*index]) {

@@ -5,9 +5,8 @@ use crate::tiny;
 use candle_core::{Device, Tensor};
 use rloss::actor::OptimizerKind;
 use rloss::model::names::TensorRole;
-use rloss::ops::muon::{MatrixShard, Muon, muon, muon_shard};
+use rloss::ops::muon::{Muon, muon};
 use serde::Deserialize;
-use std::ops::Range;
 
 #[derive(Deserialize)]
 struct Trace {
@@ -121,43 +120,6 @@ fn a_matrix_has_the_same_bits_on_any_number_of_threads() {
     for threads in [2, 3] {
         assert!(updated(threads, &[(3, 5)]) == one, "{threads} threads");
     }
-}
-
-/// Shards of one value, of part of a matrix, of several matrices, and an empty one. Each process would exchange
-/// directions with the others; here they come from a first pass over the shards.
-#[test]
-fn shards_of_a_tensor_are_updated_as_the_whole_tensor() {
-    let step = Muon { shrink: 0.99, rate: 0.1, momentum: 0.95, one_minus_momentum: 0.05 };
-    let (shape, count) = ([3, 4, 6], 72);
-    let values = |seed: usize| -> Vec<f32> {
-        (0..count).map(|i| ((i * 31 + seed * 17) % 23) as f32 / 8.0 - 1.0).collect()
-    };
-    let whole = [0, 1, 2].map(|seed| tensor(&values(seed), &shape));
-    muon(&whole[0], &whole[1], &whole[2], &step).unwrap();
-    let ends = [0, 1, 30, 30, 50, 72];
-    let update = |range: Range<usize>, directions: &[f32]| {
-        let [w, m, g] = [0, 1, 2].map(|seed| tensor(&values(seed)[range.clone()], &[range.len()]));
-        let shard = MatrixShard { shape: (4, 6), range };
-        let mut own = vec![];
-        muon_shard(&w, &m, &g, &step, &shard, |direction| {
-            own = direction;
-            let all = if directions.is_empty() { &vec![0.0; count] } else { directions };
-            Ok(all[shard.whole_matrices()].to_vec())
-        })
-        .unwrap();
-        (own, tiny::values(&w), tiny::values(&m))
-    };
-    let ranges = || ends.windows(2).map(|ends| ends[0]..ends[1]);
-    let directions: Vec<f32> = ranges().flat_map(|range| update(range, &[]).0).collect();
-    assert_eq!(directions.len(), count);
-    let shards: Vec<_> = ranges().map(|range| update(range, &directions)).collect();
-    let weights: Vec<f32> = shards.iter().flat_map(|(_, weights, _)| weights.clone()).collect();
-    let momenta: Vec<f32> = shards.iter().flat_map(|(_, _, momentum)| momentum.clone()).collect();
-    assert_eq!((weights, momenta), (tiny::values(&whole[0]), tiny::values(&whole[1])));
-    let shard = MatrixShard { shape: (4, 6), range: 0..24 };
-    let w = tensor(&[0.0; 24], &[24]);
-    let error = muon_shard(&w, &w.copy().unwrap(), &w, &step, &shard, |_| Ok(vec![])).unwrap_err();
-    assert!(error.to_string().contains("0 of 0..24"), "{error}");
 }
 
 /// Equal gradients of two experts give equal updates, whatever the others' gradients are.

@@ -4,11 +4,8 @@
 use super::{assert_refused, floats, numbers};
 use crate::ops::cuda::muon::muon_in_parts;
 use crate::ops::cuda::open;
-use crate::ops::muon::{
-    COEFFICIENTS, ITERATIONS, Muon, apply_on_device, momentum_on_device, muon, orthogonalize_on_device,
-};
+use crate::ops::muon::{COEFFICIENTS, ITERATIONS, Muon, muon};
 use candle_core::{DType, Device, Result, Tensor};
-use std::ops::Range;
 
 const STEP: Muon = Muon { shrink: 0.98, rate: 0.1, momentum: 0.9, one_minus_momentum: 0.1 };
 
@@ -125,40 +122,6 @@ fn each_matrix_is_updated_by_itself() {
             let place = matrix * size..(matrix + 1) * size;
             assert!(w == all[0][place.clone()] && m == all[1][place], "{shape:?}, matrix {matrix}");
         }
-    }
-}
-
-/// GPUs with parts of a matrix send their directions to one of them, which sends back parts of the result.
-#[test]
-fn parts_of_a_matrix_are_updated_as_the_whole() {
-    let gpu = open(0).unwrap();
-    for (rows, columns) in [(33, 65), (65, 33), (64, 64), (48, 96)] {
-        let tensors = [1, 2, 3].map(|seed| wide(seed, &[rows, columns]));
-        let on_gpu = || [0, 1, 2].map(|i: usize| tensors[i].copy().unwrap().to_device(&gpu).unwrap());
-        let [weights, momentum, gradient] = on_gpu();
-        muon(&weights, &momentum, &gradient, &STEP).unwrap();
-        let parts = on_gpu().map(|x| x.flatten_all().unwrap());
-        let count = rows * columns;
-        let ranges = [0..5, 5..count / 2, count / 2..count / 2, count / 2..count];
-        let part = |i: usize, range: &Range<usize>| parts[i].narrow(0, range.start, range.len()).unwrap();
-        let directions: Vec<_> = ranges
-            .iter()
-            .map(|range| momentum_on_device(&part(1, range), &part(2, range), &STEP).unwrap())
-            .collect();
-        assert_eq!(directions[2].elem_count(), 0);
-        let filled: Vec<&Tensor> = directions.iter().filter(|u| u.elem_count() > 0).collect();
-        let result = orthogonalize_on_device(Tensor::cat(&filled, 0).unwrap(), (rows, columns)).unwrap();
-        for range in &ranges {
-            let result = match range.is_empty() {
-                true => Tensor::zeros(0, DType::BF16, &gpu).unwrap(),
-                false => result.narrow(0, range.start, range.len()).unwrap().force_contiguous().unwrap(),
-            };
-            apply_on_device(&part(0, range), &result, &STEP, (rows, columns)).unwrap();
-        }
-        assert!(
-            bits(&parts[1]) == bits(&momentum) && bits(&parts[0]) == bits(&weights),
-            "{rows} × {columns}"
-        );
     }
 }
 
