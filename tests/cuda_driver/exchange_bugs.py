@@ -37,7 +37,7 @@ BUGS = [
     ("a rank sends from another rank's place", NCCL, "let own = ", "address + (rank * part_bytes) as u64", "address + ((rank + 1) % 2 * part_bytes) as u64"),
     ("a small tensor is read at the first rank's place", EXCHANGE, "let first = ", "first_shard_rank(count, part.index, ranks) * length", "0"),
     ("parts have the length of a rank's own shard", EXCHANGE, "GatherMemory::new(own.values(), ", "length", "own.values().elem_count()"),
-    ("the working copy is stale after the update", "src/learner/optimizer.rs", "shrink, lr as f32)?,\n            }\n            ", "self.write_working_weights(parameters, index)?;", ""),
+    ("the working copy is stale after the update", "src/actor/optimizer.rs", "&rates)?;\n            ", "self.write_working_weights(parameters, index)?;", ""),
     ("a rank sends another rank's shard of a gradient", EXCHANGE, "let part = ", "gradient.narrow(0, range.start, range.len())?", "gradient.narrow(0, count - range.end, range.len())?"),
     ("a rank's own gradient is left out", EXCHANGE, "if other == rank {\n                    ", "shards_of_ranks.push(gradient.narrow(0, own.start, own.len())?);", ""),
 ]
@@ -85,12 +85,12 @@ TRAINED_BUGS = [
     ("gradients of outputs are multiplied in the order of arrival", ROWS, "Ok([Some(", "take_rows(grad, &self.plan.token_of()?)?", "{ let _ = &self.plan; grad.clone() }"),
     ("gradients of outputs are ordered as outputs are", ROWS, "", "self.plan.token_of()?", "self.plan.row_of()?"),
     ("a rank's rows begin at another rank's", EXCHANGE, "", "start - rows * width..start", "{ let first = layout.start_offset(); let all = layout.shape().elem_count(); first + all - (start - first)..first + all - (start - first) + rows * width }"),
-    ("an expert's gradients are those of the pass alone", "src/learner/gradients.rs", "return ", "add(&buffer.reshape(shape)?)", "{ scale(buffer, 0.0)?; add(&buffer.reshape(shape)?) }"),
+    ("an expert's gradients are those of the pass alone", "src/actor/gradients.rs", "return ", "add(&buffer.reshape(shape)?)", "{ scale(buffer, 0.0)?; add(&buffer.reshape(shape)?) }"),
 ]
 
 GROUP = "src/dist/group.rs"
 COPY_BUGS = [
-    ("copies: gradients are not added over the copies", "src/learner/gradients.rs", "Some(replicas) => ", "sum_replicas(replicas, &self.buffers)", "Ok(())"),
+    ("copies: gradients are not added over the copies", "src/actor/mod.rs", "", "replica_sum::sum_replicas(replicas, parameters.gradients())?;", "let _ = replicas;"),
     ("copies: a rank keeps its own gradients where its sums belong", EXCHANGE, "", "buffer.slice_set(sum, 0, own.start)?;", ""),
     ("copies: a sum begins with the rank's own gradients", EXCHANGE, "Ok((*index, ", "Tensor::zeros(range(*index, buffer, rank).len(), DType::F32, device)?", "{ let own = range(*index, buffer, rank); buffer.narrow(0, own.start, own.len())?.copy()? }"),
     ("copies: sums of another rank arrive at the tensor's first values", EXCHANGE, "receive.push(device_part(other, &", "buffer.narrow(0, range.start, range.len())?", "buffer.narrow(0, 0, range.len())?"),
