@@ -2,8 +2,8 @@
 //!
 //! A client submits an [`EngineRequest`] and receives the tokens of its samples one by one, then a
 //! [`Completion`]. The result depends on request and weights alone: not on other requests, their order, the
-//! batch or the number of threads. A request may hold a version of the weights of its own; without one it uses
-//! the engine's.
+//! batch or the number of threads. A request may hold its own version of the weights; otherwise it uses the
+//! engine's.
 
 mod cache_admission;
 mod draw;

@@ -73,8 +73,8 @@ impl PolicyVersion {
         DecoderStack { model: &self.0.model, weights, forward: self.0.forward }
     }
 
-    /// Returns whether one forward pass may have tokens of both versions: on a CPU, if they differ by adapters
-    /// alone.
+    /// Returns whether one forward pass may have tokens of both versions: on a CPU, if they differ by
+    /// adapters alone.
     pub(super) fn can_share_pass(&self, other: &Self) -> bool {
         let (own, others) = (&*self.0, &*other.0);
         self == other

@@ -11,8 +11,8 @@ use std::cmp::Reverse;
 use std::collections::{BTreeSet, HashMap};
 
 /// The key of a block: a digest of the previous block's key and the block's own tokens. The first block has
-/// the version of the weights in place of a previous key. So the key stands for the version and for all tokens
-/// of the sequence up to the end of the block.
+/// the version of the weights in place of a previous key. So the key stands for the version and for all
+/// tokens of the sequence up to the end of the block.
 pub(super) type BlockKey = [u8; 32];
 
 /// Appends the missing keys to `keys`, so that it has one for each whole block of `tokens`. `version` is the

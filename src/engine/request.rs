@@ -8,8 +8,8 @@ use rand_chacha::ChaCha8Rng;
 /// A prompt to read, and samples to draw after it. The samples share one prefill.
 #[derive(Debug, Clone)]
 pub struct EngineRequest {
-    /// The version of the weights that samples; `None` means the engine's own. It stays that of kept sequences
-    /// and their continuations.
+    /// The version of the weights that samples; `None` means the engine's own. It stays that of kept
+    /// sequences and their continuations.
     pub version: Option<PolicyVersion>,
     /// The prompt, at least one token.
     pub tokens: Vec<u32>,

@@ -45,9 +45,9 @@ pub struct TokenFactors<'a> {
     pub scale: f32,
 }
 
-/// Computes [`add_low_rank`] for the tokens of each of `parts` with its own factors, which may differ in rank.
-/// Other tokens keep `y`. A row has the bits that `add_low_rank` gives it. Only on a CPU. The result has no
-/// gradient.
+/// Computes [`add_low_rank`] for the tokens of each of `parts` with its own factors, which may differ in
+/// rank. Other tokens keep `y`. A row has the bits that `add_low_rank` gives it. Only on a CPU. The result
+/// has no gradient.
 ///
 /// # Errors
 /// When shapes disagree.

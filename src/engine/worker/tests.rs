@@ -107,8 +107,9 @@ fn versions_of_one_base_are_one_forward_and_another_base_is_one_more() {
     }
     let mut worker = Worker::new(&engine, &NoClient);
     assert!(engine.refill(&NoClient, &mut worker.batch, 0));
-    let numbers = |part: &[Work]| -> Vec<u64> {
-        part.iter().map(|work| work.version().id() - versions[0].id()).collect()
+    let numbers = |part: &[Work]| -> Vec<usize> {
+        let number = |work: &Work| versions.iter().position(|version| version == work.version()).unwrap();
+        part.iter().map(number).collect()
     };
     let parts = worker.take_parts();
     let found: Vec<_> = parts.iter().map(|part| numbers(part)).collect();
