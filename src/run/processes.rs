@@ -192,10 +192,12 @@ mod tests {
             check_optimizers(&plan, processes).map_err(|error| error.to_string()).err()
         };
         let kind = "optimizer.kind = \"muon\"";
-        for (table, more) in
-            [("train", ""), ("cold_start", ""), ("critic", "[policy]\nadvantage = \"gae\"\n")]
-        {
-            let text = format!("{more}[{table}]\n{kind}");
+        for (table, start) in [
+            ("train", "[train]\n"),
+            ("cold_start", "[cold_start]\nsteps = 1\n"),
+            ("critic", "[policy]\nadvantage = \"gae\"\n[critic]\n"),
+        ] {
+            let text = format!("{start}{kind}");
             assert_eq!(mistake(&text, 1), None);
             let found = mistake(&text, 2).unwrap_or_default();
             let line = text.lines().count();
