@@ -12,7 +12,7 @@ use anyhow::Result;
 use std::collections::BTreeMap;
 
 /// The loss of an update over a batch or a minibatch. Every part uses the normaliser of the whole update. So
-/// the split into parts does not change the result.
+/// the split into parts changes the result within rounding alone.
 pub struct UpdateLoss<'a> {
     batch: &'a Batch,
     policy: &'a PolicySettings,

@@ -107,6 +107,10 @@ impl Trainer {
 
     /// Runs the SFT warm-up and reinforcement learning. Returns whether a signal stopped the run.
     ///
+    /// A resume in the warm-up restores weights and optimizer (`trainer.safetensors`). A resume in
+    /// reinforcement learning restores, in this order: weights and optimizer, the critic
+    /// (`critic.safetensors`), the reference (`reference.safetensors` of the run), and what was sampled ahead.
+    ///
     /// # Errors
     /// Any error. The last checkpoint stays intact.
     pub fn run(&mut self, resume_point: Option<ResumePoint>) -> Result<bool> {

@@ -156,8 +156,9 @@ impl PolicyStep<'_> {
         Ok(forward)
     }
 
-    /// Returns whether the policy runs a forward pass before its first update. If not, the rollout is
-    /// compared with the forward pass of the first update.
+    /// Returns whether the policy runs a forward pass before its first update: for old log-probs, for the
+    /// rollout correction, for a KL penalty in the reward, or because no single update will pass over the
+    /// whole batch, with which the rollout is compared.
     fn needs_forward(&self, critic: Option<&Critic>) -> bool {
         let source = self.old_log_prob_source();
         let kl_needs_forward =
@@ -169,7 +170,8 @@ impl PolicyStep<'_> {
             || !first_update_covers_batch
     }
 
-    /// Returns the source of the old log-probs.
+    /// Returns the source of the old log-probs: those of sampling (`Rollout`), of a forward pass before the
+    /// first update (`Recompute`), or of the update's own pass (`Detach`: the ratio is 1).
     fn old_log_prob_source(&self) -> OldLogProbSource {
         match self.old_log_prob_forward {
             Some(_) => OldLogProbSource::Recompute,
@@ -245,6 +247,7 @@ impl PolicyStep<'_> {
                         updates += 1;
                     }
                     GradientNorm::Skipped(norm) => {
+                        // Without a limit (`train.on_bad_step = "stop"`) this ends the run.
                         metrics.sum(&format!("{name}/updates_bad"), 1.0);
                         if let Some(norm) = skipped_norm(norm, norm_limit)? {
                             metrics.max(&format!("{name}/grad_norm_bad"), norm);
