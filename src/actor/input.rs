@@ -100,8 +100,8 @@ impl PassInput<'_> {
         Ok(())
     }
 
-    /// Packs the sequences for `runner` into micro-batches of up to `tokens_max` tokens. Two sequences share a row only if its replayed experts are equal in
-    /// both.
+    /// Packs the sequences for `runner` into micro-batches of up to `tokens_max` tokens. Two sequences share
+    /// a row only if its replayed experts are equal in both.
     ///
     /// # Errors
     /// When memory runs out.

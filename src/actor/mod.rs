@@ -248,8 +248,9 @@ impl Actor {
     /// [`PassInput::splits`] names the place between them.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the input does not fit the model: nothing was added. When a pass or
-    /// the loss fails: all gradients are cleared, and the error says so if earlier calls had added some.
+    /// [`crate::error::BadInput`] when the input does not fit the model or the teacher: nothing was added.
+    /// When a pass or the loss fails: all gradients are cleared, and the error says so if earlier calls had
+    /// added some.
     pub fn forward_backward<C: Columns, S: Send>(
         &mut self,
         input: &PassInput,
@@ -280,8 +281,8 @@ impl Actor {
         result.map_err(|error| self.clear_after(error))
     }
 
-    /// Updates the weights by the gradients since the last update, and clears the gradients. All gradients are
-    /// scaled down together if their norm exceeds the clipping norm. A norm that is not finite changes no
+    /// Updates the weights by the gradients since the last update, and clears the gradients. All gradients
+    /// are scaled down together if their norm exceeds the clipping norm. A norm that is not finite changes no
     /// weight and is a result: the trainer ends the run, or counts it and goes on (`train.on_bad_step`).
     ///
     /// # Errors
@@ -323,8 +324,8 @@ impl Actor {
         self.mesh().run_on_rank_zero(|| replace_folder(place, fill), serve)
     }
 
-    /// Restores the weights and the optimizer state after `updates` updates from `place`, bit for bit; without
-    /// `updates`, the values of the adapter alone. Gradients are cleared.
+    /// Restores the weights and the optimizer state after `updates` updates from `place`, bit for bit;
+    /// without `updates`, the values of the adapter alone. Gradients are cleared.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder is incomplete, or belongs to another model or optimizer.

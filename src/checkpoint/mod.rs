@@ -136,9 +136,9 @@ pub struct ModelFiles<'a> {
 }
 
 impl ModelFiles<'_> {
-    /// Writes the weights of `parameters` into the new folder `folder`: a Hugging Face folder, or PEFT's files
-    /// of the adapter. With `has_optimizer`, also writes the optimizer state and the weights in full precision.
-    /// Returns the manifest of the files.
+    /// Writes the weights of `parameters` into the new folder `folder`: a Hugging Face folder, or PEFT's
+    /// files of the adapter. With `has_optimizer`, also writes the optimizer state and the weights in full
+    /// precision. Returns the manifest of the files.
     ///
     /// # Errors
     /// When writing fails.
@@ -271,8 +271,8 @@ pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, request: &Sha
     }
 }
 
-/// Restores the weights and the optimizer state of a policy or a critic from `folder`, bit for bit. The caller
-/// must then let the optimizer write the working weights.
+/// Restores the weights and the optimizer state of a policy or a critic from `folder`, bit for bit. The
+/// caller must then let the optimizer write the working weights.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the folder has no such state, or its state does not match the model.

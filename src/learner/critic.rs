@@ -78,8 +78,8 @@ impl Critic {
         Parameters::with_value_head(config, policy.backend(), values)
     }
 
-    /// Returns the weights of a critic that is a second adapter on the policy's base. No tensor of the base is
-    /// copied.
+    /// Returns the weights of a critic that is a second adapter on the policy's base. No tensor of the base
+    /// is copied.
     fn with_adapter(policy: &Actor, lora: &Lora, seed: u64) -> Result<Parameters> {
         let (config, policy) = (&policy.model.config, &policy.parameters);
         let values = value_model(config, seed, |spec| {

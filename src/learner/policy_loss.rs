@@ -60,14 +60,15 @@ impl<'a> UpdateLoss<'a> {
         let PolicyColumns { log_probs, entropies, divergences } = columns;
         let Self { batch, policy, normalizer, .. } = self;
         let span = part.targets.clone();
-        let shard = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
-        let (rollout, training) = (&batch.rollout_log_probs[span.clone()], shard(&batch.training_log_probs));
+        let of_part = |column: &'a Option<Vec<f32>>| column.as_ref().map(|column| &column[span.clone()]);
+        let (rollout, training) =
+            (&batch.rollout_log_probs[span.clone()], of_part(&batch.training_log_probs));
         let input = LossInput {
             sequences: Sequences::new(&part.cu_targets, &batch.mask[span.clone()])?,
             log_prob: log_probs,
             old_log_prob: self.old_log_prob_source.select(log_probs, rollout, training, self.updates)?,
             advantages: &batch.advantages[span.clone()],
-            weights: shard(&batch.weights),
+            weights: of_part(&batch.weights),
             selected: batch.selected.as_ref().map(|flags| &flags[span.clone()]),
         };
         let coefficient = policy.loss_coefficient();
@@ -80,7 +81,7 @@ impl<'a> UpdateLoss<'a> {
             loss.grad_log_prob.iter_mut().for_each(scaled);
         }
         let mut kl = 0.0;
-        if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, shard(&batch.reference_log_probs)) {
+        if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, of_part(&batch.reference_log_probs)) {
             let term = kl_loss(&input.sequences, log_probs, reference, policy.kl.estimator, normalizer)?;
             kl = term.loss;
             for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {

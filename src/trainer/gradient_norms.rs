@@ -16,8 +16,8 @@ const SKIP_FACTOR: f64 = 10.0;
 /// Maximum number of consecutive steps without an update.
 const SKIPPED_MAX: usize = 5;
 
-/// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe skips
-/// no update.
+/// Returns the limit of the gradient norm; an update with a larger norm is skipped. `None` if the recipe
+/// skips no update.
 pub(super) fn norm_limit(recipe: &Recipe, norms: &GradientNorms) -> Option<f64> {
     (recipe.train.on_bad_step == OnBadStep::Skip).then(|| norms.limit())
 }

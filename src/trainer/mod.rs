@@ -1,8 +1,8 @@
 //! A run of `rloss train`: SFT warm-up, then reinforcement learning step by step, with evaluations and
 //! checkpoints.
 //!
-//! [`Trainer::reinforcement_learning`] is the loop over steps; `schedule.rs` gives a step its samples, `step.rs`
-//! is the algorithm of one update, `observer.rs` shows and records.
+//! [`Trainer::reinforcement_learning`] is the loop over steps; `schedule.rs` gives a step its samples,
+//! `step.rs` is the algorithm of one update, `observer.rs` shows and records.
 
 mod data;
 pub mod gradient_norms;
@@ -109,7 +109,8 @@ impl Trainer {
     ///
     /// A resume in the warm-up restores weights and optimizer (`trainer.safetensors`). A resume in
     /// reinforcement learning restores, in this order: weights and optimizer, the critic
-    /// (`critic.safetensors`), the reference (`reference.safetensors` of the run), and what was sampled ahead.
+    /// (`critic.safetensors`), the reference (`reference.safetensors` of the run), and what was sampled
+    /// ahead.
     ///
     /// # Errors
     /// Any error. The last checkpoint stays intact.

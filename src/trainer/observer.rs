@@ -1,4 +1,4 @@
-//! What a run shows and records: progress, time left, warnings, the status file, metrics and trajectories. It
+//! The observer of a run: shows progress, time left and warnings, and records metrics and trajectories. It
 //! observes the events of the trainer and changes none.
 
 use super::gradient_norms::GradientNorms;

@@ -195,8 +195,8 @@ impl Sampler<'_> {
     }
 
     /// Samples whole trajectories. A conversation whose tool or task failed has the task's least reward and a
-    /// counted outcome; a failed episode of an agent is missing in its group. Dynamic sampling replaces groups
-    /// without signal, until the limit of rounds is reached.
+    /// counted outcome; a failed episode of an agent is missing in its group. Dynamic sampling replaces
+    /// groups without signal, until the limit of rounds is reached.
     fn sample_whole(&self, engine: &Engine, step: u64) -> Result<Option<SampleOutput>> {
         let settings = &self.sampling.environment.recipe().rollout;
         let (count, rounds_max) = (settings.prompts_per_step, settings.resample_rounds_max);

@@ -70,7 +70,8 @@ impl PolicyStep<'_> {
     /// the critic is updated.
     ///
     /// # Errors
-    /// When a pass fails, or a log-probability, value or gradient norm is NaN.
+    /// When a pass fails, or a log-probability or value is NaN; or a gradient norm, unless such updates are
+    /// skipped.
     pub fn run(
         &self,
         groups: &[&Group],
