@@ -5,11 +5,11 @@
 //! The difference is the time of one layer, which gives an estimate for all layers.
 
 use super::Extent;
-use crate::actor::OptimizerSettings;
 use crate::actor::batch_runner::BatchRunner;
 use crate::actor::forward_backward::PassSettings;
 use crate::actor::micro_batch::{MicroBatch, Sequence};
 use crate::actor::optimizer::Optimizer;
+use crate::actor::{OptimizerSettings, PolicyColumns};
 use crate::metrics::Progress;
 use crate::model::adapter::{Lora, Owner, default_targets};
 use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
@@ -375,7 +375,6 @@ fn measure_training(
     let mut optimizer = Optimizer::new(&OptimizerSettings::default(), &mut parameters, true)?;
     let threads = Threads::new(1)?;
     let settings = PassSettings {
-        recompute_layers: true,
         temperature: 1.0,
         load_balance_coefficient: 0.0,
         keeps_routed_experts: false,
@@ -392,19 +391,23 @@ fn measure_training(
         };
         let sequences: Vec<Sequence> = (0..tokens / cases.sequence_tokens).map(sequence).collect();
         let batches = MicroBatch::split(&sequences, tokens);
-        let runner = BatchRunner { threads: &threads, model, parameters: &parameters };
+        let runner =
+            BatchRunner { threads: &threads, model, parameters: &parameters, recompute_layers: true };
         let seconds = median_seconds(|| {
-            let objective = |_: usize, [log_probs, entropies]: [&[f32]; 2]| {
-                Ok([vec![-1.0 / tokens as f32; log_probs.len()], vec![0.0; entropies.len()]])
+            let loss = |_: usize, columns: &PolicyColumns| {
+                let count = columns.log_probs.len();
+                let (log_probs, entropies) = (vec![-1.0 / tokens as f32; count], vec![0.0; count]);
+                Ok(PolicyColumns { log_probs, entropies, divergences: None })
             };
-            runner.accumulate(&batches, settings, None, &objective, &Progress::hidden())?;
+            runner.accumulate(&batches, settings, None, &loss, &Progress::hidden())?;
             Ok(device.synchronize()?)
         })?;
         print_row(device, work, sequences.len(), cases.sequence_tokens, seconds, tokens)?;
         times.push(seconds);
     }
+    let update = optimizer.settings.for_update(1e-6, None);
     let seconds = median_seconds(|| {
-        optimizer.update(&parameters, 1e-6)?;
+        optimizer.update(&parameters, &update)?;
         Ok(device.synchronize()?)
     })?;
     println!("| {work}: AdamW's update | | | {:.2} | | |", seconds * 1e3);

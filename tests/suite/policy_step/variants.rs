@@ -51,7 +51,7 @@ fn remax_measures_each_response_against_its_prompts_greedy_one() {
     }
     fixture.groups[1].greedy = None;
     let policy = PolicySettings { advantage: Advantage::Remax, ..PolicySettings::default() };
-    let refused = fixture.prepare(&fixture.step(&policy, None)).err().expect("no baseline");
+    let refused = fixture.prepare(&fixture.step(&policy, None)).map(drop).expect_err("no baseline");
     assert!(format!("{refused:#}").contains("needs a greedy sample"), "{refused:#}");
 }
 
