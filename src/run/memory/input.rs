@@ -15,7 +15,7 @@ pub struct MemoryPlanInput<'a> {
     /// Storage format of each of the policy's tensors. It holds while the tensor is frozen.
     pub formats: &'a [WeightFormat],
     pub trainable: TrainableInput,
-    /// Memory of the tokenizer, from [`tokenizer_bytes`].
+    /// Memory of the tokenizer, from [`super::tokenizer_bytes`].
     pub tokenizer_bytes: u64,
     pub tools: ToolInput,
     pub threads: usize,
