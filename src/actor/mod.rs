@@ -328,24 +328,19 @@ impl Actor {
     /// without `updates`, the values of the adapter alone. Gradients are cleared.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the folder is incomplete, or belongs to another model or optimizer.
+    /// [`crate::error::BadInput`] when the folder is incomplete, or belongs to another model or optimizer; any
+    /// other error when the actor has no optimizer.
     pub fn load(&mut self, place: &Path, updates: Option<u64>) -> Result<()> {
+        let optimizer = self.optimizer.as_mut().context(FROZEN)?;
         match updates {
             Some(updates) => {
-                self.optimizer.as_mut().context(FROZEN)?.updates = updates;
                 checkpoint::restore(place, &mut self.parameters)?;
+                optimizer.updates = updates;
             }
             None => checkpoint::restore_adapter(place, &mut self.parameters)?,
         }
-        self.clear_gradients()?;
-        self.write_working_weights()
-    }
-
-    fn write_working_weights(&mut self) -> Result<()> {
-        match &self.optimizer {
-            Some(optimizer) => optimizer.write_weights(&mut self.parameters),
-            None => Ok(()),
-        }
+        optimizer.write_weights(&mut self.parameters)?;
+        self.clear_gradients()
     }
 
     /// Returns what runs this actor's micro-batches.
