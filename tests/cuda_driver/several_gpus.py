@@ -308,7 +308,7 @@ def copies(world, cases):
                     more += sets(train__steps=2)
                 said = world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *more, *["--resume"][: place], env=env)
             plan = world.run(world.gpu, "check", recipe, *more, "--processes", ranks)
-            assert ("gradients of all copies" in plan) == (0 < size < ranks), plan
+            assert ("sum of all copies" in plan) == (0 < size < ranks), plan
             planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
             used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
             assert len(used) == ranks and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
