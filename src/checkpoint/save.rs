@@ -37,7 +37,7 @@ const COMPANION_FILES: [&str; 5] = [
 ];
 
 /// The companion files of the weights, by name: tokenizer, chat template and generation config. [`save`]
-/// writes them unchanged.
+/// writes them. Only their end tokens may differ from the files that were read.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CompanionFiles(BTreeMap<String, Vec<u8>>);
 
@@ -55,7 +55,7 @@ impl CompanionFiles {
             }
         }
         let mut found = Self(files);
-        found.add_stop_tokens(chat);
+        found.name_ends(chat);
         if !found.has_chat_template() {
             found.0.insert(CHAT_TEMPLATE.into(), chat.jinja().into());
         }
@@ -66,31 +66,53 @@ impl CompanionFiles {
     pub fn with_generation_config(mut self, config: &Config, chat: &Chat) -> Self {
         let derived = || pretty(&generation_config(config));
         self.0.entry("generation_config.json".into()).or_insert_with(derived);
-        self.add_stop_tokens(chat);
+        self.name_ends(chat);
         self
     }
 
-    /// Adds the tokens that end a turn to `eos_token_id` of the generation config, if it lacks some. A base
-    /// model has one token, and after training its answers end with others.
-    fn add_stop_tokens(&mut self, chat: &Chat) {
-        const NAME: &str = "generation_config.json";
-        let Some(Value::Object(mut settings)) =
-            self.0.get(NAME).and_then(|bytes| serde_json::from_slice(bytes).ok())
-        else {
-            return;
-        };
-        let mut ids = match settings.get("eos_token_id") {
-            Some(Value::Array(ids)) => ids.clone(),
-            Some(id) if id.is_u64() => vec![id.clone()],
-            _ => vec![],
-        };
-        let missing: Vec<Value> =
-            chat.stop_tokens().into_iter().map(Value::from).filter(|id| !ids.contains(id)).collect();
-        if !missing.is_empty() {
-            ids.extend(missing);
-            settings.insert("eos_token_id".to_owned(), ids.into());
-            self.0.insert(NAME.to_owned(), pretty(&settings.into()));
+    /// Makes the files name the tokens that end a turn of `chat`, and keeps their other keys. A base model
+    /// names another token, and after training its answers end with these.
+    fn name_ends(&mut self, chat: &Chat) {
+        self.edit("generation_config.json", |settings| {
+            let ids = match settings.get("eos_token_id") {
+                Some(Value::Array(ids)) => ids.as_slice(),
+                Some(id) => std::slice::from_ref(id),
+                None => &[],
+            };
+            let ids: Vec<u32> = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+            let ends = with_ends(&ids, &chat.stop_tokens());
+            (ends != ids).then(|| settings.insert("eos_token_id".to_owned(), json!(ends)))
+        });
+        let ends = taught_ends(chat).into_iter().map(|id| chat.vocabulary().decode(&[id]));
+        let ends: Vec<String> = ends.collect();
+        for name in ["tokenizer_config.json", "special_tokens_map.json"] {
+            self.edit(name, |settings| {
+                let token = settings.get("eos_token")?;
+                let text = token.get("content").unwrap_or(token).as_str();
+                let is_end = text.is_some_and(|text| ends.iter().any(|end| end == text));
+                (!is_end).then(|| settings.insert("eos_token".to_owned(), json!(ends.first())))
+            });
         }
+    }
+
+    /// Rewrites the JSON object in the file `name` if there is one and `change` returns a change.
+    fn edit<T>(&mut self, name: &str, change: impl FnOnce(&mut Map<String, Value>) -> Option<T>) {
+        let parsed = self.0.get(name).and_then(|bytes| serde_json::from_slice(bytes).ok());
+        if let Some(Value::Object(mut settings)) = parsed
+            && change(&mut settings).is_some()
+        {
+            self.0.insert(name.to_owned(), pretty(&settings.into()));
+        }
+    }
+
+    /// Writes the files into the existing folder `folder`, and adds them to `manifest`. Files that are absent
+    /// are derived from `config`.
+    ///
+    /// # Errors
+    /// When a file exists or cannot be written.
+    pub fn write(&self, folder: &Path, config: &Config, manifest: &mut Manifest) -> Result<()> {
+        let files = self.complete(config);
+        files.iter().try_for_each(|(name, content)| manifest.write_file(folder, name, content))
     }
 
     /// Returns the tokenizer and the template of `chat`. [`save`] derives the other companion files from the
@@ -145,6 +167,40 @@ impl CompanionFiles {
     }
 }
 
+/// Returns the tokens with which training teaches the model to end a turn.
+fn taught_ends(chat: &Chat) -> Vec<u32> {
+    let mut ends = chat.stop_tokens();
+    if matches!(chat, Chat::ChatMl(_)) {
+        // The other stop token ends documents.
+        ends.truncate(1);
+    }
+    ends
+}
+
+/// Returns `ids` if they begin with the first of `ends` and have all. Otherwise returns `ends` and the other
+/// ids after them, because many readers use the first id alone.
+fn with_ends(ids: &[u32], ends: &[u32]) -> Vec<u32> {
+    if ids.first() == ends.first() && ends.iter().all(|end| ids.contains(end)) {
+        return ids.to_vec();
+    }
+    ends.iter().chain(ids.iter().filter(|id| !ends.contains(id))).copied().collect()
+}
+
+/// Makes `config` name the tokens with which training teaches the model to end a turn, first of all.
+pub fn name_ends(config: &mut Config, chat: &Chat) {
+    config.eos_token_ids = with_ends(&config.eos_token_ids, &taught_ends(chat));
+}
+
+/// Returns the chat template of the model in `folder`: its own file, or the template in
+/// `tokenizer_config.json`.
+pub fn template_in(folder: &Path) -> Option<Vec<u8>> {
+    let read = |name| bounded_file::read(&folder.join(name), TOKENIZER_BYTES_MAX).ok();
+    read(CHAT_TEMPLATE).or_else(|| {
+        let settings: Value = serde_json::from_slice(&read("tokenizer_config.json")?).ok()?;
+        Some(settings.get("chat_template").filter(|template| !template.is_null())?.to_string().into_bytes())
+    })
+}
+
 /// Saves a model in `format` into the existing folder `folder`.
 ///
 /// `tensor` is called once per parameter, in file order, and returns the working tensor in any float dtype
@@ -197,9 +253,7 @@ pub fn save_without_weights(
     companions: &CompanionFiles,
     manifest: &mut Manifest,
 ) -> Result<()> {
-    for (name, content) in companions.complete(config) {
-        manifest.write_file(folder, &name, &content)?;
-    }
+    companions.write(folder, config, manifest)?;
     manifest.write_file(folder, "config.json", &pretty(&config.to_json(format)))?;
     File::open(folder)
         .and_then(|f| f.sync_all())

@@ -3,6 +3,7 @@
 
 use super::train::{Resume, StartingWeights, run_source};
 use crate::bad_input;
+use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::commands::arguments::{RunArgs, locate_recipe_or_model, name_of, recipe_help};
 use crate::dist::Mesh;
 use crate::recipe::{RecipeSource, override_key};
@@ -52,6 +53,9 @@ pub struct SftArgs {
     /// Resume the run in the folder from its last checkpoint; with =auto, start a run if there is none
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "always")]
     resume: Option<Resume>,
+    /// Resume although rows or templates changed, with the same number of steps; the run records the changes
+    #[arg(long, requires = "resume")]
+    accept_changes: bool,
     /// Start the programs named in another user's run folder
     #[arg(long)]
     trust: bool,
@@ -64,7 +68,7 @@ pub struct SftArgs {
 pub fn run(args: &SftArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
     let (source, run) = mesh.require_success("the recipe", resolve(args))?;
-    run_source(mesh, &source, &run, args.resume, StartingWeights::Checkpoint)
+    run_source(mesh, &source, &run, (args.resume, args.accept_changes), StartingWeights::Checkpoint)
 }
 
 /// Returns the recipe, and the arguments with which `rloss train` would do the same.
@@ -107,12 +111,25 @@ fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
     if args.validation.is_some() && !has_set("cold_start.eval_every_steps") {
         sets.push(format!("cold_start.eval_every_steps={}", row_count.div_ceil(batch_size)));
     }
+    if args.accept_changes {
+        // With changed rows, the run keeps its number of steps.
+        let keys = ["steps", "batch_size", "eval_every_steps", "validation_rows_max"];
+        let keys = keys.map(|key| (format!("cold_start.{key}"), key)).into_iter();
+        let keys = keys.filter(|(path, _)| !has_set(path));
+        sets.extend(keys.filter_map(|(path, key)| Some(format!("{path}={}", stored_value(&out, key)?))));
+    }
     // Without this key, an adapter would be attached only after the warm-up.
     if recipe.adapter.is_some() && !has_set("adapter.cold_start") {
         sets.push("adapter.cold_start=true".into());
     }
     let run = RunArgs { recipe: args.recipe.clone(), sets, out: Some(out), trust: args.trust };
     Ok((source, run))
+}
+
+/// Returns `cold_start.KEY` of the recipe of the run in `run`, if there is such a run.
+fn stored_value(run: &Path, key: &str) -> Option<i64> {
+    let text = bounded_file::read_text(&run.join("recipe.toml"), TOML_BYTES_MAX).ok()?;
+    text.parse::<toml::Table>().ok()?.get("cold_start")?.get(key)?.as_integer()
 }
 
 /// Returns the argument of `--set` that sets `key` to the absolute form of `path`.

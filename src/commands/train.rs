@@ -8,6 +8,7 @@ use crate::error::{EXIT_STOPPED, EXIT_SUCCESS};
 use crate::metrics::Console;
 use crate::recipe::{Plan, RecipeSource, locate};
 use crate::run::header::{self, command_line};
+use crate::run::inputs::Inputs;
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::processes;
 use crate::run::run_folder::{RunFolder, contains_run, prepare_resume};
@@ -29,6 +30,9 @@ pub struct TrainArgs {
     /// Resume the run in the folder from its last checkpoint; with =auto, start a run if there is none
     #[arg(long, value_name = "WHEN", num_args = 0..=1, require_equals = true, default_missing_value = "always")]
     resume: Option<Resume>,
+    /// Resume although data files, task programs or templates changed; the run records the changes
+    #[arg(long, requires = "resume")]
+    accept_changes: bool,
 }
 
 /// When a run is resumed.
@@ -47,7 +51,7 @@ pub(super) enum Resume {
 pub fn run(args: &TrainArgs) -> Result<u8> {
     let mesh = Mesh::connect()?;
     let source = mesh.require_success("the recipe", locate(&args.run.recipe))?;
-    run_source(mesh, &source, &args.run, args.resume, StartingWeights::Recipe)
+    run_source(mesh, &source, &args.run, (args.resume, args.accept_changes), StartingWeights::Recipe)
 }
 
 /// The weights from which a run starts, if its RECIPE is a run folder or a checkpoint.
@@ -59,7 +63,8 @@ pub(super) enum StartingWeights {
     Checkpoint,
 }
 
-/// Trains as the recipe `source` says, with the other arguments of `args`.
+/// Trains as the recipe `source` says, with the other arguments of `args`. `resuming`: when the run is
+/// resumed, and whether its inputs may have changed.
 ///
 /// # Errors
 /// Errors of [`run`].
@@ -67,28 +72,40 @@ pub(super) fn run_source(
     mesh: Arc<Mesh>,
     source: &RecipeSource,
     args: &RunArgs,
-    resume: Option<Resume>,
+    resuming: (Option<Resume>, bool),
     starting_weights: StartingWeights,
 ) -> Result<u8> {
-    let TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point } =
-        mesh.require_success("the recipe", prepare(source, args, resume, starting_weights, &mesh))?;
+    let TrainInputs {
+        out,
+        plan,
+        inputs: run_inputs,
+        console,
+        resumes,
+        fresh_start_note,
+        resume_notes,
+        resume_point,
+    } = mesh.require_success("the recipe", prepare(source, args, resuming, starting_weights, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let started = start_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
     let Started { loaded, environment, resources } = mesh.require_success("the model", started)?;
     let Resources { device_name, memory_plan, two_samplings } = resources;
     let inputs = environment.data_inputs(loaded.config(), loaded.actor.parameters.device().is_cpu());
     let data = mesh.require_success("the data", TrainingData::open(&inputs))?;
+    mesh.require_success("the inputs", run_inputs.check_unchanged())?;
     let state =
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let plan = &environment.plan;
     let weights = checkpoint.or(plan.recipe.model.path.as_deref());
     processes::check_agreement(&mesh, plan, &device_name, weights, &state)?;
+    if mesh.ranks() > 1 {
+        mesh.check_equal("data files or programs", &run_inputs.text(), "copy one version to every node")?;
+    }
     // From here on, a signal saves the run.
     let stop = StopFlag::listen()?;
     let folder = match resumes {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::for_other_rank(&out)),
-        true => RunFolder::resume(&out, plan, resume_point.as_ref()),
-        false => RunFolder::create(&out, plan),
+        true => RunFolder::resume(&out, plan, resume_point.as_ref(), &run_inputs),
+        false => RunFolder::create(&out, plan, &run_inputs),
     };
     let folder = mesh.require_success("the run's folder", folder)?;
     let lines = header::lines(&loaded, &environment, &device_name, ModelCommand::Train, &out);
@@ -150,6 +167,7 @@ fn stopped_at_once(run: &Path) -> String {
 struct TrainInputs {
     out: PathBuf,
     plan: Plan,
+    inputs: Inputs,
     console: Console,
     /// Whether a run is resumed.
     resumes: bool,
@@ -164,7 +182,7 @@ struct TrainInputs {
 fn prepare(
     source: &RecipeSource,
     args: &RunArgs,
-    resume: Option<Resume>,
+    (resume, accepts_changes): (Option<Resume>, bool),
     starting_weights: StartingWeights,
     mesh: &Mesh,
 ) -> Result<TrainInputs> {
@@ -202,12 +220,16 @@ fn prepare(
         Some(Resume::Always) => true,
         Some(Resume::Auto) => contains_run(&out),
     };
+    if !resumes {
+        RunFolder::refuse_existing(&out)?;
+    }
+    let mut inputs = Inputs::read(&plan.recipe, &console)?;
     let (resume_notes, resume_point) = match resumes {
         true => {
             let _stage = console.start_inner_stage("reading the checkpoint", 0);
-            prepare_resume(&out, &mut plan)?
+            prepare_resume(&out, &mut plan, &mut inputs, accepts_changes)?
         }
-        false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
+        false => (vec![], None),
     };
     let fresh_start_note = match source {
         RecipeSource::Run(run) if !resumes && starting_weights == StartingWeights::Recipe => Some(format!(
@@ -216,5 +238,5 @@ fn prepare(
         )),
         _ => None,
     };
-    Ok(TrainInputs { out, plan, console, resumes, fresh_start_note, resume_notes, resume_point })
+    Ok(TrainInputs { out, plan, inputs, console, resumes, fresh_start_note, resume_notes, resume_point })
 }

@@ -23,6 +23,11 @@ const ERRORS_SHOWN_MAX: usize = 8;
 pub struct Manifest(BTreeMap<String, Hash>);
 
 impl Manifest {
+    /// Returns the names of the files, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.keys().map(String::as_str)
+    }
+
     /// Adds the digest of the file `name`.
     pub fn record(&mut self, name: &str, digest: Hash) {
         self.0.insert(name.to_owned(), digest);
@@ -55,13 +60,14 @@ impl Manifest {
     /// # Errors
     /// When the file cannot be written.
     pub fn write(&self, folder: &Path) -> Result<()> {
-        atomic_file::write_file(&folder.join(MANIFEST_FILE), &self.text())
+        atomic_file::write_file(&folder.join(MANIFEST_FILE), &self.text(MANIFEST_FILE))
     }
 
-    fn text(&self) -> String {
+    /// Returns the text of a manifest file with the name `file_name`.
+    pub fn text(&self, file_name: &str) -> String {
         let lines: String = self.0.iter().map(|(name, digest)| format!("{digest}  {name}\n")).collect();
         let own = blake3::hash(lines.as_bytes());
-        format!("{lines}{own}  {MANIFEST_FILE}\n")
+        format!("{lines}{own}  {file_name}\n")
     }
 
     /// Computes the manifest of `folder` from its files.
@@ -91,20 +97,28 @@ impl Manifest {
     /// # Errors
     /// [`crate::error::BadInput`] when the manifest itself is damaged.
     pub fn read(folder: &Path) -> Result<Option<Self>> {
-        let path = folder.join(MANIFEST_FILE);
+        Self::read_file(&folder.join(MANIFEST_FILE))
+    }
+
+    /// Reads the manifest in the file `path`; `None` if there is no such file.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the file is damaged.
+    pub fn read_file(path: &Path) -> Result<Option<Self>> {
         let damaged = |problem: &str| bad_input!("{}: damaged: {problem}", path.display());
-        let text = match bounded_file::read_text(&path, SMALL_FILE_BYTES_MAX) {
+        let text = match bounded_file::read_text(path, SMALL_FILE_BYTES_MAX) {
             Ok(text) => text,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(damaged(&e.to_string())),
         };
-        Ok(Some(Self::parse(&text).map_err(|problem| damaged(&problem))?))
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        Ok(Some(Self::parse(&text, &name).map_err(|problem| damaged(&problem))?))
     }
 
-    fn parse(text: &str) -> Result<Self, String> {
+    fn parse(text: &str, file_name: &str) -> Result<Self, String> {
         let body = text.strip_suffix('\n').unwrap_or(text);
         let (lines, last) = text.split_at(body.rfind('\n').map_or(0, |at| at + 1));
-        if last != format!("{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes())) {
+        if last != format!("{}  {file_name}\n", blake3::hash(lines.as_bytes())) {
             return Err("the digest in its last line does not match the lines above".to_owned());
         }
         let mut manifest = Self::default();
@@ -265,6 +279,6 @@ mod tests {
     fn no_line_names_a_file_elsewhere() {
         let lines = format!("{}  ../other.json\n", blake3::hash(b""));
         let text = format!("{lines}{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes()));
-        assert!(Manifest::parse(&text).unwrap_err().contains("line 1"));
+        assert!(Manifest::parse(&text, MANIFEST_FILE).unwrap_err().contains("line 1"));
     }
 }

@@ -63,7 +63,8 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
     replace_folder(out, fill)
 }
 
-/// Writes the adapter of the recipe's model to `out`, in PEFT's format.
+/// Writes the adapter of the recipe's model to `out`, in PEFT's format, with the tokenizer, the chat template
+/// and the generation config that belong to it.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when `model.path` is not the base on which the
@@ -80,6 +81,7 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
         peft::write(temporary, &mut manifest, (&adapter.lora, &specs), &base, |name| {
             values.remove(name).with_context(|| format!("no factor {name}"))
         })?;
+        source.companions.write(temporary, &source.config, &mut manifest)?;
         manifest.write(temporary)
     })
 }

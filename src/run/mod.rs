@@ -10,6 +10,7 @@ mod expert_parallel;
 pub mod export;
 mod family;
 pub mod header;
+pub mod inputs;
 pub mod loaded;
 pub mod memory;
 pub mod processes;

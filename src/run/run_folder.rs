@@ -1,5 +1,6 @@
 //! The folder of a run: recipe, metrics, trajectories and lock.
 
+use super::inputs::{INPUTS_FILE, Inputs};
 use super::sampling_folder::MARKER_FILE;
 use super::symlinks::refuse_symlinks;
 use super::trust::{PROGRAMS_FILE, mark_trusted};
@@ -28,7 +29,7 @@ const INITIAL_FOLDERS: [&str; 3] = ["tensorboard", "trajectories", BASE_FOLDER];
 pub const EVAL_FILE: &str = "eval.json";
 
 /// Files that a command writes before its first result, and [`EVAL_FILE`].
-const INITIAL_FILES: [&str; 12] = [
+const INITIAL_FILES: [&str; 13] = [
     "recipe.toml",
     "metrics.jsonl",
     WARNINGS_FILE,
@@ -38,6 +39,7 @@ const INITIAL_FILES: [&str; 12] = [
     "reference.safetensors",
     MARKER_FILE,
     PROGRAMS_FILE,
+    INPUTS_FILE,
     ".under_way",
     ".under_way.partial",
     ".lock",
@@ -78,11 +80,11 @@ impl RunFolder {
         Self { path: path.to_owned(), files: None }
     }
 
-    /// Starts a run in `path`.
+    /// Starts a run with `inputs` in `path`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder already contains a run. The run is not changed.
-    pub fn create(path: &Path, plan: &Plan) -> Result<Self> {
+    pub fn create(path: &Path, plan: &Plan, inputs: &Inputs) -> Result<Self> {
         Self::refuse_existing(path)?;
         fs::create_dir_all(path).map_err(|e| {
             bad_input!("{}: cannot create the run folder: {e}; name another with --out", path.display())
@@ -92,7 +94,8 @@ impl RunFolder {
         Self::refuse_existing(path)?;
         let write_first_files = || {
             write_recipe(path, plan)?;
-            write_warnings(path, plan, None)?;
+            write_warnings(path, plan, None, inputs)?;
+            write_file(&path.join(INPUTS_FILE), &inputs.text())?;
             MetricsFile::create(&path.join("metrics.jsonl"))
         };
         let metrics = write_first_files().inspect_err(|_| Self::remove_without_results(path))?;
@@ -107,7 +110,7 @@ impl RunFolder {
     /// # Errors
     /// [`crate::error::BadInput`] when the run is in use, or when another process has resumed it after
     /// `point` was read.
-    pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<Self> {
+    pub fn resume(path: &Path, plan: &Plan, point: Option<&ResumePoint>, inputs: &Inputs) -> Result<Self> {
         let lock = lock(path)?;
         if checkpoint::newest_checkpoint(path)?.as_ref() != point.map(|point| &point.folder) {
             return Err(bad_input!(
@@ -131,7 +134,9 @@ impl RunFolder {
         let last = point.filter(|point| point.state.phase == Phase::Rl).map(|point| point.state.step);
         remove_later_trajectories(&path.join("trajectories"), last)?;
         write_recipe(path, plan)?;
-        write_warnings(path, plan, point)?;
+        // The changes are recorded before their digests.
+        write_warnings(path, plan, point, inputs)?;
+        write_file(&path.join(INPUTS_FILE), &inputs.text())?;
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
@@ -313,7 +318,7 @@ pub(super) fn refuse_other_files(path: &Path) -> Result<()> {
 /// Returns whether only this program uses the file name. A process that was killed while it started may have
 /// left such a file.
 fn is_internal(name: &str) -> bool {
-    name.starts_with('.') || name == PROGRAMS_FILE
+    name.starts_with('.') || [PROGRAMS_FILE, INPUTS_FILE].contains(&name)
 }
 
 /// Locks a run folder. Rejects a folder that a running process has locked, and a folder with symbolic links
@@ -352,11 +357,11 @@ fn stored_plan(path: &Path, plan: &mut Plan) -> Result<Option<Plan>> {
     if !file.exists() {
         return Ok(None);
     }
-    // An adapter's base may have moved since the run started. The digest of the base identifies it.
+    // An adapter's base may have moved since the run started, as may the inputs. Digests identify them.
     let has_adapter = checkpoint::newest_checkpoint(path)?.is_some_and(|newest| is_adapter_folder(&newest));
     let base = plan.recipe.model.path.as_ref().filter(|_| has_adapter);
-    let overrides: Vec<String> =
-        base.map(|base| format!("model.path={}", base.display())).into_iter().collect();
+    let mut overrides = Inputs::overrides(path, &plan.recipe)?;
+    overrides.extend(base.map(|base| format!("model.path={}", base.display())));
     let mut stored = RecipeSource::Run(path.to_owned()).resolve(&overrides)?;
     if has_adapter {
         // The override of the base removed the adapter that the run started from. That adapter need not exist
@@ -378,11 +383,17 @@ fn stored_plan(path: &Path, plan: &mut Plan) -> Result<Option<Plan>> {
 
 /// Prepares `plan` for resuming the run in `path`. The learning-rate schedule keeps its end, even if
 /// `train.steps` changed. Returns lines for the console, and the checkpoint to resume from.
+/// `accepts_changes`: whether `inputs` may differ from those of the run.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no run, when it is damaged, when its recipe differs in a key that
-/// must not change, or when more steps are done than `plan` has.
-pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
+/// [`crate::error::BadInput`] when there is no run, when it is damaged, when its inputs or its recipe differ
+/// in what must not change, or when more steps are done than `plan` has.
+pub fn prepare_resume(
+    path: &Path,
+    plan: &mut Plan,
+    inputs: &mut Inputs,
+    accepts_changes: bool,
+) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !contains_run(path) {
         return Err(bad_input!(
             "{}: contains no run to resume; start the run without --resume, or with --resume=auto",
@@ -395,9 +406,11 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
             path.display()
         ));
     }
+    let changes = inputs.compare(path, accepts_changes, &mut plan.warnings)?;
     let stored = stored_plan(path, plan)?;
     let point = checkpoint::newest_intact_checkpoint(path)?;
     let mut lines = vec![resume_line(path, plan, point.as_ref())?];
+    lines.extend(changes);
     let Some(stored) = stored else { return Ok((lines, point)) };
     let (old_steps, steps) = (stored.recipe.train.steps, plan.recipe.train.steps);
     lines.extend(keep_schedule_end(
@@ -467,14 +480,19 @@ fn keep_schedule_end(
     ))
 }
 
-/// Writes `warnings.jsonl` for a run that starts, or that resumes from `point`: the warnings of `plan`, and
-/// the warnings of steps before `point`.
-fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<()> {
+/// Writes `warnings.jsonl` for a run that starts, or that resumes from `point`: the warnings of `plan`, the
+/// warnings of steps before `point`, and the accepted changes of `inputs`.
+fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>, inputs: &Inputs) -> Result<()> {
     let before = point.map_or(vec![], |_| read_warnings(path));
     let stands =
         |warning: &Warning| point.is_some_and(|point| warning.precedes(point.state.phase, point.state.step));
     let all = plan.warnings.iter().cloned().map(Warning::for_run).chain(before.into_iter().filter(stands));
-    let all: Vec<Warning> = all.collect();
+    // A later resume keeps a warning that has a step.
+    let accepted = inputs.accepted.clone().map(|text| match point {
+        Some(point) => Warning::for_step(point.state.phase, point.state.step, text),
+        None => Warning::for_run(text),
+    });
+    let all: Vec<Warning> = all.chain(accepted).collect();
     let file = path.join(WARNINGS_FILE);
     match all.is_empty() && !file.exists() {
         true => Ok(()),
@@ -496,7 +514,7 @@ mod tests {
     fn a_disk_without_space_for_two_checkpoints_is_reported() {
         let folder = tempfile::tempdir().unwrap();
         let plan = resolve(Path::new("a.toml"), "[logging]\ntensorboard = false\n", &[]).unwrap();
-        let run = RunFolder::create(&folder.path().join("run"), &plan).unwrap();
+        let run = RunFolder::create(&folder.path().join("run"), &plan, &Inputs::default()).unwrap();
         assert_eq!(run.disk_space_warning(0), None);
         let lack = run.disk_space_warning(u64::MAX / 2).expect("no disk has as much");
         assert!(lack.contains("MiB are free") && lack.contains("free some disk space"), "{lack}");

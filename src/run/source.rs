@@ -9,7 +9,7 @@ use crate::checkpoint::BaseModel;
 use crate::checkpoint::gguf::{GgufModel, is_gguf};
 use crate::checkpoint::load::{ModelFolder, has_weights};
 use crate::checkpoint::peft::{AdapterFolder, is_adapter_folder, read_base};
-use crate::checkpoint::save::CompanionFiles;
+use crate::checkpoint::save::{CompanionFiles, name_ends};
 use crate::dist::Mesh;
 use crate::error::shell_quote;
 use crate::metrics::{Console, Phase};
@@ -180,7 +180,7 @@ impl ModelSource {
             return Self::from_gguf(folder);
         }
         checkpoint::verify_folder(folder)?;
-        let config = Config::read(folder)?;
+        let mut config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
         let chat = config.family.chat.read(&file)?;
         let tokens = chat.vocabulary().vocab_size();
@@ -191,6 +191,7 @@ impl ModelSource {
                 config.vocab_size
             ));
         }
+        name_ends(&mut config, &chat);
         let companions = CompanionFiles::read(folder, &chat)?.with_generation_config(&config, &chat);
         let unknown_template =
             companions.template().is_some_and(|template| !chat.is_known_template(&template));
@@ -219,7 +220,7 @@ impl ModelSource {
     /// Opens a GGUF file. Its chat template is stored for checkpoints, and compared with the family's
     /// template.
     fn from_gguf(path: &Path) -> Result<Self> {
-        let GgufModel { weights, config, vocabulary, template } = GgufModel::open(path)?;
+        let GgufModel { weights, mut config, vocabulary, template } = GgufModel::open(path)?;
         let chat = config.family.chat.from_vocabulary(vocabulary, &path.display().to_string())?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
@@ -229,6 +230,7 @@ impl ModelSource {
                 config.vocab_size
             ));
         }
+        name_ends(&mut config, &chat);
         let unknown_template = template.as_deref().is_some_and(|template| !chat.is_known_template(template));
         let weights = ModelFolder::from_gguf(path, weights);
         let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();

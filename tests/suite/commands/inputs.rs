@@ -1,0 +1,454 @@
+//! What a run reads is the same after a resume, or the change is said: data, programs, templates.
+
+use super::{copy_model, done, first_checkpoint, output, quickstart, rloss, rows, stderr};
+use crate::skips;
+use flate2::{Compression, write::GzEncoder};
+use serde_json::{Value, json};
+use std::fs;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tempfile::TempDir;
+
+/// Settings of every run here: one step a stage, and nothing that a test does not need.
+const SETS: &[&str] = &[
+    "cold_start.steps=1",
+    "cold_start.batch_size=2",
+    "train.steps=1",
+    "eval.every_steps=0",
+    "eval.before_training=false",
+    "eval.problems_max=2",
+    "checkpoint.every_steps=1",
+    "rollout.prompts_per_step=2",
+    "rollout.samples_per_prompt=2",
+    "rollout.response_tokens_max=8",
+    "rollout.prompt_tokens_max=1500",
+    "parallel.threads=2",
+];
+
+/// A task that answers every request, with the reward of its last argument.
+const TASK: &str = r#"
+import json, sys
+for line in sys.stdin:
+    ask = json.loads(line)
+    reply = {"describe": {"version": 2, "name": "mine", "validation_problems": 1}, "reward": {"reward": 1.0}}
+    reply = reply.get(ask["request"], {"prompt": "2 * 3?", "answer": 6})
+    print(json.dumps(reply | {"request_id": ask.get("request_id")}), flush=True)
+"#;
+
+fn problems(first: usize, count: usize) -> String {
+    let row = |n| json!({"question": format!("{n} + 1?"), "answer": format!("#### {}", n + 1)});
+    (first..first + count).map(|n| format!("{}\n", row(n))).collect()
+}
+
+fn conversations(answer: &str) -> String {
+    let row = |n| json!({"messages": [{"role": "user", "content": format!("{n}?")}, {"role": "assistant", "channel": "final", "content": answer}]});
+    (0..4).map(|n| format!("{}\n", row(n))).collect()
+}
+
+fn pack(text: &str, level: u32) -> Vec<u8> {
+    let mut packed = GzEncoder::new(vec![], Compression::new(level));
+    packed.write_all(text.as_bytes()).unwrap();
+    packed.finish().unwrap()
+}
+
+/// A folder with inputs, and a run that has read them.
+struct Lab {
+    folder: TempDir,
+    sets: Vec<String>,
+}
+
+impl Lab {
+    /// A folder with a tiny model of a long context.
+    fn new() -> Self {
+        let lab = Self { folder: TempDir::new().unwrap(), sets: vec![] };
+        let sets = ["train.steps=0", "model.architecture.max_position_embeddings=2048"];
+        done(train(&lab.at("first")).args(sets.iter().flat_map(|set| ["--set", set])));
+        copy_model(&first_checkpoint(&lab.at("first")), &lab.at("model"));
+        lab
+    }
+
+    fn at(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        fs::write(self.at(name), content).unwrap();
+    }
+
+    fn edit(&self, name: &str, from: &str, to: &str) {
+        let text = fs::read_to_string(self.at(name)).unwrap();
+        assert!(text.contains(from), "{from:?} is not in {name}");
+        self.write(name, text.replace(from, to));
+    }
+
+    /// The run in `run`, from its recipe, with more `sets`.
+    fn train(&self, run: &str, sets: &[&str]) -> Command {
+        let mut command = train(&self.at(run));
+        command.args(["--set", &format!("model.path={}", self.at("model").display())]);
+        command.args(
+            self.sets.iter().map(String::as_str).chain(sets.iter().copied()).flat_map(|set| ["--set", set]),
+        );
+        command
+    }
+
+    /// A run of gsm8k with SFT rows and tools of an MCP server.
+    fn with_every_file() -> Self {
+        let mut lab = Self::new();
+        lab.write("train.jsonl", problems(0, 8));
+        lab.write("held.jsonl", problems(100, 4));
+        lab.write("rows.jsonl.gz", pack(&conversations("yes"), 6));
+        lab.write("held_rows.jsonl", conversations("no"));
+        fs::copy(
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mcp_server.py"),
+            lab.at("server.py"),
+        )
+        .unwrap();
+        let file = |key: &str, name: &str| format!("{key}={}", lab.at(name).display());
+        lab.sets = vec![
+            "task.name=gsm8k".into(),
+            "task.train_rows_max=4".into(),
+            file("task.train_file", "train.jsonl"),
+            file("task.validation_file", "held.jsonl"),
+            file("cold_start.train_file", "rows.jsonl.gz"),
+            file("cold_start.validation_file", "held_rows.jsonl"),
+            format!("tools.mcp.command=[\"python3\", {:?}]", lab.at("server.py")),
+        ];
+        done(&mut lab.train("run", &[]));
+        lab
+    }
+}
+
+fn train(out: &Path) -> Command {
+    let mut command = rloss();
+    command.arg("train").arg(quickstart()).arg("--out").arg(out);
+    command.args(SETS.iter().flat_map(|set| ["--set", set]));
+    command
+}
+
+/// Runs what must be refused, and expects each of `words` in its message.
+fn refused(command: &mut Command, words: &[&str]) {
+    let output = output(command);
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+fn warnings(run: &Path) -> Vec<Value> {
+    let text = fs::read_to_string(run.join("warnings.jsonl")).unwrap_or_default();
+    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+fn copy_all(from: &Path, to: &Path) {
+    assert!(Command::new("cp").arg("-r").arg(from).arg(to).status().unwrap().success());
+}
+
+/// What a row expects of a resume.
+enum Expected {
+    Refused(&'static [&'static str]),
+    Resumes,
+}
+use Expected::{Refused, Resumes};
+
+/// One situation: the report that tells of it, the change, settings of the resume, and what is right. The
+/// authority is docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever
+/// its place and time, and other content is said.
+type Row = (&'static str, fn(&Lab), fn(&Lab) -> Vec<String>, Expected);
+
+#[test]
+fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() {
+    if !skips::python3() {
+        return;
+    }
+    let lab = Lab::with_every_file();
+    let moved = |lab: &Lab| vec![format!("task.train_file={}", lab.at("elsewhere.jsonl").display())];
+    let none = |_: &Lab| vec![];
+    let rows: &[Row] = &[
+        (
+            "instructlab/sdg 245: answers were corrected while the run stood still",
+            |lab| lab.edit("train.jsonl", "#### 3\"", "#### 4\""),
+            none,
+            Refused(&["task.train_file (", "train.jsonl) was changed", "--accept-changes", "--out"]),
+        ),
+        (
+            "sambanova/generative_data_prep 64: an edit that keeps length and times",
+            |lab| {
+                let path = lab.at("train.jsonl");
+                let time = fs::metadata(&path).unwrap().modified().unwrap();
+                lab.edit("train.jsonl", "#### 3\"", "#### 5\"");
+                fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
+            },
+            none,
+            Refused(&["task.train_file"]),
+        ),
+        (
+            "TensorAuto/OpenTau 502: more rows at the same place, after those that are read",
+            |lab| lab.write("train.jsonl", problems(0, 9)),
+            none,
+            Refused(&["task.train_file"]),
+        ),
+        (
+            "huggingface/transformers 40691: the same rows in another order",
+            |lab| {
+                let text = fs::read_to_string(lab.at("train.jsonl")).unwrap();
+                lab.write(
+                    "train.jsonl",
+                    text.lines().rev().map(|line| format!("{line}\n")).collect::<String>(),
+                );
+            },
+            none,
+            Refused(&["task.train_file"]),
+        ),
+        (
+            "TensorAuto/OpenTau 502: held-out problems changed, so later metrics compare with nothing",
+            |lab| lab.write("held.jsonl", problems(200, 4)),
+            none,
+            Refused(&["task.validation_file (", "held.jsonl) was changed"]),
+        ),
+        (
+            "huggingface/datasets 2956: a compressed file was replaced",
+            |lab| lab.write("rows.jsonl.gz", pack(&conversations("maybe"), 6)),
+            none,
+            Refused(&["cold_start.train_file (", "rows.jsonl.gz) was changed"]),
+        ),
+        (
+            "huggingface/datasets 2956, turned: the same rows, compressed again",
+            |lab| lab.write("rows.jsonl.gz", pack(&conversations("yes"), 1)),
+            none,
+            Resumes,
+        ),
+        (
+            "georgian-io/LLM-Finetuning-Toolkit 97: a line was added to the held-out rows",
+            |lab| lab.write("held_rows.jsonl", conversations("no") + &conversations("no")),
+            none,
+            Refused(&["cold_start.validation_file"]),
+        ),
+        (
+            "IBM/unitxt 7: the program of a tool was changed",
+            |lab| lab.edit("server.py", "The sum of two numbers.", "The product of two numbers."),
+            none,
+            Refused(&["tools.mcp.command[1] (", "server.py) was changed"]),
+        ),
+        (
+            "hiyouga/LlamaFactory 7785: another chat template in the model's folder",
+            |lab| lab.write("model/chat_template.jinja", "{{ messages }}"),
+            none,
+            Refused(&["chat_template (", "model) was changed"]),
+        ),
+        (
+            "hiyouga/LlamaFactory 8399: the chat template is gone",
+            |lab| fs::remove_file(lab.at("model/chat_template.jinja")).unwrap(),
+            none,
+            Refused(&["chat_template was removed"]),
+        ),
+        (
+            "dhruvdcoder/xlm-core 50: another tokenizer under the same name",
+            |lab| {
+                let text = fs::read_to_string(lab.at("model/tokenizer.json")).unwrap();
+                lab.write("model/tokenizer.json", text + "\n");
+            },
+            none,
+            Refused(&["tokenizer.json (", "was changed"]),
+        ),
+        (
+            "nvidia-cosmos/cosmos-rl 756: each of two changes is named",
+            |lab| {
+                lab.write("held.jsonl", problems(300, 4));
+                lab.edit("train.jsonl", "#### 3\"", "#### 4\"");
+            },
+            none,
+            Refused(&["task.train_file", "; task.validation_file"]),
+        ),
+        (
+            "sambanova/generative_data_prep 64, turned: only the time is new",
+            |lab| lab.write("train.jsonl", problems(0, 8)),
+            none,
+            Resumes,
+        ),
+        (
+            "ray-project/ray 28082: the data moved, with its content",
+            |lab| fs::rename(lab.at("train.jsonl"), lab.at("elsewhere.jsonl")).unwrap(),
+            moved,
+            Resumes,
+        ),
+        (
+            "tensorflow/tensorflow 9146: a link took the place of a file",
+            |lab| {
+                fs::rename(lab.at("train.jsonl"), lab.at("elsewhere.jsonl")).unwrap();
+                std::os::unix::fs::symlink(lab.at("elsewhere.jsonl"), lab.at("train.jsonl")).unwrap();
+            },
+            none,
+            Resumes,
+        ),
+        (
+            "NVIDIA-NeMo/RL 2519: the resume names other data",
+            |lab| lab.write("elsewhere.jsonl", problems(50, 8)),
+            moved,
+            Refused(&["task.train_file (", "elsewhere.jsonl) was changed"]),
+        ),
+        (
+            "ray-project/ray 28082: a tool's program moved, with its content",
+            |lab| fs::rename(lab.at("server.py"), lab.at("moved.py")).unwrap(),
+            |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}]", lab.at("moved.py"))],
+            Resumes,
+        ),
+        (
+            "benchflow-ai/posttrainarena 31: a tool's program got another argument",
+            |_| {},
+            |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}, \"-v\"]", lab.at("server.py"))],
+            Refused(&["tools.mcp.command[2] (-v) was added"]),
+        ),
+        (
+            "AOSSIE-Org/OpenVerifiableLLM 89: the digests themselves are damaged",
+            |lab| lab.edit("run/inputs.b3", "  task.train_file", "  task.train_fire"),
+            none,
+            Refused(&["inputs.b3: damaged", "remove it to resume without a comparison"]),
+        ),
+        ("pykeen/pykeen 1022: nothing changed", |_| {}, none, Resumes),
+    ];
+    let mut failed = vec![];
+    let kept = TempDir::new().unwrap();
+    copy_all(&lab.at("."), &kept.path().join("all"));
+    for (source, change, sets, expected) in rows {
+        change(&lab);
+        let more = sets(&lab);
+        let more: Vec<&str> = more.iter().map(String::as_str).collect();
+        let mut command = lab.train("run", &[&more[..], &["train.steps=2"]].concat());
+        let output = output(command.arg("--resume"));
+        let text = stderr(&output);
+        let is_right = match expected {
+            Refused(words) => output.status.code() == Some(2) && words.iter().all(|word| text.contains(word)),
+            Resumes => output.status.code() == Some(0) && !text.contains("inputs"),
+        };
+        if !is_right {
+            failed.push(format!("{source}: {text}"));
+        }
+        // The next row starts from the same files.
+        for entry in fs::read_dir(lab.folder.path()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { fs::remove_dir_all(path).unwrap() } else { fs::remove_file(path).unwrap() }
+        }
+        copy_all(&kept.path().join("all/."), lab.folder.path());
+    }
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+}
+
+/// The run learned from other answers, and nobody could tell from its folder.
+#[test]
+fn an_accepted_change_is_recorded_and_asked_once() {
+    let mut lab = Lab::new();
+    lab.write("train.jsonl", problems(0, 8));
+    lab.write("held.jsonl", problems(100, 4));
+    lab.sets = ["train", "held"]
+        .iter()
+        .zip(["task.train_file", "task.validation_file"])
+        .map(|(name, key)| format!("{key}={}", lab.at(&format!("{name}.jsonl")).display()))
+        .chain(["task.name=gsm8k".into()])
+        .collect();
+    done(&mut lab.train("run", &[]));
+    let run = lab.at("run");
+    let digests = fs::read_to_string(run.join("inputs.b3")).unwrap();
+    assert!(digests.contains("  task.train_file\n") && digests.contains("  chat_template\n"), "{digests}");
+    lab.edit("train.jsonl", "#### 3\"", "#### 4\"");
+    let resume = |steps: &str, more: &[&str]| {
+        let mut command = lab.train("run", &[steps]);
+        command.arg("--resume").args(more);
+        command
+    };
+    refused(&mut resume("train.steps=2", &[]), &["task.train_file"]);
+    assert_eq!(fs::read_to_string(run.join("inputs.b3")).unwrap(), digests, "a refusal writes nothing");
+    let text = stderr(&done(&mut resume("train.steps=2", &["--accept-changes"])));
+    assert!(text.contains("warning: resumed with changed inputs: task.train_file ("), "{text}");
+    assert_ne!(fs::read_to_string(run.join("inputs.b3")).unwrap(), digests);
+    done(&mut resume("train.steps=3", &[]));
+    let recorded = warnings(&run);
+    let record = recorded.iter().find(|warning| warning["text"].as_str().unwrap().contains("changed inputs"));
+    assert_eq!(
+        (&record.unwrap()["phase"], &record.unwrap()["step"]),
+        (&json!("rl"), &json!(1)),
+        "{recorded:?}"
+    );
+    done(rloss().arg("verify").arg(&run));
+
+    // A folder of an older version.
+    fs::remove_file(run.join("inputs.b3")).unwrap();
+    let text = stderr(&done(&mut resume("train.steps=4", &[])));
+    assert_eq!(text.matches("has no inputs.b3").count(), 1, "{text}");
+    assert!(
+        warnings(&run).iter().any(|warning| warning["text"].as_str().unwrap().contains("has no inputs.b3"))
+    );
+    let text = stderr(&done(&mut resume("train.steps=5", &[])));
+    assert!(!text.contains("inputs.b3"), "{text}");
+    lab.edit("train.jsonl", "#### 4\"", "#### 3\"");
+    refused(&mut resume("train.steps=6", &[]), &["task.train_file"]);
+
+    fs::write(run.join("inputs.b3"), "x").unwrap();
+    let found = output(rloss().arg("verify").arg(&run));
+    assert_eq!(found.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&found.stdout).contains("DAMAGED: "), "{found:?}");
+    refused(lab.train("other", &[]).arg("--accept-changes"), &["--resume"]);
+}
+
+/// The program of a task decided about rewards, and another one took its place.
+#[test]
+fn bug_the_program_of_a_task_was_changed_in_silence() {
+    if !skips::python3() {
+        return;
+    }
+    let mut lab = Lab::new();
+    lab.write("task.py", TASK);
+    let command =
+        |name: &str, argument: &str| format!("task.command=[\"python3\", {:?}, {argument:?}]", lab.at(name));
+    let (own, moved, other) =
+        (command("task.py", "easy"), command("moved.py", "easy"), command("task.py", "hard"));
+    lab.sets = ["cold_start.steps=0", "task.name=command", "task.command_processes=1", &own]
+        .map(String::from)
+        .into();
+    done(&mut lab.train("run", &[]));
+    let resume = |sets: &[&str]| {
+        let mut command = lab.train("run", &[sets, &["train.steps=2"]].concat());
+        command.arg("--resume");
+        command
+    };
+    refused(&mut resume(&[&other]), &["task.command[2] (hard) was changed"]);
+    lab.edit("task.py", "1.0", "-5.0");
+    refused(&mut resume(&[]), &["task.command[1] (", "task.py) was changed"]);
+    lab.write("moved.py", TASK);
+    done(&mut resume(&[&moved]));
+}
+
+/// SFT went on with other rows, or refused with the number of steps that more rows make.
+#[test]
+fn bug_sft_rows_were_changed_in_silence() {
+    let lab = Lab::new();
+    let run = lab.at("run");
+    lab.write("rows.jsonl", conversations("yes"));
+    let sft = |more: &[&str]| {
+        let mut command = rloss();
+        command
+            .arg("sft")
+            .arg(lab.at("model"))
+            .arg("--data")
+            .arg(lab.at("rows.jsonl"))
+            .arg("--out")
+            .arg(&run);
+        let sets = ["cold_start.batch_size=2", "checkpoint.every_steps=1", "parallel.threads=2"];
+        command.args(sets.iter().flat_map(|set| ["--set", set])).args(["--epochs", "2"]).args(more);
+        command
+    };
+    done(&mut sft(&[]));
+    assert_eq!(rows(&run).len(), 4);
+    fs::remove_dir_all(run.join("checkpoints/cold-start-000004")).unwrap();
+    lab.edit("rows.jsonl", "yes", "no");
+    let words = ["cold_start.train_file (", "rows.jsonl) was changed", "--accept-changes"];
+    refused(&mut sft(&["--resume"]), &words);
+    lab.write("rows.jsonl", conversations("no") + &conversations("no"));
+    refused(&mut sft(&["--resume"]), &words);
+    let text = stderr(&done(&mut sft(&["--resume", "--accept-changes"])));
+    assert!(text.contains("resumed with changed inputs: cold_start.train_file"), "{text}");
+    assert!(run.join("checkpoints/cold-start-000004").is_dir());
+    assert_eq!(rows(&run).len(), 4, "the run has as many steps as before");
+    assert!(warnings(&run).iter().any(|warning| warning["phase"] == "cold_start" && warning["step"] == 3));
+}
