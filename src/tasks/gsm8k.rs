@@ -1,5 +1,6 @@
 //! GSM8K (Cobbe et al. 2021): word problems whose reference answer ends in `#### n`.
 
+use super::answer::rational_values;
 use super::boxed_answer::find_last_boxed;
 use super::number::Number;
 use super::rows::{self, EpochOrder};
@@ -32,9 +33,10 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 choice! {
     /// Where the answer's number is read.
     pub enum Extraction default Flexible {
-        /// Only after the last `####`.
+        /// Only after the last `####` before a number, as in verl.
         Strict = "strict",
-        /// After `####` or in `\boxed{}`, whichever comes last. If there is neither, the last number.
+        /// After `####` or in `\boxed{}`, whichever comes last. If there is neither, the last number. A
+        /// heading such as `#### Notes` is no answer.
         Flexible = "flexible",
     }
 }
@@ -53,7 +55,7 @@ impl Row {
         let (question, answer) = (rows::text(row, "question")?, rows::text(row, "answer")?);
         let (solution, reference) =
             answer.rsplit_once("####").ok_or("`answer` has no `#### <number>` line")?;
-        let reference = Number::parse(reference)
+        let reference = whole_number(reference)
             .ok_or_else(|| format!("`answer` ends in `####{}`, which is not a number", clip(reference)))?;
         Ok(Self {
             question: question.trim().to_owned(),
@@ -100,38 +102,69 @@ fn without_annotations(text: &str) -> String {
     plain + rest
 }
 
-/// Returns the number in a box: of `n = 60 \text{ ft}^2` it is 60. `None` for a fraction.
+/// Returns the number that `text` as a whole is: `$1,250.00`, `60 \text{ ft}^2`, `n = 84/2`, `25\%`.
+fn whole_number(text: &str) -> Option<Number> {
+    Number::parse(text).or_else(|| match rational_values(text)?.as_slice() {
+        [value] => Some(value.into()),
+        _ => None,
+    })
+}
+
+/// Returns the number in a box. `None` for several numbers.
 fn boxed_number(content: &str) -> Option<Number> {
-    if content.contains("frac") {
-        return None;
-    }
     let value = content.rsplit('=').next().unwrap_or(content);
     let unit = ["\\text", "\\mathrm", "^"].iter().filter_map(|unit| value.find(unit)).min();
-    unit.and_then(|unit| Number::last_in(&value[..unit])).or_else(|| Number::last_in(value))
+    whole_number(content).or_else(|| match rational_values(content) {
+        Some(_) => None,
+        None => unit.and_then(|unit| Number::last_in(&value[..unit])).or_else(|| Number::last_in(value)),
+    })
+}
+
+/// Returns the texts after each `####`, with the byte index of the mark. The last comes first.
+fn marks(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    text.rmatch_indices("####").map(|(at, mark)| (at, &text[at + mark.len()..]))
+}
+
+/// Returns the number after a mark as verl reads it: a minus, digits, points and commas.
+fn strict_number(after: &str) -> Option<Number> {
+    let start = after.strip_prefix(' ').unwrap_or(after);
+    let digits = start.strip_prefix('-').unwrap_or(start);
+    let end = digits.find(|c: char| !c.is_ascii_digit() && c != '.' && c != ',').unwrap_or(digits.len());
+    let number = &start[..start.len() - digits.len() + end];
+    Number::parse(&number.replace(',', ""))
+}
+
+/// Returns the number on the line of a mark, if the line begins with it or says that it is the answer.
+fn marked_number(after: &str) -> Option<Number> {
+    let line = after.trim_start().lines().next()?;
+    let named = line.split_once(':').filter(|(name, _)| name.to_lowercase().contains("answer"));
+    let line = named.map_or(line, |(_, answer)| answer);
+    let is_mark = |c: char| c.is_whitespace() || "*:([€£¥₹$".contains(c);
+    let start = line.trim_start_matches(is_mark).trim_start_matches("\\(").trim_start();
+    if Number::starts(start) || Number::starts(line) {
+        let sentence = line.trim_end_matches(|c: char| c.is_whitespace() || "!.*".contains(c));
+        return whole_number(sentence).or_else(|| Number::first_in(line));
+    }
+    named.and_then(|_| Number::last_in(line))
 }
 
 /// Returns the number that `text` gives as its answer.
 pub fn extract(text: &str, extraction: Extraction) -> Option<Number> {
     // A mark may also close the answer: `#### 42 ####`.
     let text = text.trim_end_matches(|c: char| c.is_whitespace() || c == '#');
-    let marker = text.rfind("####");
-    let boxed = if extraction == Extraction::Strict { None } else { find_last_boxed(text) };
-    match (marker, boxed) {
-        (marker, Some((at, content))) if marker.is_none_or(|m| m < at) => boxed_number(content),
-        (Some(at), _) => {
-            // The answer is on the mark's line, or follows it if that is a heading: `#### Final answer:`.
-            let rest = text[at + 4..].trim_start();
-            let (line, later) = rest.split_once('\n').unwrap_or((rest, ""));
-            let is_mark = |c: char| c.is_whitespace() || matches!(c, '*' | '$' | ':' | '\\' | '(');
-            let start = line.trim_start_matches(is_mark);
-            let begins = start.starts_with(|c: char| c.is_ascii_digit() || "-.\u{2212}\u{2011}".contains(c));
-            match begins || extraction == Extraction::Strict {
-                true => Number::first_in(line),
-                false => Number::last_in(later).or_else(|| Number::last_in(line)),
-            }
+    if extraction == Extraction::Strict {
+        return marks(text).find_map(|(_, after)| strict_number(after));
+    }
+    let marked = marks(text).find_map(|(at, after)| Some((at, marked_number(after)?)));
+    match (marked, find_last_boxed(text)) {
+        (Some((mark, number)), boxed) if boxed.is_none_or(|(at, _)| at < mark) => Some(number),
+        (_, Some((_, content))) => boxed_number(content),
+        // The answer follows a heading: `#### Final answer:`.
+        _ => {
+            let after = marks(text).next().map_or(text, |(_, after)| after.trim_start());
+            let later = after.split_once('\n').and_then(|(_, later)| Number::last_in(later));
+            later.or_else(|| Number::last_in(after))
         }
-        (None, _) if extraction == Extraction::Flexible => Number::last_in(text),
-        (None, _) => None,
     }
 }
 
@@ -250,7 +283,7 @@ mod tests {
         assert_eq!(flexible("\\boxed{60 \\text{ ft}^2}").as_deref(), Some("60"));
         assert_eq!(flexible("\\boxed{n = 1\\,200}").as_deref(), Some("1200"));
         assert_eq!(flexible("\\boxed{\\text{Answer: }7}").as_deref(), Some("7"));
-        assert_eq!(flexible("\\boxed{\\frac{84}{2}}"), None);
+        assert_eq!(flexible("\\boxed{\\frac{84}{2}}").as_deref(), Some("42"));
         assert_eq!(strict("\\boxed{4}").as_deref(), None);
         assert_eq!(strict("#### -5").as_deref(), Some("-5"));
         assert_eq!(strict("it is 7").as_deref(), None);

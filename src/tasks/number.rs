@@ -1,15 +1,24 @@
-//! Decimal numbers in running text.
+//! Numbers in running text: decimals, and fractions such as `1/2`, `2 1/2`, `½` and `\frac{1}{2}`.
 
-/// A decimal number in canonical form (`-1234.5`): equal values have equal text.
+use super::answer::latex_of;
+use num_bigint::BigInt;
+use num_rational::BigRational;
+use num_traits::{Signed, Zero};
+
+/// A number in canonical form (`-1234.5`, or `1/3` without finite decimals): equal values have equal text.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Number(String);
 
+/// Maximum number of digits of a fraction's parts, and of its decimals. It bounds the cost.
+const FRACTION_DIGITS_MAX: usize = 400;
+
 impl Number {
-    /// Parses `text` as one number. Surrounding white space, a currency sign and a full stop are ignored.
+    /// Parses `text` as one decimal. Surrounding white space, a currency sign and a full stop are ignored.
     pub fn parse(text: &str) -> Option<Self> {
         let text = text.trim().trim_end_matches('.').trim_start_matches('$').trim_end();
-        let (number, end) = scan(text, 0)?;
-        (end == text.len()).then_some(number)
+        let (negative, rest) = sign("", text);
+        let (size, rest) = decimal(rest)?;
+        rest.is_empty().then(|| Self::with_sign(negative, size))
     }
 
     /// Returns the last number in `text`, such as 1234 in `that makes $1,234.00 in all.`
@@ -20,6 +29,28 @@ impl Number {
     /// Returns the first number in `text`.
     pub fn first_in(text: &str) -> Option<Self> {
         numbers(text).next()
+    }
+
+    /// Returns whether `text` begins with a number.
+    pub fn starts(text: &str) -> bool {
+        scan(text, 0).is_some()
+    }
+
+    fn with_sign(negative: bool, size: String) -> Self {
+        Self(if negative && size != "0" { format!("-{size}") } else { size })
+    }
+}
+
+impl From<&BigRational> for Number {
+    fn from(value: &BigRational) -> Self {
+        let ten = BigInt::from(10);
+        let is_enough = |&count: &usize| (ten.pow(count as u32) % value.denom()).is_zero();
+        let Some(count) = (0..=FRACTION_DIGITS_MAX).find(is_enough) else { return Self(value.to_string()) };
+        let digits = (value.abs() * ten.pow(count as u32)).to_integer().to_string();
+        let digits = format!("{digits:0>width$}", width = count + 1);
+        let (whole, decimals) = digits.split_at(digits.len() - count);
+        let size = if count == 0 { digits } else { format!("{whole}.{decimals}") };
+        Self::with_sign(value.is_negative(), size)
     }
 }
 
@@ -46,31 +77,79 @@ fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     })
 }
 
+/// The characters that may write a minus.
+pub const MINUS_SIGNS: [char; 6] = ['-', '\u{2212}', '\u{2010}', '\u{2011}', '\u{2013}', '\u{ff0d}'];
+
 /// Separators of thousands: commas, those of LaTeX, and spaces that do not break.
 const SEPARATORS: [&str; 6] = ["{,}", ",\\!", ",", "\\,", "\u{a0}", "\u{202f}"];
 
+/// Returns whether a minus is at the start of `rest`, and the text after the sign and a currency sign. A
+/// minus after a digit, a letter or a parenthesis is a subtraction.
+fn sign<'a>(before: &str, rest: &'a str) -> (bool, &'a str) {
+    let operand = before.ends_with(|c: char| c.is_alphanumeric() || c == ')');
+    let (negative, rest) = match rest.strip_prefix(MINUS_SIGNS) {
+        Some(unsigned) => (!operand, unsigned),
+        None => (false, rest.strip_prefix('+').unwrap_or(rest)),
+    };
+    (negative, rest.strip_prefix('$').unwrap_or(rest))
+}
+
 /// Returns the number that starts at byte `start`, and the index of its end. A number has a sign, a currency
-/// sign, digits with thousands commas, and decimals. A minus after a digit, a letter or a parenthesis is a
-/// subtraction.
+/// sign, and a decimal or a fraction or both.
 fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
-    let (before, mut rest) = (&text[..start], &text[start..]);
-    let mut negative = false;
-    if let Some(unsigned) = rest.strip_prefix(['-', '\u{2212}', '\u{2011}', '\u{2013}']) {
-        let operand = before.ends_with(|c: char| c.is_alphanumeric() || c == ')');
-        (negative, rest) = (!operand, unsigned);
-    }
-    rest = rest.strip_prefix('$').unwrap_or(rest);
-    let mut whole = String::new();
-    loop {
-        let digits = digits_of(rest);
-        whole.push_str(digits);
-        rest = &rest[digits.len()..];
-        // A separator belongs to the number if one to three digits precede it and exactly three follow it.
-        match SEPARATORS.iter().find_map(|separator| rest.strip_prefix(separator)) {
-            Some(group) if !whole.is_empty() && digits.len() <= 3 && digits_of(group).len() == 3 => {
-                rest = group
+    let (negative, rest) = sign(&text[..start], &text[start..]);
+    let (size, rest) = match (fraction(rest), decimal(rest)) {
+        (Some((value, rest)), _) => (Number::from(&value).0, rest),
+        (None, decimal) => {
+            let (whole, rest) = decimal?;
+            match fraction(rest.trim_start_matches(' ')).zip(rational(&whole)) {
+                Some(((part, rest), value)) if value.is_integer() => (Number::from(&(value + part)).0, rest),
+                _ => (whole, rest),
             }
-            _ => break,
+        }
+    };
+    Some((Number::with_sign(negative, size), text.len() - rest.len()))
+}
+
+/// Returns the value of the fraction at the start of `text`, and the text after it.
+fn fraction(text: &str) -> Option<(BigRational, &str)> {
+    let first = text.chars().next()?;
+    if !first.is_ascii() {
+        return Some((fraction(latex_of(first)?)?.0, &text[first.len_utf8()..]));
+    }
+    let latex = ["\\frac{", "\\dfrac{", "\\tfrac{"].iter().find_map(|command| text.strip_prefix(command));
+    let (bar, end) = if latex.is_some() { ("}{", "}") } else { ("/", "") };
+    let (above, rest) = decimal(latex.unwrap_or(text))?;
+    let (below, rest) = decimal(rest.strip_prefix(bar)?)?;
+    let below = rational(&below).filter(|below| !below.is_zero())?;
+    Some((rational(&above)? / below, rest.strip_prefix(end)?))
+}
+
+/// Returns the value of a canonical decimal.
+fn rational(decimal: &str) -> Option<BigRational> {
+    let (whole, after) = decimal.split_once('.').unwrap_or((decimal, ""));
+    let digits = format!("{whole}{after}");
+    let numerator = if digits.len() <= FRACTION_DIGITS_MAX { digits.parse().ok()? } else { return None };
+    Some(BigRational::new(numerator, BigInt::from(10).pow(after.len() as u32)))
+}
+
+/// Returns the decimal without a sign at the start of `text`, in canonical form, and the text after it. It
+/// has digits, also in groups, and decimals.
+fn decimal(text: &str) -> Option<(String, &str)> {
+    let first = digits_of(text);
+    let (mut whole, mut rest) = (first.to_owned(), &text[first.len()..]);
+    let (mut groups, mut after) = (String::new(), rest);
+    while (1..=3).contains(&first.len())
+        && let Some(group) = SEPARATORS.iter().find_map(|separator| after.strip_prefix(separator))
+        && let digits = digits_of(group)
+        && matches!(digits.len(), 2 | 3)
+    {
+        groups.push_str(digits);
+        after = &group[digits.len()..];
+        // Two digits are a group only if a group of three follows: `1,23,456` in India.
+        if digits.len() == 3 {
+            whole.push_str(&std::mem::take(&mut groups));
+            rest = after;
         }
     }
     let decimals = rest.strip_prefix('.').map(digits_of).filter(|d| !d.is_empty()).unwrap_or("");
@@ -85,13 +164,11 @@ fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
     if !decimals.is_empty() {
         canonical = format!("{canonical}.{decimals}");
     }
-    if negative && canonical != "0" {
-        canonical.insert(0, '-');
-    }
-    Some((Number(canonical), text.len() - rest.len()))
+    Some((canonical, rest))
 }
 
-fn digits_of(text: &str) -> &str {
+/// Returns the decimal digits at the start of `text`.
+pub fn digits_of(text: &str) -> &str {
     let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     &text[..end]
 }

@@ -2,8 +2,9 @@
 //!
 //! The training problems have integer answers (format of DAPO-Math-17k). Validation is on AIME or MATH files.
 
-use super::answer::AnswerEquality;
+use super::answer::{self, AnswerEquality};
 use super::boxed_answer::find_last_boxed;
+use super::number::Number;
 use super::rows::{self, EpochOrder};
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::bad_input;
@@ -20,6 +21,9 @@ const FORM: &str = r#"{"problem": "...", "answer": 42}"#;
 const END_BYTES: usize = 8_000;
 /// Maximum number of characters after the answer, which must be near the end of the message.
 const AFTER_CHARS_MAX: usize = 100;
+
+/// Bits of the integers that a float holds exactly. Only such a float is read as a reference.
+const FLOAT_BITS: u64 = 53;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
     name: "retool",
@@ -101,18 +105,18 @@ struct Row {
 }
 
 impl Row {
-    fn read(row: &Value) -> Result<Self, String> {
+    fn read(row: &Value, equality: AnswerEquality) -> Result<Self, String> {
         let answer = match row.get("answer") {
-            // Columns with a gap have whole numbers as 42.0.
-            Some(Value::Number(number)) => match number.as_f64().filter(|_| number.is_f64()) {
-                Some(value) if value.fract() == 0.0 && value.abs() < 1e15 => (value as i64).to_string(),
-                _ => number.to_string(),
-            },
+            Some(Value::Number(number)) => exact_number(&number.to_string())?,
             Some(Value::String(text)) if !text.trim().is_empty() => text.trim().to_owned(),
             Some(Value::String(_)) => return Err("`answer` is empty".into()),
             Some(_) => return Err("`answer` is neither a number nor a string".into()),
             None => return Err("`answer` is missing".into()),
         };
+        if let Some(reason) = equality.refusal(&answer) {
+            let start: String = answer.chars().take(40).collect();
+            return Err(format!("`answer` {start:?} {reason}"));
+        }
         let id = ["id", "unique_id", "index"].iter().find_map(|key| match row.get(key)? {
             Value::String(id) => Some(id.clone()),
             Value::Number(id) => Some(id.to_string()),
@@ -127,6 +131,21 @@ impl Row {
             id: format!("{set}/{id}"),
             messages: vec![form.prompt(&self.problem)],
             answer: self.answer.clone().into(),
+        }
+    }
+}
+
+/// Returns a JSON number as a decimal: of `42.0`, which columns with a gap have, it is 42.
+///
+/// # Errors
+/// When the number is written as a float and so large that a float may have lost digits.
+fn exact_number(text: &str) -> Result<String, String> {
+    let float = text.contains(['.', 'e', 'E']);
+    match answer::rational_values(text).as_deref() {
+        _ if !float => Ok(text.to_owned()),
+        Some([value]) if value.to_integer().bits() <= FLOAT_BITS => Ok(Number::from(value).to_string()),
+        _ => {
+            Err(format!("`answer` {text} is a float that may have lost digits; write it as a text in quotes"))
         }
     }
 }
@@ -160,7 +179,9 @@ impl Retool {
     /// same name, and for a problem in both the training file and a validation file.
     pub fn load(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
         let form = settings.prompt.unwrap_or_default();
-        let (train, training) = settings.training_rows(context, FORM, Row::read)?;
+        let equality = settings.answer.unwrap_or_default();
+        let read = |row: &Value| Row::read(row, equality);
+        let (train, training) = settings.training_rows(context, FORM, read)?;
         let mut sets: Vec<ValidationSet> = Vec::new();
         let files = settings.validation_file.iter().chain(&settings.validation_files);
         for path in files.filter(|_| context.reads_held_out) {
@@ -171,7 +192,7 @@ impl Retool {
                     "task.validation_files: {path_text} is a second file with the set name `{name}`; rename one of the files"
                 ));
             }
-            let rows = rows::read(path, settings.validation_rows_max, FORM, Row::read)?;
+            let rows = rows::read(path, settings.validation_rows_max, FORM, read)?;
             let held_out = rows.iter().zip(1..).map(|(row, number)| (number, &*row.problem));
             rows::refuse_overlap((train, training.iter().map(|row| &*row.problem)), (path, held_out))?;
             let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
@@ -182,7 +203,7 @@ impl Retool {
             train: training,
             train_name: set_name(train),
             validation: sets,
-            equality: settings.answer.unwrap_or_default(),
+            equality,
             form,
         })
     }
@@ -258,7 +279,9 @@ mod tests {
     #[test]
     fn a_whole_float_is_a_whole_number() {
         let answer = |value: Value| {
-            Row::read(&serde_json::json!({"problem": "6*7?", "answer": value})).unwrap().answer
+            Row::read(&serde_json::json!({"problem": "6*7?", "answer": value}), AnswerEquality::Exact)
+                .unwrap()
+                .answer
         };
         assert_eq!(answer(serde_json::json!(42.0)), "42");
         assert_eq!(answer(serde_json::json!(42)), "42");

@@ -1,5 +1,6 @@
 //! Tasks on real files.
 
+mod answers_table;
 mod command;
 
 use super::data;

@@ -3,6 +3,7 @@
 use super::ComparisonOptions;
 use super::evaluate::{Value, evaluate, rational_value};
 use super::expr::{Expr, Relation};
+use super::sets::real_parts;
 use num_complex::Complex64;
 use num_traits::{Signed, ToPrimitive};
 use std::cell::Cell;
@@ -27,12 +28,19 @@ fn expand_plus_minus(expr: &Expr) -> Expr {
     let spread = |items: &[Expr]| items.iter().flat_map(Expr::expand_signs).collect();
     match expr {
         Expr::List(items) => Expr::List(spread(items)),
-        Expr::Set(items) => Expr::Set(spread(items)),
+        Expr::Set(items) => condition(items).unwrap_or_else(|| Expr::Set(spread(items))),
         other => {
             let mut signs = other.expand_signs();
             if signs.len() == 1 { signs.remove(0) } else { Expr::List(signs) }
         }
     }
+}
+
+/// Returns the interval of `\{x \mid x > 2\}`.
+fn condition(items: &[Expr]) -> Option<Expr> {
+    let [Expr::Relation(terms, relations)] = items else { return None };
+    let after = relations.iter().position(|&relation| relation == Relation::Other('|'))? + 1;
+    interval_of(&Expr::Relation(terms.get(after..)?.to_vec(), relations.get(after..)?.to_vec()))
 }
 
 struct Comparison<'a> {
@@ -47,6 +55,11 @@ impl Comparison<'_> {
         match self.left.get().checked_sub(1) {
             Some(left) => self.left.set(left),
             None => return false,
+        }
+        if matches!(reference, SetOperation(..)) || matches!(answer, SetOperation(..)) {
+            if let Some((reference, answer)) = real_parts(reference).zip(real_parts(answer)) {
+                return reference == answer;
+            }
         }
         match (reference, answer) {
             (List(g) | Set(g), List(a) | Set(a)) => self.same_in_any_order(g, a),
@@ -218,21 +231,19 @@ impl Comparison<'_> {
         }
         let decimal =
             [reference, answer].iter().any(|e| e.any(&|e| matches!(e, Expr::Number { decimal: true, .. })));
-        let agree = |g: Complex64, a: Complex64, difference_max: f64| {
-            let (difference, size) = ((g - a).norm(), g.norm().max(a.norm()));
-            // A decimal number may be rounded, but a small number never equals 0.
-            let rounded = 0.5 * 10f64.powi(-(self.options.decimals as i32)) * (1.0 + 1e-9);
-            size.is_finite()
-                && (difference <= ROUNDING * size
-                    || difference <= difference_max
-                    || (decimal && difference <= rounded.min(0.05 * size)))
-        };
+        // A decimal number may be rounded, but a small number never equals 0.
+        let rounded = 0.5 * 10f64.powi(-(self.options.decimals as i32)) * (1.0 + 1e-9);
+        let near = |difference: f64, size: f64| decimal && difference <= rounded.min(0.05 * size);
         if let (Some(g), Some(a)) = (rational_value(reference), rational_value(answer)) {
-            let floats = g.to_f64().zip(a.to_f64());
-            return g == a || (decimal && floats.is_some_and(|(g, a)| agree(g.into(), a.into(), 0.0)));
+            let (difference, size) = ((&g - &a).abs().to_f64(), g.abs().max(a.abs()).to_f64());
+            return g == a || difference.zip(size).is_some_and(|(difference, size)| near(difference, size));
         }
         // Of values that are not exact, such as sin π, one may miss 0 by rounding.
-        let close = |g: Complex64, a: Complex64| agree(g, a, 1e-13);
+        let close = |g: Complex64, a: Complex64| {
+            let (difference, size) = ((g - a).norm(), g.norm().max(a.norm()));
+            let equal = difference <= ROUNDING * size || difference <= 1e-13;
+            size.is_finite() && (equal || near(difference, size))
+        };
         let symbolic = reference.has_variables() || answer.has_variables();
         let mut points = 0;
         for point in 0..if symbolic { POINTS } else { 1 } {
@@ -272,7 +283,7 @@ fn union_members(expr: &Expr) -> Vec<Expr> {
 
 /// Returns the value that a relation gives to its left side: `x = 3`, `f(1) = 2 + 1 = 3`, `x \approx 3` or
 /// `x \in S`.
-fn value_of(relation: &Expr) -> Option<Expr> {
+pub(super) fn value_of(relation: &Expr) -> Option<Expr> {
     let Expr::Relation(terms, relations) = relation else { return None };
     match (terms.as_slice(), relations.as_slice()) {
         ([name, set], [Relation::In]) if name.is_name() => return Some(set.clone()),

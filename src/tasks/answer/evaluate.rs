@@ -19,31 +19,9 @@ const FACTORIAL_MAX: u32 = 1_000;
 
 /// Returns whether the function `name` can be evaluated. Other names are unknown functions.
 pub fn is_known_function(name: &str) -> bool {
-    const KNOWN: [&str; 22] = [
-        "abs",
-        "sqrt",
-        "root",
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "sec",
-        "csc",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "ln",
-        "log",
-        "exp",
-        "factorial",
-        "binom",
-        "floor",
-        "ceil",
-    ];
-    KNOWN.contains(&name)
+    const KNOWN: &str = "abs sqrt root sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh ln log \
+                         exp factorial binom floor ceil";
+    KNOWN.split(' ').any(|known| known == name)
 }
 
 fn small(value: BigRational) -> Option<BigRational> {

@@ -1,11 +1,13 @@
 //! The canonical string of an answer for exact comparison.
 
-use super::normalise::replace_command;
+use super::normalise::{replace_command, without_unit};
+use crate::tasks::number::Number;
 
 /// Returns the string that `task.answer = "exact"` compares.
 ///
 /// As in Hendrycks et al. 2021 (MATH), spellings are unified (`\tfrac12`, `1/2`, `.5`, `\$10`, `10\%`,
-/// `10\text{ units}`, `x = 10`). Values are not unified: `4, 2` differs from `2, 4`, and `2/4` from `1/2`.
+/// `10\text{ units}`, `x = 10`). A decimal is read as a number, as AIME and verl do (`033`, `+7`, `1,234`,
+/// `3.0`). Other values are not unified: `4, 2` differs from `2, 4`, and `2/4` from `1/2`.
 pub fn canonical_text(text: &str) -> String {
     if text.len() > super::ANSWER_BYTES_MAX {
         return text.trim().to_owned();
@@ -14,7 +16,7 @@ pub fn canonical_text(text: &str) -> String {
     for (from, to) in [("\\tfrac", "\\frac"), ("\\dfrac", "\\frac"), ("\\left", ""), ("\\right", "")] {
         out = replace_command(&out, from, to);
     }
-    for gone in ["^{\\circ}", "^\\circ", "\\$", "$", "\\%", "%"] {
+    for gone in ["^{\\circ}", "^\\circ", "°", "\\(", "\\)", "\\$", "$", "\\%", "%"] {
         out = out.replace(gone, "");
     }
     // A unit is at the end, after a space: `10\text{ cm}`.
@@ -35,11 +37,23 @@ pub fn canonical_text(text: &str) -> String {
     }
     let out = add_leading_zeros(&out);
     let out: String = add_braces(&out).chars().filter(|c| !c.is_whitespace()).collect();
+    let out = decimal(&out).map_or(out, |number| number.to_string());
     match out.split_once('/') {
         _ if out == "0.5" => "\\frac{1}{2}".into(),
         Some((a, b)) if integer(a) && integer(b) => format!("\\frac{{{a}}}{{{b}}}"),
         _ => out,
     }
+}
+
+/// Returns the number of `5`, `5cm^2` and `5\,\text{cm}`.
+fn decimal(text: &str) -> Option<Number> {
+    let mut plain = text.to_owned();
+    for gone in ["\\text", "\\mathrm", "\\,", "\\;", "\\ ", "{", "}"] {
+        plain = plain.replace(gone, "");
+    }
+    let unit = plain.strip_suffix("^2").or(plain.strip_suffix("^3")).unwrap_or(&plain);
+    let number = without_unit(unit);
+    Number::parse(text).or_else(|| Number::parse(number).filter(|_| number.len() < unit.len()))
 }
 
 fn integer(text: &str) -> bool {

@@ -12,10 +12,15 @@ mod exact;
 mod expr;
 mod normalise;
 mod parse;
+mod sets;
 
 pub use exact::canonical_text;
+pub use normalise::latex_of;
 
+use super::boxed_answer;
 use crate::settings::choice;
+use expr::Expr;
+use num_rational::BigRational;
 
 /// Maximum size of a parsed answer, in bytes. Longer answers are only compared as strings.
 pub const ANSWER_BYTES_MAX: usize = 4_000;
@@ -23,7 +28,7 @@ pub const ANSWER_BYTES_MAX: usize = 4_000;
 choice! {
     /// How answers are compared.
     pub enum AnswerEquality default Exact {
-        /// As strings, after the usual clean-up of LaTeX. This is the published grading.
+        /// As strings, after the clean-up of MATH; decimals as numbers. This is the published grading.
         Exact = "exact",
         /// As mathematics: 1/2, 0.5 and \frac{1}{2} are equal.
         Equivalent = "equivalent",
@@ -33,10 +38,66 @@ choice! {
 impl AnswerEquality {
     /// Returns whether `answer` equals `reference`. Both are bare answers, such as the content of `\boxed{}`.
     pub fn matches(self, reference: &str, answer: &str) -> bool {
+        let (reference, answer) = (without_box(reference), without_box(answer));
         match self {
             AnswerEquality::Exact => canonical_text(reference) == canonical_text(answer),
             AnswerEquality::Equivalent => is_equivalent(reference, answer, &ComparisonOptions::default()),
         }
+    }
+
+    /// Returns why right answers cannot equal `reference`; `None` if the grader can read it. Words are compared
+    /// as texts by both ways, so they can be read.
+    pub fn refusal(self, reference: &str) -> Option<&'static str> {
+        let reference = without_box(reference);
+        let (plain, cleaned) = (normalise::strip_markup(reference), normalise::normalise(reference));
+        let boxed = format!("\\boxed{{{reference}}}");
+        if boxed_answer::find_last_boxed(&boxed) != Some((0, reference)) {
+            Some(
+                "does not fit into \\boxed{}: braces must match, without a box inside, in at most 4,000 bytes",
+            )
+        } else if plain.is_empty() || canonical_text(reference).is_empty() {
+            Some("has no value")
+        } else if NO_ANSWERS.iter().any(|text| plain.eq_ignore_ascii_case(text)) {
+            Some("says that there is no answer")
+        } else if self == AnswerEquality::Exact {
+            None
+        } else {
+            let parsed: Vec<_> = parse::READINGS.iter().filter_map(|&r| parse::parse(&cleaned, r)).collect();
+            let words = parsed.is_empty() && !plain.contains(['\\', '^', '_', '=', '<', '>', '|', '{', '}']);
+            let read = |expr: &Expr| compare::is_same_answer(expr, expr, &ComparisonOptions::default());
+            let is_read = words || parsed.iter().any(read);
+            (!is_read).then_some("is not understood; write it in another way, or set task.answer = \"exact\"")
+        }
+    }
+}
+
+/// Texts that data sets have in place of an answer, without white space.
+const NO_ANSWERS: [&str; 3] = ["nan", "notfound", "[INVALID]"];
+
+/// Returns the content of a `\boxed{}` that is the whole text.
+fn without_box(text: &str) -> &str {
+    let inner = text.trim().trim_matches('$').trim();
+    match boxed_answer::find_last_boxed(inner) {
+        Some((0, content)) if inner.ends_with(&format!("{content}}}")) => content,
+        _ => text,
+    }
+}
+
+/// Returns the rational numbers of `text`, if it is one number or a list of numbers. A percentage counts as
+/// its number, and an equation as the value that it gives.
+pub fn rational_values(text: &str) -> Option<Vec<BigRational>> {
+    if text.len() > ANSWER_BYTES_MAX {
+        return None;
+    }
+    let expr = parse::parse(&normalise::normalise(text), parse::READINGS[0])?;
+    let expr = compare::value_of(&expr).unwrap_or(expr);
+    let number = |expr: &Expr| match expr {
+        Expr::Percent(number) => evaluate::rational_value(number),
+        number => evaluate::rational_value(number),
+    };
+    match &expr {
+        Expr::List(items) | Expr::Set(items) | Expr::Tuple(_, items, _) => items.iter().map(number).collect(),
+        one => number(one).map(|value| vec![value]),
     }
 }
 
@@ -66,9 +127,9 @@ pub fn is_equivalent(reference: &str, answer: &str, options: &ComparisonOptions)
         return true;
     }
     let (reference, answer) = (normalise::normalise(reference), normalise::normalise(answer));
-    // `1,234` is one number or a list of two. Both readings are tried, each for both answers.
-    [true, false].into_iter().any(|thousands| {
-        match (parse::parse(&reference, thousands), parse::parse(&answer, thousands)) {
+    // Each reading is tried for both answers.
+    parse::READINGS.into_iter().any(|reading| {
+        match (parse::parse(&reference, reading), parse::parse(&answer, reading)) {
             (Some(reference), Some(answer)) => compare::is_same_answer(&reference, &answer, options),
             _ => false,
         }
@@ -212,7 +273,7 @@ mod tests {
         assert!(exact("\\frac{\\sqrt{3}}{2}", "\\frac{\\sqrt3}2"));
         assert!(exact("34", " 34 "));
         assert!(!exact("1/2", "2/4"));
-        assert!(!exact("34", "34.0"));
+        assert!(exact("34", "34.0") && !exact("34", "34.01"));
         assert!(!exact("5\\text{ or }6", "5"));
     }
 
@@ -253,7 +314,7 @@ mod tests {
     }
 
     /// Fragments of answers, complete and incomplete.
-    const PIECES: [&str; 64] = [
+    const PIECES: [&str; 74] = [
         "1",
         "23",
         "4.5",
@@ -317,6 +378,16 @@ mod tests {
         "\n",
         "é",
         "∞",
+        "½",
+        "⁴",
+        "₋",
+        "∪",
+        "\\cap",
+        "ℝ",
+        "3e-2",
+        "€",
+        "\\mid",
+        "\\boxed{5}",
         "final answer is",
     ];
 

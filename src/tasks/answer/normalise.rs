@@ -1,52 +1,14 @@
 //! Normalisation of an answer before it is parsed: each meaning gets one spelling.
 
+use crate::tasks::number::MINUS_SIGNS;
+
 /// Returns whether `command` is an operator or a closing delimiter: a command that cannot start a factor.
 pub fn is_operator(command: &str) -> bool {
-    const OPERATORS: [&str; 42] = [
-        "\\cdot",
-        "\\times",
-        "\\ast",
-        "\\div",
-        "\\slash",
-        "\\pm",
-        "\\mp",
-        "\\cup",
-        "\\cap",
-        "\\setminus",
-        "\\backslash",
-        "\\leqslant",
-        "\\geqslant",
-        "\\leq",
-        "\\geq",
-        "\\le",
-        "\\ge",
-        "\\neq",
-        "\\ne",
-        "\\not",
-        "\\lt",
-        "\\gt",
-        "\\approx",
-        "\\simeq",
-        "\\in",
-        "\\notin",
-        "\\equiv",
-        "\\to",
-        "\\rightarrow",
-        "\\mapsto",
-        "\\mid",
-        "\\subset",
-        "\\subseteq",
-        "\\colon",
-        "\\end",
-        "\\rvert",
-        "\\rfloor",
-        "\\rceil",
-        "\\degree",
-        "\\prime",
-        "\\circ",
-        "\\over",
-    ];
-    OPERATORS.contains(&command)
+    const OPERATORS: &str = "cdot times ast div slash pm mp cup cap setminus backslash leqslant geqslant \
+                             leq geq le ge neq ne not lt gt approx simeq in notin equiv to rightarrow \
+                             mapsto mid subset subseteq colon end rvert rfloor rceil degree prime circ \
+                             over";
+    command.strip_prefix('\\').is_some_and(|name| OPERATORS.split(' ').any(|operator| operator == name))
 }
 
 /// Returns the function of a LaTeX command.
@@ -67,105 +29,67 @@ pub fn word_function(word: &str) -> Option<&str> {
     WORDS.contains(&word).then_some(word)
 }
 
-/// Commands that only change the appearance, with their replacements. They are replaced in this order.
-const MARKUP: [(&str, &str); 49] = [
-    ("\\dfrac", "\\frac"),
-    ("\\tfrac", "\\frac"),
-    ("\\cfrac", "\\frac"),
-    ("\\dbinom", "\\binom"),
-    ("\\tbinom", "\\binom"),
-    ("\\left", ""),
-    ("\\right", ""),
-    ("\\Bigl", ""),
-    ("\\Bigr", ""),
-    ("\\bigl", ""),
-    ("\\bigr", ""),
-    ("\\Big", ""),
-    ("\\big", ""),
-    ("\\displaystyle", ""),
-    ("\\limits", ""),
-    ("\\qquad", " "),
-    ("\\quad", " "),
-    ("\\lbrace", "\\{"),
-    ("\\rbrace", "\\}"),
-    ("\\lbrack", "["),
-    ("\\rbrack", "]"),
-    ("\\vert", "|"),
-    ("\\ldots", "..."),
-    ("\\cdots", "..."),
-    ("\\dots", "..."),
-    ("\\bullet", "\\cdot"),
-    ("−", "-"),
-    ("–", "-"),
-    ("×", "\\times "),
-    ("·", "\\cdot "),
-    ("÷", "\\div "),
-    ("π", "\\pi "),
-    ("∞", "\\infty "),
-    ("≤", "\\le "),
-    ("≥", "\\ge "),
-    ("≠", "\\ne "),
-    ("≈", "\\approx "),
-    ("∪", "\\cup "),
-    ("∩", "\\cap "),
-    ("∈", "\\in "),
-    ("±", "\\pm "),
-    ("√", "\\sqrt "),
-    ("\u{2011}", "-"),
-    ("°", "^\\circ "),
-    ("²", "^2"),
-    ("³", "^3"),
-    ("∅", "\\emptyset "),
-    ("\u{a0}", " "),
-    ("\u{202f}", " "),
-];
+/// Commands that only change the appearance, each with its replacement. They are replaced in this order.
+const MARKUP: &str = r"\dfrac>\frac \tfrac>\frac \cfrac>\frac \dbinom>\binom \tbinom>\binom \left>
+    \right> \Bigl> \Bigr> \bigl> \bigr> \Big> \big> \displaystyle> \limits> \qquad>~ \quad>~ \lbrace>\{
+    \rbrace>\} \lbrack>[ \rbrack>] \vert>| \ldots>... \cdots>... \dots>... \bullet>\cdot \langle>( \rangle>)
+    \Bbb>\mathbb \varepsilon>\epsilon \varphi>\phi \varnothing>\emptyset";
+
+/// Unicode characters, each with its LaTeX.
+const CHARACTERS: &str = r"×\times ·\cdot ⋅\cdot ∙\cdot ∗* ÷\div ∕/ ⁄/ ∶: ∣| ∞\infty ≤\le ⩽\le ≥\ge ⩾\ge
+    ≠\ne ≈\approx ≡\equiv →\to ∪\cup ∩\cap ∖\setminus ∈\in ∅\emptyset ±\pm ∓\mp √\sqrt ∛\sqrt[3] °^\circ ⟨(
+    ⟩) ⌊\lfloor ⌋\rfloor ⌈\lceil ⌉\rceil …... ℝ\mathbb{R} ℚ\mathbb{Q} ℤ\mathbb{Z} ℕ\mathbb{N} ℂ\mathbb{C}
+    α\alpha β\beta γ\gamma δ\delta ε\epsilon ϵ\epsilon ζ\zeta η\eta θ\theta ι\iota κ\kappa λ\lambda μ\mu
+    µ\mu ν\nu ξ\xi π\pi ρ\rho σ\sigma τ\tau υ\upsilon φ\phi ϕ\phi χ\chi ψ\psi ω\omega Γ\Gamma Δ\Delta
+    Θ\Theta Λ\Lambda Ξ\Xi Π\Pi Σ\Sigma Φ\Phi Ψ\Psi Ω\Omega ½\frac{1}{2} ⅓\frac{1}{3} ⅔\frac{2}{3}
+    ¼\frac{1}{4} ¾\frac{3}{4} ⅕\frac{1}{5} ⅖\frac{2}{5} ⅗\frac{3}{5} ⅘\frac{4}{5} ⅙\frac{1}{6} ⅚\frac{5}{6}
+    ⅐\frac{1}{7} ⅛\frac{1}{8} ⅜\frac{3}{8} ⅝\frac{5}{8} ⅞\frac{7}{8} ⅑\frac{1}{9} ⅒\frac{1}{10} € £ ¥ ₹";
+
+/// The digits and signs of powers and of indices, in the order of [`SCRIPT_TEXT`].
+const SCRIPTS: [(&str, char); 2] = [("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿ", '^'), ("₀₁₂₃₄₅₆₇₈₉₊₋₍₎ₙ", '_')];
+const SCRIPT_TEXT: &str = "0123456789+-()n";
+
+/// Returns the LaTeX of a Unicode character.
+pub fn latex_of(c: char) -> Option<&'static str> {
+    CHARACTERS.split_whitespace().find_map(|item| item.strip_prefix(c))
+}
+
+/// Writes unicode characters as LaTeX: `x¹⁰` as `x^{10}`, `½` as `\frac{1}{2}`, `ℝ` as `\mathbb{R}`.
+fn latex_of_unicode(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some(c) = rest.chars().next() {
+        let mut end = c.len_utf8();
+        if c.is_ascii() {
+            out.push(c);
+        } else if let Some((script, mark)) = SCRIPTS.iter().find(|(script, _)| script.contains(c)) {
+            end = rest.find(|c| !script.contains(c)).unwrap_or(rest.len());
+            let meaning = |c| script.chars().zip(SCRIPT_TEXT.chars()).find(|pair| pair.0 == c);
+            let inner: String = rest[..end].chars().filter_map(meaning).map(|(_, text)| text).collect();
+            out.push_str(&format!("{mark}{{{inner}}}"));
+        } else if MINUS_SIGNS.contains(&c) {
+            out.push('-');
+        } else if let Some(latex) = latex_of(c) {
+            out.extend([latex, " "]);
+        } else {
+            // Full-width forms of ASCII, and white space.
+            let ascii = u32::from(c).checked_sub(0xfee0).and_then(char::from_u32);
+            let plain = ascii.filter(char::is_ascii_graphic).unwrap_or(c);
+            out.push(if c.is_whitespace() { ' ' } else { plain });
+        }
+        rest = &rest[end..];
+    }
+    out
+}
 
 /// Commands for words or upright letters. They are replaced by `\text`.
-const WORDS: [&str; 9] = [
-    "\\textnormal",
-    "\\textbf",
-    "\\textit",
-    "\\textrm",
-    "\\mbox",
-    "\\operatorname",
-    "\\mathrm",
-    "\\mathbf",
-    "\\mathit",
-];
+const WORDS: &str = r"\textnormal \textbf \textit \textrm \mbox \operatorname \mathrm \mathbf \mathit";
 
-/// Units that people write after a number without markup.
-const UNITS: [&str; 30] = [
-    "cm",
-    "mm",
-    "km",
-    "meters",
-    "metres",
-    "inches",
-    "feet",
-    "ft",
-    "miles",
-    "kg",
-    "grams",
-    "hours",
-    "hour",
-    "minutes",
-    "minute",
-    "seconds",
-    "days",
-    "years",
-    "degrees",
-    "dollars",
-    "cents",
-    "units",
-    "square units",
-    "cubic units",
-    "sq units",
-    "square",
-    "mph",
-    "km/h",
-    "people",
-    "ways",
-];
+/// Units that people write after a number without markup, among them those of verl.
+const UNITS: &str = "cm|mm|km|gm|kg|meters|metres|inches|feet|ft|miles|pounds|grams|hours|hour|minutes|\
+                     minute|seconds|days|years|degrees|dollars|cents|points|digits|square units|\
+                     cubic units|sq units|units|square|mph|km/h|people|students|meals|edges|integers|\
+                     multiples|ways";
 
 /// Replaces the command `from`, but not at the start of a longer command.
 pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
@@ -246,18 +170,18 @@ fn with_braced_roots(text: &str) -> String {
 
 /// Returns the normalised `text`, ready for [`super::parse::parse`].
 pub fn normalise(text: &str) -> String {
-    let mut out = join_groups(&unescape(text.trim()));
+    let mut out = latex_of_unicode(&with_braced_roots(text.trim()));
+    out = join_groups(&unescape(&out));
     out = out.replace("\\$", "").replace('$', "").replace("\\%", "%").replace(['\n', '\t', '\r'], " ");
-    out = with_braced_roots(&out);
-    for (from, to) in MARKUP {
+    for (from, to) in MARKUP.split_whitespace().filter_map(|item| item.split_once('>')) {
         if out.contains(from) {
             out = replace_command(&out, from, to);
         }
     }
-    for space in ["\\!", "\\,", "\\;", "\\:", "\\ ", "~"] {
+    for space in ["\\!", "\\,", "\\;", "\\:", "\\ ", "\\(", "\\)", "~"] {
         out = out.replace(space, " ");
     }
-    for words in WORDS {
+    for words in WORDS.split(' ') {
         out = replace_command(&out, words, "\\text");
     }
     out = out
@@ -293,11 +217,10 @@ fn replace_word(text: &str, word: &str, to: &str) -> String {
 }
 
 /// Removes a unit after a number: `35 cm` becomes `35`.
-fn without_unit(text: &str) -> &str {
-    for unit in UNITS {
+pub(super) fn without_unit(text: &str) -> &str {
+    for unit in UNITS.split('|') {
         if let Some(before) = text.strip_suffix(unit)
             && let number = before.trim_end()
-            && number.len() < before.len()
             && number.ends_with(|c: char| c.is_ascii_digit() || c == '}')
         {
             return number;

@@ -12,11 +12,25 @@ use atom::command;
 /// Maximum nesting of brackets, arguments and exponents. Deeper text is not parsed.
 const DEPTH_MAX: usize = 48;
 
+/// A reading of ambiguous spellings.
+#[derive(Debug, Clone, Copy)]
+pub struct Reading {
+    /// Whether `1,234` is one number. Otherwise it is a list of two.
+    pub thousands: bool,
+    /// Whether `2e-3` is 0.002. Otherwise it has Euler's number.
+    pub exponents: bool,
+}
+
+/// All readings of an answer.
+pub const READINGS: [Reading; 3] = [
+    Reading { thousands: true, exponents: true },
+    Reading { thousands: false, exponents: true },
+    Reading { thousands: true, exponents: false },
+];
+
 /// Parses `text`, which must be normalised.
-///
-/// `thousands`: whether `1,234` is one number. Otherwise it is a list of two.
-pub fn parse(text: &str, thousands: bool) -> Option<Expr> {
-    let mut parser = Parser { text, at: 0, depth: 0, bars: 0, thousands };
+pub fn parse(text: &str, reading: Reading) -> Option<Expr> {
+    let mut parser = Parser { text, at: 0, depth: 0, bars: 0, in_set: false, reading };
     let expr = parser.groups()?;
     parser.skip_space();
     (parser.at == text.len()).then_some(expr)
@@ -28,7 +42,9 @@ struct Parser<'a> {
     depth: usize,
     /// Number of open `|`.
     bars: usize,
-    thousands: bool,
+    /// Whether `|` and `:` may separate the elements of a set from their condition.
+    in_set: bool,
+    reading: Reading,
 }
 
 /// The spellings of relations. A symbol comes before its own prefixes (`<=` before `<`), so that the longest
@@ -111,8 +127,9 @@ impl<'a> Parser<'a> {
             return None;
         }
         self.depth += 1;
-        let (bars, result) = (std::mem::take(&mut self.bars), inner(self));
-        self.bars = bars;
+        let (bars, in_set) = (std::mem::take(&mut self.bars), std::mem::take(&mut self.in_set));
+        let result = inner(self);
+        (self.bars, self.in_set) = (bars, in_set);
         self.depth -= 1;
         result
     }
@@ -148,7 +165,10 @@ impl<'a> Parser<'a> {
 
     fn statement(&mut self) -> Option<Expr> {
         let (mut terms, mut relations) = (vec![self.ratio()?], Vec::new());
-        while let Some(relation) = self.take_any(&RELATIONS) {
+        const CONDITION: [(&str, Relation); 2] = [("|", Relation::Other('|')), (":", Relation::Other('|'))];
+        loop {
+            let condition = if self.in_set { self.take_any(&CONDITION) } else { None };
+            let Some(relation) = condition.or_else(|| self.take_any(&RELATIONS)) else { break };
             relations.push(relation);
             terms.push(self.ratio()?);
         }
@@ -157,7 +177,10 @@ impl<'a> Parser<'a> {
 
     fn ratio(&mut self) -> Option<Expr> {
         let mut parts = vec![self.sets()?];
-        while !self.rest().trim_start().starts_with(":=") && (self.take(":") || self.take("\\colon")) {
+        while !self.in_set
+            && !self.rest().trim_start().starts_with(":=")
+            && (self.take(":") || self.take("\\colon"))
+        {
             parts.push(self.sets()?);
         }
         if parts.len() == 1 { parts.pop() } else { Some(Expr::Ratio(parts)) }
@@ -233,9 +256,12 @@ impl<'a> Parser<'a> {
                     self.take("/").then_some(())?;
                     next = Expr::Product(vec![next, Expr::Reciprocal(Box::new(self.power()?))]);
                 }
+                let part = if let Expr::Percent(part) = &next { part } else { &next };
                 match factors.last_mut() {
-                    Some(whole) if (typed || set) && is_whole(whole) && is_fraction(&next) => {
-                        *whole = Expr::Sum(vec![whole.clone(), next]);
+                    Some(whole) if (typed || set) && is_whole(whole) && is_fraction(part) => {
+                        let sum = Expr::Sum(vec![whole.clone(), part.clone()]);
+                        let percent = matches!(next, Expr::Percent(_));
+                        *whole = if percent { Expr::Percent(Box::new(sum)) } else { sum };
                     }
                     _ if typed => return None,
                     _ => factors.push(next),
@@ -273,7 +299,7 @@ impl<'a> Parser<'a> {
                 let name = command(self.rest());
                 name == "\\{" || (name.len() > 2 && !normalise::is_operator(name))
             }
-            Some('|') => self.bars == 0,
+            Some('|') => self.bars == 0 && !self.in_set,
             Some(c) => c.is_alphanumeric() || matches!(c, '(' | '[' | '{' | '.' | '∞'),
             None => false,
         }

@@ -2,6 +2,7 @@
 
 use super::{Parser, normalise};
 use crate::tasks::answer::expr::Expr;
+use crate::tasks::number::digits_of;
 use num_bigint::BigInt;
 use num_rational::BigRational;
 
@@ -25,7 +26,7 @@ impl<'a> Parser<'a> {
     /// Parses `12`, `1,234.5`, `.5`, `0.\overline{3}`.
     fn number(&mut self) -> Option<Expr> {
         let mut digits = self.digits().to_owned();
-        if self.thousands && (1..=3).contains(&digits.len()) && !digits.starts_with('0') {
+        if self.reading.thousands && (1..=3).contains(&digits.len()) && !digits.starts_with('0') {
             while let Some(group) =
                 self.rest().strip_prefix([',', ' ']).filter(|group| digits_of(group).len() == 3)
             {
@@ -57,8 +58,12 @@ impl<'a> Parser<'a> {
             digits.push('0');
         }
         let whole = BigRational::from_integer(digits.parse().ok()?);
-        let value = (whole + fraction.unwrap_or_else(|| BigRational::from_integer(0.into())))
+        let mut value = (whole + fraction.unwrap_or_else(|| BigRational::from_integer(0.into())))
             / BigInt::from(10).pow(scale);
+        if let Some((power, length)) = exponent(self.rest()).filter(|_| self.reading.exponents) {
+            self.at += length;
+            value *= BigRational::from_integer(10.into()).pow(power);
+        }
         Some(Expr::Number { value, decimal })
     }
 
@@ -184,13 +189,14 @@ impl<'a> Parser<'a> {
                 Some(Expr::Call("binom".into(), vec![above, self.argument()?]))
             }
             "\\{" => {
+                self.in_set = true;
                 let mut items = self.items()?;
                 while self.take(";") {
                     items.extend(self.items()?);
                 }
                 self.take("\\}").then_some(Expr::Set(items))
             }
-            "\\emptyset" | "\\varnothing" => Some(Expr::Set(vec![])),
+            "\\emptyset" => Some(Expr::Set(vec![])),
             "\\lvert" => self.between("", "\\rvert", "abs"),
             "\\lfloor" => self.between("", "\\rfloor", "floor"),
             "\\lceil" => self.between("", "\\rceil", "ceil"),
@@ -200,6 +206,11 @@ impl<'a> Parser<'a> {
                 let (words, _) = self.rest().split_once('}')?;
                 self.at += words.len() + 1;
                 Some(Expr::Text(words.trim().to_lowercase()))
+            }
+            // The real numbers are an interval.
+            "\\mathbb" if self.take("{R}") || self.take("R") => {
+                let infinity = Expr::symbol("\\infty");
+                Some(Expr::Tuple('(', vec![infinity.clone().negate(), infinity], ')'))
             }
             "\\mathbb" | "\\vec" | "\\hat" | "\\bar" | "\\overline" | "\\tilde" | "\\overrightarrow" => {
                 let inner = self.argument()?;
@@ -281,6 +292,9 @@ impl<'a> Parser<'a> {
                 break;
             } else if self.take(normalise::ROW_END) {
                 rows.push(Vec::new());
+                // The height of the gap: `\\[4pt]`.
+                let gap = self.rest().strip_prefix('[').and_then(|gap| gap.split_once("pt]"));
+                self.at += gap.map_or(0, |(height, _)| height.len() + "[pt]".len());
             } else if !self.take("&") {
                 let cell = self.statement()?;
                 rows.last_mut()?.push(cell);
@@ -294,9 +308,16 @@ impl<'a> Parser<'a> {
     }
 }
 
-/// Returns the decimal digits at the start of `rest`.
-fn digits_of(rest: &str) -> &str {
-    &rest[..rest.len() - rest.trim_start_matches(|c: char| c.is_ascii_digit()).len()]
+/// Maximum size of the exponent in `4e-3`.
+const EXPONENT_MAX: u32 = 1_000;
+
+/// Returns the exponent at the start of `rest`, as in `e-3` or `E+10`, and its length in bytes.
+fn exponent(rest: &str) -> Option<(i32, usize)> {
+    let after = rest.strip_prefix(['e', 'E'])?;
+    let unsigned = after.strip_prefix(['+', '-']).unwrap_or(after);
+    let length = rest.len() - unsigned.len() + digits_of(unsigned).len();
+    let power: i32 = rest[1..length].parse().ok()?;
+    (power.unsigned_abs() <= EXPONENT_MAX).then_some((power, length))
 }
 
 /// Returns the command at the start of `rest`: a backslash and letters, or a backslash and one other
