@@ -10,8 +10,8 @@ use crate::ops::logits::SamplingParameters;
 use crate::random::stream;
 use crate::rollout::EpisodeFailure;
 use crate::serve::{
-    Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, JSON, Metrics, Reporting, SampleSource,
-    TOP_MAX, bearer, read_conversation, read_stop, respond,
+    Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, Form, JSON, Metrics, Reporting,
+    SampleSource, bearer, read_conversation, read_stop, respond,
 };
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -24,6 +24,10 @@ const REQUESTS_MAX: u64 = 1000;
 /// Maximum number of metrics of one episode, and of characters of a name.
 const METRICS_MAX: usize = 64;
 const NAME_CHARS_MAX: usize = 64;
+
+/// Penalties, with the values that have no effect.
+const PENALTIES: [(&str, f64); 3] =
+    [("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)];
 
 /// The server of a run.
 pub(super) struct Server {
@@ -242,10 +246,12 @@ impl Server {
             keep_token_sets: round.keeps_token_sets,
             keep_sequence: false,
         };
-        // A stop text is found in the text of the answer so far.
-        let whole = (!request.streams && request.stop.is_empty()).then(|| chat.turn_parser());
+        // A stop text and the end of the first call are found in the text of the answer so far.
+        let is_whole = !request.streams && request.stop.is_empty() && request.parallel_calls;
+        let whole = is_whole.then(|| chat.turn_parser());
         let (sample, events) = self.board.submit(episode, whole, engine_request)?;
         let (prompts, reader) = (vec![(prompt.clone(), None)], TurnReader::chat(chat, request.stop));
+        let reader = reader.with_calls(fields.takes_calls());
         let head = AnswerHead {
             chat,
             model: request.model,
@@ -258,6 +264,7 @@ impl Server {
             log_probs: request.top_log_probs,
             stream_usage: request.stream_usage,
             echo: false,
+            parallel_calls: request.parallel_calls,
         };
         let answer = Answer::new(head, prompts, 1, vec![reader], report);
         let (episode, messages) = (episode.clone(), conversation.into_messages());
@@ -269,37 +276,33 @@ impl Server {
 
     /// Reads the fields that do not concern the conversation.
     fn read_fields(&self, fields: &Fields, sampling: &SamplingParameters) -> Result<ChatFields, ApiError> {
-        self.note_sampling(fields, sampling)?;
-        fields.refuse_unsupported()?;
+        self.note_sampling(fields, sampling);
+        fields.check(Form::Chat, &PENALTIES.map(|(name, _)| name))?;
         fields.refuse("n", |n| n == 1)?;
-        fields.refuse("response_format", |format| format["type"] == "text")?;
-        fields.refuse("functions", |_| false)?;
         fields.refuse("stop_token_ids", |ids| ids.as_array().is_some_and(Vec::is_empty))?;
-        let tokens = |name| fields.whole(name, 1, i64::from(i32::MAX));
-        let new_tokens_max = tokens("max_completion_tokens")?.or(tokens("max_tokens")?);
-        let top = fields.whole("top_logprobs", 0, TOP_MAX)?.unwrap_or(0) as usize;
+        let (streams, stream_usage) = fields.stream()?;
         Ok(ChatFields {
             model: fields.text("model")?.unwrap_or("rloss").to_owned(),
-            new_tokens_max: new_tokens_max.map(|tokens| tokens as usize),
+            new_tokens_max: fields.new_tokens_max(1)?,
             stop: read_stop(fields)?,
-            top_log_probs: fields.flag("logprobs")?.then_some(top),
+            top_log_probs: fields.chat_log_probs()?,
             token_ids: fields.flag("return_token_ids")?,
-            streams: fields.flag("stream")?,
-            stream_usage: fields.value("stream_options").is_some_and(|o| o["include_usage"] == true),
+            streams,
+            stream_usage,
+            parallel_calls: fields.flag_or("parallel_tool_calls", true)?,
         })
     }
 
     /// Warns once about each sampling parameter of a client that differs from the recipe's. Trained tokens
     /// must come from the distribution that training computes.
-    fn note_sampling(&self, fields: &Fields, sampling: &SamplingParameters) -> Result<(), ApiError> {
-        let off = [("frequency_penalty", 0.0), ("presence_penalty", 0.0), ("repetition_penalty", 1.0)];
+    fn note_sampling(&self, fields: &Fields, sampling: &SamplingParameters) {
         let used = [
             ("temperature", sampling.temperature),
             ("top_p", sampling.top_p),
             ("top_k", sampling.top_k as f64),
             ("min_p", sampling.min_p),
         ];
-        for (name, value) in used.into_iter().chain(off) {
+        for (name, value) in used.into_iter().chain(PENALTIES) {
             let asked = fields.value(name).map(|asked| asked.as_f64().unwrap_or(f64::NAN));
             // vLLM's clients write -1 for no limit.
             let asked = asked.map(|asked| if name == "top_k" { asked.max(0.0) } else { asked });
@@ -314,7 +317,6 @@ impl Server {
             let text = "a request has a seed; it is ignored, because random numbers come from train.seed";
             self.board.tell_once("seed", text);
         }
-        fields.refuse("logit_bias", |bias| bias.as_object().is_some_and(serde_json::Map::is_empty))
     }
 }
 
@@ -327,6 +329,7 @@ struct ChatFields {
     token_ids: bool,
     streams: bool,
     stream_usage: bool,
+    parallel_calls: bool,
 }
 
 fn model() -> Value {

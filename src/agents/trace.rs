@@ -174,6 +174,11 @@ impl Trace {
             parser.push(id);
         }
         let given = GivenAnswer::read(message);
+        let has_ended = ids.last().is_some_and(|last| chat.stop_tokens().contains(last));
+        // With `parallel_tool_calls: false` an answer ends after its first call, without a stop token.
+        if let (false, false, Some(&end)) = (has_ended, given.calls.is_empty(), chat.stop_tokens().first()) {
+            parser.push(end);
+        }
         let calls: Vec<Message> = match given.calls.is_empty() {
             true => vec![],
             false => parser
@@ -183,6 +188,7 @@ impl Trace {
                     Call::Ready(message) => Some(message),
                     Call::Malformed { .. } => None,
                 })
+                .take(given.calls.len())
                 .collect(),
         };
         let index = self.continued(prompt).unwrap_or_else(|| {
@@ -205,7 +211,6 @@ impl Trace {
         path.messages.extend(parser.finish());
         path.outcome = if is_full { Outcome::TruncatedLength } else { Outcome::Finished };
         self.newest = index;
-        let has_ended = ids.last().is_some_and(|last| chat.stop_tokens().contains(last));
         let prompt = prompt.to_vec();
         self.answers.push(KeptAnswer { message: given, calls, prompt, tokens: ids, has_ended });
     }

@@ -2,17 +2,21 @@
 
 use super::api_error::ApiError;
 use super::hub::Event;
+use super::log_probs::{chat_log_probs, text_log_probs};
 use super::metrics::Metrics;
 use crate::chat::{Chat, Texts, TurnReader, call_json};
 use crate::engine::{Completion, FinishReason, NewToken, TokenScores};
+use crate::harmony::{TurnEnd, TurnStep};
 use crate::http::{Peer, Stream};
 use serde_json::{Map, Value, json};
+use std::iter::once;
 use std::time::{Duration, Instant};
 
 /// Interval at which a waiting answer checks that its client is still connected.
 const PEER_POLL: Duration = Duration::from_millis(100);
-/// Log-probability that stands for minus infinity, which JSON lacks.
-const LOG_PROB_MIN: f32 = -9999.0;
+/// The end tag of a call of ChatML, and the tags of a thought.
+const CALL_END: &[u8] = b"</tool_call>";
+const THOUGHT: [&[u8]; 2] = [b"<think>", b"</think>"];
 
 /// A prompt's tokens, and its text if the request gave a text.
 pub(crate) type Prompt = (Vec<u32>, Option<String>);
@@ -33,6 +37,8 @@ pub(crate) struct Reporting {
     pub stream_usage: bool,
     /// Whether the answer's text begins with the prompt.
     pub echo: bool,
+    /// Whether an answer may have several calls. Otherwise it ends after its first one.
+    pub parallel_calls: bool,
 }
 
 /// The samples of an answer, as they are drawn.
@@ -200,6 +206,11 @@ impl<'r> Answer<'r> {
         stream.write("data: [DONE]\n\n");
     }
 
+    /// Returns the maximum number of calls of one answer.
+    fn calls_max(&self) -> usize {
+        if self.report.parallel_calls { usize::MAX } else { 1 }
+    }
+
     fn is_done(&self) -> bool {
         let needs_scores = self.scores_prompt();
         self.choices.iter().all(|choice| choice.finish.is_some() && (choice.is_through || !needs_scores))
@@ -211,7 +222,7 @@ impl<'r> Answer<'r> {
 
     /// Applies an event of the engine to sample `index`.
     fn take(&mut self, ticket: &dyn SampleSource, index: usize, event: Event) {
-        let waits_for_scores = self.scores_prompt();
+        let (waits_for_scores, one_call) = (self.scores_prompt(), !self.report.parallel_calls);
         let choice = &mut self.choices[index];
         let (tokens, end) = match event {
             Event::Token(token) => (vec![token], None),
@@ -226,8 +237,14 @@ impl<'r> Answer<'r> {
             if choice.finish.is_some() {
                 break;
             }
-            let ends = choice.reader.push(token.id);
+            let mut ends = choice.reader.push(token.id);
             choice.tokens.push(token);
+            if one_call
+                && !ends
+                && let Some(end) = end_of_call(self.chat, &choice.tokens)
+            {
+                ends = choice.reader.push(end);
+            }
             if ends {
                 choice.finish = Some(choice.reader.reason());
                 if !waits_for_scores {
@@ -264,13 +281,17 @@ impl<'r> Answer<'r> {
             (AnswerKind::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
             (AnswerKind::Text, _) => ("cmpl", "text_completion"),
         };
-        json!({
+        let mut head = json!({
             "id": format!("{prefix}-{id}"),
             "object": object,
             "created": self.head.created,
             "model": self.head.model,
             "system_fingerprint": format!("rloss-step-{}", self.head.version),
-        })
+        });
+        if is_chunk && self.report.stream_usage {
+            head["usage"] = Value::Null;
+        }
+        head
     }
 
     /// Returns a choice of a whole answer.
@@ -280,7 +301,7 @@ impl<'r> Answer<'r> {
         let mut value = json!({"index": index, "finish_reason": choice.finish});
         match self.report.kind {
             AnswerKind::Chat => {
-                let calls = calls_json(&choice.reader, &format!("{id}{index}"));
+                let calls = calls_json(&choice.reader, self.calls_max(), &format!("{id}{index}"));
                 let text = if content.is_empty() && !calls.is_empty() { Value::Null } else { content.into() };
                 let mut message = json!({"role": "assistant", "content": text});
                 if !reasoning.is_empty() {
@@ -364,8 +385,8 @@ impl<'r> Answer<'r> {
                 if !reasoning.is_empty() {
                     delta.insert("reasoning_content".into(), reasoning.into());
                 }
-                let calls =
-                    if is_over { calls_json(&choice.reader, &format!("{id}{index}")) } else { vec![] };
+                let calls_max = if is_over { self.calls_max() } else { 0 };
+                let calls = calls_json(&choice.reader, calls_max, &format!("{id}{index}"));
                 if !calls.is_empty() {
                     let numbered = calls.into_iter().enumerate().map(|(number, mut call)| {
                         call["index"] = number.into();
@@ -398,26 +419,9 @@ impl<'r> Answer<'r> {
         text.clone().unwrap_or_else(|| self.chat.vocabulary().decode(tokens))
     }
 
-    fn token_text(&self, token: u32) -> String {
-        self.chat.vocabulary().decode(&[token])
-    }
-
     /// Returns a chat's log-probabilities, or null if the request does not ask for them.
     fn chat_log_probs(&self, tokens: &[NewToken]) -> Value {
-        if self.report.log_probs.is_none() {
-            return Value::Null;
-        }
-        let entry = |token: u32, log_prob: f32| {
-            let bytes = self.chat.vocabulary().token_bytes(token).unwrap_or_default();
-            json!({"token": self.token_text(token), "logprob": log_prob.max(LOG_PROB_MIN), "bytes": bytes})
-        };
-        let token = |token: &NewToken| {
-            let scores = token.scores.clone().unwrap_or_default();
-            let mut value = entry(token.id, scores.log_prob);
-            value["top_logprobs"] = scores.top.iter().map(|top| entry(top.token, top.log_prob)).collect();
-            value
-        };
-        json!({ "content": tokens.iter().map(token).collect::<Vec<_>>() })
+        self.report.log_probs.map(|_| chat_log_probs(self.chat.vocabulary(), tokens)).into()
     }
 
     /// Returns the log-probabilities of a text completion, those of an echoed prompt first; null if the
@@ -428,45 +432,44 @@ impl<'r> Answer<'r> {
         }
         let choice = &self.choices[index];
         let prompt = if self.report.echo && first == 0 { &self.prompt(index).0[..] } else { &[] };
-        let none = std::iter::once(None).take(prompt.len());
-        let of_prompt = none.chain(choice.prompt_scores.iter().map(Some)).take(prompt.len());
-        let of_tokens = tokens.iter().map(|token| token.scores.as_ref());
-        let ids: Vec<u32> = prompt.iter().copied().chain(tokens.iter().map(|token| token.id)).collect();
-        let (mut log_probs, mut tops): (Vec<Value>, Vec<Value>) = (vec![], vec![]);
-        for (scores, &id) in of_prompt.chain(of_tokens).zip(&ids) {
-            let Some(scores) = scores else {
-                log_probs.push(Value::Null);
-                tops.push(Value::Null);
-                continue;
-            };
-            log_probs.push(scores.log_prob.max(LOG_PROB_MIN).into());
-            let mut top = Map::new();
-            for likely in scores.top.iter().rev() {
-                top.insert(self.token_text(likely.token), likely.log_prob.max(LOG_PROB_MIN).into());
-            }
-            top.entry(self.token_text(id)).or_insert(scores.log_prob.max(LOG_PROB_MIN).into());
-            tops.push(top.into());
-        }
-        let texts: Vec<String> = ids.iter().map(|&id| self.token_text(id)).collect();
-        // The offset of a token is the number of characters before it, as in OpenAI's answers.
-        let before =
-            choice.tokens[..first].iter().map(|token| self.token_text(token.id).chars().count()).sum();
-        let offsets = texts.iter().scan(before, |offset: &mut usize, text| {
-            let start = *offset;
-            *offset += text.chars().count();
-            Some(start)
-        });
-        let offsets: Vec<usize> = offsets.collect();
-        json!({"tokens": texts, "token_logprobs": log_probs, "top_logprobs": tops, "text_offset": offsets})
+        let of_prompt = prompt.iter().copied().zip(once(None).chain(choice.prompt_scores.iter().map(Some)));
+        let of_tokens = tokens.iter().map(|token| (token.id, token.scores.as_ref()));
+        text_log_probs(self.chat.vocabulary(), &choice.tokens[..first], of_prompt.chain(of_tokens))
     }
 }
 
-/// Returns the calls at the end of an answer in OpenAI's form; `id` names the answer.
-fn calls_json(reader: &TurnReader, id: &str) -> Vec<Value> {
-    let calls = reader.calls().into_iter().enumerate();
+/// Returns the calls at the end of an answer in OpenAI's form, up to `calls_max`; `id` names the answer.
+fn calls_json(reader: &TurnReader, calls_max: usize, id: &str) -> Vec<Value> {
+    let calls = reader.calls().into_iter().take(calls_max).enumerate();
     calls.map(|(number, call)| call_json(&call, format!("call_{id}_{number}"))).collect()
 }
 
 fn ids(tokens: &[NewToken]) -> Value {
     tokens.iter().map(|token| token.id).collect()
 }
+
+/// Returns the token that ends the turn, if `tokens` end with the end tag of a call that can be read. A call
+/// in an open thought is none yet. Harmony needs no such check: its turns end with their first call.
+fn end_of_call(chat: &Chat, tokens: &[NewToken]) -> Option<u32> {
+    let Chat::ChatMl(_) = chat else { return None };
+    let bytes = |token: &NewToken| chat.vocabulary().token_bytes(token.id).unwrap_or_default();
+    let text = |tokens: &[NewToken]| -> Vec<u8> { tokens.iter().flat_map(bytes).copied().collect() };
+    let tail = text(&tokens[tokens.len().saturating_sub(CALL_END.len() + 1)..]);
+    if !tail.trim_ascii_end().ends_with(CALL_END) {
+        return None;
+    }
+    let text = text(tokens);
+    let [open, close] = THOUGHT;
+    if text.trim_ascii_start().starts_with(open) && !text.windows(close.len()).any(|part| part == close) {
+        return None;
+    }
+    let end = *chat.stop_tokens().first()?;
+    let mut parser = chat.turn_parser();
+    for token in tokens {
+        parser.push(token.id);
+    }
+    (parser.push(end) == TurnStep::Ended(TurnEnd::Called)).then_some(end)
+}
+
+#[cfg(test)]
+mod tests;

@@ -2,7 +2,7 @@
 
 use super::api_error::ApiError;
 use super::fields::Fields;
-use crate::chat::{Chat, RequestMessages, SystemPromptSettings};
+use crate::chat::{Chat, ConversationSource, RequestMessages, SystemPromptSettings};
 use crate::harmony::ReasoningEffort;
 use crate::settings::Choice;
 use serde_json::Value;
@@ -23,9 +23,13 @@ pub(crate) fn read_conversation(
             let what = "\"reasoning_effort\" must be \"low\", \"medium\" or \"high\"".to_owned();
             ApiError::invalid(Some("reasoning_effort"), what)
         })?;
+        if !matches!(chat, Chat::Harmony(_)) || settings.system_message == Some(false) {
+            let why = "\"reasoning_effort\" has no place in this model's prompts: leave it out".to_owned();
+            return Err(ApiError::invalid(Some("reasoning_effort"), why));
+        }
         settings.reasoning_effort = Some(effort);
     }
-    let messages = RequestMessages::read(list, tools, chat, settings);
+    let messages = RequestMessages::read(list, tools, chat, settings, ConversationSource::Request);
     messages.map_err(|why| ApiError::invalid(Some("messages"), why))
 }
 

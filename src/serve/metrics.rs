@@ -11,7 +11,6 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct Metrics {
     /// Responses by status code.
     responses: Mutex<BTreeMap<&'static str, u64>>,
-    unknown_fields: AtomicU64,
     prompt_tokens: AtomicU64,
     sampled_tokens: AtomicU64,
     /// Number of answers whose client left.
@@ -22,10 +21,6 @@ impl Metrics {
     pub fn count_response(&self, status: &'static str) {
         let code = status.split(' ').next().unwrap_or_default();
         *self.responses.lock().unwrap_or_else(PoisonError::into_inner).entry(code).or_default() += 1;
-    }
-
-    pub fn count_unknown_fields(&self, count: usize) {
-        self.unknown_fields.fetch_add(count as u64, Ordering::Relaxed);
     }
 
     pub fn count_tokens(&self, prompt: usize, sampled: usize) {
@@ -48,7 +43,6 @@ impl Metrics {
         }
         let load = |value: &AtomicU64| value.load(Ordering::Relaxed);
         let counters = [
-            ("unknown_fields_total", "Fields of requests that were ignored.", load(&self.unknown_fields)),
             ("prompt_tokens_total", "Tokens of prompts.", load(&self.prompt_tokens)),
             ("prefilled_tokens_total", "Prompt tokens that passed through the model.", prefill.read),
             ("reused_tokens_total", "Prompt tokens that another request had read.", prefill.reused),

@@ -8,6 +8,7 @@ mod answer;
 mod api_error;
 mod fields;
 mod hub;
+mod log_probs;
 mod messages;
 mod metrics;
 mod request;
@@ -15,11 +16,11 @@ mod request;
 pub(crate) use access::{Access, bearer};
 pub(crate) use answer::{Answer, AnswerHead, AnswerKind, Reporting, SampleSource};
 pub(crate) use api_error::ApiError;
-pub(crate) use fields::Fields;
+pub(crate) use fields::{Fields, Form};
 pub(crate) use hub::Event;
 pub(crate) use messages::read_conversation;
 pub(crate) use metrics::Metrics;
-pub(crate) use request::{TOP_MAX, read_stop};
+pub(crate) use request::read_stop;
 
 use crate::chat::{Chat, SystemPromptSettings};
 use crate::engine::Engine;
@@ -190,7 +191,6 @@ impl Server<'_> {
             AnswerKind::Chat => self.read_chat(&fields)?,
             AnswerKind::Text => self.read_completion(&fields)?,
         };
-        self.metrics.count_unknown_fields(fields.unknown_count());
         let ticket = self.hub.submit(requests)?;
         if !streams {
             return answer

@@ -3,7 +3,7 @@
 use super::Server;
 use super::answer::{Answer, AnswerHead, AnswerKind, Prompt, Reporting};
 use super::api_error::ApiError;
-use super::fields::Fields;
+use super::fields::{Fields, Form, TOP_MAX};
 use super::hub::Requests;
 use super::messages::read_conversation;
 use crate::chat::TurnReader;
@@ -16,8 +16,6 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 /// Maximum number of samples per prompt, and of prompts per request.
 const SAMPLES_MAX: i64 = 128;
 const PROMPTS_MAX: usize = 1024;
-/// Maximum number of likeliest tokens that are reported for each token.
-pub(crate) const TOP_MAX: i64 = 20;
 /// Maximum number of stop texts, and maximum bytes of each.
 const STOPS_MAX: usize = 16;
 const STOP_BYTES_MAX: usize = 1 << 10;
@@ -44,34 +42,24 @@ struct Common {
 impl Server<'_> {
     pub(super) fn read_chat<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
         let chat = self.settings.chat;
-        let common = self.read_common(fields)?;
-        fields.ignore(&["parallel_tool_calls"]);
-        fields.refuse("functions", |_| false)?;
+        let common = self.read_common(fields, Form::Chat)?;
         let messages = read_conversation(fields, chat, self.settings.system_prompt)?.into_messages();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         self.check_bytes(bytes, "messages")?;
         let tokens = chat
             .render_prompt(&messages)
             .map_err(|error| ApiError::invalid(Some("messages"), format!("{error:#}")))?;
-        let top = match (fields.flag("logprobs")?, fields.whole("top_logprobs", 0, TOP_MAX)?) {
-            (true, top) => Some(top.unwrap_or(0) as usize),
-            (false, None | Some(0)) => None,
-            (false, Some(_)) => {
-                let why = "\"top_logprobs\" needs \"logprobs\": true".to_owned();
-                return Err(ApiError::invalid(Some("top_logprobs"), why));
-            }
-        };
-        let (old, new) =
-            (self.tokens_field(fields, "max_tokens")?, self.tokens_field(fields, "max_completion_tokens")?);
+        let top = fields.chat_log_probs()?;
         let left = self.check_prompt(&tokens, "messages")?;
-        let asked = new.or(old);
-        let new_tokens_max = asked.unwrap_or(self.settings.answer_tokens_max.min(left).max(1));
+        let new_tokens_max = fields.new_tokens_max(1)?;
+        let new_tokens_max = new_tokens_max.unwrap_or(self.settings.answer_tokens_max.min(left).max(1));
         self.check_room(tokens.len(), new_tokens_max, left)?;
         let stop_tokens = self.stop_tokens(fields)?;
         let request = engine_request(tokens.clone(), &common, stop_tokens, new_tokens_max, top);
-        let mut ids = stop_token_ids(fields)?;
+        let mut ids = self.stop_token_ids(fields)?;
         ids.extend(chat.vocabulary().added_id(END_OF_TEXT));
-        let takes_calls = fields.value("tool_choice").is_none_or(|choice| choice != "none");
+        let takes_calls = fields.takes_calls();
+        let parallel_calls = fields.flag_or("parallel_tool_calls", true)? || !takes_calls;
         let reader = |stop: &[String]| {
             TurnReader::chat(chat, stop.to_vec()).with_stop_tokens(ids.clone()).with_calls(takes_calls)
         };
@@ -81,15 +69,14 @@ impl Server<'_> {
             log_probs: top,
             stream_usage: common.stream_usage,
             echo: false,
+            parallel_calls,
         };
         self.assemble(common, vec![request], vec![(tokens, None)], &reader, report)
     }
 
     pub(super) fn read_completion<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
         let chat = self.settings.chat;
-        let common = self.read_common(fields)?;
-        fields.refuse("suffix", |suffix| suffix == "")?;
-        fields.refuse("best_of", |best| best.as_u64() == Some(common.samples as u64))?;
+        let common = self.read_common(fields, Form::Text)?;
         let top = fields.whole("logprobs", 0, TOP_MAX)?.map(|top| top as usize);
         let echo = fields.flag("echo")?;
         if common.streams && echo && top.is_some() {
@@ -97,8 +84,7 @@ impl Server<'_> {
             return Err(ApiError::invalid(Some("stream"), why));
         }
         let prompts = self.read_prompts(fields)?;
-        let new_tokens_max =
-            self.tokens_field_from(fields, "max_tokens", i64::from(!echo))?.unwrap_or(TEXT_TOKENS);
+        let new_tokens_max = fields.new_tokens_max(i64::from(!echo))?.unwrap_or(TEXT_TOKENS);
         let stop_tokens = self.stop_tokens(fields)?;
         let mut requests = vec![];
         for (tokens, _) in &prompts {
@@ -109,7 +95,7 @@ impl Server<'_> {
             request.prompt_log_probs = top.filter(|_| echo);
             requests.push(request);
         }
-        let ids = stop_token_ids(fields)?;
+        let ids = self.stop_token_ids(fields)?;
         let reader = |stop: &[String]| TurnReader::text(chat, stop.to_vec()).with_stop_tokens(ids.clone());
         let report = Reporting {
             kind: AnswerKind::Text,
@@ -117,6 +103,7 @@ impl Server<'_> {
             log_probs: top,
             stream_usage: common.stream_usage,
             echo,
+            parallel_calls: true,
         };
         self.assemble(common, requests, prompts, &reader, report)
     }
@@ -151,8 +138,8 @@ impl Server<'_> {
         Ok((answer, Requests { requests, samples: common.samples, seed }, common.streams))
     }
 
-    fn read_common(&self, fields: &Fields) -> Result<Common, ApiError> {
-        fields.refuse("response_format", |format| format["type"] == "text")?;
+    fn read_common(&self, fields: &Fields, form: Form) -> Result<Common, ApiError> {
+        fields.check(form, &[])?;
         let default = self.settings.sampling;
         let temperature = fields.number("temperature", 0.0, 100.0)?.unwrap_or(default.temperature);
         let sampling = SamplingParameters {
@@ -163,27 +150,7 @@ impl Server<'_> {
                 .map_or(default.top_k, |k| k.max(0) as usize),
             min_p: fields.number("min_p", 0.0, 1.0)?.unwrap_or(default.min_p),
         };
-        let is_zero = |value: &Value| value.as_f64() == Some(0.0);
-        fields.refuse_unsupported()?;
-        fields.refuse("frequency_penalty", is_zero)?;
-        fields.refuse("presence_penalty", is_zero)?;
-        fields.refuse("repetition_penalty", |value| value.as_f64() == Some(1.0))?;
-        fields.refuse("logit_bias", |bias| bias.as_object().is_some_and(serde_json::Map::is_empty))?;
-        fields.ignore(&[
-            "user",
-            "store",
-            "metadata",
-            "service_tier",
-            "safety_identifier",
-            "prompt_cache_key",
-        ]);
-        let streams = fields.flag("stream")?;
-        let options = fields.value("stream_options");
-        let stream_usage = options.is_some_and(|options| options["include_usage"] == true);
-        if options.is_some() && !streams {
-            let why = "\"stream_options\" needs \"stream\": true".to_owned();
-            return Err(ApiError::invalid(Some("stream_options"), why));
-        }
+        let (streams, stream_usage) = fields.stream()?;
         Ok(Common {
             sampling,
             samples: fields.whole("n", 1, SAMPLES_MAX)?.unwrap_or(1) as usize,
@@ -208,10 +175,8 @@ impl Server<'_> {
                 vocabulary.encode_with_special(text).map_err(|error| wrong(&format!("{error:#}")))?;
             Ok((tokens, Some(text.to_owned())))
         };
-        let ids_max = self.settings.engine.policy().model.config.vocab_size as u64;
         let from_ids = |ids: &[Value]| {
-            let id = |id: &Value| id.as_u64().filter(|&id| id < ids_max).map(|id| id as u32);
-            let ids = ids.iter().map(id).collect::<Option<Vec<u32>>>();
+            let ids = ids.iter().map(|id| self.token_id(id)).collect::<Option<Vec<u32>>>();
             ids.map(|ids| (ids, None)).ok_or_else(|| wrong("has an id that is not in the vocabulary"))
         };
         match prompt {
@@ -273,19 +238,6 @@ impl Server<'_> {
         ))
     }
 
-    fn tokens_field(&self, fields: &Fields, name: &'static str) -> Result<Option<usize>, ApiError> {
-        self.tokens_field_from(fields, name, 1)
-    }
-
-    fn tokens_field_from(
-        &self,
-        fields: &Fields,
-        name: &'static str,
-        low: i64,
-    ) -> Result<Option<usize>, ApiError> {
-        Ok(fields.whole(name, low, i64::from(i32::MAX))?.map(|tokens| tokens as usize))
-    }
-
     /// Returns the tokens that end a sample: those of the chat format, unless `ignore_eos` is true, and those
     /// of the request.
     fn stop_tokens(&self, fields: &Fields) -> Result<Vec<u32>, ApiError> {
@@ -295,20 +247,23 @@ impl Server<'_> {
             // The published models also end with the end of text, which is no stop token of Harmony.
             false => chat.stop_tokens().into_iter().chain(chat.vocabulary().added_id(END_OF_TEXT)).collect(),
         };
-        tokens.extend(stop_token_ids(fields)?);
+        tokens.extend(self.stop_token_ids(fields)?);
         Ok(tokens)
     }
-}
 
-fn stop_token_ids(fields: &Fields) -> Result<Vec<u32>, ApiError> {
-    let ids = fields.list("stop_token_ids")?.unwrap_or_default();
-    let read = |id: &Value| id.as_u64().and_then(|id| u32::try_from(id).ok());
-    let read =
-        Some(ids).filter(|ids| ids.len() <= STOP_TOKENS_MAX).and_then(|ids| ids.iter().map(read).collect());
-    read.ok_or_else(|| {
-        let why = format!("\"stop_token_ids\" must be up to {STOP_TOKENS_MAX} ids");
-        ApiError::invalid(Some("stop_token_ids"), why)
-    })
+    fn stop_token_ids(&self, fields: &Fields) -> Result<Vec<u32>, ApiError> {
+        let ids = fields.list("stop_token_ids")?.unwrap_or_default();
+        let read: Option<Vec<u32>> = ids.iter().map(|id| self.token_id(id)).collect();
+        read.filter(|_| ids.len() <= STOP_TOKENS_MAX).ok_or_else(|| {
+            let why = format!("\"stop_token_ids\" must be up to {STOP_TOKENS_MAX} ids of the vocabulary");
+            ApiError::invalid(Some("stop_token_ids"), why)
+        })
+    }
+
+    fn token_id(&self, id: &Value) -> Option<u32> {
+        let ids_max = self.settings.engine.policy().model.config.vocab_size as u64;
+        id.as_u64().filter(|&id| id < ids_max).map(|id| id as u32)
+    }
 }
 
 fn engine_request(
