@@ -258,7 +258,7 @@ impl Group {
 }
 
 /// One line of `trajectories/*.jsonl`: the trajectory, and its conversation in readable form.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TrajectoryRow {
     /// `rl` or `eval`, as in `metrics.jsonl`.
     pub phase: Phase,
@@ -267,11 +267,33 @@ pub struct TrajectoryRow {
     /// The whole conversation, the prompt included.
     pub messages: Vec<Message>,
     /// The right answer in the task's format, if the task gives one.
-    #[serde(default, skip_serializing_if = "Value::is_null")]
+    #[serde(skip_serializing_if = "Value::is_null")]
     pub answer: Value,
     /// Per-token values of the training step; absent for a trajectory that no step trained on.
-    #[serde(rename = "learned", default, skip_serializing_if = "Option::is_none")]
+    #[serde(rename = "learned", skip_serializing_if = "Option::is_none")]
     pub token_stats: Option<TokenStats>,
+}
+
+impl TrajectoryRow {
+    /// Reads a line. Two passes read the trajectory and the other keys: numbers that keep their digits cannot
+    /// be read into a flattened struct.
+    ///
+    /// # Errors
+    /// When the line is not JSON, or a key is missing or has another type.
+    pub fn from_line(line: &[u8]) -> serde_json::Result<Self> {
+        #[derive(Deserialize)]
+        struct OtherKeys {
+            phase: Phase,
+            messages: Vec<Message>,
+            #[serde(default)]
+            answer: Value,
+            #[serde(default)]
+            learned: Option<TokenStats>,
+        }
+        let trajectory = serde_json::from_slice(line)?;
+        let OtherKeys { phase, messages, answer, learned } = serde_json::from_slice(line)?;
+        Ok(Self { phase, trajectory, messages, answer, token_stats: learned })
+    }
 }
 
 /// Per-token values of the training step for one trajectory. Each list has one value per token, which is 0

@@ -328,8 +328,8 @@ impl Actor {
     /// without `updates`, the values of the adapter alone. Gradients are cleared.
     ///
     /// # Errors
-    /// [`crate::error::BadInput`] when the folder is incomplete, or belongs to another model or optimizer; any
-    /// other error when the actor has no optimizer.
+    /// [`crate::error::BadInput`] when the folder is incomplete, or belongs to another model or optimizer.
+    /// Another error when the actor has no optimizer.
     pub fn load(&mut self, place: &Path, updates: Option<u64>) -> Result<()> {
         let optimizer = self.optimizer.as_mut().context(FROZEN)?;
         match updates {

@@ -9,15 +9,16 @@ pub mod chatml;
 pub mod functions;
 mod openai;
 mod renderer;
+mod rows;
 mod system;
 mod turn_reader;
 
-pub use openai::{GivenAnswer, RequestMessages, call_json, function_name, read_content};
+pub use openai::{ConversationSource, GivenAnswer, RequestMessages, call_json, function_name, read_content};
 pub use renderer::ConversationRenderer;
-pub use system::{SystemPromptSettings, chatml_identity, replaced_system_prompt, system_prompt};
+pub use rows::read_tools;
+pub use system::{SystemPromptSettings, replaced_system_prompt, system_prompt};
 pub use turn_reader::{Texts, TurnReader};
 
-use crate::bad_input;
 use crate::harmony::{
     self, HarmonyTokenizer, MaskedTokens, Message, ParseMode, ParsedCompletion, RenderOptions, Role,
     StreamParser, TurnError, TurnStep,
@@ -118,7 +119,8 @@ impl Chat {
     pub fn stop_tokens(&self) -> Vec<u32> {
         match self {
             Chat::Harmony(tokenizer) => {
-                vec![tokenizer.control_tokens().return_, tokenizer.control_tokens().call]
+                let control = tokenizer.control_tokens();
+                [control.return_, control.call].into_iter().chain(control.end_of_text).collect()
             }
             Chat::ChatMl(chatml) => chatml.stop_tokens(),
         }
@@ -187,39 +189,48 @@ impl Chat {
         }
     }
 
-    /// Reads the conversation of a row `{"messages": [...]}`. In ChatML the row may also have `"tools"`; if
-    /// it has no system message, `identity` is the text before them. In Harmony an assistant's message
-    /// without a channel, as OpenAI's form has it, gets the channel `final`, or `commentary` if it is a call.
+    /// Reads the conversation of a row `{"messages": [...], "tools": [...]}` in OpenAI's form, as the server
+    /// reads a request. With Harmony, messages may also be in Harmony's own form, without tools; a message of
+    /// the assistant without a channel gets the channel `final`, or `commentary` if it is a call.
+    ///
+    /// A conversation with tools or with a system message has its system prompt, which `settings` describes.
+    /// `uses_python`: whether the recipe declares the Python tool.
     ///
     /// # Errors
-    /// [`BadInput`](crate::error::BadInput) with `source_name`, the message's number (from 1) and the reason.
+    /// The number of the first invalid message (from 1), or the key, with the reason.
     pub fn read_messages(
         &self,
         row: &Value,
-        identity: Option<&str>,
-        source_name: &str,
-    ) -> Result<Vec<Message>> {
-        let has_tools = row["tools"].as_array().is_some_and(|tools| !tools.is_empty());
-        match self {
-            Chat::Harmony(_) => {
-                if has_tools {
-                    return Err(bad_input!(
-                        "{source_name}: \"tools\"; GPT-OSS declares functions in a developer message, and a call is a message \
-                         with \"recipient\": \"functions.NAME\""
-                    ));
-                }
-                let mut messages = harmony::messages_from_json(&row["messages"], source_name)?;
-                for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
-                    let usual = if message.recipient.is_some() { "commentary" } else { "final" };
-                    message.channel.get_or_insert_with(|| usual.to_owned());
-                }
-                Ok(messages)
+        settings: &SystemPromptSettings,
+        uses_python: bool,
+    ) -> Result<Vec<Message>, String> {
+        let list = row["messages"].as_array().ok_or("\"messages\" must be a list of messages")?;
+        let tools = read_tools(&row["tools"])?;
+        if matches!(self, Chat::Harmony(_)) && list.iter().any(rows::is_harmony_message) {
+            if !tools.is_empty() {
+                return Err(
+                    "\"tools\" beside messages in Harmony's form; declare functions in a developer message, or write \
+                     \"tool_calls\" instead of \"recipient\""
+                        .into(),
+                );
             }
-            Chat::ChatMl(chatml) => {
-                let identity = identity.filter(|_| has_tools);
-                chatml::messages_from_json(row, identity, chatml.has_thoughts(), source_name)
+            let mut messages = harmony::messages_from_json(&row["messages"], "row").map_err(|e| format!("{e:#}"))?;
+            for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
+                let usual = if message.recipient.is_some() { "commentary" } else { "final" };
+                message.channel.get_or_insert_with(|| usual.to_owned());
             }
+            return Ok(messages);
         }
+        self.check_request_tools(&tools)?;
+        self.check_declarations(&tools)?;
+        let source = ConversationSource::Row { uses_python };
+        let mut conversation = RequestMessages::read(list, &tools, self, settings.clone(), source)?;
+        let has_text =
+            list.first().is_some_and(|first| first["role"] == "system" || first["role"] == "developer");
+        if tools.is_empty() && !has_text {
+            conversation.system.clear();
+        }
+        Ok(conversation.into_messages())
     }
 
     /// Returns a parser for the tokens that are sampled after a prompt.
@@ -302,15 +313,30 @@ impl ChatTurnParser {
                     let problem = problem.cloned().unwrap_or(TurnError::Truncated);
                     let reply = problem.reply();
                     let recipient = match problem {
-                        TurnError::CallNotClosed { recipient } | TurnError::EmptyCall { recipient } => {
-                            Some(recipient)
-                        }
+                        TurnError::EmptyCall { recipient } => Some(recipient),
                         _ => None,
                     };
                     vec![Call::Malformed { recipient, reply }]
                 }
             },
             ChatTurnParser::ChatMl(parser) => parser.calls().to_vec(),
+        }
+    }
+
+    /// Returns the number of messages that could not be read and after which the turn went on.
+    pub fn broken_messages(&self) -> usize {
+        match self {
+            ChatTurnParser::Harmony(parser) => parser.broken_messages(),
+            ChatTurnParser::ChatMl(_) => 0,
+        }
+    }
+
+    /// Returns the texts of the turn so far. Calls are text if `takes_calls` is false. At the end of the answer
+    /// (`at_end`), a call that could not be read is text too.
+    pub fn texts(&self, at_end: bool, takes_calls: bool) -> Texts {
+        match self {
+            ChatTurnParser::Harmony(parser) => turn_reader::harmony_texts(parser, at_end, takes_calls),
+            ChatTurnParser::ChatMl(parser) => parser.texts(at_end, takes_calls),
         }
     }
 

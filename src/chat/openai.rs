@@ -1,10 +1,11 @@
 //! Messages and calls in the form of OpenAI's API.
 
 use super::functions::check_functions;
+use super::rows::{check_message_keys, remove_foreign_arguments};
 use super::{Chat, PYTHON, SystemPromptSettings, chatml, system_prompt};
-use crate::harmony::{Message, Role};
+use crate::harmony::{Message, Role, has_no_loss};
 use serde_json::{Value, json};
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 
 /// Prefix of the recipient of a function call in Harmony.
 const FUNCTIONS: &str = "functions.";
@@ -14,7 +15,16 @@ pub fn function_name(recipient: &str) -> &str {
     recipient.strip_prefix(FUNCTIONS).unwrap_or(recipient)
 }
 
-/// The conversation of a request in the messages of the model's chat format.
+/// Where a conversation in OpenAI's form comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ConversationSource {
+    /// A request of a client. Keys without a meaning here are ignored, as OpenAI's servers do.
+    Request,
+    /// A row to train on. A key without a meaning here is refused.
+    Row { uses_python: bool },
+}
+
+/// A conversation in OpenAI's form, in the messages of the model's chat format.
 pub struct RequestMessages {
     /// The system prompt with the tools.
     pub system: Vec<Message>,
@@ -24,8 +34,8 @@ pub struct RequestMessages {
 }
 
 impl RequestMessages {
-    /// Reads the entries `list` of a request that declares `tools`. A system message at the start replaces
-    /// the text of `settings`.
+    /// Reads the entries `list` of a conversation that declares `tools`. A system message at the start
+    /// replaces the text of `settings`.
     ///
     /// # Errors
     /// The number of the first invalid message (from 1) and the reason.
@@ -34,23 +44,31 @@ impl RequestMessages {
         tools: &[Value],
         chat: &Chat,
         mut settings: SystemPromptSettings,
+        source: ConversationSource,
     ) -> Result<Self, String> {
-        let declares_python = tools.iter().any(|tool| tool["function"]["name"] == PYTHON);
-        let mut reader = MessageReader { chat, declares_python, names: HashMap::new() };
+        let (names, open_calls) = (HashMap::new(), VecDeque::new());
+        let mut reader = MessageReader { chat, tools, source, names, open_calls, is_after_answer: false };
         let mut entries = Vec::with_capacity(list.len());
         for (index, value) in list.iter().enumerate() {
             entries.push(reader.read(value).map_err(|why| format!("message {}: {why}", index + 1))?);
         }
         if matches!(chat, Chat::Harmony(_)) {
-            drop_old_thoughts(&mut entries);
+            // The thought of an answer that is trained stays.
+            let trained = usize::from(source != ConversationSource::Request);
+            let before = entries.len().saturating_sub(trained);
+            drop_old_thoughts(&mut entries[..before]);
         }
+        let uses_python = match source {
+            ConversationSource::Row { uses_python } => uses_python && matches!(chat, Chat::Harmony(_)),
+            ConversationSource::Request => false,
+        };
         if let Some([first, ..]) = entries.first().map(Vec::as_slice)
             && matches!(first.role, Role::System | Role::Developer)
         {
             let text = Some(entries[0].remove(0).content).filter(|text| !text.is_empty());
             settings = settings.with_text(chat, text);
         }
-        Ok(Self { system: system_prompt(chat, &settings, false, tools), entries })
+        Ok(Self { system: system_prompt(chat, &settings, uses_python, tools), entries })
     }
 
     /// Returns the messages of the whole conversation.
@@ -108,54 +126,101 @@ fn drop_old_thoughts(entries: &mut [Vec<Message>]) {
     }
 }
 
-/// Reads the messages of a request in order.
+/// Reads the messages of a conversation in order.
 struct MessageReader<'a> {
     chat: &'a Chat,
-    /// Whether the request declares a function `python`. Otherwise that name is the model's own Python tool.
-    declares_python: bool,
+    tools: &'a [Value],
+    source: ConversationSource,
     /// The function name of each call so far, by the call's id.
     names: HashMap<String, String>,
+    /// The function names of the last calls that have no reply yet.
+    open_calls: VecDeque<String>,
+    /// Whether the last message was the assistant's.
+    is_after_answer: bool,
 }
 
 impl MessageReader<'_> {
     fn read(&mut self, value: &Value) -> Result<Vec<Message>, String> {
+        if self.is_row() {
+            check_message_keys(value)?;
+        }
         let role = value["role"].as_str().ok_or("\"role\" is missing")?;
         let role = match role {
             "function" => Role::Tool,
             role => Role::from_name(role).ok_or_else(|| format!("there is no role {role:?}"))?,
         };
         let content = read_content(&value["content"])?;
-        match role {
-            Role::Assistant => self.read_answer(value, content),
-            Role::Tool => {
-                let id = value["tool_call_id"].as_str();
-                let by_id = id.and_then(|id| self.names.get(id).map(String::as_str));
-                let name =
-                    by_id.or(value["name"].as_str()).ok_or("\"tool_call_id\" names no earlier call")?;
-                let channel = if self.is_own_python(name) { "analysis" } else { "commentary" };
-                Ok(vec![Message::tool(&self.recipient(name), Some(channel), content)])
-            }
-            role => Ok(vec![Message::new(role, content)]),
+        let calls = list_of(&value["tool_calls"]).ok_or("\"tool_calls\" must be a list of calls")?;
+        if role != Role::Assistant && !calls.is_empty() {
+            return Err(format!("\"tool_calls\" in a message of role {}", role.name()));
         }
+        let no_loss = has_no_loss(value["weight"].as_f64(), role)?;
+        let mut messages = match role {
+            Role::Assistant => self.read_answer(value, content, &calls)?,
+            Role::Tool => vec![self.read_reply(value, content)?],
+            role => vec![Message::new(role, content)],
+        };
+        messages.iter_mut().for_each(|message| message.no_loss = no_loss);
+        if let Some(first) = messages.first_mut() {
+            first.begins_turn = role == Role::Assistant && self.is_after_answer;
+        }
+        self.is_after_answer = role == Role::Assistant;
+        Ok(messages)
+    }
+
+    fn is_row(&self) -> bool {
+        self.source != ConversationSource::Request
+    }
+
+    /// Reads a tool's reply. It belongs to the call of its id, else to the function of its name, else to the
+    /// first call that has no reply.
+    fn read_reply(&mut self, value: &Value, content: String) -> Result<Message, String> {
+        let by_id = value["tool_call_id"].as_str().and_then(|id| self.names.get(id));
+        let name =
+            by_id.map(String::as_str).or(value["name"].as_str()).or(self.open_calls.front().map(|s| &**s));
+        let name = name.ok_or("\"tool_call_id\" names no earlier call")?.to_owned();
+        if let Some(index) = self.open_calls.iter().position(|open| *open == name) {
+            self.open_calls.remove(index);
+        }
+        let channel = if self.is_own_python(&name) { "analysis" } else { "commentary" };
+        Ok(Message::tool(&self.recipient(&name), Some(channel), content))
     }
 
     /// Reads an assistant's message: its thought, its text, its calls.
-    fn read_answer(&mut self, value: &Value, mut content: String) -> Result<Vec<Message>, String> {
-        let calls = value["tool_calls"].as_array().map(Vec::as_slice).unwrap_or_default();
+    fn read_answer(
+        &mut self,
+        value: &Value,
+        mut content: String,
+        calls: &[Value],
+    ) -> Result<Vec<Message>, String> {
         let given = ["reasoning_content", "reasoning"].iter().find_map(|key| value[*key].as_str());
         let mut thought = given.unwrap_or_default().to_owned();
+        if self.is_row() && value["content"].is_null() && calls.is_empty() {
+            return Err("\"content\" is null and there are no \"tool_calls\"; write a text".into());
+        }
         match self.chat {
             Chat::Harmony(_) => {}
-            Chat::ChatMl(chat) if !chat.has_thoughts() => thought.clear(),
+            Chat::ChatMl(chat) if !chat.has_thoughts() => {
+                if self.is_row() && !thought.is_empty() {
+                    return Err(
+                        "\"reasoning_content\", but this family's template has no thoughts; remove the key"
+                            .into(),
+                    );
+                }
+                thought.clear();
+            }
             Chat::ChatMl(_) => (thought, content) = chatml::thought_and_text(thought, content),
         }
+        self.open_calls.clear();
         let mut read = vec![];
         for call in calls {
-            let function = &call["function"];
+            // The inner function alone is a call too.
+            let function = if call["function"].is_null() { call } else { &call["function"] };
             let name = function["name"].as_str().ok_or("a call names no function")?;
             if let Some(id) = call["id"].as_str() {
                 self.names.insert(id.to_owned(), name.to_owned());
             }
+            self.open_calls.push_back(name.to_owned());
             read.push(self.call_message(name, &function["arguments"])?);
         }
         Ok(answer_messages(thought, content, read))
@@ -164,20 +229,30 @@ impl MessageReader<'_> {
     fn call_message(&self, name: &str, arguments: &Value) -> Result<Message, String> {
         let is_harmony = matches!(self.chat, Chat::Harmony(_));
         let is_own_python = self.is_own_python(name);
-        let parsed = match arguments {
+        let mut parsed = match arguments {
             Value::Null => Ok(json!({})),
             Value::String(text) if text.trim().is_empty() => Ok(json!({})),
             Value::String(text) => serde_json::from_str(text).map_err(|error| (text, error)),
             arguments => Ok(arguments.clone()),
         };
+        if let (Ok(Value::Object(found)), true) = (&mut parsed, arguments.is_object()) {
+            remove_foreign_arguments(found, name, self.tools);
+        }
         let content = match parsed {
-            Ok(arguments) => {
-                let shows_code = if is_harmony { is_own_python } else { name == PYTHON };
-                let code = arguments["code"].as_str().filter(|_| shows_code);
-                code.map_or_else(|| chatml::json_text(&arguments), str::to_owned)
+            Ok(arguments) if self.is_row() && !arguments.is_object() => {
+                return Err(format!("the arguments of the call to {name:?} are no JSON object"));
             }
+            Ok(arguments) if is_own_python || (!is_harmony && name == PYTHON) => {
+                let code = arguments["code"].as_str();
+                let alone = arguments.as_object().is_some_and(|arguments| arguments.len() == 1);
+                let code = code.filter(|_| alone).map(str::to_owned);
+                // GPT-OSS's own tool takes any text.
+                let code = code.or_else(|| is_own_python.then(|| chatml::json_text(&arguments)));
+                code.ok_or("a call to \"python\" takes one argument, the string \"code\"")?
+            }
+            Ok(arguments) => chatml::json_text(&arguments),
             // A model's own call may be no JSON. Harmony has its text as it is.
-            Err((text, _)) if is_harmony => text.clone(),
+            Err((text, _)) if is_harmony && !self.is_row() => text.clone(),
             Err((_, error)) => {
                 return Err(format!("the arguments of the call to {name:?} are not JSON: {error}"));
             }
@@ -189,7 +264,8 @@ impl MessageReader<'_> {
 
     /// Returns whether `name` is GPT-OSS's own Python tool, whose calls are code on the channel `analysis`.
     fn is_own_python(&self, name: &str) -> bool {
-        matches!(self.chat, Chat::Harmony(_)) && name == PYTHON && !self.declares_python
+        let is_declared = || self.tools.iter().any(|tool| tool["function"]["name"] == PYTHON);
+        matches!(self.chat, Chat::Harmony(_)) && name == PYTHON && !is_declared()
     }
 
     /// Returns the recipient of calls to function `name`.
@@ -198,6 +274,17 @@ impl MessageReader<'_> {
             Chat::Harmony(_) if !self.is_own_python(name) => format!("{FUNCTIONS}{name}"),
             Chat::Harmony(_) | Chat::ChatMl(_) => name.to_owned(),
         }
+    }
+}
+
+/// Returns the entries of a list, or of its JSON text; none for null.
+fn list_of(value: &Value) -> Option<Vec<Value>> {
+    match value {
+        Value::Null => Some(vec![]),
+        Value::Array(list) => Some(list.clone()),
+        Value::String(text) if text.trim().is_empty() => Some(vec![]),
+        Value::String(text) => list_of(&serde_json::from_str(text).ok()?),
+        _ => None,
     }
 }
 
@@ -260,6 +347,11 @@ impl GivenAnswer {
 
     /// Returns whether both have the same text and the same calls, whatever their ids.
     pub fn says_the_same(&self, other: &Self) -> bool {
-        self.text == other.text && self.calls == other.calls
+        let same = |((name, arguments), (other_name, other)): (&(String, Value), &(String, Value))| {
+            name == other_name && chatml::is_same_json(arguments, other)
+        };
+        self.text == other.text
+            && self.calls.len() == other.calls.len()
+            && self.calls.iter().zip(&other.calls).all(same)
     }
 }

@@ -1,10 +1,11 @@
 //! Renders the conversations of demonstrations and of a file's rows into tokens for training.
 
-use super::Chat;
+use super::{Chat, SystemPromptSettings, rows};
 use crate::bad_input;
 use crate::harmony::{MaskedTokens, Message, Role};
 use anyhow::Result;
 use serde_json::Value;
+use std::collections::BTreeSet;
 
 /// Renders conversations into tokens.
 #[derive(Clone, Copy)]
@@ -12,8 +13,10 @@ pub struct ConversationRenderer<'a> {
     pub chat: &'a Chat,
     /// System and developer messages before a demonstration, and before a row that has none.
     pub system_prompt: &'a [Message],
-    /// The text of ChatML's system message before the functions of a row that has no system message.
-    pub identity: Option<&'a str>,
+    /// The settings of the system prompt of a row that has tools or a system message.
+    pub settings: &'a SystemPromptSettings,
+    /// Whether the recipe declares the Python tool.
+    pub uses_python: bool,
     /// Maximum number of tokens of a sequence.
     pub context_tokens_max: usize,
     /// Size of the model's vocabulary.
@@ -68,13 +71,25 @@ impl ConversationRenderer<'_> {
         Ok(rendered)
     }
 
+    /// Returns the keys of a row that have no meaning here.
+    ///
+    /// # Errors
+    /// A key that has a meaning in other programs, with the remedy.
+    pub fn unused_keys(&self, row: &Value) -> Result<BTreeSet<String>, String> {
+        match row["messages"].is_null() {
+            true => Ok(BTreeSet::new()),
+            false => rows::check_row_keys(row),
+        }
+    }
+
     /// Returns the tokens of a row: `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a message cannot be read or rendered, or the sequence does not fit.
     pub fn render_row(&self, row: &Value) -> Result<MaskedTokens> {
-        if row.get("messages").is_some() {
-            let messages = self.chat.read_messages(row, self.identity, "row")?;
+        if row.get("messages").is_some_and(|messages| !messages.is_null()) {
+            let messages = self.chat.read_messages(row, self.settings, self.uses_python);
+            let messages = messages.map_err(|why| bad_input!("{why}"))?;
             return self.render_conversation(&self.with_system_prompt(messages), "row");
         }
         let format_error = || {

@@ -58,7 +58,7 @@ pub fn system_prompt(
 }
 
 /// Returns the text of ChatML's system message without functions; `None` for Harmony, and if it is empty.
-pub fn chatml_identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String> {
+fn chatml_identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String> {
     let Chat::ChatMl(chat) = chat else { return None };
     // Qwen3's template adds no default identity.
     let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);

@@ -1,7 +1,7 @@
 //! The text of an answer that is being sampled, and the part of the text that is final and may be shown.
 
 use super::{Call, Chat, ChatTurnParser};
-use crate::harmony::{Message, TurnEnd, TurnStep};
+use crate::harmony::{Message, Role, TurnEnd, TurnParser, TurnStep};
 use crate::vocabulary::Vocabulary;
 
 /// Tags of ChatML's calls and thoughts. If a text ends with the start of a tag, further tokens may complete
@@ -26,7 +26,7 @@ pub struct TurnReader<'a> {
     stop_tokens: Vec<u32>,
     /// Whether calls are read as such. Otherwise they are text.
     takes_calls: bool,
-    /// Bytes of plain text, or of the whole turn.
+    /// Bytes of plain text.
     bytes: Vec<u8>,
     end: Option<TurnEnd>,
     /// The final texts, once a stop text has cut them.
@@ -78,7 +78,7 @@ impl<'a> TurnReader<'a> {
             self.cut = Some(self.texts(true));
             return true;
         }
-        if self.parser.is_some() || !vocabulary.is_special(token) {
+        if self.parser.is_none() && !vocabulary.is_special(token) {
             self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
         }
         if let Some(parser) = &mut self.parser
@@ -149,61 +149,39 @@ impl<'a> TurnReader<'a> {
                 reasoning: String::new(),
             };
         };
-        let is_chatml = matches!(self.chat, Chat::ChatMl(_));
-        let has_thoughts = matches!(self.chat, Chat::ChatMl(chatml) if chatml.has_thoughts());
-        let mut parser = parser.clone();
-        let mut raw = String::from_utf8_lossy(&self.bytes);
-        // While a call is written, the text before it is all that is certain.
-        if !at_end
-            && is_chatml
-            && self.takes_calls
-            && let Some(at) = call_position(&raw, has_thoughts)
-        {
-            parser = self.chat.turn_parser();
-            let before = raw[..at].to_owned();
-            self.chat.vocabulary().encode_text(&before).into_iter().for_each(|token| {
-                parser.push(token);
-            });
-            raw = before.into();
-        }
-        // Calls that cannot be parsed, or may not be, are shown as the model wrote them.
-        let calls = parser.calls();
-        let is_malformed = at_end && !calls.is_empty() && self.end == Some(TurnEnd::Malformed);
-        let is_text = !self.takes_calls && call_position(&raw, has_thoughts).is_some();
-        let as_written = is_chatml && (is_malformed || is_text);
-        let mut texts = Texts::default();
-        for message in parser.finish() {
-            let text = match (message.channel.as_deref(), &message.recipient) {
-                (_, Some(recipient)) if recipient != "assistant" && self.takes_calls => continue,
-                (Some("analysis"), _) => &mut texts.reasoning,
-                // A header or a text outside of messages.
-                (None, _) if !at_end => continue,
-                _ if as_written => continue,
-                _ => &mut texts.content,
-            };
-            if !text.is_empty() {
-                text.push('\n');
-            }
-            text.push_str(&message.content);
-        }
-        if as_written {
-            let ends = ["<|im_end|>", "<|endoftext|>"];
-            let text = ends.iter().fold(&*raw, |text, end| text.strip_suffix(end).unwrap_or(text));
-            texts.content = text.rsplit("</think>").next().unwrap_or_default().trim_start().to_owned();
-        }
-        texts
+        parser.texts(at_end, self.takes_calls)
     }
 }
 
-/// Returns the position of the first call in a turn of ChatML. With thoughts, a call in a thought is none.
-fn call_position(raw: &str, has_thoughts: bool) -> Option<usize> {
-    let [call, _, think, end] = TAGS;
-    let from = match raw.find(end) {
-        Some(at) if has_thoughts => at,
-        None if has_thoughts && raw.trim_start().starts_with(think) => return None,
-        _ => 0,
-    };
-    Some(from + raw[from..].find(call)?)
+/// Returns the texts of a turn of Harmony.
+pub(super) fn harmony_texts(parser: &TurnParser, at_end: bool, takes_calls: bool) -> Texts {
+    let call = parser.call();
+    let mut texts = Texts::default();
+    let messages = parser.clone().finish().messages;
+    for (index, message) in messages.iter().enumerate() {
+        let is_last = index + 1 == messages.len();
+        let (text, shown) = match (message.channel.as_deref(), &message.recipient) {
+            (_, Some(recipient)) if recipient != Role::Assistant.name() => {
+                let is_call = takes_calls && (!at_end || call == Some(message));
+                (&mut texts.content, !is_call)
+            }
+            (Some("analysis"), _) => (&mut texts.reasoning, true),
+            // A header, a text outside of messages, or a message with a broken header.
+            (channel, _) => (&mut texts.content, at_end || channel.is_some() || !is_last),
+        };
+        if !shown {
+            continue;
+        }
+        if !text.is_empty() {
+            text.push('\n');
+        }
+        match &message.recipient {
+            // A call without content would leave no trace.
+            Some(recipient) if message.content.trim().is_empty() => text.push_str(&format!("to={recipient}")),
+            _ => text.push_str(&message.content),
+        }
+    }
+    texts
 }
 
 /// Returns the length of the longest suffix of `text` that is a proper prefix of `word`, or 0.

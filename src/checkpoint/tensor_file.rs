@@ -89,9 +89,11 @@ impl TensorFile {
         }
         let mut header = vec![0; header_length as usize];
         file.read_exact(&mut header).map_err(unreadable)?;
-        let metadata: Metadata = serde_json::Deserializer::from_slice(&header)
+        let metadata = serde_json::Deserializer::from_slice(&header)
             .deserialize_map(HeaderValidator)
             .and_then(|()| serde_json::from_slice(&header))
+            // Its struct is flattened: see serde_json in Cargo.toml.
+            .and_then(serde_json::from_value::<Metadata>)
             .map_err(|e| bad_input!("{shown}: the header is damaged: {e}; fetch the file again"))?;
         let wanted = data_start.saturating_add(metadata.data_len() as u64);
         if wanted > length {

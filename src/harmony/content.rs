@@ -271,11 +271,15 @@ fn assemble(message: FileMessage, parts: &[Part], function_tools: bool) -> Messa
     });
     let FileMessage { role, name, recipient, channel, content_type, weight, .. } = message;
     let no_loss = weight == Some(0.0);
-    Message { role, name, recipient, channel, content_type, content: texts.collect(), no_loss }
+    let content = texts.collect::<String>();
+    Message { name, recipient, channel, content_type, no_loss, ..Message::new(role, content) }
 }
 
 fn read_message(value: &Value) -> Result<(FileMessage, Vec<Part>), String> {
-    let message = FileMessage::deserialize(value).map_err(|e| e.to_string())?;
+    // Libraries write every key of every message.
+    let keys = value.as_object().into_iter().flatten().filter(|(_, value)| !value.is_null());
+    let keys: serde_json::Map<_, _> = keys.map(|(key, value)| (key.clone(), value.clone())).collect();
+    let message = FileMessage::deserialize(keys).map_err(|e| e.to_string())?;
     has_no_loss(message.weight, message.role)?;
     let parts = match &message.content {
         Value::String(text) => vec![Part::Text { text: text.clone() }],

@@ -44,7 +44,7 @@ impl Header {
 
     pub(super) fn message(self, content: String) -> Message {
         let Header { role, name, recipient, channel, content_type } = self;
-        Message { role, name, recipient, channel, content_type, content, no_loss: false }
+        Message { name, recipient, channel, content_type, ..Message::new(role, content) }
     }
 }
 
@@ -70,6 +70,20 @@ pub(super) fn split(text: &str) -> Result<HeaderWords> {
     };
     let rest = rest.trim().replace(CONSTRAIN, &format!(" {CONSTRAIN}"));
     Ok(HeaderWords { channel, rest: rest.split_ascii_whitespace().map(String::from).collect() })
+}
+
+/// Splits a header that may name its channel several times.
+///
+/// # Errors
+/// The errors of [`split`], and when the names differ.
+pub(super) fn split_repeated(text: &str) -> Result<HeaderWords> {
+    let mut words = split(text)?;
+    while words.rest.iter().any(|word| word.contains(CHANNEL)) {
+        let again = split(&words.rest.join(" "))?;
+        ensure!(again.channel == words.channel, "the message header has several channels");
+        words = again;
+    }
+    Ok(words)
 }
 
 /// Reads a header by the rules of openai-harmony. `role` is the author, if known.

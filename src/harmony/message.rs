@@ -51,6 +51,9 @@ pub struct Message {
     /// Whether supervised training leaves this message of the assistant out of the loss.
     #[serde(skip)]
     pub no_loss: bool,
+    /// Whether it begins a turn of its own even after another message of the assistant.
+    #[serde(skip)]
+    pub begins_turn: bool,
 }
 
 impl Message {
@@ -64,6 +67,7 @@ impl Message {
             content_type: None,
             content: content.into(),
             no_loss: false,
+            begins_turn: false,
         }
     }
 

@@ -18,12 +18,24 @@ pub struct ControlTokens {
     pub return_: u32,
     /// `<|constrain|>`; small vocabularies have none.
     pub constrain: Option<u32>,
+    /// `<|endoftext|>`, which ends a turn too; small vocabularies have none.
+    pub end_of_text: Option<u32>,
 }
 
 impl ControlTokens {
     /// Whether `id` closes a message: `<|end|>`, `<|call|>` or `<|return|>`.
     pub fn is_message_end(&self, id: u32) -> bool {
         id == self.end || id == self.call || id == self.return_
+    }
+
+    /// Whether `id` ends a turn: `<|return|>`, `<|call|>` or `<|endoftext|>`.
+    pub fn is_turn_end(&self, id: u32) -> bool {
+        id == self.return_ || id == self.call || Some(id) == self.end_of_text
+    }
+
+    /// Whether `id` closes a message or ends a turn.
+    pub(super) fn is_end(&self, id: u32) -> bool {
+        self.is_message_end(id) || self.is_turn_end(id)
     }
 }
 
@@ -70,7 +82,8 @@ impl HarmonyTokenizer {
         let [start, message, channel, end, call, return_] =
             vocabulary.added_ids(names, source_name, remedy)?;
         let constrain = vocabulary.added_id("<|constrain|>");
-        let control = ControlTokens { start, message, channel, end, call, return_, constrain };
+        let end_of_text = vocabulary.added_id("<|endoftext|>");
+        let control = ControlTokens { start, message, channel, end, call, return_, constrain, end_of_text };
         Ok(Self { vocabulary, control })
     }
 

@@ -1,7 +1,9 @@
 //! A tolerant parser of one sampled assistant turn. It never fails.
 //!
-//! Malformed input ends the turn with a [`TurnError`], which has a reply for the model. The malformed message
-//! is kept as text of the assistant.
+//! A message with a broken header that `<|end|>` closes is kept as text, and the turn goes on. Other malformed
+//! input ends the turn with a [`TurnError`], which has a reply for the model; its message is kept as text.
+//!
+//! As in openai-harmony, the recipient makes a message a call, whatever closes it. A call ends the turn.
 
 use super::header::{self, Header};
 use super::message::{Message, Role};
@@ -21,8 +23,6 @@ pub enum TurnError {
     TextAfterEnd,
     /// `<|call|>` closed a message without a recipient.
     CallWithoutRecipient,
-    /// A message with a recipient was closed by `<|end|>` or `<|return|>`.
-    CallNotClosed { recipient: String },
     /// The call's content is blank.
     EmptyCall { recipient: String },
     /// The content has special tokens. They are kept as text.
@@ -46,7 +46,6 @@ impl TurnError {
             }
             TurnError::TextAfterEnd => "Error: text outside of a message.".into(),
             TurnError::CallWithoutRecipient => "Error: the call names no recipient.".into(),
-            TurnError::CallNotClosed { .. } => "Error: the message to a tool was not ended as a call.".into(),
             TurnError::EmptyCall { .. } => "Error: the call is empty.".into(),
             TurnError::SpecialTokenInContent => "Error: the call contains special tokens.".into(),
             TurnError::InvalidUtf8 => "Error: the call is not valid UTF-8.".into(),
@@ -62,10 +61,10 @@ fn excerpt(text: &str) -> String {
 /// How a turn ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TurnEnd {
-    /// `<|return|>`: the assistant is done.
+    /// The assistant is done.
     Returned,
-    /// `<|call|>`: the last message is a call with content, which needs a reply. The reply's author is the
-    /// recipient, even if no such tool exists.
+    /// The last message is a call with content, which needs a reply. The reply's author is the recipient, even
+    /// if no such tool exists.
     Called,
     /// The turn is malformed. [`TurnError::reply`] gives the reply.
     Malformed,
@@ -90,8 +89,8 @@ pub struct ParsedCompletion {
     /// The messages in order. All have the role assistant. The last one may be malformed or unfinished.
     pub messages: Vec<Message>,
     pub end: TurnEnd,
-    /// The error that ended the turn. If no error ended the turn: the first error in the content of a message
-    /// that is not a call, if there is one.
+    /// The error that ended the turn. If no error ended the turn: the first error in a message before its end,
+    /// if there is one.
     pub error: Option<TurnError>,
 }
 
@@ -129,17 +128,24 @@ pub struct TurnParser {
     state: State,
     messages: Vec<Message>,
     error: Option<TurnError>,
+    /// Number of messages with broken headers after which the turn went on.
+    broken_messages: usize,
 }
 
 impl TurnParser {
     pub fn new(tokenizer: &HarmonyTokenizer) -> Self {
         let state = State::Header { has_start_token: false, bytes: Vec::new(), has_invalid_token: false };
-        Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), error: None }
+        Self { tokenizer: tokenizer.clone(), state, messages: Vec::new(), error: None, broken_messages: 0 }
     }
 
     /// Returns the error so far, as in [`ParsedCompletion::error`].
     pub fn error(&self) -> Option<&TurnError> {
         self.error.as_ref()
+    }
+
+    /// Returns the number of messages with broken headers after which the turn went on.
+    pub fn broken_messages(&self) -> usize {
+        self.broken_messages
     }
 
     /// Returns the call that needs a reply, if the turn ended with [`TurnEnd::Called`].
@@ -161,6 +167,7 @@ impl TurnParser {
                 bytes: Vec::new(),
                 has_invalid_token: false,
             }),
+            State::Between if control.is_turn_end(token) => self.end_malformed(TurnError::TextAfterEnd),
             State::Between => {
                 self.keep_text(self.tokenizer.decode(&[token]).as_bytes());
                 self.end_malformed(TurnError::TextAfterEnd)
@@ -175,15 +182,15 @@ impl TurnParser {
                     Ok(header) => State::Content { header, bytes: Vec::new(), error: None },
                     Err(error) => State::Unreadable { bytes, error },
                 }),
-            State::Header { bytes, .. } if control.is_message_end(token) => {
-                self.keep_text(&bytes);
-                self.end_malformed(TurnError::UnfinishedHeader)
+            State::Header { bytes, .. } if control.is_end(token) => {
+                self.keep_header(&bytes);
+                self.close_broken(token, TurnError::UnfinishedHeader)
             }
-            State::Unreadable { bytes, error } if control.is_message_end(token) => {
+            State::Unreadable { bytes, error } if control.is_end(token) => {
                 self.keep_text(&bytes);
-                self.end_malformed(error)
+                self.close_broken(token, error)
             }
-            State::Content { header, bytes, error } if control.is_message_end(token) => {
+            State::Content { header, bytes, error } if control.is_end(token) => {
                 self.close(token, header, &bytes, error)
             }
             mut state => {
@@ -246,26 +253,44 @@ impl TurnParser {
         let error = error.or(invalid);
         let content = lossy(bytes);
         let blank = content.trim().is_empty();
-        let recipient = header.recipient.clone();
+        // A message to the assistant itself is text.
+        let is_call = |name: &String| token == control.call || name != Role::Assistant.name();
+        let recipient = header.recipient.clone().filter(is_call);
         self.messages.push(header.message(content));
-        match recipient {
-            Some(recipient) if token != control.call => {
-                self.end_malformed(TurnError::CallNotClosed { recipient })
-            }
-            Some(recipient) if blank => self.end_malformed(TurnError::EmptyCall { recipient }),
-            Some(_) => match error {
-                Some(error) => self.end_malformed(error),
-                None => self.end_turn(TurnEnd::Called),
-            },
-            None if token == control.call => self.end_malformed(TurnError::CallWithoutRecipient),
-            None => {
+        match (recipient, error) {
+            (Some(recipient), _) if blank => self.end_malformed(TurnError::EmptyCall { recipient }),
+            (Some(_), Some(error)) => self.end_malformed(error),
+            (Some(_), None) => self.end_turn(TurnEnd::Called),
+            (None, _) if token == control.call => self.end_malformed(TurnError::CallWithoutRecipient),
+            (None, error) => {
                 self.error = self.error.take().or(error);
-                if token == control.return_ {
+                if control.is_turn_end(token) {
                     self.end_turn(TurnEnd::Returned)
                 } else {
                     TurnStep::MessageEnded
                 }
             }
+        }
+    }
+
+    /// Closes a message whose header is broken. The turn goes on after `<|end|>`, unless the model wrote in
+    /// another author's name.
+    fn close_broken(&mut self, token: u32, error: TurnError) -> TurnStep {
+        let control = self.tokenizer.control_tokens();
+        if control.is_turn_end(token) || matches!(error, TurnError::WrongAuthor { .. }) {
+            return self.end_malformed(error);
+        }
+        self.error.get_or_insert(error);
+        self.broken_messages += 1;
+        TurnStep::MessageEnded
+    }
+
+    /// Keeps a message that was closed in its header, as openai-harmony's lenient parser does.
+    fn keep_header(&mut self, bytes: &[u8]) {
+        let header = std::str::from_utf8(bytes).ok();
+        match header.and_then(|text| header::read_partial(text, Role::Assistant).ok()) {
+            Some(message) if !message.content.is_empty() => self.messages.push(message),
+            _ => self.keep_text(bytes),
         }
     }
 
@@ -300,7 +325,7 @@ fn read_header(has_start_token: bool, bytes: &[u8], has_invalid_token: bool) -> 
     if has_invalid_token || std::str::from_utf8(bytes).is_err() {
         return Err(malformed(&text));
     }
-    let words = header::split(&text).map_err(|_| malformed(&text))?;
+    let words = header::split_repeated(&text).map_err(|_| malformed(&text))?;
     let mut header = Header { channel: words.channel, ..Header::new(Role::Assistant) };
     let mut rest = words.rest.into_iter();
     if has_start_token {

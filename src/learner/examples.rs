@@ -8,6 +8,8 @@ use crate::random::Purpose;
 use crate::tasks::Task;
 use crate::tasks::rows::{self, EpochOrder};
 use anyhow::Result;
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -26,19 +28,30 @@ impl From<MaskedTokens> for Sequence {
     }
 }
 
+/// The rows of a file.
+pub struct SftRows {
+    pub sequences: Vec<Sequence>,
+    /// A warning about keys that have no meaning here.
+    pub warning: Option<String>,
+}
+
 /// Reads up to `rows_max` JSON lines. Each line is `{"messages": [...]}` or `{"tokens": [...], "mask":
 /// [...]}`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] that names the file and the row.
-pub fn read_rows(
-    renderer: &ConversationRenderer,
-    path: &Path,
-    rows_max: Option<usize>,
-) -> Result<Vec<Sequence>> {
+pub fn read_rows(renderer: &ConversationRenderer, path: &Path, rows_max: Option<usize>) -> Result<SftRows> {
     let format = "{\"messages\": [...]} or {\"tokens\": [...], \"mask\": [...]}";
-    let sequence = |row: &_| renderer.render_row(row).map(Sequence::from).map_err(|e| format!("{e:#}"));
-    rows::read(path, rows_max, format, sequence)
+    let unused = RefCell::new(BTreeSet::new());
+    let sequences = rows::read(path, rows_max, format, |row| {
+        unused.borrow_mut().append(&mut renderer.unused_keys(row)?);
+        renderer.render_row(row).map(Sequence::from).map_err(|e| format!("{e:#}"))
+    })?;
+    let keys = unused.into_inner().into_iter().collect::<Vec<_>>().join(", ");
+    let path = path.display();
+    let warning =
+        (!keys.is_empty()).then(|| format!("{path}: keys without a meaning here are not read: {keys}"));
+    Ok(SftRows { sequences, warning })
 }
 
 impl Examples {

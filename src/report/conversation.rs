@@ -126,7 +126,7 @@ pub(super) fn read_file(path: &Path, mut each: impl FnMut(TrajectoryRow)) -> Res
         if read.map_err(|e| bad_input!("{shown}: line {number}: cannot be read ({e})."))? == 0 {
             break;
         }
-        match serde_json::from_slice(&line) {
+        match TrajectoryRow::from_line(&line) {
             Ok(row) => each(row),
             // A killed run can leave an incomplete last line.
             Err(_) if !line.ends_with(b"\n") => break,

@@ -259,8 +259,11 @@ impl<'a> Conversation<'a> {
         }
     }
 
-    /// Records the turn and takes its messages from the parser.
-    fn close_turn(&mut self, calls: Vec<CallOutcome>) {
+    /// Records the turn and takes its messages from the parser. Messages that could not be read count as
+    /// malformed calls.
+    fn close_turn(&mut self, mut calls: Vec<CallOutcome>) {
+        let broken = std::iter::repeat_n(CallOutcome::MalformedCall, self.turn.parser.broken_messages());
+        calls.splice(..0, broken);
         self.turns.push(Turn { start: self.turn.start, end: self.record.len(), calls });
         let parser = std::mem::replace(&mut self.turn.parser, self.rollout.chat.turn_parser());
         self.messages.extend(parser.finish());

@@ -32,7 +32,7 @@ pub fn read(path: &Path, may_be_partial: bool) -> Result<(Vec<TrajectoryRow>, u6
 }
 
 fn parse(line: &[u8]) -> Result<TrajectoryRow, String> {
-    let row: TrajectoryRow = serde_json::from_slice(line).map_err(|e| format!("not a trajectory: {e}"))?;
+    let row = TrajectoryRow::from_line(line).map_err(|e| format!("not a trajectory: {e}"))?;
     check(&row.trajectory).map(|()| row)
 }
 

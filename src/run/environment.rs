@@ -27,8 +27,6 @@ pub struct Environment {
     pub interpreter: Option<Box<dyn Interpreter>>,
     /// The system and developer messages before every prompt.
     pub system_prompt: Vec<Message>,
-    /// The text of ChatML's system message without functions.
-    pub chatml_identity: Option<String>,
     /// The rows of `cold_start.train_file`, if the command trains on them.
     pub sft_rows: Option<Arc<[Sequence]>>,
     /// The teacher's system prompt, if it is not the policy's.
@@ -46,7 +44,8 @@ impl Environment {
         ConversationRenderer {
             chat: &self.chat,
             system_prompt: &self.system_prompt,
-            identity: self.chatml_identity.as_deref(),
+            settings: &self.recipe().harmony,
+            uses_python: self.task.uses_python(),
             context_tokens_max: config.max_position_embeddings,
             vocabulary: config.vocab_size,
         }

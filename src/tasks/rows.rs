@@ -46,7 +46,9 @@ pub fn read<T>(
             break;
         }
         left -= 1;
-        let row = serde_json::from_slice(&line).map_err(|e| format!("not JSON: {e}"));
+        // A byte order mark is no part of the text (RFC 8259, section 8.1).
+        let text = line.strip_prefix("\u{feff}".as_bytes()).filter(|_| i == 0).unwrap_or(&line);
+        let row = serde_json::from_slice(text).map_err(|e| not_json(text, &e));
         match row.and_then(|row| parse(&row)) {
             Ok(row) => rows.push(row),
             Err(reason) if broken.len() < BROKEN_ROWS_SHOWN => {
@@ -66,6 +68,21 @@ pub fn read<T>(
         return Err(bad_input!("{path_text}: no rows; give at least one line like {example}"));
     }
     Ok(rows)
+}
+
+/// Returns why `text` is not JSON, and the remedy for what other programs write.
+fn not_json(text: &[u8], error: &serde_json::Error) -> String {
+    let contains = |word: &str| text.windows(word.len()).any(|bytes| bytes == word.as_bytes());
+    let remedy = if text.contains(&0) || text.starts_with(b"\xff\xfe") || text.starts_with(b"\xfe\xff") {
+        "; the file seems to be UTF-16: save it as UTF-8"
+    } else if error.to_string().contains("surrogate") {
+        "; an escape such as \\ud83d is half a character: write both halves, or the character itself"
+    } else if ["NaN", "Infinity"].into_iter().any(contains) {
+        "; JSON has no NaN and no Infinity: write null"
+    } else {
+        ""
+    };
+    format!("not JSON: {error}{remedy}")
 }
 
 /// Opens the file and decompresses it.

@@ -29,7 +29,7 @@ impl TrainingData {
     pub fn open(inputs: &DataInputs) -> Result<Self> {
         let file = inputs.plan.recipe.cold_start.train_file.as_deref();
         let rows = match (inputs.sft_rows, file) {
-            (None, Some(file)) => Some(read_rows(&inputs.renderer, file, None)?.into()),
+            (None, Some(file)) => Some(read_rows(&inputs.renderer, file, None)?.sequences.into()),
             (rows, _) => rows.cloned(),
         };
         let examples = Examples::new(rows);
@@ -98,7 +98,7 @@ fn open_validation(inputs: &DataInputs, examples: &Examples) -> Result<Vec<Seque
     // This call reports a task without demonstrations before any work.
     examples.batch(renderer, *task, recipe.train.seed, 0, 1)?;
     if let Some(path) = &cold_start.validation_file {
-        return read_rows(renderer, path, Some(cold_start.validation_rows_max));
+        return Ok(read_rows(renderer, path, Some(cold_start.validation_rows_max))?.sequences);
     }
     if cold_start.train_file.is_some() {
         return Ok(vec![]);

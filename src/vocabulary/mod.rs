@@ -21,8 +21,8 @@ use std::path::Path;
 use std::sync::Arc;
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
-    DecoderWrapper, Model, NormalizedString, Normalizer, NormalizerWrapper, OffsetType, PostProcessorWrapper,
-    PreTokenizedString, PreTokenizer, PreTokenizerWrapper, TokenizerImpl,
+    AddedToken, AddedVocabulary, DecoderWrapper, Model, NormalizerWrapper, OffsetType, PostProcessorWrapper,
+    PreTokenizer, PreTokenizerWrapper, TokenizerImpl,
 };
 
 /// A tokenizer whose model is BPE. The crate's `Tokenizer` holds any model, so it first parses the vocabulary
@@ -36,6 +36,8 @@ pub struct Vocabulary(Arc<Tables>);
 
 struct Tables {
     inner: BpeTokenizer,
+    /// The added tokens, of which text contains all but the special ones.
+    ordinary: AddedVocabulary,
     json: Vec<u8>,
     pad: Option<u32>,
     /// Bytes of all tokens, concatenated; token `id` is `bytes[ends[id - 1]..ends[id]]`.
@@ -102,12 +104,18 @@ impl Vocabulary {
         if inner.get_model().dropout.is_some_and(|p| p != 0.0) {
             return Err(bad_input!("{source_name}: model.dropout makes ids random; set it to null"));
         }
+        let added = inner.get_added_tokens_decoder().into_values();
+        let controls = added.filter(|token| !token.special && is_control_spelling(&token.content));
+        let controls: Vec<AddedToken> = controls.map(|token| token.special(true)).collect();
+        inner.add_special_tokens(controls).map_err(|e| anyhow!("{source_name}: {e}"))?;
+        let mut ordinary = inner.get_added_vocabulary().clone();
+        ordinary.set_encode_special_tokens(true);
         let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
         let byte_ids = find_bytes(&inner, source_name)?;
         let (bytes, ends, special) = token_table(&inner, source_name)?;
         let starts = std::iter::once(0).chain(ends.iter().copied());
         let token_bytes_max = ends.iter().zip(starts).map(|(end, start)| end - start).max().unwrap_or(0);
-        let tables = Tables { inner, json, pad, bytes, ends, special, byte_ids, token_bytes_max };
+        let tables = Tables { inner, ordinary, json, pad, bytes, ends, special, byte_ids, token_bytes_max };
         let tokenizer = Self(Arc::new(tables));
         tokenizer.check_special_tokens_unforgeable(source_name)?;
         Ok(tokenizer)
@@ -182,7 +190,8 @@ impl Vocabulary {
         Ok(encoding.get_ids().to_vec())
     }
 
-    /// Encodes `text` as ordinary text. The spelling of a special token in it becomes ordinary tokens.
+    /// Encodes `text` as ordinary text. The spelling of an added token becomes this token, as in the
+    /// `tokenizers` library, but the spelling of a special token becomes ordinary tokens.
     pub fn encode_text(&self, text: &str) -> Vec<u32> {
         // Every byte has a token, so no step should fail. If a step fails, encoding each byte as a token is
         // still correct.
@@ -217,15 +226,10 @@ impl Vocabulary {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Normalises, splits and merges `text`. Unlike [`Self::encode_with_special`], it does not search for
-    /// added tokens.
+    /// Normalises, splits and merges `text`. Unlike [`Self::encode_with_special`], it finds no special tokens.
     fn encode_ordinary(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         let inner = &self.0.inner;
-        let mut normalized = NormalizedString::from(text);
-        if let Some(normalizer) = inner.get_normalizer() {
-            normalizer.normalize(&mut normalized)?;
-        }
-        let mut pieces = PreTokenizedString::from(normalized);
+        let mut pieces = self.0.ordinary.extract_and_normalize(inner.get_normalizer(), text);
         if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut pieces)?;
         }

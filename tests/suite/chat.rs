@@ -5,9 +5,7 @@ use crate::model_files::refused;
 use minijinja::value::Kwargs;
 use minijinja::{Environment, Value as Jinja};
 use rloss::chat::ChatFormat;
-use rloss::chat::chatml::{
-    ChatMl, QWEN_IDENTITY, json_text, messages_from_json, python_function, system_text,
-};
+use rloss::chat::chatml::{ChatMl, json_text, python_function, system_text};
 use rloss::chat::functions::check_functions;
 use rloss::chat::{Call, Chat, PYTHON, SystemPromptSettings, system_prompt};
 use rloss::harmony::{HarmonyTokenizer, MaskedTokens, Message, Role, TurnEnd, TurnStep};
@@ -44,12 +42,21 @@ fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, Stri
     )
 }
 
+/// The messages of a row. `identity`: the identity instead of the family's.
+fn read(chat: &ChatMl, row: &Value, identity: Option<&str>) -> Vec<Message> {
+    let settings = SystemPromptSettings {
+        model_identity: identity.map(str::to_owned),
+        ..SystemPromptSettings::default()
+    };
+    Chat::ChatMl(chat.clone()).read_messages(row, &settings, false).unwrap()
+}
+
 #[test]
 fn fifty_conversations_are_rendered_as_qwens_template_does() {
     let (chat, rows) = (chatml(), conversations());
     assert_eq!(rows.len(), 50);
     for (i, row) in rows.iter().enumerate() {
-        let messages = messages_from_json(row, Some(QWEN_IDENTITY), false, "row").unwrap();
+        let messages = read(&chat, row, None);
         let (tokens, text) = rendered(&chat, row, &messages);
         assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
         // Control tokens that a text spells are ordinary text.
@@ -102,7 +109,7 @@ fn text_method(
 fn our_chatml_template_gives_our_rendering() {
     let chat = chatml();
     for (i, row) in conversations().iter().enumerate() {
-        let messages = messages_from_json(row, None, false, "row").unwrap();
+        let messages = read(&chat, row, Some(""));
         let (_, text) = rendered(&chat, row, &messages);
         assert_eq!(text, by_template(&Chat::ChatMl(chat.clone()), row), "conversation {i}");
     }
@@ -292,7 +299,7 @@ fn conversations_with_thoughts_are_those_of_qwen3s_template() {
         // The template's switch decides on prompts alone.
         let thinks = row["enable_thinking"] == true || row["add_generation_prompt"] == false;
         let chat = chat.clone().with_thinking(thinks);
-        let messages = messages_from_json(row, None, true, "row").unwrap();
+        let messages = read(&chat, row, Some(""));
         let (tokens, text) = rendered(&chat, row, &messages);
         assert_eq!(text, row["text"].as_str().unwrap(), "conversation {i}");
         assert_eq!(text, by_template(&Chat::ChatMl(chat.clone()), row), "conversation {i}");
@@ -359,7 +366,9 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
     assert!(parser.calls().is_empty());
     assert_eq!(parser.finish(), [Message::assistant("analysis", "<tool_call>{}</tool_call>")]);
     let row = json!({"messages": [{"role": "assistant", "content": "", "reasoning_content": "x"}]});
-    refused(messages_from_json(&row, None, false, "row 1"), &["row 1", "reasoning_content"]);
+    let error =
+        Chat::ChatMl(chatml()).read_messages(&row, &SystemPromptSettings::default(), false).unwrap_err();
+    assert!(error.contains("message 1: \"reasoning_content\""), "{error}");
 }
 
 #[test]
@@ -367,14 +376,14 @@ fn an_answer_without_a_channel_is_final_in_harmony() {
     let chat = Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap());
     let row = |answer: Value| json!({"messages": [{"role": "user", "content": "2*3?"}, answer]});
     let tokens = |answer| {
-        let messages = chat.read_messages(&row(answer), None, "row 1").unwrap();
+        let messages = chat.read_messages(&row(answer), &SystemPromptSettings::default(), false).unwrap();
         chat.render_training(&messages).unwrap().tokens
     };
     let plain = tokens(json!({"role": "assistant", "content": "6"}));
     assert_eq!(plain, tokens(json!({"role": "assistant", "channel": "final", "content": "6"})));
     assert_ne!(plain, tokens(json!({"role": "assistant", "channel": "analysis", "content": "6"})));
     let call = json!({"role": "assistant", "recipient": "python", "content": "2*3"});
-    let messages = chat.read_messages(&row(call), None, "row 1").unwrap();
+    let messages = chat.read_messages(&row(call), &SystemPromptSettings::default(), false).unwrap();
     assert_eq!(messages[1].channel.as_deref(), Some("commentary"));
 }
 
@@ -399,9 +408,9 @@ fn rows_that_are_no_conversation_are_told() {
 
 #[test]
 fn broken_rows_and_tokenizers_are_refused() {
-    let read = |row: Value| messages_from_json(&row, None, false, "rows.jsonl: row 3");
+    let chat = Chat::ChatMl(chatml());
     for (row, words) in [
-        (json!({"messages": 3}), &["row 3", "\"messages\""][..]),
+        (json!({"messages": 3}), &["\"messages\""][..]),
         (json!({"messages": [{"role": "narrator"}]}), &["message 1", "narrator"]),
         (json!({"messages": [{"role": "user", "channel": "final"}]}), &["message 1", "channel"]),
         (
@@ -416,9 +425,10 @@ fn broken_rows_and_tokenizers_are_refused() {
             json!({"messages": [{"role": "assistant", "tool_calls": [{"name": "python", "arguments": {"x": 1}}]}]}),
             &["code"],
         ),
-        (json!({"messages": [], "tools": {}}), &["row 3", "tools"]),
+        (json!({"messages": [], "tools": {}}), &["\"tools\""]),
     ] {
-        refused(read(row), words);
+        let error = chat.read_messages(&row, &SystemPromptSettings::default(), false).unwrap_err();
+        assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
     }
     let harmony = HarmonyTokenizer::from_embedded().unwrap().json_bytes().to_vec();
     refused(

@@ -80,7 +80,7 @@ impl Place {
 
 fn rows(path: &Path) -> Vec<TrajectoryRow> {
     let text = fs::read_to_string(path).expect("a file of trajectories");
-    text.lines().map(|line| serde_json::from_str(line).expect("a trajectory")).collect()
+    text.lines().map(|line| TrajectoryRow::from_line(line.as_bytes()).expect("a trajectory")).collect()
 }
 
 /// Rows as they were sampled: without the time that tool calls took, and what a step learned from them.

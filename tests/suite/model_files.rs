@@ -164,7 +164,7 @@ fn mxfp4_weights_survive_saving_in_mxfp4_to_the_bit() {
 
 #[test]
 fn mxfp4_blocks_decode_to_the_values_of_the_definition() {
-    let tensors = candle_core::safetensors::load(fixture("mxfp4.safetensors"), &Device::Cpu).unwrap();
+    let tensors = crate::tiny::load_safetensors(fixture("mxfp4.safetensors"));
     let bytes = |name: &str| tensors[name].flatten_all().unwrap().to_vec1::<u8>().unwrap();
     let values = rloss::ops::mxfp4::decode(&bytes("blocks"), &bytes("scales"), [2, 64, 6]);
     let expected = bits(&tensors["values"]);
@@ -180,7 +180,7 @@ fn folders_saved_by_transformers_load_and_their_copies_are_the_same() {
         let folder = fixture(name);
         let config = Config::read(&folder).unwrap();
         let parameters = load(&folder, &config).unwrap();
-        let raw = candle_core::safetensors::load(folder.join("model.safetensors"), &Device::Cpu).unwrap();
+        let raw = crate::tiny::load_safetensors(folder.join("model.safetensors"));
         assert_eq!(raw.len(), parameters.len());
         for (spec, tensor) in &parameters {
             let stored = &raw[&spec.name];
@@ -429,7 +429,7 @@ fn tensors_that_contradict_the_config_are_all_named() {
     );
 
     let mut raw =
-        candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
+        crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
     let sinks = raw["model.layers.0.self_attn.sinks"].to_dtype(candle_core::DType::F64).unwrap();
     raw.insert("model.layers.0.self_attn.sinks".into(), sinks);
     raw.remove("model.norm.weight");
@@ -448,7 +448,7 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     save_all(folder.path(), &config, &parameters, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
     let mut raw =
-        candle_core::safetensors::load(folder.path().join("model.safetensors"), &Device::Cpu).unwrap();
+        crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
     let scales = "model.layers.1.mlp.experts.down_proj_scales";
     let tensor = raw.remove(scales).unwrap();
     candle_core::safetensors::save(&raw, folder.path().join("model.safetensors")).unwrap();

@@ -182,11 +182,7 @@ fn folders_give_back_every_bit_under_the_published_names() {
         let (_, before) = tiny::model(config.clone(), 3);
         let folder = saved(&config, &before, WeightFormat::F32);
         assert_eq!(Config::read(folder.path()).unwrap(), config);
-        let tensors = candle_core::safetensors::load(
-            folder.path().join("model.safetensors"),
-            &candle_core::Device::Cpu,
-        )
-        .unwrap();
+        let tensors = crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
         assert_eq!(tensors[&format!("model.layers.1.{name}.weight")].dims(), [64, 64]);
         assert_eq!(tensors["model.layers.0.self_attn.q_norm.weight"].dims(), [16]);
         let after = tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
@@ -219,7 +215,7 @@ fn sinks_in_a_folder_are_refused_by_name() {
     let config = config("qwen3");
     let folder = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::F32);
     let file = folder.path().join("model.safetensors");
-    let mut tensors = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap();
+    let mut tensors = crate::tiny::load_safetensors(&file);
     let sinks = candle_core::Tensor::new(&[1f32; 4], &candle_core::Device::Cpu).unwrap();
     tensors.insert("model.layers.0.self_attn.sinks".to_owned(), sinks);
     candle_core::safetensors::save(&tensors, &file).unwrap();
@@ -263,7 +259,7 @@ fn adapters_of_experts_give_back_every_bit_and_one_that_lacks_an_expert_is_refus
     let base = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::F32);
     let (folder, _) = adapter(&config, base.path());
     let file = folder.path().join("adapter_model.safetensors");
-    let whole = candle_core::safetensors::load(&file, &candle_core::Device::Cpu).unwrap();
+    let whole = crate::tiny::load_safetensors(&file);
     let module = "base_model.model.model.layers.1.mlp.experts.2.up_proj";
     assert_eq!(whole[&format!("{module}.lora_A.weight")].dims(), [3, 64]);
     let mut lacks_one = whole.clone();

@@ -1,6 +1,6 @@
 //! Small random models for tests.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use rand::Rng;
 use rloss::actor::batch_runner::BatchRunner;
 use rloss::actor::forward_backward::{Pass, PassSettings};
@@ -21,6 +21,10 @@ use rloss::model::storage::TensorStorage;
 use rloss::ops::cpu::edit;
 use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
+use serde_json::Value;
+use std::collections::HashMap;
+use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 
 /// The quickstart's architecture, with YaRN when asked for.
@@ -198,6 +202,26 @@ pub fn sequences(vocabulary: usize, lengths: &[usize], seed: u64) -> Vec<Sequenc
             tokens: (0..n).map(|_| rng.random_range(0..vocabulary as u32)).collect(),
             mask: (0..n).map(|i| i > 0 && rng.random_bool(0.5)).collect(),
             kept_tokens: vec![],
+        })
+        .collect()
+}
+
+/// The tensors of a safetensors file. Its library cannot parse a header here: see serde_json in Cargo.toml.
+pub fn load_safetensors(file: impl AsRef<Path>) -> HashMap<String, Tensor> {
+    let bytes = fs::read(file).unwrap();
+    let start = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+    let header: serde_json::Map<String, Value> = serde_json::from_slice(&bytes[8..start]).unwrap();
+    let tensors = header.into_iter().filter(|(name, _)| name != "__metadata__");
+    let numbers = |list: &Value| -> Vec<usize> {
+        list.as_array().unwrap().iter().map(|number| number.as_u64().unwrap() as usize).collect()
+    };
+    tensors
+        .map(|(name, info)| {
+            let dtype: safetensors::Dtype = serde_json::from_value(info["dtype"].clone()).unwrap();
+            let [from, to] = numbers(&info["data_offsets"]).try_into().unwrap();
+            let (shape, data) = (numbers(&info["shape"]), &bytes[start + from..start + to]);
+            let tensor = Tensor::from_raw_buffer(data, dtype.try_into().unwrap(), &shape, &Device::Cpu);
+            (name, tensor.unwrap())
         })
         .collect()
 }

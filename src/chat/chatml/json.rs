@@ -3,6 +3,7 @@
 use serde::Serialize;
 use serde_json::Value;
 use serde_json::ser::{Formatter, Serializer};
+use std::borrow::Cow;
 use std::io::{self, Write};
 
 /// Serialises `value` on one line, with a space after each comma and colon.
@@ -34,18 +35,50 @@ impl Formatter for SpacedFormatter {
         writer.write_all(b": ")
     }
 
-    /// Writes `value` with the shortest digits that parse to it. A magnitude below 1e-4, or of 1e16 or more,
-    /// is written with an exponent.
-    fn write_f64<W: ?Sized + Write>(&mut self, writer: &mut W, value: f64) -> io::Result<()> {
-        let text = format!("{value:e}");
-        let (digits, exponent) = text.split_once('e').unwrap_or((&text, "0"));
-        let exponent: i32 = exponent.parse().unwrap_or_default();
-        if (-4..16).contains(&exponent) {
-            return write!(writer, "{value:?}");
-        }
-        let sign = if exponent < 0 { '-' } else { '+' };
-        write!(writer, "{digits}e{sign}{:02}", exponent.abs())
+    fn write_number_str<W: ?Sized + Write>(&mut self, writer: &mut W, value: &str) -> io::Result<()> {
+        writer.write_all(python_number(value).as_bytes())
     }
+}
+
+/// Returns whether two values are the same JSON, also where a client has written a number in another way.
+pub fn is_same(a: &Value, b: &Value) -> bool {
+    match (a, b) {
+        (Value::Number(a), Value::Number(b)) => python_number(a.as_str()) == python_number(b.as_str()),
+        (Value::Array(a), Value::Array(b)) => {
+            a.len() == b.len() && a.iter().zip(b).all(|(a, b)| is_same(a, b))
+        }
+        (Value::Object(a), Value::Object(b)) => {
+            let has = |(key, a): (&String, &Value)| b.get(key).is_some_and(|b| is_same(a, b));
+            a.len() == b.len() && a.iter().all(has)
+        }
+        _ => a == b,
+    }
+}
+
+/// Returns a JSON number as Python writes it: an integer with its digits, another number with the shortest
+/// digits that parse to it, and with an exponent if its magnitude is below 1e-4, or 1e16 or more. A number
+/// whose digits an f64 does not keep is returned as it is.
+fn python_number(number: &str) -> Cow<'_, str> {
+    let parsed = number.parse::<f64>().ok().filter(|_| number.contains(['.', 'e', 'E']));
+    let Some(value) = parsed.filter(|value| digits(number) == digits(&format!("{value:e}"))) else {
+        return number.into();
+    };
+    let text = format!("{value:e}");
+    let (shortest, exponent) = text.split_once('e').unwrap_or((&text, "0"));
+    match exponent.parse::<i32>().unwrap_or_default() {
+        -4..16 => format!("{value:?}").into(),
+        exponent => {
+            let sign = if exponent < 0 { '-' } else { '+' };
+            format!("{shortest}e{sign}{:02}", exponent.abs()).into()
+        }
+    }
+}
+
+/// Returns the digits of a number without zeros at either end, which its exponent can stand for.
+fn digits(number: &str) -> String {
+    let mantissa = number.split(['e', 'E']).next().unwrap_or_default();
+    let digits: String = mantissa.chars().filter(char::is_ascii_digit).collect();
+    digits.trim_matches('0').to_owned()
 }
 
 #[cfg(test)]
@@ -61,6 +94,9 @@ mod tests {
             to_text(&value),
             r#"{"a": [1, 2.0, -0.5, 1e+16, 1e-05, 1.5e+300, 0.0001, 123456.75], "é\u001f": {"\"\\\n\t": null}, "": [[], {}]}"#
         );
+        let long = r#"{"a": 98765432109876543210987, "b": -0, "c": 0.12345678901234567890, "d": 1e400, "e": 2.50, "f": 1E2}"#;
+        let kept = r#"{"a": 98765432109876543210987, "b": -0, "c": 0.12345678901234567890, "d": 1e+400, "e": 2.5, "f": 100.0}"#;
+        assert_eq!(to_text(&serde_json::from_str(long).unwrap()), kept);
         assert_eq!(escape("print(\"a\")\n"), "print(\\\"a\\\")\\n");
     }
 }

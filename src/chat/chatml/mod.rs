@@ -10,14 +10,12 @@
 //! `<think>` and `</think>` before the turn's text. Both Qwen3's template and the rendering here omit
 //! thoughts before the last user message.
 
-mod file;
 mod json;
 mod render;
 mod system;
 mod turn;
 
-pub use file::messages_from_json;
-pub use json::to_text as json_text;
+pub use json::{is_same as is_same_json, to_text as json_text};
 pub use system::{QWEN_IDENTITY, python_function, system_text};
 pub use turn::{ChatMlTurnParser, thought_and_text};
 

@@ -1,6 +1,5 @@
 //! Rendering of messages as tokens.
 
-use super::system::TOOL_CALL_INSTRUCTIONS;
 use super::{ANALYSIS, CALL_END, ChatMl, PYTHON_CALL, THINK, TOOL_CALL, TOOL_RESPONSE, json};
 use crate::chat::PYTHON;
 use crate::harmony::{MaskedTokens, Message, Role};
@@ -43,6 +42,7 @@ impl ChatMl {
 fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     messages.chunk_by(|a, b| match (a.role, b.role) {
         (Role::Tool, Role::Tool) => true,
+        (Role::Assistant, Role::Assistant) if b.begins_turn => false,
         (Role::Assistant, Role::Assistant) if a.recipient.is_some() => b.recipient.is_some(),
         (Role::Assistant, Role::Assistant) => a.channel.as_deref().is_some_and(|channel| channel != "final"),
         _ => false,
@@ -215,29 +215,12 @@ impl<'a> Writer<'a> {
             role => {
                 // ChatML has no developer role: its messages become system messages.
                 self.start_turn(if role == Role::Developer { Role::System } else { role });
-                match first.content.strip_suffix(TOOL_CALL_INSTRUCTIONS) {
-                    Some(before) if role == Role::System => {
-                        self.text(before);
-                        self.tool_call_instructions();
-                    }
-                    _ => self.text(&first.content),
-                }
+                self.text(&first.content);
             }
         }
         self.token(self.chat.im_end);
         self.sampled = false;
         self.text("\n");
-    }
-
-    /// Writes [`TOOL_CALL_INSTRUCTIONS`] with its tags as template words.
-    fn tool_call_instructions(&mut self) {
-        let mut rest = TOOL_CALL_INSTRUCTIONS;
-        while let Some((at, tag)) = TOOL_CALL.iter().filter_map(|&tag| Some((rest.find(tag)?, tag))).min() {
-            self.text(&rest[..at]);
-            self.template_word(tag);
-            rest = &rest[at + tag.len()..];
-        }
-        self.text(rest);
     }
 
     /// Writes a tool call. `content` is the code for the Python tool, and JSON arguments for any other

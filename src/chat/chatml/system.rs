@@ -12,12 +12,6 @@ pub const QWEN_IDENTITY: &str = "You are Qwen, created by Alibaba Cloud. You are
 const PYTHON_DESCRIPTION: &str = "Runs Python code and answers with its output. Use it to compute and to check \
     your reasoning. The user sees neither code nor output.";
 
-/// The end of a system message with functions. Each `<tool_call>` tag in it is one token, as in Qwen's
-/// rendering.
-pub(super) const TOOL_CALL_INSTRUCTIONS: &str = "\n\nFor each function call, return a json object with function name and \
-    arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": \
-    <args-json-object>}\n</tool_call>";
-
 /// Returns the Python tool as a function with one string argument.
 pub fn python_function() -> Value {
     json!({
@@ -42,7 +36,9 @@ pub fn system_text(text: Option<&str>, functions: &[Value]) -> Option<String> {
     let listed: String = functions.iter().map(|function| format!("{}\n", json::to_text(function))).collect();
     let tools = format!(
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function \
-         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>{TOOL_CALL_INSTRUCTIONS}"
+         signatures within <tools></tools> XML tags:\n<tools>\n{listed}</tools>\n\nFor each function call, return a json object \
+         with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{\"name\": \
+         <function-name>, \"arguments\": <args-json-object>}}\n</tool_call>"
     );
     Some(match text {
         Some(text) => format!("{text}\n\n{tools}"),

@@ -1,12 +1,16 @@
 //! A tolerant parser of one sampled assistant turn. It never fails.
 //!
 //! The parser searches the text for calls, so a `<tool_call>` that is spelled in ordinary tokens counts too.
-//! A call without an end tag extends to the next call or to the end of the turn.
+//! A call that is JSON ends with its JSON (RFC 8259), so tags in its strings are text. Another call extends to
+//! its end tag, the next call or the end of the turn. A call that a thought quotes is text, but a call ends a
+//! thought that has no end tag, as in vLLM's parser for Qwen3.
 
 use super::{ANALYSIS, ChatMl, THINK, TOOL_CALL, json};
-use crate::chat::{Call, PYTHON};
+use crate::chat::{Call, PYTHON, Texts};
 use crate::harmony::{Message, TurnEnd, TurnStep};
+use serde::de::IgnoredAny;
 use serde_json::Value;
+use std::ops::Range;
 
 /// The channel of tool calls, and of text before tool calls.
 const COMMENTARY: &str = "commentary";
@@ -16,8 +20,8 @@ const COMMENTARY: &str = "commentary";
 pub struct ChatMlTurnParser {
     chat: ChatMl,
     bytes: Vec<u8>,
-    /// An error that makes all calls of the turn malformed.
-    error: Option<&'static str>,
+    /// Indices of special tokens in `bytes`. They make a call malformed.
+    special_tokens: Vec<usize>,
     messages: Vec<Message>,
     calls: Vec<Call>,
     end_of_turn: Option<TurnEnd>,
@@ -25,8 +29,8 @@ pub struct ChatMlTurnParser {
 
 impl ChatMlTurnParser {
     pub(super) fn new(chat: &ChatMl) -> Self {
-        let (bytes, messages, calls) = (vec![], vec![], vec![]);
-        Self { chat: chat.clone(), bytes, error: None, messages, calls, end_of_turn: None }
+        let (bytes, special_tokens, messages, calls) = (vec![], vec![], vec![], vec![]);
+        Self { chat: chat.clone(), bytes, special_tokens, messages, calls, end_of_turn: None }
     }
 
     /// Reads the next token. Tokens after the end of the turn are ignored.
@@ -36,14 +40,11 @@ impl ChatMlTurnParser {
         }
         let vocabulary = self.chat.vocabulary();
         if self.chat.is_stop_token(token) {
-            if std::str::from_utf8(&self.bytes).is_err() {
-                self.error = Some("Error: the call is not valid UTF-8.");
-            }
             self.read();
             return TurnStep::Ended(self.end());
         }
         if vocabulary.is_special(token) {
-            self.error = Some("Error: the call contains special tokens.");
+            self.special_tokens.push(self.bytes.len());
         }
         self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
         TurnStep::Continues
@@ -71,31 +72,64 @@ impl ChatMlTurnParser {
         *self.end_of_turn.insert(end)
     }
 
+    /// Returns the thought and the content of the turn so far. Before the end, the content is the text before
+    /// the first call. After it, calls that could be read are left out, and any other call is shown as it was
+    /// written. Calls are text if `takes_calls` is false.
+    pub fn texts(&self, at_end: bool, takes_calls: bool) -> Texts {
+        let text = String::from_utf8_lossy(&self.bytes);
+        let (thought, start) = self.split_thought(&text, at_end);
+        let reasoning = thought.unwrap_or_default().to_owned();
+        let answer = text.get(start..).unwrap_or_default();
+        let mut parts = split(answer);
+        let content = match parts.len() {
+            1 => answer.to_owned(),
+            _ if !takes_calls => answer.to_owned(),
+            _ if !at_end => answer[parts.swap_remove(0).range].to_owned(),
+            _ if self.end_of_turn != Some(TurnEnd::Called) => answer.to_owned(),
+            _ => {
+                let mut calls = self.calls.iter();
+                parts.retain(|part| part.is_text || matches!(calls.next(), Some(Call::Malformed { .. })));
+                let texts = parts.iter().map(|part| part.text(answer)).filter(|text| !text.is_empty());
+                texts.collect::<Vec<_>>().join("\n")
+            }
+        };
+        Texts { content, reasoning }
+    }
+
     /// Parses the text into messages and calls.
     fn read(&mut self) {
-        let mut text = String::from_utf8_lossy(&self.bytes).into_owned();
-        if self.chat.has_thoughts()
-            && let Some((thought, answer)) = split_thought(&text)
-        {
-            if !thought.is_empty() {
-                self.messages.push(Message::assistant(ANALYSIS, thought));
-            }
-            match answer {
-                Some(answer) => text = answer.to_owned(),
-                None => return,
-            }
+        let text = String::from_utf8_lossy(&self.bytes);
+        let (thought, start) = self.split_thought(&text, true);
+        let (thought, has_thought) = (thought.unwrap_or_default(), thought.is_some());
+        let answer = text.get(start..).unwrap_or_default();
+        if !thought.is_empty() {
+            self.messages.push(Message::assistant(ANALYSIS, thought));
         }
-        let (outside, calls) = split(&text);
-        if calls.is_empty() {
-            self.messages.push(Message::assistant("final", text));
+        let parts = split(answer);
+        if parts.len() == 1 {
+            if !(has_thought && start == text.len()) {
+                self.messages.push(Message::assistant("final", answer));
+            }
             return;
         }
-        if !outside.trim().is_empty() {
-            self.messages.push(Message::assistant(COMMENTARY, outside));
-        }
-        for text in calls {
-            let call = read_call(text);
-            let call = match (call, self.error) {
+        let is_utf8 = std::str::from_utf8(&self.bytes).is_ok();
+        for part in parts {
+            let content = part.text(answer);
+            if part.is_text {
+                if !content.trim().is_empty() {
+                    self.messages.push(Message::assistant(COMMENTARY, content));
+                }
+                continue;
+            }
+            let range = start + part.range.start..start + part.range.end;
+            let error = if !is_utf8 {
+                Some("Error: the call is not valid UTF-8.")
+            } else if self.special_tokens.iter().any(|at| range.contains(at)) {
+                Some("Error: the call contains special tokens.")
+            } else {
+                None
+            };
+            let call = match (read_call(content), error) {
                 (Call::Ready(message), Some(error)) => {
                     Call::Malformed { recipient: message.recipient, reply: error.into() }
                 }
@@ -103,9 +137,39 @@ impl ChatMlTurnParser {
             };
             self.messages.push(match &call {
                 Call::Ready(message) => message.clone(),
-                Call::Malformed { .. } => Message::assistant(COMMENTARY, text),
+                Call::Malformed { .. } => Message::assistant(COMMENTARY, content),
             });
             self.calls.push(call);
+        }
+    }
+
+    /// Returns the thought, if there is one, and where the text after it starts. A thought without an end tag
+    /// extends to the first call that can be read, or to the end. Before the end of the turn (`at_end` false),
+    /// it extends to the first text that may become a call.
+    fn split_thought<'a>(&self, text: &'a str, at_end: bool) -> (Option<&'a str>, usize) {
+        if !self.chat.has_thoughts() {
+            return (None, 0);
+        }
+        match split_thought(text) {
+            None => (None, 0),
+            Some((thought, Some(answer))) => (Some(thought), text.len() - answer.len()),
+            Some((thought, None)) => {
+                let is_call = |&at: &usize| {
+                    let after = &text[at + TOOL_CALL[0].len()..];
+                    match at_end {
+                        true => matches!(read_call(split_call(after).0.trim()), Call::Ready(_)),
+                        false => matches!(after.trim_start().chars().next(), None | Some('{')),
+                    }
+                };
+                let mut tags = text.match_indices(TOOL_CALL[0]).map(|(at, _)| at);
+                match (tags.find(is_call), at_end) {
+                    (None, _) => (Some(thought), text.len()),
+                    (Some(at), true) => (Some(strip_think_tag(&text[..at]).trim_matches('\n')), at),
+                    (Some(at), false) => {
+                        (Some(strip_think_tag(&text[..at]).trim_start_matches('\n')), text.len())
+                    }
+                }
+            }
         }
     }
 }
@@ -123,26 +187,85 @@ pub fn thought_and_text(thought: String, text: String) -> (String, String) {
 /// thought has no end tag. The result is `None` if there is no thought.
 fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
     let [open, close] = THINK;
-    let (thought, answer) = match text.split_once(close) {
-        Some((thought, answer)) => (thought, Some(answer.trim_start_matches('\n'))),
-        None => (text.trim_start().strip_prefix(open)?, None),
-    };
-    Some((thought.rsplit(open).next().unwrap_or_default().trim_matches('\n'), answer))
+    let begins = text.trim_start().starts_with(open);
+    match text.split_once(close).filter(|(before, _)| begins || !is_within_call(text, before.len())) {
+        Some((thought, answer)) => {
+            Some((strip_think_tag(thought).trim_matches('\n'), Some(answer.trim_start_matches('\n'))))
+        }
+        None => begins.then(|| (strip_think_tag(text).trim_matches('\n'), None)),
+    }
 }
 
-/// Returns the text outside calls, and the text of each call.
-fn split(text: &str) -> (String, Vec<&str>) {
-    let [open, close] = TOOL_CALL;
-    let mut parts = text.split(open);
-    let mut outside = vec![parts.next().unwrap_or_default().trim_end_matches('\n')];
-    let mut calls = vec![];
-    for part in parts {
-        let (call, after) = part.split_once(close).unwrap_or((part, ""));
-        calls.push(call.trim());
-        outside.push(after.trim_matches('\n'));
+/// Returns the text after the last `<think>`, if there is one.
+fn strip_think_tag(text: &str) -> &str {
+    text.rsplit(THINK[0]).next().unwrap_or_default()
+}
+
+/// Returns whether index `at` is within the JSON of a call.
+fn is_within_call(text: &str, at: usize) -> bool {
+    text[..at].match_indices(TOOL_CALL[0]).any(|(start, tag)| {
+        let start = start + tag.len();
+        json_length(&text[start..]).is_some_and(|length| start + length > at)
+    })
+}
+
+/// A part of a turn: a text, or a call without its tags.
+#[derive(Debug, PartialEq)]
+struct Part {
+    is_text: bool,
+    range: Range<usize>,
+}
+
+impl Part {
+    fn text<'a>(&self, of: &'a str) -> &'a str {
+        let text = &of[self.range.clone()];
+        match self.is_text {
+            true if self.range.start == 0 => text.trim_end_matches('\n'),
+            true => text.trim_matches('\n'),
+            false => text.trim(),
+        }
     }
-    outside.retain(|text| !text.is_empty());
-    (outside.join("\n"), calls)
+}
+
+/// Splits a turn into texts and calls, in order. The first part and the last part are texts.
+fn split(text: &str) -> Vec<Part> {
+    let mut parts = vec![];
+    let mut start = 0;
+    while let Some(at) = text[start..].find(TOOL_CALL[0]) {
+        parts.push(Part { is_text: true, range: start..start + at });
+        let call = start + at + TOOL_CALL[0].len();
+        let (content, after) = split_call(&text[call..]);
+        parts.push(Part { is_text: false, range: call..call + content.len() });
+        start = text.len() - after.len();
+    }
+    parts.push(Part { is_text: true, range: start..text.len() });
+    parts
+}
+
+/// Splits the text after a call's tag into the call and the text after it.
+fn split_call(text: &str) -> (&str, &str) {
+    let [open, close] = TOOL_CALL;
+    if let Some(length) = json_length(text) {
+        let (call, after) = text.split_at(length);
+        let next = after.trim_start();
+        if next.is_empty() || next.starts_with(open) {
+            return (call, next);
+        }
+        if let Some(after) = next.strip_prefix(close) {
+            return (call, after);
+        }
+    }
+    let (call, _) = text.split_once(open).unwrap_or((text, ""));
+    match call.split_once(close) {
+        Some((call, _)) => (call, &text[call.len() + close.len()..]),
+        None => (call, &text[call.len()..]),
+    }
+}
+
+/// Returns the length of the JSON value at the start of `text`, if there is one.
+fn json_length(text: &str) -> Option<usize> {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
+    matches!(values.next(), Some(Ok(IgnoredAny))).then(|| values.byte_offset())
 }
 
 /// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a JSON string that contains the
@@ -182,9 +305,19 @@ mod tests {
 
     #[test]
     fn a_turn_is_split_into_text_and_calls() {
-        assert_eq!(split("just text\n"), ("just text".into(), vec![]));
-        assert_eq!(split("a\n<tool_call>\n1\n</tool_call>\n<tool_call>2"), ("a".into(), vec!["1", "2"]));
-        assert_eq!(split("<tool_call>1<tool_call>2</tool_call>\nb"), ("b".into(), vec!["1", "2"]));
+        let parts =
+            |text: &str| split(text).iter().map(|part| part.text(text).to_owned()).collect::<Vec<_>>();
+        assert_eq!(parts("just text\n"), ["just text"]);
+        assert_eq!(parts("a\n<tool_call>\n1\n</tool_call>\n<tool_call>2"), ["a", "1", "", "2", ""]);
+        assert_eq!(parts("<tool_call>1<tool_call>2</tool_call>\nb"), ["", "1", "", "2", "b"]);
+        assert_eq!(parts("<tool_call>no</tool_call>b</tool_call>"), ["", "no", "b</tool_call>"]);
+        let call = r#"{"a": "</tool_call> <tool_call>"}"#;
+        assert_eq!(parts(&format!("<tool_call>{call}</tool_call>b")), ["", call, "b"]);
+        assert_eq!(parts(&format!("<tool_call>{call}")), ["", call, ""]);
+        assert_eq!(
+            parts(&format!("<tool_call>{call}}}</tool_call>")),
+            ["", r#"{"a": ""#, " ", r#""}}"#, ""]
+        );
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Opens the environment: the task with its prompts, and the rows of an SFT file.
 
 use super::task::OpenedTask;
-use crate::chat::{chatml_identity, system_prompt};
+use crate::chat::system_prompt;
 use crate::learner::examples::read_rows;
 use crate::metrics::format_count;
 use crate::recipe::Plan;
@@ -30,7 +30,6 @@ pub(super) fn open_environment(
         plan.recipe.harmony.system_message = Some(false);
     }
     let system_prompt = system_prompt(&chat, &plan.recipe.harmony, task.uses_python(), task.tools());
-    let chatml_identity = chatml_identity(&chat, &plan.recipe.harmony);
     let mut environment = Environment {
         plan,
         chat,
@@ -38,7 +37,6 @@ pub(super) fn open_environment(
         agent: None,
         interpreter,
         system_prompt,
-        chatml_identity,
         sft_rows: None,
         teacher_prompt: None,
     };
@@ -53,7 +51,9 @@ pub(super) fn open_environment(
     // `rloss init` plans before the data is there.
     let file = environment.recipe().cold_start.train_file.as_ref();
     if let Some(file) = file.filter(|file| command.trains() && file.exists()) {
-        environment.sft_rows = Some(read_rows(&environment.renderer(&source.config), file, None)?.into());
+        let rows = read_rows(&environment.renderer(&source.config), file, None)?;
+        environment.sft_rows = Some(rows.sequences.into());
+        environment.plan.warnings.extend(rows.warning);
     }
     Ok(environment)
 }

@@ -1,6 +1,6 @@
 //! The parsers, each with sound examples of what it reads.
 
-use rloss::chat::{Chat, ChatFormat};
+use rloss::chat::{Chat, ChatFormat, SystemPromptSettings};
 use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::harmony::HarmonyTokenizer;
@@ -290,7 +290,8 @@ fn conversations(format: ChatFormat) -> [Target; 3] {
             [MESSAGES, MORE_MESSAGES],
             text(move |input| {
                 let Ok(row) = serde_json::from_str(input) else { return };
-                let Ok(messages) = rendering.read_messages(&row, None, "row 1") else { return };
+                let settings = SystemPromptSettings::default();
+                let Ok(messages) = rendering.read_messages(&row, &settings, true) else { return };
                 let _ = (rendering.render_prompt(&messages), rendering.render_training(&messages));
             }),
         ),

@@ -3,7 +3,7 @@
 use super::{
     conversations, copy_folder, done, output, phase, quickstart, results, rloss, rows, stderr, train,
 };
-use rloss::chat::{ChatFormat, ConversationRenderer};
+use rloss::chat::{ChatFormat, ConversationRenderer, SystemPromptSettings};
 use rloss::harmony::{Message, Role};
 use rloss::learner::examples::read_rows;
 use serde_json::{Value, json};
@@ -149,7 +149,7 @@ fn messages_of_weight_0_are_not_learned() {
     for format in [ChatFormat::Harmony, ChatFormat::ChatMl] {
         let chat = format.from_embedded().unwrap();
         let masked = |weights| -> (Vec<u32>, Vec<bool>) {
-            let messages: Vec<Message> = chat.read_messages(&row(weights), None, "row").unwrap();
+            let messages: Vec<Message> = chat.read_messages(&row(weights), &SystemPromptSettings::default(), false).unwrap();
             let rendered = chat.render_training(&messages).unwrap();
             (rendered.tokens, rendered.mask)
         };
@@ -176,6 +176,11 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
         let system_prompt =
             [Message::new(Role::System, "Recipe."), Message::new(Role::Developer, "Instructions.")];
         let system_prompt = &system_prompt[..if developer { 2 } else { 1 }];
+        let settings = SystemPromptSettings {
+            model_identity: Some("Identity.".to_owned()),
+            developer_instructions: developer.then(|| "Instructions.".to_owned()),
+            ..SystemPromptSettings::default()
+        };
         let text = |row: Value| {
             let folder = TempDir::new().unwrap();
             let file = folder.path().join("rows.jsonl");
@@ -183,11 +188,12 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
             let renderer = ConversationRenderer {
                 chat: &chat,
                 system_prompt,
-                identity: Some("Identity."),
+                settings: &settings,
+                uses_python: false,
                 context_tokens_max: 4096,
                 vocabulary: chat.vocabulary().vocab_size(),
             };
-            chat.vocabulary().decode(&read_rows(&renderer, &file, None).unwrap()[0].tokens)
+            chat.vocabulary().decode(&read_rows(&renderer, &file, None).unwrap().sequences[0].tokens)
         };
         let plain = text(json!({"messages": [user, answer]}));
         assert!(plain.contains("Recipe.") && plain.contains("Instructions.") == developer, "{plain}");
@@ -197,7 +203,7 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
         if developer {
             let instructions = json!({"role": "developer", "content": "Mine."});
             let mine = text(json!({"messages": [instructions, user, answer]}));
-            assert!(mine.contains("Recipe.") && mine.contains("Mine."), "{mine}");
+            assert!(mine.contains("Identity.") && mine.contains("Mine."), "{mine}");
             assert!(!mine.contains("Instructions."), "{mine}");
             continue;
         }

@@ -44,15 +44,18 @@ fn problems_are_named_and_keep_the_text() {
             Some(malformed("extra")),
             1,
         ),
-        ("<|channel|><|message|>x<|end|>", TurnEnd::Malformed, Some(malformed("<|channel|>")), 1),
+        ("<|channel|><|message|>x<|return|>", TurnEnd::Malformed, Some(malformed("<|channel|>")), 1),
+        ("<|channel|><|message|>x<|end|>", TurnEnd::Truncated, Some(Truncated), 1),
         ("so<|message|>x<|return|>", TurnEnd::Malformed, Some(malformed("so")), 1),
         ("<|channel|>analysis to=<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=")), 1),
         (" to=user<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=user")), 1),
         (" to=a\u{a0}b<|message|>x<|call|>", TurnEnd::Malformed, Some(malformed("to=a\u{a0}b")), 1),
-        ("<|channel|>analysis<|end|>", TurnEnd::Malformed, Some(UnfinishedHeader), 1),
+        ("<|channel|>analysis<|end|>", TurnEnd::Truncated, Some(Truncated), 1),
         ("<|return|>", TurnEnd::Malformed, Some(UnfinishedHeader), 1),
         ("<|channel|>final<|message|>7<|call|>", TurnEnd::Malformed, Some(CallWithoutRecipient), 1),
-        (" to=python<|message|>7<|end|>", TurnEnd::Malformed, Some(CallNotClosed { recipient: python() }), 1),
+        (" to=python<|message|>7<|end|>", TurnEnd::Called, None, 1),
+        (" to=python<|message|>7<|return|>", TurnEnd::Called, None, 1),
+        ("<|channel|>analysis to=assistant<|message|>7<|return|>", TurnEnd::Returned, None, 1),
         (" to=python<|message|> \n<|call|>", TurnEnd::Malformed, Some(EmptyCall { recipient: python() }), 1),
         (" to=python<|message|>1<|message|>2<|call|>", TurnEnd::Malformed, Some(SpecialTokenInContent), 1),
         (
@@ -116,6 +119,32 @@ fn a_repeated_opening_is_the_turns_own_header() {
         let parsed = turn(text);
         assert_eq!((parsed.end, parsed.error), (TurnEnd::Malformed, problem), "{text}");
     }
+}
+
+/// A broken header costs its message, not the turn (openai-harmony's lenient parser).
+#[test]
+fn a_turn_goes_on_after_a_message_with_a_broken_header() {
+    let answer = Message::assistant("final", "42");
+    let end = "<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>";
+    for (broken, kept) in [
+        ("<|channel|>analysis the user wants a sum<|message|>hm", None),
+        ("<|channel|>?? 2?<|message|>hm", None),
+        ("so<|message|>hm", None),
+        ("<|channel|>analysis<|channel|>final<|message|>hm", None),
+        ("<|channel|>analysis hm", Some(Message::assistant("analysis", "hm"))),
+        ("<|channel|>commentary?<|message|>hm", Some(Message::assistant("commentary?", "hm"))),
+    ] {
+        let parsed = turn(&format!("{broken}{end}"));
+        assert_eq!((parsed.end, parsed.messages.len()), (TurnEnd::Returned, 2), "{broken}: {parsed:?}");
+        assert_eq!(parsed.messages[1], answer, "{broken}");
+        assert!(parsed.messages[0].content.ends_with("hm"), "{broken}: {parsed:?}");
+        if let Some(kept) = kept {
+            assert_eq!(parsed.messages[0], kept, "{broken}");
+        }
+    }
+    let call = "<|channel|>commentary to=functions.add<|channel|>commentary json<|message|>{}<|call|>";
+    let parsed = turn(call);
+    assert_eq!((parsed.end, parsed.messages[0].recipient.as_deref()), (TurnEnd::Called, Some("functions.add")));
 }
 
 #[test]

@@ -4,7 +4,7 @@
 
 use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 use rloss::actor::forward_backward::{PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::optimizer::Optimizer;
@@ -176,8 +176,7 @@ impl Case {
             model: Model::new(config, context),
             parameters,
             rows: serde_json::from_str(&text).unwrap(),
-            expected: candle_core::safetensors::load(folder.join("expected.safetensors"), &Device::Cpu)
-                .unwrap(),
+            expected: crate::tiny::load_safetensors(folder.join("expected.safetensors")),
             adapters,
         }
     }
