@@ -73,35 +73,26 @@ impl CompanionFiles {
     /// Makes the files name the tokens that end a turn of `chat`, and keeps their other keys. A base model
     /// names another token, and after training its answers end with these.
     fn name_ends(&mut self, chat: &Chat) {
-        self.edit("generation_config.json", |settings| {
-            let ids = match settings.get("eos_token_id") {
-                Some(Value::Array(ids)) => ids.as_slice(),
-                Some(id) => std::slice::from_ref(id),
-                None => &[],
-            };
-            let ids: Vec<u32> = ids.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect();
-            let ends = with_ends(&ids, &chat.stop_tokens());
-            (ends != ids).then(|| settings.insert("eos_token_id".to_owned(), json!(ends)))
-        });
-        let ends = taught_ends(chat).into_iter().map(|id| chat.vocabulary().decode(&[id]));
-        let ends: Vec<String> = ends.collect();
-        for name in ["tokenizer_config.json", "special_tokens_map.json"] {
-            self.edit(name, |settings| {
-                let token = settings.get("eos_token")?;
-                let text = token.get("content").unwrap_or(token).as_str();
-                let is_end = text.is_some_and(|text| ends.iter().any(|end| end == text));
-                (!is_end).then(|| settings.insert("eos_token".to_owned(), json!(ends.first())))
-            });
-        }
-    }
-
-    /// Rewrites the JSON object in the file `name` if there is one and `change` returns a change.
-    fn edit<T>(&mut self, name: &str, change: impl FnOnce(&mut Map<String, Value>) -> Option<T>) {
-        let parsed = self.0.get(name).and_then(|bytes| serde_json::from_slice(bytes).ok());
-        if let Some(Value::Object(mut settings)) = parsed
-            && change(&mut settings).is_some()
-        {
-            self.0.insert(name.to_owned(), pretty(&settings.into()));
+        let stops = chat.stop_tokens();
+        let end = chat.vocabulary().decode(&stops[..1]);
+        for name in ["generation_config.json", "tokenizer_config.json", "special_tokens_map.json"] {
+            let parsed = self.0.get(name).and_then(|bytes| serde_json::from_slice(bytes).ok());
+            let Some(Value::Object(before)) = parsed else { continue };
+            let mut settings = before.clone();
+            if name.starts_with("generation") {
+                let ids = settings.entry("eos_token_id").or_insert(Value::Null);
+                let known = ids.as_array().map_or(std::slice::from_ref(ids), Vec::as_slice);
+                let known: Vec<u32> =
+                    known.iter().filter_map(|id| u32::try_from(id.as_u64()?).ok()).collect();
+                *ids = json!(with_ends(&known, &stops));
+            } else if let Some(token) = settings.get_mut("eos_token")
+                && token.get("content").unwrap_or(token) != end.as_str()
+            {
+                *token = json!(end);
+            }
+            if settings != before {
+                self.0.insert(name.to_owned(), pretty(&settings.into()));
+            }
         }
     }
 
@@ -167,14 +158,12 @@ impl CompanionFiles {
     }
 }
 
-/// Returns the tokens with which training teaches the model to end a turn.
-fn taught_ends(chat: &Chat) -> Vec<u32> {
-    let mut ends = chat.stop_tokens();
-    if matches!(chat, Chat::ChatMl(_)) {
-        // The other stop token ends documents.
-        ends.truncate(1);
-    }
-    ends
+/// Makes `config` name the tokens with which training teaches the model to end a turn, first of all.
+pub fn name_ends(config: &mut Config, chat: &Chat) {
+    let stops = chat.stop_tokens();
+    // The other stop token of ChatML ends documents.
+    let taught = if matches!(chat, Chat::ChatMl(_)) { &stops[..1] } else { &stops };
+    config.eos_token_ids = with_ends(&config.eos_token_ids, taught);
 }
 
 /// Returns `ids` if they begin with the first of `ends` and have all. Otherwise returns `ends` and the other
@@ -184,21 +173,6 @@ fn with_ends(ids: &[u32], ends: &[u32]) -> Vec<u32> {
         return ids.to_vec();
     }
     ends.iter().chain(ids.iter().filter(|id| !ends.contains(id))).copied().collect()
-}
-
-/// Makes `config` name the tokens with which training teaches the model to end a turn, first of all.
-pub fn name_ends(config: &mut Config, chat: &Chat) {
-    config.eos_token_ids = with_ends(&config.eos_token_ids, &taught_ends(chat));
-}
-
-/// Returns the chat template of the model in `folder`: its own file, or the template in
-/// `tokenizer_config.json`.
-pub fn template_in(folder: &Path) -> Option<Vec<u8>> {
-    let read = |name| bounded_file::read(&folder.join(name), TOKENIZER_BYTES_MAX).ok();
-    read(CHAT_TEMPLATE).or_else(|| {
-        let settings: Value = serde_json::from_slice(&read("tokenizer_config.json")?).ok()?;
-        Some(settings.get("chat_template").filter(|template| !template.is_null())?.to_string().into_bytes())
-    })
 }
 
 /// Saves a model in `format` into the existing folder `folder`.

@@ -113,10 +113,12 @@ fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
     }
     if args.accept_changes {
         // With changed rows, the run keeps its number of steps.
+        let text = bounded_file::read_text(&out.join("recipe.toml"), TOML_BYTES_MAX).unwrap_or_default();
+        let stored = text.parse::<toml::Table>().unwrap_or_default();
         let keys = ["steps", "batch_size", "eval_every_steps", "validation_rows_max"];
-        let keys = keys.map(|key| (format!("cold_start.{key}"), key)).into_iter();
-        let keys = keys.filter(|(path, _)| !has_set(path));
-        sets.extend(keys.filter_map(|(path, key)| Some(format!("{path}={}", stored_value(&out, key)?))));
+        let value = |key| Some((format!("cold_start.{key}"), stored.get("cold_start")?.get(key)?));
+        let kept = keys.into_iter().filter_map(value).filter(|(key, _)| !has_set(key));
+        sets.extend(kept.map(|(key, value)| format!("{key}={value}")));
     }
     // Without this key, an adapter would be attached only after the warm-up.
     if recipe.adapter.is_some() && !has_set("adapter.cold_start") {
@@ -124,12 +126,6 @@ fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
     }
     let run = RunArgs { recipe: args.recipe.clone(), sets, out: Some(out), trust: args.trust };
     Ok((source, run))
-}
-
-/// Returns `cold_start.KEY` of the recipe of the run in `run`, if there is such a run.
-fn stored_value(run: &Path, key: &str) -> Option<i64> {
-    let text = bounded_file::read_text(&run.join("recipe.toml"), TOML_BYTES_MAX).ok()?;
-    text.parse::<toml::Table>().ok()?.get("cold_start")?.get(key)?.as_integer()
 }
 
 /// Returns the argument of `--set` that sets `key` to the absolute form of `path`.

@@ -75,42 +75,34 @@ pub(super) fn run_source(
     resuming: (Option<Resume>, bool),
     starting_weights: StartingWeights,
 ) -> Result<u8> {
-    let TrainInputs {
-        out,
-        plan,
-        inputs: run_inputs,
-        console,
-        resumes,
-        fresh_start_note,
-        resume_notes,
-        resume_point,
-    } = mesh.require_success("the recipe", prepare(source, args, resuming, starting_weights, &mesh))?;
+    let TrainInputs { out, plan, inputs, console, resumes, fresh_start_note, resume_notes, resume_point } =
+        mesh.require_success("the recipe", prepare(source, args, resuming, starting_weights, &mesh))?;
     let checkpoint = resume_point.as_ref().map(|resume_point| resume_point.folder.as_path());
     let started = start_on_mesh(plan, ModelCommand::Train, &mesh, checkpoint, &console);
     let Started { loaded, environment, resources } = mesh.require_success("the model", started)?;
     let Resources { device_name, memory_plan, two_samplings } = resources;
-    let inputs = environment.data_inputs(loaded.config(), loaded.actor.parameters.device().is_cpu());
-    let data = mesh.require_success("the data", TrainingData::open(&inputs))?;
-    mesh.require_success("the inputs", run_inputs.check_unchanged())?;
+    let data_inputs = environment.data_inputs(loaded.config(), loaded.actor.parameters.device().is_cpu());
+    let data = mesh.require_success("the data", TrainingData::open(&data_inputs))?;
+    mesh.require_success("the inputs", inputs.check_unchanged(environment.recipe(), &console))?;
     let state =
         resume_point.as_ref().map_or(String::new(), |resume_point| format!("{:?}", resume_point.state));
     let plan = &environment.plan;
     let weights = checkpoint.or(plan.recipe.model.path.as_deref());
     processes::check_agreement(&mesh, plan, &device_name, weights, &state)?;
-    if mesh.ranks() > 1 {
-        mesh.check_equal("data files or programs", &run_inputs.text(), "copy one version to every node")?;
-    }
     // From here on, a signal saves the run.
     let stop = StopFlag::listen()?;
     let folder = match resumes {
         _ if !mesh.is_rank_zero() => Ok(RunFolder::for_other_rank(&out)),
-        true => RunFolder::resume(&out, plan, resume_point.as_ref(), &run_inputs),
-        false => RunFolder::create(&out, plan, &run_inputs),
+        true => RunFolder::resume(&out, plan, resume_point.as_ref(), &inputs),
+        false => RunFolder::create(&out, plan, &inputs),
     };
     let folder = mesh.require_success("the run's folder", folder)?;
     let lines = header::lines(&loaded, &environment, &device_name, ModelCommand::Train, &out);
     lines.iter().for_each(|line| console.print(line));
-    plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    plan.warnings
+        .iter()
+        .chain(&inputs.warning)
+        .for_each(|warning| console.print(&format!("warning: {warning}")));
     fresh_start_note.iter().chain(&resume_notes).for_each(|line| console.print(line));
     let before = RunFolder::previous_device(&out).filter(|before| resumes && *before != device_name);
     if let Some(before) = before {
@@ -220,16 +212,14 @@ fn prepare(
         Some(Resume::Always) => true,
         Some(Resume::Auto) => contains_run(&out),
     };
-    if !resumes {
-        RunFolder::refuse_existing(&out)?;
-    }
     let mut inputs = Inputs::read(&plan.recipe, &console)?;
     let (resume_notes, resume_point) = match resumes {
         true => {
             let _stage = console.start_inner_stage("reading the checkpoint", 0);
-            prepare_resume(&out, &mut plan, &mut inputs, accepts_changes)?
+            inputs.compare(&out, accepts_changes)?;
+            prepare_resume(&out, &mut plan)?
         }
-        false => (vec![], None),
+        false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };
     let fresh_start_note = match source {
         RecipeSource::Run(run) if !resumes && starting_weights == StartingWeights::Recipe => Some(format!(

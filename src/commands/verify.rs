@@ -8,7 +8,6 @@ use crate::error::{EXIT_BAD_INPUT, EXIT_SUCCESS};
 use crate::integrity::{ChecksumStatus, MANIFEST_FILE, Manifest, add_checksum, remove_checksum};
 use crate::metrics::{format_count, read_rows, sanitize_terminal};
 use crate::recipe::{KeyScope, resolve_run_recipe};
-use crate::run::inputs::{INPUTS_FILE, Inputs};
 use crate::run::run_folder::lock;
 use crate::run::sampling_folder::print_text;
 use anyhow::Result;
@@ -73,11 +72,6 @@ fn check_run(run: &Path) -> Result<Vec<Finding>> {
         )),
         Err(e) => Err(format!("{path_text}: cannot be read: {e}")),
     }];
-    match Inputs::stored(run) {
-        Ok(None) => {}
-        Ok(Some(_)) => findings.push(Ok(format!("{}: intact", run.join(INPUTS_FILE).display()))),
-        Err(error) => findings.push(Err(format!("{error:#}"))),
-    }
     let checkpoints = checkpoint::check_all_checkpoints(run)?;
     for (folder, found) in &checkpoints {
         let path_text = folder.display();

@@ -3,223 +3,166 @@
 //!
 //! `inputs.b3` names an input by its recipe key, so a moved file with the same content is the same input.
 
+use crate::atomic_file::write_file;
 use crate::bad_input;
-use crate::bounded_file::{self, DATA_BYTES_MAX};
-use crate::checkpoint::save::template_in;
+use crate::checkpoint::ResumePoint;
 use crate::integrity::{Manifest, file_digest};
-use crate::metrics::Console;
+use crate::metrics::{Console, Warning, append_warning};
 use crate::recipe::Recipe;
 use crate::settings::Entry;
 use anyhow::Result;
-use blake3::{Hash, Hasher};
-use flate2::read::MultiGzDecoder;
-use std::collections::BTreeMap;
-use std::fs;
-use std::io::{self, BufReader, Read};
-use std::os::unix::fs::MetadataExt;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-pub const INPUTS_FILE: &str = "inputs.b3";
+pub(super) const INPUTS_FILE: &str = "inputs.b3";
 
-/// The recipe keys that name inputs, and whether their words are data files. The other keys are programs with
-/// their arguments.
-pub(super) const INPUT_KEYS: [(&str, bool); 9] = [
-    ("model.tokenizer", true),
-    ("task.train_file", true),
-    ("task.validation_file", true),
-    ("task.validation_files", true),
-    ("task.command", false),
-    ("tools.mcp.command", false),
-    ("train.trajectories", true),
-    ("cold_start.train_file", true),
-    ("cold_start.validation_file", true),
-];
-
-/// Device, inode, length and times of the last changes. If they stay the same, so did the content.
-type FileState = (u64, u64, u64, [i64; 4]);
+/// The ends of the recipe keys that name inputs: data files, or programs with their arguments.
+const KEY_ENDS: [&str; 4] = ["_file", "_files", ".trajectories", COMMAND];
+const COMMAND: &str = ".command";
+/// The end of the name of a program's argument that is a file. The program may write the file, so a change is
+/// said and not refused.
+const ARGUMENT: &str = " argument";
+/// The files of a model's folder that define the text of conversations.
+const MODEL_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
 
 /// The digests of a run's inputs.
 #[derive(Default)]
 pub struct Inputs {
     digests: Manifest,
-    /// The path or the word of each input, for messages.
-    words: BTreeMap<String, String>,
-    /// The files that were read, with their states before.
-    states: Vec<(PathBuf, FileState)>,
-    /// The changes that the user accepted, for `warnings.jsonl`.
-    pub(super) accepted: Option<String>,
+    /// The path of each input, for messages.
+    paths: BTreeMap<String, PathBuf>,
+    /// The warning of a resume: accepted changes, or a folder without digests.
+    pub warning: Option<String>,
 }
 
 impl Inputs {
-    /// Reads the inputs of `recipe`. A word of a program that names no file has the digest of its text.
+    /// Reads the inputs of `recipe`. A file has the digest of its whole content, also if the run reads only
+    /// its first rows.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a file cannot be read.
     pub fn read(recipe: &Recipe, console: &Console) -> Result<Self> {
         let _stage = console.start_inner_stage("reading the digests of data and programs", 0);
+        let model_file = |name: &str| {
+            Some((name.to_owned(), recipe.model.path.as_ref()?.join(name))).filter(|(_, path)| path.is_file())
+        };
+        let of_model = MODEL_FILES.into_iter().filter_map(model_file);
         let mut inputs = Self::default();
-        for entry in recipe.entries() {
-            let Entry::Key { path: key, value: Some(value), .. } = &entry else { continue };
-            let Some((_, is_data)) = INPUT_KEYS.iter().find(|(name, _)| name == key) else { continue };
-            for (name, word) in named_words(key, value) {
-                let mut path = PathBuf::from(&word);
-                if path.is_dir() && path.join("tokenizer.json").is_file() {
-                    path.push("tokenizer.json");
-                }
-                match path.is_absolute() && path.is_file() {
-                    true => inputs.add_file(&name, &path, *is_data)?,
-                    false => inputs.add(&name, blake3::hash(word.as_bytes()), word),
-                }
-            }
-        }
-        if let Some(model) = recipe.model.path.as_ref().filter(|model| model.is_dir()) {
-            let tokenizer = model.join("tokenizer.json");
-            if tokenizer.is_file() {
-                inputs.add_file("tokenizer.json", &tokenizer, false)?;
-            }
-            if let Some(template) = template_in(model) {
-                inputs.add("chat_template", blake3::hash(&template), model.display().to_string());
-            }
+        for (name, path) in of_model.chain(values(recipe).flat_map(|(key, value)| files(&key, &value))) {
+            let shown = path.display();
+            let digest = file_digest(&path, None)
+                .map_err(|e| bad_input!("{name}: {shown}: cannot be read: {e}; make it readable"))?;
+            inputs.digests.record(&name, digest);
+            inputs.paths.insert(name, path);
         }
         Ok(inputs)
     }
 
-    fn add(&mut self, name: &str, digest: Hash, word: String) {
-        self.digests.record(name, digest);
-        self.words.insert(name.to_owned(), word);
-    }
-
-    /// Adds the whole file, also if the run reads only its first rows. A data file ending in `.gz` has the
-    /// digest of its unpacked content.
-    fn add_file(&mut self, name: &str, path: &Path, is_data: bool) -> Result<()> {
-        let unreadable =
-            |e: io::Error| bad_input!("{name}: {}: cannot be read: {e}; make it readable", path.display());
-        self.states.push((path.to_owned(), state(path).map_err(unreadable)?));
-        let is_packed = is_data && path.extension().is_some_and(|end| end == "gz");
-        // A file with a damaged end may have all rows that the run reads.
-        let unpacked = if is_packed { unpacked_digest(path).ok() } else { None };
-        let digest = unpacked.map_or_else(|| file_digest(path, None), Ok).map_err(unreadable)?;
-        self.add(name, digest, path.display().to_string());
-        Ok(())
-    }
-
-    /// Checks that no file has changed since its digest was read. Called after the run has read the files.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] with the first file that has changed.
-    pub fn check_unchanged(&self) -> Result<()> {
-        match self.states.iter().find(|(path, before)| state(path).ok() != Some(*before)) {
-            None => Ok(()),
-            Some((path, _)) => Err(bad_input!(
-                "{}: was changed while the run started; repeat the command when the file is complete",
-                path.display()
-            )),
-        }
-    }
-
-    /// Returns the content of `inputs.b3`.
-    pub fn text(&self) -> String {
-        self.digests.text(INPUTS_FILE)
-    }
-
     /// Reads the digests in the run folder `run`; `None` if an older version made the folder.
-    ///
-    /// # Errors
-    /// [`crate::error::BadInput`] when the file is damaged.
-    pub fn stored(run: &Path) -> Result<Option<Manifest>> {
-        Manifest::read_file(&run.join(INPUTS_FILE)).map_err(|error| {
-            bad_input!("{error:#}; restore the file, or remove it to resume without a comparison")
-        })
+    fn stored(run: &Path) -> Result<Option<Manifest>> {
+        let stored = Manifest::read_file(&run.join(INPUTS_FILE));
+        stored.map_err(|e| bad_input!("{e:#}; restore the file, or remove it to resume without a comparison"))
     }
 
-    /// Compares the inputs with those of the run in `run`. Returns lines for the console. Without stored
-    /// digests, `warnings` gets a line.
+    /// Compares the inputs with those of the run in `run`.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] that names every change, unless the user `accepts` changes.
-    pub(super) fn compare(
-        &mut self,
-        run: &Path,
-        accepts: bool,
-        warnings: &mut Vec<String>,
-    ) -> Result<Vec<String>> {
-        let shown = run.display();
+    pub fn compare(&mut self, run: &Path, accepts: bool) -> Result<()> {
         let Some(before) = Self::stored(run)? else {
-            warnings.push(format!(
-                "{shown}: has no {INPUTS_FILE}, so nobody can tell whether data or programs changed before this resume; it gets \
-                 the file now"
+            self.warning = Some(format!(
+                "the run had no {INPUTS_FILE}, so changes of data or programs before this resume are unknown; it has the file now"
             ));
-            return Ok(vec![]);
+            return Ok(());
         };
-        let place = |name: &str| self.words.get(name).map(|word| format!(" ({word})")).unwrap_or_default();
-        let change = |name: &str| match (before.get(name), self.digests.get(name)) {
-            (Some(old), Some(new)) if old == new => None,
-            (Some(_), Some(_)) => Some(format!("{name}{} was changed", place(name))),
-            (None, _) => Some(format!("{name}{} was added", place(name))),
-            (_, None) => Some(format!("{name} was removed")),
-        };
-        let added = self.digests.names().filter(|name| before.get(name).is_none());
-        let changes: Vec<String> = before.names().chain(added).filter_map(change).collect();
-        if changes.is_empty() {
-            return Ok(vec![]);
-        }
-        let changes = changes.join("; ");
-        if !accepts {
+        let [refused, said] = [false, true].map(|of_arguments| self.changes(&before, of_arguments));
+        if !refused.is_empty() && !accepts {
             return Err(bad_input!(
-                "{shown}: the run started with other inputs: {changes}. Restore them; or resume with --accept-changes, which \
-                 {shown} records; or start another run with --out"
+                "{}: the run started with other inputs: {}; restore them, or resume with --accept-changes, which the run \
+                 records, or start another run with --out",
+                run.display(),
+                refused.join(", ")
             ));
         }
-        let line = format!("resumed with changed inputs: {changes}");
-        self.accepted = Some(line.clone());
-        Ok(vec![format!("warning: {line}")])
+        let changes = [refused, said].concat().join(", ");
+        self.warning = (!changes.is_empty()).then(|| format!("resumed with changed inputs: {changes}"));
+        Ok(())
     }
 
-    /// Returns overrides that give the recipe of the run in `run` the paths of `recipe`, because the digests
-    /// identify the inputs.
+    /// Checks that no input has changed since its digest was read. Called after the run has read them.
     ///
     /// # Errors
-    /// The errors of [`Self::stored`].
+    /// [`crate::error::BadInput`] that names every change.
+    pub fn check_unchanged(&self, recipe: &Recipe, console: &Console) -> Result<()> {
+        let changes = Self::read(recipe, console)?.changes(&self.digests, false).join(", ");
+        match changes.is_empty() {
+            true => Ok(()),
+            false => Err(bad_input!("changed while the run started: {changes}; repeat the command")),
+        }
+    }
+
+    /// Returns the inputs that differ from the digests `before`: arguments of programs that were files before,
+    /// or all others.
+    fn changes(&self, before: &Manifest, of_arguments: bool) -> Vec<String> {
+        let new = self.digests.names().filter(|_| !of_arguments);
+        let names: BTreeSet<&str> = before.names().chain(new).collect();
+        let names = names.into_iter().filter(|name| name.ends_with(ARGUMENT) == of_arguments);
+        let changed = names.filter(|name| before.get(name) != self.digests.get(name));
+        let path = |name| self.paths.get(name).map_or("removed".into(), |path| path.display().to_string());
+        changed.map(|name| format!("{name} ({})", path(name))).collect()
+    }
+
+    /// Writes the digests, and first the warning, into the folder of a run that starts, or resumes from
+    /// `point`.
+    ///
+    /// # Errors
+    /// When the disk cannot be written.
+    pub(super) fn write(&self, run: &Path, point: Option<&ResumePoint>) -> Result<()> {
+        if let Some(text) = self.warning.clone() {
+            // A later resume keeps a warning that has a step.
+            let (phase, step) = point.map(|point| (point.state.phase, point.state.step)).unzip();
+            append_warning(run, &Warning { phase, step, text })?;
+        }
+        write_file(&run.join(INPUTS_FILE), &self.digests.text(INPUTS_FILE))
+    }
+
+    /// Returns overrides that give the recipe of the run in `run` the data files of `recipe`, because digests
+    /// identify them.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when the digests are damaged.
     pub(super) fn overrides(run: &Path, recipe: &Recipe) -> Result<Vec<String>> {
         let Some(before) = Self::stored(run)? else { return Ok(vec![]) };
-        let is_stored = |key: &str| before.names().any(|name| name.split('[').next() == Some(key));
-        let of = |entry: Entry| match entry {
-            Entry::Key { path, value: Some(value), .. } => Some((path, value)),
-            _ => None,
-        };
-        let keys = recipe.entries().into_iter().filter_map(of);
-        let keys = keys.filter(|(key, _)| INPUT_KEYS.iter().any(|(name, _)| name == key) && is_stored(key));
-        Ok(keys.map(|(key, value)| format!("{key}={value}")).collect())
+        let is_data = |name: &str, key: &str| !key.ends_with(COMMAND) && name.split('[').next() == Some(key);
+        let stored = values(recipe).filter(|(key, _)| before.names().any(|name| is_data(name, key)));
+        Ok(stored.map(|(key, value)| format!("{key}={value}")).collect())
     }
 }
 
-/// Returns the words in the TOML `value` of `key`, each with a name: the key or, in a list, `key[index]`.
-fn named_words(key: &str, value: &str) -> Vec<(String, String)> {
-    let text = |value: &toml::Value| value.as_str().unwrap_or_default().to_owned();
+/// Returns the keys of `recipe` that name inputs, with their values as TOML.
+fn values(recipe: &Recipe) -> impl Iterator<Item = (String, String)> {
+    let values = recipe.entries().into_iter().filter_map(|entry| match entry {
+        Entry::Key { path, value, .. } => Some((path, value?)),
+        Entry::Table { .. } => None,
+    });
+    values.filter(|(key, _)| KEY_ENDS.iter().any(|end| key.ends_with(end)))
+}
+
+/// Returns the files in the TOML `value` of `key`, each with a name: the key or, in a list, `key[index]`. Of a
+/// command, the program and the first file after it, such as a script, are inputs. The others may be outputs.
+fn files(key: &str, value: &str) -> Vec<(String, PathBuf)> {
     let table: toml::Table = format!("v = {value}").parse().unwrap_or_default();
-    match table.get("v") {
-        Some(toml::Value::Array(words)) => {
-            let named = |(index, word)| (format!("{key}[{index}]"), text(word));
-            words.iter().enumerate().map(named).collect()
-        }
-        Some(word) => vec![(key.to_owned(), text(word))],
-        None => vec![],
-    }
-}
-
-/// Returns the digest of an unpacked file, up to the maximum that a run reads.
-fn unpacked_digest(path: &Path) -> io::Result<Hash> {
-    let file = BufReader::new(bounded_file::open(path, u64::MAX)?);
-    let unpacked = MultiGzDecoder::new(file).take(DATA_BYTES_MAX);
-    Ok(Hasher::new().update_reader(unpacked)?.finalize())
-}
-
-fn state(path: &Path) -> io::Result<FileState> {
-    let file = fs::metadata(path)?;
-    Ok((
-        file.dev(),
-        file.ino(),
-        file.len(),
-        [file.mtime(), file.mtime_nsec(), file.ctime(), file.ctime_nsec()],
-    ))
+    let words = match table.get("v") {
+        Some(toml::Value::Array(words)) => words.iter().collect(),
+        word => Vec::from_iter(word),
+    };
+    let paths = words.iter().map(|word| PathBuf::from(word.as_str().unwrap_or_default()));
+    let files: Vec<_> = (0..).zip(paths).filter(|(_, path)| path.is_absolute() && path.is_file()).collect();
+    let script = files.iter().find(|(at, _)| *at > 0).map(|(at, _)| *at);
+    let name = |at: usize| match value.starts_with('[') {
+        false => key.to_owned(),
+        true if key.ends_with(COMMAND) && at > 0 && Some(at) != script => format!("{key}[{at}]{ARGUMENT}"),
+        true => format!("{key}[{at}]"),
+    };
+    files.into_iter().map(|(at, path)| (name(at), path)).collect()
 }

@@ -93,9 +93,9 @@ impl RunFolder {
         // Another process may have created a run here before the lock was taken.
         Self::refuse_existing(path)?;
         let write_first_files = || {
+            inputs.write(path, None)?;
             write_recipe(path, plan)?;
-            write_warnings(path, plan, None, inputs)?;
-            write_file(&path.join(INPUTS_FILE), &inputs.text())?;
+            write_warnings(path, plan, None)?;
             MetricsFile::create(&path.join("metrics.jsonl"))
         };
         let metrics = write_first_files().inspect_err(|_| Self::remove_without_results(path))?;
@@ -134,9 +134,8 @@ impl RunFolder {
         let last = point.filter(|point| point.state.phase == Phase::Rl).map(|point| point.state.step);
         remove_later_trajectories(&path.join("trajectories"), last)?;
         write_recipe(path, plan)?;
-        // The changes are recorded before their digests.
-        write_warnings(path, plan, point, inputs)?;
-        write_file(&path.join(INPUTS_FILE), &inputs.text())?;
+        write_warnings(path, plan, point)?;
+        inputs.write(path, point)?;
         Ok(Self { path: path.to_owned(), files: Some(Files { metrics, tensorboard, _lock: lock }) })
     }
 
@@ -383,17 +382,11 @@ fn stored_plan(path: &Path, plan: &mut Plan) -> Result<Option<Plan>> {
 
 /// Prepares `plan` for resuming the run in `path`. The learning-rate schedule keeps its end, even if
 /// `train.steps` changed. Returns lines for the console, and the checkpoint to resume from.
-/// `accepts_changes`: whether `inputs` may differ from those of the run.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no run, when it is damaged, when its inputs or its recipe differ
-/// in what must not change, or when more steps are done than `plan` has.
-pub fn prepare_resume(
-    path: &Path,
-    plan: &mut Plan,
-    inputs: &mut Inputs,
-    accepts_changes: bool,
-) -> Result<(Vec<String>, Option<ResumePoint>)> {
+/// [`crate::error::BadInput`] when there is no run, when it is damaged, when its recipe differs in a key that
+/// must not change, or when more steps are done than `plan` has.
+pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Option<ResumePoint>)> {
     if !contains_run(path) {
         return Err(bad_input!(
             "{}: contains no run to resume; start the run without --resume, or with --resume=auto",
@@ -406,11 +399,9 @@ pub fn prepare_resume(
             path.display()
         ));
     }
-    let changes = inputs.compare(path, accepts_changes, &mut plan.warnings)?;
     let stored = stored_plan(path, plan)?;
     let point = checkpoint::newest_intact_checkpoint(path)?;
     let mut lines = vec![resume_line(path, plan, point.as_ref())?];
-    lines.extend(changes);
     let Some(stored) = stored else { return Ok((lines, point)) };
     let (old_steps, steps) = (stored.recipe.train.steps, plan.recipe.train.steps);
     lines.extend(keep_schedule_end(
@@ -480,19 +471,14 @@ fn keep_schedule_end(
     ))
 }
 
-/// Writes `warnings.jsonl` for a run that starts, or that resumes from `point`: the warnings of `plan`, the
-/// warnings of steps before `point`, and the accepted changes of `inputs`.
-fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>, inputs: &Inputs) -> Result<()> {
+/// Writes `warnings.jsonl` for a run that starts, or that resumes from `point`: the warnings of `plan`, and
+/// the warnings of steps before `point`.
+fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Result<()> {
     let before = point.map_or(vec![], |_| read_warnings(path));
     let stands =
         |warning: &Warning| point.is_some_and(|point| warning.precedes(point.state.phase, point.state.step));
     let all = plan.warnings.iter().cloned().map(Warning::for_run).chain(before.into_iter().filter(stands));
-    // A later resume keeps a warning that has a step.
-    let accepted = inputs.accepted.clone().map(|text| match point {
-        Some(point) => Warning::for_step(point.state.phase, point.state.step, text),
-        None => Warning::for_run(text),
-    });
-    let all: Vec<Warning> = all.chain(accepted).collect();
+    let all: Vec<Warning> = all.collect();
     let file = path.join(WARNINGS_FILE);
     match all.is_empty() && !file.exists() {
         true => Ok(()),

@@ -344,11 +344,9 @@ fn add_tokenizer(to: &mut Entries, config: &Config, tokenizer: &GgufTokenizer) -
             to.number(&format!("tokenizer.ggml.{key}"), id as usize);
         }
     }
-    if config.eos_token_ids.len() > 1 {
-        // Ollama's key. llama.cpp knows the other end tokens by their texts.
-        let ids: Vec<i32> = config.eos_token_ids.iter().map(|id| *id as i32).collect();
-        to.integers("tokenizer.ggml.eos_token_ids", &ids);
-    }
+    // Ollama's key for all of them. llama.cpp knows the others by their texts.
+    let ends: Vec<i32> = config.eos_token_ids.iter().map(|id| *id as i32).collect();
+    to.integers("tokenizer.ggml.eos_token_ids", &ends);
     to.flag("tokenizer.ggml.add_bos_token", false);
     Ok(())
 }

@@ -158,11 +158,11 @@ fn companion_files_of_a_base_model_name_the_ends_of_the_chat_and_keep_their_othe
             json!({"eos_token": "<|return|>"}),
         ),
         (
-            "huggingface/trl 7093: an end of calls is an end",
+            "huggingface/trl 7093: the end of a turn, not of calls alone",
             harmony,
             TOKENIZER,
             json!({"eos_token": "<|call|>"}),
-            json!({"eos_token": "<|call|>"}),
+            json!({"eos_token": "<|return|>"}),
         ),
     ];
     let mut failed = vec![];
