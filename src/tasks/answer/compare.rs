@@ -56,10 +56,10 @@ impl Comparison<'_> {
             Some(left) => self.left.set(left),
             None => return false,
         }
-        if matches!(reference, SetOperation(..)) || matches!(answer, SetOperation(..)) {
-            if let Some((reference, answer)) = real_parts(reference).zip(real_parts(answer)) {
-                return reference == answer;
-            }
+        if [reference, answer].iter().any(|expr| matches!(expr, SetOperation(..)))
+            && let Some((reference, answer)) = real_parts(reference).zip(real_parts(answer))
+        {
+            return reference == answer;
         }
         match (reference, answer) {
             (List(g) | Set(g), List(a) | Set(a)) => self.same_in_any_order(g, a),

@@ -3,28 +3,30 @@
 use super::evaluate::{Value, evaluate};
 use super::expr::Expr;
 
-/// Maximum number of points in a set. It bounds the cost.
-const POINTS_MAX: usize = 64;
+/// Maximum number of members of a set. It bounds the cost.
+const MEMBERS_MAX: usize = 64;
 
 /// A place on the real line: just before a number (`false`), or just after it.
 type Cut = (f64, bool);
 /// Disjoint parts of the real line in rising order. Each is as long as possible.
 type Parts = Vec<(Cut, Cut)>;
 
-/// Returns the parts of a set of real numbers, such as `[1, 2] \cup \{5\}`. `None` for other expressions.
+/// Returns the parts of a set of real numbers, such as `[1, 2] \cup \{5\}`. A number
+/// counts as a set of one. `None` for other expressions.
 pub fn real_parts(expr: &Expr) -> Option<Parts> {
+    let point = |number| bound(number).map(|value| vec![((value, false), (value, true))]);
     match expr {
         Expr::Tuple(open, ends, close) => {
             let [low, high] = ends.as_slice() else { return None };
             let part = ((bound(low)?, *open == '('), (bound(high)?, *close == ']'));
             Some(if part.0 < part.1 { vec![part] } else { vec![] })
         }
-        Expr::Set(points) if points.len() <= POINTS_MAX => points.iter().try_fold(vec![], |set, point| {
-            let value = bound(point)?;
-            Some(combine('∪', &set, &[((value, false), (value, true))]))
-        }),
+        // `{1, 2}` without backslashes is a list.
+        Expr::Set(members) | Expr::List(members) if members.len() <= MEMBERS_MAX => {
+            members.iter().try_fold(vec![], |set, member| Some(combine('∪', &set, &point(member)?)))
+        }
         Expr::SetOperation(operation, a, b) => Some(combine(*operation, &real_parts(a)?, &real_parts(b)?)),
-        _ => None,
+        number => point(number),
     }
 }
 

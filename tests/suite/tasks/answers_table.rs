@@ -70,6 +70,7 @@ const EQUIVALENT: &[Row] = &[
     ("\\mathbb{Z}", "ℝ", false, "sympy 9624", "Math-Verify"),
     ("(-\\infty,2)\\cup(2,\\infty)", "\\mathbb{R}\\setminus\\{2\\}", true, "Math-Verify 10", "Math-Verify"),
     ("\\mathbb{R}\\setminus\\{2\\}", "\\mathbb{R}\\setminus\\{3\\}", false, "Math-Verify 10", "Math-Verify"),
+    ("(-\\infty, 0) \\cup (0, \\infty)", "ℝ∖{0}", true, "Math-Verify 10", "mathematics"),
     ("[1,3]", "[1,2]\\cup[2,3]", true, "ibex-lib 544", "Math-Verify"),
     ("[1,3]", "[1,2)\\cup(2,3]", false, "ibex-lib 544", "Math-Verify"),
     ("[1,2]\\cup[3,4]", "[3,4]\\cup[1,2]", true, "DoenetML 168", "Math-Verify"),
