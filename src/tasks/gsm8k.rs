@@ -136,7 +136,7 @@ fn strict_number(after: &str) -> Option<Number> {
 
 /// Returns the number on the line of a mark, if the line begins with it or says that it is the answer.
 fn marked_number(after: &str) -> Option<Number> {
-    let line = after.trim_start().lines().next()?;
+    let line = after.trim_start().split(['\n', '#']).next()?;
     let named = line.split_once(':').filter(|(name, _)| name.to_lowercase().contains("answer"));
     let line = named.map_or(line, |(_, answer)| answer);
     let is_mark = |c: char| c.is_whitespace() || "*:([€£¥₹$".contains(c);

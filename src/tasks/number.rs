@@ -114,7 +114,7 @@ fn scan(text: &str, start: usize) -> Option<(Number, usize)> {
 /// Returns the value of the fraction at the start of `text`, and the text after it.
 fn fraction(text: &str) -> Option<(BigRational, &str)> {
     let first = text.chars().next()?;
-    if !first.is_ascii() {
+    if !first.is_ascii() && first.is_numeric() {
         return Some((fraction(latex_of(first)?)?.0, &text[first.len_utf8()..]));
     }
     let latex = ["\\frac{", "\\dfrac{", "\\tfrac{"].iter().find_map(|command| text.strip_prefix(command));

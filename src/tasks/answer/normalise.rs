@@ -88,8 +88,8 @@ const WORDS: &str = r"\textnormal \textbf \textit \textrm \mbox \operatorname \m
 /// Units that people write after a number without markup, among them those of verl.
 const UNITS: &str = "cm|mm|km|gm|kg|meters|metres|inches|feet|ft|miles|pounds|grams|hours|hour|minutes|\
                      minute|seconds|days|years|degrees|dollars|cents|points|digits|square units|\
-                     cubic units|sq units|units|square|mph|km/h|people|students|meals|edges|integers|\
-                     multiples|ways";
+                     cubic units|sq units|squareunits|cubicunits|units|square|mph|km/h|people|students|\
+                     meals|edges|integers|multiples|ways";
 
 /// Replaces the command `from`, but not at the start of a longer command.
 pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {

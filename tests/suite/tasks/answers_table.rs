@@ -32,6 +32,7 @@ const EXACT: &[Row] = &[
     ("15", "15\\,\\mathrm{cm}", true, "sieval 26", "Math-Verify"),
     ("8", "2^3", false, "reasoning-from-scratch 133", "MATH"),
     ("2", "2^3", false, "reasoning-from-scratch 133", "MATH"),
+    ("12", "12 square units", true, "sieval 26", "verl math_dapo"),
     ("40", "40^\\circ", true, "sieval 26", "MATH"),
     ("40", "40°", true, "sieval 26", "mathematics"),
     ("40", "40 degrees", true, "sieval 26", "verl math_dapo"),
