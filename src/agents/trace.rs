@@ -295,3 +295,52 @@ impl EpisodeFacts {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::chat::{ChatFormat, ConversationSource, SystemPromptSettings};
+    use serde_json::json;
+
+    /// With `parallel_tool_calls: false` the answer has no stop token. Its call must still be known, and its
+    /// turn must be closed in the next prompt.
+    #[test]
+    fn an_answer_that_ends_after_its_first_call_is_continued() {
+        let chat = ChatFormat::ChatMl.from_embedded().unwrap();
+        let ids = |text: &str| chat.vocabulary().encode_with_special(text).unwrap();
+        let call = "<tool_call>\n{\"name\": \"add\", \"arguments\": {\"a\": 1}}\n</tool_call>";
+        let sampled: Vec<NewToken> = ids(call)
+            .into_iter()
+            .map(|id| NewToken { id, log_prob: 0.0, kept: None, scores: None })
+            .collect();
+        let function = json!({"name": "add", "arguments": "{\"a\": 1}"});
+        let answer = json!({"role": "assistant", "content": null,
+            "tool_calls": [{"id": "c", "type": "function", "function": function}]});
+        let values = [
+            json!({"role": "user", "content": "1+1"}),
+            answer.clone(),
+            json!({"role": "tool", "tool_call_id": "c", "content": "2"}),
+        ];
+        let read = |values: &[Value]| {
+            let settings = SystemPromptSettings::default();
+            RequestMessages::read(values, &[], &chat, settings, ConversationSource::Request).unwrap()
+        };
+        let mut trace = Trace::default();
+        let prompt = trace.render(&chat, &read(&values[..1]), &values[..1]).unwrap();
+        trace.record(
+            &chat,
+            &SampledAnswer {
+                prompt: &prompt,
+                messages: &[],
+                tokens: &sampled,
+                message: &answer,
+                is_full: false,
+            },
+        );
+        assert_eq!((trace.answers[0].calls.len(), trace.paths[0].open_calls), (1, 1));
+        let next = trace.render(&chat, &read(&values), &values).unwrap();
+        let closed = [prompt, ids(call), chat.stop_tokens()[..1].to_vec()].concat();
+        assert_eq!(next[..closed.len()], closed);
+        assert_eq!(trace.continued(&next), Some(0));
+    }
+}
