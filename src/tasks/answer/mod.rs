@@ -45,8 +45,8 @@ impl AnswerEquality {
         }
     }
 
-    /// Returns why right answers cannot equal `reference`; `None` if the grader can read it. Words are compared
-    /// as texts by both ways, so they can be read.
+    /// Returns why right answers cannot equal `reference`; `None` if the grader can read it. Words are
+    /// compared as texts by both ways, so they can be read.
     pub fn refusal(self, reference: &str) -> Option<&'static str> {
         let reference = without_box(reference);
         let (plain, cleaned) = (normalise::strip_markup(reference), normalise::normalise(reference));
