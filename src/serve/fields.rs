@@ -19,7 +19,7 @@ pub(crate) enum Form {
     Text,
 }
 
-/// What the server does with a field. A null counts as absent.
+/// The server's treatment of a field. A null counts as absent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
     /// The server reads the field, and refuses what it cannot obey.
