@@ -53,7 +53,7 @@ impl AnswerEquality {
         let boxed = format!("\\boxed{{{reference}}}");
         if boxed_answer::find_last_boxed(&boxed) != Some((0, reference)) {
             Some(
-                "does not fit into \\boxed{}: braces must match, without a box inside, in at most 4,000 bytes",
+                "does not fit into \\boxed{}: match its braces, put no box inside, at most 4,000 bytes",
             )
         } else if plain.is_empty() || canonical_text(reference).is_empty() {
             Some("has no value")
