@@ -52,9 +52,7 @@ impl AnswerEquality {
         let (plain, cleaned) = (normalise::strip_markup(reference), normalise::normalise(reference));
         let boxed = format!("\\boxed{{{reference}}}");
         if boxed_answer::find_last_boxed(&boxed) != Some((0, reference)) {
-            Some(
-                "does not fit into \\boxed{}: match its braces, put no box inside, at most 4,000 bytes",
-            )
+            Some("does not fit into \\boxed{}: match its braces, put no box inside, at most 4,000 bytes")
         } else if plain.is_empty() || canonical_text(reference).is_empty() {
             Some("has no value")
         } else if NO_ANSWERS.iter().any(|text| plain.eq_ignore_ascii_case(text)) {
