@@ -104,6 +104,27 @@ mod tests {
         assert!(with(json!({"code": {}, "timeout": {}})).is_err() && with(json!({"script": {}})).is_err());
     }
 
+    /// FreeToken 2, vllm-mlx 85: `reasoning_effort` was accepted for models whose prompts cannot say it.
+    #[test]
+    fn a_reasoning_effort_is_in_the_prompt_or_refused() {
+        let body = json!({"messages": [{"role": "user", "content": "?"}], "reasoning_effort": "low"});
+        let read = |format: ChatFormat, system_message: Option<bool>| {
+            let chat = format.from_embedded().unwrap();
+            let settings = SystemPromptSettings { system_message, ..SystemPromptSettings::default() };
+            let read = read_conversation(&Fields::new(&body).unwrap(), &chat, &settings);
+            read.map(|messages| messages.system.iter().any(|m| m.content.contains("Reasoning: low")))
+        };
+        assert_eq!(read(ChatFormat::Harmony, None), Ok(true));
+        for (format, system_message) in [
+            (ChatFormat::Harmony, Some(false)),
+            (ChatFormat::ChatMl, None),
+            (ChatFormat::ThinkingChatMl, None),
+        ] {
+            let error = read(format, system_message).unwrap_err();
+            assert!(error.message().contains("\"reasoning_effort\""), "{}", error.message());
+        }
+    }
+
     #[test]
     fn harmony_drops_thoughts_before_the_last_answer() {
         let thought = |text: &str, mut message: Value| {
