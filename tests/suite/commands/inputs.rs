@@ -408,8 +408,10 @@ fn bug_the_program_of_a_task_was_changed_in_silence() {
     let mut lab = Lab::new();
     lab.write("task.py", TASK);
     lab.write("log", "");
-    let command =
-        |log: &str| format!("task.command=[\"python3\", {:?}, {:?}]", lab.at("task.py"), lab.at(log));
+    let folder = lab.folder.path().to_owned();
+    let command = |log: &str| {
+        format!("task.command=[\"python3\", {:?}, {:?}]", folder.join("task.py"), folder.join(log))
+    };
     let own = command("log");
     let sets = ["cold_start.steps=0", "task.name=command", "task.command_processes=1", &own];
     lab.sets = sets.map(String::from).into();
