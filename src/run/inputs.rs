@@ -101,8 +101,8 @@ impl Inputs {
         }
     }
 
-    /// Returns the inputs that differ from the digests `before`: arguments of programs that were files before,
-    /// or all others.
+    /// Returns the inputs that differ from the digests `before`: arguments of programs that were files
+    /// before, or all others.
     fn changes(&self, before: &Manifest, of_arguments: bool) -> Vec<String> {
         let new = self.digests.names().filter(|_| !of_arguments);
         let names: BTreeSet<&str> = before.names().chain(new).collect();
@@ -112,8 +112,7 @@ impl Inputs {
         changed.map(|name| format!("{name} ({})", path(name))).collect()
     }
 
-    /// Writes the digests, and first the warning, into the folder of a run that starts, or resumes from
-    /// `point`.
+    /// Writes the warning and then the digests into the folder of a run that starts, or resumes from `point`.
     ///
     /// # Errors
     /// When the disk cannot be written.
@@ -148,8 +147,9 @@ fn values(recipe: &Recipe) -> impl Iterator<Item = (String, String)> {
     values.filter(|(key, _)| KEY_ENDS.iter().any(|end| key.ends_with(end)))
 }
 
-/// Returns the files in the TOML `value` of `key`, each with a name: the key or, in a list, `key[index]`. Of a
-/// command, the program and the first file after it, such as a script, are inputs. The others may be outputs.
+/// Returns the files in the TOML `value` of `key`, each with a name: the key or, in a list, `key[index]`.
+/// Of a command, the program and the first file after it, such as a script, are inputs. The others may be
+/// outputs.
 fn files(key: &str, value: &str) -> Vec<(String, PathBuf)> {
     let table: toml::Table = format!("v = {value}").parse().unwrap_or_default();
     let words = match table.get("v") {

@@ -398,7 +398,7 @@ fn an_accepted_change_is_recorded_and_asked_once() {
     refused(lab.train("other", &[]).arg("--accept-changes"), &["--resume"]);
 }
 
-/// The program of a task decided about rewards, and another one took its place (doors 07; instructlab/sdg 245).
+/// The program of a task decided about rewards, and another one took its place (doors 07).
 /// A file that the program itself writes is no reason to refuse: a job that restarts by itself would end.
 #[test]
 fn bug_the_program_of_a_task_was_changed_in_silence() {
@@ -464,7 +464,7 @@ fn bug_sft_rows_were_changed_in_silence() {
     assert!(warnings(&run).iter().any(|warning| warning["phase"] == "cold_start" && warning["step"] == 3));
 }
 
-/// A file was replaced between its digest and its reading (sdg_hub 481: errors on any change of the data set).
+/// A file was replaced between its digest and its reading (sdg_hub 481: any change of data is an error).
 #[test]
 fn a_file_that_changes_while_the_run_starts_is_named_as_each_file_of_a_list() {
     let folder = TempDir::new().unwrap();
