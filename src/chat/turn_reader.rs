@@ -1,7 +1,7 @@
 //! The text of an answer that is being sampled, and the part of the text that is final and may be shown.
 
 use super::{Call, Chat, ChatTurnParser};
-use crate::harmony::{Message, Role, TurnEnd, TurnParser, TurnStep};
+use crate::harmony::{Message, TurnEnd, TurnParser, TurnStep};
 use crate::vocabulary::Vocabulary;
 
 /// Tags of ChatML's calls and thoughts. If a text ends with the start of a tag, further tokens may complete
@@ -119,6 +119,10 @@ impl<'a> TurnReader<'a> {
             let words = tags.chain(self.stop.iter().map(String::as_str));
             let length = words.map(|word| overlap(text, word)).max().unwrap_or(0);
             text.truncate(text.len() - length);
+            if self.parser.is_some() {
+                // Line breaks before a tag are no part of the text.
+                text.truncate(text.trim_end_matches('\n').len());
+            }
         };
         held(&mut texts.content);
         held(&mut texts.reasoning);
@@ -161,7 +165,7 @@ pub(super) fn harmony_texts(parser: &TurnParser, at_end: bool, takes_calls: bool
     for (index, message) in messages.iter().enumerate() {
         let is_last = index + 1 == messages.len();
         let (text, shown) = match (message.channel.as_deref(), &message.recipient) {
-            (_, Some(recipient)) if recipient != Role::Assistant.name() => {
+            (_, Some(_)) => {
                 let is_call = takes_calls && (!at_end || call == Some(message));
                 (&mut texts.content, !is_call)
             }
@@ -169,17 +173,18 @@ pub(super) fn harmony_texts(parser: &TurnParser, at_end: bool, takes_calls: bool
             // A header, a text outside of messages, or a message with a broken header.
             (channel, _) => (&mut texts.content, at_end || channel.is_some() || !is_last),
         };
-        if !shown {
+        let content = match &message.recipient {
+            // A call without content would leave no trace.
+            Some(recipient) if message.content.trim().is_empty() => format!("to={recipient}"),
+            _ => message.content.clone(),
+        };
+        if !shown || content.is_empty() {
             continue;
         }
         if !text.is_empty() {
             text.push('\n');
         }
-        match &message.recipient {
-            // A call without content would leave no trace.
-            Some(recipient) if message.content.trim().is_empty() => text.push_str(&format!("to={recipient}")),
-            _ => text.push_str(&message.content),
-        }
+        text.push_str(&content);
     }
     texts
 }

@@ -180,7 +180,11 @@ impl TurnParser {
             State::Header { has_start_token, bytes, has_invalid_token } if token == control.message => self
                 .continue_in(match read_header(has_start_token, &bytes, has_invalid_token) {
                     Ok(header) => State::Content { header, bytes: Vec::new(), error: None },
-                    Err(error) => State::Unreadable { bytes, error },
+                    Err(error) => {
+                        let own = Role::Assistant.name().as_bytes();
+                        let header = bytes.strip_prefix(own).filter(|_| has_start_token).unwrap_or(&bytes);
+                        State::Unreadable { bytes: [header, b" "].concat(), error }
+                    }
                 }),
             State::Header { bytes, .. } if control.is_end(token) => {
                 self.keep_header(&bytes);
@@ -253,9 +257,7 @@ impl TurnParser {
         let error = error.or(invalid);
         let content = lossy(bytes);
         let blank = content.trim().is_empty();
-        // A message to the assistant itself is text.
-        let is_call = |name: &String| token == control.call || name != Role::Assistant.name();
-        let recipient = header.recipient.clone().filter(is_call);
+        let recipient = header.recipient.clone();
         self.messages.push(header.message(content));
         match (recipient, error) {
             (Some(recipient), _) if blank => self.end_malformed(TurnError::EmptyCall { recipient }),
@@ -336,6 +338,8 @@ fn read_header(has_start_token: bool, bytes: &[u8], has_invalid_token: bool) -> 
     }
     for word in rest {
         let known = match word.strip_prefix("to=") {
+            // A message to the assistant itself is text.
+            Some(name) if name == Role::Assistant.name() => true,
             Some(name) => header::is_tool_name(name) && header.recipient.replace(name.to_string()).is_none(),
             None => header::is_content_type(&word) && header.content_type.replace(word.clone()).is_none(),
         };

@@ -8,6 +8,8 @@ mod agent;
 mod allocator;
 mod answer_texts;
 mod chat;
+mod chat_rows;
+mod chat_turns;
 mod commands;
 mod commands_eval;
 mod critic;

@@ -150,7 +150,7 @@ impl ChatMlTurnParser {
         if !self.chat.has_thoughts() {
             return (None, 0);
         }
-        match split_thought(text) {
+        match split_thought(text, at_end) {
             None => (None, 0),
             Some((thought, Some(answer))) => (Some(thought), text.len() - answer.len()),
             Some((thought, None)) => {
@@ -177,19 +177,22 @@ impl ChatMlTurnParser {
 /// Returns the thought and the text of an assistant's message in a file or request. Without a thought of its
 /// own, the message may have one at the start of its text, which Qwen3's template splits off too.
 pub fn thought_and_text(thought: String, text: String) -> (String, String) {
-    match split_thought(&text) {
+    match split_thought(&text, true) {
         Some((found, Some(answer))) if thought.is_empty() => (found.to_owned(), answer.to_owned()),
         _ => (thought, text),
     }
 }
 
 /// Returns the thought at the beginning of a turn, and the text after it. The text after it is `None` if the
-/// thought has no end tag. The result is `None` if there is no thought.
-fn split_thought(text: &str) -> Option<(&str, Option<&str>)> {
+/// thought has no end tag. The result is `None` if there is no thought. An end tag in the JSON of a call is
+/// none; before the end of the turn (`at_end` false), the JSON may be unfinished.
+fn split_thought(text: &str, at_end: bool) -> Option<(&str, Option<&str>)> {
     let [open, close] = THINK;
     let begins = text.trim_start().starts_with(open);
-    match text.split_once(close).filter(|(before, _)| begins || !is_within_call(text, before.len())) {
-        Some((thought, answer)) => {
+    let mut ends = text.match_indices(close).map(|(at, _)| at);
+    match ends.find(|&at| !is_within_call(text, at, begins && at_end)) {
+        Some(at) => {
+            let (thought, answer) = (&text[..at], &text[at + close.len()..]);
             Some((strip_think_tag(thought).trim_matches('\n'), Some(answer.trim_start_matches('\n'))))
         }
         None => begins.then(|| (strip_think_tag(text).trim_matches('\n'), None)),
@@ -201,11 +204,12 @@ fn strip_think_tag(text: &str) -> &str {
     text.rsplit(THINK[0]).next().unwrap_or_default()
 }
 
-/// Returns whether index `at` is within the JSON of a call.
-fn is_within_call(text: &str, at: usize) -> bool {
+/// Returns whether index `at` is within the JSON of a call. `is_finished`: whether the JSON must have an end.
+fn is_within_call(text: &str, at: usize, is_finished: bool) -> bool {
     text[..at].match_indices(TOOL_CALL[0]).any(|(start, tag)| {
-        let start = start + tag.len();
-        json_length(&text[start..]).is_some_and(|length| start + length > at)
+        let rest = &text[start + tag.len()..];
+        let within = |end: usize| start + tag.len() + end > at && !(is_finished && end > rest.len());
+        json_end(rest).is_some_and(within)
     })
 }
 
@@ -245,8 +249,8 @@ fn split(text: &str) -> Vec<Part> {
 /// Splits the text after a call's tag into the call and the text after it.
 fn split_call(text: &str) -> (&str, &str) {
     let [open, close] = TOOL_CALL;
-    if let Some(length) = json_length(text) {
-        let (call, after) = text.split_at(length);
+    if let Some(end) = json_end(text).filter(|&end| end <= text.len()) {
+        let (call, after) = text.split_at(end);
         let next = after.trim_start();
         if next.is_empty() || next.starts_with(open) {
             return (call, next);
@@ -262,10 +266,19 @@ fn split_call(text: &str) -> (&str, &str) {
     }
 }
 
-/// Returns the length of the JSON value at the start of `text`, if there is one.
-fn json_length(text: &str) -> Option<usize> {
+/// Returns the end of the JSON value at the start of `text`, if there is one. The end of a value that is not
+/// finished is beyond the text.
+fn json_end(text: &str) -> Option<usize> {
     let mut values = serde_json::Deserializer::from_str(text).into_iter::<IgnoredAny>();
-    matches!(values.next(), Some(Ok(IgnoredAny))).then(|| values.byte_offset())
+    match values.next()? {
+        Ok(IgnoredAny) => Some(values.byte_offset()),
+        Err(error) => {
+            // The parser calls the start of a number invalid, not unfinished.
+            let last_line = text.rsplit('\n').next().unwrap_or_default();
+            let at_end = error.line() > text.matches('\n').count() && error.column() >= last_line.len();
+            (error.is_eof() || (at_end && text.ends_with(['-', '+', '.', 'e', 'E']))).then_some(text.len() + 1)
+        }
+    }
 }
 
 /// Reads a call `{"name": …, "arguments": {…}}`. The arguments may also be a JSON string that contains the
@@ -322,10 +335,10 @@ mod tests {
 
     #[test]
     fn a_thought_ends_at_its_tag() {
-        assert_eq!(split_thought("<think>\na\nb\n</think>\n\n7"), Some(("a\nb", Some("7"))));
-        assert_eq!(split_thought("a</think>7</think>"), Some(("a", Some("7</think>"))));
-        assert_eq!(split_thought("<think>\na <tool_call>"), Some(("a <tool_call>", None)));
-        assert_eq!(split_thought("7 <think>"), None);
+        assert_eq!(split_thought("<think>\na\nb\n</think>\n\n7", true), Some(("a\nb", Some("7"))));
+        assert_eq!(split_thought("a</think>7</think>", true), Some(("a", Some("7</think>"))));
+        assert_eq!(split_thought("<think>\na <tool_call>", true), Some(("a <tool_call>", None)));
+        assert_eq!(split_thought("7 <think>", true), None);
     }
 
     #[test]

@@ -123,3 +123,39 @@ fn unusable_tokenizers_are_refused() {
     refused(HarmonyTokenizer::from_bytes(b"{".to_vec(), "cut.json"), &["cut.json"]);
     refused(HarmonyTokenizer::from_file(std::path::Path::new("no/tokenizer.json")), &["no/tokenizer.json"]);
 }
+
+/// Text has the ids that the `tokenizers` library gives it, whatever the flags of added tokens and the
+/// normaliser are, but a special token in it stays text.
+#[test]
+fn added_tokens_in_text_have_the_librarys_ids() {
+    let texts = [
+        "a <gene> b", "<gene>", "  <gene>  x", "a<gene>b", "A <GENE> e\u{301}", "<gene", "<gene><gene>", "é<gene>é",
+        "\n<gene>\n", "",
+    ];
+    let mut tried = 0;
+    for normalizer in [json!(null), json!({"type": "NFC"}), json!({"type": "Lowercase"})] {
+        for flags in 0..16 {
+            let flag = |bit: u32| flags >> bit & 1 == 1;
+            let mut file: Value = serde_json::from_slice(embedded().json_bytes()).unwrap();
+            file["normalizer"] = normalizer.clone();
+            let added = |id: u32, content: &str, special: bool| {
+                json!({"id": id, "content": content, "special": special, "normalized": flag(0),
+                    "single_word": flag(1), "lstrip": flag(2), "rstrip": flag(3)})
+            };
+            let list = file["added_tokens"].as_array_mut().unwrap();
+            list.extend([added(272, "<gene>", false), added(273, "<cell>", true)]);
+            let bytes = file.to_string().into_bytes();
+            let library: tokenizers::Tokenizer = std::str::from_utf8(&bytes).unwrap().parse().unwrap();
+            let tokenizer = HarmonyTokenizer::from_bytes(bytes, "tokenizer.json").unwrap();
+            for text in texts {
+                let expected = library.encode(text, false).unwrap().get_ids().to_vec();
+                assert_eq!(tokenizer.encode_text(text), expected, "{text:?} with {normalizer} and flags {flags}");
+                assert_eq!(tokenizer.encode_with_special(text).unwrap(), expected, "{text:?}");
+                tried += usize::from(expected.contains(&272));
+            }
+            let ids = tokenizer.encode_text("x <cell> <gene>");
+            assert!(ids.iter().all(|&id| !tokenizer.is_special(id)), "{ids:?}");
+        }
+    }
+    assert!(tried > 200, "{tried}");
+}
