@@ -2,7 +2,7 @@
 
 use super::api_error::ApiError;
 use super::fields::Fields;
-use crate::chat::{Chat, ConversationSource, RequestMessages, SystemPromptSettings};
+use crate::chat::{self, Chat, ConversationSource, RequestMessages, SystemPromptSettings};
 use crate::harmony::ReasoningEffort;
 use crate::settings::Choice;
 use serde_json::Value;
@@ -29,18 +29,19 @@ pub(crate) fn read_conversation(
         }
         settings.reasoning_effort = Some(effort);
     }
-    let messages = RequestMessages::read(list, tools, chat, settings, ConversationSource::Request);
+    let messages = RequestMessages::read(list, &tools, chat, settings, ConversationSource::Request);
     messages.map_err(|why| ApiError::invalid(Some("messages"), why))
 }
 
 /// Returns the tools that the model may call.
-fn read_tools<'v>(fields: &Fields<'v>, chat: &Chat) -> Result<&'v [Value], ApiError> {
-    let tools = fields.list("tools")?.unwrap_or_default();
-    chat.check_request_tools(tools).map_err(|why| ApiError::invalid(Some("tools"), why))?;
+fn read_tools(fields: &Fields, chat: &Chat) -> Result<Vec<Value>, ApiError> {
+    let tools = chat::read_tools(fields.value("tools").unwrap_or(&Value::Null));
+    let tools = tools.and_then(|tools| chat.check_request_tools(&tools).map(|()| tools));
+    let tools = tools.map_err(|why| ApiError::invalid(Some("tools"), why))?;
     match fields.value("tool_choice") {
         None => Ok(tools),
         Some(choice) if choice == "auto" => Ok(tools),
-        Some(choice) if choice == "none" => Ok(&[]),
+        Some(choice) if choice == "none" => Ok(vec![]),
         Some(_) => Err(ApiError::invalid(
             Some("tool_choice"),
             "\"tool_choice\" must be \"auto\" or \"none\": a call cannot be forced".to_owned(),
