@@ -160,7 +160,7 @@ impl Chat {
                 Role::Assistant,
                 RenderOptions::default(),
             ),
-            Chat::ChatMl(chatml) => Ok(chatml.render_prompt(messages)),
+            Chat::ChatMl(chatml) => chatml.render_prompt(messages),
         }
     }
 
@@ -172,7 +172,7 @@ impl Chat {
     pub fn render_continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         match self {
             Chat::Harmony(_) => self.render_prompt(messages),
-            Chat::ChatMl(chatml) => Ok(chatml.render_continuation(messages)),
+            Chat::ChatMl(chatml) => chatml.render_continuation(messages),
         }
     }
 
@@ -185,7 +185,7 @@ impl Chat {
             Chat::Harmony(tokenizer) => {
                 tokenizer.render_conversation_for_training(messages, RenderOptions::default())
             }
-            Chat::ChatMl(chatml) => Ok(chatml.render_training(messages)),
+            Chat::ChatMl(chatml) => chatml.render_training(messages),
         }
     }
 
@@ -331,8 +331,8 @@ impl ChatTurnParser {
         }
     }
 
-    /// Returns the texts of the turn so far. Calls are text if `takes_calls` is false. At the end of the answer
-    /// (`at_end`), a call that could not be read is text too.
+    /// Returns the texts of the turn so far. Calls are text if `takes_calls` is false. At the end of the
+    /// answer (`at_end`), a call that could not be read is text too.
     pub fn texts(&self, at_end: bool, takes_calls: bool) -> Texts {
         match self {
             ChatTurnParser::Harmony(parser) => turn_reader::harmony_texts(parser, at_end, takes_calls),

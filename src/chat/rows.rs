@@ -125,8 +125,8 @@ fn remove_nulls(value: &mut Value, all: bool) -> bool {
     }
 }
 
-/// Removes the null arguments that a call's function does not have: they are other functions'. Arguments of an
-/// undeclared function stay.
+/// Removes the null arguments that a call's function does not have: they are other functions'. Arguments of
+/// an undeclared function stay.
 pub(super) fn remove_foreign_arguments(arguments: &mut Map<String, Value>, name: &str, tools: &[Value]) {
     let functions = tools.iter().map(|tool| &tool["function"]);
     if let Some(function) = functions.into_iter().find(|function| function["name"] == name) {

@@ -31,30 +31,33 @@ impl HarmonyTokenizer {
     ///
     /// # Errors
     /// [`BadInput`](crate::error::BadInput) for a header field that could be read as another header: a tool
-    /// without a name or with a role's name, or a field with white space or a control token's spelling.
+    /// without a name or with a role's name, or a field with white space or a control token's spelling. Also
+    /// the errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
     pub fn render_message(&self, message: &Message) -> Result<Vec<u32>> {
         check_header(message)?;
         let control = self.control_tokens();
         let mut tokens = vec![control.start];
         match (message.role, &message.name) {
-            (Role::Tool, Some(name)) => tokens.extend(self.encode_header(name)),
+            (Role::Tool, Some(name)) => tokens.extend(self.encode_header(name)?),
             (role, name) => {
-                tokens.extend(self.encode_header(role.name()));
-                tokens.extend(name.iter().flat_map(|name| self.encode_header(&format!(":{name}"))));
+                tokens.extend(self.encode_header(role.name())?);
+                if let Some(name) = name {
+                    tokens.extend(self.encode_header(&format!(":{name}"))?);
+                }
             }
         }
         if let Some(recipient) = message.recipient.as_deref().filter(|name| *name != "all") {
-            tokens.extend(self.encode_header(&format!(" to={recipient}")));
+            tokens.extend(self.encode_header(&format!(" to={recipient}"))?);
         }
         if let Some(channel) = &message.channel {
             tokens.push(control.channel);
-            tokens.extend(self.encode_header(channel));
+            tokens.extend(self.encode_header(channel)?);
         }
         if let Some(content_type) = &message.content_type {
-            self.push_content_type(content_type, &mut tokens);
+            self.push_content_type(content_type, &mut tokens)?;
         }
         tokens.push(control.message);
-        tokens.extend(self.encode_text(&message.content));
+        tokens.extend(self.encode_text(&message.content)?);
         let call = message.role == Role::Assistant && message.recipient.is_some();
         tokens.push(if call { control.call } else { control.end });
         Ok(tokens)
@@ -62,17 +65,18 @@ impl HarmonyTokenizer {
 
     /// Adds the content type. If the vocabulary has no `<|constrain|>`, only the type is written; the meaning
     /// is the same.
-    fn push_content_type(&self, content_type: &str, tokens: &mut Vec<u32>) {
+    fn push_content_type(&self, content_type: &str, tokens: &mut Vec<u32>) -> Result<()> {
         match (content_type.strip_prefix(CONSTRAIN), self.control_tokens().constrain) {
             (Some(rest), Some(constrain)) => {
-                tokens.extend(self.encode_header(" "));
+                tokens.extend(self.encode_header(" ")?);
                 tokens.push(constrain);
                 if !rest.is_empty() {
-                    tokens.extend(self.encode_header(rest));
+                    tokens.extend(self.encode_header(rest)?);
                 }
             }
-            (rest, _) => tokens.extend(self.encode_header(&format!(" {}", rest.unwrap_or(content_type)))),
+            (rest, _) => tokens.extend(self.encode_header(&format!(" {}", rest.unwrap_or(content_type)))?),
         }
+        Ok(())
     }
 
     /// Renders a conversation, message by message.
@@ -98,15 +102,18 @@ impl HarmonyTokenizer {
         options: RenderOptions,
     ) -> Result<Vec<u32>> {
         let mut tokens = self.render_conversation(messages, options)?;
-        tokens.extend(self.turn_start(next));
+        tokens.extend(self.turn_start(next)?);
         Ok(tokens)
     }
 
     /// Returns the tokens before a sampled turn: `<|start|>` and the role.
-    pub fn turn_start(&self, role: Role) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
+    pub fn turn_start(&self, role: Role) -> Result<Vec<u32>> {
         let mut tokens = vec![self.control_tokens().start];
-        tokens.extend(self.encode_header(role.name()));
-        tokens
+        tokens.extend(self.encode_header(role.name())?);
+        Ok(tokens)
     }
 
     /// Renders a conversation for training. If the last message is the assistant's and on `final`, it ends in
@@ -123,7 +130,7 @@ impl HarmonyTokenizer {
         messages: &[Message],
         options: RenderOptions,
     ) -> Result<MaskedTokens> {
-        let start = self.turn_start(Role::Assistant).len();
+        let start = self.turn_start(Role::Assistant)?.len();
         let (mut tokens, mut mask) = (Vec::new(), Vec::new());
         let mut turn_open = false;
         for message in select_messages(messages, options) {

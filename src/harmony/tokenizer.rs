@@ -96,9 +96,12 @@ impl HarmonyTokenizer {
     ///
     /// A part that is one vocabulary entry becomes that token. In a vocabulary with merges, BPE gives the
     /// same token. The embedded vocabulary has no merges, so its header words need this lookup.
-    pub(super) fn encode_header(&self, part: &str) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// The errors of [`Vocabulary::encode_text`].
+    pub(super) fn encode_header(&self, part: &str) -> Result<Vec<u32>> {
         match self.entry_id(part) {
-            Some(id) => vec![id],
+            Some(id) => Ok(vec![id]),
             None => self.encode_text(part),
         }
     }

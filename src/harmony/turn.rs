@@ -1,7 +1,8 @@
 //! A tolerant parser of one sampled assistant turn. It never fails.
 //!
-//! A message with a broken header that `<|end|>` closes is kept as text, and the turn goes on. Other malformed
-//! input ends the turn with a [`TurnError`], which has a reply for the model; its message is kept as text.
+//! A message with a broken header that `<|end|>` closes is kept as text, and the turn goes on. Other
+//! malformed input ends the turn with a [`TurnError`], which has a reply for the model; its message is kept
+//! as text.
 //!
 //! As in openai-harmony, the recipient makes a message a call, whatever closes it. A call ends the turn.
 
@@ -63,8 +64,8 @@ fn excerpt(text: &str) -> String {
 pub enum TurnEnd {
     /// The assistant is done.
     Returned,
-    /// The last message is a call with content, which needs a reply. The reply's author is the recipient, even
-    /// if no such tool exists.
+    /// The last message is a call with content, which needs a reply. The reply's author is the recipient,
+    /// even if no such tool exists.
     Called,
     /// The turn is malformed. [`TurnError::reply`] gives the reply.
     Malformed,
@@ -89,8 +90,8 @@ pub struct ParsedCompletion {
     /// The messages in order. All have the role assistant. The last one may be malformed or unfinished.
     pub messages: Vec<Message>,
     pub end: TurnEnd,
-    /// The error that ended the turn. If no error ended the turn: the first error in a message before its end,
-    /// if there is one.
+    /// The error that ended the turn. If no error ended the turn: the first error in a message before its
+    /// end, if there is one.
     pub error: Option<TurnError>,
 }
 

@@ -48,7 +48,12 @@ fn read(chat: &ChatMl, row: &Value, identity: Option<&str>) -> Vec<Message> {
         model_identity: identity.map(str::to_owned),
         ..SystemPromptSettings::default()
     };
-    Chat::ChatMl(chat.clone()).read_messages(row, &settings, false).unwrap()
+    let chat = Chat::ChatMl(chat.clone());
+    let mut messages = chat.read_messages(row, &settings, false).unwrap();
+    if messages.first().is_none_or(|first| first.role != Role::System) {
+        messages.splice(..0, system_prompt(&chat, &settings, false, &[]));
+    }
+    messages
 }
 
 #[test]
@@ -82,7 +87,20 @@ fn by_template(chat: &Chat, context: &Value) -> String {
     environment
         .add_filter("tojson", |value: Jinja, _: Kwargs| json_text(&serde_json::to_value(value).unwrap()));
     environment.set_unknown_method_callback(text_method);
-    environment.render_str(chat.jinja(), context).unwrap()
+    environment.render_str(chat.jinja(), jinja(context)).unwrap()
+}
+
+/// The value with numbers of this template engine, which does not know numbers that keep their digits.
+fn jinja(value: &Value) -> Jinja {
+    match value {
+        Value::Number(number) => match number.as_i64() {
+            Some(number) => number.into(),
+            None => number.as_f64().unwrap().into(),
+        },
+        Value::Array(list) => list.iter().map(jinja).collect(),
+        Value::Object(map) => Jinja::from_iter(map.iter().map(|(key, value)| (key.clone(), jinja(value)))),
+        other => Jinja::from_serialize(other),
+    }
 }
 
 /// The methods of Python's strings that our templates call.
@@ -194,10 +212,12 @@ fn turns_are_read_whatever_the_model_wrote() {
     );
     assert_eq!(messages[1], Message::assistant("commentary", "{oops"));
 
+    let before = sampled(&format!("<|im_start|>{}<|im_end|>", text("1")));
+    assert_eq!(before.0, over(TurnEnd::Called), "a special token outside of a call costs no call");
     let broken = sampled("<tool_call>{\"name\": \"python\"}</tool_call><|im_end|>");
     assert_eq!(broken.0, over(TurnEnd::Malformed));
     // A role that begins inside a call is no call to run.
-    let begun = sampled(&format!("<|im_start|>{}<|im_end|>", text("1")));
+    let begun = sampled(&format!("{}<|im_end|>", text("1<|im_start|>")));
     assert_eq!(begun.0, over(TurnEnd::Malformed));
     let Call::Malformed { recipient, reply } = &begun.1[0] else { panic!("{begun:?}") };
     assert_eq!(

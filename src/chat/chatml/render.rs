@@ -3,31 +3,41 @@
 use super::{ANALYSIS, CALL_END, ChatMl, PYTHON_CALL, THINK, TOOL_CALL, TOOL_RESPONSE, json};
 use crate::chat::PYTHON;
 use crate::harmony::{MaskedTokens, Message, Role};
+use anyhow::Result;
 
 impl ChatMl {
     /// Renders a conversation and the start of the assistant's turn.
-    pub fn render_prompt(&self, messages: &[Message]) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
+    pub fn render_prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
         let mut out = Writer::new(self);
         out.conversation(messages);
         out.start_answer();
-        out.finish().tokens
+        Ok(out.finish()?.tokens)
     }
 
     /// Renders the text after a sampled turn: the line break after the turn, `messages`, and the start of the
     /// assistant's next turn.
-    pub fn render_continuation(&self, messages: &[Message]) -> Vec<u32> {
+    ///
+    /// # Errors
+    /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
+    pub fn render_continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         let mut out = Writer::new(self);
         out.text("\n");
         out.conversation(messages);
         out.start_answer();
-        out.finish().tokens
+        Ok(out.finish()?.tokens)
     }
 
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
     /// after it, except in turns with [`Message::no_loss`]. With thinking off, each turn after the last user
     /// message begins with an empty thought, as sampled turns do. Qwen3's template writes an empty thought
     /// only in the last turn.
-    pub fn render_training(&self, messages: &[Message]) -> MaskedTokens {
+    ///
+    /// # Errors
+    /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
+    pub fn render_training(&self, messages: &[Message]) -> Result<MaskedTokens> {
         let mut out = Writer::new(self);
         out.empty_thought_in_every_turn = self.thinking == Some(false);
         out.conversation(messages);
@@ -74,6 +84,8 @@ struct Writer<'a> {
     empty_thought_in_every_turn: bool,
     /// Text that is not tokenised yet: adjacent texts are joined and tokenised as one.
     pending: String,
+    /// The first text that could not be tokenised.
+    failure: Option<anyhow::Error>,
 }
 
 impl<'a> Writer<'a> {
@@ -85,17 +97,21 @@ impl<'a> Writer<'a> {
             sampled: false,
             empty_thought_in_every_turn: false,
             pending: String::new(),
+            failure: None,
         }
     }
 
-    fn finish(mut self) -> MaskedTokens {
+    fn finish(mut self) -> Result<MaskedTokens> {
         self.flush();
-        MaskedTokens { tokens: self.tokens, mask: self.mask }
+        self.failure.map_or(Ok(MaskedTokens { tokens: self.tokens, mask: self.mask }), Err)
     }
 
     fn flush(&mut self) {
         let text = std::mem::take(&mut self.pending);
-        self.tokens.extend(self.chat.vocabulary.encode_text(&text));
+        match self.chat.vocabulary.encode_text(&text) {
+            Ok(tokens) => self.tokens.extend(tokens),
+            Err(error) => drop(self.failure.get_or_insert(error)),
+        }
         self.mask.resize(self.tokens.len(), self.sampled);
     }
 
@@ -115,7 +131,7 @@ impl<'a> Writer<'a> {
         let vocabulary = &self.chat.vocabulary;
         let whole = vocabulary.added_id(word).or_else(|| {
             let id = vocabulary.entry_id(word)?;
-            (vocabulary.encode_text(word) != [id]).then_some(id)
+            (vocabulary.encode_text(word).ok()? != [id]).then_some(id)
         });
         match whole {
             Some(id) => self.token(id),

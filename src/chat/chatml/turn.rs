@@ -1,9 +1,9 @@
 //! A tolerant parser of one sampled assistant turn. It never fails.
 //!
 //! The parser searches the text for calls, so a `<tool_call>` that is spelled in ordinary tokens counts too.
-//! A call that is JSON ends with its JSON (RFC 8259), so tags in its strings are text. Another call extends to
-//! its end tag, the next call or the end of the turn. A call that a thought quotes is text, but a call ends a
-//! thought that has no end tag, as in vLLM's parser for Qwen3.
+//! A call that is JSON ends with its JSON (RFC 8259), so tags in its strings are text. Another call extends
+//! to its end tag, the next call or the end of the turn. A call that a thought quotes is text, but a call
+//! ends a thought that has no end tag, as in vLLM's parser for Qwen3.
 
 use super::{ANALYSIS, ChatMl, THINK, TOOL_CALL, json};
 use crate::chat::{Call, PYTHON, Texts};
@@ -144,8 +144,8 @@ impl ChatMlTurnParser {
     }
 
     /// Returns the thought, if there is one, and where the text after it starts. A thought without an end tag
-    /// extends to the first call that can be read, or to the end. Before the end of the turn (`at_end` false),
-    /// it extends to the first text that may become a call.
+    /// extends to the first call that can be read, or to the end. Before the end of the turn (`at_end` is
+    /// false), it extends to the first text that may become a call.
     fn split_thought<'a>(&self, text: &'a str, at_end: bool) -> (Option<&'a str>, usize) {
         if !self.chat.has_thoughts() {
             return (None, 0);

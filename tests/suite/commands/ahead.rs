@@ -209,7 +209,7 @@ fn bug_a_paused_trajectory_does_not_go_on_under_another_prompt() {
     }
     let program = LENGTHS.replace("\"prompt\": f\"", "\"prompt\": f\"Now ");
     std::fs::write(folder.path().join("lengths.py"), program).unwrap();
-    let refused = output(&mut resumed(&run, &texts(&sets)));
+    let refused = output(resumed(&run, &texts(&sets)).arg("--accept-changes"));
     assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
     assert!(stderr(&refused).contains("with another prompt"), "{}", stderr(&refused));
 }

@@ -278,8 +278,9 @@ fn mistakes_are_named_before_any_work() {
         ),
         (json!({"prompt": "1+1"}), "needs \"messages\""),
         (
-            json!({"messages": [user, answer(json!(1))], "tools": [{"type": "function", "function": {"name": "add"}}]}),
-            "\"tools\"; GPT-OSS declares functions in a developer message",
+            json!({"messages": [user, {"role": "assistant", "channel": "final", "content": "2"}],
+                "tools": [{"type": "function", "function": {"name": "add"}}]}),
+            "\"tools\" beside messages in Harmony's form",
         ),
     ];
     let good = json!({"messages": [user, answer(json!(1))]});

@@ -95,10 +95,9 @@ fn mistakes_are_answered_counted_and_survived() {
             "functions.go",
         ),
         ("<|channel|>analysis to=python<|message|> \n<|call|>", CallOutcome::MalformedCall, "python"),
-        ("<|channel|>analysis to=python<|message|>1<|end|>", CallOutcome::MalformedCall, "python"),
         ("<|channel|>analysis<|message|>1<|call|>", CallOutcome::MalformedCall, "python"),
         ("what is this here<|message|>1<|call|>", CallOutcome::MalformedCall, "python"),
-        ("<|channel|>analysis<|end|>", CallOutcome::MalformedCall, "python"),
+        ("<|channel|>analysis<|return|>", CallOutcome::MalformedCall, "python"),
         (
             "<|channel|>analysis<|message|>1<|end|><|start|>user<|message|>2<|end|>",
             CallOutcome::MalformedCall,
@@ -123,8 +122,28 @@ fn without_a_tool_python_is_unknown_and_a_malformed_turn_the_end() {
     let (t, messages) = play_once(&world, &task, None, &[CALL, FINAL]);
     assert_eq!(calls(&t), [Some(CallOutcome::UnknownRecipient), None]);
     assert_eq!(messages[1].content, "Error: there is no tool named \"python\".");
-    let (t, _) = play_once(&world, &task, None, &["what is this here<|message|>1<|end|>"]);
+    let (t, _) = play_once(&world, &task, None, &["what is this here<|message|>1<|return|>"]);
     assert_eq!((calls(&t), t.outcome), (vec![Some(CallOutcome::MalformedCall)], Outcome::Malformed));
+}
+
+/// A recipient makes a call, whatever closes it, and a broken header costs its message alone.
+#[test]
+fn a_turn_goes_on_after_a_broken_header_which_is_counted() {
+    let world = World::roomy();
+    for end in ["<|end|>", "<|return|>"] {
+        let call = format!("<|channel|>analysis to=python<|message|>7*12{end}");
+        let (t, messages) = with_echo(&world, &[&call, FINAL]);
+        assert_eq!(calls(&t), [Some(CallOutcome::Answered), None], "{end}");
+        assert_eq!(messages[1].content, "<7*12>");
+    }
+    let mut world = world;
+    world.plan.settings.response_tokens_max = 900;
+    let broken = "a b<|message|>1<|end|><|start|>assistant<|channel|>analysis<|end|><|start|>assistant";
+    let (t, messages) = with_echo(&world, &[&format!("{broken}{CALL}"), &format!("{broken}{FINAL}")]);
+    let malformed = [CallOutcome::MalformedCall; 2];
+    assert_eq!(t.turns[0].calls, [&malformed[..], &[CallOutcome::Answered]].concat());
+    assert_eq!((&t.turns[1].calls[..], t.outcome, t.success), (&malformed[..], Outcome::Finished, true));
+    assert_eq!(messages.len(), 7);
 }
 
 #[test]
