@@ -52,6 +52,11 @@ roofline:
 cuda-emulated:
     .ci/cuda emulated
 
+# The tests of the ops on the emulated driver with each stream's work done at once. CI runs a sample of it.
+cuda-emulated-at-once:
+    eval "$(tests/cuda_driver/setup.sh)" && CUDA_EMULATOR=at-once \
+        cargo test --profile emulated --features cuda,nccl --lib -- ops::cuda::on_device model::on_device gpu_check::model_ops dist::
+
 # Whole runs on the emulated GPU.
 device-runs:
     cargo build --release --bin rloss

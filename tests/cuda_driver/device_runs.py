@@ -346,7 +346,9 @@ PARTS = {
     "refused_together": lambda world: f"{refused_together(world)} unfit processes are refused by all, with one message",
     "refusals": lambda world: f"{refusals(world)} cases",
 }  # fmt: skip
-NOT_IN_SAMPLE = {"muon_resumed", "recorded", "memory_runs_out", "wide_heads"}
+NOT_IN_SAMPLE = {
+    "muon_resumed", "recorded", "memory_runs_out", "wide_heads", "sampled_ahead", "losses", "steady", "host_copies", "steady_on_two",
+}  # fmt: skip
 
 
 def main():
