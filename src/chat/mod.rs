@@ -8,12 +8,14 @@
 pub mod chatml;
 pub mod functions;
 mod openai;
+mod programs;
 mod renderer;
 mod rows;
 mod system;
 mod turn_reader;
 
 pub use openai::{ConversationSource, GivenAnswer, RequestMessages, call_json, function_name, read_content};
+pub use programs::{ProgramScanner, ToolForm};
 pub use renderer::ConversationRenderer;
 pub use rows::read_tools;
 pub use system::{SystemPromptSettings, replaced_system_prompt, system_prompt};
@@ -320,6 +322,22 @@ impl ChatTurnParser {
                 }
             },
             ChatTurnParser::ChatMl(parser) => parser.calls().to_vec(),
+        }
+    }
+
+    /// Returns the parser, which reads ChatML's calls as text. Harmony's calls are messages of their own.
+    pub fn without_calls(self) -> Self {
+        match self {
+            ChatTurnParser::ChatMl(parser) => ChatTurnParser::ChatMl(parser.without_calls()),
+            harmony => harmony,
+        }
+    }
+
+    /// Returns the bytes so far of the answer that is being sampled, without thoughts; `None` elsewhere.
+    pub fn answer(&self) -> Option<&[u8]> {
+        match self {
+            ChatTurnParser::Harmony(parser) => parser.answer(),
+            ChatTurnParser::ChatMl(parser) => parser.answer(),
         }
     }
 

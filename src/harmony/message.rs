@@ -48,6 +48,9 @@ pub struct Message {
     pub content_type: Option<String>,
     /// The text between `<|message|>` and the closing token. It never contains control tokens.
     pub content: String,
+    /// Byte ranges of the content that were inserted into the model's answer: outputs of programs.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub inserted: Vec<(usize, usize)>,
     /// Whether supervised training leaves this message of the assistant out of the loss.
     #[serde(skip)]
     pub no_loss: bool,
@@ -66,6 +69,7 @@ impl Message {
             channel: None,
             content_type: None,
             content: content.into(),
+            inserted: vec![],
             no_loss: false,
             begins_turn: false,
         }

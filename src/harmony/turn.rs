@@ -144,6 +144,14 @@ impl TurnParser {
         self.error.as_ref()
     }
 
+    /// Returns the text so far of the final message that is being sampled.
+    pub fn answer(&self) -> Option<&[u8]> {
+        match &self.state {
+            State::Content { header, bytes, .. } if header.channel.as_deref() == Some("final") => Some(bytes),
+            _ => None,
+        }
+    }
+
     /// Returns the number of messages with broken headers after which the turn went on.
     pub fn broken_messages(&self) -> usize {
         self.broken_messages

@@ -5,6 +5,8 @@
 //! `docs/SANDBOX.md` documents the confinement and its limits.
 
 use crate::bad_input;
+use crate::chat::ToolForm;
+use crate::metrics::Console;
 use crate::settings::{above, choice, from, table};
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -25,16 +27,25 @@ mod worker_deaths;
 pub use cpython::CPython;
 pub use embedded_interpreter::EmbeddedInterpreter;
 
-/// Starts the interpreter that `settings` selects, for up to `sessions_max` live trajectories.
+/// Starts the interpreter that `settings` selects, for up to `sessions_max` live trajectories. `console` reports
+/// dead workers.
 ///
 /// # Errors
 /// The errors of [`EmbeddedInterpreter::new`] and [`CPython::new`].
-pub fn open(settings: InterpreterSettings, sessions_max: usize) -> Result<Box<dyn Interpreter>> {
+pub fn open(
+    settings: InterpreterSettings,
+    sessions_max: usize,
+    console: &Console,
+) -> Result<Box<dyn Interpreter>> {
     let program =
         std::env::current_exe().context("finding this program's binary, which also runs as a worker")?;
     Ok(match settings.kind {
-        InterpreterKind::Embedded => Box::new(EmbeddedInterpreter::new(settings, program)?),
-        InterpreterKind::CPython => Box::new(CPython::new(settings, program, sessions_max)?),
+        InterpreterKind::Embedded => {
+            Box::new(EmbeddedInterpreter::new(settings, program)?.reporting_to(console))
+        }
+        InterpreterKind::CPython => {
+            Box::new(CPython::new(settings, program, sessions_max)?.reporting_to(console))
+        }
     })
 }
 
@@ -67,11 +78,6 @@ pub trait Interpreter: Send + Sync {
 
     /// Describes the active confinement, for the run folder and the console.
     fn sandbox_description(&self) -> String;
-
-    /// Returns a warning about workers that died since the last warning, if there is one.
-    fn dead_worker_warning(&self) -> Option<String> {
-        None
-    }
 }
 
 choice! {
@@ -99,6 +105,12 @@ table! {
     pub struct InterpreterSettings {
         /// The interpreter that runs the code.
         pub kind: InterpreterKind = InterpreterKind::Embedded,
+        /// How the model uses the tool. With a form other than `"call"`, tasks without the tool have it too,
+        /// except with `"none"`, and the chat format's calls are text.
+        pub form: ToolForm = ToolForm::default(),
+        /// Text at the end of the system prompt that offers the tool. Absent means a sentence about blocks
+        /// ```` ```python ```` or tags, by `form`; with `"call"` and `"none"` there is no such text.
+        pub instructions: Option<String> = None,
         /// Which calls share state.
         pub state: InterpreterState = InterpreterState::Call,
         /// Maximum running time of a call inside the interpreter, in seconds. With `"cpython"`, only CPU time

@@ -6,6 +6,7 @@ use super::key_scope::KeyScope;
 use super::other_trainers::find_name;
 use super::removed_keys::{blank_removed_keys, removed_key_error};
 use super::rules::{self, Findings};
+use crate::chat::{SystemPromptSettings, ToolForm};
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
@@ -337,6 +338,30 @@ impl Recipe {
     /// Returns whether the recipe trains, by SFT warm-up or by reinforcement learning.
     pub fn trains(&self) -> bool {
         self.train.steps > 0 || self.cold_start.steps > 0
+    }
+
+    /// Returns whether `task` has the Python tool.
+    pub fn uses_python(&self, task: &dyn Task) -> bool {
+        match self.interpreter.form {
+            ToolForm::Call => task.uses_python(),
+            ToolForm::Fence | ToolForm::CodeTags => true,
+            ToolForm::None => false,
+        }
+    }
+
+    /// Returns whether the system prompt declares the Python tool in the chat format.
+    pub fn declares_python(&self, task: &dyn Task) -> bool {
+        self.interpreter.form == ToolForm::Call && task.uses_python()
+    }
+
+    /// Returns the settings of the system prompt, with the text that offers the tool in another form.
+    pub fn prompt_settings(&self) -> SystemPromptSettings {
+        let form = self.interpreter.form;
+        let offer = self.interpreter.instructions.as_deref().or(form.instructions());
+        let own = self.harmony.developer_instructions.as_deref();
+        let text: Vec<&str> = own.into_iter().chain(offer.filter(|_| form.runs_text())).collect();
+        let developer_instructions = (!text.is_empty()).then(|| text.join("\n\n"));
+        SystemPromptSettings { developer_instructions, ..self.harmony.clone() }
     }
 
     /// Returns the maximum number of characters of all replies to the calls of a turn of `task`. `has_python`

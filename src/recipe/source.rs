@@ -11,7 +11,7 @@ use anyhow::Result;
 use std::path::{Path, PathBuf};
 
 /// The built-in recipes by name.
-pub const BUILT_IN: [(&str, &str); 17] = [
+pub const BUILT_IN: [(&str, &str); 20] = [
     ("quickstart", include_str!("../../recipes/quickstart.toml")),
     ("quickstart_cuda", include_str!("../../recipes/quickstart_cuda.toml")),
     ("quickstart_dense", include_str!("../../recipes/quickstart_dense.toml")),
@@ -22,7 +22,10 @@ pub const BUILT_IN: [(&str, &str); 17] = [
     ("gpt_oss_20b_lora", include_str!("../../recipes/gpt_oss_20b_lora.toml")),
     ("gsm8k", include_str!("../../recipes/gsm8k.toml")),
     ("gsm8k_qwen", include_str!("../../recipes/gsm8k_qwen.toml")),
+    ("calculator", include_str!("../../recipes/calculator.toml")),
+    ("gsm8k_fence", include_str!("../../recipes/gsm8k_fence.toml")),
     ("gsm8k_qwen_lora", include_str!("../../recipes/gsm8k_qwen_lora.toml")),
+    ("retool_fence", include_str!("../../recipes/retool_fence.toml")),
     ("released", include_str!("../../recipes/released.toml")),
     ("retool", include_str!("../../recipes/retool.toml")),
     ("retool_ppo", include_str!("../../recipes/retool_ppo.toml")),

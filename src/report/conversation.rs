@@ -10,6 +10,7 @@ use anyhow::{Context, Result};
 use minijinja::{Value, context};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A selected trajectory, and the reason for the selection.
@@ -193,11 +194,28 @@ fn message_view(message: &Message) -> Value {
         role => message.role.name(),
         // `python → assistant`, `commentary`, …
         notes => notes.into_iter().flatten().collect::<Vec<_>>(),
-        content => message.content,
+        parts => message_parts(message),
         // System and developer messages are long and equal in every trajectory, so they are collapsed at
         // first.
         folded => matches!(message.role, Role::System | Role::Developer),
     }
+}
+
+/// Returns the content in parts: sampled text, and inserted outputs of programs.
+fn message_parts(message: &Message) -> Vec<Value> {
+    let mut parts = vec![];
+    let mut add = |range: Range<usize>, inserted: bool| {
+        let text = message.content.get(range).filter(|text| !text.is_empty());
+        parts.extend(text.map(|text| context! { text, inserted }));
+    };
+    let mut start = 0;
+    for &(from, to) in &message.inserted {
+        add(start..from, false);
+        add(from..to, true);
+        start = to;
+    }
+    add(start..message.content.len(), false);
+    parts
 }
 
 fn plural(count: usize, noun: &str) -> String {

@@ -17,16 +17,19 @@
 //!   They share the characters of one reply: each is shortened to what the replies before it leave, and each
 //!   but the first takes [`REPLY_FRAME_TOKENS`] of them. If none are left for a call, the trajectory ends as
 //!   [`Outcome::TruncatedLength`].
+//! - If programs in answers run ([`ToolForm`](crate::chat::ToolForm)), the end of a program ends the turn, and
+//!   its output is inserted into the same message. The last allowed turn must not end in a program either.
 //! - Sampled tokens never change, including the stop token before a further user message.
 
 mod calls;
+mod programs;
 mod record;
 mod requests;
 
 use super::partial::PausedConversation;
 use super::prompt::RenderedPrompt;
 use super::{Rollout, TurnPosition};
-use crate::chat::ChatTurnParser;
+use crate::chat::{ChatTurnParser, ProgramScanner};
 use crate::engine::{Completion, NewToken};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::tasks::{Problem, Reward, Transcript};
@@ -81,10 +84,22 @@ struct Pause {
 struct TurnInProgress {
     start: usize,
     parser: ChatTurnParser,
+    /// Finds programs in the answer, if they run.
+    programs: Option<ProgramScanner>,
+    /// A program that has ended and not run yet.
+    program: Option<String>,
+    /// The inserted outputs, with their places in the answer.
+    outputs: Vec<(usize, String)>,
     /// The action after the last token.
     next: NextAction,
     /// Inserted tokens before the turn that the engine has not read yet.
     inserted: Vec<u32>,
+}
+
+/// Returns a parser of the next turn. If programs in answers run, the chat format's calls are text.
+fn turn_parser(rollout: &Rollout) -> ChatTurnParser {
+    let parser = rollout.chat.turn_parser();
+    if rollout.form.runs_text() { parser.without_calls() } else { parser }
 }
 
 impl<'a> Conversation<'a> {
@@ -97,7 +112,6 @@ impl<'a> Conversation<'a> {
         pause_after: Option<usize>,
     ) -> Self {
         let (plan, version) = (rollout.plan, rollout.engine.version());
-        let parser = rollout.chat.turn_parser();
         Self {
             rollout,
             problem: prompt.problem,
@@ -107,7 +121,10 @@ impl<'a> Conversation<'a> {
             turns: vec![],
             turn: TurnInProgress {
                 start: prompt.tokens.len(),
-                parser,
+                parser: turn_parser(rollout),
+                programs: rollout.form.runs_text().then(|| ProgramScanner::new(rollout.form)),
+                program: None,
+                outputs: vec![],
                 next: NextAction::Sample,
                 inserted: vec![],
             },
@@ -212,7 +229,13 @@ impl<'a> Conversation<'a> {
     fn take_token(&mut self, drawn: &NewToken) -> NextAction {
         self.record.push(drawn);
         self.pause.sampled_since += 1;
-        match self.turn.parser.push(drawn.id) {
+        let step = self.turn.parser.push(drawn.id);
+        if let Some(program) =
+            self.turn.programs.as_mut().and_then(|scanner| scanner.read(self.turn.parser.answer()))
+        {
+            return self.handle_program(program);
+        }
+        match step {
             TurnStep::Continues | TurnStep::MessageEnded if self.is_exhausted() => {
                 self.close_turn(vec![]);
                 self.end(Outcome::TruncatedLength)
@@ -265,8 +288,16 @@ impl<'a> Conversation<'a> {
         let broken = std::iter::repeat_n(CallOutcome::MalformedCall, self.turn.parser.broken_messages());
         calls.splice(..0, broken);
         self.turns.push(Turn { start: self.turn.start, end: self.record.len(), calls });
-        let parser = std::mem::replace(&mut self.turn.parser, self.rollout.chat.turn_parser());
-        self.messages.extend(parser.finish());
+        let parser = std::mem::replace(&mut self.turn.parser, turn_parser(self.rollout));
+        let mut messages = parser.finish();
+        for (start, text) in std::mem::take(&mut self.turn.outputs) {
+            let range = start..start + text.len();
+            let is_there = |message: &&mut Message| message.content.get(range.clone()) == Some(&*text);
+            if let Some(message) = messages.iter_mut().find(is_there) {
+                message.inserted.push((range.start, range.end));
+            }
+        }
+        self.messages.extend(messages);
     }
 
     /// Appends `messages` and the start of the assistant's next turn. The mask is false for all these tokens.

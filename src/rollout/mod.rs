@@ -23,7 +23,7 @@ pub use metrics::{metrics, staleness};
 pub use prompt::{Prompt, PromptLimits};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings};
 
-use crate::chat::Chat;
+use crate::chat::{Chat, ToolForm};
 use crate::engine::Engine;
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
@@ -59,6 +59,8 @@ pub struct Rollout<'a> {
     pub reward_min: f32,
     /// The Python tool, used by one rollout of a step at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
+    /// How the model uses the Python tool.
+    pub form: ToolForm,
     /// Maximum number of characters of all replies to the calls of a turn; `None` without tools.
     pub reply_chars_max: Option<usize>,
     /// Messages before those of every problem, as [`crate::chat::system_prompt`] returns them.

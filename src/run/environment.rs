@@ -4,8 +4,7 @@ use super::data_inputs::{self, DataInputs};
 use crate::actor::micro_batch::Sequence;
 use crate::actor::teacher::PromptChange;
 use crate::agents::AgentSession;
-use crate::chat::Chat;
-use crate::chat::ConversationRenderer;
+use crate::chat::{Chat, ConversationRenderer, SystemPromptSettings};
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
 use crate::model::config::Config;
@@ -27,6 +26,8 @@ pub struct Environment {
     pub interpreter: Option<Box<dyn Interpreter>>,
     /// The system and developer messages before every prompt.
     pub system_prompt: Vec<Message>,
+    /// The settings of the system prompt.
+    pub prompt_settings: SystemPromptSettings,
     /// The rows of `cold_start.train_file`, if the command trains on them.
     pub sft_rows: Option<Arc<[Sequence]>>,
     /// The teacher's system prompt, if it is not the policy's.
@@ -44,8 +45,8 @@ impl Environment {
         ConversationRenderer {
             chat: &self.chat,
             system_prompt: &self.system_prompt,
-            settings: &self.recipe().harmony,
-            uses_python: self.task.uses_python(),
+            settings: &self.prompt_settings,
+            uses_python: self.recipe().declares_python(self.task.as_ref()),
             context_tokens_max: config.max_position_embeddings,
             vocabulary: config.vocab_size,
         }
@@ -53,7 +54,7 @@ impl Environment {
 
     /// Returns whether the system prompt declares tools.
     pub fn has_tools(&self) -> bool {
-        self.interpreter.is_some() || !self.task.tools().is_empty()
+        self.recipe().declares_python(self.task.as_ref()) || !self.task.tools().is_empty()
     }
 
     /// Returns the limits that a prompt of this run must keep. `context_tokens_max` is the model's context.
@@ -106,11 +107,6 @@ impl Environment {
     /// Returns the options of the training forward pass, with the ablations applied.
     pub fn training_forward(&self) -> ForwardOptions {
         ForwardOptions::for_training(&self.recipe().arms, self.recipe().train.seed)
-    }
-
-    /// Returns a message about dead workers of the Python tool, if any.
-    pub fn dead_worker_warning(&self) -> Option<String> {
-        self.interpreter.as_ref()?.dead_worker_warning()
     }
 
     /// Describes the sandbox of the Python tool, for the run folder. `None` without a tool.

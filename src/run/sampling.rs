@@ -78,6 +78,7 @@ impl<'a> Sampling<'a> {
             chat: &environment.chat,
             task,
             interpreter,
+            form: recipe.interpreter.form,
             reply_chars_max: recipe.reply_chars_max(task, interpreter.is_some()),
             system_prompt: &environment.system_prompt,
             plan,

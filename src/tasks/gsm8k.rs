@@ -3,6 +3,7 @@
 use super::answer::rational_values;
 use super::boxed_answer::find_last_boxed;
 use super::number::Number;
+use super::retool::PromptFormat;
 use super::rows::{self, EpochOrder};
 use super::{
     Demonstration, Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet,
@@ -26,7 +27,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     reads_files: true,
     data: "gsm8k",
     reward_min: 0.0,
-    keys: &["extraction"],
+    keys: &["extraction", "prompt"],
     make: |settings, context| Ok(Box::new(Gsm8k::load(settings, context)?)),
 };
 
@@ -64,18 +65,26 @@ impl Row {
         })
     }
 
-    fn prompt(&self) -> Message {
-        Message::user(format!("{} {INSTRUCTION}", self.question))
+    /// Returns the prompt: verl's without a `form`.
+    fn prompt(&self, form: Option<PromptFormat>) -> Message {
+        match form {
+            Some(form) => form.prompt(&self.question),
+            None => Message::user(format!("{} {INSTRUCTION}", self.question)),
+        }
     }
 
-    fn problem(&self, id: String) -> Problem {
-        Problem { id, messages: vec![self.prompt()], answer: self.reference.clone().into() }
+    fn problem(&self, id: String, form: Option<PromptFormat>) -> Problem {
+        Problem { id, messages: vec![self.prompt(form)], answer: self.reference.clone().into() }
     }
 
-    fn demonstration(&self) -> Demonstration {
-        let answer = Message::assistant("final", format!("#### {}", self.reference));
+    fn demonstration(&self, form: Option<PromptFormat>) -> Demonstration {
+        let answer = match form {
+            Some(form) => form.answer(&self.reference),
+            None => format!("#### {}", self.reference),
+        };
+        let answer = Message::assistant("final", answer);
         Demonstration {
-            messages: vec![self.prompt(), Message::assistant("analysis", &*self.solution), answer],
+            messages: vec![self.prompt(form), Message::assistant("analysis", &*self.solution), answer],
         }
     }
 }
@@ -176,6 +185,7 @@ pub struct Gsm8k {
     problems: EpochOrder,
     demonstrations: EpochOrder,
     extraction: Extraction,
+    form: Option<PromptFormat>,
 }
 
 impl Gsm8k {
@@ -187,7 +197,8 @@ impl Gsm8k {
         let (_, train) = settings.training_rows(context, FORM, Row::read)?;
         let (_, held_out) = settings.held_out_rows(context, FORM, Row::read)?;
         let numbered = held_out.iter().enumerate();
-        let problems = numbered.map(|(i, row)| row.problem(format!("gsm8k/test/{i}"))).collect();
+        let form = settings.prompt;
+        let problems = numbered.map(|(i, row)| row.problem(format!("gsm8k/test/{i}"), form)).collect();
         Ok(Self {
             problems: EpochOrder::new(train.len(), Purpose::Shuffle),
             demonstrations: EpochOrder::new(train.len(), Purpose::Demonstration),
@@ -195,12 +206,13 @@ impl Gsm8k {
             held_out,
             validation: [ValidationSet { name: "gsm8k".into(), problems }],
             extraction: settings.extraction.unwrap_or_default(),
+            form,
         })
     }
 }
 
-fn training_problem(rows: &[Row], row: usize) -> Problem {
-    rows[row].problem(format!("gsm8k/train/{row}"))
+fn training_problem(rows: &[Row], row: usize, form: Option<PromptFormat>) -> Problem {
+    rows[row].problem(format!("gsm8k/train/{row}"), form)
 }
 
 impl Task for Gsm8k {
@@ -209,11 +221,11 @@ impl Task for Gsm8k {
     }
 
     fn training_problem(&self, seed: u64, index: u64) -> Problem {
-        training_problem(&self.train, self.problems.row(seed, index))
+        training_problem(&self.train, self.problems.row(seed, index), self.form)
     }
 
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
-        self.problems.leave_out(|row| fits(&training_problem(&self.train, row)))
+        self.problems.leave_out(|row| fits(&training_problem(&self.train, row, self.form)))
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {
@@ -225,11 +237,11 @@ impl Task for Gsm8k {
     }
 
     fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
-        Some(self.train[self.demonstrations.row(seed, index)].demonstration())
+        Some(self.train[self.demonstrations.row(seed, index)].demonstration(self.form))
     }
 
     fn held_out_demonstration(&self, index: u64) -> Option<Demonstration> {
-        self.held_out.get(usize::try_from(index).ok()?).map(Row::demonstration)
+        self.held_out.get(usize::try_from(index).ok()?).map(|row| row.demonstration(self.form))
     }
 
     fn answer_text(&self, transcript: &Transcript) -> Option<String> {

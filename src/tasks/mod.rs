@@ -207,6 +207,7 @@ registry! {
     pub struct TaskName(TaskEntry) default arithmetic;
     mod arithmetic;
     mod arithmetic_single;
+    mod calculator;
     mod format_rules;
     pub mod gsm8k;
     pub mod retool;

@@ -49,7 +49,8 @@ choice! {
 }
 
 impl PromptFormat {
-    fn prompt(self, problem: &str) -> Message {
+    /// Returns the prompt of a problem.
+    pub fn prompt(self, problem: &str) -> Message {
         Message::user(match self {
             PromptFormat::Boxed => {
                 format!("{problem}\nThe answer format must be: \\boxed{{'The final answer goes here.'}}")
@@ -61,6 +62,14 @@ impl PromptFormat {
                  Remember to put your answer on its own line after \"Answer:\"."
             ),
         })
+    }
+
+    /// Returns `answer` in the words that the prompt asks for.
+    pub fn answer(self, answer: &str) -> String {
+        match self {
+            PromptFormat::Boxed | PromptFormat::BoxedPlain => format!("\\boxed{{{answer}}}"),
+            PromptFormat::AnswerLine => format!("Answer: {answer}"),
+        }
     }
 
     /// Returns the answer from the end of a final message.

@@ -1,6 +1,6 @@
 //! `[task]`: problems and their grader.
 
-use super::{TaskName, VALIDATION_PROBLEMS, answer, command, gsm8k, retool, rows, verify_if};
+use super::{TaskName, VALIDATION_PROBLEMS, answer, calculator, command, gsm8k, retool, rows, verify_if};
 use crate::bad_input;
 use crate::metrics::Console;
 use crate::settings::{above, from, table};
@@ -35,8 +35,13 @@ table! {
         pub validation_rows_max: Option<usize> = None => from(1.0),
         /// How `retool` compares an answer with the reference answer. Absent means `exact`.
         pub answer: Option<answer::AnswerEquality> = None,
-        /// How `retool` asks for the answer, and so where it is read. Absent means `boxed`.
+        /// How `retool` asks for the answer, and so where it is read. Absent means `boxed`. With `gsm8k`,
+        /// absent means verl's words, which ask for `####`.
         pub prompt: Option<retool::PromptFormat> = None,
+        /// Level of `calculator`: 1 has nested expressions of three operations with numbers of four and five
+        /// digits, and their remainders, 2 also word problems and dates, 3 longer expressions and numbers.
+        /// Absent means 1.
+        pub level: Option<usize> = None => from(1.0).to(3.0),
         /// Where `gsm8k` reads the answer. Absent means `flexible`.
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` rewards the instructions that were followed. Absent means `share`.
@@ -119,13 +124,14 @@ impl TaskSettings {
     pub fn fill_defaults(&mut self) {
         let keys = self.name.keys;
         let reads = |key| keys.contains(&key);
+        if reads("level") {
+            self.level.get_or_insert(calculator::LEVEL);
+        }
         if reads("extraction") {
             self.extraction.get_or_insert_default();
         }
         if reads("answer") {
             self.answer.get_or_insert_default();
-        }
-        if reads("prompt") {
             self.prompt.get_or_insert_default();
         }
         if reads("grading") {

@@ -3,7 +3,7 @@
 use rand::Rng;
 use rand::seq::IndexedRandom;
 use rand_chacha::ChaCha8Rng;
-use rloss::chat::{Chat, ChatFormat, Texts, TurnReader, call_json};
+use rloss::chat::{Chat, ChatFormat, ProgramScanner, Texts, ToolForm, TurnReader, call_json};
 use rloss::random::{Purpose, stream};
 use serde_json::{Value, json};
 
@@ -203,7 +203,7 @@ fn tokens(chat: &Chat, text: &str, random: &mut ChaCha8Rng) -> Vec<u32> {
         text.bytes().map(|byte| vocabulary.vocab_size() as u32 - 256 + u32::from(byte)).collect()
     };
     let mut ids =
-        if random.random_bool(0.5) { vocabulary.encode_text(&text[..end]) } else { spelled(&text[..end]) };
+        if random.random_bool(0.5) { vocabulary.encode_text(&text[..end]).unwrap() } else { spelled(&text[..end]) };
     ids.extend(vocabulary.encode_with_special(&text[end..]).unwrap());
     ids
 }
@@ -346,4 +346,49 @@ fn situations_of_public_reports_are_read() {
             assert_eq!(read_turn(format, text), expected, "{source} ({authority}): {text}");
         }
     }
+}
+
+/// The text of an answer with blocks, and the programs that close in it.
+fn blocks(random: &mut ChaCha8Rng) -> (String, Vec<String>) {
+    let (mut text, mut programs) = (String::new(), vec![]);
+    let lines = ["print(1)", "x = '```'", "# é 数", "", "  y", "``", "if x: ```", "~~~"];
+    for _ in 0..random.random_range(0..5) {
+        let prose = ["so\n", "a ```python b\n", "``` `x` ```\n", "````` in `words`\n", "<code>1</code>\n"];
+        text += prose.choose(random).unwrap();
+        let marks = "`".repeat(random.random_range(3..6));
+        let language = ["python", "py", "Python", "python3", "bash", "output", "", "pythonic"].choose(random).unwrap();
+        let is_python = matches!(*language, "python" | "py" | "Python" | "python3");
+        let mut code: String =
+            (0..random.random_range(0..4)).map(|_| format!("{}\n", lines.choose(random).unwrap())).collect();
+        if marks.len() > 3 && random.random_bool(0.5) {
+            code += "```python\nnested\n```\n";
+        }
+        text += &format!("{marks}{language}\n{code}");
+        if random.random_bool(0.1) {
+            return (text, programs);
+        }
+        // A longer end closes too.
+        text += &marks;
+        text += ["\n", " \n", "`\n"].choose(random).unwrap();
+        programs.extend(is_python.then_some(code));
+    }
+    (text, programs)
+}
+
+/// Exactly the closed blocks of Python run, wherever the text is cut into tokens.
+#[test]
+fn closed_programs_are_found_at_every_cut() {
+    let mut random = stream(81, Purpose::Sampling, &[]);
+    let mut found = 0;
+    for _ in 0..10_000 {
+        let (text, expected) = blocks(&mut random);
+        let (mut scanner, mut programs, mut end) = (ProgramScanner::new(ToolForm::Fence), vec![], 0);
+        while end < text.len() {
+            end = text.len().min(end + random.random_range(1..8));
+            programs.extend(scanner.read(Some(&text.as_bytes()[..end])));
+        }
+        assert_eq!(programs, expected, "{text}");
+        found += programs.len();
+    }
+    assert!(found > 5_000, "{found}");
 }

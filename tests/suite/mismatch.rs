@@ -2,7 +2,7 @@
 
 use crate::tiny;
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
-use rloss::chat::ChatFormat;
+use rloss::chat::{ChatFormat, ToolForm};
 use rloss::engine::{Engine, EngineLimits};
 use rloss::metrics::Console;
 use rloss::mismatch::diagnose::{UnmodifiedModel, Verdict};
@@ -69,6 +69,7 @@ impl World {
             reward_min: 0.0,
             reply_chars_max: None,
             interpreter: None,
+            form: ToolForm::Call,
             system_prompt: &[],
             plan: &plan,
         };

@@ -80,7 +80,8 @@ fn sub_tables_come_after_keys_so_that_the_written_recipe_reads_back() {
 }
 
 /// Keys of `[task]` that the task of [`EVERYTHING`] does not read.
-const OTHER_TASKS: [&str; 9] = [
+const OTHER_TASKS: [&str; 10] = [
+    "task.level",
     "task.extraction",
     "task.grading",
     "task.command",

@@ -5,12 +5,13 @@ mod exact;
 mod mcp;
 mod message_loop;
 mod partial;
+mod programs;
 mod tools;
 
 use crate::harmony::encode_with_special;
 use crate::tiny;
 use anyhow::Result;
-use rloss::chat::Chat;
+use rloss::chat::{Chat, ToolForm};
 use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::interpreter::{Interpreter, Reply, SessionId};
@@ -86,6 +87,7 @@ impl World {
             reward_min: -1.0,
             reply_chars_max: None,
             interpreter,
+            form: ToolForm::Call,
             system_prompt: &[],
             plan: &self.plan,
         }

@@ -22,6 +22,8 @@ pub struct ChatMlTurnParser {
     bytes: Vec<u8>,
     /// Indices of special tokens in `bytes`. They make a call malformed.
     special_tokens: Vec<usize>,
+    /// Whether calls are read as such. Otherwise they are text.
+    takes_calls: bool,
     messages: Vec<Message>,
     calls: Vec<Call>,
     end_of_turn: Option<TurnEnd>,
@@ -30,7 +32,25 @@ pub struct ChatMlTurnParser {
 impl ChatMlTurnParser {
     pub(super) fn new(chat: &ChatMl) -> Self {
         let (bytes, special_tokens, messages, calls) = (vec![], vec![], vec![], vec![]);
-        Self { chat: chat.clone(), bytes, special_tokens, messages, calls, end_of_turn: None }
+        let (takes_calls, end_of_turn) = (true, None);
+        Self { chat: chat.clone(), bytes, special_tokens, takes_calls, messages, calls, end_of_turn }
+    }
+
+    /// Returns the parser, which reads calls as text.
+    pub fn without_calls(self) -> Self {
+        Self { takes_calls: false, ..self }
+    }
+
+    /// Returns the text so far after the thought; `None` within the thought.
+    pub fn answer(&self) -> Option<&[u8]> {
+        if !self.chat.has_thoughts() {
+            return Some(&self.bytes);
+        }
+        let text = std::str::from_utf8(&self.bytes).ok()?;
+        match split_thought(text, true) {
+            None => Some(&self.bytes),
+            Some((_, answer)) => answer.map(str::as_bytes),
+        }
     }
 
     /// Reads the next token. Tokens after the end of the turn are ignored.
@@ -105,8 +125,8 @@ impl ChatMlTurnParser {
         if !thought.is_empty() {
             self.messages.push(Message::assistant(ANALYSIS, thought));
         }
-        let parts = split(answer);
-        if parts.len() == 1 {
+        let parts = if self.takes_calls { split(answer) } else { vec![] };
+        if parts.len() < 2 {
             if !(has_thought && start == text.len()) {
                 self.messages.push(Message::assistant("final", answer));
             }

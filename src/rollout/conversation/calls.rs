@@ -1,13 +1,14 @@
 //! Tool calls at the end of a turn.
 
 use super::{Conversation, NextAction, REPLY_FRAME_TOKENS};
-use crate::chat::{Call, PYTHON};
+use crate::chat::{Call, PYTHON, ToolForm};
 use crate::harmony::{Message, TurnEnd};
+use crate::interpreter::Interpreter;
 use crate::tasks::clip_reply;
 use crate::trajectory::{CallOutcome, Outcome};
 use std::time::Instant;
 
-impl Conversation<'_> {
+impl<'a> Conversation<'a> {
     pub(super) fn handle_call(&mut self, end: TurnEnd) -> NextAction {
         if self.is_last_turn() || self.is_exhausted() {
             let (calls, outcome) = match end {
@@ -27,12 +28,20 @@ impl Conversation<'_> {
 
     /// Returns true when a call goes to the Python tool.
     fn calls_python(&self, call: &Message) -> bool {
-        self.rollout.interpreter.is_some() && call.recipient.as_deref() == Some(PYTHON)
+        self.called_python().is_some() && call.recipient.as_deref() == Some(PYTHON)
+    }
+
+    /// Returns the Python tool, if the model uses it by calls.
+    fn called_python(&self) -> Option<&'a dyn Interpreter> {
+        self.rollout.interpreter.filter(|_| self.rollout.form == ToolForm::Call)
     }
 
     /// Answers the calls of this turn and blocks until the last reply. If the Python tool or the task may
     /// have to run something, this function is called on a tool thread.
     pub fn run_calls(&mut self) -> NextAction {
+        if let Some(program) = self.turn.program.take() {
+            return self.run_program(&program);
+        }
         let (mut outcomes, mut replies) = (vec![], vec![]);
         // A task that answers a call reads the conversation up to that call, so `messages` gets calls and
         // replies one by one. `close_turn` adds the turn's messages again, and `insert` the replies, so both
@@ -55,7 +64,7 @@ impl Conversation<'_> {
                     self.reply(&name).map(|(outcome, text)| (outcome, name, text))
                 }
                 Call::Malformed { recipient, reply } => {
-                    let author = recipient.or_else(|| self.rollout.interpreter.map(|_| PYTHON.to_string()));
+                    let author = recipient.or_else(|| self.called_python().map(|_| PYTHON.to_string()));
                     let author = author.ok_or(Outcome::Malformed);
                     author.map(|author| (CallOutcome::MalformedCall, author, reply))
                 }
@@ -96,7 +105,7 @@ impl Conversation<'_> {
     fn reply(&mut self, name: &str) -> Result<(CallOutcome, String), Outcome> {
         let unknown = || (CallOutcome::UnknownRecipient, format!("Error: there is no tool named {name:?}."));
         let Some(call) = self.messages.last() else { return Ok(unknown()) };
-        if let Some(interpreter) = self.rollout.interpreter.filter(|_| name == PYTHON) {
+        if let Some(interpreter) = self.called_python().filter(|_| name == PYTHON) {
             let reply = interpreter.call(self.rollout.session(self.coordinates.index), &call.content);
             self.tool_s += reply.seconds;
             self.calls_answered += 1;

@@ -28,7 +28,8 @@ use prompts::open_environment;
 use std::path::Path;
 use std::sync::Arc;
 use task::{
-    OpenedTask, check_declarations, check_pauses, open_interpreter, open_task, tool_input, warn_about_tools,
+    OpenedTask, check_declarations, check_pauses, check_tool_form, open_interpreter, open_task, tool_input,
+    warn_about_tools,
 };
 
 /// Everything that a recipe names, opened and checked. Only the headers of weight files are read.
@@ -81,7 +82,8 @@ impl Startup {
             source.as_ref().and_then(|source| Trainables::open(&plan, source, command, &mut errors));
         let workers = (threads.count(), mesh.ranks_on_host());
         let opened = task.and_then(|task| {
-            let interpreter = errors.collect(open_interpreter(&plan.recipe, task.as_ref(), workers));
+            let interpreter = errors.collect(open_interpreter(&plan.recipe, task.as_ref(), workers, console));
+            errors.collect(check_tool_form(&plan, task.as_ref()));
             errors.collect(check_pauses(&plan, command, task.as_ref()));
             Some(OpenedTask { task, interpreter: interpreter? })
         });

@@ -29,7 +29,9 @@ pub(super) fn open_environment(
     if chat.vocabulary().is_of_bytes() && !plan.is_written("harmony.system_message") {
         plan.recipe.harmony.system_message = Some(false);
     }
-    let system_prompt = system_prompt(&chat, &plan.recipe.harmony, task.uses_python(), task.tools());
+    let prompt_settings = plan.recipe.prompt_settings();
+    let declares_python = plan.recipe.declares_python(task.as_ref());
+    let system_prompt = system_prompt(&chat, &prompt_settings, declares_python, task.tools());
     let mut environment = Environment {
         plan,
         chat,
@@ -37,6 +39,7 @@ pub(super) fn open_environment(
         agent: None,
         interpreter,
         system_prompt,
+        prompt_settings,
         sft_rows: None,
         teacher_prompt: None,
     };
@@ -45,7 +48,7 @@ pub(super) fn open_environment(
     }
     if distills {
         let Environment { plan, chat, task, system_prompt, .. } = &environment;
-        let tools = (task.uses_python(), task.tools());
+        let tools = (declares_python, task.tools());
         environment.teacher_prompt = prompt_change(&plan.recipe, chat, system_prompt, tools)?;
     }
     // `rloss init` plans before the data is there.

@@ -1,6 +1,6 @@
 //! Opens the task with its tools.
 
-use crate::chat::Chat;
+use crate::chat::{Chat, ToolForm};
 use crate::interpreter::{self, Interpreter};
 use crate::metrics::Console;
 use crate::recipe::{Plan, Recipe};
@@ -51,9 +51,20 @@ pub(super) fn check_declarations(plan: &Plan, chat: &Chat, task: &dyn Task) -> R
     })
 }
 
+/// Checks that no other tool needs the chat format's calls, if programs in answers run.
+pub(super) fn check_tool_form(plan: &Plan, task: &dyn Task) -> Result<()> {
+    let settings = &plan.recipe.task;
+    if plan.recipe.interpreter.form == ToolForm::Call || !(task.answers_calls() || settings.is_agent()) {
+        return Ok(());
+    }
+    let reason = "the task has tools that are called in the chat format, or a program that has tools of its own; write \
+                  \"call\", or take these tools away";
+    Err(plan.mistake("interpreter.form", reason.to_owned()).into())
+}
+
 /// Checks that no trajectory pauses while it uses the Python tool.
 pub(super) fn check_pauses(plan: &Plan, command: ModelCommand, task: &dyn Task) -> Result<()> {
-    if !command.trains() || plan.recipe.rollout.step_tokens_max == 0 || !task.uses_python() {
+    if !command.trains() || plan.recipe.rollout.step_tokens_max == 0 || !plan.recipe.uses_python(task) {
         return Ok(());
     }
     let reason = "the task's Python tool keeps state between the calls of a trajectory, and a trajectory that pauses would \
@@ -74,8 +85,9 @@ pub(super) fn open_interpreter(
     recipe: &Recipe,
     task: &dyn Task,
     (threads, processes): (usize, usize),
+    console: &Console,
 ) -> Result<Option<Box<dyn Interpreter>>> {
-    if !task.uses_python() {
+    if !recipe.uses_python(task) {
         return Ok(None);
     }
     let mut settings = recipe.interpreter.clone();
@@ -84,7 +96,7 @@ pub(super) fn open_interpreter(
     let samplings = if rollout.lag_steps > 0 { 2 } else { 1 };
     let sessions_max = (samplings * rollout.prompts_per_step * rollout.samples_per_prompt)
         .max(eval.problems_max.saturating_mul(eval.samples));
-    interpreter::open(settings, sessions_max).map(Some)
+    interpreter::open(settings, sessions_max, console).map(Some)
 }
 
 /// Returns the sizes of the tools in the memory plan of one of `processes` processes on this machine.

@@ -3,7 +3,7 @@
 use anyhow::{Context, Result, ensure};
 use rand::Rng;
 use rloss::actor::{Actor, Execution};
-use rloss::chat::ChatFormat;
+use rloss::chat::{ChatFormat, ToolForm};
 use rloss::dist::RolloutWeightPlacement;
 use rloss::engine::{Engine, EngineLimits};
 use rloss::harmony::Message;
@@ -349,6 +349,7 @@ impl Case {
             reward_min: 0.0,
             reply_chars_max: None,
             interpreter: Some(&Repeat),
+            form: ToolForm::Call,
             system_prompt: &[],
             plan: &plan,
         };

@@ -65,7 +65,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[task]\nname = \"gsm8\"",
             "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\", \
-             \"format_rules\", \"gsm8k\", \"retool\", \"verify_if\", \"command\" or \"agent\"",
+             \"calculator\", \"format_rules\", \"gsm8k\", \"retool\", \"verify_if\", \"command\" or \"agent\"",
         ),
         (
             "[checkpoint]\ndtype = \"fp16\"",

@@ -18,7 +18,7 @@ import json, os, sys, time
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["request"] == "describe":
-        reply = {"name": "many", "python": True, "functions": True}
+        reply = {"version": 2, "name": "many", "python": True, "functions": True}
     elif ask["request"] == "problem":
         reply = {"prompt": str(ask["index"]), "answer": ask["index"]}
     elif ask["request"] == "call":
@@ -35,7 +35,7 @@ for line in sys.stdin:
             print("so", flush=True)
             continue
         reply = {"reward": 1.0 if last == "ok" else -1.0}
-    print(json.dumps(reply), flush=True)
+    print(json.dumps({"request_id": ask["request_id"], **reply}), flush=True)
 "#;
 
 const FINAL: &str = "<|channel|>final<|message|>ok<|return|>";

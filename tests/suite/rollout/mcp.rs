@@ -28,7 +28,7 @@ fn worlds() -> [(World, Script); 2] {
         "42",
     ];
     let end = chatml.chat.stop_tokens()[0];
-    let turn = |text: &str| [chatml.chat.vocabulary().encode_text(text), vec![end]].concat();
+    let turn = |text: &str| [chatml.chat.vocabulary().encode_text(text).unwrap(), vec![end]].concat();
     let chatml_script = Script(turns.iter().map(|text| turn(text)).collect());
     [(harmony, script), (chatml, chatml_script)]
 }

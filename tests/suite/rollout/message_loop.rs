@@ -326,7 +326,7 @@ fn the_calls_of_a_turn_share_the_characters_of_one_reply() {
     };
     let end = world.chat.stop_tokens()[0];
     let played = |turns: &[String], reply_chars_max: usize| {
-        let turn = |text: &String| [world.chat.vocabulary().encode_text(text), vec![end]].concat();
+        let turn = |text: &String| [world.chat.vocabulary().encode_text(text).unwrap(), vec![end]].concat();
         let script = Script(turns.iter().map(turn).collect());
         let (questions, tool) = (Questions::new(), echo());
         let rollout =
