@@ -1,7 +1,18 @@
 //! A small HTTP/1.1 server with one request per connection and one thread per connection. Sizes, times and
 //! connections are bounded, so that no client can exhaust memory or block another client.
 
+mod budget;
+mod json;
+mod read;
+
+pub use budget::{Budget, Share};
+pub use json::Json;
+
 use anyhow::{Context, Result};
+use json::RequestBody;
+use read::{BodyFormat, Input, Memory};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
@@ -11,18 +22,14 @@ use std::time::{Duration, Instant};
 
 /// Interval between checks for a stop.
 const POLL: Duration = Duration::from_millis(200);
-/// Maximum bytes of a request's head.
-const HEAD_BYTES_MAX: usize = 16 << 10;
-/// Time limit for a client to send its head.
-const HEAD_WAIT: Duration = Duration::from_secs(5);
-/// Time limit for a client to send its body.
-const BODY_WAIT: Duration = Duration::from_secs(30);
 /// Time limit for a client to receive a response, or one part of a streamed response.
 const ANSWER_WAIT: Duration = Duration::from_secs(10);
 /// Time for which the server discards input after the response. An earlier close could reset the connection
 /// before the client has read the response.
 const LINGER: Duration = Duration::from_millis(200);
 const LINGER_BYTES_MAX: usize = 64 << 10;
+/// Time limit of the wait for memory that other requests use.
+const MEMORY_WAIT: Duration = Duration::from_secs(10);
 /// Interval and time limit of the wait for a free connection slot.
 const ROOM_POLL: Duration = Duration::from_millis(1);
 const ROOM_WAIT: Duration = Duration::from_millis(500);
@@ -37,6 +44,8 @@ pub struct HttpLimits {
     pub connections_max: usize,
     /// Maximum bytes of a request's body; 0 refuses every body.
     pub body_bytes_max: usize,
+    /// Maximum bytes of all bodies and of the JSON values that they become. A request waits for its share.
+    pub memory_bytes_max: usize,
 }
 
 /// A request.
@@ -53,28 +62,29 @@ pub struct HttpRequest {
     pub authorization: Option<String>,
     /// The value of its `X-Episode-Id` header: the episode of an agent that it belongs to.
     pub episode: Option<String>,
-    pub body: Vec<u8>,
+    body: RefCell<Option<RequestBody>>,
     body_format: BodyFormat,
     /// Whether the client waits for `100 Continue` before it sends the body.
     expects_continue: bool,
 }
 
-/// How a request tells the end of its body.
-#[derive(Debug, Default, PartialEq)]
-enum BodyFormat {
-    #[default]
-    None,
-    Bytes(usize),
-    Chunked,
+impl HttpRequest {
+    /// Returns the path without the query.
+    pub fn path_alone(&self) -> &str {
+        self.path.split('?').next().unwrap_or_default()
+    }
 }
 
 /// The status and message for a request that is refused while it is read.
-#[derive(Debug, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Refusal {
     /// Status code and phrase, such as `404 Not Found`.
     pub status: &'static str,
     pub message: &'static str,
 }
+
+const SPENT: Refusal =
+    Refusal { status: "503 Service Unavailable", message: "other requests use the memory; try again later" };
 
 /// A response.
 pub struct Response<'a> {
@@ -89,6 +99,9 @@ pub enum Body<'a> {
     Whole(Arc<str>),
     /// Is called with the connection, and writes the body part by part.
     Stream(Box<dyn FnOnce(&mut Stream) + 'a>),
+    /// A body, and a function that is called after it: with true if its last byte was written without an
+    /// error and the client had not left before. A stream must end with [`Stream::end`].
+    Watched(Box<Body<'a>>, Box<dyn FnOnce(bool) + 'a>),
 }
 
 impl<'a> Response<'a> {
@@ -109,32 +122,63 @@ pub struct Peer<'a>(&'a TcpStream);
 impl Peer<'_> {
     /// Returns whether the client has closed its end.
     pub fn has_left(&self) -> bool {
-        let mut byte = [0];
-        if self.0.set_nonblocking(true).is_err() {
-            return true;
-        }
-        let peeked = self.0.peek(&mut byte);
-        let blocking = self.0.set_nonblocking(false);
-        match peeked {
-            Ok(count) => count == 0 || blocking.is_err(),
-            Err(e) => !matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted),
-        }
+        self.shows(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
+    }
+
+    /// Returns whether the client reset the connection, as it does if it closes before it has read all bytes.
+    fn has_reset(&self) -> bool {
+        self.shows(PollFlags::ERR)
+    }
+
+    fn shows(&self, flags: PollFlags) -> bool {
+        let mut polled = [PollFd::new(self.0, PollFlags::RDHUP)];
+        // A failed call says nothing about the client.
+        poll(&mut polled, Some(&Timespec::default())).is_ok() && polled[0].revents().intersects(flags)
+    }
+
+    /// Returns a handle for other threads; `None` if no file descriptor is free.
+    pub fn handle(&self) -> Option<PeerHandle> {
+        self.0.try_clone().ok().map(PeerHandle)
+    }
+}
+
+/// A connection to a client for other threads. It stays open as long as the handle.
+pub struct PeerHandle(TcpStream);
+
+impl PeerHandle {
+    /// Returns whether the client has closed its end.
+    pub fn has_left(&self) -> bool {
+        Peer(&self.0).has_left()
     }
 }
 
 /// A body that is written part by part.
 pub struct Stream<'a> {
     stream: &'a TcpStream,
+    is_watched: bool,
     failed: bool,
+    /// Whether the end of the body is written.
+    has_ended: bool,
 }
 
 impl Stream<'_> {
     /// Writes a part. It must not be empty, because an empty chunk ends the body. Returns whether the client
     /// is still there.
     pub fn write(&mut self, part: &str) -> bool {
-        let chunk = format!("{:x}\r\n{part}\r\n", part.len());
-        let written = write(self.stream, chunk.as_bytes(), Instant::now() + ANSWER_WAIT);
-        self.failed |= written.is_none();
+        self.write_bytes(format!("{:x}\r\n{part}\r\n", part.len()).as_bytes())
+    }
+
+    /// Writes the last part together with the end of the body. A client that closes as soon as it knows the
+    /// last part has then received all of the body. A watched body is not ended if the client has left.
+    pub fn end(&mut self, part: &str) {
+        self.failed |= self.is_watched && self.has_left();
+        if !self.failed {
+            self.has_ended = self.write_bytes(format!("{:x}\r\n{part}\r\n0\r\n\r\n", part.len()).as_bytes());
+        }
+    }
+
+    fn write_bytes(&mut self, bytes: &[u8]) -> bool {
+        self.failed |= write(self.stream, bytes, Instant::now() + ANSWER_WAIT).is_none();
         !self.failed
     }
 
@@ -146,6 +190,10 @@ impl Stream<'_> {
 
 /// Answers requests, including those that the server refuses while it reads them.
 pub trait Handler: Sync {
+    /// Refuses a request by its head, before its body is read. Only a client that may ask can make the server
+    /// read a body.
+    fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>>;
+
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r>;
 }
 
@@ -225,6 +273,7 @@ pub fn serve(
     rustix::net::sockopt::set_socket_timeout(listener, rustix::net::sockopt::Timeout::Recv, Some(POLL))
         .context("waiting for a request")?;
     let connections = &Connections { connections_max: limits.connections_max, state: Mutex::default() };
+    let memory = &Memory::new(limits.memory_bytes_max);
     std::thread::scope(|scope| {
         let mut number = 0u64;
         while !stopped() {
@@ -242,7 +291,7 @@ pub fn serve(
                 continue;
             }
             let work = move || {
-                converse(&stream, limits, handler, connections, number);
+                converse(&stream, (limits, memory), handler, connections, number);
                 connections.end(number);
             };
             // If no thread starts, the client sees its connection closed.
@@ -259,7 +308,7 @@ pub fn serve(
 /// Handles one request and its response.
 fn converse(
     stream: &TcpStream,
-    limits: HttpLimits,
+    (limits, memory): (HttpLimits, &Memory),
     handler: &dyn Handler,
     connections: &Connections,
     number: u64,
@@ -267,23 +316,27 @@ fn converse(
     // A response has few parts. Without Nagle's algorithm, no part waits until an earlier one is
     // acknowledged.
     let _ = stream.set_nodelay(true);
-    let request = read_request(stream, limits.body_bytes_max);
-    connections.mark_busy(number);
-    let request = match request {
-        Some(Ok(request)) => Ok(request),
-        Some(Err(refusal)) => Err(refusal),
-        // The client left or was too slow, or its connection was closed in favour of another one.
-        None => return,
+    let mut input = Input::new(stream);
+    let head = input.head(limits.body_bytes_max);
+    let checked = head.as_ref().map_or(Ok(()), |request| handler.check_head(request));
+    let body = match &head {
+        Ok(request) if checked.is_ok() => input.body(request, limits, memory),
+        _ => Ok(()),
     };
-    let response = match &request {
-        Ok(request) => handler.answer(Ok(request), Peer(stream)),
-        Err(Refusal { status, message }) => handler.answer(Err(Refusal { status, message }), Peer(stream)),
+    drop(input);
+    connections.mark_busy(number);
+    let response = match (&head, checked, &body) {
+        (Ok(_), Err(response), _) => response,
+        (Ok(request), _, Ok(())) => handler.answer(Ok(request), Peer(stream)),
+        (Err(Some(refusal)), ..) | (_, _, Err(Some(refusal))) => handler.answer(Err(*refusal), Peer(stream)),
+        // The client left or was too slow, or its connection was closed in favour of another one.
+        _ => return,
     };
     if send(stream, response).is_some() {
         let _ = stream.shutdown(Shutdown::Write);
         connections.mark_idle(number, stream);
         let (mut piece, mut bytes, until) = ([0; 4096], 0, Instant::now() + LINGER);
-        while bytes < LINGER_BYTES_MAX {
+        while bytes < limits.body_bytes_max.max(LINGER_BYTES_MAX) {
             match read(stream, &mut piece, until) {
                 Some(count) if count > 0 => bytes += count,
                 _ => break,
@@ -295,6 +348,20 @@ fn converse(
 /// Sends a response; `None` if the client did not take it.
 fn send(stream: &TcpStream, response: Response) -> Option<()> {
     let Response { status, content_type, body } = response;
+    let Body::Watched(body, tell) = body else { return send_body(stream, status, content_type, body, false) };
+    let sent = send_body(stream, status, content_type, *body, true);
+    tell(sent.is_some());
+    sent
+}
+
+/// Sends a response. If it is watched, the client must not leave before the last byte.
+fn send_body(
+    stream: &TcpStream,
+    status: &str,
+    content_type: &str,
+    body: Body,
+    is_watched: bool,
+) -> Option<()> {
     let deadline = Instant::now() + ANSWER_WAIT;
     let head = |length: &str| {
         format!("HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n{length}\r\n{HEADERS}\r\n")
@@ -303,166 +370,21 @@ fn send(stream: &TcpStream, response: Response) -> Option<()> {
         Body::Whole(body) => {
             let head = head(&format!("Content-Length: {}", body.len()));
             write(stream, head.as_bytes(), deadline)?;
-            write(stream, body.as_bytes(), deadline)
+            if is_watched && Peer(stream).has_left() {
+                return None;
+            }
+            write(stream, body.as_bytes(), deadline)?;
+            (!is_watched || !Peer(stream).has_reset()).then_some(())
         }
         Body::Stream(produce) => {
             write(stream, head("Transfer-Encoding: chunked").as_bytes(), deadline)?;
-            let mut parts = Stream { stream, failed: false };
+            let mut parts = Stream { stream, is_watched, failed: false, has_ended: false };
             produce(&mut parts);
-            let whole = !parts.failed;
-            whole.then(|| write(stream, b"0\r\n\r\n", Instant::now() + ANSWER_WAIT)).flatten()
+            let is_whole = parts.has_ended || (!parts.failed && parts.write_bytes(b"0\r\n\r\n"));
+            (is_whole && (parts.has_ended || !is_watched)).then_some(())
         }
+        Body::Watched(body, _) => send_body(stream, status, content_type, *body, is_watched),
     }
-}
-
-/// Reads a request. Returns a refusal for an invalid one, and `None` if the client does not send all of it.
-fn read_request(stream: &TcpStream, body_bytes_max: usize) -> Option<Result<HttpRequest, Refusal>> {
-    let deadline = Instant::now() + HEAD_WAIT;
-    let (mut bytes, mut searched) = (vec![], 0);
-    let end = loop {
-        let start = searched.min(bytes.len());
-        if let Some(end) = bytes[start..].windows(4).position(|bytes| bytes == b"\r\n\r\n") {
-            break start + end;
-        }
-        searched = bytes.len().saturating_sub(3);
-        if bytes.len() > HEAD_BYTES_MAX {
-            return Some(Err(Refusal {
-                status: "431 Request Header Fields Too Large",
-                message: "the head is too long",
-            }));
-        }
-        read_more(stream, &mut bytes, deadline)?;
-    };
-    let mut request = match parsed(bytes.get(..end)?, body_bytes_max) {
-        Ok(request) => request,
-        Err(refusal) => return Some(Err(refusal)),
-    };
-    bytes.drain(..end + 4);
-    let deadline = Instant::now() + BODY_WAIT;
-    if request.expects_continue && request.body_format != BodyFormat::None && bytes.is_empty() {
-        write(stream, b"HTTP/1.1 100 Continue\r\n\r\n", deadline)?;
-    }
-    match request.body_format {
-        BodyFormat::None => {}
-        BodyFormat::Bytes(length) => {
-            while bytes.len() < length {
-                read_more(stream, &mut bytes, deadline)?;
-            }
-            bytes.truncate(length);
-            request.body = bytes;
-        }
-        BodyFormat::Chunked => match read_chunks(stream, bytes, body_bytes_max, deadline)? {
-            Ok(body) => request.body = body,
-            Err(refusal) => return Some(Err(refusal)),
-        },
-    }
-    Some(Ok(request))
-}
-
-/// Reads the client's next bytes and appends them to `bytes`; `None` if no more bytes come.
-fn read_more(stream: &TcpStream, bytes: &mut Vec<u8>, deadline: Instant) -> Option<()> {
-    let mut piece = [0; 16 << 10];
-    match read(stream, &mut piece, deadline)? {
-        0 => None,
-        count => {
-            bytes.extend_from_slice(piece.get(..count)?);
-            Some(())
-        }
-    }
-}
-
-/// Reads a chunked body. `bytes` is the part that was already received.
-fn read_chunks(
-    stream: &TcpStream,
-    mut bytes: Vec<u8>,
-    body_bytes_max: usize,
-    deadline: Instant,
-) -> Option<Result<Vec<u8>, Refusal>> {
-    let mut body = vec![];
-    loop {
-        let line = loop {
-            match bytes.windows(2).position(|end| end == b"\r\n") {
-                Some(end) => break end,
-                None if bytes.len() > HEAD_BYTES_MAX => return Some(Err(WRONG_REQUEST)),
-                None => read_more(stream, &mut bytes, deadline)?,
-            }
-        };
-        let digits = std::str::from_utf8(bytes.get(..line)?).unwrap_or_default();
-        let digits = digits.split(';').next().unwrap_or_default().trim();
-        let Ok(length) = usize::from_str_radix(digits, 16) else { return Some(Err(WRONG_REQUEST)) };
-        bytes.drain(..line + 2);
-        if length == 0 {
-            // Trailers are not read.
-            return Some(Ok(body));
-        }
-        if length > body_bytes_max.saturating_sub(body.len()) {
-            return Some(Err(TOO_LARGE));
-        }
-        while bytes.len() < length + 2 {
-            read_more(stream, &mut bytes, deadline)?;
-        }
-        if bytes.get(length..length + 2)? != b"\r\n" {
-            return Some(Err(WRONG_REQUEST));
-        }
-        body.extend_from_slice(bytes.get(..length)?);
-        bytes.drain(..length + 2);
-    }
-}
-
-const WRONG_REQUEST: Refusal =
-    Refusal { status: "400 Bad Request", message: "this is not an HTTP/1.1 request" };
-const TOO_LARGE: Refusal =
-    Refusal { status: "413 Content Too Large", message: "the body of the request is too large" };
-
-fn parsed(head: &[u8], body_bytes_max: usize) -> Result<HttpRequest, Refusal> {
-    let wrong = || WRONG_REQUEST;
-    let head = std::str::from_utf8(head).map_err(|_| wrong())?;
-    let mut lines = head.split("\r\n");
-    let mut words = lines.next().unwrap_or_default().split(' ');
-    let (Some(method), Some(path), Some(version), None) =
-        (words.next(), words.next(), words.next(), words.next())
-    else {
-        return Err(wrong());
-    };
-    if !version.starts_with("HTTP/1.") {
-        return Err(wrong());
-    }
-    let mut request =
-        HttpRequest { method: method.to_owned(), path: path.to_owned(), ..HttpRequest::default() };
-    let mut hosts = vec![];
-    for line in lines {
-        let (name, value) = line.split_once(':').ok_or_else(wrong)?;
-        let value = value.trim();
-        match name.to_ascii_lowercase().as_str() {
-            "host" => hosts.push(value.to_owned()),
-            "origin" => request.origin = Some(value.to_owned()),
-            "authorization" => request.authorization = Some(value.to_owned()),
-            "x-episode-id" => request.episode = Some(value.to_owned()),
-            // A request with two lengths could be smuggled past a proxy.
-            "content-length" | "transfer-encoding" if request.body_format != BodyFormat::None => {
-                return Err(wrong());
-            }
-            "content-length" => {
-                let is_number = !value.is_empty() && value.bytes().all(|digit| digit.is_ascii_digit());
-                match value.parse() {
-                    Ok(length) if is_number && length <= body_bytes_max => {
-                        request.body_format = BodyFormat::Bytes(length);
-                    }
-                    _ if is_number => return Err(TOO_LARGE),
-                    _ => return Err(wrong()),
-                }
-            }
-            "transfer-encoding" if body_bytes_max == 0 => return Err(TOO_LARGE),
-            "transfer-encoding" if value.eq_ignore_ascii_case("chunked") => {
-                request.body_format = BodyFormat::Chunked;
-            }
-            "transfer-encoding" => return Err(wrong()),
-            "expect" => request.expects_continue = true,
-            _ => {}
-        }
-    }
-    request.host = if hosts.len() == 1 { hosts.pop() } else { None };
-    Ok(request)
 }
 
 /// Reads bytes into `piece`. Returns `None` after `deadline` or if the connection is broken.
@@ -483,51 +405,4 @@ fn write(mut stream: &TcpStream, mut bytes: &[u8], deadline: Instant) -> Option<
 /// Returns the time until `deadline`; `None` after it.
 fn left(deadline: Instant) -> Option<Duration> {
     deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_head_is_parsed_and_one_that_announces_a_body_is_refused() {
-        let status = |head: &str| match parsed(head.as_bytes(), 0) {
-            Ok(request) => format!("{} {} {:?}", request.method, request.path, request.host),
-            Err(answer) => answer.status.to_owned(),
-        };
-        for (head, expected) in [
-            ("GET /a HTTP/1.1\r\nhost:  b ", "GET /a Some(\"b\")"),
-            ("POST / HTTP/1.0\r\nContent-Length: 0", "POST / None"),
-            ("GET / HTTP/1.1\r\nHost: a\r\nHost: b", "GET / None"),
-            ("GET / HTTP/1.1\r\nContent-Length: 18446744073709551615", "413 Content Too Large"),
-            ("GET / HTTP/1.1\r\nTransfer-Encoding: chunked", "413 Content Too Large"),
-            ("GET / HTTP/2", "400 Bad Request"),
-            ("GET  / HTTP/1.1", "400 Bad Request"),
-            ("GET / HTTP/1.1\r\nno header", "400 Bad Request"),
-            ("", "400 Bad Request"),
-        ] {
-            assert_eq!(status(head), expected, "{head:?}");
-        }
-    }
-
-    #[test]
-    fn a_body_has_one_length_within_the_limit() {
-        let body = |head: &str| {
-            let request = parsed(format!("POST / HTTP/1.1\r\n{head}").as_bytes(), 100);
-            request.map(|request| request.body_format).map_err(|refusal| refusal.status)
-        };
-        for (head, expected) in [
-            ("Content-Length: 100", Ok(BodyFormat::Bytes(100))),
-            ("Transfer-Encoding: chunked", Ok(BodyFormat::Chunked)),
-            ("Host: a", Ok(BodyFormat::None)),
-            ("Content-Length: 101", Err("413 Content Too Large")),
-            ("Content-Length: +1", Err("400 Bad Request")),
-            ("Content-Length: ", Err("400 Bad Request")),
-            ("Content-Length: 1\r\nContent-Length: 1", Err("400 Bad Request")),
-            ("Transfer-Encoding: chunked\r\nContent-Length: 1", Err("400 Bad Request")),
-            ("Transfer-Encoding: gzip", Err("400 Bad Request")),
-        ] {
-            assert_eq!(body(head), expected, "{head}");
-        }
-    }
 }

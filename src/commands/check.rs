@@ -204,7 +204,8 @@ fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&Avail
         print_text(&format!("Muon: {cost}.\n\n"))?;
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&startup.environment.plan.recipe.arms));
-    for command in [ModelCommand::Eval, ModelCommand::Rollout, ModelCommand::CheckMismatch(arms)] {
+    let mismatch = ModelCommand::CheckMismatch(arms);
+    for command in [ModelCommand::Eval, ModelCommand::Rollout, mismatch, ModelCommand::Serve] {
         // These commands run in a single process.
         let peak = MemoryPlan::new(&MemoryPlanInput {
             placement: WeightPlacement {

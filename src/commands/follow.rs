@@ -30,7 +30,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C stops the server");
-    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0 };
+    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0, memory_bytes_max: 0 };
     serve(&listener, limits, &follower, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
 }
@@ -63,6 +63,11 @@ struct Follower<'a> {
 }
 
 impl Handler for Follower<'_> {
+    fn check_head(&self, _: &HttpRequest) -> Result<(), Response<'static>> {
+        // The server takes no body.
+        Ok(())
+    }
+
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, _: Peer<'r>) -> Response<'r> {
         let request = match request {
             Ok(request) => request,

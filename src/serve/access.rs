@@ -1,7 +1,7 @@
 //! Who may ask a server: requests to its own address that carry its token.
 
 use super::api_error::ApiError;
-use crate::http::HttpRequest;
+use crate::http::{HttpRequest, Response};
 use std::net::SocketAddr;
 
 /// The address of a server, and the token that requests must carry.
@@ -12,9 +12,17 @@ pub(crate) struct Access {
 }
 
 impl Access {
+    /// Refuses a request by its head: its origin, and `given`, its token. Everyone may ask for `/health`.
+    pub fn check_head(&self, head: &HttpRequest, given: Option<&str>) -> Result<(), Response<'static>> {
+        let is_open = head.method == "GET" && head.path_alone() == "/health";
+        let checked = self.check_origin(head);
+        let checked = checked.and_then(|()| if is_open { Ok(()) } else { self.check_token(given) });
+        checked.map_err(|error| error.to_response())
+    }
+
     /// Refuses requests to another host name, and requests from pages of other sites. Such a page could reach
     /// this server through a browser on this machine.
-    pub fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
+    fn check_origin(&self, request: &HttpRequest) -> Result<(), ApiError> {
         let address = &self.address;
         let port = address.port();
         let own = [address.to_string(), format!("localhost:{port}")];
@@ -30,7 +38,7 @@ impl Access {
     }
 
     /// Refuses a request whose token, `given`, is not this server's.
-    pub fn check_token(&self, given: Option<&str>) -> Result<(), ApiError> {
+    fn check_token(&self, given: Option<&str>) -> Result<(), ApiError> {
         let Some(token) = &self.token else { return Ok(()) };
         // Digests are compared, so the time of the comparison says nothing about the token.
         let digest = |text: &str| blake3::hash(text.trim().as_bytes());

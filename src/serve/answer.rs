@@ -2,7 +2,7 @@
 
 use super::api_error::ApiError;
 use super::hub::Event;
-use super::log_probs::{chat_log_probs, text_log_probs};
+use super::log_probs::{ChatLogProbs, LogProbs, text_log_probs};
 use super::metrics::Metrics;
 use crate::chat::{Chat, Texts, TurnReader, call_json};
 use crate::engine::{Completion, FinishReason, NewToken, TokenScores};
@@ -120,13 +120,13 @@ impl<'r> Answer<'r> {
         }
     }
 
-    /// Waits for all samples and returns the answer.
+    /// Waits for all samples and returns the answer as JSON's text.
     pub fn whole(
         &mut self,
         ticket: &dyn SampleSource,
         peer: &Peer,
         metrics: &Metrics,
-    ) -> Result<Value, ApiError> {
+    ) -> Result<String, ApiError> {
         let mut looked = Instant::now();
         while !self.is_done() {
             if let Some((index, event)) = ticket.next(PEER_POLL)? {
@@ -142,23 +142,34 @@ impl<'r> Answer<'r> {
         }
         self.count(metrics);
         let id = ticket.id();
-        let choices: Vec<Value> = (0..self.choices.len()).map(|index| self.choice(index, &id)).collect();
-        for (choice, value) in self.choices.iter().zip(&choices) {
-            ticket.finished(&value["message"], &choice.tokens, choice.finish.unwrap_or_default())?;
-        }
         let mut answer = self.head_json(&id, false);
-        answer["choices"] = choices.into();
         answer["usage"] = self.usage();
         if self.report.token_ids && self.report.kind == AnswerKind::Chat {
             answer["prompt_token_ids"] = json!(self.prompts[0].0);
         }
-        Ok(answer)
+        // A value takes far more memory than its text. So there is one choice at a time, without its
+        // log-probabilities.
+        let mut text = unclosed(&answer.to_string()).to_owned() + ",\"choices\":[";
+        for (index, choice) in self.choices.iter().enumerate() {
+            let value = self.choice(index, &id);
+            ticket.finished(&value["message"], &choice.tokens, choice.finish.unwrap_or_default())?;
+            let log_probs = serde_json::to_string(&self.log_probs(index, &choice.tokens, 0));
+            let log_probs = log_probs.map_err(|error| ApiError::internal(&error.to_string()))?;
+            let comma = if index == 0 { "" } else { "," };
+            for part in [comma, unclosed(&value.to_string()), ",\"logprobs\":", &log_probs, "}"] {
+                text.push_str(part);
+            }
+        }
+        Ok(text + "]}")
     }
 
     /// Writes the answer as server-sent events.
     pub fn stream(&mut self, ticket: &dyn SampleSource, stream: &mut Stream, metrics: &Metrics) {
         let id = ticket.id();
-        let send = |stream: &mut Stream, value: &Value| stream.write(&format!("data: {value}\n\n"));
+        let data = |value: &Value| format!("data: {value}\n\n");
+        let send = |stream: &mut Stream, value: &Value| stream.write(&data(value));
+        // The events of the end are written at once, because a client may close after any of them.
+        let mut end = String::new();
         let mut is_there = (0..self.choices.len()).all(|index| send(stream, &self.first_chunk(index, &id)));
         let mut looked = Instant::now();
         while is_there && !self.is_done() {
@@ -174,8 +185,10 @@ impl<'r> Answer<'r> {
                                 return;
                             }
                         }
-                        if let Some(chunk) = self.next_chunk(index, &id) {
-                            is_there = send(stream, &chunk);
+                        match self.next_chunk(index, &id) {
+                            Some(chunk) if self.is_done() => end = data(&chunk),
+                            Some(chunk) => is_there = send(stream, &chunk),
+                            None => {}
                         }
                     } else {
                         self.take(ticket, index, event);
@@ -201,9 +214,9 @@ impl<'r> Answer<'r> {
             let mut chunk = self.head_json(&id, true);
             chunk["choices"] = json!([]);
             chunk["usage"] = self.usage();
-            send(stream, &chunk);
+            end += &data(&chunk);
         }
-        stream.write("data: [DONE]\n\n");
+        stream.end(&(end + "data: [DONE]\n\n"));
     }
 
     /// Returns the maximum number of calls of one answer.
@@ -294,7 +307,7 @@ impl<'r> Answer<'r> {
         head
     }
 
-    /// Returns a choice of a whole answer.
+    /// Returns a choice of a whole answer, without its log-probabilities.
     fn choice(&self, index: usize, id: &str) -> Value {
         let choice = &self.choices[index];
         let Texts { content, reasoning } = choice.reader.last();
@@ -311,12 +324,10 @@ impl<'r> Answer<'r> {
                     message["tool_calls"] = calls.into();
                 }
                 value["message"] = message;
-                value["logprobs"] = self.chat_log_probs(&choice.tokens);
             }
             AnswerKind::Text => {
                 let prompt = if self.report.echo { self.prompt_text(index) } else { String::new() };
                 value["text"] = (prompt + &content).into();
-                value["logprobs"] = self.text_log_probs(index, &choice.tokens, 0);
                 if self.report.token_ids {
                     value["prompt_token_ids"] = json!(self.prompt(index).0);
                 }
@@ -395,13 +406,10 @@ impl<'r> Answer<'r> {
                     delta.insert("tool_calls".into(), numbered.collect());
                 }
                 value["delta"] = delta.into();
-                value["logprobs"] = self.chat_log_probs(tokens);
             }
-            AnswerKind::Text => {
-                value["text"] = content.into();
-                value["logprobs"] = self.text_log_probs(index, tokens, first);
-            }
+            AnswerKind::Text => value["text"] = content.into(),
         }
+        value["logprobs"] = json!(self.log_probs(index, tokens, first));
         if self.report.token_ids {
             value["token_ids"] = ids(tokens);
         }
@@ -419,23 +427,25 @@ impl<'r> Answer<'r> {
         text.clone().unwrap_or_else(|| self.chat.vocabulary().decode(tokens))
     }
 
-    /// Returns a chat's log-probabilities, or null if the request does not ask for them.
-    fn chat_log_probs(&self, tokens: &[NewToken]) -> Value {
-        self.report.log_probs.map(|_| chat_log_probs(self.chat.vocabulary(), tokens)).into()
-    }
-
-    /// Returns the log-probabilities of a text completion, those of an echoed prompt first; null if the
-    /// request does not ask for them. `first` is the index within the sample of the first of `tokens`.
-    fn text_log_probs(&self, index: usize, tokens: &[NewToken], first: usize) -> Value {
-        if self.report.log_probs.is_none() {
-            return Value::Null;
+    /// Returns log-probabilities, those of an echoed prompt first; `None` if the request does not ask for
+    /// them. `first` is the index within the sample of the first of `tokens`.
+    fn log_probs<'s>(&'s self, index: usize, tokens: &'s [NewToken], first: usize) -> Option<LogProbs<'s>> {
+        self.report.log_probs?;
+        let vocabulary = self.chat.vocabulary();
+        if self.report.kind == AnswerKind::Chat {
+            return Some(LogProbs::Chat { content: ChatLogProbs { vocabulary, tokens } });
         }
         let choice = &self.choices[index];
         let prompt = if self.report.echo && first == 0 { &self.prompt(index).0[..] } else { &[] };
         let of_prompt = prompt.iter().copied().zip(once(None).chain(choice.prompt_scores.iter().map(Some)));
         let of_tokens = tokens.iter().map(|token| (token.id, token.scores.as_ref()));
-        text_log_probs(self.chat.vocabulary(), &choice.tokens[..first], of_prompt.chain(of_tokens))
+        Some(text_log_probs(vocabulary, &choice.tokens[..first], of_prompt.chain(of_tokens)))
     }
+}
+
+/// Returns the text of a JSON object without its last brace, so that a field can follow.
+fn unclosed(object: &str) -> &str {
+    object.strip_suffix('}').unwrap_or(object)
 }
 
 /// Returns the calls at the end of an answer in OpenAI's form, up to `calls_max`; `id` names the answer.

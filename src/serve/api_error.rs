@@ -1,5 +1,7 @@
 //! OpenAI's error objects.
 
+use super::JSON;
+use crate::http::Response;
 use serde_json::{Value, json};
 
 /// An error of a request.
@@ -32,7 +34,8 @@ impl ApiError {
 
     /// Returns the error of a request that is refused with `status`.
     pub fn refused(status: &'static str, message: &str) -> Self {
-        Self::new(status, "invalid_request_error", None, message.to_owned())
+        let kind = if status.starts_with('5') { "server_error" } else { "invalid_request_error" };
+        Self::new(status, kind, None, message.to_owned())
     }
 
     pub fn not_found(message: String) -> Self {
@@ -69,6 +72,10 @@ impl ApiError {
 
     pub fn message(&self) -> &str {
         &self.message
+    }
+
+    pub fn to_response(&self) -> Response<'static> {
+        Response::whole(self.status, JSON, self.to_json().to_string().into())
     }
 
     pub fn to_json(&self) -> Value {

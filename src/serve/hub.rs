@@ -3,11 +3,12 @@
 use super::answer::SampleSource;
 use super::api_error::ApiError;
 use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
+use crate::http::{Budget, Share};
 use crate::random::{Purpose, stream};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// An event of one sample.
@@ -21,6 +22,8 @@ pub(super) struct Requests {
     pub requests: Vec<EngineRequest>,
     /// Number of samples of each request.
     pub samples: usize,
+    /// Maximum bytes of the prompts and the answer.
+    pub bytes: usize,
     /// Selects the random stream of each sample, together with the sample's index within its request.
     pub seed: u64,
 }
@@ -29,6 +32,7 @@ pub(super) struct Requests {
 pub(super) struct Hub<'a> {
     engine: &'a Engine<'a>,
     open_samples_max: usize,
+    answers: Arc<Budget>,
     /// A random number. It makes the ids of answers unique over restarts.
     nonce: u64,
     state: Mutex<State>,
@@ -48,6 +52,14 @@ pub(super) struct Ticket<'a> {
     first: u64,
     count: usize,
     news: Receiver<(usize, Event)>,
+    memory: Arc<Share>,
+}
+
+impl Ticket<'_> {
+    /// Returns the answer's share of the memory. It must be kept until the answer is sent.
+    pub fn memory(&self) -> Arc<Share> {
+        self.memory.clone()
+    }
 }
 
 /// Closes the hub when it is dropped.
@@ -60,8 +72,9 @@ impl Drop for CloseAtEnd<'_, '_> {
 }
 
 impl<'a> Hub<'a> {
-    pub fn new(engine: &'a Engine<'a>, open_samples_max: usize, nonce: u64) -> Self {
-        Self { engine, open_samples_max, nonce, state: Mutex::default(), closed: AtomicBool::new(false) }
+    pub fn new(engine: &'a Engine<'a>, open_samples_max: usize, answer_bytes_max: usize, nonce: u64) -> Self {
+        let (answers, closed) = (Budget::new(answer_bytes_max), AtomicBool::new(false));
+        Self { engine, open_samples_max, answers, nonce, state: Mutex::default(), closed }
     }
 
     /// Ends the engine's work. Waiting answers get an error.
@@ -108,9 +121,20 @@ impl<'a> Hub<'a> {
     /// Queues the requests of an answer.
     ///
     /// # Errors
-    /// When too many samples are open, or the server is stopping.
+    /// When too many samples are open, when open answers need the memory, or the server is stopping.
     pub fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
-        let Requests { requests, samples, seed } = requests;
+        let Requests { requests, samples, bytes, seed } = requests;
+        if bytes > self.answers.bytes() {
+            return Err(ApiError::invalid(
+                None,
+                format!(
+                    "the answer could take {bytes} bytes, and the server has {}; ask for fewer samples, tokens or log-probabilities",
+                    self.answers.bytes()
+                ),
+            ));
+        }
+        let full = || ApiError::full("the memory for open answers is in use; try again later".to_owned());
+        let memory = Arc::new(self.answers.take(bytes, Duration::ZERO).ok_or_else(full)?);
         let count = requests.len() * samples;
         let (sender, news) = channel();
         let first = {
@@ -132,7 +156,7 @@ impl<'a> Hub<'a> {
             }
             first
         };
-        let ticket = Ticket { hub: self, first, count, news };
+        let ticket = Ticket { hub: self, first, count, news, memory };
         for (number, mut request) in requests.into_iter().enumerate() {
             let sample = |sample: usize| SampleRequest {
                 id: first + (number * samples + sample) as u64,

@@ -40,6 +40,24 @@ pub(crate) const JSON: &str = "application/json";
 const CONNECTIONS_MAX: usize = 256;
 /// Maximum bytes of a request's body.
 pub const BODY_BYTES_MAX: usize = 4 << 20;
+/// Maximum bytes of all bodies and of the JSON values that they become.
+pub(crate) const REQUEST_BYTES_MAX: usize = 128 << 20;
+/// Bytes of the threads of all connections, as measured.
+const CONNECTION_BYTES: usize = 64 << 20;
+/// Number of samples of full length, without log-probabilities, that fit into the memory of open answers, and
+/// the memory beside.
+const FULL_ANSWERS: usize = 256;
+const ANSWER_BYTES_MIN: usize = 32 << 20;
+
+/// Returns the maximum bytes of all prompts and answers of a server that takes `tokens_max` tokens.
+fn answer_bytes_max(tokens_max: usize) -> usize {
+    FULL_ANSWERS * tokens_max * request::ANSWER_TOKEN_BYTES + ANSWER_BYTES_MIN
+}
+
+/// Returns the maximum bytes of all requests and answers of a server that takes `tokens_max` tokens.
+pub fn request_bytes_max(tokens_max: usize) -> usize {
+    REQUEST_BYTES_MAX + CONNECTION_BYTES + answer_bytes_max(tokens_max)
+}
 
 /// The model, the limits and the address of a server.
 pub struct ServeSettings<'a> {
@@ -81,11 +99,16 @@ struct Server<'a> {
 /// When the engine fails.
 pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -> bool) -> Result<()> {
     let engine = settings.engine;
-    let hub = Hub::new(engine, settings.open_samples_max, settings.nonce);
+    let hub =
+        Hub::new(engine, settings.open_samples_max, answer_bytes_max(settings.tokens_max), settings.nonce);
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let access = Access { address: settings.address, token: settings.token.clone() };
     let server = Server { settings, access, hub: &hub, metrics: Metrics::default(), started };
-    let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
+    let limits = HttpLimits {
+        connections_max: CONNECTIONS_MAX,
+        body_bytes_max: BODY_BYTES_MAX,
+        memory_bytes_max: REQUEST_BYTES_MAX,
+    };
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
             // Closes the hub, also after a panic, so that no request waits for the engine in vain.
@@ -111,10 +134,15 @@ pub(crate) fn respond<'r>(
     // A bug must not end the server.
     let answer = catch_unwind(AssertUnwindSafe(answer));
     let answer = answer.unwrap_or_else(|_| Err(ApiError::internal("a bug in the server")));
-    answer.unwrap_or_else(|error| Response::whole(error.status, JSON, error.to_json().to_string().into()))
+    answer.unwrap_or_else(|error| error.to_response())
 }
 
 impl Handler for Server<'_> {
+    fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>> {
+        let checked = self.access.check_head(head, bearer(head));
+        checked.inspect_err(|response| self.metrics.count_response(response.status))
+    }
+
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
         let response = respond(request, |request| self.route(request, peer));
         self.metrics.count_response(response.status);
@@ -124,11 +152,7 @@ impl Handler for Server<'_> {
 
 impl Server<'_> {
     fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
-        self.access.check_origin(request)?;
-        let path = request.path.split('?').next().unwrap_or_default();
-        if path != "/health" {
-            self.access.check_token(bearer(request))?;
-        }
+        let path = request.path_alone();
         let method = if ["/v1/chat/completions", "/v1/completions"].contains(&path) { "POST" } else { "GET" };
         // Clients encode a slash in a model's name.
         let model = path.strip_prefix("/v1/models/");
@@ -179,8 +203,7 @@ impl Server<'_> {
         peer: Peer<'r>,
         kind: AnswerKind,
     ) -> Result<Response<'r>, ApiError> {
-        let body: Value = serde_json::from_slice(&request.body)
-            .map_err(|error| ApiError::invalid(None, format!("the body is not valid JSON: {error}")))?;
+        let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
         self.check_model(
             fields
@@ -191,11 +214,13 @@ impl Server<'_> {
             AnswerKind::Chat => self.read_chat(&fields)?,
             AnswerKind::Text => self.read_completion(&fields)?,
         };
+        drop(body);
         let ticket = self.hub.submit(requests)?;
         if !streams {
-            return answer
-                .whole(&ticket, &peer, &self.metrics)
-                .map(|value| Response::whole("200 OK", JSON, value.to_string().into()));
+            let text = answer.whole(&ticket, &peer, &self.metrics)?;
+            let memory = ticket.memory();
+            let body = Body::Watched(Body::Whole(text.into()).into(), Box::new(move |_| drop(memory)));
+            return Ok(Response { status: "200 OK", content_type: JSON, body });
         }
         let metrics = &self.metrics;
         let body = Body::Stream(Box::new(move |stream| answer.stream(&ticket, stream, metrics)));

@@ -23,6 +23,9 @@ const STOP_BYTES_MAX: usize = 1 << 10;
 const STOP_TOKENS_MAX: usize = 128;
 /// A temperature below this one means greedy, as in vLLM: logits divided by it may overflow.
 const TEMPERATURE_MIN: f64 = 1e-5;
+/// Bytes of a token of a prompt or an answer, with its text; and of a log-probability.
+pub(super) const ANSWER_TOKEN_BYTES: usize = 128;
+const SCORE_BYTES: usize = 160;
 /// Default maximum of new tokens in a text completion; OpenAI has the same default.
 const TEXT_TOKENS: usize = 16;
 
@@ -135,7 +138,8 @@ impl Server<'_> {
             created: self.started,
         };
         let answer = Answer::new(head, prompts, common.samples, readers, report);
-        Ok((answer, Requests { requests, samples: common.samples, seed }, common.streams))
+        let bytes = requests.iter().map(|request| answer_bytes_max(request, common.samples)).sum();
+        Ok((answer, Requests { requests, samples: common.samples, bytes, seed }, common.streams))
     }
 
     fn read_common(&self, fields: &Fields, form: Form) -> Result<Common, ApiError> {
@@ -264,6 +268,14 @@ impl Server<'_> {
         let ids_max = self.settings.engine.policy().model.config.vocab_size as u64;
         id.as_u64().filter(|&id| id < ids_max).map(|id| id as u32)
     }
+}
+
+/// Returns the maximum bytes of a prompt with its answers, as tokens and as text.
+fn answer_bytes_max(request: &EngineRequest, samples: usize) -> usize {
+    let bytes = |scores: Option<usize>| ANSWER_TOKEN_BYTES + scores.map_or(0, |top| (1 + top) * SCORE_BYTES);
+    let sampled = samples * request.new_tokens_max * bytes(request.top_log_probs);
+    let echoed = samples * request.tokens.len() * request.prompt_log_probs.map_or(0, |top| bytes(Some(top)));
+    request.tokens.len() * ANSWER_TOKEN_BYTES + sampled + echoed
 }
 
 fn engine_request(

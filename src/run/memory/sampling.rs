@@ -9,6 +9,7 @@ use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::model::cache::SequenceCache;
 use crate::model::rounding::WeightRounding;
 use crate::ops::token_set::TokenSet;
+use crate::serve::request_bytes_max;
 
 /// Maximum bytes per sampled token of a set of kept tokens, in addition to the set itself: its allocation,
 /// and references in the trajectory, the sequence and the micro-batches.
@@ -157,6 +158,12 @@ impl MemoryPlanInput<'_> {
         }
     }
 
+    /// Returns the bytes of the requests to a server, and of its answers.
+    fn request_bytes(&self) -> u64 {
+        let has_server = self.command == ModelCommand::Serve || self.plays_agent();
+        if has_server { request_bytes_max(self.longest_sequence()) as u64 } else { 0 }
+    }
+
     /// Returns what sampling keeps in memory: KV caches at full length, kept prefixes, one forward pass per
     /// worker with its logits, and rounded or gathered weights.
     pub(super) fn sampling_items(&self) -> Vec<MemoryItem> {
@@ -202,6 +209,7 @@ impl MemoryPlanInput<'_> {
                 bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
             },
             MemoryItem { name: "kept prefixes", bytes: self.prefix_bytes() },
+            MemoryItem { name: "requests and answers", bytes: self.request_bytes() },
             MemoryItem {
                 name: "one forward pass and its logits",
                 bytes: engines as u64 * forward + row_copies,

@@ -227,7 +227,8 @@ fn wrong_requests_get_openais_errors_and_the_server_lives() {
         ("GET", "/v1/embeddings", host.clone(), "", 404),
         ("GET", "/v1/models/gpt-4", host.clone(), "", 404),
         ("GET", "/v1/models", "Host: example.org\r\n".to_owned(), "", 403),
-        ("GET", "/v1/models", String::new(), "", 403),
+        ("GET", "/v1/models", String::new(), "", 400),
+        ("GET", "/v1/models", host.clone(), "{}", 400),
         ("GET", "/v1/models", format!("{host}Origin: http://example.org\r\n"), "", 403),
         ("GET", "/v1/models", host.clone(), "", 200),
         ("GET", "/v1/models/quickstart", host.clone(), "", 200),
@@ -389,6 +390,97 @@ fn a_token_is_asked_for_where_one_is_set() {
     let text = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{text}");
     assert!(text.contains("RLOSS_SERVE_TOKEN"), "{text}");
+}
+
+/// A body was read and kept before anyone looked at the token and the host. Here only the head is sent.
+#[test]
+fn bug_a_body_was_read_before_token_and_host_were_checked() {
+    let server = Server::start_with(&[], Some("secret"));
+    let (host, token) = (format!("Host: {}", server.address), "Authorization: Bearer secret");
+    for (headers, status) in [
+        (host.clone(), 401),
+        (format!("{host}\r\nAuthorization: Bearer wrong"), 401),
+        (format!("Host: example.org\r\n{token}"), 403),
+        (format!("{host}\r\n{token}\r\nOrigin: http://example.org"), 403),
+    ] {
+        for framing in ["Content-Length: 4000000", "Transfer-Encoding: chunked"] {
+            for path in [CHAT, "/health"] {
+                let head = format!("POST {path} HTTP/1.1\r\n{headers}\r\n{framing}\r\n\r\n");
+                assert_eq!(receive(server.send(&head)).0, status, "{head}");
+            }
+        }
+    }
+}
+
+/// `+5` was the length of a chunk, and a second `Origin` and a space before a colon were taken.
+#[test]
+fn bug_requests_that_rfc_9112_forbids_were_answered() {
+    let server = Server::start(&[]);
+    let (host, body) = (format!("Host: {}", server.address), chat(&json!({"max_tokens": 4})).to_string());
+    let (bytes, origin) = (body.len(), format!("Origin: http://{}", server.address));
+    let whole = format!("Content-Length: {bytes}\r\n\r\n{body}");
+    let chunked = |length: &str, end: &str| {
+        format!("Transfer-Encoding: chunked\r\n\r\n{length}{bytes:x}\r\n{body}\r\n0\r\n{end}\r\n")
+    };
+    for (rest, status) in [
+        (whole.clone(), 200),
+        (format!("{origin}\r\n{whole}"), 200),
+        (chunked("", ""), 200),
+        (chunked("00", "A: b\r\n"), 200),
+        (format!("{origin}\r\n{origin}\r\n{whole}"), 400),
+        (whole.replace(':', " :"), 400),
+        (format!("A: b\r\n c\r\n{whole}"), 400),
+        (format!("A: b\nC: d\r\n{whole}"), 400),
+        (format!("A: b\0\r\n{whole}"), 400),
+        (format!("Content-Length: {bytes}\r\n{whole}"), 400),
+        (format!("Transfer-Encoding: chunked\r\n{whole}"), 400),
+        (format!("{host}\r\n{whole}"), 400),
+        (chunked("+", ""), 400),
+        (chunked("0x", ""), 400),
+        (chunked(" ", ""), 400),
+        (chunked("", "A : b\r\n"), 400),
+    ] {
+        let request = format!("POST {CHAT} HTTP/1.1\r\n{host}\r\n{rest}");
+        assert_eq!(receive(server.send(&request)).0, status, "{request}");
+    }
+}
+
+/// 24 clients with 4 MB of small objects took 5.8 GB, which the server kept.
+#[cfg(target_os = "linux")]
+#[test]
+fn bug_small_objects_took_a_hundred_times_their_text() {
+    let server = Server::start(&[]);
+    let peak = || {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() >> 10
+    };
+    let before = peak();
+    let objects = |bytes: usize| format!("{{\"messages\": [{}0]}}", "{\"\":0},".repeat(bytes / 7));
+    std::thread::scope(|scope| {
+        for number in 0..24 {
+            let (bytes, expected) = if number % 2 == 0 { (3_900_000, 413) } else { (200_000, 400) };
+            let (server, objects) = (&server, objects(bytes));
+            scope.spawn(move || assert_eq!(server.ask("POST", CHAT, &objects).0, expected));
+        }
+    });
+    assert!(peak() < before + 192, "{before} MiB became {} MiB", peak());
+    assert_eq!(server.post(CHAT, &chat(&json!({"max_tokens": 2}))).0, 200);
+}
+
+/// An answer's log-probabilities took a hundred times the memory of its tokens, without a limit.
+#[test]
+fn bug_the_memory_of_answers_had_no_limit() {
+    let server = Server::start(&[]);
+    let ask = |more: &Value| {
+        let mut body = json!({"model": "quickstart", "prompt": ["1", "2"], "n": 128});
+        body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        server.post(TEXT, &body)
+    };
+    let (status, answer) = ask(&json!({"max_tokens": 72, "logprobs": 20}));
+    assert_eq!(status, 400, "{answer}");
+    assert!(answer["error"]["message"].as_str().unwrap().contains("ask for fewer"), "{answer}");
+    assert_eq!(ask(&json!({"max_tokens": 2})).0, 200);
 }
 
 #[test]
