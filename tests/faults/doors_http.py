@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """HTTP by grammar, valid and broken, against `rloss serve`, and loads against its planned memory.
 
-    tests/faults/doors_http.py --count 5000 --loads 20    # so many requests, and so many drawn loads
+    tests/faults/doors_http.py --count 50000 --loads 20    # so many requests, and so many drawn loads
 
 The seed is printed; --seed takes it again. A valid request, however it is written (names in any case, spaces, chunks of
 any size, extensions, trailers, any cut into packets), gets the answer of its plain form. A broken one gets the status
@@ -436,9 +436,9 @@ def fixed_loads(server):
     objects = request_bytes(server, in_chat('{"":0},'))
     stolen = request_bytes(server, b"x" * BODY_BYTES_MAX, token=False)
     yield "24 clients with small objects", [ask(server, objects)] * 24
-    yield "150 clients without a token", [held(server, stolen, 3)] * 150
-    yield "40 slow clients", [slow(server, objects, 20, 4)] * 40
-    yield "300 half heads", [held(server, objects[:40], 3)] * 300
+    yield "150 clients without a token", [held(server, stolen, 1)] * 150
+    yield "40 slow clients", [slow(server, objects, 20, 1)] * 40
+    yield "300 half heads", [held(server, objects[:40], 1)] * 300
 
 
 def drawn_load(server, draw):
@@ -507,7 +507,7 @@ def main():
     parser.add_argument("--binary", default=HERE.parents[1] / "target/release/rloss")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--count", type=int, default=600, help="requests by grammar")
-    parser.add_argument("--loads", type=int, default=2, help="drawn loads")
+    parser.add_argument("--loads", type=int, default=0, help="drawn loads")
     arguments = parser.parse_args()
     seed = random.randrange(1 << 32) if arguments.seed is None else arguments.seed
     print(f"seed {seed}", flush=True)
