@@ -45,6 +45,15 @@ impl ToolForm {
         }
     }
 
+    /// Returns an answer with a program; `None` if programs in answers do not run.
+    pub fn example(self, code: &str) -> Option<String> {
+        match self {
+            ToolForm::Call | ToolForm::None => None,
+            ToolForm::Fence => Some(format!("```python\n{code}\n```")),
+            ToolForm::CodeTags => Some(format!("<code>\n{code}\n</code>")),
+        }
+    }
+
     /// Returns the text that shows `output` after `answer`.
     pub fn output_text(self, answer: &[u8], output: &str) -> String {
         let line = if answer.ends_with(b"\n") { "" } else { "\n" };

@@ -5,12 +5,14 @@ use crate::commands::arguments::RecipeArgs;
 use crate::dist::RolloutWeightPlacement;
 use crate::error::EXIT_SUCCESS;
 use crate::harmony::Message;
+use crate::interpreter::SessionId;
 use crate::learner::CriticSettings;
 use crate::metrics::{Console, format_count, sanitize_terminal};
 use crate::model::names::parameter_specs;
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
+use crate::run::environment::Environment;
 use crate::run::header::muon_cost;
 use crate::run::memory::{
     AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights, WeightPlacement,
@@ -93,6 +95,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
         return print_memory_plan(&startup, *processes, available.as_ref());
     }
     print_text(&sanitize_terminal(&first_prompt(&startup, &problem)?))?;
+    print_text(&sanitize_terminal(&sample_program(&startup.environment)))?;
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
         sample_dialogue(startup.environment.task.as_ref(), &problem)
     })?))?;
@@ -159,6 +162,19 @@ fn first_prompt(startup: &Startup, problem: &Problem) -> Result<String> {
     let (text, tokens) = startup.prompt(problem)?;
     let tokens = format_count(tokens as u64, "token");
     Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", startup.environment.task.name()))
+}
+
+/// Runs a program of an answer, and shows what is inserted after it. Empty if programs do not run.
+fn sample_program(environment: &Environment) -> String {
+    let form = environment.recipe().interpreter.form;
+    let Some((interpreter, answer)) = environment.interpreter.as_ref().zip(form.example("print(6 * 7)"))
+    else {
+        return String::new();
+    };
+    let reply = interpreter.call(SessionId(0), "print(6 * 7)\n");
+    interpreter.close(SessionId(0));
+    let inserted = form.output_text(answer.as_bytes(), &reply.text);
+    format!("\nA program in an answer, and what is inserted after it:\n\n{answer}{inserted}")
 }
 
 /// Runs a short conversation with the task: a wrong answer, the task's replies, and the reward.
