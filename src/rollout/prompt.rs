@@ -42,7 +42,8 @@ impl PromptLimits<'_> {
         let tokens_max = self.tokens_max();
         move |problem| match problem.messages.as_slice() {
             [only] if around.saturating_add(only.content.len()) <= tokens_max => true,
-            _ => self.tokens(problem).err().is_none_or(|error| !error.is::<BadInput>()),
+            // A prompt that cannot be rendered, an error with context, is not too long: using it is an error.
+            _ => self.tokens(problem).err().is_none_or(|e| !e.is::<BadInput>() || e.chain().len() > 1),
         }
     }
 

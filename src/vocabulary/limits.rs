@@ -19,6 +19,8 @@ pub(crate) const VOCABULARY_VALUES_MAX: usize = 8_000_000;
 const PATTERN_BYTES_MAX: usize = 4096;
 /// Maximum number of counted repetitions, such as `x{900}`. Each compiles to at most 10 MB.
 const REPETITIONS_MAX: usize = 8;
+/// Maximum number of added tokens. GPT-OSS has about 1,100.
+const ADDED_TOKENS_MAX: usize = 10_000;
 /// Maximum number of steps of one section.
 const STEPS_MAX: usize = 16;
 
@@ -64,19 +66,30 @@ struct TokenizerSections {
     pre_tokenizer: Option<Steps>,
     post_processor: Option<Steps>,
     decoder: Option<Steps>,
-    #[serde(rename = "added_tokens")]
-    _added_tokens: Option<SectionCounter>,
+    added_tokens: Option<Vec<TokenId>>,
     #[serde(rename = "model")]
     _model: Option<SectionCounter>,
 }
 
-/// Checks that the steps of the file take bounded time and memory. The crate reports other errors.
+/// An added token of the file.
+#[derive(Deserialize)]
+pub(super) struct TokenId {
+    pub(super) id: u32,
+    pub(super) content: String,
+}
+
+/// Checks that the steps of the file take bounded time and memory. Returns the added tokens. The crate reports
+/// other errors.
 ///
 /// # Errors
 /// The message names the value that exceeds its limit, and the limit.
-pub(super) fn check(json: &[u8]) -> Result<()> {
+pub(super) fn check(json: &[u8]) -> Result<Vec<TokenId>> {
     let parsed: TokenizerSections = serde_json::from_slice(json)?;
     let TokenizerSections { normalizer, pre_tokenizer, post_processor, decoder, .. } = &parsed;
+    let tokens = parsed.added_tokens.as_ref().map_or(0, Vec::len);
+    if tokens > ADDED_TOKENS_MAX {
+        bail!("it has {tokens} added tokens; the limit is {ADDED_TOKENS_MAX}");
+    }
     let sections = [
         ("normalizer", normalizer, Some((NORMALIZERS, NORMALIZER_KEYS))),
         ("pre_tokenizer", pre_tokenizer, Some((PRE_TOKENIZERS, PRE_TOKENIZER_KEYS))),
@@ -113,7 +126,7 @@ pub(super) fn check(json: &[u8]) -> Result<()> {
              {PATTERN_BYTES_MAX} and {REPETITIONS_MAX} are allowed"
         );
     }
-    Ok(())
+    Ok(parsed.added_tokens.unwrap_or_default())
 }
 
 /// A section that lists steps.
@@ -255,7 +268,7 @@ mod tests {
 
     fn said(section: &str, steps: &str) -> String {
         check(format!("{{\"{section}\": {steps}}}").as_bytes())
-            .map_or_else(|e| e.to_string(), |()| String::new())
+            .map_or_else(|e| e.to_string(), |_| String::new())
     }
 
     /// Returns `{"type": "Sequence", NAME: [STEP, ...]}` with `count` steps.

@@ -7,9 +7,12 @@
 mod byte_level;
 mod embedded_vocabulary;
 mod limits;
+mod pattern;
+mod pre_tokenizer;
 
 pub use embedded_vocabulary::embedded_json;
 pub(crate) use limits::VOCABULARY_VALUES_MAX;
+pub(crate) use pre_tokenizer::BoundedPreTokenizer;
 
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
@@ -22,13 +25,13 @@ use std::sync::Arc;
 use tokenizers::models::bpe::BPE;
 use tokenizers::{
     AddedToken, AddedVocabulary, DecoderWrapper, Model, NormalizerWrapper, OffsetType, PostProcessorWrapper,
-    PreTokenizer, PreTokenizerWrapper, TokenizerImpl,
+    PreTokenizer, TokenizerImpl,
 };
 
 /// A tokenizer whose model is BPE. The crate's `Tokenizer` holds any model, so it first parses the vocabulary
 /// into a JSON tree. This type skips the tree.
 pub(crate) type BpeTokenizer =
-    TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+    TokenizerImpl<BPE, NormalizerWrapper, BoundedPreTokenizer, PostProcessorWrapper, DecoderWrapper>;
 
 /// A byte-level BPE vocabulary. Clones share the tables.
 #[derive(Clone)]
@@ -45,8 +48,6 @@ struct Tables {
     ends: Vec<usize>,
     /// Whether each id is a special token.
     special: Vec<bool>,
-    /// The id of each single byte.
-    byte_ids: Vec<u32>,
     /// Length of the longest token in bytes.
     token_bytes_max: usize,
 }
@@ -73,11 +74,12 @@ impl Vocabulary {
     /// Errors of [`Self::from_file`].
     pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
         let refusal = |why: &str| {
+            let why = start_of(why, ERROR_CHARS_MAX);
             bad_input!(
                 "{source_name}: not a Hugging Face tokenizer.json: {why}; use the tokenizer.json of the model"
             )
         };
-        limits::check(&json).map_err(|why| refusal(&why.to_string()))?;
+        let added = limits::check(&json).map_err(|why| refusal(&why.to_string()))?;
         // The crate panics on truncated or invalid files.
         let parsed = catch_panic(|| serde_json::from_slice::<BpeTokenizer>(&json));
         let parsed = parsed.map_err(|why| refusal(&why))?;
@@ -85,6 +87,14 @@ impl Vocabulary {
             true => bad_input!("{source_name}: model.type must be BPE, of the byte-level kind"),
             false => refusal(&e.to_string()),
         })?;
+        // The crate gives an added token the next free id, whatever the file says.
+        if let Some(token) = added.iter().find(|token| added_id(&inner, &token.content) != Some(token.id)) {
+            let (id, content) = (token.id, start_of(&token.content, TEXT_CHARS_SHOWN_MAX));
+            return Err(bad_input!(
+                "{source_name}: the added token {content:?} cannot have the id {id}: ids begin at 0 and have no gaps, and an entry of \
+                 model.vocab keeps its id"
+            ));
+        }
         Self::from_tokenizer(inner, json, source_name)
     }
 
@@ -104,6 +114,13 @@ impl Vocabulary {
         if inner.get_model().dropout.is_some_and(|p| p != 0.0) {
             return Err(bad_input!("{source_name}: model.dropout makes ids random; set it to null"));
         }
+        let BPE { continuing_subword_prefix, end_of_word_suffix, .. } = inner.get_model();
+        if [continuing_subword_prefix, end_of_word_suffix].into_iter().flatten().any(|mark| !mark.is_empty())
+        {
+            return Err(bad_input!(
+                "{source_name}: model.continuing_subword_prefix and model.end_of_word_suffix are not byte-level; set them to null"
+            ));
+        }
         let added = inner.get_added_tokens_decoder().into_values();
         let controls = added.filter(|token| !token.special && is_control_spelling(&token.content));
         let controls: Vec<AddedToken> = controls.map(|token| token.special(true)).collect();
@@ -111,11 +128,11 @@ impl Vocabulary {
         let mut ordinary = inner.get_added_vocabulary().clone();
         ordinary.set_encode_special_tokens(true);
         let pad = ["<|pad|>", "<|endoftext|>"].iter().find_map(|name| added_id(&inner, name));
-        let byte_ids = find_bytes(&inner, source_name)?;
+        check_bytes(&inner, source_name)?;
         let (bytes, ends, special) = token_table(&inner, source_name)?;
         let starts = std::iter::once(0).chain(ends.iter().copied());
         let token_bytes_max = ends.iter().zip(starts).map(|(end, start)| end - start).max().unwrap_or(0);
-        let tables = Tables { inner, ordinary, json, pad, bytes, ends, special, byte_ids, token_bytes_max };
+        let tables = Tables { inner, ordinary, json, pad, bytes, ends, special, token_bytes_max };
         let tokenizer = Self(Arc::new(tables));
         tokenizer.check_special_tokens_unforgeable(source_name)?;
         Ok(tokenizer)
@@ -184,19 +201,20 @@ impl Vocabulary {
     /// tokens can imitate another role's message.
     ///
     /// # Errors
-    /// When a regular expression of the tokenizer fails on the text.
+    /// The errors of [`Self::encode_text`].
     pub fn encode_with_special(&self, text: &str) -> Result<Vec<u32>> {
-        let encoding = self.0.inner.encode_fast(text, false).map_err(|e| anyhow!("cannot tokenise: {e}"))?;
+        let encoding = self.0.inner.encode_fast(text, false).map_err(|e| cannot_tokenise(text, &*e))?;
         Ok(encoding.get_ids().to_vec())
     }
 
     /// Encodes `text` as ordinary text. The spelling of an added token becomes this token, as in the
     /// `tokenizers` library, but the spelling of a special token becomes ordinary tokens.
-    pub fn encode_text(&self, text: &str) -> Vec<u32> {
-        // Every byte has a token, so no step should fail. If a step fails, encoding each byte as a token is
-        // still correct.
-        self.encode_ordinary(text)
-            .unwrap_or_else(|_| text.bytes().map(|b| self.0.byte_ids[usize::from(b)]).collect())
+    ///
+    /// # Errors
+    /// [`BadInput`](crate::error::BadInput) with the start of the text, when the regular expressions of the
+    /// tokenizer take too many steps for it.
+    pub fn encode_text(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_ordinary(text).map_err(|e| cannot_tokenise(text, &*e))
     }
 
     /// Returns the id of the ordinary entry spelled `text`, even if no merge produces the entry. Embedded
@@ -241,11 +259,11 @@ impl Vocabulary {
     /// Checks that no ordinary text is encoded as a special token.
     fn check_special_tokens_unforgeable(&self, source_name: &str) -> Result<()> {
         for token in self.0.inner.get_added_tokens_decoder().values() {
-            if self.encode_text(&token.content).iter().any(|&id| self.is_special(id)) {
+            if self.encode_text(&token.content)?.iter().any(|&id| self.is_special(id)) {
                 return Err(bad_input!(
                     "{source_name}: the ordinary text {:?} is encoded as the special token itself, so any text could forge \
                      this token; remove special tokens from model.vocab and model.merges",
-                    token.content
+                    start_of(&token.content, TEXT_CHARS_SHOWN_MAX)
                 ));
             }
         }
@@ -276,17 +294,34 @@ fn added_id(inner: &BpeTokenizer, name: &str) -> Option<u32> {
     inner.get_added_vocabulary().get_vocab().get(name).copied()
 }
 
-fn find_bytes(inner: &BpeTokenizer, source_name: &str) -> Result<Vec<u32>> {
+/// Checks that each byte has a token.
+fn check_bytes(inner: &BpeTokenizer, source_name: &str) -> Result<()> {
     let model = inner.get_model();
-    let find = |c: char| model.token_to_id(c.encode_utf8(&mut [0; 4]));
-    let ids: Vec<u32> = alphabet().into_iter().filter_map(find).collect();
-    if ids.len() == 256 {
-        return Ok(ids);
+    let is_known = |c: &char| model.token_to_id(c.encode_utf8(&mut [0; 4])).is_some();
+    match alphabet().iter().filter(|c| !is_known(c)).count() {
+        0 => Ok(()),
+        missing => Err(bad_input!(
+            "{source_name}: {missing} of the 256 bytes have no token of their own; only byte-level BPE vocabularies can be used"
+        )),
     }
-    Err(bad_input!(
-        "{source_name}: {} of the 256 bytes have no token of their own; only byte-level BPE vocabularies can be used",
-        256 - ids.len()
-    ))
+}
+
+/// Returns the error of a text that the tokenizer cannot split.
+fn cannot_tokenise(text: &str, why: &dyn std::error::Error) -> anyhow::Error {
+    let (start, bytes) = (start_of(text, TEXT_CHARS_SHOWN_MAX), text.len());
+    bad_input!(
+        "cannot tokenise the text of {bytes} bytes that begins with {start:?}: {why}; shorten it, or use the tokenizer.json that \
+         was published with the model"
+    )
+}
+
+/// Maximum number of characters of a text that an error shows.
+const TEXT_CHARS_SHOWN_MAX: usize = 60;
+/// Maximum number of characters of an error of the crate, which may have a text of the file.
+const ERROR_CHARS_MAX: usize = 1000;
+
+fn start_of(text: &str, chars_max: usize) -> &str {
+    text.char_indices().nth(chars_max).map_or(text, |(end, _)| &text[..end])
 }
 
 /// Maximum number of ids. Ids are indices into tables. Real vocabularies are far smaller.
@@ -298,9 +333,10 @@ fn token_table(inner: &BpeTokenizer, source_name: &str) -> Result<(Vec<u8>, Vec<
     // Ids may have gaps, so tokens are counted. A copy of the whole vocabulary would take more time.
     let only_added = added.keys().filter(|id| model.id_to_token(**id).is_none()).count();
     let mut left = model.get_vocab_size() + only_added;
+    let ids_max = VOCABULARY_TOKENS_MAX.min(4 * left + (1 << 16));
     let decoder = ByteDecoder::new();
     let (mut bytes, mut ends, mut special) = (vec![], Vec::with_capacity(left), Vec::with_capacity(left));
-    for id in 0..VOCABULARY_TOKENS_MAX as u32 {
+    for id in 0..ids_max as u32 {
         if left == 0 {
             break;
         }
@@ -318,7 +354,7 @@ fn token_table(inner: &BpeTokenizer, source_name: &str) -> Result<(Vec<u8>, Vec<
     }
     if left > 0 {
         return Err(bad_input!(
-            "{source_name}: each token must have an id of its own, and ids must be below {VOCABULARY_TOKENS_MAX}"
+            "{source_name}: each token must have an id of its own, and ids must be below {ids_max}"
         ));
     }
     Ok((bytes, ends, special))

@@ -29,7 +29,7 @@ fn conversations() -> Vec<Value> {
 /// behind it.
 fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, String) {
     let open = row["add_generation_prompt"] == true;
-    let tokens = if open { chat.render_prompt(messages) } else { chat.render_training(messages).tokens };
+    let tokens = if open { chat.render_prompt(messages).unwrap() } else { chat.render_training(messages).unwrap().tokens };
     let text = chat.vocabulary().decode(&tokens);
     (
         tokens,
@@ -155,19 +155,19 @@ fn our_harmony_template_gives_our_rendering() {
 #[test]
 fn the_embedded_chatml_vocabulary_is_fixed_and_harmonys_ids_stay() {
     let chat = chatml();
-    let ids: Vec<u32> = chat.render_prompt(&[Message::user("7?")]);
+    let ids: Vec<u32> = chat.render_prompt(&[Message::user("7?")]).unwrap();
     assert_eq!(ids, [1, 6, 26, 71, 79, 2, 26, 1, 7, 26]);
     assert_eq!(chat.stop_tokens(), [2, 0]);
     assert_eq!((chat.vocabulary().vocab_size(), chat.vocabulary().pad_id()), (272, Some(0)));
-    let call = chat.render_training(&[Message::call("python", "commentary", "\"")]);
+    let call = chat.render_training(&[Message::call("python", "commentary", "\"")]).unwrap();
     assert_eq!(call.tokens, [1, 7, 26, 3, 26, 8, 108, 50, 9, 26, 4, 2]);
     assert_eq!(call.mask.iter().filter(|&&sampled| sampled).count(), 9);
     // What is read back from a checkpoint is the same vocabulary.
     let again = ChatMl::from_bytes(chat.vocabulary().json_bytes().to_vec(), "again").unwrap();
-    assert_eq!(again.render_training(&[Message::call("python", "commentary", "\"")]), call);
+    assert_eq!(again.render_training(&[Message::call("python", "commentary", "\"")]).unwrap(), call);
     let harmony = HarmonyTokenizer::from_embedded().unwrap();
-    assert_eq!(harmony.turn_start(Role::Assistant), [1, 8]);
-    assert_eq!(harmony.encode_text("7"), [71]);
+    assert_eq!(harmony.turn_start(Role::Assistant).unwrap(), [1, 8]);
+    assert_eq!(harmony.encode_text("7").unwrap(), [71]);
 }
 
 /// The turn that `text` samples, control tokens recognised.
@@ -234,7 +234,7 @@ fn what_was_rendered_is_read_back() {
         Message::call("python", "commentary", "print(\"é\\n\")\n\t# <tool_response>"),
         Message::call("weather", "commentary", "{\"city\": \"Ulm\", \"days\": 2}"),
     ];
-    let written = chat.render_training(&turn);
+    let written = chat.render_training(&turn).unwrap();
     let mut parser = chat.turn_parser();
     let sampled = written.tokens.iter().zip(&written.mask).filter(|(_, sampled)| **sampled);
     let steps: Vec<TurnStep> = sampled.map(|(&token, _)| parser.push(token)).collect();
@@ -255,10 +255,10 @@ fn what_follows_a_turn_continues_the_conversation() {
         ];
         all[..end].to_vec()
     };
-    let whole = chat.render_prompt(&messages(5));
+    let whole = chat.render_prompt(&messages(5)).unwrap();
     // The turn as sampled ends with its stop token; the line break behind it is inserted.
-    let sampled = chat.render_training(&messages(3)).tokens;
-    let inserted = chat.render_continuation(&messages(5)[3..]);
+    let sampled = chat.render_training(&messages(3)).unwrap().tokens;
+    let inserted = chat.render_continuation(&messages(5)[3..]).unwrap();
     assert_eq!([sampled, inserted].concat(), whole);
 }
 
@@ -343,7 +343,7 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
             .collect()
     };
     let sampled = |chat: &ChatMl, messages: &[Message]| {
-        let MaskedTokens { tokens, mask } = chat.render_training(messages);
+        let MaskedTokens { tokens, mask } = chat.render_training(messages).unwrap();
         let sampled: Vec<u32> =
             tokens.iter().zip(&mask).filter(|(_, sampled)| **sampled).map(|(token, _)| *token).collect();
         (chat.vocabulary().decode(&sampled), sampled)
@@ -368,15 +368,15 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
         "<tool_call>\n{\"name\": \"python\", \"arguments\": {\"code\": \"3*4\"}}\n</tool_call><|im_end|>";
     assert_eq!(sampled(&off, &calls).0, format!("{call}12<|im_end|>"));
     assert_eq!(sampled(&chat, &calls).0, format!("{call}<think>\n\n</think>\n\n12<|im_end|>"));
-    let MaskedTokens { tokens, mask } = off.render_training(&calls);
+    let MaskedTokens { tokens, mask } = off.render_training(&calls).unwrap();
     for end in 1..tokens.len() {
         if mask[end] && !mask[end - 1] {
             let before = off.vocabulary().decode(&tokens[..end]);
             assert!(before.ends_with("assistant\n<think>\n\n</think>\n\n"), "{before}");
         }
     }
-    assert_eq!(tokens[..off.render_prompt(&calls[..1]).len()], off.render_prompt(&calls[..1]));
-    let prompt = off.render_prompt(&turn(None)[..1]);
+    assert_eq!(tokens[..off.render_prompt(&calls[..1]).unwrap().len()], off.render_prompt(&calls[..1]).unwrap());
+    let prompt = off.render_prompt(&turn(None)[..1]).unwrap();
     assert!(chat.vocabulary().decode(&prompt).ends_with("assistant\n<think>\n\n</think>\n\n"));
     // A call inside an unfinished thought is none.
     let mut parser = chat.turn_parser();

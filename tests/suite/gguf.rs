@@ -71,7 +71,7 @@ fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
     assert!(!chat.is_known_template(&template.unwrap()));
     assert_eq!(chat.stop_tokens(), [264, 263]);
     // The bytes h, e, l, o are at their place among the printable ones; two merges apply.
-    assert_eq!(chat.vocabulary().encode_text("hello"), [256, 257, u32::from(b'o' - 33)]);
+    assert_eq!(chat.vocabulary().encode_text("hello").unwrap(), [256, 257, u32::from(b'o' - 33)]);
     assert!(chat.vocabulary().token_bytes(261).is_none(), "an unused token");
     let expected = TensorFile::open(&folder.join("gpt_oss.safetensors")).unwrap();
     let files = ModelFolder::from_gguf(&path, weights);
@@ -119,6 +119,31 @@ fn tensor(name: &str, shape: &[u64], kind: u32, offset: u64) -> Vec<u8> {
     [&text(name)[..], &dimensions, &sizes, &kind.to_le_bytes(), &offset.to_le_bytes()].concat()
 }
 
+/// A file with the tensors `t` and `u` of 16 bytes at two offsets.
+fn two_tensors(offsets: &[u64; 2]) -> Vec<u8> {
+    let entries = [tensor("t", &[4], 0, offsets[0]), tensor("u", &[4], 0, offsets[1]), vec![0; 128]].concat();
+    header(2, 0, &entries)
+}
+
+/// Other weights were read, with exit code 0.
+#[test]
+fn bug_tensors_at_one_offset_or_unaligned_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.gguf");
+    let open = |offsets: &[u64; 2]| {
+        fs::write(&path, two_tensors(offsets)).unwrap();
+        GgufFile::open(&path)
+    };
+    assert_eq!(open(&[0, 32]).unwrap().tensors.len(), 2);
+    assert_eq!(open(&[32, 0]).unwrap().tensors.len(), 2, "in any order");
+    for offsets in
+        [[0, 0], [0, 4], [0, 31], [0, 33], [0, 64], [4, 32], [32, 64], [u64::MAX, 0], [1 << 63, 1 << 63]]
+    {
+        let error = open(&offsets).err().expect("refused");
+        assert!(error.is::<BadInput>(), "{offsets:?}: {error}");
+    }
+}
+
 #[test]
 fn bad_files_are_refused_in_one_line() {
     let folder = tempfile::tempdir().unwrap();
@@ -155,6 +180,11 @@ fn bad_files_are_refused_in_one_line() {
         (header(1, 0, &tensor("t", &[1 << 40, 1 << 40], 0, 0)), "shape"),
         (header(1, 0, &tensor("t", &[4], 0, u64::MAX)), "`t` has 16 bytes at offset"),
         (header(1, 0, &tensor("t", &[4], 0, 1 << 40)), "the file ends before"),
+        (two_tensors(&[0, 0]), "`u` begins at offset 0, but t leads to offset 32 (general.alignment is 32)"),
+        (two_tensors(&[0, 16]), "`u` begins at offset 16, but t leads to offset 32"),
+        (two_tensors(&[0, 36]), "`u` begins at offset 36, but t leads to offset 32"),
+        (two_tensors(&[32, 64]), "`t` begins at offset 32, but the start of the data leads to offset 0"),
+        (two_tensors(&[0, 160]), "`u` has 16 bytes at offset 160, but the file ends before the last"),
         (header(0, 1, &[&text("general.alignment")[..], &4u32.to_le_bytes(), &[0; 4]].concat()), "alignment"),
         (header(0, 0, &[]), "general.architecture = \"\" is not supported; known: gpt-oss, qwen2"),
         (whole[..whole.len() - 1].to_vec(), "truncated"),

@@ -48,12 +48,12 @@ pub fn encode_with_special(tokenizer: &Vocabulary, text: &str) -> Vec<u32> {
         rest = start + 2;
         let Some(end) = text[start..].find("|>").map(|at| start + at + 2) else { break };
         if let Some(&id) = special.get(&text.as_bytes()[start..end]) {
-            ids.extend(tokenizer.encode_text(&text[ordinary..start]));
+            ids.extend(tokenizer.encode_text(&text[ordinary..start]).unwrap());
             ids.push(id);
             (ordinary, rest) = (end, end);
         }
     }
-    ids.extend(tokenizer.encode_text(&text[ordinary..]));
+    ids.extend(tokenizer.encode_text(&text[ordinary..]).unwrap());
     ids
 }
 

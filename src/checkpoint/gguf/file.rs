@@ -17,6 +17,8 @@ const HEADER_BYTES_MAX: u64 = TOKENIZER_BYTES_MAX;
 const TENSORS_MAX: u64 = 200_000;
 /// Maximum number of entries of the metadata. Models have about 50.
 const ENTRIES_MAX: u64 = 10_000;
+/// Maximum length of the name of a tensor or of an entry, in bytes. GGML's tensors have up to 63.
+const NAME_BYTES_MAX: usize = 1000;
 const DIMENSIONS_MAX: u32 = 4;
 const ALIGNMENT_MAX: u64 = 1 << 20;
 /// Minimum size of the entry of a tensor, in bytes: length of the name, number of dimensions, type, offset.
@@ -46,6 +48,13 @@ pub struct GgufTensor {
     pub dtype: &'static TensorType,
     /// The offset of the tensor's first byte in the file.
     start: u64,
+}
+
+impl GgufTensor {
+    /// Returns its size in bytes.
+    fn bytes(&self) -> u64 {
+        self.dtype.bytes_of(self.shape.iter().product()) as u64
+    }
 }
 
 /// An open GGUF file with its header.
@@ -124,7 +133,7 @@ impl Header {
         }
         let mut metadata = HashMap::new();
         for _ in 0..entries {
-            let key = from.text()?;
+            let key = from.name()?;
             let value = from.value(&key)?;
             if metadata.insert(key.clone(), value).is_some() {
                 return Err(format!("{key:?} occurs twice in the metadata; fetch the file again"));
@@ -132,7 +141,7 @@ impl Header {
         }
         let mut tensors = BTreeMap::new();
         for _ in 0..tensor_count {
-            let name = from.text()?;
+            let name = from.name()?;
             let tensor = from.tensor(&name)?;
             if tensors.insert(name.clone(), tensor).is_some() {
                 return Err(format!("it has the tensor {name:?} twice; fetch the file again"));
@@ -144,15 +153,25 @@ impl Header {
             Some(other) => return Err(format!("general.alignment is {other:?}; fetch the file again")),
         };
         let data = (limit - from.left).next_multiple_of(alignment);
-        for (name, tensor) in &mut tensors {
-            let bytes = tensor.dtype.bytes_of(tensor.shape.iter().product()) as u64;
-            let end = data.checked_add(tensor.start).and_then(|start| start.checked_add(bytes));
+        let mut placed: Vec<(&String, &mut GgufTensor)> = tensors.iter_mut().collect();
+        placed.sort_by_key(|(_, tensor)| (tensor.start, tensor.bytes()));
+        let (mut free, mut before) = (0, "the start of the data");
+        for (name, tensor) in placed {
+            let (start, bytes) = (tensor.start, tensor.bytes());
+            let end = data.checked_add(start).and_then(|start| start.checked_add(bytes));
             if end.is_none_or(|end| end > length) {
                 return Err(format!(
-                    "truncated: `{name}` has {bytes} bytes at offset {}, but the file ends before the last of them; fetch the file again",
-                    tensor.start
+                    "truncated: `{name}` has {bytes} bytes at offset {start}, but the file ends before the last of them; fetch the file again",
                 ));
             }
+            // llama.cpp too takes only tensors without overlaps and gaps.
+            if start != free {
+                return Err(format!(
+                    "`{name}` begins at offset {start}, but {before} leads to offset {free} (general.alignment is {alignment}): tensors \
+                     overlap, or leave a gap; fetch the file again"
+                ));
+            }
+            (free, before) = ((start + bytes).next_multiple_of(alignment), name);
             tensor.start += data;
         }
         Ok(Self { metadata, tensors })
@@ -191,6 +210,15 @@ impl Bytes<'_> {
 
     fn u64(&mut self) -> Result<u64, String> {
         self.array().map(u64::from_le_bytes)
+    }
+
+    /// Reads the name of a tensor or of an entry.
+    fn name(&mut self) -> Result<String, String> {
+        let name = self.text()?;
+        match name.len() <= NAME_BYTES_MAX {
+            true => Ok(name),
+            false => Err(format!("a name of its header has {} bytes; fetch the file again", name.len())),
+        }
     }
 
     fn text(&mut self) -> Result<String, String> {

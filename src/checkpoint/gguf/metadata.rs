@@ -37,6 +37,9 @@ impl GgufModel {
     }
 }
 
+/// Maximum length of a word of the metadata, in bytes. No known word is as long.
+const WORD_BYTES_MAX: usize = 100;
+
 pub(super) struct Metadata<'a> {
     pub(super) place: &'a Path,
     pub(super) values: &'a HashMap<String, MetadataValue>,
@@ -50,7 +53,12 @@ impl Metadata<'_> {
         }
     }
 
-    /// Returns a number, a flag or a string as JSON; null if the key is absent.
+    /// Returns the start of a text, for a word that is one of a few.
+    pub(super) fn word(&self, key: &str) -> Option<&str> {
+        self.text(key).map(|text| &text[..text.floor_char_boundary(WORD_BYTES_MAX)])
+    }
+
+    /// Returns a number, a flag or a word as JSON; null if the key is absent.
     fn json(&self, key: &str) -> Json {
         match self.values.get(key) {
             Some(MetadataValue::Integer(n)) => {
@@ -58,7 +66,7 @@ impl Metadata<'_> {
             }
             Some(MetadataValue::Float(x)) => json!(x),
             Some(MetadataValue::Bool(flag)) => json!(flag),
-            Some(MetadataValue::Text(text)) => json!(text),
+            Some(MetadataValue::Text(_)) => json!(self.word(key)),
             _ => Json::Null,
         }
     }
@@ -66,7 +74,7 @@ impl Metadata<'_> {
     /// Returns the config of the model, derived from the metadata and the shape of the embedding.
     fn config(&self, weights: &GgufWeights) -> Result<Config> {
         let shown = self.place.display();
-        let architecture = self.text("general.architecture").unwrap_or_default();
+        let architecture = self.word("general.architecture").unwrap_or_default();
         let family = Family::from_gguf(architecture).map_err(|e| bad_input!("{shown}: {e}"))?;
         let of = |key: &str| self.json(&format!("{architecture}.{key}"));
         let embedding = weights.find("token_embd.weight").and_then(|(_, tensor)| tensor.shape.first());

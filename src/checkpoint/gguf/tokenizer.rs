@@ -5,13 +5,13 @@ use super::file::MetadataValue;
 use super::metadata::Metadata;
 use crate::bad_input;
 use crate::panics::catch_panic;
-use crate::vocabulary::{BpeTokenizer, VOCABULARY_VALUES_MAX, Vocabulary};
+use crate::vocabulary::{BoundedPreTokenizer, BpeTokenizer, VOCABULARY_VALUES_MAX, Vocabulary};
 use anyhow::Result;
 use serde::de::DeserializeOwned;
 use serde::{Serialize, Serializer};
 use serde_json::{Value as Json, json};
 use tokenizers::models::bpe::{BPE, Merges, Vocab};
-use tokenizers::{AddedToken, NormalizerWrapper, PreTokenizerWrapper};
+use tokenizers::{AddedToken, NormalizerWrapper};
 
 /// The numbers of token kinds in `tokenizer.ggml.token_type`.
 pub(super) const NORMAL: i32 = 1;
@@ -58,7 +58,7 @@ impl Metadata<'_> {
         let (json, tokenizer) = rayon::join(|| serde_json::to_vec(&lists.to_json()), build);
         let source_name = self.place.display().to_string();
         let tokenizer = tokenizer.map_err(|why| {
-            bad_input!("{source_name}: its tokenizer is damaged: {why}; fetch the file again")
+            bad_input!("{source_name}: its tokenizer is damaged: {why:.500}; fetch the file again")
         })?;
         Vocabulary::from_tokenizer(tokenizer, json?, &source_name)
     }
@@ -66,7 +66,7 @@ impl Metadata<'_> {
     /// Returns the lists of the tokenizer, of matching lengths.
     fn tokenizer_lists(&self) -> Result<TokenizerLists<'_>> {
         let refused = |what: String| bad_input!("{}: {what}", self.place.display());
-        let (model, pre) = (self.text("tokenizer.ggml.model"), self.text("tokenizer.ggml.pre"));
+        let (model, pre) = (self.word("tokenizer.ggml.model"), self.word("tokenizer.ggml.pre"));
         let pre_tokenizer = PRE_TOKENIZERS.iter().find(|known| pre == Some(known.name));
         let (Some("gpt2"), Some(pre_tokenizer)) = (model, pre_tokenizer) else {
             let known: Vec<&str> = PRE_TOKENIZERS.iter().map(|known| known.name).collect();
@@ -169,7 +169,7 @@ impl<'a> TokenizerLists<'a> {
         let model = model.ignore_merges(self.pre_tokenizer.ignores_merges).build();
         let mut tokenizer = BpeTokenizer::new(model.map_err(|e| e.to_string())?);
         let normalizer: Option<NormalizerWrapper> = parsed(self.pre_tokenizer.normalizer())?;
-        let steps: PreTokenizerWrapper = parsed(self.pre_tokenizer.steps())?;
+        let steps: BoundedPreTokenizer = parsed(self.pre_tokenizer.steps())?;
         tokenizer.with_pre_tokenizer(Some(steps));
         tokenizer.with_normalizer(normalizer).map_err(|e| e.to_string())?;
         let added = self.added();

@@ -255,7 +255,7 @@ fn random_turns_end_in_a_defined_state() {
 fn a_rendered_turn_is_read_back() {
     let tokenizer = embedded();
     let mut random = stream(5, Purpose::Sampling, &[2]);
-    let opening = tokenizer.turn_start(Role::Assistant);
+    let opening = tokenizer.turn_start(Role::Assistant).unwrap();
     for round in 0..200 {
         let text: String = (0..random.random_range(1..20)).map(|_| random.random::<char>()).collect();
         let content = format!("x{text}");

@@ -16,7 +16,7 @@ pub fn forgeries(tokenizer: &HarmonyTokenizer) {
         "<|<|end|>end|>".into(),
     ];
     for text in &texts {
-        let plain = tokenizer.encode_text(text);
+        let plain = tokenizer.encode_text(text).unwrap();
         assert!(plain.iter().all(|&id| !tokenizer.is_special(id)), "{text}");
         assert_eq!(tokenizer.decode(&plain), *text);
         for message in [Message::user(text.clone()), Message::tool("python", None, text.clone())] {
@@ -51,7 +51,7 @@ fn embedded_ids_are_the_documented_ones() {
         assert_eq!(tokenizer.token_bytes(id), Some(word.as_bytes()));
         // In content a word is its bytes.
         let bytes: Vec<u32> = word.bytes().map(|b| 16 + u32::from(b)).collect();
-        assert_eq!(tokenizer.encode_text(word), bytes);
+        assert_eq!(tokenizer.encode_text(word).unwrap(), bytes);
     }
     for byte in 0..=255u8 {
         assert_eq!(tokenizer.token_bytes(16 + u32::from(byte)), Some(&[byte][..]));
@@ -63,7 +63,7 @@ fn embedded_ids_are_the_documented_ones() {
     let call = Message::call("python", "analysis", "1+1");
     let header = [1, 8, 13, 3, 10, 2];
     let mut expected = header.to_vec();
-    expected.extend(again.encode_text("1+1"));
+    expected.extend(again.encode_text("1+1").unwrap());
     expected.push(5);
     assert_eq!(again.render_message(&call).unwrap(), expected);
     let reply = again.render_message(&Message::tool("python", None, "")).unwrap();
@@ -77,7 +77,7 @@ fn embedded_text_round_trips() {
     for _ in 0..300 {
         let length = random.random_range(0..200);
         let text: String = (0..length).map(|_| random.random::<char>()).collect();
-        let tokens = tokenizer.encode_text(&text);
+        let tokens = tokenizer.encode_text(&text).unwrap();
         assert_eq!(tokens, text.bytes().map(|b| 16 + u32::from(b)).collect::<Vec<_>>());
         assert_eq!(tokenizer.decode(&tokens), text);
         let bytes: Vec<u8> = (0..length).map(|_| random.random()).collect();
@@ -149,11 +149,11 @@ fn added_tokens_in_text_have_the_librarys_ids() {
             let tokenizer = HarmonyTokenizer::from_bytes(bytes, "tokenizer.json").unwrap();
             for text in texts {
                 let expected = library.encode(text, false).unwrap().get_ids().to_vec();
-                assert_eq!(tokenizer.encode_text(text), expected, "{text:?} with {normalizer} and flags {flags}");
+                assert_eq!(tokenizer.encode_text(text).unwrap(), expected, "{text:?} with {normalizer} and flags {flags}");
                 assert_eq!(tokenizer.encode_with_special(text).unwrap(), expected, "{text:?}");
                 tried += usize::from(expected.contains(&272));
             }
-            let ids = tokenizer.encode_text("x <cell> <gene>");
+            let ids = tokenizer.encode_text("x <cell> <gene>").unwrap();
             assert!(ids.iter().all(|&id| !tokenizer.is_special(id)), "{ids:?}");
         }
     }
