@@ -59,7 +59,7 @@ def task_program():
 
     for line in sys.stdin:
         ask = json.loads(line)
-        reply = {"request_id": ask.get("request_id")}
+        reply = {"request_id": ask["request_id"]}
         if ask["request"] == "describe":
             say({**reply, "version": 2, "name": "talk", "turns": True})
         elif ask["request"] == "problem":

@@ -73,7 +73,7 @@ def grade(task):
             total = sum(map(ord, text))
             time.sleep(rare if total % 16 == 0 else usual)
             reply = {"reward": (total if task == "long" else len(text) * 7) % 5 / 4, "success": True}
-        print(json.dumps({"request_id": ask.get("request_id"), **reply}), flush=True)
+        print(json.dumps({"request_id": ask["request_id"], **reply}), flush=True)
 
 
 def learn(a, folder, shape):

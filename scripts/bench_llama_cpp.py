@@ -35,9 +35,10 @@ PROMPT, LONG_PROMPT = 128, 640
 # The task, in a file of its own: it starts at once, without this one's imports.
 TASK = """
 import json, sys
-replies = {"describe": {"name": "bench"}, "problem": {"prompt": "x" * int(sys.argv[1])}, "reward": {"reward": 0.0}}
+replies = {"describe": {"version": 2, "name": "bench"}, "problem": {"prompt": "x" * int(sys.argv[1])}, "reward": {"reward": 0.0}}
 for line in sys.stdin:
-    print(json.dumps(replies[json.loads(line)["request"]]), flush=True)
+    ask = json.loads(line)
+    print(json.dumps({"request_id": ask["request_id"], **replies[ask["request"]]}), flush=True)
 """
 
 

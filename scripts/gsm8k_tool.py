@@ -83,7 +83,7 @@ def task(source):
             final = [message["content"] for message in ask["messages"] if message.get("channel") == "final"]
             code = code_block(final[-1]) if final else None
             reply = {"reward": float(bool(code) and is_right(output(code), ask["answer"]))}
-        print(json.dumps({"request_id": ask.get("request_id"), **reply}), file=answers, flush=True)
+        print(json.dumps({"request_id": ask["request_id"], **reply}), file=answers, flush=True)
 
 
 def conversation(trajectory):

@@ -2,6 +2,7 @@
 
 use super::{Interpreter, InterpreterSettings, Reply, SessionId};
 use crate::bad_input;
+use crate::metrics::Console;
 use anyhow::Result;
 use std::path::PathBuf;
 
@@ -17,6 +18,10 @@ impl CPython {
     /// Always [`crate::error::BadInput`].
     pub fn new(_settings: InterpreterSettings, _program: PathBuf, _sessions_max: usize) -> Result<Self> {
         Err(bad_input!("interpreter.kind: \"cpython\" needs Linux; use \"embedded\""))
+    }
+
+    pub fn reporting_to(self, _console: &Console) -> Self {
+        self
     }
 }
 

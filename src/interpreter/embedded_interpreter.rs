@@ -2,11 +2,12 @@
 
 use super::embedded_worker::{StartupReply, StateChange, WorkerHello, lost_state_note};
 use super::process::{Process, Spawner};
-use super::worker_deaths::{self, WorkerDeaths};
+use super::worker_deaths;
 use super::{
     Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId, lock, reply, startup_error,
 };
 use crate::bad_input;
+use crate::metrics::Console;
 use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -38,7 +39,7 @@ pub struct EmbeddedInterpreter {
     pool: Pool<Process>,
     /// Stored sessions. The parent does not read them; only confined workers decode them.
     sessions: Mutex<HashMap<SessionId, Vec<u8>>>,
-    deaths: WorkerDeaths,
+    console: Console,
     spawner: Spawner,
 }
 
@@ -60,9 +61,14 @@ impl EmbeddedInterpreter {
             program,
             confinement,
             sessions: Mutex::default(),
-            deaths: WorkerDeaths::default(),
+            console: Console::silent(),
             spawner,
         })
+    }
+
+    /// Returns the interpreter with a console that reports dead workers.
+    pub fn reporting_to(self, console: &Console) -> Self {
+        Self { console: console.clone(), ..self }
     }
 
     /// Runs `code` on a free worker. A worker that fails is killed, and a later call starts another worker.
@@ -71,7 +77,7 @@ impl EmbeddedInterpreter {
         let mut worker = match self.pool.acquire(new) {
             Ok(worker) => worker,
             Err(error) => {
-                self.deaths.record(format!("{error:#}"));
+                worker_deaths::report(&self.console, &format!("{error:#}"));
                 return (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied));
             }
         };
@@ -103,7 +109,7 @@ impl EmbeddedInterpreter {
                         CallOutcome::MemoryLimit
                     }
                     _ => {
-                        self.deaths.record(worker_deaths::cause(ended, &stderr_tail));
+                        worker_deaths::report(&self.console, &worker_deaths::cause(ended, &stderr_tail));
                         CallOutcome::WorkerDied
                     }
                 };
@@ -152,10 +158,6 @@ impl Interpreter for EmbeddedInterpreter {
 
     fn sandbox_description(&self) -> String {
         self.confinement.clone()
-    }
-
-    fn dead_worker_warning(&self) -> Option<String> {
-        self.deaths.take_warning()
     }
 }
 

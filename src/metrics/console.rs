@@ -5,6 +5,7 @@ use super::eta::{Eta, StageSpeed, format_duration};
 use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
+use super::warnings::FailureCount;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::collections::HashMap;
 use std::io::{IsTerminal, Write};
@@ -30,6 +31,7 @@ struct ConsoleState {
     eta: Mutex<Option<Eta>>,
     /// Current stages, the outermost first.
     stages: Mutex<Stages>,
+    failures: Mutex<FailureCount>,
 }
 
 #[derive(Default)]
@@ -82,7 +84,17 @@ impl Console {
     }
 
     fn with_output(output: ConsoleOutput) -> Self {
-        Self(Arc::new(ConsoleState { output, eta: Mutex::new(None), stages: Mutex::default() }))
+        Self(Arc::new(ConsoleState {
+            output,
+            eta: Mutex::new(None),
+            stages: Mutex::default(),
+            failures: Mutex::default(),
+        }))
+    }
+
+    /// Returns the failures so far.
+    pub(super) fn failures(&self) -> MutexGuard<'_, FailureCount> {
+        lock(&self.0.failures)
     }
 
     /// Sets a plan of `stages` whose steps alternate. From then on, the time left is that of all these stages

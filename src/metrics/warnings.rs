@@ -1,6 +1,6 @@
 //! `warnings.jsonl`: the warnings of a run, for its report page.
 
-use super::Phase;
+use super::{Console, Phase, sanitize_line};
 use crate::bounded_file::{self, ROWS_BYTES_MAX};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
@@ -63,6 +63,58 @@ impl Warning {
 
     fn to_json(&self) -> Result<String> {
         Ok(serde_json::to_string(self)? + "\n")
+    }
+}
+
+/// Number of failures that the console shows.
+const FAILURES_SHOWN_MAX: u64 = 10;
+
+/// The failures for which the policy is not responsible: those of the task's program, its tools and the Python
+/// tool's workers.
+#[derive(Default)]
+pub(super) struct FailureCount {
+    count: u64,
+    /// The count in the last warning.
+    warned: u64,
+    last: String,
+}
+
+impl Console {
+    /// Counts a failure for which the policy is not responsible, and prints the first ones. Returns whether the
+    /// next one will be printed.
+    pub fn report_failure(&self, text: &str) -> bool {
+        let text = sanitize_line(text).into_owned();
+        let mut failures = self.failures();
+        failures.count += 1;
+        if failures.count <= FAILURES_SHOWN_MAX {
+            self.print(&format!("warning: {text}"));
+        }
+        if failures.count == FAILURES_SHOWN_MAX {
+            self.print(
+                "warning: further failures of the task's program, its tools and workers are only counted, as \
+                 outcome/task_failed and tool/worker_died; their standard error is no longer shown",
+            );
+        }
+        failures.last = text;
+        failures.count < FAILURES_SHOWN_MAX
+    }
+
+    /// Returns the number of failures so far.
+    pub fn failure_count(&self) -> u64 {
+        self.failures().count
+    }
+
+    /// Returns a warning after the first failure, and again whenever their number has grown tenfold.
+    pub fn take_failure_warning(&self) -> Option<String> {
+        let mut failures = self.failures();
+        let FailureCount { count, warned, last } = &mut *failures;
+        if *count == 0 || *count < 10 * *warned {
+            return None;
+        }
+        *warned = *count;
+        Some(format!(
+            "failures of the task's program, its tools or the Python tool's workers so far: {count}; the last one: {last}"
+        ))
     }
 }
 

@@ -196,8 +196,8 @@ impl<'a> SamplingFolder<'a> {
             groups.iter_mut().filter(|rows| rows.is_none()).for_each(|rows| *rows = new.next());
         }
         stage.finish();
-        if let Some(deaths) = self.sampling.environment.dead_worker_warning() {
-            console.print(&format!("warning: {deaths}"));
+        if let Some(failures) = console.take_failure_warning() {
+            console.print(&format!("warning: {failures}"));
         }
         let Some(rows) = groups.into_iter().collect::<Option<Vec<_>>>() else { return Ok(None) };
         self.finish(&finished_file, &partial, &rows)?;
@@ -306,7 +306,14 @@ pub fn report_failures((failed, count): (usize, usize), console: &Console) -> Re
         );
     }
     if failed > 0 {
-        console.print(&format!("warning: {message}; the first failures are printed above"));
+        let place = if console.failure_count() > 0 {
+            "the first failures are printed above"
+        } else {
+            "see trajectories/"
+        };
+        console.print(&format!(
+            "warning: {message} (outcome/task_failed and tool/worker_died count them); {place}"
+        ));
     }
     Ok(())
 }

@@ -14,12 +14,12 @@ use super::{
 use crate::bad_input;
 use crate::chat::function_name;
 use crate::harmony::Message;
-use crate::metrics::{Console, sanitize_line};
+use crate::metrics::Console;
 use anyhow::{Result, bail};
 use protocol::{ProgramReply, REQUEST_ID, TaskDescription, VERSION, with_request};
 use serde_json::{Value, json};
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
@@ -35,8 +35,6 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 /// Number of attempts to get a problem during a run. If all of them fail, the problem counts as failed. For a
 /// problem that is requested at the start, there is only one attempt.
 const PROBLEM_ATTEMPTS: usize = 3;
-/// Maximum number of failures that the console shows. The metrics count all failures.
-const WARNINGS_MAX: usize = 10;
 /// Default of `task.command_timeout_s`.
 pub(super) const TIMEOUT_S: f64 = 60.0;
 /// Default of `task.command_processes`.
@@ -53,7 +51,6 @@ pub struct CommandTask {
     validation: Vec<ValidationSet>,
     program: Program,
     output_chars_max: usize,
-    warnings: AtomicUsize,
     console: Console,
 }
 
@@ -77,22 +74,15 @@ impl CommandTask {
         let pool = ProcessPool::new(command.clone(), processes, timeout);
         let program = Program { pool, ids: AtomicU64::new(0) };
         let request = json!({ "request": "describe", "version": VERSION });
-        let description = program.ask(request, true, TaskDescription::read).map_err(wrong)?;
+        let description = program.ask(request, TaskDescription::read).map_err(wrong)?;
         let count = description.validation_problems;
         let mut task = Self {
             description,
             validation: vec![],
             program,
             output_chars_max: settings.command_output_chars_max.unwrap_or(OUTPUT_CHARS_MAX),
-            warnings: AtomicUsize::new(0),
             console,
         };
-        if !task.description.has_request_ids {
-            task.console.print(
-                "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot \
-                 be verified; docs/TASKS.md shows version 2",
-            );
-        }
         let count = count.min(context.validation_problems_max as u64);
         let problems = (0..count).map(|index| task.problem(("validation", 0, index), 1));
         let problems = problems.collect::<Result<Vec<_>>>().map_err(wrong)?;
@@ -108,12 +98,12 @@ impl CommandTask {
         let request = json!({ "request": "problem", "split": split, "seed": seed, "index": index });
         let default_id = format!("{}/{split}/{index}", self.description.name);
         let read = |reply: ProgramReply| reply.problem(&default_id);
-        let mut problem = self.ask(request.clone(), read);
+        let mut problem = self.program.ask(request.clone(), read);
         for _ in 1..attempts {
             if problem.is_ok() {
                 break;
             }
-            problem = self.ask(request.clone(), read);
+            problem = self.program.ask(request.clone(), read);
         }
         problem
     }
@@ -145,24 +135,12 @@ impl CommandTask {
             let name = function_name(name);
             request["call"] = json!({ "name": name, "arguments": content });
         }
-        self.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))
-    }
-
-    fn ask<T>(&self, request: Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
-        self.program.ask(request, self.description.has_request_ids, read)
+        self.program.ask(request, read).inspect_err(|error| self.warn(&problem.id, error))
     }
 
     fn warn(&self, id: &str, error: &anyhow::Error) {
-        let told = self.warnings.fetch_add(1, Ordering::Relaxed);
-        if told < WARNINGS_MAX {
-            self.console.print(&sanitize_line(&format!("warning: task.command: problem {id}: {error:#}")));
-        }
-        if told + 1 == WARNINGS_MAX {
+        if !self.console.report_failure(&format!("task.command: problem {id}: {error:#}")) {
             self.program.pool.discard_failures();
-            self.console.print(
-                "warning: task.command: further failures are only counted, as outcome/task_failed, and the standard error \
-                 of failed requests is no longer shown",
-            );
         }
     }
 
@@ -209,18 +187,11 @@ struct Program {
 impl Program {
     /// Sends a request and parses the program's answer with `read`. An error includes the request. After a
     /// wrong answer the process is ended, because its later answers may belong to the wrong requests.
-    fn ask<T>(
-        &self,
-        mut request: Value,
-        has_request_ids: bool,
-        read: impl Fn(ProgramReply) -> Result<T>,
-    ) -> Result<T> {
-        if has_request_ids {
-            // The ids are unique, because the factor is odd. They are not consecutive, so a program that
-            // counts instead of repeating the id is detected.
-            let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-            request[REQUEST_ID] = format!("{id:016x}").into();
-        }
+    fn ask<T>(&self, mut request: Value, read: impl Fn(ProgramReply) -> Result<T>) -> Result<T> {
+        // The ids are unique, because the factor is odd. They are not consecutive, so a program that counts
+        // instead of repeating the id is detected.
+        let id = self.ids.fetch_add(1, Ordering::Relaxed).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        request[REQUEST_ID] = format!("{id:016x}").into();
         let answer = self.pool.ask(&request, |answer| match ProgramReply::new(&request, answer)? {
             Ok(reply) => read(reply).map(Ok),
             Err(failure) => Ok(Err(failure)),

@@ -6,19 +6,19 @@
 mod server;
 
 use super::command::missing_files;
+use super::process::shorten;
 use super::settings::absolute_words;
 use super::{Demonstration, Problem, Reward, Task, Transcript, ValidationSet};
 use crate::bad_input;
 use crate::chat::functions::check_functions;
 use crate::chat::{PYTHON, function_name};
 use crate::harmony::Message;
-use crate::metrics::{Console, sanitize_line};
+use crate::metrics::Console;
 use crate::settings::{above, closest_word, from, table};
 use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
-use server::{FAILURES_SHOWN_MAX, McpServer};
+use server::McpServer;
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 table! {
     /// Tools of other programs, beside those of the task.
@@ -63,7 +63,6 @@ pub struct McpTask {
     /// The names of the server's tools.
     names: BTreeSet<String>,
     output_chars_max: usize,
-    failures: AtomicUsize,
     console: Console,
 }
 
@@ -78,8 +77,9 @@ impl McpTask {
         let server = McpServer::new(settings)?;
         let listed = server.list_tools().map_err(|why| {
             bad_input!(
-                "tools.mcp.command: {command}: {why:#}; name a program that speaks the Model Context Protocol over stdio, and has \
+                "tools.mcp.command: {command}: {}; name a program that speaks the Model Context Protocol over stdio, and has \
                  tools (tools.mcp.timeout_s limits each of its answers){}",
+                shorten(&format!("{why:#}")),
                 missing_files(&settings.command)
             )
         })?;
@@ -101,13 +101,12 @@ impl McpTask {
                 continue;
             };
             return Err(bad_input!(
-                "tools.mcp.command: {command}: tool {index}, {name:?}: {reason}; rename the tool, or leave it out of \
-                 tools.mcp.allowed_tools"
+                "tools.mcp.command: {command}: tool {index}, {}; rename the tool, or leave it out of tools.mcp.allowed_tools",
+                shorten(&format!("{name:?}: {reason}"))
             ));
         }
         let tools = [inner.tools(), &own].concat();
-        let (output_chars_max, failures) = (settings.output_chars_max, AtomicUsize::new(0));
-        Ok(Self { inner, server, tools, names, output_chars_max, failures, console })
+        Ok(Self { inner, server, tools, names, output_chars_max: settings.output_chars_max, console })
     }
 
     /// Calls a tool. Returns the text of its result, or of the error that the server reports.
@@ -118,19 +117,6 @@ impl McpTask {
             Err(text) => format!("Error: {text}"),
         };
         Ok(clip_reply(&text, self.output_chars_max))
-    }
-
-    /// Shows the first failures.
-    fn warn(&self, problem: &Problem, name: &str, error: &anyhow::Error) {
-        let told = self.failures.fetch_add(1, Ordering::Relaxed);
-        if told < FAILURES_SHOWN_MAX {
-            let line = format!("warning: tools.mcp: problem {}, tool {name}: {error:#}", problem.id);
-            self.console.print(&sanitize_line(&line));
-        }
-        if told + 1 == FAILURES_SHOWN_MAX {
-            self.console
-                .print("warning: tools.mcp: further failures are only counted, as outcome/task_failed");
-        }
     }
 }
 
@@ -151,7 +137,7 @@ fn select_tools(listed: Vec<Value>, allowed: &[String]) -> Result<Vec<Value>> {
         let near = near.map(|near| format!("; did you mean {near:?}?")).unwrap_or_default();
         return Err(bad_input!(
             "tools.mcp.allowed_tools: the server has no tool {missing:?}{near}; it has {}",
-            names.join(", ")
+            shorten(&names.join(", "))
         ));
     }
     let named = listed.into_iter().zip(names);
@@ -268,10 +254,11 @@ impl Task for McpTask {
             let Ok(Value::Object(arguments)) = serde_json::from_str(arguments) else {
                 return Ok(Some("Error: the arguments are not a JSON object.".to_owned()));
             };
-            return self
-                .call(name, &arguments)
-                .map(Some)
-                .inspect_err(|error| self.warn(problem, name, error));
+            return self.call(name, &arguments).map(Some).inspect_err(|error| {
+                let error = shorten(&format!("{error:#}"));
+                self.console
+                    .report_failure(&format!("tools.mcp: problem {}, tool {name}: {error}", problem.id));
+            });
         }
         if self.inner.answers_calls() { self.inner.tool_reply(problem, transcript) } else { Ok(None) }
     }

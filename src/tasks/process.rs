@@ -1,8 +1,9 @@
 //! Processes of a user's program that answer JSON lines: a bounded pool with time limits, restarts and kills.
 
+use super::clip_reply;
 use crate::pool::Pool;
 use crate::process_group::{ProcessGroup, watch};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
@@ -14,10 +15,19 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Maximum length of an answer, which is one line, in bytes.
-const LINE_BYTES_MAX: u64 = 64 << 20;
+const LINE_BYTES_MAX: u64 = 16 << 20;
+/// Maximum number of values and keys of an answer. A parsed value may need a hundred times the memory of its
+/// text.
+const LINE_VALUES_MAX: usize = 200_000;
+/// Maximum length of the tools that a program declares, in bytes.
+const TOOLS_BYTES_MAX: usize = 1 << 20;
+/// Maximum number of characters of an error.
+const ERROR_CHARS_MAX: usize = 2000;
 
 /// Maximum number of bytes of standard error that are held back per request.
 const HELD_BYTES_MAX: usize = 1 << 16;
+/// Maximum number of bytes of standard error that are shown per request.
+const SHOWN_BYTES_MAX: usize = 1 << 20;
 
 /// Time limit for the exit of a process that has closed its output, and for its last standard error.
 const END_WAIT: Duration = Duration::from_secs(1);
@@ -80,10 +90,18 @@ pub(super) struct Process {
     _watcher: ProcessGroup,
     requests: mpsc::Sender<String>,
     answers: mpsc::Receiver<Result<String>>,
-    /// Standard error since the last answer, if it is not shown immediately.
-    lines: Arc<Mutex<Vec<u8>>>,
+    lines: Arc<Mutex<StderrLines>>,
     /// Reads standard error.
     stderr_reader: JoinHandle<()>,
+}
+
+/// Standard error since the last answer.
+#[derive(Default)]
+struct StderrLines {
+    /// The bytes that are not shown immediately.
+    held: Vec<u8>,
+    /// Number of bytes that were shown.
+    shown: usize,
 }
 
 impl Process {
@@ -93,7 +111,7 @@ impl Process {
     /// When the program cannot be started.
     pub(super) fn start(command: &[String], quiet: &Arc<AtomicBool>, exchange: Exchange) -> Result<Self> {
         let command = command.to_vec();
-        let lines = Arc::new(Mutex::new(vec![]));
+        let lines = Arc::<Mutex<StderrLines>>::default();
         let (holds, is_quiet) = (lines.clone(), quiet.clone());
         let (sender, receiver) = mpsc::channel();
         let (requests, inbox) = mpsc::channel::<String>();
@@ -127,7 +145,7 @@ impl Process {
 
     /// Returns the standard error that was held back, and removes it.
     pub(super) fn take_stderr(&self) -> Vec<u8> {
-        std::mem::take(&mut *self.lines.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *self.lines.lock().unwrap_or_else(PoisonError::into_inner)).held
     }
 
     /// Kills the process. Returns the standard error that was held back.
@@ -139,7 +157,7 @@ impl Process {
         while !stderr_reader.is_finished() && start.elapsed() < END_WAIT {
             std::thread::sleep(Duration::from_millis(1));
         }
-        std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *lines.lock().unwrap_or_else(PoisonError::into_inner)).held
     }
 
     /// Sends `request`, a line, and returns the answer.
@@ -215,18 +233,25 @@ fn spawn(command: &[String]) -> Result<(Child, ChildStdin, ChildStdout, ChildStd
 }
 
 /// Shows a program's standard error immediately, or holds it back until the request is answered.
-fn forward(mut stderr: ChildStderr, lines: &Mutex<Vec<u8>>, quiet: &AtomicBool) {
+/// Reads all of it, but shows and holds back only the first bytes.
+fn forward(mut stderr: ChildStderr, lines: &Mutex<StderrLines>, quiet: &AtomicBool) {
     let mut bytes = [0; 8192];
     while let Ok(read) = stderr.read(&mut bytes)
         && let Some(bytes) = bytes.get(..read).filter(|bytes| !bytes.is_empty())
     {
-        if !quiet.load(Ordering::Relaxed) {
-            show(bytes);
+        let mut lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if quiet.load(Ordering::Relaxed) {
+            let bytes_left = HELD_BYTES_MAX.saturating_sub(lines.held.len());
+            lines.held.extend(bytes.iter().take(bytes_left));
             continue;
         }
-        let mut lines = lines.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes_left = HELD_BYTES_MAX.saturating_sub(lines.len());
-        lines.extend(bytes.iter().take(bytes_left));
+        let bytes_left = SHOWN_BYTES_MAX.saturating_sub(lines.shown);
+        lines.shown += bytes.len();
+        drop(lines);
+        show(bytes.get(..bytes_left).unwrap_or(bytes));
+        if (1..=bytes.len()).contains(&bytes_left) {
+            show(b"\n[... the rest of this request's standard error is not shown ...]\n");
+        }
     }
 }
 
@@ -245,15 +270,59 @@ impl ProcessLines {
     /// Reads a line.
     ///
     /// # Errors
-    /// When the process ends before the line does, or the line is too long or not UTF-8.
+    /// When the process ends before the line does, or the line is too long, has too many values or is not
+    /// UTF-8.
     pub(super) fn read(&mut self) -> Result<String> {
         let mut line = Vec::new();
         self.0.by_ref().take(LINE_BYTES_MAX).read_until(b'\n', &mut line).context(ENDED)?;
         if line.last() != Some(&b'\n') {
-            bail!("{}", if line.is_empty() { ENDED } else { "the answer's line has no end" });
+            match line.len() as u64 {
+                0 => bail!("{ENDED}"),
+                LINE_BYTES_MAX => bail!("the answer has more than {} MiB", LINE_BYTES_MAX >> 20),
+                _ => bail!("the answer's line has no end"),
+            }
         }
+        ensure!(count_values(&line) <= LINE_VALUES_MAX, "the answer has more than {LINE_VALUES_MAX} values");
         String::from_utf8(line).map_err(|_| anyhow!("the answer is not UTF-8"))
     }
+}
+
+/// Returns the number of values and keys of a JSON text, at least. Each follows one of `[{,:`.
+fn count_values(line: &[u8]) -> usize {
+    let (mut count, mut in_string, mut is_escaped) = (0, false, false);
+    for byte in line {
+        match byte {
+            _ if is_escaped => is_escaped = false,
+            b'\\' => is_escaped = in_string,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' | b',' | b':' if !in_string => count += 1,
+            _ => {}
+        }
+    }
+    count
+}
+
+/// Removes the middle of an error that has a long text of a program.
+pub(super) fn shorten(text: &str) -> String {
+    clip_reply(text, ERROR_CHARS_MAX).replace("\n[... ", " [... ").replace(" cut ...]\n", " cut ...] ")
+}
+
+/// Checks the size of the tools that a program declares.
+///
+/// # Errors
+/// The number and the size of the largest tool.
+pub(super) fn check_tools_size(tools: &[Value]) -> Result<()> {
+    let sizes: Vec<usize> = tools.iter().map(|tool| tool.to_string().len()).collect();
+    let bytes: usize = sizes.iter().sum();
+    let Some((index, largest)) = sizes.iter().enumerate().max_by_key(|(_, size)| **size) else {
+        return Ok(());
+    };
+    ensure!(
+        bytes <= TOOLS_BYTES_MAX,
+        "the tools have {bytes} bytes, of which tool {index} has {largest}; at most {TOOLS_BYTES_MAX} are allowed: shorten their \
+         descriptions"
+    );
+    Ok(())
 }
 
 /// Writes `lines`, whole lines, to a process.

@@ -195,7 +195,7 @@ impl Observer {
         metrics.set("perf/throughput", tokens as f64 / seconds);
         metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
         self.warn_about_step(environment, step, &samples.rollouts, &metrics)?;
-        self.warn_about_workers(environment, Phase::Rl, step)?;
+        self.warn_of_failures(Phase::Rl, step)?;
         let console_metrics: Vec<(&str, f64)> = CONSOLE_METRICS
             .iter()
             .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
@@ -241,7 +241,7 @@ impl Observer {
         self.console.count_step("evaluation");
         self.timings.add("testing", started.elapsed().as_secs_f64());
         self.timings.add("step", started.elapsed().as_secs_f64());
-        self.warn_about_workers(environment, Phase::Eval, step)?;
+        self.warn_of_failures(Phase::Eval, step)?;
         self.console.print(&format!("step {step}: {}", evaluation.summary()));
         let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
         let causes = sample_causes(&self.facts, environment, rows);
@@ -282,12 +282,9 @@ impl Observer {
         }
     }
 
-    /// Warns if workers of the Python tool died.
-    fn warn_about_workers(&self, environment: &Environment, phase: Phase, step: u64) -> Result<()> {
-        match environment.dead_worker_warning() {
-            Some(deaths) => self.warn(phase, step, deaths),
-            None => Ok(()),
-        }
+    /// Warns if the task's program, its tools or workers failed.
+    fn warn_of_failures(&self, phase: Phase, step: u64) -> Result<()> {
+        self.console.take_failure_warning().map_or(Ok(()), |failures| self.warn(phase, step, failures))
     }
 
     /// Warns about the samples of a step. A warning that differs from an earlier one of this phase only in

@@ -15,6 +15,7 @@ mod first_hour;
 mod hostile;
 mod inputs;
 mod integrity;
+mod killed_worker;
 mod limits;
 mod memory;
 mod policy;

@@ -9,6 +9,7 @@ use crate::skips;
 use rloss::interpreter::{
     EmbeddedInterpreter, Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId,
 };
+use rloss::metrics::Console;
 use rloss::trajectory::CallOutcome::{self, *};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -398,7 +399,8 @@ fn alone_workers_come_and_go() {
     let own_id = std::process::id();
     let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
     let before = descriptors();
-    let python = embedded(|s| s.workers = 2);
+    let console = Console::silent();
+    let python = embedded(|s| s.workers = 2).reporting_to(&console);
     assert_eq!(workers_of(own_id).len(), 1, "started lazily");
 
     // Killed from outside in the middle of a call.
@@ -417,7 +419,6 @@ fn alone_workers_come_and_go() {
 
     // Killed while idle: the next call says so, the one after it works.
     for _ in 0..5 {
-        assert_eq!(python.dead_worker_warning(), None, "a handful is not told");
         for id in workers_of(own_id) {
             // SAFETY: as above.
             unsafe { libc::kill(id.cast_signed(), libc::SIGKILL) };
@@ -425,9 +426,12 @@ fn alone_workers_come_and_go() {
         assert_eq!(call(&python, "2 + 2").outcome, WorkerDied);
         expect(&python, "2 + 2", Answered, "4");
     }
-    let told = python.dead_worker_warning().expect("six are more than a handful");
-    assert!(told.starts_with("6 calls") && told.contains("killed from outside"), "{told}");
-    assert_eq!(python.dead_worker_warning(), None, "told once");
+    let told = console.take_failure_warning().expect("six failures");
+    assert!(
+        told.contains("so far: 6; the last one: Python tool: ") && told.contains("killed from outside"),
+        "{told}"
+    );
+    assert_eq!(console.take_failure_warning(), None, "told once");
 
     let start = Instant::now();
     let answered = AtomicUsize::new(0);

@@ -39,4 +39,4 @@ for line in sys.stdin:
         reply = problem(ask["split"], ask["seed"], ask["index"])
     else:
         reply = reward(ask["answer"], ask["messages"])
-    print(json.dumps({"request_id": ask.get("request_id"), **reply}), file=answers, flush=True)
+    print(json.dumps({"request_id": ask["request_id"], **reply}), file=answers, flush=True)

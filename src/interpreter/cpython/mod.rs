@@ -8,10 +8,11 @@ mod server;
 mod snippet;
 
 use super::process::Spawner;
-use super::worker_deaths::{self, WorkerDeaths};
+use super::worker_deaths;
 use super::{
     Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId, lock, output, reply, startup_error,
 };
+use crate::metrics::Console;
 use crate::pool::Pool;
 use crate::trajectory::CallOutcome;
 use anyhow::{Context, Result};
@@ -37,7 +38,7 @@ pub struct CPython {
     confinement: String,
     /// Live trajectories. Used only with [`InterpreterState::Trajectory`].
     sessions: Mutex<HashMap<SessionId, LiveSession>>,
-    deaths: WorkerDeaths,
+    console: Console,
     // Declared, and so dropped, before the spawner: the end of the spawner's thread kills the servers.
     pool: Pool<Arc<Server>>,
     spawner: Spawner,
@@ -76,7 +77,7 @@ impl CPython {
             host,
             confinement,
             sessions: Mutex::default(),
-            deaths: WorkerDeaths::default(),
+            console: Console::silent(),
             spawner,
         };
         let reply = python.call(SessionId(u64::MAX), "1 + 1");
@@ -89,6 +90,11 @@ impl CPython {
             reply.text
         );
         Ok(python)
+    }
+
+    /// Returns the interpreter with a console that reports dead workers.
+    pub fn reporting_to(self, console: &Console) -> Self {
+        Self { console: console.clone(), ..self }
     }
 
     /// Runs `code` in the trajectory's process or in a new one. A server that fails is killed, and a later
@@ -164,7 +170,7 @@ impl CPython {
 
     /// Records a call whose process died or could not start.
     fn record_death(&self, cause: String) -> (CallOutcome, String) {
-        self.deaths.record(cause);
+        worker_deaths::report(&self.console, &cause);
         (CallOutcome::WorkerDied, self.explain(CallOutcome::WorkerDied))
     }
 
@@ -210,9 +216,5 @@ impl Interpreter for CPython {
 
     fn sandbox_description(&self) -> String {
         self.confinement.clone()
-    }
-
-    fn dead_worker_warning(&self) -> Option<String> {
-        self.deaths.take_warning()
     }
 }

@@ -3,13 +3,21 @@
 use crate::chat::functions::check_functions;
 use crate::harmony::{Message, messages_from_json};
 use crate::settings::closest_word;
+use crate::tasks::process::{check_tools_size, shorten};
 use crate::tasks::{Problem, Reward};
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 
-/// The newest version of the protocol. The oldest is 1.
+/// The version of the protocol.
 pub(super) const VERSION: u64 = 2;
+/// Remedy for a program of version 1, whose answers have no ids.
+const ADD_ID: &str = "write print(json.dumps({\"request_id\": ask[\"request_id\"], **reply}), flush=True)";
+
+/// Maximum number of characters of a name.
+const NAME_CHARS_MAX: usize = 100;
+/// Maximum number of characters of a problem's id.
+const ID_CHARS_MAX: usize = 1000;
 
 /// Maximum number of characters of a request that an error shows.
 const REQUEST_CHARS_MAX: usize = 400;
@@ -27,7 +35,7 @@ const KEYS: [(&str, &[&str]); 5] = [
 ];
 
 const ERROR: &str = "error";
-/// Key of a request's id. Since version 2, the answer repeats the id.
+/// Key of a request's id, which the answer repeats.
 pub(super) const REQUEST_ID: &str = "request_id";
 
 /// A program's answer without unknown keys. A key with the value null counts as absent.
@@ -43,15 +51,8 @@ impl ProgramReply {
         let name = request["request"].as_str().unwrap_or_default();
         let has_content = answer.contains_key("content") || answer.contains_key(ERROR);
         answer.retain(|_, value| !value.is_null());
-        // The first answer of a version 1 program has neither id nor version.
-        let first = name == "describe" && !answer.contains_key("version");
         match (&request[REQUEST_ID], answer.remove(REQUEST_ID)) {
-            (Value::Null, None) => {}
-            (_, None) if first => {}
-            (asked, None) => bail!("the answer has no `{REQUEST_ID}`; repeat the id of the request, {asked}"),
-            (_, Some(_)) if first => {
-                bail!("the answer has `{REQUEST_ID}` but no `version`; add \"version\": 2 to the answer")
-            }
+            (_, None) => bail!("the answer has no `{REQUEST_ID}`, the id of its request; {ADD_ID}"),
             (asked, Some(answered)) if *asked != answered => {
                 bail!("the answer belongs to request {answered}, not to {asked}")
             }
@@ -83,6 +84,11 @@ impl ProgramReply {
             (Some(messages), None) => messages_from_json(&messages, "the answer")?,
         };
         let id = self.text("id")?.unwrap_or_else(|| default_id.to_owned());
+        let chars = id.chars().count();
+        ensure!(
+            chars <= ID_CHARS_MAX,
+            "`id` of the answer has {chars} characters; at most {ID_CHARS_MAX} are allowed"
+        );
         Ok(Problem { id, messages, answer: self.take("answer").unwrap_or(Value::Null) })
     }
 
@@ -176,31 +182,37 @@ pub(super) struct TaskDescription {
     pub has_user_turns: bool,
     /// Weights of the named rewards. Empty if there is only one reward.
     pub rewards: BTreeMap<String, f32>,
-    /// Whether the program repeats each request's id; true since version 2 of the protocol.
-    pub has_request_ids: bool,
 }
 
 impl TaskDescription {
     pub(super) fn read(mut reply: ProgramReply) -> Result<Self> {
-        let version = reply.count("version")?.unwrap_or(1);
-        if !(1..=VERSION).contains(&version) {
-            bail!("`version` of the answer is {version}; give 1 or {VERSION}");
+        match reply.count("version")? {
+            Some(VERSION) => {}
+            None => bail!("the answer has no `version`; add \"version\": {VERSION} to it"),
+            Some(other) => bail!("`version` of the answer is {other}; write \"version\": {VERSION}"),
         }
-        let named =
-            |name: &str| !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
+        let named = |name: &str| {
+            (1..=NAME_CHARS_MAX).contains(&name.len())
+                && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+        };
         let name = reply.text("name")?.unwrap_or_else(|| "command".to_owned());
         if !named(&name) {
-            bail!("`name` of the answer is {name:?}; write letters, digits and _ only");
+            bail!(
+                "`name` of the answer is {name:?}; write at most {NAME_CHARS_MAX} letters, digits and _ only"
+            );
         }
         let tools = match reply.take("tools") {
             None => vec![],
             Some(Value::Array(tools)) => tools,
             Some(other) => bail!("`tools` of the answer is {other}, not a list"),
         };
+        check_tools_size(&tools)?;
         check_functions(&tools).map_err(|reason| anyhow!("`tools` of the answer: {reason}"))?;
         let rewards = reply.numbers("rewards")?;
         if let Some(name) = rewards.keys().find(|name| !named(name)) {
-            bail!("`rewards` of the answer has {name:?}; write letters, digits and _ only");
+            bail!(
+                "`rewards` of the answer has {name:?}; write at most {NAME_CHARS_MAX} letters, digits and _ only"
+            );
         }
         let flag = |key| Ok::<_, anyhow::Error>(reply.flag(key)?.unwrap_or(false));
         Ok(Self {
@@ -211,7 +223,6 @@ impl TaskDescription {
             tools,
             has_user_turns: flag("turns")?,
             rewards,
-            has_request_ids: version > 1,
         })
     }
 }
@@ -221,5 +232,5 @@ pub(super) fn with_request(error: anyhow::Error, request: &Value) -> anyhow::Err
     let text = request.to_string();
     let shown: String = text.chars().take(REQUEST_CHARS_MAX).collect();
     let rest = if shown.len() < text.len() { "…" } else { "" };
-    anyhow!("{error:#}; the request was {shown}{rest}")
+    anyhow!("{}; the request was {shown}{rest}", shorten(&format!("{error:#}")))
 }

@@ -3,7 +3,7 @@
 //! It offers no capability of a client, so a server's own requests other than `ping` get the error "method
 //! not found". Notifications are ignored.
 
-use super::super::process::{Process, ProcessLines, send, show};
+use super::super::process::{Process, ProcessLines, check_tools_size, send, show};
 use super::McpSettings;
 use crate::bad_input;
 use crate::pool::Pool;
@@ -22,7 +22,7 @@ const PAGES_MAX: usize = 100;
 /// JSON-RPC's code for a method that does not exist.
 const METHOD_NOT_FOUND: i64 = -32601;
 /// Maximum number of failures whose standard error is shown.
-pub(super) const FAILURES_SHOWN_MAX: usize = 10;
+const FAILURES_SHOWN_MAX: usize = 10;
 
 /// The answer to a request: the result, or the text of the error that the server reports.
 pub(super) type Answer = Result<Value, String>;
@@ -65,6 +65,7 @@ impl McpServer {
             let page = self.ask("tools/list", parameters)?.map_err(|text| reported("tools/list", &text))?;
             let listed = page["tools"].as_array().context("tools/list: the result has no list `tools`")?;
             tools.extend_from_slice(listed);
+            check_tools_size(&tools).context("tools/list")?;
             match page["nextCursor"].as_str() {
                 Some(cursor) => parameters = json!({ "cursor": cursor }),
                 None if tools.is_empty() => bail!("the server has no tools"),

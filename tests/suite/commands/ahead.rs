@@ -21,13 +21,13 @@ import json, sys
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["request"] == "describe":
-        answer = {"name": "lengths", "validation_problems": 3}
+        answer = {"version": 2, "name": "lengths", "validation_problems": 3}
     elif ask["request"] == "problem":
         answer = {"prompt": f"{ask['split']} {ask['index']}", "answer": ask["index"]}
     else:
         text = "".join(message["content"] or "" for message in ask["messages"])
         answer = {"reward": len(text) * 7 % 5 / 4, "success": ask["outcome"] == "finished"}
-    print(json.dumps(answer), flush=True)
+    print(json.dumps({"request_id": ask["request_id"], **answer}), flush=True)
 "#;
 
 /// The settings of a run of [`LENGTHS`] with partial trajectories. Answers have up to 72 tokens.
@@ -261,7 +261,7 @@ def later_began(step):
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["request"] == "describe":
-        answer = {"name": "slow", "validation_problems": 2}
+        answer = {"version": 2, "name": "slow", "validation_problems": 2}
     elif ask["request"] == "problem":
         answer = {"prompt": f"{ask['split']} {ask['index']}", "answer": ask["index"]}
     else:
@@ -274,7 +274,7 @@ for line in sys.stdin:
         answer = {"reward": len(text) * 7 % 5 / 4, "success": True}
         if ask["answer"] >= fails_from:
             answer = {"error": "the grader is gone"}
-    print(json.dumps(answer), flush=True)
+    print(json.dumps({"request_id": ask["request_id"], **answer}), flush=True)
 "#;
 
 /// The settings of a run of [`SLOW`], and the file of its notes.

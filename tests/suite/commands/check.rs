@@ -33,6 +33,9 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
+    let fence = done(rloss().arg("check").arg(quickstart()).args(["--set", "interpreter.form=fence"]));
+    let text = String::from_utf8(fence.stdout).unwrap();
+    assert!(text.contains("```python\nprint(6 * 7)\n```\n```output\n42\n```\n"), "{text}");
     // Regression test: every key of an adapter was listed, its defaults too.
     let adapter = done(rloss().arg("check").arg(quickstart()).args(["--set", "adapter.rank=4"]));
     let text = String::from_utf8(adapter.stdout).unwrap();
@@ -122,16 +125,17 @@ fn task_program(folder: &TempDir, ill: &str, instead: &str) -> std::path::PathBu
         r#"
 import json, sys, time
 for line in sys.stdin:
-    ask = json.loads(line)["request"]
+    asked = json.loads(line)
+    ask = asked["request"]
     if ask == "{ill}":
         {instead}
     reply = {{
-        "describe": {{"name": "echo", "turns": True}},
+        "describe": {{"version": 2, "name": "echo", "turns": True}},
         "problem": {{"prompt": "Say it.", "answer": "it"}},
         "turn": {{"content": "Say it again."}},
         "reward": {{"reward": 0.25, "success": False}},
     }}[ask]
-    print(json.dumps(reply), flush=True)
+    print(json.dumps({{"request_id": asked["request_id"], **reply}}), flush=True)
 "#
     );
     std::fs::write(folder.path().join("program.py"), program).unwrap();
@@ -218,7 +222,7 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
         return;
     }
     let folder = TempDir::new().unwrap();
-    let long = "print(json.dumps({'prompt': 'x' * 12_000_000, 'answer': 'it'}), flush=True); continue";
+    let long = "print(json.dumps({'request_id': asked['request_id'], 'prompt': 'x' * 12_000_000, 'answer': 'it'}), flush=True); continue";
     let recipe = task_program(&folder, "problem", long);
     let output = output(rloss().current_dir(folder.path()).arg("check").arg(recipe));
     let text = stderr(&output);

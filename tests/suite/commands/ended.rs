@@ -351,8 +351,8 @@ for line in sys.stdin:
         with open(sys.argv[1] + ".part", "w") as file: file.write(str(os.getpid()))
         os.rename(sys.argv[1] + ".part", sys.argv[1])
         time.sleep(1000)
-    reply = {"name": "mine"} if ask["request"] == "describe" else {"prompt": "2 * 3?", "answer": 6}
-    print(json.dumps(reply), flush=True)
+    reply = {"version": 2, "name": "mine"} if ask["request"] == "describe" else {"prompt": "2 * 3?", "answer": 6}
+    print(json.dumps({"request_id": ask["request_id"], **reply}), flush=True)
 "#;
     std::fs::write(folder.path().join("task.py"), program).unwrap();
     let command = format!(

@@ -67,11 +67,11 @@ fn the_program_that_init_writes_grades_as_it_says() {
     let folder = TempDir::new().unwrap();
     done(rloss().current_dir(&folder).args(["init", "mine"]));
     let asks = [
-        r#"{"request": "describe"}"#,
-        r#"{"request": "problem", "split": "train", "seed": 0, "index": 3}"#,
-        r#"{"request": "reward", "answer": 8, "messages": [{"role": "assistant", "channel": "final", "content": " 8"}]}"#,
-        r#"{"request": "reward", "answer": 8, "messages": [{"role": "assistant", "channel": "analysis", "content": "8"}]}"#,
-        r#"{"request": "reward", "answer": 8, "messages": []}"#,
+        r#"{"request_id": "a", "request": "describe"}"#,
+        r#"{"request_id": "b", "request": "problem", "split": "train", "seed": 0, "index": 3}"#,
+        r#"{"request_id": "c", "request": "reward", "answer": 8, "messages": [{"role": "assistant", "channel": "final", "content": " 8"}]}"#,
+        r#"{"request_id": "c", "request": "reward", "answer": 8, "messages": [{"role": "assistant", "channel": "analysis", "content": "8"}]}"#,
+        r#"{"request_id": "c", "request": "reward", "answer": 8, "messages": []}"#,
     ];
     let mut child = std::process::Command::new("python3")
         .current_dir(&folder)

@@ -14,12 +14,12 @@ import json, sys
 for line in sys.stdin:
     ask = json.loads(line)
     if ask["request"] == "describe":
-        reply = {"name": "mine"}
+        reply = {"version": 2, "name": "mine"}
     elif ask["request"] == "problem":
         reply = {"prompt": "2 * 3?", "answer": 6}
     else:
         reply = REWARD
-    print(json.dumps(reply), flush=True)
+    print(json.dumps({"request_id": ask["request_id"], **reply}), flush=True)
 "#;
     std::fs::write(&path, text.replace("REWARD", reward)).unwrap();
     path
@@ -101,7 +101,7 @@ fn tracebacks_are_limited_and_a_run_ends_with_the_count_of_failures() {
     let (code, told) = run("[0, 1, 2]");
     assert_eq!(code, Some(1), "{told}");
     assert!((9..=10).contains(&told.matches("NameError: name 'wrong'").count()), "{told}");
-    assert!(told.contains("the standard error of failed requests is no longer shown"), "{told}");
+    assert!(told.contains("their standard error is no longer shown"), "{told}");
     assert!(told.contains("error: 12 of 16 trajectories failed for reasons outside the policy"), "{told}");
     let (code, told) = run("[0]");
     assert_eq!(code, Some(0), "{told}");

@@ -22,7 +22,7 @@ import json, os, sys, time
 def answer(ask):
     kind = ask["request"]
     if kind == "describe":
-        return {"name": "mine", "validation_problems": 3, "functions": True, "turns": True}
+        return {"version": 2, "name": "mine", "validation_problems": 3, "functions": True, "turns": True}
     if kind == "problem":
         return {"prompt": f"{ask['split']} {ask['seed']} {ask['index']}", "answer": ask["index"]}
     if kind == "call":
@@ -50,7 +50,7 @@ for line in sys.stdin:
     if ask["request"] == "reward" and ask["answer"] == 3:
         print("grading...", flush=True)
     else:
-        print(json.dumps(answer(ask)), flush=True)
+        print(json.dumps({"request_id": ask["request_id"], **answer(ask)}), flush=True)
 "#;
 
 struct Script {
@@ -245,40 +245,39 @@ fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
         let error = Script::new(text).build().err().expect("refused");
         error.downcast_ref::<BadInput>().expect("bad input").0.clone()
     };
-    let problem = |answer: &str| {
+    // Answers the description with `described`, and a problem with `problem`.
+    let program = |described: &str, problem: &str| {
         format!(
-            "import json, sys\nfor line in sys.stdin:\n    ask = json.loads(line)['request']\n    \
-             print(json.dumps({{}} if ask == 'describe' else {answer}), flush=True)"
+            "import json, sys\nfor line in sys.stdin:\n    ask = json.loads(line)\n    \
+             reply = {described} if ask['request'] == 'describe' else {problem}\n    \
+             print(json.dumps({{'request_id': ask['request_id'], **reply}}), flush=True)"
         )
     };
+    let describes = |keys: &str| program(&format!("{{'version': 2, {keys}}}"), "{}");
+    let problem = |answer: &str| program("{'version': 2}", answer);
     let cases = [
         ("", "the process"),
         ("print('hello')", "is not JSON"),
         ("print([1])", "is not a JSON object"),
         ("raise ValueError", "the process"),
         ("import sys; sys.stdout.buffer.write(b'\\xff\\n')", "not UTF-8"),
-        ("print('{\"name\": \"a b\"}')", "`name` of the answer"),
-        ("print('{\"python\": 1}')", "`python` of the answer is 1, not a boolean"),
+        (&describes("'name': 'a b'"), "`name` of the answer"),
+        (&describes("'python': 1"), "`python` of the answer is 1, not a boolean"),
+        (&describes("'functoins': True"), "unknown key `functoins` in the answer; did you mean `functions`?"),
         (
-            "print('{\"functoins\": true}')",
-            "unknown key `functoins` in the answer; did you mean `functions`?",
-        ),
-        (
-            "print('{\"rows\": 1}')",
+            &describes("'rows': 1"),
             "unknown key `rows` in the answer; it may have version, name, validation_problems",
         ),
-        ("print('{\"version\": 2}')", "the answer has no `request_id`; repeat the id of the request, \""),
-        ("print('{\"request_id\": \"x\"}')", "no `version`; add \"version\": 2"),
-        (
-            "import json; print(json.dumps({**json.loads(input()), 'version': 3, 'request': None}))",
-            "`version` of the answer is 3; give 1 or 2",
-        ),
+        ("print('{\"version\": 2}')", "the answer has no `request_id`, the id of its request; write print("),
+        (&program("{}", "{}"), "no `version`; add \"version\": 2"),
+        (&program("{'version': 1}", "{}"), "`version` of the answer is 1; write \"version\": 2"),
+        (&program("{'version': 3}", "{}"), "`version` of the answer is 3; write \"version\": 2"),
         (
             "print('{\"version\": 2, \"request_id\": \"x\"}')",
             "the answer belongs to request \"x\", not to \"",
         ),
-        ("print('{\"validation_problems\": \"64\"}')", "`validation_problems` of the answer is \"64\""),
-        ("for line in __import__('sys').stdin: print('{}', flush=True)", "neither `prompt`"),
+        (&describes("'validation_problems': '64'"), "`validation_problems` of the answer is \"64\""),
+        (&describes(""), "neither `prompt`"),
         (
             &problem("{'messages': [{'role': 'assistant', 'content': '', 'tool_calls': []}]}"),
             "the answer: message 1: unknown field `tool_calls`",
@@ -346,14 +345,14 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
     }
     let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines.len(), 12, "{text}");
-    let once = "warning: task.command: version 1 of the protocol has no ids, so the order of the program's answers cannot be \
-                verified; docs/TASKS.md shows version 2";
-    assert_eq!(lines[0], once);
-    let lines = &lines[1..];
+    assert_eq!(lines.len(), 11, "{text}");
     let told = "warning: task.command: problem mine/train/4: `reward` of the answer is \"high\", not a number; the request was {";
     assert!(lines[0].starts_with(told), "not escaped a second time: {}", lines[0]);
-    assert!(lines[10].contains("further failures are only counted"), "{}", lines[10]);
+    assert!(
+        lines[10].contains("further failures of the task's program, its tools and workers are only counted"),
+        "{}",
+        lines[10]
+    );
     assert!(!text.contains('\u{1b}'));
 }
 
@@ -363,7 +362,8 @@ fn an_answer_printed_twice_is_an_error_before_the_next_request() {
     if !skips::python3() {
         return;
     }
-    let twice = "print(json.dumps(answer(ask)) + \"\\n\" + json.dumps(answer(ask)), flush=True)";
+    let answer = "json.dumps({\"request_id\": ask[\"request_id\"], **answer(ask)})";
+    let twice = &format!("print({answer} + \"\\n\" + {answer}, flush=True)");
     let text = FRAME.replace(
         "if ask[\"request\"] == \"reward\" and ask[\"answer\"] == 3:",
         "if ask[\"request\"] == \"turn\":",
@@ -377,7 +377,7 @@ fn an_answer_printed_twice_is_an_error_before_the_next_request() {
     assert_eq!(next().unwrap(), Some(Message::user("And twice that?")));
     let error = format!("{:#}", task.reward(&problem, &transcript(&messages)).unwrap_err());
     assert!(
-        error.contains("printed \"{\\\"content\\\": \\\"And twice that?\\\"}\" without a request"),
+        error.contains("printed \"{\\\"request_id\\\": ") && error.contains("without a request"),
         "{error}"
     );
     assert_eq!(
