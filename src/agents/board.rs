@@ -6,6 +6,7 @@
 //!
 //! Locks: whoever holds the state may lock an episode's `play`, never the other way round.
 
+use super::episode::Episode;
 use super::trace::{EpisodeFacts, Trace};
 use crate::chat::ChatTurnParser;
 use crate::engine::{Completion, EngineRequest, NewToken};
@@ -62,6 +63,9 @@ pub(super) struct GivenReward {
     pub metrics: BTreeMap<String, f32>,
 }
 
+/// A reward, or why an episode failed, with the description.
+type Given = Result<GivenReward, (EpisodeFailure, String)>;
+
 /// Where an episode stands in its rollout: prompt, then sample.
 pub(super) type Place = (usize, u64);
 
@@ -76,32 +80,6 @@ struct Waiting {
     place: Place,
     /// Number of times that it was begun before.
     attempt: u64,
-}
-
-/// An open episode.
-pub(super) struct Episode {
-    pub id: String,
-    pub facts: EpisodeFacts,
-    pub round: RoundPlan,
-    place: Place,
-    attempt: u64,
-    deadline: Instant,
-    pub play: Mutex<Play>,
-}
-
-/// The changing part of an open episode.
-#[derive(Default)]
-pub(super) struct Play {
-    pub is_over: bool,
-    /// Number of requests so far.
-    pub requests: u64,
-    pub trace: Trace,
-}
-
-impl Episode {
-    pub fn play(&self) -> MutexGuard<'_, Play> {
-        self.play.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// An instruction for the engine.
@@ -137,6 +115,8 @@ pub(super) struct Board {
     work: Condvar,
     timeout: Duration,
     open_max: usize,
+    /// A random key of this process, which ids of episodes are made of.
+    secret: [u8; 32],
     console: Console,
 }
 
@@ -147,8 +127,10 @@ struct State {
     is_over: bool,
     waiting: VecDeque<Waiting>,
     open: HashMap<String, Arc<Episode>>,
-    /// The places of finished episodes of this round, by id.
-    ended: HashMap<String, Place>,
+    /// The episodes of this round that are over, by id, with what the program gave to them.
+    ended: HashMap<String, Option<Given>>,
+    /// Those of the round before.
+    ended_before: HashMap<String, Option<Given>>,
     results: BTreeMap<Place, EpisodeResult>,
     expected: usize,
     commands: Vec<Command>,
@@ -159,6 +141,8 @@ struct State {
     progress: RolloutProgress,
     /// Episodes finished in all rounds.
     finished: u64,
+    /// Episodes handed out in all rounds.
+    handed_out: u64,
     /// Requests for an episode in all rounds.
     asked: u64,
     last_activity: Option<Instant>,
@@ -166,14 +150,30 @@ struct State {
     told: BTreeSet<String>,
 }
 
+impl State {
+    /// Returns what the program gave to episode `id`, which is over: `None` inside if it gave nothing.
+    fn given(&self, id: &str) -> Option<&Option<Given>> {
+        self.ended.get(id).or_else(|| self.ended_before.get(id))
+    }
+
+    /// Returns the open episodes by place.
+    fn open_episodes(&self) -> Vec<Arc<Episode>> {
+        let mut open: Vec<_> = self.open.values().cloned().collect();
+        open.sort_by_key(|episode| episode.place);
+        open
+    }
+}
+
 impl Board {
-    pub fn new(timeout: Duration, open_max: usize, console: Console) -> Self {
+    /// `secret` are random bytes.
+    pub fn new(timeout: Duration, open_max: usize, secret: [u8; 32], console: Console) -> Self {
         Self {
             state: Mutex::default(),
             episodes: Condvar::new(),
             work: Condvar::new(),
             timeout,
             open_max,
+            secret,
             console,
         }
     }
@@ -194,13 +194,14 @@ impl Board {
     /// Ends the rollout and returns its results. Episodes that are still open are dropped.
     pub fn end_round(&self) -> (BTreeMap<Place, EpisodeResult>, EpisodeCounts) {
         let mut state = self.lock();
-        let open: Vec<Arc<Episode>> = state.open.drain().map(|(_, episode)| episode).collect();
-        open.iter().for_each(|episode| episode.play().is_over = true);
+        for episode in state.open_episodes() {
+            self.close(&mut state, &episode);
+        }
         (state.round, state.expected) = (None, 0);
         state.waiting.clear();
         state.commands.clear();
         state.samples.clear();
-        state.ended.clear();
+        state.ended_before = std::mem::take(&mut state.ended);
         (std::mem::take(&mut state.results), std::mem::take(&mut state.counts))
     }
 
@@ -248,21 +249,18 @@ impl Board {
             _ => ('t', "train"),
         };
         let again = if attempt == 0 { String::new() } else { format!("-again{attempt}") };
-        let id = format!("{letter}{}-{}-{sample}{again}", round.step, prompt.index);
+        let name = format!("{letter}{}-{}-{sample}{again}", round.step, prompt.index);
+        state.handed_out += 1;
+        let secret = blake3::keyed_hash(&self.secret, &state.handed_out.to_le_bytes());
+        let id = format!("{name}-{}", &secret.to_hex()[..32]);
         let value = json!({
             "id": id, "phase": phase, "step": round.step, "seed": round.seed, "index": prompt.index,
             "sample": sample, "problem_id": prompt.problem.id, "problem": prompt.problem.answer,
         });
         let facts = round.facts(prompt, sample);
-        let episode = Episode {
-            id: id.clone(),
-            facts,
-            round,
-            place: (index, sample),
-            attempt,
-            deadline: Instant::now() + self.timeout,
-            play: Mutex::default(),
-        };
+        let deadline = Instant::now() + self.timeout;
+        let (place, play, settled) = ((index, sample), Mutex::default(), Condvar::new());
+        let episode = Episode { id: id.clone(), name, facts, round, place, attempt, deadline, play, settled };
         state.open.insert(id, Arc::new(episode));
         state.progress.started += 1;
         state.last_activity = Some(Instant::now());
@@ -283,10 +281,10 @@ impl Board {
 
     fn refuse_unknown(&self, state: &mut State, id: &str) -> ApiError {
         state.counts.refused += 1;
-        let error = match state.ended.contains_key(id) {
-            true => over(id),
-            false => ApiError::not_found(format!(
-                "there is no episode {id:?}, or it ended in an earlier step; ask POST /v1/episodes/next for one"
+        let error = match state.given(id) {
+            Some(_) => over(id),
+            None => ApiError::not_found(format!(
+                "there is no episode {id:?}, or it is of an earlier step or process; ask POST /v1/episodes/next for one"
             )),
         };
         self.tell(state, "refused", &format!("a request was refused: {}", error.message()));
@@ -354,46 +352,55 @@ impl Board {
         }
     }
 
-    /// Ends episode `id` with its reward, or with the failure and its description.
+    /// Ends episode `id` with its reward, or with the failure and its description. The same again changes
+    /// nothing.
     ///
     /// # Errors
-    /// When the episode is unknown or over. A second reward makes the episode fail.
-    pub fn reward(
-        &self,
-        id: &str,
-        given: Result<GivenReward, (EpisodeFailure, String)>,
-    ) -> Result<(), ApiError> {
+    /// When the episode is unknown or over, and when it was given something else before, which stays.
+    pub fn reward(&self, id: &str, given: Given) -> Result<(), ApiError> {
+        let open = self.lock().open.get(id).cloned();
+        if let Some(episode) = open {
+            episode.settle();
+        }
         let mut state = self.lock();
         if let Some(episode) = state.open.get(id).cloned() {
+            state.ended.insert(id.to_owned(), Some(given.clone()));
             self.end_episode(&mut state, &episode, given);
             return Ok(());
         }
-        let error = self.refuse_unknown(&mut state, id);
-        let place = state.ended.get(id).copied();
-        if let Some(result) = place.and_then(|place| state.results.get_mut(&place))
-            && result.given.is_ok()
-        {
-            result.given = Err(EpisodeFailure::SecondReward);
-            let why = "it got a second reward; give one to each episode";
-            self.tell_failure(&mut state, id, EpisodeFailure::SecondReward, why);
+        match state.given(id) {
+            Some(Some(before)) if *before == given => Ok(()),
+            Some(Some(_)) => {
+                state.counts.refused += 1;
+                let why =
+                    format!("episode {id:?} has another reward or error, which stays; give one to each");
+                self.tell(&mut state, "other_reward", &format!("a reward was refused: {why}"));
+                Err(ApiError::refused("409 Conflict", &why))
+            }
+            _ => Err(self.refuse_unknown(&mut state, id)),
         }
-        Err(error)
     }
 
-    fn end_episode(
-        &self,
-        state: &mut State,
-        episode: &Episode,
-        given: Result<GivenReward, (EpisodeFailure, String)>,
-    ) {
+    /// Ends an open episode and returns its trace.
+    fn close(&self, state: &mut State, episode: &Episode) -> Trace {
         state.open.remove(&episode.id);
-        state.ended.insert(episode.id.clone(), episode.place);
+        state.ended.entry(episode.id.clone()).or_insert(None);
         self.drop_samples(state, &episode.id);
-        let trace = {
-            let mut play = episode.play();
-            play.is_over = true;
-            std::mem::take(&mut play.trace)
-        };
+        let (trace, undelivered) = episode.close();
+        state.counts.undelivered += undelivered;
+        if undelivered > 0 {
+            let text = format!(
+                "episode {}: a client closed its connection before its answer was written; the answer is not trained; \
+                 further ones are only counted, as agent/undelivered_answers",
+                episode.name
+            );
+            self.tell(state, "undelivered", &text);
+        }
+        trace
+    }
+
+    fn end_episode(&self, state: &mut State, episode: &Episode, given: Given) {
+        let trace = self.close(state, episode);
         let given = match given {
             Ok(_) if trace.answers() == 0 => {
                 Err((EpisodeFailure::NoAnswer, "it got a reward, but asked for no answer".to_owned()))
@@ -409,7 +416,7 @@ impl Board {
                 Ok((given, trace))
             }
             Err((failure, why)) => {
-                self.tell_failure(state, &episode.id, failure, &why);
+                self.tell_failure(state, &episode.name, failure, &why);
                 Err(failure)
             }
         };
@@ -462,22 +469,32 @@ impl Board {
         state.results.insert(waiting.place, EpisodeResult { facts, given: Err(failure) });
     }
 
+    /// Puts back an episode that the program did not receive. It then gets another id.
+    pub fn take_back(&self, id: &str) {
+        let mut state = self.lock();
+        if let Some(episode) = state.open.get(id).cloned() {
+            self.put_back(&mut state, &episode, episode.attempt);
+            state.progress.started -= 1;
+            self.episodes.notify_all();
+        }
+    }
+
+    fn put_back(&self, state: &mut State, episode: &Episode, attempt: u64) {
+        self.close(state, episode);
+        state.waiting.push_front(Waiting { place: episode.place, attempt });
+    }
+
     /// Puts open episodes back, because their program has ended. An episode that was begun twice fails.
     pub fn begin_again(&self) {
         let mut state = self.lock();
-        let mut open: Vec<Arc<Episode>> = state.open.values().cloned().collect();
-        open.sort_by_key(|episode| std::cmp::Reverse(episode.place));
-        for episode in open {
+        for episode in state.open_episodes().into_iter().rev() {
             if episode.attempt > 0 {
                 let why = "the program ended during it, twice".to_owned();
                 self.end_episode(&mut state, &episode, Err((EpisodeFailure::ProgramEnded, why)));
                 continue;
             }
-            state.open.remove(&episode.id);
-            self.drop_samples(&mut state, &episode.id);
-            episode.play().is_over = true;
+            self.put_back(&mut state, &episode, 1);
             state.counts.begun_again += 1;
-            state.waiting.push_front(Waiting { place: episode.place, attempt: 1 });
         }
         state.last_activity = Some(Instant::now());
         self.episodes.notify_all();
@@ -523,4 +540,40 @@ impl Board {
 /// Returns the error of a request to an episode that is over.
 pub(super) fn over(id: &str) -> ApiError {
     ApiError::refused("410 Gone", &format!("episode {id:?} is over"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::tasks::Problem;
+
+    /// An episode whose client left while it was handed out stayed open until its time was over.
+    #[test]
+    fn bug_an_episode_that_nobody_received_was_lost() {
+        let board = Board::new(Duration::from_secs(600), 4, [7; 32], Console::plain());
+        let round = RoundPlan {
+            seed: 1,
+            purpose: Purpose::Sampling,
+            step: 1,
+            policy_version: 0,
+            sampling: SamplingParameters { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 },
+            keeps_token_sets: false,
+            prompt_tokens_max: 8,
+            response_tokens_max: 8,
+            context_tokens_max: 16,
+        };
+        let problem = Problem { id: "p".into(), messages: vec![], answer: Value::Null };
+        board.begin_round(round, &[Prompt { index: 0, problem }], 2);
+        let next = || match board.next_episode(|| false) {
+            NextEpisode::Episode(episode) => (episode["id"].to_string(), episode["sample"].clone()),
+            _ => panic!("no episode"),
+        };
+        let (first, sample) = next();
+        board.take_back(first.trim_matches('"'));
+        let (again, same) = next();
+        assert!(sample == same && again != first && again[..8] == first[..8], "{first} {again}");
+        assert_eq!(board.episode(first.trim_matches('"')).err().map(|error| error.status), Some("410 Gone"));
+        assert!(board.episode(again.trim_matches('"')).is_ok());
+        assert_ne!(next().1, sample);
+    }
 }

@@ -6,6 +6,7 @@
 //! | --- | --- |
 //! | `mod.rs` | the session of a run, and one rollout |
 //! | `board.rs` | the episodes of the rollout: waiting, open, finished |
+//! | `episode.rs` | one open episode: requests, and answers up to their delivery |
 //! | `trace.rs` | the trajectories of one episode |
 //! | `server.rs` | the HTTP interface |
 //! | `program.rs` | the user's program |
@@ -14,6 +15,7 @@
 //! for an episode wait.
 
 mod board;
+mod episode;
 mod program;
 mod server;
 mod trace;
@@ -25,7 +27,7 @@ use crate::harmony::Message;
 use crate::http::{self, HttpLimits};
 use crate::metrics::Console;
 use crate::rollout::{EpisodeCounts, Observer, Prompt, RolloutPlan, RolloutProgress, Rollouts};
-use crate::serve::{Access, Metrics};
+use crate::serve::{Access, Metrics, REQUEST_BYTES_MAX};
 use crate::tasks::TaskSettings;
 use crate::trajectory::{Group, Outcome, Trajectory};
 use crate::user_key::random_bytes;
@@ -134,8 +136,9 @@ impl AgentSession {
         let token = given.map_or_else(own_token, Ok)?;
         let timeout =
             settings.episode_timeout().map_err(|why| bad_input!("task.episode_timeout_s: {why}"))?;
+        let secret = random_bytes().context("random bytes for the ids of episodes")?;
         let server = Arc::new(Server {
-            board: Board::new(timeout, settings.episodes_at_once(), console.clone()),
+            board: Board::new(timeout, settings.episodes_at_once(), secret, console.clone()),
             chat: chat.clone(),
             system_prompt: system_prompt.clone(),
             access: Access { address, token: Some(token.clone()) },
@@ -161,7 +164,11 @@ impl AgentSession {
         }
         let stopped = Arc::new(AtomicBool::new(false));
         let (served, is_stopped) = (server.clone(), stopped.clone());
-        let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: BODY_BYTES_MAX };
+        let limits = HttpLimits {
+            connections_max: CONNECTIONS_MAX,
+            body_bytes_max: BODY_BYTES_MAX,
+            memory_bytes_max: REQUEST_BYTES_MAX,
+        };
         let serve = move || {
             // It fails only if the socket's time limit cannot be set. Then every request fails, and is seen.
             let _ = http::serve(&listener, limits, &*served, &|| is_stopped.load(Ordering::Relaxed));

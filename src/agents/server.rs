@@ -1,6 +1,7 @@
 //! The HTTP interface for an agent program: the queue of episodes, and OpenAI's chat completions.
 
-use super::board::{Board, Episode, GivenReward, NextEpisode, over};
+use super::board::{Board, GivenReward, NextEpisode, over};
+use super::episode::{ChatRequest, Delivery, Episode};
 use super::trace::SampledAnswer;
 use crate::chat::{Chat, SystemPromptSettings, TurnReader};
 use crate::engine::{EngineRequest, NewToken, SampleRequest};
@@ -19,8 +20,6 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Maximum number of requests of one episode.
-const REQUESTS_MAX: u64 = 1000;
 /// Maximum number of metrics of one episode, and of characters of a name.
 const METRICS_MAX: usize = 64;
 const NAME_CHARS_MAX: usize = 64;
@@ -42,9 +41,7 @@ pub(super) struct Server {
 /// The source of an answer's tokens: the engine of the current rollout.
 struct Ticket<'r> {
     server: &'r Server,
-    episode: Arc<Episode>,
-    /// The request's number in the episode.
-    position: u64,
+    delivery: Arc<Delivery<'r>>,
     sample: u64,
     events: Receiver<(usize, Event)>,
     prompt: Vec<u32>,
@@ -55,14 +52,15 @@ struct Ticket<'r> {
 
 impl SampleSource for Ticket<'_> {
     fn id(&self) -> String {
-        format!("{}-{}", self.episode.id, self.position)
+        // Without the random part: programs may put the ids of calls into their prompts.
+        format!("{}-{}", self.delivery.episode.name, self.delivery.position)
     }
 
     fn next(&self, wait: Duration) -> Result<Option<(usize, Event)>, ApiError> {
         match self.events.recv_timeout(wait) {
             Ok(event) => Ok(Some(event)),
             Err(RecvTimeoutError::Timeout) => Ok(None),
-            Err(RecvTimeoutError::Disconnected) => Err(over(&self.episode.id)),
+            Err(RecvTimeoutError::Disconnected) => Err(over(&self.delivery.episode.id)),
         }
     }
 
@@ -71,14 +69,13 @@ impl SampleSource for Ticket<'_> {
     }
 
     fn finished(&self, message: &Value, tokens: &[NewToken], reason: &str) -> Result<(), ApiError> {
-        let mut play = self.episode.play();
-        if play.is_over {
-            return Err(over(&self.episode.id));
-        }
-        let Self { prompt, messages, .. } = self;
-        let is_full = self.has_recipe_limit && reason == "length";
-        play.trace.record(&self.server.chat, &SampledAnswer { prompt, messages, tokens, message, is_full });
-        Ok(())
+        self.delivery.begin(SampledAnswer {
+            prompt: self.prompt.clone(),
+            messages: self.messages.clone(),
+            tokens: tokens.to_vec(),
+            message: message.clone(),
+            is_full: self.has_recipe_limit && reason == "length",
+        })
     }
 }
 
@@ -89,9 +86,19 @@ impl Drop for Ticket<'_> {
 }
 
 impl Handler for Server {
+    fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>> {
+        self.access.check_head(head, Some(split_key(head).0))
+    }
+
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
         respond(request, |request| self.route(request, peer))
     }
+}
+
+/// Returns the key that a request carries, and the id of the episode in it.
+fn split_key(head: &HttpRequest) -> (&str, Option<&str>) {
+    let given = bearer(head).unwrap_or_default();
+    given.split_once(':').map_or((given, None), |(key, id)| (key, Some(id)))
 }
 
 fn ok(value: &Value) -> Response<'static> {
@@ -100,25 +107,24 @@ fn ok(value: &Value) -> Response<'static> {
 
 impl Server {
     fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
-        self.access.check_origin(request)?;
-        let path = request.path.split('?').next().unwrap_or_default();
+        let path = request.path_alone();
         if path == "/health" {
             return Ok(Response::text("200 OK", ""));
         }
-        let given = bearer(request).unwrap_or_default();
-        let (key, from_key) = given.split_once(':').map_or((given, None), |(key, id)| (key, Some(id)));
-        self.access.check_token(Some(key))?;
+        let (_, from_key) = split_key(request);
         let parts: Vec<&str> = path.trim_matches('/').split('/').collect();
-        let from_header = request.episode.as_deref().or(from_key).unwrap_or_default();
+        let named = |in_path| self.check_one_episode([in_path, request.episode.as_deref(), from_key]);
         match (request.method.as_str(), &parts[..]) {
             ("GET", ["v1", "models"]) => Ok(ok(&json!({"object": "list", "data": [model()]}))),
             ("GET", ["v1", "models", ..]) => Ok(ok(&model())),
-            ("POST", ["v1", "episodes", "next"]) => Ok(ok(&self.next_episode(&peer))),
+            ("POST", ["v1", "episodes", "next"]) => Ok(self.next_episode(&peer)),
             ("POST", ["v1", "episodes", id, "reward"]) => {
-                self.reward(id, &request.body).map(|()| ok(&json!({})))
+                self.reward(named(Some(id))?, request).map(|()| ok(&json!({})))
             }
-            ("POST", ["v1", "chat", "completions"]) => self.complete(from_header, &request.body, peer),
-            ("POST", ["v1", "episodes", id, "chat", "completions"]) => self.complete(id, &request.body, peer),
+            ("POST", ["v1", "chat", "completions"]) => self.complete(named(None)?, request, peer),
+            ("POST", ["v1", "episodes", id, "chat", "completions"]) => {
+                self.complete(named(Some(id))?, request, peer)
+            }
             _ => {
                 let why = format!(
                     "there is no {} {path} here; an agent uses POST /v1/episodes/next, /v1/episodes/ID/reward and \
@@ -130,20 +136,46 @@ impl Server {
         }
     }
 
-    fn next_episode(&self, peer: &Peer) -> Value {
-        match self.board.next_episode(|| peer.has_left()) {
-            NextEpisode::Episode(mut episode) => {
-                let key = self.access.token.as_deref().unwrap_or("none");
-                episode["api_key"] = format!("{key}:{}", episode["id"].as_str().unwrap_or_default()).into();
-                episode
-            }
-            NextEpisode::Later => json!({"id": null}),
-            NextEpisode::Done => json!({"id": null, "done": true}),
-        }
+    /// Returns the episode that a request names in its path, its header and its key; empty if it names none.
+    ///
+    /// # Errors
+    /// When it names two.
+    fn check_one_episode<'r>(&self, names: [Option<&'r str>; 3]) -> Result<&'r str, ApiError> {
+        let mut names = names.into_iter().flatten().filter(|name| !name.is_empty());
+        let one = names.next().unwrap_or_default();
+        let Some(other) = names.find(|other| *other != one) else { return Ok(one) };
+        let why = format!(
+            "the request names the episodes {one:?} and {other:?}; its path, X-Episode-Id and key must name one"
+        );
+        self.board.count_refused(&why);
+        Err(ApiError::invalid(None, why))
     }
 
-    fn reward(&self, id: &str, body: &[u8]) -> Result<(), ApiError> {
-        match read_reward(body) {
+    fn next_episode(&self, peer: &Peer) -> Response<'_> {
+        let mut episode = match self.board.next_episode(|| peer.has_left()) {
+            NextEpisode::Episode(episode) => episode,
+            NextEpisode::Later => return ok(&json!({"id": null})),
+            NextEpisode::Done => return ok(&json!({"id": null, "done": true})),
+        };
+        let id = episode["id"].as_str().unwrap_or_default().to_owned();
+        let key = self.access.token.as_deref().unwrap_or("none");
+        episode["api_key"] = format!("{key}:{id}").into();
+        let Response { status, content_type, body } = ok(&episode);
+        let tell = move |delivered: bool| {
+            if !delivered {
+                self.board.take_back(&id);
+            }
+        };
+        Response { status, content_type, body: Body::Watched(body.into(), Box::new(tell)) }
+    }
+
+    fn reward(&self, id: &str, request: &HttpRequest) -> Result<(), ApiError> {
+        let body = match request.json() {
+            // The client may ask again.
+            Err((status, why)) if !status.starts_with("400") => return Err(ApiError::refused(status, &why)),
+            body => body.map_err(|(_, why)| format!("{why}; NaN and Infinity are not numbers in JSON")),
+        };
+        match body.and_then(|body| read_reward(&body)) {
             Ok(given) => self.board.reward(id, given.map_err(|why| (EpisodeFailure::Error, why))),
             Err(why) => {
                 self.board.reward(id, Err((EpisodeFailure::BadReward, why.clone())))?;
@@ -153,7 +185,12 @@ impl Server {
     }
 
     /// Answers a chat request of episode `id`.
-    fn complete<'r>(&'r self, id: &str, body: &[u8], peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
+    fn complete<'r>(
+        &'r self,
+        id: &str,
+        request: &HttpRequest,
+        peer: Peer<'r>,
+    ) -> Result<Response<'r>, ApiError> {
         if id.is_empty() {
             let why =
                 "the request names no episode; use the episode's \"api_key\", or the header X-Episode-Id";
@@ -161,14 +198,18 @@ impl Server {
             return Err(ApiError::invalid(None, why.to_owned()));
         }
         let episode = self.board.episode(id)?;
-        let begun = self.begin(&episode, body).inspect_err(|error| self.board.count_refused(error.message()));
+        let begun = self.begin(&episode, request, peer);
+        let begun = begun.inspect_err(|error| self.board.count_refused(error.message()));
         let (mut answer, ticket, streams) = begun?;
-        if !streams {
-            return answer.whole(&ticket, &peer, &self.metrics).map(|value| ok(&value));
-        }
-        let metrics = &self.metrics;
-        let body = Body::Stream(Box::new(move |stream| answer.stream(&ticket, stream, metrics)));
-        Ok(Response { status: "200 OK", content_type: "text/event-stream", body })
+        let (delivery, metrics) = (ticket.delivery.clone(), &self.metrics);
+        let (content_type, body) = if streams {
+            let body = Body::Stream(Box::new(move |stream| answer.stream(&ticket, stream, metrics)));
+            ("text/event-stream", body)
+        } else {
+            (JSON, Body::Whole(answer.whole(&ticket, &peer, metrics)?.to_string().into()))
+        };
+        let body = Body::Watched(body.into(), Box::new(move |delivered| delivery.end(delivered)));
+        Ok(Response { status: "200 OK", content_type, body })
     }
 
     /// Reads a chat request and gives it to the engine. Returns the answer, its source, and whether the
@@ -176,59 +217,35 @@ impl Server {
     fn begin<'r>(
         &'r self,
         episode: &Arc<Episode>,
-        body: &[u8],
+        request: &HttpRequest,
+        peer: Peer,
     ) -> Result<(Answer<'r>, Ticket<'r>, bool), ApiError> {
-        let body: Value = serde_json::from_slice(body)
-            .map_err(|error| ApiError::invalid(None, format!("the body is not valid JSON: {error}")))?;
+        let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
         let (chat, round) = (&self.chat, &episode.round);
         let request = self.read_fields(&fields, &round.sampling)?;
         let conversation = read_conversation(&fields, chat, &self.system_prompt)?;
-        let too_long = |why: String| {
-            episode.play().trace.end_of_space();
-            ApiError::too_long("messages", why)
-        };
         let prompt_max = round.prompt_tokens_max;
         if !chat.vocabulary().may_fit(conversation.bytes(), prompt_max) {
             let bytes = conversation.bytes();
-            return Err(too_long(format!(
+            episode.end_of_space();
+            let why = format!(
                 "a prompt of {bytes} bytes cannot fit in rollout.prompt_tokens_max = {prompt_max} tokens"
-            )));
+            );
+            return Err(ApiError::too_long("messages", why));
         }
-        let values = fields.list("messages")?.unwrap_or_default();
-        let (prompt, sampled, position) = {
-            let mut play = episode.play();
-            if play.requests >= REQUESTS_MAX {
-                let why = format!("an episode has at most {REQUESTS_MAX} requests");
-                return Err(ApiError::full(why));
-            }
-            let prompt = play.trace.render(chat, &conversation, values);
-            let prompt = prompt.map_err(|error| ApiError::invalid(Some("messages"), format!("{error:#}")))?;
-            let position = play.requests;
-            play.requests += 1;
-            let sampled = play.trace.sampled_before(&prompt);
-            (prompt, sampled, position)
+        let mut digest = blake3::Hasher::new();
+        serde_json::to_writer(&mut digest, &*body).map_err(|error| ApiError::internal(&error.to_string()))?;
+        let asked = ChatRequest {
+            body: digest.finalize(),
+            conversation: &conversation,
+            values: fields.list("messages")?.unwrap_or_default(),
+            new_tokens_max: request.new_tokens_max,
+            peer: peer.handle(),
         };
-        if prompt.len() > prompt_max {
-            return Err(too_long(format!(
-                "the prompt has {} tokens, more than rollout.prompt_tokens_max = {prompt_max}",
-                prompt.len()
-            )));
-        }
-        let space = round.context_tokens_max.saturating_sub(prompt.len());
-        let left = round.response_tokens_max.saturating_sub(sampled).min(space);
-        if left == 0 {
-            return Err(too_long(format!(
-                "no token is left: rollout.response_tokens_max = {} and {sampled} tokens were sampled; the prompt has {} tokens \
-                 and the model's context {}",
-                round.response_tokens_max,
-                prompt.len(),
-                round.context_tokens_max
-            )));
-        }
-        let new_tokens_max = request.new_tokens_max.unwrap_or(left).min(left);
+        let (delivery, prompt, limit) = episode.ask(chat, asked)?;
         let facts = &episode.facts;
-        let coordinates = [facts.step, facts.prompt, facts.sample, position];
+        let coordinates = [facts.step, facts.prompt, facts.sample, delivery.position];
         let engine_request = |sample: u64| EngineRequest {
             version: None,
             tokens: prompt.clone(),
@@ -239,7 +256,7 @@ impl Server {
             }],
             sampling: round.sampling,
             stop_tokens: chat.stop_tokens(),
-            new_tokens_max,
+            new_tokens_max: limit.new_tokens_max,
             top_log_probs: request.top_log_probs,
             prompt_log_probs: None,
             keep_routed_experts: false,
@@ -267,10 +284,9 @@ impl Server {
             parallel_calls: request.parallel_calls,
         };
         let answer = Answer::new(head, prompts, 1, vec![reader], report);
-        let (episode, messages) = (episode.clone(), conversation.into_messages());
-        let has_recipe_limit = new_tokens_max == left;
-        let ticket =
-            Ticket { server: self, episode, position, sample, events, prompt, messages, has_recipe_limit };
+        let (delivery, messages) = (delivery.into(), conversation.into_messages());
+        let has_recipe_limit = limit.is_recipes;
+        let ticket = Ticket { server: self, delivery, sample, events, prompt, messages, has_recipe_limit };
         Ok((answer, ticket, request.streams))
     }
 
@@ -338,10 +354,7 @@ fn model() -> Value {
 
 /// Reads `{"reward": 1.0, "success": true, "metrics": {"name": 0.5}}`, or `{"error": "why"}`, which is
 /// returned as the inner error.
-fn read_reward(body: &[u8]) -> Result<Result<GivenReward, String>, String> {
-    let body: Value = serde_json::from_slice(body).map_err(|error| {
-        format!("the reward is not valid JSON ({error}); NaN and Infinity are not numbers in JSON")
-    })?;
+fn read_reward(body: &Value) -> Result<Result<GivenReward, String>, String> {
     if let Some(error) = body["error"].as_str() {
         return Ok(Err(error.chars().take(300).collect()));
     }
@@ -378,6 +391,8 @@ mod tests {
 
     #[test]
     fn a_reward_is_one_finite_number_with_named_metrics() {
+        let read_reward =
+            |text: &[u8]| read_reward(&serde_json::from_slice(text).map_err(|e| e.to_string())?);
         let given = read_reward(br#"{"reward": -0.5, "metrics": {"format.ok": 1}}"#).unwrap().unwrap();
         assert_eq!((given.reward, given.success, given.metrics["format.ok"]), (-0.5, false, 1.0));
         assert!(read_reward(br#"{"reward": 1}"#).unwrap().unwrap().success);

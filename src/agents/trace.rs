@@ -48,13 +48,13 @@ struct Path {
 }
 
 /// A finished answer, with its request.
-pub(super) struct SampledAnswer<'a> {
-    pub prompt: &'a [u32],
+pub(super) struct SampledAnswer {
+    pub prompt: Vec<u32>,
     /// The messages of the prompt.
-    pub messages: &'a [Message],
-    pub tokens: &'a [NewToken],
+    pub messages: Vec<Message>,
+    pub tokens: Vec<NewToken>,
     /// The message that the client receives.
-    pub message: &'a Value,
+    pub message: Value,
     /// Whether it ended because the recipe allows no further token in its trajectory.
     pub is_full: bool,
 }
@@ -80,11 +80,18 @@ pub(super) struct Trace {
 
 impl Trace {
     /// Returns the tokens of a request's conversation and of the start of the next answer. `values` are the
-    /// entries of its `messages`.
+    /// entries of its `messages`. They may repeat the first `known_answers` answers.
     ///
     /// # Errors
     /// When a message cannot be rendered.
-    pub fn render(&self, chat: &Chat, conversation: &RequestMessages, values: &[Value]) -> Result<Vec<u32>> {
+    pub fn render(
+        &self,
+        chat: &Chat,
+        conversation: &RequestMessages,
+        values: &[Value],
+        known_answers: usize,
+    ) -> Result<Vec<u32>> {
+        let known = self.answers.get(..known_answers).unwrap_or(&self.answers);
         let (mut tokens, mut pending) = (vec![], conversation.system.clone());
         let append = |tokens: &mut Vec<u32>, pending: &mut Vec<Message>| -> Result<()> {
             let rendered = match tokens.is_empty() {
@@ -98,47 +105,20 @@ impl Trace {
         for (value, messages) in values.iter().zip(&conversation.entries) {
             let given = GivenAnswer::read(value);
             let is_kept = value["role"] == "assistant"
-                && self.answers.iter().any(|answer| answer.message.says_the_same(&given));
+                && known.iter().any(|answer| answer.message.says_the_same(&given));
             if is_kept {
                 append(&mut tokens, &mut pending)?;
-                if let Some(answer) = self.find(&given, &tokens) {
+                if let Some(answer) = find(known, &given, &tokens) {
                     tokens.extend(&answer.tokens);
                     // An answer that reached its limit is closed by a token that is not trained.
                     tokens.extend(chat.stop_tokens().first().filter(|_| !answer.has_ended));
                 }
             } else {
-                pending.extend(messages.iter().map(|message| self.address_reply(value, message)));
+                pending.extend(messages.iter().map(|message| address_reply(known, value, message)));
             }
         }
         append(&mut tokens, &mut pending)?;
         Ok(tokens)
-    }
-
-    /// Returns the answer that `given` repeats: the one that was sampled after `tokens`, else the one with
-    /// the same call ids, else the newest.
-    fn find(&self, given: &GivenAnswer, tokens: &[u32]) -> Option<&KeptAnswer> {
-        let same = || self.answers.iter().rev().filter(|answer| answer.message.says_the_same(given));
-        let has_ids =
-            |answer: &&KeptAnswer| !given.call_ids.is_empty() && answer.message.call_ids == given.call_ids;
-        same()
-            .find(|answer| answer.prompt == tokens)
-            .or_else(|| same().find(has_ids))
-            .or_else(|| same().next())
-    }
-
-    /// Returns a tool's reply with the author and the channel of the call that it answers.
-    fn address_reply(&self, value: &Value, message: &Message) -> Message {
-        let id = value["tool_call_id"].as_str().unwrap_or_default();
-        let call = self.answers.iter().rev().find_map(|answer| {
-            let index = answer.message.call_ids.iter().position(|other| other == id)?;
-            answer.calls.get(index)
-        });
-        match call {
-            Some(call) if value["role"] == "tool" => {
-                Message { name: call.recipient.clone(), channel: call.channel.clone(), ..message.clone() }
-            }
-            _ => message.clone(),
-        }
     }
 
     /// Returns the index of the trajectory that `prompt` continues: the longest one that it begins with.
@@ -166,14 +146,14 @@ impl Trace {
     }
 
     /// Adds an answer to the trajectory that its prompt continues, or to a new one.
-    pub fn record(&mut self, chat: &Chat, answer: &SampledAnswer) {
-        let SampledAnswer { prompt, messages, tokens, message, is_full } = *answer;
+    pub fn record(&mut self, chat: &Chat, answer: SampledAnswer) {
+        let SampledAnswer { prompt, messages, tokens, message, is_full } = answer;
         let ids: Vec<u32> = tokens.iter().map(|token| token.id).collect();
         let mut parser = chat.turn_parser();
         for &id in &ids {
             parser.push(id);
         }
-        let given = GivenAnswer::read(message);
+        let given = GivenAnswer::read(&message);
         let has_ended = ids.last().is_some_and(|last| chat.stop_tokens().contains(last));
         // With `parallel_tool_calls: false` an answer ends after its first call, without a stop token.
         if let (false, false, Some(&end)) = (has_ended, given.calls.is_empty(), chat.stop_tokens().first()) {
@@ -191,7 +171,7 @@ impl Trace {
                 .take(given.calls.len())
                 .collect(),
         };
-        let index = self.continued(prompt).unwrap_or_else(|| {
+        let index = self.continued(&prompt).unwrap_or_else(|| {
             self.paths.push(Path::new());
             self.paths.len() - 1
         });
@@ -204,14 +184,13 @@ impl Trace {
         }
         path.push(&prompt[path.tokens.len()..], None);
         let start = path.tokens.len();
-        path.push(&ids, Some(tokens));
+        path.push(&ids, Some(&tokens));
         path.turns.push(Turn { start, end: path.tokens.len(), calls: vec![] });
         path.open_calls = calls.len();
-        path.messages = messages.to_vec();
+        path.messages = messages;
         path.messages.extend(parser.finish());
         path.outcome = if is_full { Outcome::TruncatedLength } else { Outcome::Finished };
         self.newest = index;
-        let prompt = prompt.to_vec();
         self.answers.push(KeptAnswer { message: given, calls, prompt, tokens: ids, has_ended });
     }
 
@@ -234,6 +213,30 @@ impl Trace {
             (trajectory, path.messages)
         };
         (self.paths.into_iter().enumerate().map(trajectory).collect(), self.newest)
+    }
+}
+
+/// Returns the answer of `known` that `given` repeats: the one that was sampled after `tokens`, else the one
+/// with the same call ids, else the newest.
+fn find<'a>(known: &'a [KeptAnswer], given: &GivenAnswer, tokens: &[u32]) -> Option<&'a KeptAnswer> {
+    let same = || known.iter().rev().filter(|answer| answer.message.says_the_same(given));
+    let has_ids =
+        |answer: &&KeptAnswer| !given.call_ids.is_empty() && answer.message.call_ids == given.call_ids;
+    same().find(|answer| answer.prompt == tokens).or_else(|| same().find(has_ids)).or_else(|| same().next())
+}
+
+/// Returns a tool's reply with the author and the channel of the call that it answers.
+fn address_reply(known: &[KeptAnswer], value: &Value, message: &Message) -> Message {
+    let id = value["tool_call_id"].as_str().unwrap_or_default();
+    let call = known.iter().rev().find_map(|answer| {
+        let index = answer.message.call_ids.iter().position(|other| other == id)?;
+        answer.calls.get(index)
+    });
+    match call {
+        Some(call) if value["role"] == "tool" => {
+            Message { name: call.recipient.clone(), channel: call.channel.clone(), ..message.clone() }
+        }
+        _ => message.clone(),
     }
 }
 
@@ -326,21 +329,43 @@ mod tests {
             RequestMessages::read(values, &[], &chat, settings, ConversationSource::Request).unwrap()
         };
         let mut trace = Trace::default();
-        let prompt = trace.render(&chat, &read(&values[..1]), &values[..1]).unwrap();
+        let prompt = trace.render(&chat, &read(&values[..1]), &values[..1], 0).unwrap();
+        let messages = vec![];
+        let (tokens, message) = (sampled, answer);
         trace.record(
             &chat,
-            &SampledAnswer {
-                prompt: &prompt,
-                messages: &[],
-                tokens: &sampled,
-                message: &answer,
-                is_full: false,
-            },
+            SampledAnswer { prompt: prompt.clone(), messages, tokens, message, is_full: false },
         );
         assert_eq!((trace.answers[0].calls.len(), trace.paths[0].open_calls), (1, 1));
-        let next = trace.render(&chat, &read(&values), &values).unwrap();
+        let next = trace.render(&chat, &read(&values), &values, 1).unwrap();
         let closed = [prompt, ids(call), chat.stop_tokens()[..1].to_vec()].concat();
         assert_eq!(next[..closed.len()], closed);
         assert_eq!(trace.continued(&next), Some(0));
+    }
+
+    /// A repeated request gets the prompt of the first one, whatever was answered since.
+    #[test]
+    fn a_prompt_repeats_only_the_answers_that_were_known() {
+        let chat = ChatFormat::ChatMl.from_embedded().unwrap();
+        let id = |text: &str| chat.vocabulary().encode_with_special(text).unwrap();
+        let sampled = [id("hi \n "), chat.stop_tokens()[..1].to_vec()].concat();
+        let token = |id: u32| NewToken { id, log_prob: 0.0, kept: None, scores: None };
+        let answer = json!({"role": "assistant", "content": "hi"});
+        let values = [
+            json!({"role": "user", "content": "?"}),
+            answer.clone(),
+            json!({"role": "user", "content": "!"}),
+        ];
+        let settings = SystemPromptSettings::default();
+        let source = ConversationSource::Request;
+        let conversation = RequestMessages::read(&values, &[], &chat, settings, source).unwrap();
+        let mut trace = Trace::default();
+        let before = trace.render(&chat, &conversation, &values, 0).unwrap();
+        let tokens = sampled.iter().map(|&id| token(id)).collect();
+        let (prompt, messages) = (id("?"), vec![]);
+        trace.record(&chat, SampledAnswer { prompt, messages, tokens, message: answer, is_full: false });
+        assert_eq!(trace.render(&chat, &conversation, &values, 0).unwrap(), before);
+        let after = trace.render(&chat, &conversation, &values, 1).unwrap();
+        assert!(after != before && after.windows(sampled.len()).any(|window| window == sampled));
     }
 }

@@ -12,8 +12,6 @@ choice! {
         Timeout = "timeout",
         /// Its reward was not a finite number, or the body of the request was invalid.
         BadReward = "bad_reward",
-        /// It got a second reward.
-        SecondReward = "second_reward",
         /// The program said that it failed.
         Error = "error",
         /// The program ended during the episode, twice.
@@ -36,8 +34,12 @@ pub struct EpisodeCounts {
     pub trajectories: u64,
     /// Answers of the rewarded episodes.
     pub answers: u64,
-    /// Requests that were refused: of an unknown or finished episode, or with an invalid body.
+    /// Requests that were refused: of an unknown or finished episode, of two episodes, with an invalid body,
+    /// or a second reward that differs.
     pub refused: u64,
+    /// Answers that no client took. They are not trained.
+    #[serde(default)]
+    pub undelivered: u64,
     /// Episodes that began again, because the program ended during them.
     pub begun_again: u64,
 }
@@ -52,6 +54,7 @@ impl EpisodeCounts {
         self.trajectories += other.trajectories;
         self.answers += other.answers;
         self.refused += other.refused;
+        self.undelivered += other.undelivered;
         self.begun_again += other.begun_again;
     }
 
@@ -63,6 +66,7 @@ impl EpisodeCounts {
         set("trajectories", self.trajectories);
         set("answers", self.answers);
         set("refused_requests", self.refused);
+        set("undelivered_answers", self.undelivered);
         set("begun_again", self.begun_again);
         set("failed", self.failed.values().sum());
         for failure in EpisodeFailure::all() {
