@@ -4,6 +4,7 @@ mod actor;
 mod adapter;
 mod against;
 mod agent;
+mod agent_doors;
 #[cfg(target_os = "linux")]
 mod allocator;
 mod answer_texts;
@@ -15,6 +16,7 @@ mod commands_eval;
 mod critic;
 mod data;
 mod dense;
+mod door_texts;
 mod engine;
 mod engine_versions;
 mod figures;
