@@ -17,6 +17,7 @@ mod critic;
 mod data;
 mod dense;
 mod door_texts;
+mod door_texts;
 mod engine;
 mod engine_versions;
 mod figures;
