@@ -96,6 +96,13 @@ cuda-rust-bugs:
 seeded-outputs:
     eval "$(tests/cuda_driver/setup.sh)" && cargo run --profile emulated --features cuda -- gpu-check --write-seeded kernels/seeded_outputs.txt
 
+# Doors: agents that lie, HTTP by grammar with loads, mutated tokenizers and GGUF files.
+doors requests="100000" http="50000" files="10000":
+    cargo build --release
+    tests/faults/doors_agent.py --count {{requests}}
+    tests/faults/doors_http.py --count {{http}} --loads 20
+    tests/faults/doors_files.py --count {{files}} --jobs 2
+
 # Kills, failing calls, flipped bits, damaged inputs and a long run, docs/RELIABILITY.md; more of each for a longer wait.
 faults count="50" inputs="100000" seconds="60":
     cargo build --release

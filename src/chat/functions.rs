@@ -14,9 +14,8 @@ const ITEM_CHARS_MAX: usize = 50;
 /// # Errors
 /// The number of the first invalid function (from 0) and the reason.
 pub fn check_functions(functions: &[Value]) -> Result<(), String> {
-    let named = |name: &str| {
-        !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | '-'))
-    };
+    let named =
+        |name: &str| !name.is_empty() && name.chars().all(|c| c.is_alphanumeric() || matches!(c, '_' | '-'));
     for (i, tool) in functions.iter().enumerate() {
         let function = &tool["function"];
         let wrong = |key: &Value, right: bool| !key.is_null() && !right;

@@ -216,7 +216,8 @@ impl Chat {
                         .into(),
                 );
             }
-            let mut messages = harmony::messages_from_json(&row["messages"], "row").map_err(|e| format!("{e:#}"))?;
+            let mut messages =
+                harmony::messages_from_json(&row["messages"], "row").map_err(|e| format!("{e:#}"))?;
             for message in messages.iter_mut().filter(|message| message.role == Role::Assistant) {
                 let usual = if message.recipient.is_some() { "commentary" } else { "final" };
                 message.channel.get_or_insert_with(|| usual.to_owned());

@@ -29,7 +29,11 @@ fn conversations() -> Vec<Value> {
 /// behind it.
 fn rendered(chat: &ChatMl, row: &Value, messages: &[Message]) -> (Vec<u32>, String) {
     let open = row["add_generation_prompt"] == true;
-    let tokens = if open { chat.render_prompt(messages).unwrap() } else { chat.render_training(messages).unwrap().tokens };
+    let tokens = if open {
+        chat.render_prompt(messages).unwrap()
+    } else {
+        chat.render_training(messages).unwrap().tokens
+    };
     let text = chat.vocabulary().decode(&tokens);
     (
         tokens,
@@ -375,7 +379,10 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
             assert!(before.ends_with("assistant\n<think>\n\n</think>\n\n"), "{before}");
         }
     }
-    assert_eq!(tokens[..off.render_prompt(&calls[..1]).unwrap().len()], off.render_prompt(&calls[..1]).unwrap());
+    assert_eq!(
+        tokens[..off.render_prompt(&calls[..1]).unwrap().len()],
+        off.render_prompt(&calls[..1]).unwrap()
+    );
     let prompt = off.render_prompt(&turn(None)[..1]).unwrap();
     assert!(chat.vocabulary().decode(&prompt).ends_with("assistant\n<think>\n\n</think>\n\n"));
     // A call inside an unfinished thought is none.

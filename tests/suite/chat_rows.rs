@@ -59,29 +59,81 @@ fn written_otherwise() -> Vec<(&'static str, Value, Value)> {
     };
     let parts = |text: &str| json!([{"type": "text", "text": text}]);
     vec![
-        ("TRL 5376", plain.clone(), json!({"messages": [with(user(), nulls.clone()), answer(nulls.clone())]})),
+        (
+            "TRL 5376",
+            plain.clone(),
+            json!({"messages": [with(user(), nulls.clone()), answer(nulls.clone())]}),
+        ),
         ("TRL 5307", plain.clone(), with(plain.clone(), json!({"tools": null}))),
         ("prime-rl 3382", plain.clone(), with(plain.clone(), json!({"tools": "null"}))),
         ("OpenRLHF 1228", plain.clone(), with(plain.clone(), json!({"tools": []}))),
         ("prime-rl 885", call.clone(), edit(&|row| row["tools"] = row["tools"].to_string().into())),
-        ("datasets: a list of texts", call.clone(), edit(&|row| row["tools"][0] = row["tools"][0].to_string().into())),
+        (
+            "datasets: a list of texts",
+            call.clone(),
+            edit(&|row| row["tools"][0] = row["tools"][0].to_string().into()),
+        ),
         ("prime-rl 885", call.clone(), called("{\"a\": 1}".into(), number.clone())),
         ("datasets: every key", call.clone(), messages_with_nulls),
         ("oumi 2392", call.clone(), edit(&|row| row["messages"][1]["content"] = Value::Null)),
-        ("ms-swift 10110", call.clone(), called(json!({"a": 1}), json!({"a": {"type": "number", "enum": null}, "city": null}))),
-        ("ms-swift 10125", call.clone(), edit(&|row| row["tools"][0]["function"]["parameters"]["required"] = Value::Null)),
+        (
+            "ms-swift 10110",
+            call.clone(),
+            called(json!({"a": 1}), json!({"a": {"type": "number", "enum": null}, "city": null})),
+        ),
+        (
+            "ms-swift 10125",
+            call.clone(),
+            edit(&|row| row["tools"][0]["function"]["parameters"]["required"] = Value::Null),
+        ),
         ("ms-swift 6467", call.clone(), called(json!({"a": 1, "city": null}), number.clone())),
-        ("Arrow: null defaults", call.clone(), called(json!({"a": 1}), json!({"a": {"type": "number", "default": null, "enum": null}}))),
+        (
+            "Arrow: null defaults",
+            call.clone(),
+            called(json!({"a": 1}), json!({"a": {"type": "number", "default": null, "enum": null}})),
+        ),
         ("ai 3073", no_arguments.clone(), called(Value::Null, number.clone())),
         ("ai 3073", no_arguments.clone(), called("".into(), number.clone())),
         ("agent-chat-ui 21", no_arguments, called("{}".into(), number)),
-        ("the function alone", call.clone(), edit(&|row| row["messages"][1]["tool_calls"][0] = row["messages"][1]["tool_calls"][0]["function"].take())),
-        ("datasets: calls as a text", call.clone(), edit(&|row| row["messages"][1]["tool_calls"] = row["messages"][1]["tool_calls"].to_string().into())),
-        ("a reply without an id", call.clone(), edit(&|row| drop(row["messages"][2].as_object_mut().unwrap().remove("tool_call_id")))),
-        ("a reply by its name", call.clone(), edit(&|row| row["messages"][2] = json!({"role": "tool", "name": "add", "content": "4"}))),
-        ("OpenAI's older role", call.clone(), edit(&|row| row["messages"][2] = json!({"role": "function", "name": "add", "content": "4"}))),
-        ("openai-python's dump", plain.clone(), json!({"messages": [user(), answer(json!({"refusal": null, "annotations": [], "audio": null, "function_call": null}))]})),
-        ("content as parts", plain.clone(), json!({"messages": [{"role": "user", "content": parts("2+2?")}, {"role": "assistant", "content": parts("4")}]})),
+        (
+            "the function alone",
+            call.clone(),
+            edit(&|row| {
+                row["messages"][1]["tool_calls"][0] = row["messages"][1]["tool_calls"][0]["function"].take()
+            }),
+        ),
+        (
+            "datasets: calls as a text",
+            call.clone(),
+            edit(&|row| {
+                row["messages"][1]["tool_calls"] = row["messages"][1]["tool_calls"].to_string().into()
+            }),
+        ),
+        (
+            "a reply without an id",
+            call.clone(),
+            edit(&|row| drop(row["messages"][2].as_object_mut().unwrap().remove("tool_call_id"))),
+        ),
+        (
+            "a reply by its name",
+            call.clone(),
+            edit(&|row| row["messages"][2] = json!({"role": "tool", "name": "add", "content": "4"})),
+        ),
+        (
+            "OpenAI's older role",
+            call.clone(),
+            edit(&|row| row["messages"][2] = json!({"role": "function", "name": "add", "content": "4"})),
+        ),
+        (
+            "openai-python's dump",
+            plain.clone(),
+            json!({"messages": [user(), answer(json!({"refusal": null, "annotations": [], "audio": null, "function_call": null}))]}),
+        ),
+        (
+            "content as parts",
+            plain.clone(),
+            json!({"messages": [{"role": "user", "content": parts("2+2?")}, {"role": "assistant", "content": parts("4")}]}),
+        ),
         ("a weight of 1", plain, json!({"messages": [user(), answer(json!({"weight": 1}))]})),
     ]
 }
@@ -106,16 +158,48 @@ fn what_would_be_lost_is_refused_with_key_and_remedy() {
         ("axolotl's flag", one(json!({"train": false})), ["\"train\"", "\"weight\": 0"]),
         ("a prefix", one(json!({"prefix": true})), ["\"prefix\"", "remove it"]),
         ("half a weight", one(json!({"weight": 0.5})), ["weight", "0 (no loss) or 1"]),
-        ("a user's weight", json!({"messages": [with(user(), json!({"weight": 0})), answer(json!({}))]}), ["weight", "assistant"]),
-        ("OpenAI's older calls", one(json!({"function_call": {"name": "add", "arguments": "{}"}})), ["function_call", "remove it"]),
-        ("Synaptic-Tuner 42", json!({"messages": [user(), {"role": "assistant", "content": null}]}), ["content", "write a text"]),
-        ("a reply without a call", json!({"messages": [user(), {"role": "tool", "content": "4"}, answer(json!({}))]}), ["message 2", "tool_call_id"]),
+        (
+            "a user's weight",
+            json!({"messages": [with(user(), json!({"weight": 0})), answer(json!({}))]}),
+            ["weight", "assistant"],
+        ),
+        (
+            "OpenAI's older calls",
+            one(json!({"function_call": {"name": "add", "arguments": "{}"}})),
+            ["function_call", "remove it"],
+        ),
+        (
+            "Synaptic-Tuner 42",
+            json!({"messages": [user(), {"role": "assistant", "content": null}]}),
+            ["content", "write a text"],
+        ),
+        (
+            "a reply without a call",
+            json!({"messages": [user(), {"role": "tool", "content": "4"}, answer(json!({}))]}),
+            ["message 2", "tool_call_id"],
+        ),
         ("arguments of another kind", called(json!([1]), json!({})), ["\"add\"", "no JSON object"]),
         ("arguments that are no JSON", called("{\"a\": ".into(), json!({})), ["\"add\"", "not JSON"]),
-        ("an image", json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, answer(json!({}))]}), ["message 1", "type is not \"text\""]),
-        ("ShareGPT's roles", json!({"messages": [{"role": "human", "content": "2+2?"}, answer(json!({}))]}), ["message 1", "\"human\""]),
-        ("tools that are no list", with(one(json!({})), json!({"tools": {"name": "add"}})), ["\"tools\"", "list"]),
-        ("a tool of no format", with(one(json!({})), json!({"tools": [{"name": "add"}]})), ["tool 0", "\"function\""]),
+        (
+            "an image",
+            json!({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, answer(json!({}))]}),
+            ["message 1", "type is not \"text\""],
+        ),
+        (
+            "ShareGPT's roles",
+            json!({"messages": [{"role": "human", "content": "2+2?"}, answer(json!({}))]}),
+            ["message 1", "\"human\""],
+        ),
+        (
+            "tools that are no list",
+            with(one(json!({})), json!({"tools": {"name": "add"}})),
+            ["\"tools\"", "list"],
+        ),
+        (
+            "a tool of no format",
+            with(one(json!({})), json!({"tools": [{"name": "add"}]})),
+            ["tool 0", "\"function\""],
+        ),
     ] {
         let why = tokens(&chat, &row).unwrap_err();
         assert!(words.iter().all(|word| why.contains(word)), "{source}: {why}");

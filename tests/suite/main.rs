@@ -17,7 +17,6 @@ mod critic;
 mod data;
 mod dense;
 mod door_texts;
-mod door_texts;
 mod engine;
 mod engine_versions;
 mod figures;

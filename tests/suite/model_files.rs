@@ -428,8 +428,7 @@ fn tensors_that_contradict_the_config_are_all_named() {
         &["model.layers.1.self_attn.sinks\" is not a tensor of this model"],
     );
 
-    let mut raw =
-        crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
+    let mut raw = crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
     let sinks = raw["model.layers.0.self_attn.sinks"].to_dtype(candle_core::DType::F64).unwrap();
     raw.insert("model.layers.0.self_attn.sinks".into(), sinks);
     raw.remove("model.norm.weight");
@@ -447,8 +446,7 @@ fn half_a_packed_pair_and_sizes_without_whole_blocks_are_refused() {
     let parameters = init(&config, &INIT, 3).unwrap();
     let folder = tempfile::tempdir().unwrap();
     save_all(folder.path(), &config, &parameters, WeightFormat::Mxfp4, SHARD_BYTES_MAX);
-    let mut raw =
-        crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
+    let mut raw = crate::tiny::load_safetensors(folder.path().join("model.safetensors"));
     let scales = "model.layers.1.mlp.experts.down_proj_scales";
     let tensor = raw.remove(scales).unwrap();
     candle_core::safetensors::save(&raw, folder.path().join("model.safetensors")).unwrap();

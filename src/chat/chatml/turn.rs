@@ -296,7 +296,8 @@ fn json_end(text: &str) -> Option<usize> {
             // The parser calls the start of a number invalid, not unfinished.
             let last_line = text.rsplit('\n').next().unwrap_or_default();
             let at_end = error.line() > text.matches('\n').count() && error.column() >= last_line.len();
-            (error.is_eof() || (at_end && text.ends_with(['-', '+', '.', 'e', 'E']))).then_some(text.len() + 1)
+            (error.is_eof() || (at_end && text.ends_with(['-', '+', '.', 'e', 'E'])))
+                .then_some(text.len() + 1)
         }
     }
 }
@@ -347,10 +348,7 @@ mod tests {
         let call = r#"{"a": "</tool_call> <tool_call>"}"#;
         assert_eq!(parts(&format!("<tool_call>{call}</tool_call>b")), ["", call, "b"]);
         assert_eq!(parts(&format!("<tool_call>{call}")), ["", call, ""]);
-        assert_eq!(
-            parts(&format!("<tool_call>{call}}}</tool_call>")),
-            ["", r#"{"a": ""#, " ", r#""}}"#, ""]
-        );
+        assert_eq!(parts(&format!("<tool_call>{call}}}</tool_call>")), ["", r#"{"a": ""#, " ", r#""}}"#, ""]);
     }
 
     #[test]

@@ -149,7 +149,8 @@ fn messages_of_weight_0_are_not_learned() {
     for format in [ChatFormat::Harmony, ChatFormat::ChatMl] {
         let chat = format.from_embedded().unwrap();
         let masked = |weights| -> (Vec<u32>, Vec<bool>) {
-            let messages: Vec<Message> = chat.read_messages(&row(weights), &SystemPromptSettings::default(), false).unwrap();
+            let messages: Vec<Message> =
+                chat.read_messages(&row(weights), &SystemPromptSettings::default(), false).unwrap();
             let rendered = chat.render_training(&messages).unwrap();
             (rendered.tokens, rendered.mask)
         };

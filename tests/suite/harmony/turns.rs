@@ -144,7 +144,10 @@ fn a_turn_goes_on_after_a_message_with_a_broken_header() {
     }
     let call = "<|channel|>commentary to=functions.add<|channel|>commentary json<|message|>{}<|call|>";
     let parsed = turn(call);
-    assert_eq!((parsed.end, parsed.messages[0].recipient.as_deref()), (TurnEnd::Called, Some("functions.add")));
+    assert_eq!(
+        (parsed.end, parsed.messages[0].recipient.as_deref()),
+        (TurnEnd::Called, Some("functions.add"))
+    );
 }
 
 #[test]

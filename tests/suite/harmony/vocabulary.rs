@@ -129,8 +129,16 @@ fn unusable_tokenizers_are_refused() {
 #[test]
 fn added_tokens_in_text_have_the_librarys_ids() {
     let texts = [
-        "a <gene> b", "<gene>", "  <gene>  x", "a<gene>b", "A <GENE> e\u{301}", "<gene", "<gene><gene>", "é<gene>é",
-        "\n<gene>\n", "",
+        "a <gene> b",
+        "<gene>",
+        "  <gene>  x",
+        "a<gene>b",
+        "A <GENE> e\u{301}",
+        "<gene",
+        "<gene><gene>",
+        "é<gene>é",
+        "\n<gene>\n",
+        "",
     ];
     let mut tried = 0;
     for normalizer in [json!(null), json!({"type": "NFC"}), json!({"type": "Lowercase"})] {
@@ -149,7 +157,11 @@ fn added_tokens_in_text_have_the_librarys_ids() {
             let tokenizer = HarmonyTokenizer::from_bytes(bytes, "tokenizer.json").unwrap();
             for text in texts {
                 let expected = library.encode(text, false).unwrap().get_ids().to_vec();
-                assert_eq!(tokenizer.encode_text(text).unwrap(), expected, "{text:?} with {normalizer} and flags {flags}");
+                assert_eq!(
+                    tokenizer.encode_text(text).unwrap(),
+                    expected,
+                    "{text:?} with {normalizer} and flags {flags}"
+                );
                 assert_eq!(tokenizer.encode_with_special(text).unwrap(), expected, "{text:?}");
                 tried += usize::from(expected.contains(&272));
             }
