@@ -78,8 +78,8 @@ pub(super) struct TokenId {
     pub(super) content: String,
 }
 
-/// Checks that the steps of the file take bounded time and memory. Returns the added tokens. The crate reports
-/// other errors.
+/// Checks that the steps of the file take bounded time and memory. Returns the added tokens. The crate
+/// reports other errors.
 ///
 /// # Errors
 /// The message names the value that exceeds its limit, and the limit.

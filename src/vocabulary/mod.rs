@@ -244,7 +244,8 @@ impl Vocabulary {
         String::from_utf8_lossy(&bytes).into_owned()
     }
 
-    /// Normalises, splits and merges `text`. Unlike [`Self::encode_with_special`], it finds no special tokens.
+    /// Normalises, splits and merges `text`. Unlike [`Self::encode_with_special`], it finds no special
+    /// tokens.
     fn encode_ordinary(&self, text: &str) -> tokenizers::Result<Vec<u32>> {
         let inner = &self.0.inner;
         let mut pieces = self.0.ordinary.extract_and_normalize(inner.get_normalizer(), text);

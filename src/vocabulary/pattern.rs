@@ -60,8 +60,8 @@ enum Instruction {
     Done,
 }
 
-/// A place to go back to: an instruction, and a position in the text. If `low` is below the position, the place
-/// stands for all positions from `low` to the one before.
+/// A place to go back to: an instruction, and a position in the text. If `low` is below the position, the
+/// place stands for all positions from `low` to the one before.
 struct Place {
     instruction: usize,
     at: usize,
@@ -204,8 +204,8 @@ impl SplitPattern {
         Ok(())
     }
 
-    /// Returns the end of the match of the instructions from `instruction` on that begins at `at`. With `end`,
-    /// the match must end there.
+    /// Returns the end of the match of the instructions from `instruction` on that begins at `at`. With
+    /// `end`, the match must end there.
     fn run(
         &self,
         text: &str,

@@ -111,7 +111,11 @@ def mutate_tree(rng, tree):
                 walk(value[key], depth + 1)
 
     walk(tree, 0)
-    small = [place for place in places if place[0] is not tree["model"]["vocab"]]
+    model = tree.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    small = [place for place in places if place[0] is not vocab] or places
+    if not places:
+        return
     holder, key, _ = rng.choice(small if rng.random() < 0.8 else places)
     if isinstance(holder, dict) and rng.random() < 0.2:
         del holder[key]
