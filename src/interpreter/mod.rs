@@ -27,8 +27,8 @@ mod worker_deaths;
 pub use cpython::CPython;
 pub use embedded_interpreter::EmbeddedInterpreter;
 
-/// Starts the interpreter that `settings` selects, for up to `sessions_max` live trajectories. `console` reports
-/// dead workers.
+/// Starts the interpreter that `settings` selects, for up to `sessions_max` live trajectories. `console`
+/// reports dead workers.
 ///
 /// # Errors
 /// The errors of [`EmbeddedInterpreter::new`] and [`CPython::new`].

@@ -1,4 +1,5 @@
-//! Causes of the death of a worker during a call. The model gets a reply, and the console reports the failure.
+//! Causes of the death of a worker during a call. The model gets a reply, and the console reports the
+//! failure.
 
 use crate::metrics::Console;
 use std::os::unix::process::ExitStatusExt;

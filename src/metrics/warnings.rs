@@ -69,8 +69,8 @@ impl Warning {
 /// Number of failures that the console shows.
 const FAILURES_SHOWN_MAX: u64 = 10;
 
-/// The failures for which the policy is not responsible: those of the task's program, its tools and the Python
-/// tool's workers.
+/// The failures for which the policy is not responsible: those of the task's program, its tools and the
+/// Python tool's workers.
 #[derive(Default)]
 pub(super) struct FailureCount {
     count: u64,
@@ -80,8 +80,8 @@ pub(super) struct FailureCount {
 }
 
 impl Console {
-    /// Counts a failure for which the policy is not responsible, and prints the first ones. Returns whether the
-    /// next one will be printed.
+    /// Counts a failure for which the policy is not responsible, and prints the first ones. Returns whether
+    /// the next one will be printed.
     pub fn report_failure(&self, text: &str) -> bool {
         let text = sanitize_line(text).into_owned();
         let mut failures = self.failures();

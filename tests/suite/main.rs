@@ -10,6 +10,7 @@ mod allocator;
 mod answer_texts;
 mod chat;
 mod chat_rows;
+mod chat_situations;
 mod chat_turns;
 mod commands;
 mod commands_eval;
