@@ -296,6 +296,7 @@ fn main() -> Result<()> {
                 reward_min: 0.0,
                 reply_chars_max: None,
                 interpreter: None,
+                form: rloss::chat::ToolForm::Call,
                 system_prompt: &[],
                 plan,
             };

@@ -64,8 +64,9 @@ fn without_parallel_calls_an_answer_ends_after_its_first_call() {
     let quoted = call("a", "{\"x\": \"</tool_call> and more\"}");
     let thought = format!("<think>\nI could write {a}\n</think>\n\n");
     let (plain, thinking) = (ChatFormat::ChatMl, ChatFormat::ThinkingChatMl);
-    // (format, text, names without parallel calls, names with them, whether the sample is cut short)
-    let rows: [(ChatFormat, String, &[&str], &[&str], bool); 8] = [
+    // The format, the text, names without parallel calls, names with them, whether the sample is cut short.
+    type Row = (ChatFormat, String, &'static [&'static str], &'static [&'static str], bool);
+    let rows: [Row; 8] = [
         (plain, format!("{a}\n{b}<|im_end|>"), &["a"], &["a", "b"], true),
         (plain, format!("Two calls.\n{a}\n{b}\n{b}<|im_end|>"), &["a"], &["a", "b", "b"], true),
         (plain, format!("{a}<|im_end|>"), &["a"], &["a"], true),
