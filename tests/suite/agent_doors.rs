@@ -106,8 +106,8 @@ impl Run {
             let text = std::fs::read_to_string(path).unwrap();
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
         };
-        let rows = lines(self.folder.join("metrics.jsonl")).into_iter();
-        let row = rows.filter(|row| row["phase"] == "rl").next_back().unwrap();
+        let mut rows = lines(self.folder.join("metrics.jsonl")).into_iter();
+        let row = rows.rfind(|row| row["phase"] == "rl").unwrap();
         (row, lines(self.folder.join("trajectories/step-000001.jsonl")))
     }
 }

@@ -15,7 +15,7 @@ fn read_turn(format: ChatFormat, text: &str) -> ReadTurn {
     let chat = format.from_embedded().unwrap();
     let mut reader = TurnReader::chat(&chat, vec![]);
     let ids = chat.vocabulary().encode_with_special(text).unwrap();
-    let is_over = ids.into_iter().fold(false, |over, id| over || reader.push(id));
+    let is_over = ids.into_iter().any(|id| reader.push(id));
     let Texts { content, reasoning } = reader.last();
     let call = |call| {
         let function = call_json(call, String::new())["function"].take();
