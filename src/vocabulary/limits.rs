@@ -40,7 +40,6 @@ const PRE_TOKENIZERS: &[&str] = &[
     "WhitespaceSplit",
     "CharDelimiterSplit",
     "UnicodeScripts",
-    "FixedLength",
     "BertPreTokenizer",
 ];
 const PRE_TOKENIZER_KEYS: &[&str] = &[
@@ -56,7 +55,6 @@ const PRE_TOKENIZER_KEYS: &[&str] = &[
     "use_regex",
     "individual_digits",
     "delimiter",
-    "length",
 ];
 
 /// The sections of a `tokenizer.json` that are checked.

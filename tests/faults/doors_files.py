@@ -409,7 +409,7 @@ path = "{model}"
     def check(self, code, error, seconds):
         if code not in (0, 1, 2):
             raise Failed(f"exit code {code}: {error[-500:]}")
-        if "panicked" in error:
+        if "panicked" in error or "internal error" in error:
             raise Failed(f"a panic: {error[-500:]}")
         if seconds > self.seconds:
             raise Failed(f"{seconds:.1f} s, exit code {code}: {error[-200:]}")
