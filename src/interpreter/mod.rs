@@ -109,7 +109,8 @@ table! {
         /// except with `"none"`, and the chat format's calls are text.
         pub form: ToolForm = ToolForm::default(),
         /// Text at the end of the system prompt that offers the tool. Absent means a sentence about blocks
-        /// ```` ```python ```` or tags, by `form`; with `"call"` and `"none"` there is no such text.
+        /// ```` ```python ```` or tags, by `form`. An empty text is none; with `"call"` and `"none"` there is
+        /// none either.
         pub instructions: Option<String> = None,
         /// Which calls share state.
         pub state: InterpreterState = InterpreterState::Call,

@@ -359,7 +359,8 @@ impl Recipe {
         let form = self.interpreter.form;
         let offer = self.interpreter.instructions.as_deref().or(form.instructions());
         let own = self.harmony.developer_instructions.as_deref();
-        let text: Vec<&str> = own.into_iter().chain(offer.filter(|_| form.runs_text())).collect();
+        let text: Vec<&str> =
+            own.into_iter().chain(offer.filter(|text| form.runs_text() && !text.is_empty())).collect();
         let developer_instructions = (!text.is_empty()).then(|| text.join("\n\n"));
         SystemPromptSettings { developer_instructions, ..self.harmony.clone() }
     }

@@ -18,7 +18,7 @@
 //!   but the first takes [`REPLY_FRAME_TOKENS`] of them. If none are left for a call, the trajectory ends as
 //!   [`Outcome::TruncatedLength`].
 //! - If programs in answers run ([`ToolForm`](crate::chat::ToolForm)), the end of a program ends the turn,
-//!   and its output is inserted into the same message. The last allowed turn must not end in a program either.
+//!   and its output is inserted into the same message. The last allowed turn must not end in a program.
 //! - Sampled tokens never change, including the stop token before a further user message.
 
 mod calls;

@@ -33,7 +33,8 @@ fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
-    let fence = done(rloss().arg("check").arg(quickstart()).args(["--set", "interpreter.form=fence"]));
+    let form = ["--set", "interpreter.form=fence", "--set", "interpreter.instructions="];
+    let fence = done(rloss().arg("check").arg(quickstart()).args(form));
     let text = String::from_utf8(fence.stdout).unwrap();
     assert!(text.contains("```python\nprint(6 * 7)\n```\n```output\n42\n```\n"), "{text}");
     // Regression test: every key of an adapter was listed, its defaults too.
