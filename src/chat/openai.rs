@@ -211,7 +211,9 @@ impl MessageReader<'_> {
             }
             Chat::ChatMl(_) => (thought, content) = chatml::thought_and_text(thought, content),
         }
-        self.open_calls.clear();
+        if !self.is_after_answer {
+            self.open_calls.clear();
+        }
         let mut read = vec![];
         for call in calls {
             // The inner function alone is a call too.

@@ -248,7 +248,8 @@ fn bug_a_weight_of_zero_reached_the_neighbours_call() {
     for format in FORMATS {
         let chat = format.from_embedded().unwrap();
         let mask = |first, second| {
-            let row = json!({"messages": [user(), call(first), call(second)], "tools": tools(json!({}))});
+            let reply = json!({"role": "tool", "content": "1"});
+            let row = json!({"messages": [user(), call(first), call(second), reply, reply], "tools": tools(json!({}))});
             tokens(&chat, &row).unwrap()
         };
         let (all, both) = mask(1, 1);
