@@ -348,6 +348,7 @@ PARTS = {
 }  # fmt: skip
 NOT_IN_SAMPLE = {
     "muon_resumed", "recorded", "memory_runs_out", "wide_heads", "sampled_ahead", "losses", "steady", "host_copies", "steady_on_two",
+    "equals_one", "trained_experts",
 }  # fmt: skip
 
 
