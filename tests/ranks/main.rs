@@ -135,7 +135,7 @@ fn partial_trajectories_of_two_processes_are_those_of_one() {
                 text = ''.join(m['content'] or '' for m in ask.get('messages', []))\n    \
                 answer = {'describe': {'name': 'lengths', 'validation_problems': 3}, 'problem': {'prompt': str(ask.get('index')), 'answer': 1}}\n    \
                 answer = answer.get(ask['request'], {'reward': len(text) * 7 % 5 / 4, 'success': True})\n    \
-                print(json.dumps(answer), flush=True)\n";
+                print(json.dumps({'request_id': ask['request_id'], **answer}), flush=True)\n";
     std::fs::write(&program, text).unwrap();
     let command = format!("task.command=[\"python3\",\"{}\"]", program.display());
     let partial = ["task.name=command", &command, "cold_start.steps=0", "rollout.step_tokens_max=8"];
@@ -369,7 +369,9 @@ fn a_killed_process_ends_the_others_at_once_and_the_run_goes_on() {
 
 #[test]
 fn a_restart_by_torchrun_and_a_requeue_by_slurm_go_on_by_resume_auto() {
-    let sets = [&SHORT[..], &["train.steps=30", "eval.every_steps=0"]].concat();
+    // With several turns the gradient of step 12 differs by 7e-11 from that of one process, without a kill too:
+    // docs/PROCESSES.md, "Known".
+    let sets = [&SHORT[..], &["train.steps=30", "eval.every_steps=0", "rollout.turns_max=1"]].concat();
     let whole = Launch::new("quickstart", &sets).alone();
     for by_slurm in [false, true] {
         let launch = Launch::new("quickstart", &sets).ranks(2).survivors(by_slurm).auto();
