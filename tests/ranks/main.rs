@@ -133,7 +133,7 @@ fn partial_trajectories_of_two_processes_are_those_of_one() {
                 for line in sys.stdin:\n    \
                 ask = json.loads(line)\n    \
                 text = ''.join(m['content'] or '' for m in ask.get('messages', []))\n    \
-                answer = {'describe': {'name': 'lengths', 'validation_problems': 3}, 'problem': {'prompt': str(ask.get('index')), 'answer': 1}}\n    \
+                answer = {'describe': {'name': 'lengths', 'version': 2, 'validation_problems': 3}, 'problem': {'prompt': str(ask.get('index')), 'answer': 1}}\n    \
                 answer = answer.get(ask['request'], {'reward': len(text) * 7 % 5 / 4, 'success': True})\n    \
                 print(json.dumps({'request_id': ask['request_id'], **answer}), flush=True)\n";
     std::fs::write(&program, text).unwrap();
