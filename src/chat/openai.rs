@@ -154,7 +154,14 @@ impl MessageReader<'_> {
         if role != Role::Assistant && !calls.is_empty() {
             return Err(format!("\"tool_calls\" in a message of role {}", role.name()));
         }
-        let no_loss = has_no_loss(value["weight"].as_f64(), role)?;
+        let weight = &value["weight"];
+        let no_loss = match self.is_row() {
+            true if !weight.is_null() && !weight.is_number() => {
+                return Err(format!("\"weight\" is {weight}; it must be 0 (no loss) or 1"));
+            }
+            true => has_no_loss(weight.as_f64(), role)?,
+            false => false,
+        };
         let mut messages = match role {
             Role::Assistant => self.read_answer(value, content, &calls)?,
             Role::Tool => vec![self.read_reply(value, content)?],

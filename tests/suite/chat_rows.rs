@@ -157,6 +157,7 @@ fn what_would_be_lost_is_refused_with_key_and_remedy() {
         ("a flag of loss", one(json!({"loss": false})), ["\"loss\"", "\"weight\": 0"]),
         ("axolotl's flag", one(json!({"train": false})), ["\"train\"", "\"weight\": 0"]),
         ("a prefix", one(json!({"prefix": true})), ["\"prefix\"", "remove it"]),
+        ("a weight as a text", one(json!({"weight": "0"})), ["weight", "0 (no loss) or 1"]),
         ("half a weight", one(json!({"weight": 0.5})), ["weight", "0 (no loss) or 1"]),
         (
             "a user's weight",

@@ -46,10 +46,15 @@ impl ChatMlTurnParser {
         if !self.chat.has_thoughts() {
             return Some(&self.bytes);
         }
-        let text = std::str::from_utf8(&self.bytes).ok()?;
-        match split_thought(text, true) {
+        // Searched in bytes: the last character may be unfinished.
+        let [open, close] = THINK.map(str::as_bytes);
+        match self.bytes.windows(close.len()).position(|bytes| bytes == close) {
+            Some(at) => {
+                let answer = &self.bytes[at + close.len()..];
+                answer.get(answer.iter().take_while(|&&byte| byte == b'\n').count()..)
+            }
+            None if self.bytes.trim_ascii_start().starts_with(open) => None,
             None => Some(&self.bytes),
-            Some((_, answer)) => answer.map(str::as_bytes),
         }
     }
 

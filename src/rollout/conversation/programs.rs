@@ -26,12 +26,14 @@ impl Conversation<'_> {
         let start = answer.len();
         let text = self.rollout.form.output_text(answer, &reply.text);
         let tokens_left = self.rollout.context_tokens_max().saturating_sub(self.record.len());
-        let rendered = self.rollout.chat.vocabulary().encode_text(&text);
-        let inserted = rendered.unwrap_or_default();
-        if inserted.is_empty() || inserted.len() >= tokens_left {
-            self.close_turn(vec![reply.outcome]);
-            return self.end(Outcome::TruncatedLength);
-        }
+        let inserted = match self.rollout.chat.vocabulary().encode_text(&text) {
+            Ok(tokens) if tokens.len() < tokens_left => tokens,
+            refused => {
+                let outcome = if refused.is_ok() { Outcome::TruncatedLength } else { Outcome::Malformed };
+                self.close_turn(vec![reply.outcome]);
+                return self.end(outcome);
+            }
+        };
         for &token in &inserted {
             self.turn.parser.push(token);
         }

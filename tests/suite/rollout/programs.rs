@@ -1,7 +1,7 @@
 //! Programs in the text of an answer: they run, and their output is inserted into the same message.
 
 use super::*;
-use rloss::chat::ChatFormat;
+use rloss::chat::{ChatFormat, ProgramScanner};
 use rloss::trajectory::{Trajectory, Turn};
 
 const PROGRAM: &str = "<|channel|>final<|message|>So\n```python\n7*12\n```";
@@ -101,4 +101,22 @@ fn an_output_calls_nothing() {
     }
     assert!(parser.calls().is_empty());
     assert_eq!(parser.finish(), [Message::assistant("final", text)]);
+}
+
+/// A character of several tokens began the search again, and programs that had run ran once more.
+#[test]
+fn bug_an_unfinished_character_is_no_new_answer() {
+    let chat = ChatFormat::ThinkingChatMl.from_embedded().unwrap();
+    let mut parser = chat.turn_parser().without_calls();
+    let mut scanner = ProgramScanner::new(ToolForm::Fence);
+    let program = "```python\nprint('é')\n```\n";
+    let text = format!("<think>\n{program}</think>\n\n{program}größer\n{program}");
+    let mut programs = vec![];
+    for id in chat.vocabulary().encode_with_special(&text).unwrap() {
+        parser.push(id);
+        programs.extend(scanner.read(parser.answer()));
+    }
+    assert_eq!(programs, ["print('é')\n", "print('é')\n"]);
+    let answer = parser.answer().unwrap().to_vec();
+    assert_eq!(parser.finish()[1].content.as_bytes(), answer, "places in both are the same");
 }
