@@ -19,6 +19,7 @@ use rloss::model::config::WeightFormat;
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
+use rloss::model::storage::StoredFormat;
 use rloss::model::storage::TensorStorage;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
@@ -125,7 +126,7 @@ fn planned(seed: u64, recompute_layers: bool) {
     // One sequence, so that sampling uses less memory than the update.
     (recipe.rollout.prompt_tokens_max, recipe.rollout.response_tokens_max) = (8, tokens - 8);
     (recipe.rollout.prompts_per_step, recipe.rollout.samples_per_prompt) = (1, 1);
-    let formats = vec![WeightFormat::F32; parameters.len()];
+    let formats = vec![StoredFormat::F32; parameters.len()];
     let subject = MemoryPlanInput {
         command: memory::ModelCommand::Train,
         recipe: &recipe,

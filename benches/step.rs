@@ -20,10 +20,11 @@ use rloss::dist::{Mesh, RolloutWeightPlacement};
 use rloss::harmony::Message;
 use rloss::metrics::{Console, Timings};
 use rloss::model::cache::CacheCapacity;
-use rloss::model::config::{Config, LayerType, WeightFormat};
+use rloss::model::config::{Config, LayerType};
 use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Backend;
 use rloss::model::policy_view::PolicyView;
+use rloss::model::storage::StoredFormat;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
@@ -209,7 +210,7 @@ fn recomputes_layers(shapes: &Shapes, config: &Config, tensors: usize, threads: 
         command: ModelCommand::Train,
         recipe: &recipe,
         config,
-        formats: &vec![WeightFormat::F32; tensors],
+        formats: &vec![StoredFormat::F32; tensors],
         trainable: TrainableInput { policy: vec![true; tensors], critic: None, adapter: None },
         tokenizer_bytes: 0,
         tools: ToolInput { python_workers: 0, reply_chars_max: None },

@@ -11,10 +11,11 @@ use crate::dist::serialization::f32_values;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::layers_on_demand::TensorSource;
 use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
+use crate::model::storage::StoredFormat;
 use crate::ops::mxfp4::{self, BLOCK};
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, bf16_is_finite, block_is_finite};
 use crate::ops::weight::Weight;
-use anyhow::Result;
+use anyhow::{Result, bail};
 use candle_core::{Device, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
@@ -139,7 +140,7 @@ impl ModelFolder {
         let mut mistakes = Vec::new();
         let mut extra: BTreeSet<&str> = self.file_index.keys().map(String::as_str).collect();
         for spec in specs {
-            let format = self.format_of(spec);
+            let format = self.folder_format_of(spec);
             for wanted in spec.stored_tensors(format) {
                 extra.remove(wanted.name.as_str());
                 match self.info(&wanted.name) {
@@ -160,12 +161,17 @@ impl ModelFolder {
         self.files.get(*self.file_index.get(name)?)?.metadata.info(name)
     }
 
-    /// Returns the stored format of a tensor: MXFP4 if the files have its blocks or scales, otherwise bf16 or
-    /// f32. Returns f32 also for a tensor in f16, because f16 values are read as f32.
-    pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
-        if let Some(gguf) = &self.gguf {
-            return gguf.format_of(spec);
+    /// Returns the stored format of a tensor.
+    pub fn format_of(&self, spec: &ParameterSpec) -> StoredFormat {
+        match &self.gguf {
+            Some(gguf) => gguf.format_of(spec),
+            None => self.folder_format_of(spec).into(),
         }
+    }
+
+    /// Returns the format of a tensor in a folder: MXFP4 if the files have its blocks or scales, otherwise
+    /// bf16 or f32. Returns f32 also for a tensor in f16, because f16 values are read as f32.
+    fn folder_format_of(&self, spec: &ParameterSpec) -> WeightFormat {
         let is_packed = spec.is_expert_matrix()
             && spec.layout != Layout::PerExpert
             && spec.stored_tensors(WeightFormat::Mxfp4).iter().any(|t| self.file_index.contains_key(&t.name));
@@ -177,17 +183,16 @@ impl ModelFolder {
         }
     }
 
-    /// Reads one parameter in packed format. Returns `None` for formats that are read as f32
-    /// ([`Self::read_values`]).
+    /// Reads one parameter in packed format. `format` is that of [`Self::format_of`], or bf16 for blocks.
+    /// Returns `None` for formats that are read as f32 ([`Self::read_values`]).
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
-    pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
+    pub fn read_packed(&self, spec: &ParameterSpec, format: StoredFormat) -> Result<Option<Weight>> {
         if let Some(gguf) = &self.gguf {
-            return gguf.read_packed(spec);
+            return gguf.read_packed(spec, format);
         }
-        let (Some(format), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
-        else {
+        let (Some(format), Some(shape)) = (spec.packed_format(format), spec.matrix_shape()) else {
             return Ok(None);
         };
         let [_, input, output] = shape;
@@ -236,6 +241,9 @@ impl ModelFolder {
                     bad.map_or(Ok(()), |at| Err(self.not_finite(spec, (first + at) * BLOCK)))
                 })?
             }
+            (PackedFormat::Blocks(_) | PackedFormat::BlockRows(_), _) => {
+                bail!("{}: only GGUF files have blocks", spec.name)
+            }
         };
         Ok(Some(Weight::Packed(Arc::new(matrix))))
     }
@@ -264,7 +272,7 @@ impl ModelFolder {
         if let Some(gguf) = &self.gguf {
             return gguf.read_values(spec);
         }
-        let values = match (self.format_of(spec), spec.stored_shape.as_slice()) {
+        let values = match (self.folder_format_of(spec), spec.stored_shape.as_slice()) {
             (WeightFormat::Mxfp4, &[experts, input, output]) => {
                 let [blocks, scales] =
                     ["_blocks", "_scales"].map(|half| self.bytes(&format!("{}{half}", spec.name)));
@@ -311,7 +319,7 @@ impl ModelFolder {
 
 impl TensorSource for ModelFolder {
     fn tensor(&self, spec: &ParameterSpec) -> Result<Weight> {
-        if let Some(packed) = self.read_packed(spec)? {
+        if let Some(packed) = self.read_packed(spec, self.format_of(spec))? {
             return Ok(packed);
         }
         Ok(Weight::dense(&Tensor::from_vec(self.read_values(spec)?, spec.working_shape(), &Device::Cpu)?))

@@ -1,9 +1,9 @@
 //! Ablations that round the weights for sampling.
 
 use super::ablations::Ablations;
-use super::config::WeightFormat;
 use super::layers_on_demand::WeightChange;
 use super::names::ParameterSpec;
+use super::storage::StoredFormat;
 use crate::bad_input;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix};
 use crate::ops::product::Precision;
@@ -42,14 +42,14 @@ impl WeightRounding {
 
     /// Returns the memory, in bytes, that [`Self::apply`] allocates for a tensor stored in `format`. It is 0
     /// if the result shares the tensor.
-    pub fn copy_bytes(self, spec: &ParameterSpec, format: WeightFormat) -> u64 {
+    pub fn copy_bytes(self, spec: &ParameterSpec, format: StoredFormat) -> u64 {
         let packed = spec.packed_format(format);
         let becomes_mxfp4 = self.mxfp4 && spec.is_expert_matrix() && packed != Some(PackedFormat::Mxfp4);
         let loses_bits =
             self.bits.is_some_and(|bits| packed.is_none_or(|packed| bits < mantissa_bits(packed)));
-        // An MXFP4 tensor that is rounded to fewer bits is decoded to f32.
-        let format =
-            if loses_bits && packed == Some(PackedFormat::Mxfp4) { WeightFormat::F32 } else { format };
+        // A tensor of MXFP4 or of blocks that is rounded to fewer bits is decoded to f32.
+        let is_decoded = packed.is_some_and(|packed| !is_bf16(packed));
+        let format = if loses_bits && is_decoded { StoredFormat::F32 } else { format };
         if becomes_mxfp4 || loses_bits { spec.resident_bytes(format) } else { 0 }
     }
 
@@ -74,7 +74,7 @@ impl WeightRounding {
         Ok(match weight {
             Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
             Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
-            Weight::Packed(matrix) if matrix.format() != PackedFormat::Mxfp4 => {
+            Weight::Packed(matrix) if is_bf16(matrix.format()) => {
                 Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
             }
             packed => Weight::dense(&round_mantissa(&packed.decode(&spec.working_shape())?, bits)?),
@@ -93,6 +93,9 @@ fn as_in_checkpoint(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         {
             Ok(Weight::dense(&round_mantissa(dense.values(), BF16_BITS)?))
         }
+        Weight::Packed(matrix) if matrix.precision() == Precision::Bf16Dot && spec.is_rounded_in_use() => {
+            Ok(Weight::dense(&round_mantissa(&weight.decode(&spec.working_shape())?, BF16_BITS)?))
+        }
         _ => Ok(weight),
     }
 }
@@ -107,7 +110,12 @@ fn mantissa_bits(format: PackedFormat) -> u32 {
     match format {
         PackedFormat::Bf16 | PackedFormat::Bf16Rows => BF16_BITS,
         PackedFormat::Mxfp4 => MXFP4_BITS,
+        PackedFormat::Blocks(_) | PackedFormat::BlockRows(_) => f32::MANTISSA_DIGITS,
     }
+}
+
+fn is_bf16(format: PackedFormat) -> bool {
+    matches!(format, PackedFormat::Bf16 | PackedFormat::Bf16Rows)
 }
 
 /// Rounds an expert matrix to MXFP4.

@@ -5,13 +5,35 @@ use super::names::{Layout, ParameterSpec, TensorRole};
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, shard_range};
 use crate::ops::cpu::{host_values, to_host};
-use crate::ops::packed_weights::PackedFormat;
+use crate::ops::packed_weights::{BlockType, PackedFormat};
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
 use anyhow::{Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use std::ops::Range;
 use std::sync::Arc;
+
+/// The format of a tensor in the files of a model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoredFormat {
+    /// f32, or another format that is read as f32.
+    F32,
+    Bf16,
+    /// MXFP4 in the layout of released GPT-OSS.
+    Mxfp4,
+    /// Blocks of a GGUF file.
+    Blocks(BlockType),
+}
+
+impl From<WeightFormat> for StoredFormat {
+    fn from(format: WeightFormat) -> Self {
+        match format {
+            WeightFormat::F32 => Self::F32,
+            WeightFormat::Bf16 => Self::Bf16,
+            WeightFormat::Mxfp4 => Self::Mxfp4,
+        }
+    }
+}
 
 /// The weight of a tensor and its placement. Only a variable can be trained. A variable is always dense.
 #[derive(Clone)]
@@ -202,14 +224,16 @@ pub fn copy_to_device(weight: &Weight, device: &Device, spec: &ParameterSpec) ->
 impl ParameterSpec {
     /// Returns the packed format of a frozen tensor that is stored in `format`; `None` if the tensor is f32
     /// in memory.
-    pub fn packed_format(&self, format: WeightFormat) -> Option<PackedFormat> {
+    pub fn packed_format(&self, format: impl Into<StoredFormat>) -> Option<PackedFormat> {
         let is_packable = self.is_matrix() && self.role != TensorRole::AdapterFactor;
         // A matrix with one column is not packed.
         let is_wide = self.working_shape().last().is_some_and(|&columns| columns > 1);
-        match format {
-            WeightFormat::F32 => None,
-            WeightFormat::Mxfp4 if self.is_expert_matrix() => Some(PackedFormat::Mxfp4),
+        match format.into() {
+            StoredFormat::F32 => None,
+            StoredFormat::Mxfp4 if self.is_expert_matrix() => Some(PackedFormat::Mxfp4),
             _ if !(is_packable && is_wide) => None,
+            StoredFormat::Blocks(kind) if self.is_lookup_table() => Some(PackedFormat::BlockRows(kind)),
+            StoredFormat::Blocks(kind) => Some(PackedFormat::Blocks(kind)),
             _ if self.is_lookup_table() => Some(PackedFormat::Bf16Rows),
             _ => Some(PackedFormat::Bf16),
         }
@@ -232,7 +256,7 @@ impl ParameterSpec {
     }
 
     /// Returns the memory, in bytes, of a frozen tensor that is stored in `format`.
-    pub fn resident_bytes(&self, format: WeightFormat) -> u64 {
+    pub fn resident_bytes(&self, format: impl Into<StoredFormat>) -> u64 {
         match (self.packed_format(format), self.matrix_shape()) {
             (Some(format), Some(shape)) => format.bytes(shape) as u64,
             _ => (self.element_count() * size_of::<f32>()) as u64,

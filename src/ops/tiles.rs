@@ -25,7 +25,7 @@ use vectors::SimdWords;
 use vectors::x86;
 
 /// Number of vectors of columns per tile.
-const VECTORS: usize = 2;
+pub(super) const VECTORS: usize = 2;
 
 /// Number of words per cache line.
 pub(super) const LINE_WORDS: usize = 16;
@@ -33,7 +33,7 @@ pub(super) const LINE_WORDS: usize = 16;
 /// A cache line of words. Panels are allocated in cache lines, so that no vector lies in two cache lines.
 #[derive(Clone, Copy)]
 #[repr(C, align(64))]
-struct CacheLine([u32; LINE_WORDS]);
+pub(super) struct CacheLine([u32; LINE_WORDS]);
 
 /// Returns whether this processor has bf16 dot-product instructions.
 pub(super) fn has_bf16_dot() -> bool {
@@ -130,6 +130,12 @@ struct TiledProduct<'a> {
     /// `(m, k, n)`.
     shape: (usize, usize, usize),
     accumulate: bool,
+}
+
+/// Returns the words of cache lines.
+pub(super) fn words_of(lines: &mut [CacheLine]) -> &mut [u32] {
+    // SAFETY: a cache line consists of these words.
+    unsafe { std::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * LINE_WORDS) }
 }
 
 /// Allocates cache lines for `words` words.
@@ -249,13 +255,13 @@ const TASKS_PER_THREAD: usize = 4;
 /// A range of k.
 #[derive(Clone, Copy)]
 pub(super) struct KRange {
-    start: usize,
-    values: usize,
+    pub start: usize,
+    pub values: usize,
 }
 
 impl KRange {
     /// Returns the number of steps of the range, which is its number of words per line.
-    fn steps<W: SimdWords>(self) -> usize {
+    pub fn steps<W: SimdWords>(self) -> usize {
         self.values.div_ceil(W::PER_WORD)
     }
 

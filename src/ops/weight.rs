@@ -26,11 +26,12 @@ impl Weight {
         Weight::Dense(Parameter::constant(values))
     }
 
-    /// Sets the precision of matrix products by a dense weight on a CPU. Packed weights are unchanged.
+    /// Sets the precision of matrix products by a dense weight or by blocks on a CPU. Other packed weights are
+    /// unchanged.
     pub fn with_precision(self, precision: Precision) -> Self {
         match self {
             Weight::Dense(parameter) => Weight::Dense(parameter.with_precision(precision)),
-            packed @ Weight::Packed(_) => packed,
+            Weight::Packed(matrix) => Weight::Packed(matrix.with_precision(precision)),
         }
     }
 
@@ -40,6 +41,24 @@ impl Weight {
             Weight::Dense(parameter) => Weight::Dense(parameter.with_bf16_copies()),
             packed @ Weight::Packed(_) => packed,
         }
+    }
+
+    /// Returns whether the weight consists of blocks of a GGUF file.
+    pub fn has_blocks(&self) -> bool {
+        matches!(self, Weight::Packed(matrix) if matrix.format().block_type().is_some())
+    }
+
+    /// Returns blocks as packed bf16, rounded to nearest. Other weights are unchanged.
+    ///
+    /// # Errors
+    /// When the weight is on a device.
+    pub fn blocks_to_bf16(self) -> Result<Self> {
+        Ok(match self {
+            Weight::Packed(matrix) if matrix.format().block_type().is_some() => {
+                Weight::Packed(Arc::new(matrix.to_bf16()?))
+            }
+            weight => weight,
+        })
     }
 
     /// Returns the weight without a gradient.
@@ -143,7 +162,7 @@ impl Weight {
     pub fn matmul_f32(&self, x: &Tensor, bias: Option<&Parameter>) -> Result<Tensor> {
         match self {
             Weight::Dense(weight) => linear_f32(x, weight, bias),
-            Weight::Packed(weight) => packed_linear(x, weight, bias),
+            Weight::Packed(weight) => packed_linear(x, &weight.with_precision(Precision::F32), bias),
         }
     }
 
@@ -207,7 +226,7 @@ impl Weight {
     pub(super) fn gemm_config(&self) -> GemmConfig {
         GemmThreads::Pool.with_precision(match self {
             Weight::Dense(weight) => weight.precision(),
-            Weight::Packed(_) => Precision::F32,
+            Weight::Packed(weight) => weight.precision(),
         })
     }
 

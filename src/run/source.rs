@@ -20,7 +20,7 @@ use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::{Backend, Parameters};
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::{Architecture, Dtype, ModelSettings, Tokenizer};
-use crate::model::storage::TensorStorage;
+use crate::model::storage::{StoredFormat, TensorStorage};
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use crate::recipe::{Plan, Recipe, RecipeSource, override_key};
@@ -45,7 +45,7 @@ pub(super) struct ModelSource {
     /// The GGUF file, if its chat template is not the family's. A warning names it.
     pub(super) unknown_template: Option<PathBuf>,
     /// The storage format of each tensor. f32 for random weights.
-    pub(super) formats: Vec<WeightFormat>,
+    pub(super) formats: Vec<StoredFormat>,
     /// The model's folder or GGUF file. `None` for the recipe's own architecture.
     pub(super) folder: Option<PathBuf>,
     /// The adapter for these weights, if any.
@@ -68,11 +68,17 @@ impl ModelSource {
         Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
-    /// Marks all tensors as unpacked if the recipe multiplies in bf16, because products with packed weights
-    /// are in f32.
+    /// Sets the formats in memory for the recipe's precision. Blocks multiply in f32 and in bf16; other packed
+    /// weights multiply in f32, so they are unpacked for products in bf16. With weights in bf16, blocks are
+    /// rounded to bf16.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
-        if precision(recipe) == Precision::Bf16Dot {
-            self.formats.fill(WeightFormat::F32);
+        for format in &mut self.formats {
+            *format = match (recipe.model.dtype, *format) {
+                (Dtype::Bf16, StoredFormat::Blocks(_)) => StoredFormat::Bf16,
+                (Dtype::F32 | Dtype::Bf16, format) => format,
+                (Dtype::Bf16Dot, blocks @ StoredFormat::Blocks(_)) => blocks,
+                (Dtype::Bf16Dot, _) => StoredFormat::F32,
+            };
         }
         self
     }
@@ -97,7 +103,7 @@ impl ModelSource {
                 let config = architecture_config(architecture, &chat);
                 config.check()?;
                 let companions = CompanionFiles::from_chat(&chat);
-                let formats = vec![WeightFormat::F32; parameter_specs(&config).len()];
+                let formats = vec![StoredFormat::F32; parameter_specs(&config).len()];
                 Ok(Self {
                     config,
                     chat,
@@ -201,7 +207,7 @@ impl ModelSource {
             let formats = specs.iter().map(|spec| weights.format_of(spec)).collect();
             (Some(Arc::new(weights)), None, formats)
         } else {
-            (None, Some(folder.to_owned()), vec![WeightFormat::F32; specs.len()])
+            (None, Some(folder.to_owned()), vec![StoredFormat::F32; specs.len()])
         };
         let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
         Ok(Self {
@@ -322,12 +328,15 @@ impl ModelSource {
         };
         if placement == Placement::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
-            let unpack: WeightChange =
-                Arc::new(|spec, weight| Ok(Weight::dense(&weight.decode(&spec.working_shape())?)));
+            let pack_bf16: WeightChange = Arc::new(|_, weight| Ok(weight.blocks_to_bf16()?));
+            let unpack: WeightChange = Arc::new(move |spec, weight| match weight.has_blocks() {
+                true => Ok(weight),
+                false => to_bf16.apply(spec, Weight::dense(&weight.decode(&spec.working_shape())?)),
+            });
             let changes = match recipe.model.dtype {
                 Dtype::F32 => vec![],
-                Dtype::Bf16 => vec![to_bf16.weight_change()],
-                Dtype::Bf16Dot => vec![unpack, to_bf16.weight_change()],
+                Dtype::Bf16 => vec![pack_bf16, to_bf16.weight_change()],
+                Dtype::Bf16Dot => vec![unpack],
             };
             return Parameters::keep_on_disk(&self.config, backend, folder.clone(), changes);
         }
@@ -343,8 +352,8 @@ impl ModelSource {
         };
         let mut read = 0;
         let tensors = specs.into_iter().enumerate().map(|(index, spec)| {
-            let is_dense = (command.trains() && trainable[index]) || self.formats[index] == WeightFormat::F32;
-            let packed = if is_dense { None } else { folder.read_packed(&spec)? };
+            let is_dense = (command.trains() && trainable[index]) || self.formats[index] == StoredFormat::F32;
+            let packed = if is_dense { None } else { folder.read_packed(&spec, self.formats[index])? };
             let is_sharded =
                 if packed.is_some() { placement == Placement::Sharded } else { trainable[index] };
             let stored = match packed {

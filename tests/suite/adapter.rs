@@ -167,7 +167,7 @@ fn both(config: &Config, format: WeightFormat) -> [Parameters; 2] {
     save(folder.path(), config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
     let files = ModelFolder::open(folder.path(), config).unwrap();
     let held = parameter_specs(config).into_iter().map(|spec| {
-        let stored = match files.read_packed(&spec)? {
+        let stored = match files.read_packed(&spec, files.format_of(&spec))? {
             Some(packed) => TensorStorage::from_weight(packed),
             None => TensorStorage::variable(&spec, files.read_values(&spec)?)?,
         };

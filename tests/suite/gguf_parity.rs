@@ -44,7 +44,7 @@ impl Opened {
 
     fn parameters(&self) -> Parameters {
         let tensors = parameter_specs(&self.config).into_iter().map(|spec| {
-            let stored = match self.files.read_packed(&spec)? {
+            let stored = match self.files.read_packed(&spec, self.files.format_of(&spec))? {
                 Some(packed) => TensorStorage::from_weight(packed),
                 None => TensorStorage::variable(&spec, self.files.read_values(&spec)?)?,
             };

@@ -5,6 +5,7 @@
 
 mod attention;
 mod attention_chunks;
+mod blocks;
 mod distill;
 mod experts;
 mod gpu_launch;

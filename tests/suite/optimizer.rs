@@ -23,6 +23,7 @@ use rloss::model::init::{InitSettings, init};
 use rloss::model::names::value_model_specs;
 use rloss::model::parameters::{Backend, OptimizerState, Parameters};
 use rloss::model::settings::Dtype;
+use rloss::model::storage::StoredFormat;
 use rloss::model::storage::TensorStorage;
 use rloss::ops::cpu::{edit, edit_codes};
 use rloss::ops::product::Precision;
@@ -336,7 +337,7 @@ fn the_plan_holds_the_bytes_that_optimizers_keep() {
             command: ModelCommand::Train,
             recipe: &recipe,
             config: &config,
-            formats: &vec![WeightFormat::F32; parameters.len()],
+            formats: &vec![StoredFormat::F32; parameters.len()],
             trainable: TrainableInput { policy: trainable, critic: Some(critic_trainable), adapter: None },
             tokenizer_bytes: 0,
             tools: ToolInput { python_workers: 0, reply_chars_max: None },

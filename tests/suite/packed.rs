@@ -50,7 +50,8 @@ fn held(folder: &Path, config: &Config, learns: &dyn Fn(&str) -> bool) -> anyhow
         config,
         &Backend::default(),
         parameter_specs(config).into_iter().map(|spec| {
-            let packed = if learns(&spec.name) { None } else { files.read_packed(&spec)? };
+            let packed =
+                if learns(&spec.name) { None } else { files.read_packed(&spec, files.format_of(&spec))? };
             let stored = match packed {
                 Some(packed) => TensorStorage::from_weight(packed),
                 None => TensorStorage::variable(&spec, files.read_values(&spec)?)?,
@@ -257,7 +258,9 @@ fn a_file_that_shrinks_while_it_is_read_is_refused() {
     file.set_len(file.metadata().unwrap().len() / 2).unwrap();
     let failed: Vec<anyhow::Error> = parameter_specs(&config)
         .iter()
-        .filter_map(|spec| files.read_packed(spec).and_then(|_| files.read_values(spec)).err())
+        .filter_map(|spec| {
+            files.read_packed(spec, files.format_of(spec)).and_then(|_| files.read_values(spec)).err()
+        })
         .collect();
     assert!(!failed.is_empty());
     for error in failed {

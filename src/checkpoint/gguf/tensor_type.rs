@@ -3,6 +3,7 @@
 use super::decode::{self, Decode};
 use crate::bad_input;
 use crate::ops::mxfp4;
+use crate::ops::packed_weights::BlockType;
 use anyhow::{Result, bail};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
@@ -19,6 +20,8 @@ pub struct TensorType {
     /// Number of bytes per block.
     pub bytes: usize,
     decode: Decode,
+    /// The corresponding type of blocks that stay packed in memory, if any.
+    pub packed: Option<BlockType>,
     /// The corresponding type in candle, which encodes the values. `None` for MXFP4, which candle does not
     /// have.
     dtype: Option<GgmlDType>,
@@ -31,10 +34,10 @@ impl PartialEq for TensorType {
 }
 
 macro_rules! types {
-    ($($name:ident = $id:literal $shown:literal $block:literal values in $bytes:literal $decode:ident $dtype:expr;)*) => {
+    ($($name:ident = $id:literal $shown:literal $block:literal values in $bytes:literal $decode:ident $packed:expr, $dtype:expr;)*) => {
         impl TensorType {
             $(pub const $name: Self =
-                Self { id: $id, name: $shown, block: $block, bytes: $bytes, decode: decode::$decode, dtype: $dtype };)*
+                Self { id: $id, name: $shown, block: $block, bytes: $bytes, decode: decode::$decode, packed: $packed, dtype: $dtype };)*
             /// All types that can be read.
             pub const ALL: &'static [Self] = &[$(Self::$name),*];
         }
@@ -42,18 +45,18 @@ macro_rules! types {
 }
 
 types! {
-    F32 = 0 "F32" 1 values in 4 f32_values Some(GgmlDType::F32);
-    F16 = 1 "F16" 1 values in 2 f16_values Some(GgmlDType::F16);
-    Q4_0 = 2 "Q4_0" 32 values in 18 q4_0 Some(GgmlDType::Q4_0);
-    Q4_1 = 3 "Q4_1" 32 values in 20 q4_1 Some(GgmlDType::Q4_1);
-    Q5_0 = 6 "Q5_0" 32 values in 22 q5_0 Some(GgmlDType::Q5_0);
-    Q5_1 = 7 "Q5_1" 32 values in 24 q5_1 Some(GgmlDType::Q5_1);
-    Q8_0 = 8 "Q8_0" 32 values in 34 q8_0 Some(GgmlDType::Q8_0);
-    Q4_K = 12 "Q4_K" 256 values in 144 q4_k Some(GgmlDType::Q4K);
-    Q5_K = 13 "Q5_K" 256 values in 176 q5_k Some(GgmlDType::Q5K);
-    Q6_K = 14 "Q6_K" 256 values in 210 q6_k Some(GgmlDType::Q6K);
-    BF16 = 30 "BF16" 1 values in 2 bf16_values Some(GgmlDType::BF16);
-    MXFP4 = 39 "MXFP4" 32 values in 17 mxfp4 None;
+    F32 = 0 "F32" 1 values in 4 f32_values None, Some(GgmlDType::F32);
+    F16 = 1 "F16" 1 values in 2 f16_values None, Some(GgmlDType::F16);
+    Q4_0 = 2 "Q4_0" 32 values in 18 q4_0 Some(BlockType::Q4_0), Some(GgmlDType::Q4_0);
+    Q4_1 = 3 "Q4_1" 32 values in 20 q4_1 Some(BlockType::Q4_1), Some(GgmlDType::Q4_1);
+    Q5_0 = 6 "Q5_0" 32 values in 22 q5_0 Some(BlockType::Q5_0), Some(GgmlDType::Q5_0);
+    Q5_1 = 7 "Q5_1" 32 values in 24 q5_1 Some(BlockType::Q5_1), Some(GgmlDType::Q5_1);
+    Q8_0 = 8 "Q8_0" 32 values in 34 q8_0 Some(BlockType::Q8_0), Some(GgmlDType::Q8_0);
+    Q4_K = 12 "Q4_K" 256 values in 144 q4_k Some(BlockType::Q4K), Some(GgmlDType::Q4K);
+    Q5_K = 13 "Q5_K" 256 values in 176 q5_k Some(BlockType::Q5K), Some(GgmlDType::Q5K);
+    Q6_K = 14 "Q6_K" 256 values in 210 q6_k Some(BlockType::Q6K), Some(GgmlDType::Q6K);
+    BF16 = 30 "BF16" 1 values in 2 bf16_values None, Some(GgmlDType::BF16);
+    MXFP4 = 39 "MXFP4" 32 values in 17 mxfp4 None, None;
 }
 
 impl TensorType {

@@ -1,13 +1,14 @@
-//! The weights of a GGUF file, decoded on demand. If all tensors are F32 or F16, they are held as f32. In any
-//! other file, MXFP4 experts stay packed, and all other tensors are rounded to bf16, even F32 vectors.
+//! The weights of a GGUF file. Blocks, MXFP4 experts and BF16 matrices stay packed in memory. All other tensors
+//! are decoded to f32. All values are exactly those of the file.
 
 use super::file::{GgufFile, GgufTensor, MetadataValue};
 use super::names::{GgufTensorSpec, geometry, parts};
 use super::tensor_type::{MXFP4_BYTES, TensorType, from_gguf_block};
 use crate::bad_input;
-use crate::model::config::{Config, WeightFormat};
+use crate::model::config::Config;
 use crate::model::families::Family;
 use crate::model::names::{Layout, ParameterSpec, parameter_specs};
+use crate::model::storage::StoredFormat;
 use crate::ops::buffer::{buffer, byte_buffer};
 use crate::ops::mxfp4::BLOCK;
 use crate::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows, block_is_finite};
@@ -38,8 +39,6 @@ pub struct GgufWeights {
     path: PathBuf,
     files: Vec<GgufFile>,
     family: Family,
-    /// Whether all tensors are F32 or F16. All tensors are then held as f32.
-    is_float: bool,
 }
 
 impl GgufWeights {
@@ -63,9 +62,7 @@ impl GgufWeights {
             }
             files.push(file);
         }
-        let mut types = files.iter().flat_map(|file| file.tensors.values()).map(|tensor| tensor.dtype);
-        let is_float = types.all(|dtype| [TensorType::F32, TensorType::F16].contains(dtype));
-        Ok((Self { path: path.to_owned(), files, family: Family::default(), is_float }, metadata))
+        Ok((Self { path: path.to_owned(), files, family: Family::default() }, metadata))
     }
 
     /// Sets the family, which decides the names of tensors.
@@ -115,25 +112,27 @@ impl GgufWeights {
         ))
     }
 
-    /// Returns the format in which the parameter is held in memory.
-    pub fn format_of(&self, spec: &ParameterSpec) -> WeightFormat {
-        let is_mxfp4 = |part: &GgufTensorSpec| {
-            self.find(&part.name).is_some_and(|(_, tensor)| *tensor.dtype == TensorType::MXFP4)
-        };
-        match spec.is_expert_matrix() && parts(spec, self.family).iter().all(is_mxfp4) {
-            true => WeightFormat::Mxfp4,
-            false if self.is_float => WeightFormat::F32,
-            false => WeightFormat::Bf16,
+    /// Returns the format of a parameter. A parameter of several tensors with different types is read as f32.
+    pub fn format_of(&self, spec: &ParameterSpec) -> StoredFormat {
+        let parts = parts(spec, self.family);
+        let types: Vec<_> = parts.iter().filter_map(|part| Some(self.find(&part.name)?.1.dtype)).collect();
+        let all = |is: &dyn Fn(&TensorType) -> bool| !types.is_empty() && types.iter().all(|of| is(of));
+        let packed = types.first().and_then(|of| of.packed);
+        match packed {
+            Some(kind) if all(&|of| of.packed == packed) => StoredFormat::Blocks(kind),
+            _ if spec.is_expert_matrix() && all(&|of| *of == TensorType::MXFP4) => StoredFormat::Mxfp4,
+            _ if all(&|of| [TensorType::BF16, TensorType::MXFP4].contains(of)) => StoredFormat::Bf16,
+            _ => StoredFormat::F32,
         }
     }
 
-    /// Reads one parameter in packed format; `None` when it is held as f32.
+    /// Reads one parameter in packed format; `None` when it is held as f32. `format` is that of
+    /// [`Self::format_of`], or bf16 for blocks, which are then rounded.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when a value is NaN or infinite, or the file cannot be read.
-    pub fn read_packed(&self, spec: &ParameterSpec) -> Result<Option<Weight>> {
-        let (Some(format), Some(shape)) = (spec.packed_format(self.format_of(spec)), spec.matrix_shape())
-        else {
+    pub fn read_packed(&self, spec: &ParameterSpec, format: StoredFormat) -> Result<Option<Weight>> {
+        let (Some(format), Some(shape)) = (spec.packed_format(format), spec.matrix_shape()) else {
             return Ok(None);
         };
         let [_, output, input] = geometry(spec);
@@ -161,6 +160,20 @@ impl GgufWeights {
                     Ok(())
                 })
             })?,
+            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => {
+                let width = kind.stored_bytes(input);
+                PackedMatrix::read(format, shape, |rows: StoredRows| {
+                    self.read(spec, rows.expert, rows.columns, |_, bytes, step, first| {
+                        if !kind.is_finite(bytes) {
+                            return Err(self.not_finite(spec));
+                        }
+                        for (row, bytes) in bytes.chunks_exact(width).enumerate() {
+                            rows.values[(first + row * step) * width..][..width].copy_from_slice(bytes);
+                        }
+                        Ok(())
+                    })
+                })?
+            }
         };
         Ok(Some(Weight::Packed(Arc::new(matrix))))
     }
@@ -205,14 +218,10 @@ impl GgufWeights {
         mut put: impl FnMut(usize, &[f32]),
     ) -> Result<()> {
         let [_, _, input] = geometry(spec);
-        let rounds = self.format_of(spec) != WeightFormat::F32;
         let mut buffer = buffer(DECODED_VALUES.max(input).min(rows.len() * input));
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
             let decoded = &mut buffer[..bytes.len() / dtype.bytes * dtype.block];
             dtype.decode(bytes, decoded);
-            if rounds {
-                round_to_bf16(decoded);
-            }
             if !is_finite(decoded) {
                 return Err(self.not_finite(spec));
             }
@@ -302,16 +311,6 @@ impl GgufWeights {
             self.path.display(),
             parts(spec, self.family).iter().map(|part| &*part.name).collect::<Vec<_>>().join("` or `"),
         )
-    }
-}
-
-/// Rounds finite values to the nearest bf16, ties to even. Infinite values and NaN do not change.
-#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
-fn round_to_bf16(values: &mut [f32]) {
-    for value in values {
-        let bits = value.to_bits();
-        let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) & 0xffff_0000;
-        *value = f32::from_bits(if value.is_finite() { rounded } else { bits });
     }
 }
 

@@ -8,6 +8,7 @@ mod transpose;
 
 pub use transpose::transpose;
 
+use super::blocks::{BlockColumns, GROUP};
 use super::{PANEL_COLUMNS, PackedFormat};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
 use crate::ops::prefetch::prefetch;
@@ -192,6 +193,7 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
                 }
             }
         }
+        PackedFormat::Blocks(_) | PackedFormat::BlockRows(_) => unreachable!("blocks have their own kernels"),
     }
 }
 
@@ -393,6 +395,12 @@ impl VectorInstructions {
         panel.check(rows.clone());
         let last = rows.len().saturating_sub(1) * width + column + PANEL_COLUMNS;
         assert!(column + PANEL_COLUMNS <= width && last <= tile.len(), "packed product: tile");
+        if let Some(kind) = panel.format.block_type() {
+            let groups = (0, PANEL_COLUMNS / GROUP);
+            let (k, count) = (rows.start, rows.len());
+            let columns = BlockColumns { kind, panel: panel.bytes, k, count, groups };
+            return columns.decode(&mut tile[column..], width);
+        }
         let to = tile[column..].as_mut_ptr();
         match self {
             #[cfg(target_arch = "x86_64")]
@@ -435,6 +443,11 @@ impl Panel<'_> {
                 let magnitude = MAGNITUDES[usize::from(nibble & 7)];
                 let value = if nibble & 8 == 0 { magnitude } else { -magnitude };
                 value * scale(block[column])
+            }
+            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => {
+                let layout = kind.layout();
+                let block = &self.bytes[k / layout.values * layout.panel_block_bytes()..];
+                layout.value(block, k % layout.values, column)
             }
         }
     }

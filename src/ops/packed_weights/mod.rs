@@ -1,5 +1,5 @@
-//! Matrices that stay packed in memory, as bf16 or MXFP4 ([`super::mxfp4`]). They need as many bytes as on
-//! disk.
+//! Matrices that stay packed in memory, as bf16, as MXFP4 ([`super::mxfp4`]), or as blocks of a GGUF file
+//! ([`BlockType`]). They need as many bytes as on disk, Q6_K a fifth more.
 //!
 //! A product decodes weights while it multiplies, and adds in the order of [`super::product`]. **The result
 //! is bit for bit the product by the decoded matrix**, in the forward pass and in the gradient of the input.
@@ -13,22 +13,27 @@
 //! A GPU stores an MXFP4 matrix in the same panels (`kernels/product_mxfp4.cuh`). Only products support a
 //! matrix on a GPU. Functions that need the bytes on the host return an error.
 
+mod blocks;
 mod kernels;
 mod linear;
 mod storage;
 mod table;
 
+pub use blocks::BlockType;
 pub use linear::{packed_grouped_linear, packed_linear};
 pub use table::{packed_columns, packed_rows};
 
 use super::buffer::byte_buffer;
 use super::cpu::should_parallelize;
 use super::mxfp4::{self, BLOCK};
-use super::product::{GemmThreads, K_CHUNK, StridedMatrix, product};
+use super::product::{GemmThreads, K_CHUNK, Precision, StridedMatrix, product};
+use super::tiles::panels;
+use blocks::{BlockColumns, BlockPanels, GROUP};
 use kernels::{OutputColumns, Panel, VectorInstructions, transpose};
 use rayon::prelude::*;
 use std::convert::Infallible;
 use std::ops::Range;
+use std::sync::Arc;
 use storage::PackedStorage;
 
 /// Columns per panel.
@@ -46,6 +51,10 @@ pub enum PackedFormat {
     /// bf16 rows in stored order, for an embedding table. Rows can be looked up; products are not supported.
     Bf16Rows,
     Mxfp4,
+    /// Blocks of a GGUF file. Products are in f32 or bf16, as [`PackedMatrix::with_precision`] sets.
+    Blocks(BlockType),
+    /// Blocks of an embedding table. Rows can be looked up; products are not supported.
+    BlockRows(BlockType),
 }
 
 impl PackedFormat {
@@ -58,11 +67,32 @@ impl PackedFormat {
         match self {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => rows * PANEL_COLUMNS * 2,
             PackedFormat::Mxfp4 => rows.div_ceil(BLOCK) * Self::MXFP4_BLOCK_BYTES,
+            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => {
+                rows.div_ceil(kind.values()) * kind.layout().panel_block_bytes()
+            }
+        }
+    }
+
+    /// Returns the type of blocks, if the format has any.
+    pub const fn block_type(self) -> Option<BlockType> {
+        match self {
+            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => Some(kind),
+            _ => None,
+        }
+    }
+
+    /// Returns `[experts, in, out]` of the panels for a matrix with the shape `shape`. The panels of a table
+    /// of blocks hold its rows as columns.
+    const fn panel_shape(self, shape: [usize; 3]) -> [usize; 3] {
+        match (self, shape) {
+            (PackedFormat::BlockRows(_), [experts, rows, width]) => [experts, width, rows],
+            _ => shape,
         }
     }
 
     /// Returns the size of a packed matrix `[experts, input, output]`, in bytes.
-    pub const fn bytes(self, [experts, input, output]: [usize; 3]) -> usize {
+    pub const fn bytes(self, shape: [usize; 3]) -> usize {
+        let [experts, input, output] = self.panel_shape(shape);
         match self {
             PackedFormat::Bf16Rows => 2 * experts * input * output,
             _ => experts * output.div_ceil(PANEL_COLUMNS) * self.panel_bytes(input),
@@ -74,8 +104,12 @@ impl PackedFormat {
 pub struct PackedMatrix {
     format: PackedFormat,
     experts: usize,
+    /// Number of rows of the panels.
     input: usize,
+    /// Number of columns of all panels.
     output: usize,
+    /// The precision of products by blocks. Other formats have f32 products.
+    precision: Precision,
     bytes: PackedStorage,
 }
 
@@ -84,9 +118,10 @@ pub struct PackedMatrix {
 pub struct StoredRows<'a> {
     pub expert: usize,
     pub columns: Range<usize>,
-    /// Little-endian bf16 `[columns][in]`, or MXFP4 blocks `[columns][in / 32][16]`.
+    /// Little-endian bf16 `[columns][in]`, MXFP4 blocks `[columns][in / 32][16]`, or blocks as in a GGUF
+    /// file.
     pub values: &'a mut [u8],
-    /// `[columns][in / 32]`; empty for bf16.
+    /// The scales of MXFP4, `[columns][in / 32]`; otherwise empty.
     pub scales: &'a mut [u8],
 }
 
@@ -98,17 +133,23 @@ impl PackedMatrix {
     /// Errors of `read`.
     pub fn read<E: Send>(
         format: PackedFormat,
-        [experts, input, output]: [usize; 3],
+        shape: [usize; 3],
         read: impl Fn(StoredRows) -> Result<(), E> + Sync,
     ) -> Result<Self, E> {
         assert!(format != PackedFormat::Bf16Rows, "a table is not read in panels");
-        assert!(format == PackedFormat::Bf16 || input.is_multiple_of(BLOCK), "MXFP4: {input} inputs");
+        let [_, input, output] = format.panel_shape(shape);
+        let block = match format {
+            PackedFormat::Mxfp4 => BLOCK,
+            _ => format.block_type().map_or(1, BlockType::values),
+        };
+        assert!(input.is_multiple_of(block), "{input} inputs in blocks of {block}");
         // Each thread writes first to its panels, so the system clears their memory in parallel.
-        let mut bytes = byte_buffer(format.bytes([experts, input, output]));
+        let mut bytes = byte_buffer(format.bytes(shape));
         let panels = output.div_ceil(PANEL_COLUMNS);
         let (width, scales) = match format {
             PackedFormat::Bf16 | PackedFormat::Bf16Rows => (2 * input, 0),
             PackedFormat::Mxfp4 => (input / 2, input / BLOCK),
+            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => (kind.stored_bytes(input), 0),
         };
         bytes.par_chunks_exact_mut(format.panel_bytes(input).max(1)).enumerate().try_for_each_init(
             || (byte_buffer(PANEL_COLUMNS * width), byte_buffer(PANEL_COLUMNS * scales)),
@@ -124,11 +165,14 @@ impl PackedMatrix {
                 match format {
                     PackedFormat::Bf16 | PackedFormat::Bf16Rows => transpose(panel, values, width),
                     PackedFormat::Mxfp4 => arrange_blocks(panel, values, of_scales),
+                    PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => {
+                        blocks::arrange(kind, panel, values);
+                    }
                 }
                 Ok(())
             },
         )?;
-        Ok(Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) })
+        Ok(Self::from_bytes(format, shape, bytes))
     }
 
     /// Packs MXFP4 blocks and scales in the layout of [`mxfp4::encode`].
@@ -171,13 +215,55 @@ impl PackedMatrix {
                 }
             });
         }
-        Ok(Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) })
+        Ok(Self::from_bytes(format, [experts, input, output], bytes))
     }
 
     /// Rebuilds a matrix from the bytes that [`Self::bytes`] returns.
-    pub fn from_bytes(format: PackedFormat, [experts, input, output]: [usize; 3], bytes: Vec<u8>) -> Self {
-        assert_eq!(bytes.len(), format.bytes([experts, input, output]), "packed matrix: bytes");
-        Self { format, experts, input, output, bytes: PackedStorage::Host(bytes) }
+    pub fn from_bytes(format: PackedFormat, shape: [usize; 3], bytes: Vec<u8>) -> Self {
+        assert_eq!(bytes.len(), format.bytes(shape), "packed matrix: bytes");
+        let [experts, input, output] = format.panel_shape(shape);
+        let bytes = PackedStorage::Host(Arc::new(bytes));
+        Self { format, experts, input, output, precision: Precision::default(), bytes }
+    }
+
+    /// Returns the matrix with products and lookups in `precision`, if it consists of blocks. The values are
+    /// shared.
+    pub fn with_precision(self: &Arc<Self>, precision: Precision) -> Arc<Self> {
+        match self.format.block_type() {
+            Some(_) if precision != self.precision => {
+                Arc::new(Self { precision, bytes: self.bytes.clone(), ..**self })
+            }
+            _ => self.clone(),
+        }
+    }
+
+    /// Returns the values rounded to bf16, packed.
+    ///
+    /// # Errors
+    /// When the matrix is on a device.
+    pub fn to_bf16(&self) -> candle_core::Result<Self> {
+        let (shape, values) = (self.shape(), self.decode()?);
+        let write = |values: &[f32], to: &mut [u8]| {
+            for (value, to) in values.iter().zip(to.as_chunks_mut().0) {
+                *to = half::bf16::from_f32(*value).to_le_bytes();
+            }
+        };
+        if let PackedFormat::BlockRows(_) = self.format {
+            let mut bytes = vec![0; PackedFormat::Bf16Rows.bytes(shape)];
+            write(&values, &mut bytes);
+            return Ok(Self::from_bytes(PackedFormat::Bf16Rows, shape, bytes));
+        }
+        let expert_values = shape[1] * shape[2];
+        let Ok(packed) = Self::read_columns(shape, |expert: usize, to: &mut [u8]| {
+            write(&values[expert * expert_values..][..expert_values], to);
+            Ok::<_, Infallible>(())
+        });
+        Ok(packed)
+    }
+
+    /// Returns the precision of products.
+    pub fn precision(&self) -> Precision {
+        self.precision
     }
 
     /// Returns a copy with only the experts in the range `experts`.
@@ -185,14 +271,14 @@ impl PackedMatrix {
     /// # Errors
     /// When the matrix is on a device.
     pub fn experts(&self, experts: Range<usize>) -> candle_core::Result<Self> {
-        let expert_bytes = self.format.bytes([1, self.input, self.output]);
+        let expert_bytes = self.panels() * self.format.panel_bytes(self.input);
         let bytes = self.bytes()?[experts.start * expert_bytes..experts.end * expert_bytes].to_vec();
-        Ok(Self { experts: experts.len(), bytes: PackedStorage::Host(bytes), ..*self })
+        Ok(Self { experts: experts.len(), bytes: PackedStorage::Host(Arc::new(bytes)), ..*self })
     }
 
-    /// Returns `[experts, in, out]`.
+    /// Returns `[experts, in, out]`, or `[1, rows, width]` of a table.
     pub fn shape(&self) -> [usize; 3] {
-        [self.experts, self.input, self.output]
+        self.format.panel_shape([self.experts, self.input, self.output])
     }
 
     /// Returns the packed format.
@@ -205,17 +291,18 @@ impl PackedMatrix {
         self.format.bytes(self.shape())
     }
 
-    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and bf16 must represent
-    /// every result.
+    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and bf16 must represent every
+    /// result.
     ///
     /// # Errors
     /// When the matrix is on a device.
     pub fn map_values(&self, map: impl Fn(f32) -> f32) -> candle_core::Result<Self> {
-        assert!(self.format != PackedFormat::Mxfp4, "only bf16 is mapped value by value");
-        Ok(Self { bytes: PackedStorage::Host(table::map_bf16(self.bytes()?, map)), ..*self })
+        let is_bf16 = matches!(self.format, PackedFormat::Bf16 | PackedFormat::Bf16Rows);
+        assert!(is_bf16, "only bf16 is mapped value by value");
+        Ok(Self { bytes: PackedStorage::Host(Arc::new(table::map_bf16(self.bytes()?, map))), ..*self })
     }
 
-    /// Decodes all weights, `[E, in, out]`.
+    /// Decodes all weights, `[E, in, out]`, or `[rows, width]` of a table.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -225,8 +312,18 @@ impl PackedMatrix {
             return Ok(table::bf16_values(bytes).collect());
         }
         let mut values = vec![0f32; self.experts * self.input * self.output];
+        if let PackedFormat::BlockRows(_) = self.format {
+            values.par_chunks_exact_mut(self.input.max(1)).enumerate().for_each(|(row, to)| {
+                to.iter_mut().zip(self.panel_column(bytes, row)).for_each(|(to, value)| *to = value);
+            });
+            return Ok(values);
+        }
         let expert_values = self.input * self.output;
         for (expert, values) in values.chunks_exact_mut(expert_values.max(1)).enumerate() {
+            if let PackedFormat::Blocks(kind) = self.format {
+                self.decode_blocks(kind, bytes, expert, values);
+                continue;
+            }
             values.par_chunks_exact_mut(self.output).enumerate().for_each(|(k, row)| {
                 for (index, part) in row.chunks_mut(PANEL_COLUMNS).enumerate() {
                     let panel = self.panel(bytes, expert, index);
@@ -237,10 +334,39 @@ impl PackedMatrix {
         Ok(values)
     }
 
-    /// Decodes column `index` of the first expert, `[in]`.
+    /// Decodes the blocks of one expert to `[in, out]`.
+    fn decode_blocks(&self, kind: BlockType, bytes: &[u8], expert: usize, values: &mut [f32]) {
+        values.par_chunks_mut(ROWS_PER_TASK * self.output).enumerate().for_each(|(part, values)| {
+            let (k, count) = (part * ROWS_PER_TASK, values.len() / self.output);
+            let mut last = vec![];
+            for index in 0..self.panels() {
+                let panel = self.panel(bytes, expert, index);
+                let first = index * PANEL_COLUMNS;
+                let groups = (0, PANEL_COLUMNS / GROUP);
+                let columns = BlockColumns { kind, panel: panel.bytes, k, count, groups };
+                if panel.columns == PANEL_COLUMNS {
+                    columns.decode(&mut values[first..], self.output);
+                    continue;
+                }
+                last.resize(count * PANEL_COLUMNS, 0.0);
+                columns.decode(&mut last, PANEL_COLUMNS);
+                for (to, from) in values.chunks_exact_mut(self.output).zip(last.chunks_exact(PANEL_COLUMNS)) {
+                    to[first..].copy_from_slice(&from[..panel.columns]);
+                }
+            }
+        });
+    }
+
+    /// Decodes column `index` of the first expert, `[in]`, rounded to bf16 if products are in bf16.
     fn column(&self, index: usize) -> candle_core::Result<impl Iterator<Item = f32>> {
-        let panel = self.panel(self.bytes()?, 0, index / PANEL_COLUMNS);
-        Ok((0..self.input).map(move |k| panel.value(k, index % PANEL_COLUMNS)))
+        let rounds = self.precision == Precision::Bf16Dot;
+        let round = move |value: f32| if rounds { half::bf16::from_f32(value).to_f32() } else { value };
+        Ok(self.panel_column(self.bytes()?, index).map(round))
+    }
+
+    fn panel_column<'b>(&'b self, bytes: &'b [u8], index: usize) -> impl Iterator<Item = f32> + use<'b> {
+        let panel = self.panel(bytes, 0, index / PANEL_COLUMNS);
+        (0..self.input).map(move |k| panel.value(k, index % PANEL_COLUMNS))
     }
 
     fn panels(&self) -> usize {
@@ -289,7 +415,8 @@ impl PackedMatrix {
     ) -> candle_core::Result<()> {
         let bytes = self.bytes()?;
         let (k, n) = (self.input, self.output);
-        assert!(k > 0 && n > 1 && self.format != PackedFormat::Bf16Rows, "packed product: {k} x {n}");
+        let is_table = matches!(self.format, PackedFormat::Bf16Rows | PackedFormat::BlockRows(_));
+        assert!(k > 0 && n > 1 && !is_table, "packed product: {k} x {n}");
         let mut end = 0;
         for (expert, rows) in groups {
             assert!(
@@ -299,6 +426,12 @@ impl PackedMatrix {
             end = rows.end;
         }
         assert!(x.len() >= end * k && out.len() >= end * n, "packed product: shapes");
+        if let PackedFormat::Blocks(kind) = self.format
+            && self.multiply_blocks(kind, out, x, groups, accumulate)?
+        {
+            return Ok(());
+        }
+        assert!(self.precision == Precision::F32, "bf16 product: this processor has no bf16 dot products");
         let groups = groups.iter().filter(|(_, rows)| !rows.is_empty());
         // Each element of `out` belongs to exactly one task.
         let tasks: Vec<Task> = groups
@@ -327,6 +460,32 @@ impl PackedMatrix {
             tasks.iter().for_each(|task| run(&mut tile, task));
         }
         Ok(())
+    }
+
+    /// Multiplies as [`Self::forward_grouped`] does. Returns false without doing anything if the processor has no
+    /// vector instructions.
+    fn multiply_blocks(
+        &self,
+        kind: BlockType,
+        out: &mut [f32],
+        x: &[f32],
+        groups: &[(usize, Range<usize>)],
+        accumulate: bool,
+    ) -> candle_core::Result<bool> {
+        let (bytes, panel_bytes) = (self.bytes()?, self.format.panel_bytes(self.input));
+        let expert_bytes = self.panels() * panel_bytes;
+        let parts: Vec<(BlockPanels, Range<usize>)> = groups
+            .iter()
+            .filter(|(_, rows)| !rows.is_empty())
+            .map(|(expert, rows)| {
+                let bytes = &bytes[expert * expert_bytes..][..expert_bytes];
+                (BlockPanels { kind, bytes, panel_bytes }, rows.clone())
+            })
+            .collect();
+        let rows: usize = parts.iter().map(|(_, rows)| rows.len()).sum();
+        let shape = (self.input, self.output);
+        let threads = GemmThreads::Pool.threads(rows * shape.0 * shape.1);
+        Ok(panels::product(self.precision, threads, &parts, shape, out, x, accumulate))
     }
 
     /// Returns ranges of at most `count` panels. No range has a single column, because the `gemm` crate has
@@ -432,13 +591,14 @@ impl PackedMatrix {
             let chunk = (n - start).min(K_CHUNK);
             let dy = StridedMatrix { values: &dy[start..], row_stride: n, column_stride: 1 };
             let weight = StridedMatrix { values: tile, row_stride: 1, column_stride: stride };
-            product(GemmThreads::Pool, dx, dy, weight, (m, chunk, k), first > 0);
+            let config = GemmThreads::Pool.with_precision(self.precision);
+            product(config, dx, dy, weight, (m, chunk, k), first > 0);
         }
         Ok(())
     }
 }
 
-/// Number of rows that one task decodes for the gradient. It is a multiple of the MXFP4 block size.
+/// Number of rows that one task decodes. It is a multiple of every block size.
 const ROWS_PER_TASK: usize = 8 * BLOCK;
 
 /// A part of a product: some panels of one expert and the rows of this expert.
@@ -562,8 +722,10 @@ mod tests {
     #[cfg_attr(miri, ignore = "no unsafe code, and minutes")]
     fn no_tile_is_a_single_column() {
         for output in 2..1200 {
-            let bytes = PackedStorage::Host(vec![]);
-            let packed = PackedMatrix { format: PackedFormat::Bf16, experts: 1, input: 1, output, bytes };
+            let bytes = PackedStorage::Host(Arc::new(vec![]));
+            let precision = Precision::F32;
+            let format = PackedFormat::Bf16;
+            let packed = PackedMatrix { format, experts: 1, input: 1, output, precision, bytes };
             for count in [1, 3, TILE_PANELS] {
                 let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
                 assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));

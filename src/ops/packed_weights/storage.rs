@@ -3,12 +3,14 @@
 use super::{PackedFormat, PackedMatrix};
 use candle_core::{Device, Result, Tensor, bail};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// The bytes of a packed matrix, and where they are stored.
+#[derive(Clone)]
 pub(super) enum PackedStorage {
-    Host(Vec<u8>),
+    Host(Arc<Vec<u8>>),
     /// This process's shard of a matrix that is sharded over several processes.
-    Shard(Vec<u8>),
+    Shard(Arc<Vec<u8>>),
     /// A u8 tensor on a device.
     Device(Tensor),
 }
@@ -29,9 +31,9 @@ impl PackedMatrix {
         let bytes = match (&self.bytes, device) {
             (PackedStorage::Host(bytes), Device::Cpu) => PackedStorage::Host(bytes.clone()),
             (PackedStorage::Host(bytes), _) => {
-                PackedStorage::Device(Tensor::from_slice(bytes, bytes.len(), device)?)
+                PackedStorage::Device(Tensor::from_slice(&bytes[..], bytes.len(), device)?)
             }
-            (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::Host(bytes.to_vec1()?),
+            (PackedStorage::Device(bytes), Device::Cpu) => PackedStorage::Host(Arc::new(bytes.to_vec1()?)),
             (PackedStorage::Device(bytes), _) => PackedStorage::Device(bytes.to_device(device)?),
             (PackedStorage::Shard(_), _) => {
                 bail!("packed matrix {:?}: gather the shards first", self.shape())
@@ -78,7 +80,7 @@ impl PackedMatrix {
     /// # Errors
     /// Errors of [`Self::bytes`].
     pub fn shard(&self, own: Range<usize>) -> Result<Self> {
-        Ok(Self { bytes: PackedStorage::Shard(self.bytes()?[own].to_vec()), ..*self })
+        Ok(Self { bytes: PackedStorage::Shard(Arc::new(self.bytes()?[own].to_vec())), ..*self })
     }
 
     /// Returns the bytes of this process's shard.
@@ -97,7 +99,7 @@ impl PackedMatrix {
     /// Returns a matrix with the shape and the format of this one, but with `experts` experts, whose bytes
     /// are `bytes`.
     pub fn with_bytes(&self, experts: usize, bytes: Vec<u8>) -> Self {
-        Self::from_bytes(self.format, [experts, self.input, self.output], bytes)
+        Self { experts, bytes: PackedStorage::Host(Arc::new(bytes)), ..*self }
     }
 
     /// Returns the u8 tensor on the device.

@@ -20,7 +20,8 @@ pub(super) fn map_bf16(bytes: &[u8], map: impl Fn(f32) -> f32) -> Vec<u8> {
 /// When an id is not below `V`, or `table` is not an embedding table on the host.
 pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let [_, rows, width] = table.shape();
-    if table.format() != PackedFormat::Bf16Rows {
+    let is_blocks = matches!(table.format(), PackedFormat::BlockRows(_));
+    if table.format() != PackedFormat::Bf16Rows && !is_blocks {
         bail!("embedding: packed matrix {:?} supports products only, no row lookup", table.shape());
     }
     if let Some(id) = ids.iter().find(|&&id| id as usize >= rows) {
@@ -29,6 +30,10 @@ pub fn packed_rows(table: &PackedMatrix, ids: &[u32]) -> Result<Tensor> {
     let bytes = table.bytes()?;
     let mut out = Vec::with_capacity(ids.len() * width);
     for &id in ids {
+        if is_blocks {
+            out.extend(table.column(id as usize)?);
+            continue;
+        }
         let start = id as usize * 2 * width;
         out.extend(bf16_values(&bytes[start..start + 2 * width]));
     }

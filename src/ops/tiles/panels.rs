@@ -1,4 +1,5 @@
-//! A bf16 copy of a matrix, already packed into the panels of tiles.
+//! Products by matrices in panels of tiles: a bf16 copy of a matrix, or packed blocks that are decoded panel by
+//! panel.
 //!
 //! Decode multiplies few rows by the same matrix again and again. A product by the copy reads two bytes per
 //! weight, in memory order, and packs nothing. Its bits are those of [`super::product`], because the same
@@ -11,7 +12,7 @@ use super::{
     CacheLine, KRange, LINE_WORDS, TASKS_PER_THREAD, TileOperands, TileOutput, UnpackedOperand, VECTORS,
     alloc_cache_lines, has_bf16_dot,
 };
-use crate::ops::product::{K_CHUNK, StridedMatrix};
+use crate::ops::product::{K_CHUNK, Precision, StridedMatrix};
 use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -77,14 +78,10 @@ impl Bf16Panels {
     }
 
     /// Computes `out[m, n] (+)= x[m, k] · w` on at most `threads` threads.
-    #[cfg(target_arch = "x86_64")]
     pub(in super::super) fn product(&self, threads: usize, out: &mut [f32], x: &[f32], accumulate: bool) {
-        self.multiply::<x86::Bf16x32>(threads, out, x, accumulate);
-    }
-
-    #[cfg(not(target_arch = "x86_64"))]
-    pub(in super::super) fn product(&self, _: usize, _: &mut [f32], _: &[f32], _: bool) {
-        unreachable!("no bf16 dot products")
+        let rows = 0..out.len() / self.n;
+        let shape = (self.k, self.n);
+        assert!(product(Precision::Bf16Dot, threads, &[(self, rows)], shape, out, x, accumulate));
     }
 
     fn pack_words<W: SimdWords>(threads: usize, w: &[f32], (k, n): (usize, usize)) -> Self {
@@ -117,55 +114,154 @@ impl Bf16Panels {
         }
         Self { lines, k, n }
     }
+}
 
-    fn multiply<W: SimdWords>(&self, threads: usize, out: &mut [f32], x: &[f32], accumulate: bool) {
-        let &Self { k, n, .. } = self;
-        let m = out.len() / n;
-        assert!(x.len() == m * k && out.len() == m * n, "bf16 copy: shapes");
-        let rows = PackedRows::pack::<W>(threads, x, m, k);
+impl PanelWords for &Bf16Panels {
+    fn words<W: SimdWords>(&self, panel: usize, chunk: KRange, _: &mut [CacheLine]) -> ChunkWords {
+        let steps = self.k.div_ceil(W::PER_WORD);
+        let width = VECTORS * W::LANES;
+        let words = self.lines[panel * steps * width / LINE_WORDS..].as_ptr().cast::<u32>();
+        let words = words.wrapping_add(chunk.start / W::PER_WORD * width);
+        let next = chunk.steps::<W>() * width;
+        ChunkWords { words, next: words.wrapping_add(next).cast(), next_lines: next / LINE_WORDS }
+    }
+}
+
+/// A matrix whose panels of columns are in memory, or are decoded when a product needs them.
+pub(in super::super) trait PanelWords: Sync {
+    /// Returns the words of `chunk` of a panel, `[steps][VECTORS · LANES]`. `scratch` has space for them.
+    fn words<W: SimdWords>(&self, panel: usize, chunk: KRange, scratch: &mut [CacheLine]) -> ChunkWords;
+}
+
+/// The words of a chunk of a panel, and the memory that a product needs next.
+pub(in super::super) struct ChunkWords {
+    pub words: *const u32,
+    pub next: *const CacheLine,
+    pub next_lines: usize,
+}
+
+/// Number of rows that are multiplied by a panel before the next rows. This bounds the memory of packed rows.
+const ROWS_TOGETHER: usize = 512;
+
+/// Computes `out (+)= x · w` for the rows of each part by the part's matrix `[k, n]`, on at most `threads`
+/// threads. A row has the bits of [`super::product`]. Parts are in ascending order of rows. Returns false
+/// without doing anything if the processor has no vector instructions.
+pub(in super::super) fn product<M: PanelWords>(
+    precision: Precision,
+    threads: usize,
+    parts: &[(M, Range<usize>)],
+    shape: (usize, usize),
+    out: &mut [f32],
+    x: &[f32],
+    accumulate: bool,
+) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let job = PanelProduct { threads, parts, shape, accumulate };
+        match precision {
+            Precision::Bf16Dot if has_bf16_dot() => job.run::<x86::Bf16x32>(out, x),
+            Precision::F32 if is_x86_feature_detected!("avx512f") => job.run::<x86::F32x16>(out, x),
+            Precision::F32 if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") => {
+                job.run::<x86::F32x8>(out, x);
+            }
+            _ => return false,
+        }
+        true
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+struct PanelProduct<'a, M> {
+    threads: usize,
+    parts: &'a [(M, Range<usize>)],
+    /// `(k, n)`.
+    shape: (usize, usize),
+    accumulate: bool,
+}
+
+impl<M: PanelWords> PanelProduct<'_, M> {
+    fn run<W: SimdWords>(&self, out: &mut [f32], x: &[f32]) {
+        let (k, n) = self.shape;
+        let mut end = 0;
+        for (_, rows) in self.parts {
+            assert!(rows.start >= end && rows.end >= rows.start, "product by panels: rows");
+            end = rows.end;
+        }
+        assert!(k > 0 && x.len() >= end * k && out.len() >= end * n, "product by panels: shapes");
         let out = TileOutput { first: out.as_mut_ptr(), stride: n };
         let panels = n.div_ceil(VECTORS * W::LANES);
-        let multiply = |panels: Range<usize>| {
-            panels.for_each(|panel| self.multiply_panel::<W>(panel, &rows, out, accumulate));
-        };
-        if threads > 1 && panels > 1 {
-            let each = panels.div_ceil(threads * TASKS_PER_THREAD);
-            let tasks = (0..panels.div_ceil(each)).into_par_iter().with_max_len(1);
-            tasks.for_each(|task| multiply(task * each..panels.min((task + 1) * each)));
-        } else {
-            multiply(0..panels);
+        let blocks = self.parts.iter().flat_map(|(matrix, rows)| {
+            rows.clone()
+                .step_by(ROWS_TOGETHER)
+                .map(move |row| (matrix, row..(row + ROWS_TOGETHER).min(rows.end)))
+        });
+        let blocks: Vec<(&M, Range<usize>)> = blocks.collect();
+        // Few experts have many rows, or many have few: the packed rows of a wave stay small.
+        let mut rest = &blocks[..];
+        while !rest.is_empty() {
+            let mut rows = 0;
+            let fits = |(_, of): &&(&M, Range<usize>)| {
+                rows += of.len();
+                rows <= ROWS_TOGETHER
+            };
+            let (wave, later) = rest.split_at(rest.iter().take_while(fits).count().max(1));
+            rest = later;
+            let pack = |part: &(_, Range<usize>)| {
+                let (matrix, rows): (&M, _) = (part.0, &part.1);
+                let x = &x[rows.start * k..rows.end * k];
+                // SAFETY: `out` has these rows.
+                let first = unsafe { out.first.add(rows.start * n) };
+                (matrix, PackedRows::pack::<W>(self.threads, x, rows.len(), k), TileOutput { first, ..out })
+            };
+            let wave: Vec<(&M, PackedRows, TileOutput)> = wave.iter().map(pack).collect();
+            let each = match self.threads > 1 {
+                true => (panels * wave.len()).div_ceil(self.threads * TASKS_PER_THREAD),
+                false => panels * wave.len(),
+            };
+            let scratch = || alloc_cache_lines(K_CHUNK.min(k).div_ceil(W::PER_WORD) * VECTORS * W::LANES);
+            let multiply = |scratch: &mut Vec<CacheLine>, task: usize| {
+                for index in task * each..((task + 1) * each).min(panels * wave.len()) {
+                    let (matrix, rows, out) = &wave[index / panels];
+                    self.multiply_panel::<W>(matrix, index % panels, rows, *out, scratch);
+                }
+            };
+            let tasks = (panels * wave.len()).div_ceil(each);
+            if tasks > 1 {
+                (0..tasks).into_par_iter().with_max_len(1).for_each_init(scratch, multiply);
+            } else {
+                multiply(&mut scratch(), 0);
+            }
         }
     }
 
     fn multiply_panel<W: SimdWords>(
         &self,
+        matrix: &M,
         panel: usize,
         rows: &PackedRows,
         out: TileOutput,
-        accumulate: bool,
+        scratch: &mut [CacheLine],
     ) {
-        let &Self { k, n, .. } = self;
-        let steps = k.div_ceil(W::PER_WORD);
+        let (k, n) = self.shape;
         let width = VECTORS * W::LANES;
         let column = panel * width;
-        let words = self.lines[panel * steps * width / LINE_WORDS..].as_ptr().cast::<u32>();
         for (index, start) in (0..k).step_by(K_CHUNK).enumerate() {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             let steps = chunk.steps::<W>();
+            let ChunkWords { words, mut next, next_lines } = matrix.words::<W>(panel, chunk, scratch);
             let mut x = rows.chunk(index);
-            // The words of the next chunk follow. They arrive while several tiles multiply this one.
-            let w = words.wrapping_add(start / W::PER_WORD * width);
+            // What the next chunk needs arrives while several tiles multiply this one.
             let tiles = rows.count.div_ceil(rows.per_tile);
-            let lines = if tiles > 1 { (steps * width / LINE_WORDS).div_ceil(tiles) } else { 0 };
-            let mut next = w.wrapping_add(steps * width).cast::<CacheLine>();
+            let lines = if tiles > 1 { next_lines.div_ceil(tiles) } else { 0 };
             for row in (0..rows.count).step_by(rows.per_tile) {
                 let count = rows.per_tile.min(rows.count - row);
                 // SAFETY: the processor has the instructions, the panel and the rows have these steps, and
                 // the tile is inside the output, whose other columns other threads write.
                 unsafe {
                     let to = TileOutput { first: out.first.add(row * n + column), ..out };
-                    let add = accumulate || start > 0;
-                    let operands = TileOperands { x, w, steps, next: (next, lines) };
+                    let add = self.accumulate || start > 0;
+                    let operands = TileOperands { x, w: words, steps, next: (next, lines) };
                     W::tile(count, operands, to, width.min(n - column), add);
                     x = x.add(count * steps);
                 }

@@ -2,8 +2,9 @@
 
 use super::{ModelCommand, TeacherInput, f32_bytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
-use crate::model::config::{Config, WeightFormat};
+use crate::model::config::Config;
 use crate::model::names::ParameterSpec;
+use crate::model::storage::StoredFormat;
 use crate::recipe::Recipe;
 
 /// The input of a memory plan.
@@ -13,7 +14,7 @@ pub struct MemoryPlanInput<'a> {
     pub recipe: &'a Recipe,
     pub config: &'a Config,
     /// Storage format of each of the policy's tensors. It holds while the tensor is frozen.
-    pub formats: &'a [WeightFormat],
+    pub formats: &'a [StoredFormat],
     pub trainable: TrainableInput,
     /// Memory of the tokenizer, from [`super::tokenizer_bytes`].
     pub tokenizer_bytes: u64,

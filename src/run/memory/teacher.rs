@@ -2,15 +2,16 @@
 
 use super::weights::on_demand_bytes;
 use super::{MemoryItem, MemoryPlanInput, PassShape};
-use crate::model::config::{Config, WeightFormat};
+use crate::model::config::Config;
 use crate::model::names::parameter_specs;
+use crate::model::storage::StoredFormat;
 
 /// The teacher in a memory plan.
 #[derive(Debug, Clone, Copy)]
 pub struct TeacherInput<'a> {
     pub config: &'a Config,
     /// Storage format of each tensor. `None` if the policy is its own teacher; the reference has its weights.
-    pub formats: Option<&'a [WeightFormat]>,
+    pub formats: Option<&'a [StoredFormat]>,
     /// Bytes of the teacher's adapter.
     pub adapter_bytes: u64,
     /// Whether each layer is read from disk when it is needed.
@@ -21,7 +22,7 @@ pub struct TeacherInput<'a> {
 
 impl TeacherInput<'_> {
     /// Returns the bytes of all weights, in memory or on disk.
-    fn all_bytes(&self, formats: &[WeightFormat]) -> u64 {
+    fn all_bytes(&self, formats: &[StoredFormat]) -> u64 {
         let specs = parameter_specs(self.config);
         let weights = specs.iter().zip(formats).map(|(spec, format)| spec.resident_bytes(*format));
         weights.sum::<u64>() + self.adapter_bytes

@@ -11,6 +11,7 @@ use crate::metrics::Console;
 use crate::model::config::Config;
 use crate::model::init::{InitSettings, init};
 use crate::model::parameters::{Backend, Parameters};
+use crate::model::storage::StoredFormat;
 use crate::model::storage::TensorStorage;
 use crate::ops::packed_weights::PackedMatrix;
 use crate::ops::page_allocator::PAGE_POSITIONS;
@@ -65,7 +66,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
                 command: ModelCommand::Train,
                 recipe: &recipe,
                 config: &config,
-                formats: &vec![WeightFormat::F32; values.len()],
+                formats: &vec![StoredFormat::F32; values.len()],
                 trainable: TrainableInput { policy: trainable.clone(), critic: None, adapter: None },
                 tokenizer_bytes: 0,
                 tools: ToolInput { python_workers: 0, reply_chars_max: None },
@@ -88,7 +89,7 @@ fn each_process_uses_the_planned_bytes_exactly() {
 }
 
 /// Returns a tensor of zeros in the format that a weight has in memory if it is stored as `format` on disk.
-fn zeros(spec: &ParameterSpec, format: WeightFormat) -> Weight {
+fn zeros(spec: &ParameterSpec, format: StoredFormat) -> Weight {
     match (spec.packed_format(format), spec.matrix_shape()) {
         (Some(format), Some(shape)) => {
             Weight::Packed(Arc::new(PackedMatrix::from_bytes(format, shape, vec![0; format.bytes(shape)])))
@@ -102,7 +103,7 @@ fn a_second_set_of_weights_is_planned_if_an_ablation_makes_one() {
     let plan = resolve(Path::new("a.toml"), "", &[]).unwrap();
     let specs = parameter_specs(&ModelSource::open(&plan.recipe).unwrap().config);
     let (mut copied, mut shared) = (0, 0);
-    for format in [WeightFormat::F32, WeightFormat::Bf16, WeightFormat::Mxfp4] {
+    for format in [StoredFormat::F32, StoredFormat::Bf16, StoredFormat::Mxfp4] {
         for (mxfp4, bits) in
             [(false, None), (true, None), (false, Some(7)), (true, Some(7)), (false, Some(1))]
         {
@@ -116,7 +117,7 @@ fn a_second_set_of_weights_is_planned_if_an_ablation_makes_one() {
                     (_, rounded) => rounded.bytes(),
                 };
                 // MXFP4 converted from bf16 is smaller than planned, because the plan counts the bf16 size.
-                let exact = !(mxfp4 && format == WeightFormat::Bf16 && spec.is_expert_matrix());
+                let exact = !(mxfp4 && format == StoredFormat::Bf16 && spec.is_expert_matrix());
                 assert!(
                     if exact { planned == rounded } else { planned >= rounded },
                     "{} {rounding:?}: {planned}, {rounded}",
@@ -161,7 +162,7 @@ fn the_placement_of_rollout_weights_depends_on_memory() {
     // Unsharded packed experts are complete on every process, whatever `rollout_weights` is.
     startup.choose_sharding(4, None);
     let input = startup.memory_plan_input();
-    let formats = vec![WeightFormat::Bf16; input.formats.len()];
+    let formats = vec![StoredFormat::Bf16; input.formats.len()];
     let trainable: Vec<bool> =
         parameter_specs(input.config).iter().map(|spec| !spec.is_expert_parameter()).collect();
     let sampling = |rollout_weights| {
@@ -185,7 +186,7 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
     let specs = parameter_specs(&startup.source.config);
     startup.source.formats = specs
         .iter()
-        .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::Bf16 })
+        .map(|spec| if spec.is_expert_matrix() { StoredFormat::Mxfp4 } else { StoredFormat::Bf16 })
         .collect();
     let weights = |input: &MemoryPlanInput| {
         let resident = MemoryPlan::new(input).resident;
@@ -368,9 +369,9 @@ fn the_teachers_weights_and_logits_are_planned_and_stay_on_disk_if_memory_needs_
     startup.choose_sharding(1, None);
     let config = Config { hidden_size: 512, num_hidden_layers: 6, ..startup.source.config.clone() };
     let specs = parameter_specs(&config);
-    let formats: Vec<WeightFormat> = specs
+    let formats: Vec<StoredFormat> = specs
         .iter()
-        .map(|spec| if spec.is_expert_matrix() { WeightFormat::Mxfp4 } else { WeightFormat::F32 })
+        .map(|spec| if spec.is_expert_matrix() { StoredFormat::Mxfp4 } else { StoredFormat::F32 })
         .collect();
     let teacher = |on_disk| {
         let formats = Some(&formats[..]);

@@ -3,23 +3,24 @@
 use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
 use crate::actor::replica_sum::exchanged_bytes_max;
 use crate::dist::{ExpertPlacement, PackedWeightPlacement, RolloutWeightPlacement, Sharding, shard_range};
-use crate::model::config::{Config, WeightFormat};
+use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_model_specs};
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::Dtype;
+use crate::model::storage::StoredFormat;
 use std::collections::BTreeMap;
 
 /// A tensor that is sharded over the processes, and its format in memory.
 pub(super) struct ShardedTensor {
     pub index: usize,
     pub spec: ParameterSpec,
-    pub format: WeightFormat,
+    pub format: StoredFormat,
 }
 
 impl ShardedTensor {
     /// Creates the entry of a trainable tensor, which is stored in f32.
     pub fn from_trainable((index, spec): TrainableTensor) -> Self {
-        Self { index, spec, format: WeightFormat::F32 }
+        Self { index, spec, format: StoredFormat::F32 }
     }
 
     /// Returns the bytes of the whole tensor.
@@ -54,7 +55,7 @@ pub(super) fn gather_peak_bytes(sharded: &[ShardedTensor]) -> u64 {
 
 /// Returns the bytes of the weights of `config` if layers are read on demand: all tensors outside layers, and
 /// the largest layer.
-pub(super) fn on_demand_bytes(config: &Config, formats: &[WeightFormat]) -> u64 {
+pub(super) fn on_demand_bytes(config: &Config, formats: &[StoredFormat]) -> u64 {
     let specs = parameter_specs(config);
     let mut layers: BTreeMap<Option<usize>, u64> = BTreeMap::new();
     for (spec, format) in specs.iter().zip(formats) {
@@ -69,8 +70,8 @@ impl MemoryPlanInput<'_> {
     pub(super) fn weight_bytes(&self) -> u64 {
         let is_trainable = |index: usize| self.command.trains() && self.trainable.policy[index];
         let specs = parameter_specs(self.config).into_iter().zip(self.formats).enumerate();
-        let tensor_bytes = |(index, (spec, format)): (usize, (ParameterSpec, &WeightFormat))| {
-            spec.resident_bytes(if is_trainable(index) { WeightFormat::F32 } else { *format })
+        let tensor_bytes = |(index, (spec, format)): (usize, (ParameterSpec, &StoredFormat))| {
+            spec.resident_bytes(if is_trainable(index) { StoredFormat::F32 } else { *format })
         };
         specs.map(tensor_bytes).sum::<u64>() + self.trainable.adapter.as_ref().map_or(0, AdapterInput::bytes)
     }
@@ -231,7 +232,7 @@ impl MemoryPlanInput<'_> {
     pub(super) fn unpacked_weight_bytes(&self) -> u64 {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let unpacked = specs.filter(|(index, spec)| !self.is_packed(spec, *index));
-        unpacked.map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).sum()
+        unpacked.map(|(_, spec)| spec.resident_bytes(StoredFormat::F32)).sum()
     }
 
     /// Returns the bytes of the critic's own weights. The critic shares packed tensors, and the base of an
@@ -252,7 +253,7 @@ impl MemoryPlanInput<'_> {
             .into_iter()
             .zip(trainable)
             .filter(|(spec, is_trainable)| **is_trainable || !is_shared(spec));
-        copied.map(|(spec, _)| spec.resident_bytes(WeightFormat::F32)).sum()
+        copied.map(|(spec, _)| spec.resident_bytes(StoredFormat::F32)).sum()
     }
 
     /// Returns the bytes of the second set of weights: rounded weights for the ablations. A layer that is
@@ -261,7 +262,7 @@ impl MemoryPlanInput<'_> {
         let specs = parameter_specs(self.config).into_iter().enumerate();
         let copied = specs.filter(|(_, spec)| !self.placement.layers_on_demand || spec.layer.is_none());
         let copy_bytes = |(index, spec): (usize, ParameterSpec)| {
-            let format = if self.is_packed(&spec, index) { self.formats[index] } else { WeightFormat::F32 };
+            let format = if self.is_packed(&spec, index) { self.formats[index] } else { StoredFormat::F32 };
             rounding.copy_bytes(&spec, format)
         };
         copied.map(copy_bytes).sum()
@@ -274,16 +275,17 @@ impl MemoryPlanInput<'_> {
             return 0;
         }
         let local_experts = self.local_experts();
-        let is_copied = |spec: &ParameterSpec| {
+        let is_copied = |(index, spec): &(usize, ParameterSpec)| {
             let is_head = spec.role != TensorRole::Embedding || self.config.tie_word_embeddings;
-            spec.is_matrix() && is_head && (!self.placement.layers_on_demand || spec.layer.is_none())
+            let is_resident = !self.placement.layers_on_demand || spec.layer.is_none();
+            spec.is_matrix() && is_head && is_resident && !self.is_packed(spec, *index)
         };
         let elements = |spec: ParameterSpec| match spec.has_expert_axis() {
             true => spec.with_expert_count(local_experts).element_count(),
             false => spec.element_count(),
         };
-        let copied = parameter_specs(self.config).into_iter().filter(is_copied);
-        copied.map(|spec| (elements(spec) * size_of::<u16>()) as u64).sum()
+        let copied = parameter_specs(self.config).into_iter().enumerate().filter(is_copied);
+        copied.map(|(_, spec)| (elements(spec) * size_of::<u16>()) as u64).sum()
     }
 
     /// Returns the peak bytes of weights that a possible cause of mismatch changes: a decoded layer and a
@@ -292,7 +294,7 @@ impl MemoryPlanInput<'_> {
         let mut layers = BTreeMap::<usize, (u64, u64)>::new();
         let mut head = 0;
         for spec in parameter_specs(self.config) {
-            let bytes = spec.resident_bytes(WeightFormat::F32);
+            let bytes = spec.resident_bytes(StoredFormat::F32);
             match spec.layer {
                 Some(layer) => {
                     let (sum, largest) = layers.entry(layer).or_default();

@@ -45,6 +45,7 @@ fn packed(format: PackedFormat, shape: [usize; 3], seed: u64) -> PackedMatrix {
             assert!(same(&packed.decode().unwrap(), &expected), "{shape:?} decodes otherwise");
             packed
         }
+        PackedFormat::Blocks(_) | PackedFormat::BlockRows(_) => unreachable!("see blocks.rs"),
     }
 }
 
