@@ -3,14 +3,20 @@
 //! Prefill: against the `gemm` crate's best rate. `cargo bench --bench packed`.
 
 mod machine;
+mod timing;
 
+use candle_core::{Device, Tensor};
 use machine::{least, product_rate, read_rate};
 use rayon::prelude::*;
-use rloss::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows};
+use rloss::ops::packed_weights::{BlockType, PackedFormat, PackedMatrix, StoredRows};
+use rloss::ops::product::Precision;
+use rloss::ops::weight::Weight;
 use std::convert::Infallible;
 use std::hint::black_box;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
+use timing::medians;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
@@ -60,7 +66,59 @@ fn prefill(name: &str, matrix: &PackedMatrix, m: usize, library: f64) {
     println!("{name:<34} {m:>5} {:>10} {:>9.1} {:>12.2}", "", 2.0 * rate / 1e9, rate / library);
 }
 
+/// Measures products by blocks against those by the decoded matrix, as decode has them: with bf16 products, by
+/// its bf16 copy.
+fn blocks() {
+    let shape @ [_, k, n] = [1, 1536, 8960];
+    println!(
+        "{:<8} {:<8} {:>5} {:>12} {:>12} {:>7}",
+        "blocks", "products", "rows", "Gw/s packed", "decoded", "ratio"
+    );
+    let kinds = [
+        BlockType::Q4_0,
+        BlockType::Q4_1,
+        BlockType::Q5_0,
+        BlockType::Q5_1,
+        BlockType::Q8_0,
+        BlockType::Q4K,
+        BlockType::Q5K,
+        BlockType::Q6K,
+    ];
+    for kind in kinds {
+        let Ok(matrix) = PackedMatrix::read(PackedFormat::Blocks(kind), shape, |rows: StoredRows| {
+            rows.values.iter_mut().enumerate().for_each(|(i, byte)| *byte = [0x5a, 0x23, 0x17][i % 3]);
+            Ok::<_, Infallible>(())
+        });
+        let decoded = Tensor::from_vec(matrix.decode().unwrap(), (k, n), &Device::Cpu).unwrap();
+        let matrix = Arc::new(matrix);
+        for precision in [Precision::F32, Precision::Bf16Dot].into_iter().filter(|of| of.is_supported()) {
+            let weights = [Weight::Packed(matrix.clone()), Weight::dense(&decoded)]
+                .map(|w| w.with_precision(precision));
+            let weights = weights.map(Weight::with_bf16_copies);
+            for m in [1, 8, 32, 64] {
+                let x = Tensor::full(0.5f32, (m, k), &Device::Cpu).unwrap();
+                let other = vec![1u8; 64 << 20];
+                let (packed, dense) = medians(
+                    9,
+                    || black_box(other.par_iter().map(|byte| u64::from(*byte)).sum::<u64>()),
+                    |second, _| drop(black_box(weights[usize::from(second)].matmul(&x, None).unwrap())),
+                );
+                let rate = |seconds: f64| (k * n) as f64 / seconds / 1e9;
+                println!(
+                    "{:<8} {:<8} {m:>5} {:>12.1} {:>12.1} {:>7.2}",
+                    format!("{kind:?}"),
+                    if precision == Precision::F32 { "f32" } else { "bf16" },
+                    rate(packed),
+                    rate(dense),
+                    dense / packed
+                );
+            }
+        }
+    }
+}
+
 fn main() {
+    blocks();
     let (h, v) = (2880, 201_088);
     let gate_up = matrix(PackedFormat::Mxfp4, [8, h, 2 * h]);
     let down = matrix(PackedFormat::Mxfp4, [8, h, h]);

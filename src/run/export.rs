@@ -86,6 +86,22 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
+/// Writes the adapter of the recipe's model to the GGUF file `out`, in llama.cpp's form.
+///
+/// # Errors
+/// The errors of [`export_adapter`], and [`crate::error::BadInput`] when the adapter has factors of experts.
+pub fn write_gguf_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
+    let source = ModelSource::open(recipe)?;
+    let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
+    let specs = source.specs();
+    let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
+    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
+    create_parents(out)?;
+    gguf::write_adapter(out, &source.config, &adapter.lora, |name| {
+        values.remove(name).with_context(|| format!("no factor {name}"))
+    })
+}
+
 /// Writes the model to `out` in the recipe's `checkpoint.dtype`, with its adapter merged. With a file
 /// `trajectories`, returns the rounding error on the file's tokens.
 ///
@@ -144,8 +160,7 @@ pub fn export_merged_model(
 /// user asked to merge the adapter.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is an adapter but `merges_adapter` is false, or the reverse. Also
-/// the errors of [`gguf::write`].
+/// [`crate::error::BadInput`] when there is no adapter to merge, and the errors of [`gguf::write`].
 pub fn write_gguf_file(
     loaded: &LoadedModel,
     environment: &Environment,
@@ -155,15 +170,8 @@ pub fn write_gguf_file(
     console: &Console,
 ) -> Result<()> {
     let parameters = &loaded.actor.parameters;
-    match (parameters.adapter().is_some(), merges_adapter) {
-        (false, true) => return Err(no_adapter_error(environment.recipe())),
-        (true, false) => {
-            return Err(bad_input!(
-                "the run has an adapter, but a GGUF file contains whole weights; add --merged to merge the adapter, or export \
-                 it alone with --out"
-            ));
-        }
-        _ => {}
+    if merges_adapter && parameters.adapter().is_none() {
+        return Err(no_adapter_error(environment.recipe()));
     }
     create_parents(out)?;
     let chat = &environment.chat;

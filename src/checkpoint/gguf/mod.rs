@@ -14,7 +14,7 @@ pub use file::GgufFile;
 pub use metadata::GgufModel;
 pub use tensor_type::TensorType;
 pub use weights::{GgufWeights, files};
-pub use write::{GgufFormat, GgufTokenizer, write};
+pub use write::{GgufFormat, GgufTokenizer, write, write_adapter};
 
 use std::path::Path;
 

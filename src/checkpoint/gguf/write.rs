@@ -5,6 +5,7 @@ use super::tensor_type::TensorType;
 use super::tokenizer::{CONTROL, NORMAL, PRE_TOKENIZERS, PreTokenizer, UNUSED, USER_DEFINED};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
+use crate::model::adapter::Lora;
 use crate::model::config::{Config, LayerType};
 use crate::model::names::{Layout, ParameterSpec, TensorRole, parameter_specs};
 use crate::ops::cpu::host_values;
@@ -90,28 +91,13 @@ pub fn write(
     let entries = entries(config, format, tokenizer, path)?;
     replace_file(path, |aside| {
         let mut out = BufWriter::new(File::create_new(aside)?);
-        let mut header = vec![];
         let all: Vec<(GgufTensorSpec, &TensorType)> = specs
             .iter()
             .flat_map(|spec| {
                 parts(spec, config.family).into_iter().map(|part| (part, format.tensor_type(spec)))
             })
             .collect();
-        header.extend_from_slice(b"GGUF\x03\0\0\0");
-        header.extend_from_slice(&(all.len() as u64).to_le_bytes());
-        header.extend_from_slice(&(entries.0.to_le_bytes()));
-        header.extend_from_slice(&entries.1);
-        let mut offset = 0;
-        for (part, dtype) in &all {
-            put_text(&mut header, &part.name);
-            header.extend_from_slice(&(part.shape.len() as u32).to_le_bytes());
-            part.shape.iter().rev().for_each(|&n| header.extend_from_slice(&(n as u64).to_le_bytes()));
-            header.extend_from_slice(&dtype.id.to_le_bytes());
-            header.extend_from_slice(&(offset as u64).to_le_bytes());
-            offset += dtype.bytes_of(part.shape.iter().product()).next_multiple_of(ALIGNMENT);
-        }
-        header.resize(header.len().next_multiple_of(ALIGNMENT), 0);
-        out.write_all(&header)?;
+        out.write_all(&header(&entries, &all))?;
         for spec in &specs {
             let found = tensor(spec)?;
             let wanted = spec.working_shape();
@@ -132,6 +118,83 @@ pub fn write(
         out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
         Ok(())
     })
+}
+
+/// Writes the low-rank adapter `lora` of a model as llama.cpp reads it (`--lora`): for each adapted matrix, the
+/// tensors `NAME.lora_a` `[rank, in]` and `NAME.lora_b` `[out, rank]` in F32. `factor` returns the values of a
+/// factor in working layout, by its name.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the adapter has a matrix of experts.
+pub fn write_adapter(
+    path: &Path,
+    config: &Config,
+    lora: &Lora,
+    mut factor: impl FnMut(&str) -> Result<Vec<f32>>,
+) -> Result<()> {
+    let specs = parameter_specs(config);
+    let mut entries = Entries::default();
+    entries.text("general.architecture", config.family.gguf);
+    entries.text("general.type", "adapter");
+    entries.text("general.name", &path.file_stem().unwrap_or_default().to_string_lossy());
+    entries.text("adapter.type", "lora");
+    // llama.cpp divides by the rank.
+    entries.float("adapter.lora.alpha", f64::from(lora.scale()) * lora.rank as f64);
+    let (mut tensors, mut data) = (vec![], vec![]);
+    for target in &lora.targets {
+        let spec = specs.iter().find(|spec| spec.name == *target);
+        let spec = spec.with_context(|| format!("no tensor {target}"))?;
+        let mut names = parts(spec, config.family);
+        let (Some(GgufTensorSpec { name, .. }), 0, false) =
+            (names.pop(), names.len(), spec.has_expert_axis())
+        else {
+            return Err(bad_input!(
+                "the adapter has factors of experts ({target}), which this form of llama.cpp does not hold; add --merged"
+            ));
+        };
+        let [_, output, input] = geometry(spec);
+        for (factor_name, (end, shape)) in Lora::factor_names(target)
+            .iter()
+            .zip([("lora_a", [lora.rank, input]), ("lora_b", [output, lora.rank])])
+        {
+            let values = factor(factor_name)?;
+            let [rows, columns] = shape;
+            ensure!(values.len() == rows * columns, "{factor_name}: {} values", values.len());
+            data.push((0..values.len()).map(|at| values[at % columns * rows + at / columns]).collect());
+            let shape = shape.to_vec();
+            tensors.push((GgufTensorSpec { name: format!("{name}.{end}"), shape }, &TensorType::F32));
+        }
+    }
+    replace_file(path, |aside| {
+        let mut out = BufWriter::new(File::create_new(aside)?);
+        out.write_all(&header(&entries, &tensors))?;
+        for values in data {
+            let bytes = TensorType::F32.encode(values)?;
+            out.write_all(&bytes)?;
+            out.write_all(&vec![0; bytes.len().next_multiple_of(ALIGNMENT) - bytes.len()])?;
+        }
+        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
+        Ok(())
+    })
+}
+
+/// Returns what stands before the data of the tensors.
+fn header(entries: &Entries, tensors: &[(GgufTensorSpec, &TensorType)]) -> Vec<u8> {
+    let mut header = b"GGUF\x03\0\0\0".to_vec();
+    header.extend_from_slice(&(tensors.len() as u64).to_le_bytes());
+    header.extend_from_slice(&(entries.0.to_le_bytes()));
+    header.extend_from_slice(&entries.1);
+    let mut offset = 0;
+    for (tensor, dtype) in tensors {
+        put_text(&mut header, &tensor.name);
+        header.extend_from_slice(&(tensor.shape.len() as u32).to_le_bytes());
+        tensor.shape.iter().rev().for_each(|&n| header.extend_from_slice(&(n as u64).to_le_bytes()));
+        header.extend_from_slice(&dtype.id.to_le_bytes());
+        header.extend_from_slice(&(offset as u64).to_le_bytes());
+        offset += dtype.bytes_of(tensor.shape.iter().product()).next_multiple_of(ALIGNMENT);
+    }
+    header.resize(header.len().next_multiple_of(ALIGNMENT), 0);
+    header
 }
 
 /// Checks that llama.cpp can compute the model from a GGUF file in `format`.

@@ -6,13 +6,15 @@
 //!
 //! A panel holds its blocks in ascending order of k. A block of a panel has, for all columns, the scales `d`
 //! (f16), the minima (f16), and the scales and minima of the parts (8 bits). Then, for each group of
-//! [`GROUP`] columns and each pair of k, it has the integers of the pair, in the order in which a vector
-//! decodes them: byte i is k `i % 2` of column `i / 2`. With at most 5 bits, the low nibbles of 16 bytes
-//! hold 8 columns, the high nibbles the other 8, and two masks hold the fifth bits. Q6_K takes 8 bits here
-//! instead of 6.5, as a vector decodes bytes much faster.
+//! [`GROUP`] columns, it has the integers, four pairs of k after four pairs, in the order in which a vector
+//! decodes them. Lane i of the first half of a pair is k `i % 2` of column `i / 2`, and the second half has
+//! the other 8 columns. With at most 5 bits, four pairs have 16 words, one for each lane: byte p of a word
+//! holds pair p, the first half in its low nibble. Then come two masks of fifth bits for each pair. With 8
+//! bits the bytes of a pair follow each other. Q6_K takes 8 bits here instead of 6.5, as a vector decodes
+//! bytes much faster.
 
 use super::PANEL_COLUMNS;
-use crate::ops::tiles::panels::{ChunkWords, PanelWords};
+use crate::ops::tiles::panels::{ChunkWords, FewSums, PanelWords};
 use crate::ops::tiles::vectors::SimdWords;
 use crate::ops::tiles::{CacheLine, KRange, VECTORS, has_bf16_dot, words_of};
 use half::f16;
@@ -22,6 +24,10 @@ use multiversion::multiversion;
 pub(super) const GROUP: usize = 16;
 /// Number of groups of a panel.
 const GROUPS: usize = PANEL_COLUMNS / GROUP;
+/// Number of pairs of k whose integers are stored together.
+const PAIRS: usize = 4;
+/// Number of groups that vectors decode side by side, so that the chains of sums of a product overlap.
+const SIDE: usize = 2;
 
 /// A type of quantised blocks in a GGUF file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,24 +137,30 @@ impl BlockLayout {
         self.part_scales_at() + if self.has_parts() { self.parts() * PANEL_COLUMNS } else { 0 }
     }
 
-    /// Returns the place of the integers, `[GROUPS][values / 2][pair_bytes]`.
+    /// Returns the place of the integers, `[GROUPS][values / 2 / PAIRS][pairs_bytes]`.
     const fn integers_at(&self) -> usize {
         let mins = if self.has_parts() && self.has_min { self.parts() * PANEL_COLUMNS } else { 0 };
         self.part_mins_at() + mins
     }
 
-    /// Returns the number of bytes of a pair of k of a group.
-    const fn pair_bytes(&self) -> usize {
-        match self.bits {
-            4 => GROUP,
-            5 => GROUP + 4,
-            _ => 2 * GROUP,
-        }
+    /// Returns the number of bytes of [`PAIRS`] pairs of k of a group.
+    const fn pairs_bytes(&self) -> usize {
+        PAIRS
+            * match self.bits {
+                4 => GROUP,
+                5 => GROUP + 4,
+                _ => 2 * GROUP,
+            }
+    }
+
+    /// Returns the place of the integers of a group in a block, from the pair with value `k` on.
+    const fn pairs_at(&self, group: usize, k: usize) -> usize {
+        self.integers_at() + (group * (self.values / 2) + k / 2) / PAIRS * self.pairs_bytes()
     }
 
     /// Returns the number of bytes of a block of a panel.
     pub const fn panel_block_bytes(&self) -> usize {
-        self.integers_at() + GROUPS * self.values / 2 * self.pair_bytes()
+        self.pairs_at(GROUPS, 0)
     }
 
     /// Reads the scale and the offset of `column` for the part with value `k` of a block.
@@ -170,24 +182,22 @@ impl BlockLayout {
     /// Decodes the value `k` of `column` in a block of a panel.
     pub fn value(&self, block: &[u8], k: usize, column: usize) -> f32 {
         let (s, b) = self.scale_and_offset(block, k, column);
-        let pairs = column / GROUP * (self.values / 2) + k / 2;
-        let pair = &block[self.integers_at() + pairs * self.pair_bytes()..][..self.pair_bytes()];
+        let pairs = &block[self.pairs_at(column / GROUP, k)..][..self.pairs_bytes()];
         let at = column % GROUP * 2 + k % 2;
-        s * f32::from(self.integer(pair, at)) + b
+        s * f32::from(self.integer(pairs, k / 2 % PAIRS, at)) + b
     }
 
-    /// Returns integer `at` of a pair of k: k `at % 2` of column `at / 2`.
+    /// Returns integer `at` of pair `pair`: k `at % 2` of column `at / 2`.
     #[inline(always)]
-    fn integer(&self, pair: &[u8], at: usize) -> i8 {
+    fn integer(&self, pairs: &[u8], pair: usize, at: usize) -> i8 {
         if self.bits == 8 {
-            return pair[at] as i8;
+            return pairs[pair * 2 * GROUP + at] as i8;
         }
-        let (byte, is_high) = (at % GROUP, at >= GROUP);
-        let nibble = if is_high { pair[byte] >> 4 } else { pair[byte] & 15 };
-        let fifth = match self.bits {
-            5 => pair[GROUP + 2 * usize::from(is_high) + byte / 8] >> (byte % 8) & 1,
-            _ => 0,
-        };
+        let (lane, is_high) = (at % GROUP, at >= GROUP);
+        let byte = pairs[lane * PAIRS + pair];
+        let nibble = if is_high { byte >> 4 } else { byte & 15 };
+        let masks = PAIRS * GROUP + 4 * pair + 2 * usize::from(is_high);
+        let fifth = if self.bits == 5 { pairs[masks + lane / 8] >> (lane % 8) & 1 } else { 0 };
         (nibble | fifth << 4) as i8 + self.shift
     }
 }
@@ -271,7 +281,7 @@ pub(super) fn arrange(kind: BlockType, panel: &mut [u8], stored: &[u8]) {
     for (index, panel) in panel.chunks_exact_mut(layout.panel_block_bytes()).enumerate() {
         let (scales, integers) = panel.split_at_mut(layout.integers_at());
         for (first, integers) in
-            integers.chunks_exact_mut(layout.values / 2 * layout.pair_bytes()).enumerate()
+            integers.chunks_exact_mut(layout.values / 2 / PAIRS * layout.pairs_bytes()).enumerate()
         {
             for (at, column) in group.iter_mut().enumerate() {
                 let place = first * GROUP + at;
@@ -298,31 +308,36 @@ pub(super) fn arrange(kind: BlockType, panel: &mut [u8], stored: &[u8]) {
     }
 }
 
-/// Writes the integers of a group of columns, pair by pair.
+/// Writes the integers of a group of columns.
 fn arrange_integers(layout: &BlockLayout, to: &mut [u8], group: &[Unpacked; GROUP]) {
-    for (pair, to) in to.chunks_exact_mut(layout.pair_bytes()).enumerate() {
-        let of = |column: usize| {
-            let q = &group[column].q;
-            u16::from_le_bytes([q[2 * pair] as u8, q[2 * pair + 1] as u8])
-        };
-        if layout.bits == 8 {
-            for (column, to) in to.as_chunks_mut().0.iter_mut().enumerate() {
-                *to = of(column).to_le_bytes();
+    for (index, to) in to.chunks_exact_mut(layout.pairs_bytes()).enumerate() {
+        for pair in 0..PAIRS {
+            let of = |column: usize| {
+                let (q, k) = (&group[column].q, 2 * (index * PAIRS + pair));
+                u16::from_le_bytes([q[k] as u8, q[k + 1] as u8])
+            };
+            if layout.bits == 8 {
+                let to = &mut to[pair * 2 * GROUP..][..2 * GROUP];
+                for (column, to) in to.as_chunks_mut().0.iter_mut().enumerate() {
+                    *to = of(column).to_le_bytes();
+                }
+                continue;
             }
-            continue;
-        }
-        let (nibbles, fifths) = to.split_at_mut(GROUP);
-        let mut masks = [0u16; 2];
-        for (column, to) in nibbles.as_chunks_mut().0.iter_mut().enumerate() {
-            let (low, high) = (of(column), of(column + GROUP / 2));
-            *to = (low & 0x0f0f | (high & 0x0f0f) << 4).to_le_bytes();
-            for (mask, pair) in masks.iter_mut().zip([low, high]) {
-                *mask |= (pair >> 4 & 1 | (pair >> 12 & 1) << 1) << (2 * column);
+            let mut masks = [0u16; 2];
+            for column in 0..GROUP / 2 {
+                let (low, high) = (of(column), of(column + GROUP / 2));
+                let [first, second] = (low & 0x0f0f | (high & 0x0f0f) << 4).to_le_bytes();
+                to[2 * column * PAIRS + pair] = first;
+                to[(2 * column + 1) * PAIRS + pair] = second;
+                for (mask, q) in masks.iter_mut().zip([low, high]) {
+                    *mask |= (q >> 4 & 1 | (q >> 12 & 1) << 1) << (2 * column);
+                }
             }
-        }
-        if !fifths.is_empty() {
-            fifths[..2].copy_from_slice(&masks[0].to_le_bytes());
-            fifths[2..].copy_from_slice(&masks[1].to_le_bytes());
+            if layout.bits == 5 {
+                let to = &mut to[PAIRS * GROUP + 4 * pair..][..4];
+                to[..2].copy_from_slice(&masks[0].to_le_bytes());
+                to[2..].copy_from_slice(&masks[1].to_le_bytes());
+            }
         }
     }
 }
@@ -379,7 +394,7 @@ impl BlockColumns<'_> {
             "packed product: tile"
         );
         #[cfg(target_arch = "x86_64")]
-        if is_x86_feature_detected!("avx512f") {
+        if is_x86_feature_detected!("avx512f") && self.groups.1.is_multiple_of(SIDE) {
             // SAFETY: the processor has the instructions; all places were checked.
             unsafe { x86::decode_f32(self, to.as_mut_ptr(), width) };
             return;
@@ -396,6 +411,7 @@ impl BlockColumns<'_> {
         assert!(
             self.count == 0
                 || width >= self.groups.1 * GROUP
+                    && self.groups.1.is_multiple_of(SIDE)
                     && to.len() >= (self.count / 2 - 1) * width + self.groups.1 * GROUP,
             "packed product: words"
         );
@@ -418,13 +434,11 @@ fn plain_decode(columns: &BlockColumns, to: &mut [f32], width: usize) {
             let scales: [(f32, f32); GROUP] =
                 std::array::from_fn(|column| layout.scale_and_offset(block, k, index * GROUP + column));
             for pair in 0..layout.part / 2 {
-                let start =
-                    layout.integers_at() + (index * (layout.values / 2) + k / 2 + pair) * layout.pair_bytes();
-                let integers = &block[start..start + layout.pair_bytes()];
+                let integers = &block[layout.pairs_at(index, k + 2 * pair)..][..layout.pairs_bytes()];
                 for second in 0..2 {
                     let row = &mut to[(at + 2 * pair + second) * width + group * GROUP..][..GROUP];
                     for (column, (to, (s, b))) in row.iter_mut().zip(scales).enumerate() {
-                        *to = s * f32::from(layout.integer(integers, 2 * column + second)) + b;
+                        *to = s * f32::from(layout.integer(integers, pair % PAIRS, 2 * column + second)) + b;
                     }
                 }
             }
@@ -437,19 +451,35 @@ fn plain_decode(columns: &BlockColumns, to: &mut [f32], width: usize) {
 #[allow(clippy::undocumented_unsafe_blocks)]
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{BlockColumns, BlockLayout, GROUP, PANEL_COLUMNS};
+    use super::{BlockColumns, BlockLayout, GROUP, PAIRS, PANEL_COLUMNS, SIDE};
+    use crate::ops::prefetch::prefetch_second;
     use std::arch::x86_64::*;
+
+    /// Minimum number of bytes from what is decoded to what is prefetched.
+    const PREFETCH_DISTANCE: usize = 8192;
+    const CACHE_LINE: usize = 64;
 
     /// The scales and offsets of a part, in the order of the integers of a pair: for columns 0 to 7, twice
     /// each, and for columns 8 to 15.
     #[inline(always)]
-    unsafe fn scales(layout: &BlockLayout, block: *const u8, k: usize, first: usize) -> [[__m512; 2]; 2] {
+    unsafe fn scales(
+        layout: &BlockLayout,
+        block: *const u8,
+        k: usize,
+        first: usize,
+        distance: usize,
+    ) -> [[__m512; 2]; 2] {
         unsafe {
-            let halves = |at: usize| _mm512_cvtph_ps(_mm256_loadu_si256(block.add(at + 2 * first).cast()));
+            let halves = |at: usize| {
+                let from = block.add(at + 2 * first);
+                prefetch_second(from.wrapping_add(distance));
+                _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
+            };
             let d = halves(0);
             let min = if layout.has_min { halves(layout.mins_at()) } else { _mm512_set1_ps(-0.0) };
             let (s, b) = if layout.has_parts() {
                 let at = k / layout.part * PANEL_COLUMNS + first;
+                prefetch_second(block.wrapping_add(layout.part_scales_at() + at + distance));
                 let bytes = _mm_loadu_si128(block.add(layout.part_scales_at() + at).cast());
                 if layout.has_min {
                     let mins = _mm_loadu_si128(block.add(layout.part_mins_at() + at).cast());
@@ -467,67 +497,105 @@ mod x86 {
             };
             let low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
             let high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-            [s, b].map(|v| [_mm512_permutexvar_ps(low, v), _mm512_permutexvar_ps(high, v)])
+            [
+                [_mm512_permutexvar_ps(low, s), _mm512_permutexvar_ps(high, s)],
+                [_mm512_permutexvar_ps(low, b), _mm512_permutexvar_ps(high, b)],
+            ]
         }
     }
 
-    /// Decodes the values of a pair of k.
+    /// Decodes the values of pair `P` of [`PAIRS`] pairs. `words` are their nibbles.
     #[inline(always)]
-    unsafe fn pair<const BITS: usize>(
+    unsafe fn decode_pair<const BITS: usize, const P: usize>(
         from: *const u8,
+        words: __m512i,
         table: __m512,
         [s, b]: &[[__m512; 2]; 2],
     ) -> [__m512; 2] {
         unsafe {
-            let q = if BITS == 8 {
-                [0, GROUP]
-                    .map(|at| _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.add(at).cast()))))
+            let (mut first, mut second);
+            if BITS == 8 {
+                let at = from.add(2 * GROUP * P);
+                first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at.cast())));
+                second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(at.add(GROUP).cast())));
             } else {
-                let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+                let [low, high] = match P {
+                    0 => [words, _mm512_srli_epi32::<4>(words)],
+                    1 => [_mm512_srli_epi32::<8>(words), _mm512_srli_epi32::<12>(words)],
+                    2 => [_mm512_srli_epi32::<16>(words), _mm512_srli_epi32::<20>(words)],
+                    _ => [_mm512_srli_epi32::<24>(words), _mm512_srli_epi32::<28>(words)],
+                };
                 // A permutation reads the low four bits of each index.
-                let q = [bytes, _mm512_srli_epi32::<4>(bytes)].map(|at| _mm512_permutexvar_ps(at, table));
+                first = _mm512_permutexvar_ps(low, table);
+                second = _mm512_permutexvar_ps(high, table);
                 if BITS == 5 {
-                    let masks = from.add(GROUP).cast::<u32>().read_unaligned();
+                    let masks = from.add(PAIRS * GROUP).cast::<u32>().add(P).read_unaligned();
                     let sixteen = _mm512_set1_ps(16.0);
-                    [
-                        _mm512_mask_add_ps(q[0], masks as u16, q[0], sixteen),
-                        _mm512_mask_add_ps(q[1], (masks >> 16) as u16, q[1], sixteen),
-                    ]
-                } else {
-                    q
+                    first = _mm512_mask_add_ps(first, masks as u16, first, sixteen);
+                    second = _mm512_mask_add_ps(second, (masks >> 16) as u16, second, sixteen);
                 }
-            };
-            [_mm512_fmadd_ps(s[0], q[0], b[0]), _mm512_fmadd_ps(s[1], q[1], b[1])]
+            }
+            [_mm512_fmadd_ps(s[0], first, b[0]), _mm512_fmadd_ps(s[1], second, b[1])]
         }
     }
 
-    /// Calls `put(pair of k from the start, group, values)` for all pairs.
+    /// Calls `put(pair of k from the start, group, values)` for all pairs of [`SIDE`] groups from `first` on.
     #[inline(always)]
     unsafe fn for_each_pair<const BITS: usize>(
         columns: &BlockColumns,
+        first: usize,
         mut put: impl FnMut(usize, usize, [__m512; 2]),
     ) {
         let layout = columns.kind.layout();
         let table: [f32; 16] = std::array::from_fn(|q| q as f32 + f32::from(layout.shift));
-        let pair_bytes = layout.pair_bytes();
+        let pairs_bytes = layout.pairs_bytes();
+        // The same place of a later block, as a product reads some groups of each block.
+        let distance = PREFETCH_DISTANCE.next_multiple_of(layout.panel_block_bytes());
         unsafe {
             let table = _mm512_loadu_ps(table.as_ptr());
             columns.for_each_part(
                 #[inline(always)]
                 |block, k, at| {
-                    for group in 0..columns.groups.1 {
-                        let index = columns.groups.0 + group;
-                        let of_part = scales(&layout, block.as_ptr(), k, index * GROUP);
-                        let pairs = index * (layout.values / 2) + k / 2;
-                        let mut from = block.as_ptr().add(layout.integers_at() + pairs * pair_bytes);
-                        for step in 0..layout.part / 2 {
-                            put(at / 2 + step, group, pair::<BITS>(from, table, &of_part));
-                            from = from.add(pair_bytes);
+                    let block = block.as_ptr();
+                    let group = columns.groups.0 + first;
+                    let scales = [
+                        scales(&layout, block, k, group * GROUP, distance),
+                        scales(&layout, block, k, (group + 1) * GROUP, distance),
+                    ];
+                    let mut from =
+                        [block.add(layout.pairs_at(group, k)), block.add(layout.pairs_at(group + 1, k))];
+                    for step in (0..layout.part / 2).step_by(PAIRS) {
+                        for line in (0..pairs_bytes).step_by(CACHE_LINE) {
+                            prefetch_second(from[0].wrapping_add(distance + line));
+                            prefetch_second(from[1].wrapping_add(distance + line));
                         }
+                        let words = [_mm512_loadu_si512(from[0].cast()), _mm512_loadu_si512(from[1].cast())];
+                        macro_rules! put_pair {
+                            ($($pair:literal)+) => {
+                                $(for side in 0..SIDE {
+                                    let (from, words) = (from[side], words[side]);
+                                    let values = decode_pair::<BITS, $pair>(from, words, table, &scales[side]);
+                                    put(at / 2 + step + $pair, first + side, values);
+                                })+
+                            };
+                        }
+                        put_pair!(0 1 2 3);
+                        from = [from[0].add(pairs_bytes), from[1].add(pairs_bytes)];
                     }
                 },
             );
         }
+    }
+
+    /// Calls `$function` for the number of bits of the columns' integers.
+    macro_rules! by_bits {
+        ($columns:expr, $function:ident $(, $rows:ident)? ($($argument:expr),*)) => {
+            match $columns.kind.layout().bits {
+                4 => $function::<4 $(, $rows)?>($columns, $($argument),*),
+                5 => $function::<5 $(, $rows)?>($columns, $($argument),*),
+                _ => $function::<8 $(, $rows)?>($columns, $($argument),*),
+            }
+        };
     }
 
     #[target_feature(enable = "avx512f")]
@@ -537,24 +605,21 @@ mod x86 {
             unsafe {
                 let even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
                 let odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-                for_each_pair::<BITS>(
-                    columns,
-                    #[inline(always)]
-                    |pair, group, [low, high]| {
-                        let to = to.add(2 * pair * width + group * GROUP);
-                        _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, even, high));
-                        _mm512_storeu_ps(to.add(width), _mm512_permutex2var_ps(low, odd, high));
-                    },
-                );
+                for first in (0..columns.groups.1).step_by(SIDE) {
+                    for_each_pair::<BITS>(
+                        columns,
+                        first,
+                        #[inline(always)]
+                        |pair, group, [low, high]| {
+                            let to = to.add(2 * pair * width + group * GROUP);
+                            _mm512_storeu_ps(to, _mm512_permutex2var_ps(low, even, high));
+                            _mm512_storeu_ps(to.add(width), _mm512_permutex2var_ps(low, odd, high));
+                        },
+                    );
+                }
             }
         }
-        unsafe {
-            match columns.kind.layout().bits {
-                4 => all::<4>(columns, to, width),
-                5 => all::<5>(columns, to, width),
-                _ => all::<8>(columns, to, width),
-            }
-        }
+        unsafe { by_bits!(columns, all(to, width)) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
@@ -562,23 +627,58 @@ mod x86 {
         #[inline(always)]
         unsafe fn all<const BITS: usize>(columns: &BlockColumns, to: *mut u32, width: usize) {
             unsafe {
+                for first in (0..columns.groups.1).step_by(SIDE) {
+                    for_each_pair::<BITS>(
+                        columns,
+                        first,
+                        #[inline(always)]
+                        |pair, group, [low, high]| {
+                            let words: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
+                            _mm512_storeu_si512(to.add(pair * width + group * GROUP).cast(), words);
+                        },
+                    );
+                }
+            }
+        }
+        unsafe { by_bits!(columns, all(to, width)) }
+    }
+
+    /// Computes the products of `R` rows of words `x [pairs][R]` by [`SIDE`] groups of columns, in the order of
+    /// sums of a tile.
+    #[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+    pub unsafe fn multiply_bf16<const R: usize>(
+        columns: &BlockColumns,
+        x: *const u32,
+        sums: &mut [[f32; SIDE * GROUP]],
+    ) {
+        #[inline(always)]
+        unsafe fn all<const BITS: usize, const R: usize>(
+            columns: &BlockColumns,
+            x: *const u32,
+            to: &mut [[f32; SIDE * GROUP]],
+        ) {
+            unsafe {
+                let mut sums = [[_mm512_setzero_ps(); SIDE]; R];
                 for_each_pair::<BITS>(
                     columns,
+                    0,
                     #[inline(always)]
                     |pair, group, [low, high]| {
-                        let words: __m512i = std::mem::transmute(_mm512_cvtne2ps_pbh(high, low));
-                        _mm512_storeu_si512(to.add(pair * width + group * GROUP).cast(), words);
+                        let w = _mm512_cvtne2ps_pbh(high, low);
+                        for (row, sums) in sums.iter_mut().enumerate() {
+                            let x = _mm512_set1_epi32(*x.add(pair * R + row) as i32);
+                            sums[group] = _mm512_dpbf16_ps(sums[group], std::mem::transmute(x), w);
+                        }
                     },
                 );
+                for (sums, to) in sums.into_iter().zip(to) {
+                    for (group, sum) in sums.into_iter().enumerate() {
+                        _mm512_storeu_ps(to.as_mut_ptr().add(group * GROUP), sum);
+                    }
+                }
             }
         }
-        unsafe {
-            match columns.kind.layout().bits {
-                4 => all::<4>(columns, to, width),
-                5 => all::<5>(columns, to, width),
-                _ => all::<8>(columns, to, width),
-            }
-        }
+        unsafe { by_bits!(columns, all, R(x, sums)) }
     }
 }
 
@@ -590,27 +690,54 @@ pub(super) struct BlockPanels<'a> {
     pub panel_bytes: usize,
 }
 
-impl PanelWords for BlockPanels<'_> {
-    fn words<W: SimdWords>(&self, panel: usize, chunk: KRange, scratch: &mut [CacheLine]) -> ChunkWords {
+impl BlockPanels<'_> {
+    /// Returns the columns of a panel of a product for `chunk`.
+    fn columns<W: SimdWords>(&self, panel: usize, chunk: KRange) -> BlockColumns<'_> {
         let (width, first) = (VECTORS * W::LANES, panel * VECTORS * W::LANES);
-        let layout = self.kind.layout();
-        let panel = &self.bytes[first / PANEL_COLUMNS * self.panel_bytes..][..self.panel_bytes];
-        let columns = BlockColumns {
+        BlockColumns {
             kind: self.kind,
-            panel,
+            panel: &self.bytes[first / PANEL_COLUMNS * self.panel_bytes..][..self.panel_bytes],
             k: chunk.start,
             count: chunk.values,
             groups: (first % PANEL_COLUMNS / GROUP, width / GROUP),
-        };
+        }
+    }
+}
+
+impl PanelWords for BlockPanels<'_> {
+    fn words<W: SimdWords>(&self, panel: usize, chunk: KRange, scratch: &mut [CacheLine]) -> ChunkWords {
+        let (columns, width) = (self.columns::<W>(panel, chunk), VECTORS * W::LANES);
         let words = words_of(scratch);
         match W::PER_WORD {
             2 => columns.decode_to_bf16_pairs(words, width),
             _ => columns.decode(as_f32(words), width),
         }
-        let block_bytes = layout.panel_block_bytes();
-        let next = panel.as_ptr().wrapping_add((chunk.start + chunk.values) / layout.values * block_bytes);
-        let next_lines = chunk.values / layout.values * block_bytes / size_of::<CacheLine>();
-        ChunkWords { words: words.as_ptr(), next: next.cast(), next_lines }
+        // Decoding itself prefetches.
+        ChunkWords { words: words.as_ptr(), next: std::ptr::null(), next_lines: 0 }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    unsafe fn multiply_few<W: SimdWords>(
+        &self,
+        panel: usize,
+        chunk: KRange,
+        x: *const u32,
+        rows: usize,
+        sums: &mut FewSums,
+    ) -> usize {
+        if W::PER_WORD != 2 {
+            return 0;
+        }
+        let columns = self.columns::<W>(panel, chunk);
+        columns.check();
+        // SAFETY: guaranteed by the caller; words of two values mean bf16 dot products.
+        unsafe {
+            match rows {
+                1 => x86::multiply_bf16::<1>(&columns, x, &mut sums[..1]),
+                _ => x86::multiply_bf16::<2>(&columns, x, &mut sums[..2]),
+            }
+        }
+        rows
     }
 }
 

@@ -131,7 +131,29 @@ impl PanelWords for &Bf16Panels {
 pub(in super::super) trait PanelWords: Sync {
     /// Returns the words of `chunk` of a panel, `[steps][VECTORS · LANES]`. `scratch` has space for them.
     fn words<W: SimdWords>(&self, panel: usize, chunk: KRange, scratch: &mut [CacheLine]) -> ChunkWords;
+
+    /// Computes the sums of a tile of few rows without words in memory: for each row the columns of a panel.
+    /// `x` is `[steps][rows]`. Returns the number of rows, or 0 if the matrix does not support them.
+    ///
+    /// # Safety
+    /// `x` must be valid, and the processor must have the instructions of `W`.
+    unsafe fn multiply_few<W: SimdWords>(
+        &self,
+        _panel: usize,
+        _chunk: KRange,
+        _x: *const u32,
+        _rows: usize,
+        _sums: &mut FewSums,
+    ) -> usize {
+        0
+    }
 }
+
+/// Maximum number of rows of [`PanelWords::multiply_few`].
+pub(in super::super) const FEW_ROWS_MAX: usize = 2;
+
+/// The sums of few rows.
+pub(in super::super) type FewSums = [[f32; VECTORS * LINE_WORDS]; FEW_ROWS_MAX];
 
 /// The words of a chunk of a panel, and the memory that a product needs next.
 pub(in super::super) struct ChunkWords {
@@ -249,8 +271,29 @@ impl<M: PanelWords> PanelProduct<'_, M> {
         for (index, start) in (0..k).step_by(K_CHUNK).enumerate() {
             let chunk = KRange { start, values: K_CHUNK.min(k - start) };
             let steps = chunk.steps::<W>();
-            let ChunkWords { words, mut next, next_lines } = matrix.words::<W>(panel, chunk, scratch);
             let mut x = rows.chunk(index);
+            let mut sums = FewSums::default();
+            // SAFETY: the processor has the instructions, and `x` has these rows and steps.
+            let few = match rows.count {
+                1..=FEW_ROWS_MAX => unsafe {
+                    matrix.multiply_few::<W>(panel, chunk, x, rows.count, &mut sums)
+                },
+                _ => 0,
+            };
+            if few > 0 {
+                let columns = width.min(n - column);
+                for (row, sums) in sums[..few].iter().enumerate() {
+                    for (at, sum) in sums[..columns].iter().enumerate() {
+                        // SAFETY: the output has these rows and columns, which no other thread writes.
+                        unsafe {
+                            let to = out.first.add(row * n + column + at);
+                            *to = if self.accumulate || start > 0 { *to + sum } else { *sum };
+                        }
+                    }
+                }
+                continue;
+            }
+            let ChunkWords { words, mut next, next_lines } = matrix.words::<W>(panel, chunk, scratch);
             // What the next chunk needs arrives while several tiles multiply this one.
             let tiles = rows.count.div_ceil(rows.per_tile);
             let lines = if tiles > 1 { next_lines.div_ceil(tiles) } else { 0 };
