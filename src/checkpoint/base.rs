@@ -9,6 +9,7 @@ use crate::integrity::{Manifest, file_digest};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// The subfolder of a run folder that holds the base model of an adapter, if no other folder holds it.
 pub const BASE_FOLDER: &str = "base";
@@ -20,6 +21,10 @@ pub struct BaseModel {
     pub path: PathBuf,
     /// Digest of the config and the weights, in hexadecimal.
     pub digest: String,
+    /// Whether the blocks of a GGUF file have their exact values. An older version rounded them to bf16; an
+    /// adapter that it trained belongs to the rounded weights.
+    #[serde(default)]
+    pub exact_blocks: bool,
 }
 
 impl BaseModel {
@@ -30,7 +35,7 @@ impl BaseModel {
     /// [`crate::error::BadInput`] when a file cannot be read.
     pub fn from_folder(folder: &Path) -> Result<Self> {
         let path = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
-        Ok(Self { digest: digest(&path)?, path })
+        Ok(Self { digest: digest(&path)?, path, exact_blocks: true })
     }
 
     /// Finds the folder or GGUF file of this model. `adapter` is the folder of the adapter. Candidates are
@@ -66,6 +71,68 @@ impl BaseModel {
             None => bad_input!("{adapter_text}: its base {} is missing; {remedy}", self.path.display()),
         })
     }
+}
+
+/// The files of a base whose weights a run holds. They must not change while it trains an adapter for them.
+pub struct BaseFiles {
+    model: PathBuf,
+    files: Vec<(PathBuf, FileState)>,
+}
+
+/// Size, inode and time of the last change of a file.
+type FileState = (u64, u64, SystemTime);
+
+impl BaseFiles {
+    /// Records the state of the files of the model in `model`, a folder or a GGUF file.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] when a file cannot be read.
+    pub fn of(model: &Path) -> Result<Self> {
+        let files = match is_gguf(model) {
+            true => gguf::files(model)?,
+            false => weight_files(model)?.into_iter().map(|name| model.join(name)).collect(),
+        };
+        let with_state = |path: PathBuf| Ok((file_state(&path)?, path)).map(|(state, path)| (path, state));
+        Ok(Self { model: model.to_owned(), files: files.into_iter().map(with_state).collect::<Result<_>>()? })
+    }
+
+    /// Checks that the files are as they were. A file with another time and the same content is accepted.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names a file that changed.
+    pub fn check(&mut self, base: &BaseModel) -> Result<()> {
+        let mut changed = None;
+        for (path, state) in &mut self.files {
+            let now = file_state(path)?;
+            if now != *state {
+                (changed, *state) = (Some(path.clone()), now);
+            }
+        }
+        match changed {
+            Some(path) if digest(&self.model)? != base.digest => Err(bad_input!(
+                "{}: was changed while the run trains an adapter for its weights; restore the file and resume the run",
+                path.display()
+            )),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn file_state(path: &Path) -> Result<FileState> {
+    let state = || {
+        let metadata = std::fs::metadata(path)?;
+        #[cfg(unix)]
+        let inode = std::os::unix::fs::MetadataExt::ino(&metadata);
+        #[cfg(not(unix))]
+        let inode = 0;
+        Ok((metadata.len(), inode, metadata.modified()?))
+    };
+    state().map_err(|e: std::io::Error| {
+        bad_input!(
+            "{}: cannot be read: {e}; the run trains an adapter for its weights; restore the file and resume the run",
+            path.display()
+        )
+    })
 }
 
 /// Returns the digest of the config and the weights in `folder`, or of a GGUF file, in hexadecimal.

@@ -25,7 +25,7 @@ pub mod save;
 mod state_files;
 pub mod tensor_file;
 
-pub use base::{BASE_FOLDER, BaseModel};
+pub use base::{BASE_FOLDER, BaseFiles, BaseModel};
 pub use resume::{
     ResumePoint, check_all_checkpoints, folder_name, is_checkpoint, newest_checkpoint,
     newest_intact_checkpoint, read_state, remove_partial_checkpoints, verify_folder,

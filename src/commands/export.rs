@@ -1,5 +1,5 @@
 //! `rloss export RUN`: exports a run for other programs. `--out FOLDER` writes its adapter, alone or merged
-//! into its base. `--gguf FILE` writes the model for llama.cpp.
+//! into its base. `--gguf FILE` writes the model or its adapter for llama.cpp.
 
 use crate::bad_input;
 use crate::checkpoint::gguf::GgufFormat;
@@ -32,7 +32,7 @@ pub struct ExportArgs {
     /// The folder to write
     #[arg(long, required_unless_present = "gguf", conflicts_with = "gguf")]
     out: Option<PathBuf>,
-    /// Write a GGUF file for llama.cpp, Ollama or LM Studio
+    /// Write a GGUF file for llama.cpp, Ollama or LM Studio: the adapter, or with --merged a whole model
     #[arg(long, value_name = "FILE")]
     gguf: Option<PathBuf>,
     /// The type of matrices in the GGUF file: f32, bf16, f16, q8_0, or mxfp4 for the experts of GPT-OSS
@@ -74,6 +74,12 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     pin_model(&mut plan, &source, &args.sets)?;
     let path_text = out.display().to_string();
     let path_text = sanitize_terminal(&path_text);
+    if args.gguf.is_some() && !args.merged && export::write_gguf_adapter(&plan.recipe, out)? {
+        print_text(&format!(
+            "{path_text}: the adapter, for llama.cpp (--lora); --merged writes a whole model\n"
+        ))?;
+        return Ok(EXIT_SUCCESS);
+    }
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
         let Started { loaded, environment, .. } = start(plan, ModelCommand::Chat, &console)?;

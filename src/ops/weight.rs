@@ -26,8 +26,8 @@ impl Weight {
         Weight::Dense(Parameter::constant(values))
     }
 
-    /// Sets the precision of matrix products by a dense weight or by blocks on a CPU. Other packed weights are
-    /// unchanged.
+    /// Sets the precision of matrix products by a dense weight or by blocks on a CPU. Other packed weights
+    /// are unchanged.
     pub fn with_precision(self, precision: Precision) -> Self {
         match self {
             Weight::Dense(parameter) => Weight::Dense(parameter.with_precision(precision)),

@@ -86,20 +86,22 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
-/// Writes the adapter of the recipe's model to the GGUF file `out`, in llama.cpp's form.
+/// Writes the adapter of the recipe's model to the GGUF file `out`, in llama.cpp's form. Returns false
+/// without doing anything if the model has no adapter.
 ///
 /// # Errors
 /// The errors of [`export_adapter`], and [`crate::error::BadInput`] when the adapter has factors of experts.
-pub fn write_gguf_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
+pub fn write_gguf_adapter(recipe: &Recipe, out: &Path) -> Result<bool> {
     let source = ModelSource::open(recipe)?;
-    let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
+    let Some(adapter) = &source.adapter else { return Ok(false) };
     let specs = source.specs();
     let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
     let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
     create_parents(out)?;
     gguf::write_adapter(out, &source.config, &adapter.lora, |name| {
         values.remove(name).with_context(|| format!("no factor {name}"))
-    })
+    })?;
+    Ok(true)
 }
 
 /// Writes the model to `out` in the recipe's `checkpoint.dtype`, with its adapter merged. With a file

@@ -8,8 +8,8 @@ use super::startup::ErrorList;
 use super::teacher::TeacherModel;
 use crate::actor::Actor;
 use crate::bad_input;
-use crate::checkpoint::BaseModel;
 use crate::checkpoint::save::CompanionFiles;
+use crate::checkpoint::{BaseFiles, BaseModel};
 use crate::dist::Mesh;
 use crate::metrics::Console;
 use crate::model::config::Config;
@@ -36,6 +36,8 @@ pub struct LoadedModel {
     pub adapter: Option<RunAdapter>,
     /// The adapter's base, as checkpoints refer to it. `None` until a folder has the base.
     pub base: Option<BaseModel>,
+    /// The base's files, if the command trains an adapter.
+    pub base_files: Option<BaseFiles>,
     /// The teacher of distillation, if it is another model.
     pub teacher: Option<TeacherModel>,
 }
@@ -44,6 +46,17 @@ impl LoadedModel {
     /// Returns the model's config.
     pub fn config(&self) -> &Config {
         &self.actor.model.config
+    }
+
+    /// Checks that no file of the adapter's base has changed.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] that names the file.
+    pub fn check_base_files(&mut self) -> Result<()> {
+        match (&mut self.base_files, &self.base) {
+            (Some(files), Some(base)) => files.check(base),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the processes of the run.

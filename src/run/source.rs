@@ -50,6 +50,9 @@ pub(super) struct ModelSource {
     pub(super) folder: Option<PathBuf>,
     /// The adapter for these weights, if any.
     pub(super) adapter: Option<AdapterFolder>,
+    /// Whether blocks of a GGUF file are rounded to bf16, because an older version trained the adapter for
+    /// such weights.
+    rounds_blocks: bool,
 }
 
 /// Where frozen packed weights are stored.
@@ -68,13 +71,14 @@ impl ModelSource {
         Ok(Self::open_without_unpacking(recipe)?.unpack_for_precision(recipe))
     }
 
-    /// Sets the formats in memory for the recipe's precision. Blocks multiply in f32 and in bf16; other packed
-    /// weights multiply in f32, so they are unpacked for products in bf16. With weights in bf16, blocks are
-    /// rounded to bf16.
+    /// Sets the formats in memory for the recipe's precision. Blocks multiply in f32 and in bf16; other
+    /// packed weights multiply in f32, so they are unpacked for products in bf16. With weights in bf16,
+    /// blocks are rounded to bf16.
     pub(super) fn unpack_for_precision(mut self, recipe: &Recipe) -> Self {
         for format in &mut self.formats {
             *format = match (recipe.model.dtype, *format) {
                 (Dtype::Bf16, StoredFormat::Blocks(_)) => StoredFormat::Bf16,
+                (Dtype::F32, StoredFormat::Blocks(_)) if self.rounds_blocks => StoredFormat::Bf16,
                 (Dtype::F32 | Dtype::Bf16, format) => format,
                 (Dtype::Bf16Dot, blocks @ StoredFormat::Blocks(_)) => blocks,
                 (Dtype::Bf16Dot, _) => StoredFormat::F32,
@@ -114,6 +118,7 @@ impl ModelSource {
                     formats,
                     folder: None,
                     adapter: None,
+                    rounds_blocks: false,
                 })
             }
             (None, None) => bail!("neither model.path nor model.architecture"),
@@ -140,7 +145,8 @@ impl ModelSource {
         let base_path = base_path.and_then(|path| model_folder(path).ok());
         let mut source = Self::from_base(&base.find(folder, base_path.as_deref())?)?;
         checkpoint::verify_folder(folder)?;
-        source.adapter = Some(AdapterFolder::open(folder, &source.specs())?);
+        let adapter = AdapterFolder::open(folder, &source.specs())?;
+        source.set_adapter(adapter);
         Ok(source)
     }
 
@@ -160,15 +166,21 @@ impl ModelSource {
                 expected.path.display()
             ));
         }
-        self.adapter = Some(adapter);
+        self.set_adapter(adapter);
         Ok(self)
+    }
+
+    fn set_adapter(&mut self, adapter: AdapterFolder) {
+        let has_blocks = self.formats.iter().any(|format| matches!(format, StoredFormat::Blocks(_)));
+        self.rounds_blocks = has_blocks && adapter.base.as_ref().is_some_and(|base| !base.exact_blocks);
+        self.adapter = Some(adapter);
     }
 
     /// Returns the base as a checkpoint refers to it. `None` if no folder has the base.
     pub(super) fn base(&self) -> Result<Option<BaseModel>> {
         match (&self.adapter, &self.folder, &self.weights) {
             (Some(AdapterFolder { base: Some(base), .. }), Some(folder), _) => {
-                Ok(Some(BaseModel { path: folder.clone(), digest: base.digest.clone() }))
+                Ok(Some(BaseModel { path: folder.clone(), ..base.clone() }))
             }
             (_, Some(folder), Some(_)) => BaseModel::from_folder(folder).map(Some),
             _ => Ok(None),
@@ -220,6 +232,7 @@ impl ModelSource {
             formats,
             folder,
             adapter: None,
+            rounds_blocks: false,
         })
     }
 
@@ -250,6 +263,7 @@ impl ModelSource {
             formats,
             folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
             adapter: None,
+            rounds_blocks: false,
         })
     }
 
@@ -308,7 +322,7 @@ impl ModelSource {
     ) -> Result<Parameters> {
         // Rounds a tensor to `model.dtype`. Packed tensors need no rounding.
         let round = |mut values: Vec<f32>| {
-            if recipe.model.dtype.is_bf16() {
+            if recipe.model.dtype.is_bf16() || self.rounds_blocks {
                 values.iter_mut().for_each(|v| *v = bf16::from_f32(*v).to_f32());
             }
             values
@@ -334,11 +348,16 @@ impl ModelSource {
                 false => to_bf16.apply(spec, Weight::dense(&weight.decode(&spec.working_shape())?)),
             });
             let changes = match recipe.model.dtype {
-                Dtype::F32 => vec![],
-                Dtype::Bf16 => vec![pack_bf16, to_bf16.weight_change()],
+                Dtype::F32 if !self.rounds_blocks => vec![],
+                Dtype::F32 | Dtype::Bf16 => vec![pack_bf16, to_bf16.weight_change()],
                 Dtype::Bf16Dot => vec![unpack],
             };
             return Parameters::keep_on_disk(&self.config, backend, folder.clone(), changes);
+        }
+        if self.rounds_blocks {
+            console.print(
+                "the adapter was trained by an older version, which rounded the weights of quantised GGUF files to bf16; so does this",
+            );
         }
         let megabytes = |bytes: u64| bytes / 1_000_000;
         let specs = self.specs();

@@ -173,6 +173,7 @@ impl Trainer {
         let progress = self.observer.stage_begins(Phase::Rl, steps, start);
         for step in start + 1..=steps {
             self.observer.activity_begins(format!("step {step}"));
+            self.loaded.check_base_files()?;
             let started = Instant::now();
             let samples = self.schedule.next(step, &self.loaded.actor, self.observer.stages())?;
             let (metrics, token_stats) = self.update(step, &samples)?;

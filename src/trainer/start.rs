@@ -3,7 +3,7 @@
 use super::Trainer;
 use crate::actor::Actor;
 use crate::actor::teacher::Teacher;
-use crate::checkpoint::{BASE_FOLDER, BaseModel, ModelFiles, ResumePoint, reference};
+use crate::checkpoint::{BASE_FOLDER, BaseFiles, BaseModel, ModelFiles, ResumePoint, reference};
 use crate::learner::critic::Critic;
 use crate::model::config::WeightFormat;
 use crate::model::settings::Dtype;
@@ -43,6 +43,7 @@ impl Trainer {
         let (config, companions) = (loaded.config(), &loaded.companions);
         let files = ModelFiles { config, format, companions, base: None };
         loaded.actor.without_adapter().save(&folder, &files, false)?;
+        self.loaded.base_files = Some(BaseFiles::of(&folder)?);
         self.loaded.base = Some(BaseModel::from_folder(&folder)?);
         Ok(())
     }

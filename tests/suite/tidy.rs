@@ -14,7 +14,7 @@ const FILE_LINES_AIM: usize = 400;
 /// follow, vectors over packed weights, over tiles of a product and over few rows of one, launches on a
 /// GPU, fresh buffers that are not cleared, the allocator, a hint to the cache, and one
 /// environment variable set before any thread starts.
-const UNSAFE_PLACES: [&str; 15] = [
+const UNSAFE_PLACES: [&str; 16] = [
     "src/allocator",
     "src/dist/mpi.rs",
     "src/dist/nccl.rs",
@@ -23,6 +23,7 @@ const UNSAFE_PLACES: [&str; 15] = [
     "src/ops/buffer.rs",
     "src/ops/cuda/",
     "src/ops/skinny_gemm.rs",
+    "src/ops/packed_weights/blocks/",
     "src/ops/packed_weights/kernels",
     "src/ops/prefetch.rs",
     "src/ops/product.rs",

@@ -1,5 +1,5 @@
-//! The weights of a GGUF file. Blocks, MXFP4 experts and BF16 matrices stay packed in memory. All other tensors
-//! are decoded to f32. All values are exactly those of the file.
+//! The weights of a GGUF file. Blocks, MXFP4 experts and BF16 matrices stay packed in memory. All other
+//! tensors are decoded to f32. All values are exactly those of the file.
 
 use super::file::{GgufFile, GgufTensor, MetadataValue};
 use super::names::{GgufTensorSpec, geometry, parts};

@@ -120,9 +120,9 @@ pub fn write(
     })
 }
 
-/// Writes the low-rank adapter `lora` of a model as llama.cpp reads it (`--lora`): for each adapted matrix, the
-/// tensors `NAME.lora_a` `[rank, in]` and `NAME.lora_b` `[out, rank]` in F32. `factor` returns the values of a
-/// factor in working layout, by its name.
+/// Writes the low-rank adapter `lora` of a model as llama.cpp reads it (`--lora`): for each adapted matrix,
+/// the tensors `NAME.lora_a` `[rank, in]` and `NAME.lora_b` `[out, rank]` in F32. `factor` returns the values
+/// of a factor in working layout, by its name.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when the adapter has a matrix of experts.

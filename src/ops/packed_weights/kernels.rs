@@ -8,7 +8,8 @@ mod transpose;
 
 pub use transpose::transpose;
 
-use super::blocks::{BlockColumns, GROUP};
+use super::blocks::GROUP;
+use super::blocks::decode::BlockColumns;
 use super::{PANEL_COLUMNS, PackedFormat};
 use crate::ops::mxfp4::{BLOCK, MAGNITUDES, scale};
 use crate::ops::prefetch::prefetch;

@@ -27,8 +27,6 @@ use super::buffer::byte_buffer;
 use super::cpu::should_parallelize;
 use super::mxfp4::{self, BLOCK};
 use super::product::{GemmThreads, K_CHUNK, Precision, StridedMatrix, product};
-use super::tiles::panels;
-use blocks::{BlockColumns, BlockPanels, GROUP};
 use kernels::{OutputColumns, Panel, VectorInstructions, transpose};
 use rayon::prelude::*;
 use std::convert::Infallible;
@@ -226,41 +224,6 @@ impl PackedMatrix {
         Self { format, experts, input, output, precision: Precision::default(), bytes }
     }
 
-    /// Returns the matrix with products and lookups in `precision`, if it consists of blocks. The values are
-    /// shared.
-    pub fn with_precision(self: &Arc<Self>, precision: Precision) -> Arc<Self> {
-        match self.format.block_type() {
-            Some(_) if precision != self.precision => {
-                Arc::new(Self { precision, bytes: self.bytes.clone(), ..**self })
-            }
-            _ => self.clone(),
-        }
-    }
-
-    /// Returns the values rounded to bf16, packed.
-    ///
-    /// # Errors
-    /// When the matrix is on a device.
-    pub fn to_bf16(&self) -> candle_core::Result<Self> {
-        let (shape, values) = (self.shape(), self.decode()?);
-        let write = |values: &[f32], to: &mut [u8]| {
-            for (value, to) in values.iter().zip(to.as_chunks_mut().0) {
-                *to = half::bf16::from_f32(*value).to_le_bytes();
-            }
-        };
-        if let PackedFormat::BlockRows(_) = self.format {
-            let mut bytes = vec![0; PackedFormat::Bf16Rows.bytes(shape)];
-            write(&values, &mut bytes);
-            return Ok(Self::from_bytes(PackedFormat::Bf16Rows, shape, bytes));
-        }
-        let expert_values = shape[1] * shape[2];
-        let Ok(packed) = Self::read_columns(shape, |expert: usize, to: &mut [u8]| {
-            write(&values[expert * expert_values..][..expert_values], to);
-            Ok::<_, Infallible>(())
-        });
-        Ok(packed)
-    }
-
     /// Returns the precision of products.
     pub fn precision(&self) -> Precision {
         self.precision
@@ -291,8 +254,8 @@ impl PackedMatrix {
         self.format.bytes(self.shape())
     }
 
-    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and bf16 must represent every
-    /// result.
+    /// Returns a copy with `map` applied to each value. The matrix must be bf16, and bf16 must represent
+    /// every result.
     ///
     /// # Errors
     /// When the matrix is on a device.
@@ -332,29 +295,6 @@ impl PackedMatrix {
             });
         }
         Ok(values)
-    }
-
-    /// Decodes the blocks of one expert to `[in, out]`.
-    fn decode_blocks(&self, kind: BlockType, bytes: &[u8], expert: usize, values: &mut [f32]) {
-        values.par_chunks_mut(ROWS_PER_TASK * self.output).enumerate().for_each(|(part, values)| {
-            let (k, count) = (part * ROWS_PER_TASK, values.len() / self.output);
-            let mut last = vec![];
-            for index in 0..self.panels() {
-                let panel = self.panel(bytes, expert, index);
-                let first = index * PANEL_COLUMNS;
-                let groups = (0, PANEL_COLUMNS / GROUP);
-                let columns = BlockColumns { kind, panel: panel.bytes, k, count, groups };
-                if panel.columns == PANEL_COLUMNS {
-                    columns.decode(&mut values[first..], self.output);
-                    continue;
-                }
-                last.resize(count * PANEL_COLUMNS, 0.0);
-                columns.decode(&mut last, PANEL_COLUMNS);
-                for (to, from) in values.chunks_exact_mut(self.output).zip(last.chunks_exact(PANEL_COLUMNS)) {
-                    to[first..].copy_from_slice(&from[..panel.columns]);
-                }
-            }
-        });
     }
 
     /// Decodes column `index` of the first expert, `[in]`, rounded to bf16 if products are in bf16.
@@ -460,32 +400,6 @@ impl PackedMatrix {
             tasks.iter().for_each(|task| run(&mut tile, task));
         }
         Ok(())
-    }
-
-    /// Multiplies as [`Self::forward_grouped`] does. Returns false without doing anything if the processor has no
-    /// vector instructions.
-    fn multiply_blocks(
-        &self,
-        kind: BlockType,
-        out: &mut [f32],
-        x: &[f32],
-        groups: &[(usize, Range<usize>)],
-        accumulate: bool,
-    ) -> candle_core::Result<bool> {
-        let (bytes, panel_bytes) = (self.bytes()?, self.format.panel_bytes(self.input));
-        let expert_bytes = self.panels() * panel_bytes;
-        let parts: Vec<(BlockPanels, Range<usize>)> = groups
-            .iter()
-            .filter(|(_, rows)| !rows.is_empty())
-            .map(|(expert, rows)| {
-                let bytes = &bytes[expert * expert_bytes..][..expert_bytes];
-                (BlockPanels { kind, bytes, panel_bytes }, rows.clone())
-            })
-            .collect();
-        let rows: usize = parts.iter().map(|(_, rows)| rows.len()).sum();
-        let shape = (self.input, self.output);
-        let threads = GemmThreads::Pool.threads(rows * shape.0 * shape.1);
-        Ok(panels::product(self.precision, threads, &parts, shape, out, x, accumulate))
     }
 
     /// Returns ranges of at most `count` panels. No range has a single column, because the `gemm` crate has
@@ -636,104 +550,4 @@ pub fn block_is_finite(bytes: &[u8; BLOCK / 2], scale: u8) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::random::{Purpose, stream};
-    use rand::{Rng, RngCore};
-
-    /// Returns a random matrix `[input, output]` in `format`. Its scales include 2^-127, and some of its
-    /// values are subnormal.
-    fn matrix(format: PackedFormat, input: usize, output: usize) -> PackedMatrix {
-        let mut rng = stream(7, Purpose::Initialisation, &[input as u64, output as u64]);
-        let shape = [1, input, output];
-        match format {
-            PackedFormat::Bf16 | PackedFormat::Bf16Rows => {
-                let mut value = || half::bf16::from_f32(rng.random_range(-1.0f32..1.0)).to_le_bytes();
-                let stored: Vec<u8> = (0..input * output).flat_map(|_| value()).collect();
-                let fill = |_, to: &mut [u8]| {
-                    to.copy_from_slice(&stored);
-                    Ok::<_, Infallible>(())
-                };
-                let Ok(packed) = PackedMatrix::read_columns(shape, fill);
-                packed
-            }
-            PackedFormat::Mxfp4 => {
-                let mut blocks = vec![0u8; input * output / 2];
-                rng.fill_bytes(&mut blocks);
-                let scale = |_| {
-                    if rng.random_bool(0.1) { rng.random_range(0..3) } else { rng.random_range(118..128) }
-                };
-                let scales: Vec<u8> = (0..input / BLOCK * output).map(scale).collect();
-                PackedMatrix::from_mxfp4(&blocks, &scales, shape)
-            }
-        }
-    }
-
-    #[test]
-    fn every_kind_of_vectors_decodes_and_multiplies_alike() {
-        let kinds = match VectorInstructions::detect() {
-            VectorInstructions::Avx512 => {
-                vec![VectorInstructions::Avx512, VectorInstructions::Avx2, VectorInstructions::Plain]
-            }
-            VectorInstructions::Avx2 => vec![VectorInstructions::Avx2, VectorInstructions::Plain],
-            VectorInstructions::Plain => vec![VectorInstructions::Plain],
-        };
-        for (format, input) in [
-            (PackedFormat::Bf16, 37),
-            (PackedFormat::Bf16, 700),
-            (PackedFormat::Mxfp4, 64),
-            (PackedFormat::Mxfp4, 608),
-        ] {
-            // Miri is ten thousand times slower, so it tests fewer shapes.
-            if cfg!(miri) && input > 64 {
-                continue;
-            }
-            let packed = matrix(format, input, 100);
-            let x: Vec<f32> = (0..7 * input).map(|i| (i % 13) as f32 * 0.25 - 1.0).collect();
-            for index in 0..2 {
-                let panel = packed.panel(packed.bytes().unwrap(), 0, index);
-                let expected: Vec<u32> = (0..input)
-                    .flat_map(|k| (0..panel.columns).map(move |c| panel.value(k, c).to_bits()))
-                    .collect();
-                let mut products: Vec<Vec<u32>> = vec![];
-                for vectors in &kinds {
-                    let mut tile = vec![0f32; input * PANEL_COLUMNS];
-                    vectors.decode(panel, 0..input, &mut tile, 0, PANEL_COLUMNS);
-                    let found: Vec<u32> = tile
-                        .chunks(PANEL_COLUMNS)
-                        .flat_map(|row| row[..panel.columns].iter().map(|value| value.to_bits()))
-                        .collect();
-                    assert!(found == expected, "{vectors:?} {format:?} {input}, panel {index}");
-                    let mut out = vec![0.5f32; 7 * 100];
-                    let place = (OutputColumns::new(&mut out, 100), index * PANEL_COLUMNS);
-                    if vectors.skinny_gemm(panel, (&x, input), place, true) {
-                        products.push(out.iter().map(|value| value.to_bits()).collect());
-                    }
-                }
-                assert!(
-                    products.windows(2).all(|pair| pair[0] == pair[1]),
-                    "{format:?} {input}, panel {index}"
-                );
-            }
-        }
-    }
-
-    #[test]
-    #[cfg_attr(miri, ignore = "no unsafe code, and minutes")]
-    fn no_tile_is_a_single_column() {
-        for output in 2..1200 {
-            let bytes = PackedStorage::Host(Arc::new(vec![]));
-            let precision = Precision::F32;
-            let format = PackedFormat::Bf16;
-            let packed = PackedMatrix { format, experts: 1, input: 1, output, precision, bytes };
-            for count in [1, 3, TILE_PANELS] {
-                let tiles: Vec<Range<usize>> = packed.tiles(count).collect();
-                assert_eq!((tiles[0].start, tiles[tiles.len() - 1].end), (0, packed.panels()));
-                assert!(tiles.windows(2).all(|pair| pair[0].end == pair[1].start));
-                let columns =
-                    |tile: &Range<usize>| (tile.end * PANEL_COLUMNS).min(output) - tile.start * PANEL_COLUMNS;
-                assert!(tiles.iter().all(|tile| columns(tile) > 1), "{output} columns by {count}");
-            }
-        }
-    }
-}
+mod tests;

@@ -1,5 +1,5 @@
-//! Products by matrices in panels of tiles: a bf16 copy of a matrix, or packed blocks that are decoded panel by
-//! panel.
+//! Products by matrices in panels of tiles: a bf16 copy of a matrix, or packed blocks that are decoded panel
+//! by panel.
 //!
 //! Decode multiplies few rows by the same matrix again and again. A product by the copy reads two bytes per
 //! weight, in memory order, and packs nothing. Its bits are those of [`super::product`], because the same
@@ -273,8 +273,8 @@ impl<M: PanelWords> PanelProduct<'_, M> {
             let steps = chunk.steps::<W>();
             let mut x = rows.chunk(index);
             let mut sums = FewSums::default();
-            // SAFETY: the processor has the instructions, and `x` has these rows and steps.
             let few = match rows.count {
+                // SAFETY: the processor has the instructions, and `x` has these rows and steps.
                 1..=FEW_ROWS_MAX => unsafe {
                     matrix.multiply_few::<W>(panel, chunk, x, rows.count, &mut sums)
                 },

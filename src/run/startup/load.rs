@@ -6,6 +6,7 @@ use crate::actor::{Actor, Execution};
 use crate::agents::AgentSession;
 use crate::bad_input;
 use crate::chat::Chat;
+use crate::checkpoint::BaseFiles;
 use crate::dist::{Mesh, PackedWeightPlacement};
 use crate::metrics::Console;
 use crate::model::forward::Model;
@@ -81,6 +82,11 @@ impl Startup {
         let memory_plan = input.to_text();
         let cache_capacity = input.cache_capacity(self.choices.gpu_sequences.unwrap_or(1));
         let (prefix_tokens_max, recompute_layers) = (input.prefix_tokens_max(), input.recomputes_layers());
+        let trains_adapter = self.command.trains() && self.trainables.adapter.is_some();
+        let base_files = match self.source.folder.as_ref().filter(|_| trains_adapter) {
+            Some(folder) => self.source.weights.as_ref().map(|_| BaseFiles::of(folder)).transpose()?,
+            None => None,
+        };
         let parameters = self.read_parameters(console)?;
         let Self { mut environment, command, mesh, threads, compute_device, source, .. } = self;
         let recipe = &environment.plan.recipe;
@@ -121,6 +127,7 @@ impl Startup {
             critic_trainable: critic,
             adapter,
             base,
+            base_files,
             teacher,
         };
         let (device_name, two_samplings) = (compute_device.name, self.choices.two_samplings);

@@ -150,7 +150,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             file(scratch, "a.gguf", |path| {
                 let Ok(GgufModel { weights, config, .. }) = GgufModel::open(path) else { return };
                 for spec in parameter_specs(&config) {
-                    let _ = weights.read_packed(&spec);
+                    let _ = weights.read_packed(&spec, weights.format_of(&spec));
                     let _ = weights.read_values(&spec);
                 }
             }),

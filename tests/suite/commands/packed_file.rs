@@ -1,0 +1,177 @@
+//! Adapters for a GGUF file whose blocks stay packed: training, resumes, a base that changes, older runs, and
+//! the adapter in llama.cpp's form.
+
+use super::{assert_same_results, done, output, phase, rloss, rows, small, stderr, warm_model};
+use rloss::checkpoint::gguf::GgufFile;
+use rloss::checkpoint::tensor_file::TensorFile;
+use rloss::integrity::Manifest;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use tempfile::TempDir;
+
+const LORA: [&str; 7] = [
+    "cold_start.steps=0",
+    "adapter.rank=3",
+    "adapter.alpha=12.0",
+    "train.optimizer.lr=2e-2",
+    "train.optimizer.schedule=constant",
+    "logging.trajectories_per_step=4",
+    "train.steps=3",
+];
+
+/// A run with an adapter for `file`.
+fn run(file: &Path, out: &Path, sets: &[&str]) -> Command {
+    let model = format!("model.path={}", file.display());
+    small(out, &LORA.iter().copied().chain([model.as_str()]).chain(sets.iter().copied()).collect::<Vec<_>>())
+}
+
+/// A file of Q8_0 blocks in a folder of its own, and a run on it.
+fn straight() -> (&'static Path, &'static Path) {
+    static STRAIGHT: OnceLock<(TempDir, PathBuf, PathBuf)> = OnceLock::new();
+    let (_, file, out) = STRAIGHT.get_or_init(|| {
+        let folder = TempDir::new().unwrap();
+        let (file, out) = (folder.path().join("q8.gguf"), folder.path().join("run"));
+        let mut export = rloss();
+        done(export.arg("export").arg(warm_model()).arg("--gguf").arg(&file).args(["--type", "q8_0"]));
+        let kinds = GgufFile::open(&file).unwrap();
+        assert!(kinds.tensors.values().filter(|tensor| tensor.dtype.name == "Q8_0").count() > 8);
+        done(&mut run(&file, &out, &[]));
+        (folder, file, out)
+    });
+    (file, out)
+}
+
+fn refused(command: &mut Command, words: &[&str]) {
+    let output = output(command);
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(2), "{text}");
+    for word in words {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+}
+
+/// Copies the run with only its first checkpoint.
+fn stopped_after_a_step(to: &Path) {
+    let (_, straight) = straight();
+    copy_folder_tree(straight, to);
+    for step in 2..=3 {
+        let _ = fs::remove_dir_all(to.join(format!("checkpoints/step-{step:06}")));
+    }
+}
+
+fn copy_folder_tree(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        let to = to.join(path.file_name().unwrap());
+        if path.is_dir() { copy_folder_tree(&path, &to) } else { drop(fs::copy(&path, to).unwrap()) }
+    }
+}
+
+#[test]
+fn a_run_on_packed_blocks_has_no_mismatch_and_resumes_to_the_same_bits() {
+    let (file, straight) = straight();
+    let rows = rows(straight);
+    assert_eq!(phase(&rows, "rl").count(), 3);
+    for row in phase(&rows, "rl") {
+        assert_eq!(row["mismatch/logprob_abs_diff_max"], 0.0);
+    }
+    assert!(phase(&rows, "rl").any(|row| row["actor/grad_norm"].as_f64().unwrap() > 0.0));
+    let folder = TempDir::new().unwrap();
+    let out = folder.path().join("again");
+    stopped_after_a_step(&out);
+    done(run(file, &out, &[]).arg("--resume"));
+    assert_same_results(&out, straight);
+    let adapter =
+        |run: &Path| fs::read(run.join("checkpoints/step-000003/adapter_model.safetensors")).unwrap();
+    assert!(adapter(&out) == adapter(straight));
+}
+
+#[test]
+fn bug_a_base_that_changed_beneath_a_run_was_not_noticed() {
+    let (file, _) = straight();
+    let folder = TempDir::new().unwrap();
+    let (own, out) = (folder.path().join("own.gguf"), folder.path().join("run"));
+    fs::copy(file, &own).unwrap();
+    let changed = fs::read(&own).unwrap();
+    let mut child = run(&own, &out, &["train.steps=2000"]).spawn().unwrap();
+    let begins = std::time::Instant::now();
+    while !out.join("checkpoints/step-000001").is_dir() && begins.elapsed().as_secs() < 120 {
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    // Equal content at another time is no change.
+    fs::write(folder.path().join("new"), &changed).unwrap();
+    fs::rename(folder.path().join("new"), &own).unwrap();
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert!(child.try_wait().unwrap().is_none(), "the same content is refused");
+    fs::write(&own, &changed[..changed.len() / 2]).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(2));
+    refused(run(&own, &out, &["train.steps=2000"]).arg("--resume"), &["own.gguf"]);
+}
+
+#[test]
+fn a_run_of_an_older_version_keeps_its_rounded_weights() {
+    let (_, straight) = straight();
+    let folder = TempDir::new().unwrap();
+    let old = folder.path().join("old");
+    copy_folder_tree(straight, &old);
+    let checkpoint = old.join("checkpoints/step-000003");
+    let base = checkpoint.join("base.json");
+    let text = fs::read_to_string(&base).unwrap();
+    assert!(text.contains("exact_blocks"), "{text}");
+    let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+    let value = serde_json::json!({"path": value["path"], "digest": value["digest"]});
+    fs::write(&base, value.to_string()).unwrap();
+    let mut manifest = Manifest::read(&checkpoint).unwrap().unwrap();
+    manifest.record("base.json", blake3::hash(value.to_string().as_bytes()));
+    manifest.write(&checkpoint).unwrap();
+    let said = |run: &Path| {
+        let mut command = rloss();
+        command.args(["eval"]).arg(run).args(["--set", "eval.problems_max=2", "--out"]);
+        stderr(&done(command.arg(folder.path().join(run.file_name().unwrap()).with_extension("eval"))))
+    };
+    assert!(said(&old).contains("rounded the weights of quantised GGUF files to bf16"), "{}", said(&old));
+    assert!(!said(straight).contains("rounded the weights"));
+}
+
+#[test]
+fn an_adapter_is_written_in_the_form_of_llama_cpp() {
+    let (model, folder) = (straight().0, TempDir::new().unwrap());
+    let file = folder.path().join("adapter.gguf");
+    let of_experts = folder.path().join("experts");
+    done(&mut run(model, &of_experts, &["adapter.targets=[\"*.experts.*\"]", "train.steps=1"]));
+    refused(
+        rloss().arg("export").arg(&of_experts).arg("--gguf").arg(&file),
+        &["factors of experts", "--merged"],
+    );
+    assert!(!file.exists());
+    let out = folder.path().join("attention");
+    done(&mut run(model, &out, &["adapter.targets=[\"*.q_proj.*\", \"*.o_proj.*\"]"]));
+    done(rloss().arg("export").arg(&out).arg("--gguf").arg(&file));
+    let found = GgufFile::open(&file).unwrap();
+    let text = |key: &str| format!("{:?}", found.metadata[key]);
+    assert!(text("adapter.type").contains("lora") && text("general.type").contains("adapter"));
+    assert!(text("adapter.lora.alpha").contains("12"), "{}", text("adapter.lora.alpha"));
+    let stored = TensorFile::open(&out.join("checkpoints/step-000003/adapter_model.safetensors")).unwrap();
+    let names = stored.metadata.offset_keys();
+    assert_eq!(names.len(), found.tensors.len());
+    for (name, tensor) in &found.tensors {
+        let (matrix, factor) = name.rsplit_once(".weight.").unwrap();
+        let layer = matrix.split('.').nth(1).unwrap();
+        let stem = if matrix.ends_with("attn_q") { "q_proj" } else { "o_proj" };
+        let end = if factor == "lora_a" { "lora_A.weight" } else { "lora_B.weight" };
+        let theirs = names
+            .iter()
+            .find(|theirs| {
+                theirs.contains(&format!("layers.{layer}.self_attn.{stem}")) && theirs.ends_with(end)
+            })
+            .unwrap();
+        let info = stored.metadata.info(theirs).unwrap();
+        assert_eq!(tensor.shape, info.shape, "{name}");
+        let mut bytes = vec![0; tensor.dtype.bytes_of(tensor.shape.iter().product())];
+        found.read_at(tensor, 0, &mut bytes).unwrap();
+        assert!(bytes == stored.read(info).unwrap(), "{name}");
+    }
+}
