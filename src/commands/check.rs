@@ -214,6 +214,9 @@ fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&Avail
         several => format!(" in each of {several} processes"),
     };
     print_text(&format!("\nPeak memory of `rloss {}`{each}:\n\n{plan}\n", first.name()))?;
+    if let Some(note) = subject.blocks_note() {
+        print_text(&format!("{note}\n\n"))?;
+    }
     let (specs, is_cpu) = (parameter_specs(subject.config), subject.choices.gpu_sequences.is_none());
     let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, is_cpu);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {

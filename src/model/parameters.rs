@@ -21,7 +21,7 @@ use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// The optimizer states of one tensor, by name. They are f32 values, or 8-bit codes with their scales.
@@ -269,6 +269,13 @@ impl Parameters {
             (Err(_), None) => 0,
         };
         self.entries.iter().zip(&self.specs).map(of).sum()
+    }
+
+    /// Returns the names of the types of GGUF blocks that stay packed in memory, in order.
+    pub fn block_types(&self) -> BTreeSet<&'static str> {
+        let weights =
+            self.entries.iter().zip(&self.specs).filter_map(|(of, spec)| of.stored.weight(spec).ok());
+        weights.filter_map(|weight| Some(weight.block_type()?.name())).collect()
     }
 
     /// Returns the index of the tensor named `name`.

@@ -5,7 +5,7 @@ use super::embedding::{embedding, tied_embedding};
 use super::experts::{Dispatch, grouped_linear};
 use super::linear::{linear, linear_f32};
 use super::packed_weights::{
-    PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
+    BlockType, PackedFormat, PackedMatrix, packed_columns, packed_grouped_linear, packed_linear, packed_rows,
 };
 use super::parameter::{GradientTarget, Parameter};
 use super::product::{GemmConfig, GemmThreads, Precision, backward_product, forward_product_by_copy};
@@ -43,9 +43,12 @@ impl Weight {
         }
     }
 
-    /// Returns whether the weight consists of blocks of a GGUF file.
-    pub fn has_blocks(&self) -> bool {
-        matches!(self, Weight::Packed(matrix) if matrix.format().block_type().is_some())
+    /// Returns the type of blocks of a GGUF file of which the weight consists, if any.
+    pub fn block_type(&self) -> Option<BlockType> {
+        match self {
+            Weight::Dense(_) => None,
+            Weight::Packed(matrix) => matrix.format().block_type(),
+        }
     }
 
     /// Returns blocks as packed bf16, rounded to nearest. Other weights are unchanged.

@@ -166,7 +166,9 @@ pub fn lines(
     if let Some(copies) = mesh.replica_group() {
         threads += &format!(", {} copies of the weights", copies.ranks());
     }
-    let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{trainable}"));
+    let blocks: Vec<&str> = loaded.actor.parameters.block_types().into_iter().collect();
+    let packed = if blocks.is_empty() { String::new() } else { format!(", packed in {}", blocks.join(", ")) };
+    let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{packed}{trainable}"));
     let task = ("task", format!("{}{tool}", environment.task.name()));
     let is_of_file = command == ModelCommand::CheckMismatch(SecondWeights::Changed);
     let task = Some(task).filter(|_| !is_of_file && sft_file(recipe, command).is_none());

@@ -62,11 +62,12 @@ pub struct Sizing {
 /// [`crate::error::BadInput`] for mistakes in the recipe or the model.
 pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let plan = resolve_for(KeyScope::Export, file, text, &[])?;
-    let (threads, parameters, context) = {
+    let (threads, parameters, context, has_blocks) = {
         let startup = open_startup(file, text, &[])?;
         let input = startup.memory_plan_input();
         let parameters: usize = startup.source.specs().iter().map(|spec| spec.element_count()).sum();
-        (input.threads, parameters as f64, startup.source.config.max_position_embeddings)
+        let context = startup.source.config.max_position_embeddings;
+        (input.threads, parameters as f64, context, input.blocks_note().is_some())
     };
     let free = available_memory();
     let cores = format_count(threads as u64, "thread");
@@ -139,7 +140,8 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         changes.push(("cold_start.steps", "0".to_owned(), remark));
     }
     let mut peak = peak_bytes(&changes)?;
-    let adds_adapter = peak > bytes && plan.recipe.adapter.is_none();
+    // With an adapter the blocks of a file stay packed.
+    let adds_adapter = (peak > bytes || has_blocks) && plan.recipe.adapter.is_none();
     if adds_adapter {
         let whole = format!("full training would take {}", gigabytes(peak as u64));
         changes.push(("adapter.rank", "8".to_owned(), whole));

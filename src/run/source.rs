@@ -343,9 +343,9 @@ impl ModelSource {
         if placement == Placement::OnDisk {
             let to_bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
             let pack_bf16: WeightChange = Arc::new(|_, weight| Ok(weight.blocks_to_bf16()?));
-            let unpack: WeightChange = Arc::new(move |spec, weight| match weight.has_blocks() {
-                true => Ok(weight),
-                false => to_bf16.apply(spec, Weight::dense(&weight.decode(&spec.working_shape())?)),
+            let unpack: WeightChange = Arc::new(move |spec, weight| match weight.block_type() {
+                Some(_) => Ok(weight),
+                None => to_bf16.apply(spec, Weight::dense(&weight.decode(&spec.working_shape())?)),
             });
             let changes = match recipe.model.dtype {
                 Dtype::F32 if !self.rounds_blocks => vec![],

@@ -81,6 +81,20 @@ impl BlockType {
         BlockLayout { values, stored_bytes, part, bits, has_min, shift }
     }
 
+    /// Returns the name of the type in GGUF.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Q4_0 => "Q4_0",
+            Self::Q4_1 => "Q4_1",
+            Self::Q5_0 => "Q5_0",
+            Self::Q5_1 => "Q5_1",
+            Self::Q8_0 => "Q8_0",
+            Self::Q4K => "Q4_K",
+            Self::Q5K => "Q5_K",
+            Self::Q6K => "Q6_K",
+        }
+    }
+
     /// Returns the number of values of a block.
     pub const fn values(self) -> usize {
         self.layout().values

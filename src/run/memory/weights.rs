@@ -1,6 +1,8 @@
 //! The weights in a memory plan: resident weights, weights read on demand, gathered weights, and second sets.
 
-use super::{AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes};
+use super::{
+    AdapterInput, MemoryItem, MemoryPlanInput, TrainableTensor, f32_bytes, gathered_bytes, gigabytes,
+};
 use crate::actor::replica_sum::exchanged_bytes_max;
 use crate::dist::{ExpertPlacement, PackedWeightPlacement, RolloutWeightPlacement, Sharding, shard_range};
 use crate::model::config::Config;
@@ -8,7 +10,7 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::Dtype;
 use crate::model::storage::StoredFormat;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// A tensor that is sharded over the processes, and its format in memory.
 pub(super) struct ShardedTensor {
@@ -226,6 +228,37 @@ impl MemoryPlanInput<'_> {
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
         let is_trainable = self.command.trains() && self.trainable.policy[index];
         !is_trainable && spec.packed_format(self.formats[index]).is_some()
+    }
+
+    /// Returns a line about the blocks of a GGUF file: that they stay packed, or what decoding them costs.
+    /// `None` if the model has no blocks.
+    pub fn blocks_note(&self) -> Option<String> {
+        let specs = parameter_specs(self.config);
+        let blocks = specs.iter().enumerate().filter_map(|(index, spec)| match self.formats[index] {
+            StoredFormat::Blocks(kind) => Some((index, spec, kind)),
+            _ => None,
+        });
+        let blocks: Vec<_> = blocks.collect();
+        let names: BTreeSet<&str> = blocks.iter().map(|(.., kind)| kind.name()).collect();
+        let names = names.into_iter().collect::<Vec<_>>().join(", ");
+        let packed: u64 =
+            blocks.iter().map(|(_, spec, kind)| spec.resident_bytes(StoredFormat::Blocks(*kind))).sum();
+        let unpacked: u64 = blocks
+            .iter()
+            .filter(|(index, spec, _)| !self.is_packed(spec, *index))
+            .map(|(_, spec, _)| spec.resident_bytes(StoredFormat::F32))
+            .sum();
+        match (blocks.is_empty(), unpacked) {
+            (true, _) => None,
+            (false, 0) => {
+                Some(format!("The weights stay packed as in the file, in {names}: {}.", gigabytes(packed)))
+            }
+            (false, _) => Some(format!(
+                "Training decodes weights in {names}: {} for {} packed; with an adapter ([adapter]) they stay packed.",
+                gigabytes(unpacked),
+                gigabytes(packed)
+            )),
+        }
     }
 
     /// Returns the bytes of the policy's unpacked weights, which a reference policy copies.

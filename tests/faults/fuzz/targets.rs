@@ -8,6 +8,8 @@ use rloss::integrity::{ChecksumStatus, Manifest, add_checksum};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
 use rloss::model::names::parameter_specs;
+use rloss::ops::packed_weights::PackedFormat;
+use rloss::ops::weight::Weight;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::instructions::Instruction;
 use rloss::tasks::{boxed_answer, gsm8k, number, retool, rows};
@@ -150,7 +152,16 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             file(scratch, "a.gguf", |path| {
                 let Ok(GgufModel { weights, config, .. }) = GgufModel::open(path) else { return };
                 for spec in parameter_specs(&config) {
-                    let _ = weights.read_packed(&spec, weights.format_of(&spec));
+                    let packed = weights.read_packed(&spec, weights.format_of(&spec));
+                    if let Ok(Some(Weight::Packed(matrix))) = packed
+                        && matrix.format().block_type().is_some()
+                    {
+                        let ([_, k, n], mut out) = (matrix.shape(), vec![]);
+                        out.resize(n, 0.0);
+                        if !matches!(matrix.format(), PackedFormat::BlockRows(_)) {
+                            let _ = matrix.forward(0, &mut out, &vec![1.0; k], false);
+                        }
+                    }
                     let _ = weights.read_values(&spec);
                 }
             }),

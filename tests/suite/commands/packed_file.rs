@@ -66,7 +66,12 @@ fn copy_folder_tree(from: &Path, to: &Path) {
     for entry in fs::read_dir(from).unwrap() {
         let path = entry.unwrap().path();
         let to = to.join(path.file_name().unwrap());
-        if path.is_dir() { copy_folder_tree(&path, &to) } else { drop(fs::copy(&path, to).unwrap()) }
+        match path.is_dir() {
+            true => copy_folder_tree(&path, &to),
+            false => {
+                fs::copy(&path, to).unwrap();
+            }
+        }
     }
 }
 
@@ -174,4 +179,28 @@ fn an_adapter_is_written_in_the_form_of_llama_cpp() {
         found.read_at(tensor, 0, &mut bytes).unwrap();
         assert!(bytes == stored.read(info).unwrap(), "{name}");
     }
+}
+
+#[test]
+fn init_gives_a_file_of_blocks_an_adapter_and_check_says_what_decoding_costs() {
+    let (file, _) = straight();
+    let folder = TempDir::new().unwrap();
+    let mut init = rloss();
+    init.current_dir(folder.path())
+        .args(["init", "mine", "--from"])
+        .arg(super::quickstart())
+        .arg("--model")
+        .arg(file);
+    done(&mut init);
+    let recipe = fs::read_to_string(folder.path().join("mine.toml")).unwrap();
+    assert!(recipe.contains("[adapter]\nrank = 8"), "{recipe}");
+    let check = |path: &Path| {
+        let mut check = rloss();
+        check.args(["check"]).arg(path).arg("--set").arg(format!("model.path={}", file.display()));
+        String::from_utf8_lossy(&done(&mut check).stdout).into_owned()
+    };
+    let text = check(&folder.path().join("mine.toml"));
+    assert!(text.contains("The weights stay packed as in the file, in Q8_0: "), "{text}");
+    let text = check(&super::quickstart());
+    assert!(text.contains("Training decodes weights in Q8_0: "), "{text}");
 }
