@@ -7,7 +7,7 @@ use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::integrity::Manifest;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use tempfile::TempDir;
 
@@ -101,7 +101,7 @@ fn bug_a_base_that_changed_beneath_a_run_was_not_noticed() {
     let (own, out) = (folder.path().join("own.gguf"), folder.path().join("run"));
     fs::copy(file, &own).unwrap();
     let changed = fs::read(&own).unwrap();
-    let mut child = run(&own, &out, &["train.steps=2000"]).spawn().unwrap();
+    let mut child = run(&own, &out, &["train.steps=2000"]).stderr(Stdio::null()).spawn().unwrap();
     let begins = std::time::Instant::now();
     while !out.join("checkpoints/step-000001").is_dir() && begins.elapsed().as_secs() < 120 {
         std::thread::sleep(std::time::Duration::from_millis(20));
