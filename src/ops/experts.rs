@@ -22,7 +22,7 @@ use super::math::dot;
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::{GradientTarget, Parameter};
 use super::product::{
-    GemmThreads, Precision, add_transposed_product, backward_product, forward_product_by_copy,
+    GemmThreads, Precision, StridedMatrix, backward_product, forward_product_by_copy, product,
 };
 use super::take_rows::take_rows;
 use super::tiles::panels::Bf16Copies;
@@ -431,10 +431,9 @@ impl<const N: usize> Operation<N> for GroupedLinear {
                         |((_, at), _)| at.len(),
                         work,
                         |spread, ((_, at), dw)| {
-                            let x = &xs[at.start * k..at.end * k];
-                            let dy = &dy[at.start * n..at.end * n];
-                            let config = spread.with_precision(self.precision);
-                            add_transposed_product(config, dw, x, dy, (k, at.len(), n));
+                            let x = StridedMatrix::column_major(&xs[at.start * k..at.end * k], k);
+                            let dy = StridedMatrix::row_major(&dy[at.start * n..at.end * n], n);
+                            product(spread.with_precision(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },
                     );
                     Ok(())

@@ -10,7 +10,7 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::{GradientTarget, Parameter};
 use super::product::{
-    GemmConfig, GemmThreads, Precision, add_transposed_product, backward_product, forward_product_by_copy,
+    GemmConfig, GemmThreads, Precision, StridedMatrix, backward_product, forward_product_by_copy, product,
 };
 use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
@@ -111,8 +111,16 @@ impl Linear {
         if let Some(weight) = &self.weight {
             let xs = host_values(x)?;
             weight.add(|dw| {
+                let (x, dy) = (StridedMatrix::column_major(&xs, k), StridedMatrix::row_major(&dy, n));
+                if n == 1 {
+                    // The column is summed before it is added. The `gemm` crate would add the product of each
+                    // row to the previous value, and this value would then affect the rounding.
+                    let mut column = buffer(k);
+                    product(self.means, &mut column, x, dy, (k, m, n), false);
+                    return add_values(dw, &column);
+                }
                 edit(dw, |dw| {
-                    add_transposed_product(self.means, dw, &xs, &dy, (k, m, n));
+                    product(self.means, dw, x, dy, (k, m, n), true);
                     Ok(())
                 })
             })?;

@@ -24,7 +24,7 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::GradientTarget;
-use super::product::add_transposed_product;
+use super::product::{StridedMatrix, product};
 use super::reverse_kl::{TeacherLogits, TeacherRows, backward_row_with_teacher, check_teacher, reverse_kl};
 use super::token_set::KeptTokens;
 use super::truncation::KeptRow;
@@ -329,8 +329,15 @@ impl Head {
             Some(weight) => weight.add(|dw| {
                 edit(dw, |dw| {
                     let mut add = |z: &[f32], start: usize| {
-                        let (h, rows) = (&hs[start * k..], z.len() / n);
-                        add_transposed_product(self.weight.gemm_config(), dw, h, z, (k, rows, n));
+                        let h = StridedMatrix::column_major(&hs[start * k..], k);
+                        product(
+                            self.weight.gemm_config(),
+                            dw,
+                            h,
+                            StridedMatrix::row_major(z, n),
+                            (k, z.len() / n, n),
+                            true,
+                        );
                     };
                     add(&z[..rows_from(0) * n], 0);
                     for start in &mut others {

@@ -15,7 +15,7 @@ use super::graph::{apply, contiguous, is_tracked};
 use super::linear::to_bf16;
 use super::operation::{DeviceArgument, HostArgument, Operation};
 use super::parameter::{GradientTarget, Parameter};
-use super::product::{GemmThreads, add_transposed_product, backward_product, forward_product};
+use super::product::{GemmThreads, StridedMatrix, backward_product, forward_product, product};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use std::ops::Range;
 
@@ -276,8 +276,9 @@ impl Operation<3> for LowRank {
                         |(at, _)| at.len(),
                         count * k * n,
                         |spread, (at, sum)| {
-                            let (left, right) = (rows(left, at, k), rows(right, at, n));
-                            add_transposed_product(spread, sum, left, right, (k, at.len(), n));
+                            let left = StridedMatrix::column_major(rows(left, at, k), k);
+                            let right = StridedMatrix::row_major(rows(right, at, n), n);
+                            product(spread, sum, left, right, (k, at.len(), n), true);
                         },
                     );
                     Ok(())

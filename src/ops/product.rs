@@ -13,8 +13,6 @@ use super::math::dot;
 use super::skinny_gemm::SkinnyGemm;
 use super::tiles::{self, panels::Bf16Copies};
 use gemm::Parallelism;
-use multiversion::multiversion;
-use rayon::prelude::*;
 
 /// Size of a chunk along k. The blocks of the `gemm` crate are at least as large, so the crate adds each
 /// chunk in one chain.
@@ -241,63 +239,6 @@ pub fn product(
                 false,
                 parallelism,
             );
-        }
-    }
-}
-
-/// Adds `xᵀ · dy` to `dw [k, n]`, the gradient of a weight, for `rows` rows `x [rows, k]` and `dy [rows, n]`.
-///
-/// Up to [`K_CHUNK`] rows are summed before they are added. So a process that adds to zeros, whose sum is
-/// added later, gives the same bits. The `gemm` crate adds one or two rows, and a single row or column of
-/// `dw`, to the previous values one by one; they are summed apart.
-pub fn add_transposed_product(
-    config: impl Into<GemmConfig>,
-    dw: &mut [f32],
-    x: &[f32],
-    dy: &[f32],
-    (k, rows, n): (usize, usize, usize),
-) {
-    let config = config.into();
-    let (left, right) = (StridedMatrix::column_major(x, k), StridedMatrix::row_major(dy, n));
-    let by_crate = config.precision == Precision::F32;
-    if by_crate && (k == 1 || n == 1) {
-        let mut sum = vec![0f32; k * n];
-        product(config, &mut sum, left, right, (k, rows, n), false);
-        dw.iter_mut().zip(sum).for_each(|(dw, sum)| *dw += sum);
-        return;
-    }
-    let rest = rows % K_CHUNK;
-    let summed = if by_crate && matches!(rest, 1 | 2) { rows - rest } else { rows };
-    if summed > 0 {
-        product(config, dw, left, right, (k, summed, n), true);
-    }
-    if summed < rows {
-        let (x, dy) = (&x[summed * k..rows * k], &dy[summed * n..rows * n]);
-        match config.threads.threads(k * n) {
-            1 => add_outer_products(dw, x, dy, (0, k), n),
-            _ => dw.par_chunks_mut(OUTER_ROWS * n).enumerate().for_each(|(part, dw)| {
-                add_outer_products(dw, x, dy, (part * OUTER_ROWS, k), n);
-            }),
-        }
-    }
-}
-
-/// Number of rows of a gradient that a thread adds at a time.
-const OUTER_ROWS: usize = 64;
-
-/// Adds the sum of the outer products of rows `x [rows, k]` and `dy [rows, n]` to rows of the gradient, from
-/// row `first` on.
-#[multiversion(targets("x86_64+avx512f+avx512vl+avx2+fma", "x86_64+avx2+fma"))]
-fn add_outer_products(dw: &mut [f32], x: &[f32], dy: &[f32], (first, k): (usize, usize), n: usize) {
-    for (i, dw) in dw.chunks_exact_mut(n).enumerate() {
-        match dy.split_at(n) {
-            (dy, []) => dw.iter_mut().zip(dy).for_each(|(dw, dy)| *dw += x[first + i] * dy),
-            (dy, next) => {
-                let (x, next_x) = (x[first + i], x[k + first + i]);
-                for ((dw, dy), next) in dw.iter_mut().zip(dy).zip(next) {
-                    *dw += next_x.mul_add(*next, x * dy);
-                }
-            }
         }
     }
 }

@@ -1,9 +1,7 @@
 //! Ops on rows: linear, norm, rope, SwiGLU, embedding.
 
 use super::{check, floats, gradients, input};
-use rand::Rng;
 use rloss::ops::{self, embedding::select_rows, rope::RopeTable, rope::Rotation};
-use rloss::random::{Purpose, stream};
 use std::sync::Arc;
 
 #[test]
@@ -132,32 +130,4 @@ fn repeated_ids_add_their_gradients_and_absent_ones_get_none() {
     let (gradients, _, _) = gradients(&[&w], |v| ops::embedding(&v[0].0, &ids).unwrap());
     assert_eq!(gradients[0][2 * h..4 * h], [0.0; 6], "rows 2 and 3 are not looked up");
     assert!(ops::embedding(&rloss::ops::Parameter::constant(&w), &Arc::new(vec![5])).is_err(), "5 is no row");
-}
-
-/// Two processes add the gradients of their rows to zeros, and the sums later. One process adds in place.
-#[test]
-fn bug_one_or_two_rows_of_a_gradient_were_added_one_by_one() {
-    use rloss::ops::product::{GemmThreads, Precision, add_transposed_product};
-    let mut rng = stream(9, Purpose::Problem, &[]);
-    let mut noise = |len: usize| -> Vec<f32> { (0..len).map(|_| rng.random_range(-1f32..1.0)).collect() };
-    for (k, n) in [(1, 7), (7, 1), (2, 2), (64, 33), (300, 700)] {
-        for rows in [1, 2, 3, 17, 511, 512] {
-            let (x, dy, before) = (noise(rows * k), noise(rows * n), noise(k * n));
-            for precision in [Precision::F32, Precision::Bf16Dot].into_iter().filter(|of| of.is_supported()) {
-                let config = GemmThreads::Pool.with_precision(precision);
-                let (mut sum, mut in_place) = (vec![0.0; k * n], before.clone());
-                add_transposed_product(config, &mut sum, &x, &dy, (k, rows, n));
-                add_transposed_product(config, &mut in_place, &x, &dy, (k, rows, n));
-                for ((found, sum), before) in in_place.iter().zip(&sum).zip(&before) {
-                    assert_eq!(
-                        found.to_bits(),
-                        (before + sum).to_bits(),
-                        "{precision:?}, {rows} rows, {k} by {n}"
-                    );
-                }
-                let exact: f64 = (0..rows).map(|row| f64::from(x[row * k]) * f64::from(dy[row * n])).sum();
-                assert!((f64::from(sum[0]) - exact).abs() < 0.05, "{precision:?}: {} for {exact}", sum[0]);
-            }
-        }
-    }
 }
