@@ -92,7 +92,7 @@ impl BaseFiles {
             true => gguf::files(model)?,
             false => weight_files(model)?.into_iter().map(|name| model.join(name)).collect(),
         };
-        let with_state = |path: PathBuf| Ok((file_state(&path)?, path)).map(|(state, path)| (path, state));
+        let with_state = |path: PathBuf| file_state(&path).map(|state| (path, state));
         Ok(Self { model: model.to_owned(), files: files.into_iter().map(with_state).collect::<Result<_>>()? })
     }
 

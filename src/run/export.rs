@@ -9,10 +9,11 @@ use crate::atomic_file::replace_folder;
 use crate::bad_input;
 use crate::checkpoint::gguf::{self, GgufFormat, GgufTokenizer};
 use crate::checkpoint::merge::merge;
-use crate::checkpoint::peft;
+use crate::checkpoint::peft::{self, AdapterFolder};
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
 use crate::metrics::Console;
+use crate::model::names::ParameterSpec;
 use crate::recipe::Recipe;
 use crate::rollout::trajectory_file;
 use anyhow::{Context, Result};
@@ -74,8 +75,7 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
     let specs = source.specs();
-    let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
-    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
+    let mut values = adapter_factors(adapter, &specs)?;
     write_folder(out, |temporary| {
         let mut manifest = Manifest::default();
         peft::write(temporary, &mut manifest, (&adapter.lora, &specs), &base, |name| {
@@ -86,6 +86,12 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
     })
 }
 
+/// Reads the factors of `adapter`, in working layout, by name.
+fn adapter_factors(adapter: &AdapterFolder, specs: &[ParameterSpec]) -> Result<HashMap<String, Vec<f32>>> {
+    let names = adapter.lora.factor_specs(specs)?.into_iter().map(|spec| spec.name);
+    Ok(names.zip(adapter.read_values(specs)?).collect())
+}
+
 /// Writes the adapter of the recipe's model to the GGUF file `out`, in llama.cpp's form. Returns false
 /// without doing anything if the model has no adapter.
 ///
@@ -94,9 +100,7 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
 pub fn write_gguf_adapter(recipe: &Recipe, out: &Path) -> Result<bool> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Ok(false) };
-    let specs = source.specs();
-    let names = adapter.lora.factor_specs(&specs)?.into_iter().map(|spec| spec.name);
-    let mut values: HashMap<String, Vec<f32>> = names.zip(adapter.read_values(&specs)?).collect();
+    let mut values = adapter_factors(adapter, &source.specs())?;
     create_parents(out)?;
     gguf::write_adapter(out, &source.config, &adapter.lora, |name| {
         values.remove(name).with_context(|| format!("no factor {name}"))

@@ -260,7 +260,7 @@ fn bug_answers_that_no_client_received_were_trained() {
             for lost in 0..5 {
                 let stream = run.send(chats, &episode.key, "", &body);
                 match lost % 3 {
-                    0 => drop(stream),
+                    0 => {}
                     // It reads on, but the server takes it for gone. So it may get no complete answer.
                     1 => {
                         stream.shutdown(Shutdown::Write).unwrap();
@@ -275,6 +275,9 @@ fn bug_answers_that_no_client_received_were_trained() {
                         }
                     }
                 }
+                drop(stream);
+                // A busy server may read the request of a closed connection late, after the episode.
+                std::thread::sleep(Duration::from_millis(300));
             }
             let (status, text) = receive(run.send(chats, &episode.key, "", &body));
             assert_eq!(status, 200, "{text}");
@@ -283,10 +286,7 @@ fn bug_answers_that_no_client_received_were_trained() {
             assert_eq!(run.reward(episode, episode.sample as f64), 200);
         }
         let (row, rows) = run.end();
-        // On a busy machine a connection may break before its request is read, and then there is no answer.
-        let undelivered = row["agent/undelivered_answers"].as_u64().unwrap();
-        assert!((4..=10).contains(&undelivered), "{undelivered} answers that no client received");
-        assert_eq!(row["agent/answers"], 2);
+        assert_eq!((&row["agent/undelivered_answers"], &row["agent/answers"]), (&json!(10), &json!(2)));
         assert_eq!(rows.iter().map(turns).collect::<Vec<_>>(), expected.clone().map(|turn| vec![turn]));
         let names = ["tokens", "reward", "sample"];
         let known = |rows: &[Value]| -> Vec<Value> {

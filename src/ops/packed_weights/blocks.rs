@@ -62,11 +62,6 @@ pub(super) struct BlockLayout {
 }
 
 impl BlockType {
-    /// All types.
-    #[cfg(test)]
-    pub const ALL: [Self; 8] =
-        [Self::Q4_0, Self::Q4_1, Self::Q5_0, Self::Q5_1, Self::Q8_0, Self::Q4K, Self::Q5K, Self::Q6K];
-
     pub(super) const fn layout(self) -> BlockLayout {
         let (values, stored_bytes, part, bits, has_min, shift) = match self {
             Self::Q4_0 => (32, 18, 32, 4, false, -8),

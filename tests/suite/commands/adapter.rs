@@ -12,7 +12,7 @@ use std::sync::OnceLock;
 use tempfile::TempDir;
 
 /// Reinforcement learning alone, of an adapter that learns fast enough to be seen.
-const LORA: [&str; 6] = [
+pub(super) const LORA: [&str; 6] = [
     "cold_start.steps=0",
     "adapter.rank=3",
     "adapter.alpha=12.0",
@@ -41,7 +41,7 @@ fn newest(run: &Path) -> PathBuf {
     run.join("checkpoints/step-000004")
 }
 
-fn refused(command: &mut Command, words: &[&str]) {
+pub(super) fn refused(command: &mut Command, words: &[&str]) {
     let output = output(command);
     let text = stderr(&output);
     assert_eq!(output.status.code(), Some(2), "{text}");

@@ -1,7 +1,8 @@
 //! Adapters for a GGUF file whose blocks stay packed: training, resumes, a base that changes, older runs, and
 //! the adapter in llama.cpp's form.
 
-use super::{assert_same_results, done, output, phase, rloss, rows, small, stderr, warm_model};
+use super::adapter::{LORA, refused};
+use super::{assert_same_results, done, phase, rloss, rows, small, stderr, warm_model};
 use rloss::checkpoint::gguf::GgufFile;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::integrity::Manifest;
@@ -11,20 +12,18 @@ use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use tempfile::TempDir;
 
-const LORA: [&str; 7] = [
-    "cold_start.steps=0",
-    "adapter.rank=3",
-    "adapter.alpha=12.0",
-    "train.optimizer.lr=2e-2",
-    "train.optimizer.schedule=constant",
-    "logging.trajectories_per_step=4",
-    "train.steps=3",
-];
-
 /// A run with an adapter for `file`.
 fn run(file: &Path, out: &Path, sets: &[&str]) -> Command {
     let model = format!("model.path={}", file.display());
-    small(out, &LORA.iter().copied().chain([model.as_str()]).chain(sets.iter().copied()).collect::<Vec<_>>())
+    small(
+        out,
+        &LORA
+            .iter()
+            .copied()
+            .chain([model.as_str(), "train.steps=3"])
+            .chain(sets.iter().copied())
+            .collect::<Vec<_>>(),
+    )
 }
 
 /// A file of Q8_0 blocks in a folder of its own, and a run on it.
@@ -41,15 +40,6 @@ fn straight() -> (&'static Path, &'static Path) {
         (folder, file, out)
     });
     (file, out)
-}
-
-fn refused(command: &mut Command, words: &[&str]) {
-    let output = output(command);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    for word in words {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
-    }
 }
 
 /// Copies the run with only its first checkpoint.
