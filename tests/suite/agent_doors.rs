@@ -1,5 +1,7 @@
 //! The server of the task `agent` against clients that lie about ids and leave: the test itself is the agent.
 
+use crate::interpreter::wait_until;
+use rustix::net::SendFlags;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -62,15 +64,33 @@ impl Run {
 
     /// Sends a request and returns its connection.
     fn send(&self, path: &str, key: &str, headers: &str, body: &Value) -> TcpStream {
+        let (stream, last) = self.send_but_the_end(path, key, headers, body);
+        (&stream).write_all(&last).unwrap();
+        stream
+    }
+
+    /// Sends a request whose client leaves. Its end and that of the connection are one packet, so that the
+    /// server is never fast enough to answer before.
+    fn send_and_leave(&self, path: &str, key: &str, body: &Value) -> TcpStream {
+        let (stream, last) = self.send_but_the_end(path, key, "", body);
+        rustix::net::send(&stream, &last, SendFlags::MORE).unwrap();
+        stream.shutdown(Shutdown::Write).unwrap();
+        stream
+    }
+
+    /// Sends a request but its last byte. Returns its connection and that byte.
+    fn send_but_the_end(&self, path: &str, key: &str, headers: &str, body: &Value) -> (TcpStream, [u8; 1]) {
         let (mut stream, body) = (TcpStream::connect(&self.address).unwrap(), body.to_string());
         stream.set_read_timeout(Some(Duration::from_secs(120))).unwrap();
+        stream.set_nodelay(true).unwrap();
         let head = format!(
             "POST /v1{path} HTTP/1.1\r\nHost: {}\r\nAuthorization: Bearer {key}\r\n{headers}Content-Length: {}\r\n\r\n",
             self.address,
             body.len()
         );
-        stream.write_all(format!("{head}{body}").as_bytes()).unwrap();
-        stream
+        let (last, first) = body.as_bytes().split_last().unwrap();
+        stream.write_all(&[head.as_bytes(), first].concat()).unwrap();
+        (stream, [*last])
     }
 
     fn post(&self, path: &str, key: &str, headers: &str, body: &Value) -> (u16, Value) {
@@ -239,6 +259,17 @@ fn bug_a_reward_that_was_sent_again_made_its_episode_fail() {
     assert_eq!(rewards, [1.0, 0.0]);
 }
 
+/// Returns whether a connection from `port` is still open at its other end.
+fn is_open(port: u16) -> bool {
+    let connections = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let end = format!(":{port:04X}");
+    // Local address, remote address, state: 06 waits for late packets alone.
+    connections
+        .lines()
+        .map(|line| line.split_whitespace().collect::<Vec<_>>())
+        .any(|line| line.len() > 3 && line[3] != "06" && (line[1].ends_with(&end) || line[2].ends_with(&end)))
+}
+
 /// Clients repeat a request whose connection broke. Every answer that nobody received was trained.
 #[test]
 fn bug_answers_that_no_client_received_were_trained() {
@@ -258,26 +289,23 @@ fn bug_answers_that_no_client_received_were_trained() {
         body["stream"] = streams.into();
         for (episode, expected) in episodes.iter().zip(&expected) {
             for lost in 0..5 {
-                let stream = run.send(chats, &episode.key, "", &body);
+                let stream = run.send_and_leave(chats, &episode.key, &body);
+                let port = stream.local_addr().unwrap().port();
                 match lost % 3 {
                     0 => {}
                     // It reads on, but the server takes it for gone. So it may get no complete answer.
                     1 => {
-                        stream.shutdown(Shutdown::Write).unwrap();
                         let mut text = String::new();
                         let _ = (&stream).read_to_string(&mut text);
                         assert!(!text.contains("\"finish_reason\":\""), "{text}");
                     }
+                    // It leaves bytes unread, so that its connection is reset.
                     _ => {
-                        let mut first = [0];
-                        if streams {
-                            (&stream).read_exact(&mut first).unwrap();
-                        }
+                        let _ = (&stream).read(&mut [0]);
                     }
                 }
                 drop(stream);
-                // A busy server may read the request of a closed connection late, after the episode.
-                std::thread::sleep(Duration::from_millis(300));
+                wait_until("the server left the connection", || !is_open(port));
             }
             let (status, text) = receive(run.send(chats, &episode.key, "", &body));
             assert_eq!(status, 200, "{text}");

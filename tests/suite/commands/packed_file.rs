@@ -2,11 +2,14 @@
 //! the adapter in llama.cpp's form.
 
 use super::adapter::{LORA, refused};
-use super::{assert_same_results, done, phase, rloss, rows, small, stderr, warm_model};
+use super::{
+    assert_same_results, done, line_count, phase, rloss, rows, small, stderr, wait_until, warm_model,
+};
 use rloss::checkpoint::gguf::GgufFile;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::integrity::Manifest;
 use std::fs;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
@@ -91,19 +94,27 @@ fn bug_a_base_that_changed_beneath_a_run_was_not_noticed() {
     let (own, out) = (folder.path().join("own.gguf"), folder.path().join("run"));
     fs::copy(file, &own).unwrap();
     let changed = fs::read(&own).unwrap();
-    let mut child = run(&own, &out, &["train.steps=2000"]).stderr(Stdio::null()).spawn().unwrap();
-    let begins = std::time::Instant::now();
-    while !out.join("checkpoints/step-000001").is_dir() && begins.elapsed().as_secs() < 120 {
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
-    // Equal content at another time is no change.
+    let endless = ["train.steps=1000000", "checkpoint.every_steps=1"];
+    let mut child = run(&own, &out, &endless).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = child.stderr.take().unwrap();
+    let said = std::thread::spawn(move || {
+        let mut text = String::new();
+        said.read_to_string(&mut text).unwrap();
+        text
+    });
+    let metrics = out.join("metrics.jsonl");
+    assert!(wait_until(&mut child, || line_count(&metrics) >= 4), "{}", said.join().unwrap());
+    // Equal content at another time is no change. A step that is under way has been checked before.
     fs::write(folder.path().join("new"), &changed).unwrap();
     fs::rename(folder.path().join("new"), &own).unwrap();
-    std::thread::sleep(std::time::Duration::from_millis(500));
-    assert!(child.try_wait().unwrap().is_none(), "the same content is refused");
+    let seen = line_count(&metrics);
+    let goes_on = wait_until(&mut child, || line_count(&metrics) >= seen + 3);
+    assert!(goes_on, "the same content is refused: {}", said.join().unwrap());
     fs::write(&own, &changed[..changed.len() / 2]).unwrap();
-    assert_eq!(child.wait().unwrap().code(), Some(2));
-    refused(run(&own, &out, &["train.steps=2000"]).arg("--resume"), &["own.gguf"]);
+    let (ended, said) = (child.wait().unwrap(), said.join().unwrap());
+    assert_eq!(ended.code(), Some(2), "{said}");
+    assert!(said.contains("own.gguf"), "{said}");
+    refused(run(&own, &out, &endless).arg("--resume"), &["own.gguf"]);
 }
 
 #[test]
