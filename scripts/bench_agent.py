@@ -24,7 +24,7 @@ REPLY = "go on"
 RECIPE = """
 [model]
 path = {model!r}
-[harmony]
+[chat]
 system_message = false
 [rollout]
 prompts_per_step = {prompts}
@@ -117,7 +117,7 @@ def teach(binary, place, characters):
             print(json.dumps({"messages": messages[:-1]}), file=file)
     recipe = place / "warm.toml"
     recipe.write_text(
-        "[harmony]\nsystem_message = false\n[model.architecture]\nmodel_type = \"qwen2\"\nmax_position_embeddings = 2048\n"
+        "[chat]\nsystem_message = false\n[model.architecture]\nmodel_type = \"qwen2\"\nmax_position_embeddings = 2048\n"
         "[cold_start]\nbatch_size = 16\n[cold_start.optimizer]\nlr = 4e-3\nwarmup_steps = 20\nbeta2 = 0.98\n"
     )
     model = place / "warm"

@@ -116,7 +116,7 @@ def rloss_seconds(arguments, folder, sequences, prompt, tokens):
     recipe = folder / "recipe.toml"
     recipe.write_text(
         f"[task]\nname = \"command\"\ncommand = {json.dumps(task)}\n[model]\npath = {json.dumps(str(arguments.folder))}\n"
-        f"[harmony]\nsystem_message = false\n[train]\nsteps = 0\n[rollout]\nprompts_per_step = 1\n"
+        f"[chat]\nsystem_message = false\n[train]\nsteps = 0\n[rollout]\nprompts_per_step = 1\n"
         f"samples_per_prompt = {sequences}\nprompt_tokens_max = 2048\nresponse_tokens_max = {tokens}\n"
         f"[parallel]\nthreads = {arguments.threads}\n")
     begun = time.perf_counter()

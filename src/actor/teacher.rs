@@ -34,7 +34,7 @@ impl PromptChange {
         let is_prompt = begins && !sequence.mask[..self.policy.len()].contains(&true);
         if !is_prompt {
             return Err(bad_input!(
-                "policy.distill.system_prompt: a trajectory does not begin with the system prompt of [harmony], so it cannot be \
+                "policy.distill.system_prompt: a trajectory does not begin with the system prompt of [chat], so it cannot be \
                  replaced for the teacher; use trajectories that this recipe samples, or remove the key"
             ));
         }

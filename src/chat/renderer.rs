@@ -34,7 +34,7 @@ impl ConversationRenderer<'_> {
         let source = match self.system_prompt.is_empty() {
             true => "a demonstration",
             false => {
-                "a demonstration with the system messages of [harmony], which system_message = false removes"
+                "a demonstration with the system messages of [chat], which system_message = false removes"
             }
         };
         self.render_conversation(&messages, source)

@@ -1,4 +1,4 @@
-//! The messages before a conversation: system and developer messages of `[harmony]`.
+//! The messages before a conversation: system and developer messages of `[chat]`.
 
 use super::{Chat, chatml, functions};
 use crate::harmony::{Message, PYTHON_DESCRIPTION, ReasoningEffort, Role, SystemSettings};
@@ -40,15 +40,15 @@ table! {
 /// and the task's own `tools`, in the format of the model's published template.
 pub fn system_prompt(
     chat: &Chat,
-    harmony: &SystemPromptSettings,
+    settings: &SystemPromptSettings,
     uses_python: bool,
     tools: &[Value],
 ) -> Vec<Message> {
     match chat {
-        Chat::Harmony(_) => harmony_system_prompt(harmony, uses_python, tools),
-        Chat::ChatMl(_) if !harmony.system_message.unwrap_or(true) && tools.is_empty() => vec![],
+        Chat::Harmony(_) => harmony_system_prompt(settings, uses_python, tools),
+        Chat::ChatMl(_) if !settings.system_message.unwrap_or(true) && tools.is_empty() => vec![],
         Chat::ChatMl(_) => {
-            let text = chatml_identity(chat, harmony);
+            let text = chatml_identity(chat, settings);
             let python = uses_python.then(chatml::python_function);
             let functions: Vec<Value> = python.into_iter().chain(tools.iter().cloned()).collect();
             let text = chatml::system_text(text.as_deref(), &functions);
@@ -58,14 +58,14 @@ pub fn system_prompt(
 }
 
 /// Returns the text of ChatML's system message without functions; `None` for Harmony, and if it is empty.
-fn chatml_identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String> {
+fn chatml_identity(chat: &Chat, settings: &SystemPromptSettings) -> Option<String> {
     let Chat::ChatMl(chat) = chat else { return None };
     // Qwen3's template adds no default identity.
     let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
-    let identity = harmony.model_identity.as_deref().or(default_identity);
-    let identity = identity.filter(|_| harmony.system_message.unwrap_or(true));
+    let identity = settings.model_identity.as_deref().or(default_identity);
+    let identity = identity.filter(|_| settings.system_message.unwrap_or(true));
     let text: Vec<&str> =
-        [identity, harmony.developer_instructions.as_deref()].into_iter().flatten().collect();
+        [identity, settings.developer_instructions.as_deref()].into_iter().flatten().collect();
     Some(text.join("\n\n")).filter(|text| !text.is_empty())
 }
 
@@ -73,12 +73,12 @@ fn chatml_identity(chat: &Chat, harmony: &SystemPromptSettings) -> Option<String
 /// instructions of GPT-OSS, or of the whole text of ChatML's system message. Declarations of tools stay.
 pub fn replaced_system_prompt(
     chat: &Chat,
-    harmony: &SystemPromptSettings,
+    settings: &SystemPromptSettings,
     text: &str,
     uses_python: bool,
     tools: &[Value],
 ) -> Vec<Message> {
-    system_prompt(chat, &harmony.with_text(chat, Some(text.to_owned())), uses_python, tools)
+    system_prompt(chat, &settings.with_text(chat, Some(text.to_owned())), uses_python, tools)
 }
 
 impl SystemPromptSettings {
@@ -97,22 +97,26 @@ impl SystemPromptSettings {
     }
 }
 
-fn harmony_system_prompt(harmony: &SystemPromptSettings, uses_python: bool, tools: &[Value]) -> Vec<Message> {
+fn harmony_system_prompt(
+    settings: &SystemPromptSettings,
+    uses_python: bool,
+    tools: &[Value],
+) -> Vec<Message> {
     let mut messages = Vec::new();
-    if harmony.system_message.unwrap_or(true) {
+    if settings.system_message.unwrap_or(true) {
         let or_default =
             |text: &Option<String>, default: &str| Some(text.clone().unwrap_or_else(|| default.into()));
         let settings = SystemSettings {
-            model_identity: or_default(&harmony.model_identity, OPENAI_IDENTITY),
-            knowledge_cutoff: or_default(&harmony.knowledge_cutoff, KNOWLEDGE_CUTOFF),
-            current_date: harmony.current_date.clone(),
-            reasoning_effort: Some(harmony.reasoning_effort.unwrap_or_default()),
+            model_identity: or_default(&settings.model_identity, OPENAI_IDENTITY),
+            knowledge_cutoff: or_default(&settings.knowledge_cutoff, KNOWLEDGE_CUTOFF),
+            current_date: settings.current_date.clone(),
+            reasoning_effort: Some(settings.reasoning_effort.unwrap_or_default()),
             python_tool: uses_python.then(|| PYTHON_DESCRIPTION.to_string()),
             function_tools: !tools.is_empty(),
         };
         messages.push(settings.message());
     }
-    let instructions = harmony.developer_instructions.iter().map(|text| format!("# Instructions\n\n{text}"));
+    let instructions = settings.developer_instructions.iter().map(|text| format!("# Instructions\n\n{text}"));
     let tools = (!tools.is_empty()).then(|| functions::render_namespace(tools));
     let sections: Vec<String> = instructions.chain(tools).collect();
     if !sections.is_empty() {
@@ -131,37 +135,37 @@ mod tests {
     fn the_preamble_is_what_the_recipe_asks_for() {
         let chat = Chat::Harmony(HarmonyTokenizer::from_embedded().unwrap());
         let system_prompt =
-            |harmony: &SystemPromptSettings, python| system_prompt(&chat, harmony, python, &[]);
-        let mut harmony = SystemPromptSettings::default();
-        let messages = system_prompt(&harmony, true);
+            |settings: &SystemPromptSettings, python| system_prompt(&chat, settings, python, &[]);
+        let mut settings = SystemPromptSettings::default();
+        let messages = system_prompt(&settings, true);
         assert_eq!(messages.len(), 1);
         let text = &messages[0].content;
         for part in [OPENAI_IDENTITY, "Knowledge cutoff: 2024-06", "Reasoning: medium", "## python"] {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(!text.contains("Current date"));
-        assert!(!system_prompt(&harmony, false)[0].content.contains("python"));
-        harmony.system_message = Some(false);
-        harmony.developer_instructions = Some("Be brief.".into());
-        let messages = system_prompt(&harmony, true);
+        assert!(!system_prompt(&settings, false)[0].content.contains("python"));
+        settings.system_message = Some(false);
+        settings.developer_instructions = Some("Be brief.".into());
+        let messages = system_prompt(&settings, true);
         assert_eq!(messages, [Message::new(Role::Developer, "# Instructions\n\nBe brief.")]);
-        harmony.developer_instructions = None;
-        assert!(system_prompt(&harmony, true).is_empty());
+        settings.developer_instructions = None;
+        assert!(system_prompt(&settings, true).is_empty());
     }
 
     #[test]
     fn chatml_has_a_system_message_or_none() {
         let chat = Chat::ChatMl(ChatMl::from_embedded().unwrap());
-        let mut harmony = SystemPromptSettings::default();
-        let [message] = &system_prompt(&chat, &harmony, false, &[])[..] else { panic!("one message") };
+        let mut settings = SystemPromptSettings::default();
+        let [message] = &system_prompt(&chat, &settings, false, &[])[..] else { panic!("one message") };
         assert_eq!(*message, Message::new(Role::System, chatml::QWEN_IDENTITY));
-        harmony.model_identity = Some("Compute.".into());
-        let [message] = &system_prompt(&chat, &harmony, true, &[])[..] else { panic!("one message") };
+        settings.model_identity = Some("Compute.".into());
+        let [message] = &system_prompt(&chat, &settings, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\n# Tools") && message.content.contains("\"code\""));
-        harmony.developer_instructions = Some("Call python.".into());
-        let [message] = &system_prompt(&chat, &harmony, true, &[])[..] else { panic!("one message") };
+        settings.developer_instructions = Some("Call python.".into());
+        let [message] = &system_prompt(&chat, &settings, true, &[])[..] else { panic!("one message") };
         assert!(message.content.starts_with("Compute.\n\nCall python.\n\n# Tools"), "{}", message.content);
-        harmony.system_message = Some(false);
-        assert!(system_prompt(&chat, &harmony, true, &[]).is_empty());
+        settings.system_message = Some(false);
+        assert!(system_prompt(&chat, &settings, true, &[]).is_empty());
     }
 }

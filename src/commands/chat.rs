@@ -307,7 +307,7 @@ impl Talk<'_> {
             self.messages.clear();
             let remedy = match self.environment().system_prompt.is_empty() {
                 true => "",
-                false => "; --set harmony.system_message=false leaves out the system message",
+                false => "; --set chat.system_message=false leaves out the system message",
             };
             return Ok(format!("{shown}({}{remedy})\n", sanitize_line(&format!("{error:#}"))));
         }

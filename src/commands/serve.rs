@@ -86,7 +86,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     let settings = ServeSettings {
         engine: &engine,
         chat: &environment.chat,
-        system_prompt: &recipe.harmony,
+        system_prompt: &recipe.chat,
         model_name: args.name.clone().unwrap_or_else(|| name_of(&args.recipe)),
         sampling: SamplingParameters {
             temperature: eval.temperature,

@@ -34,7 +34,7 @@ table! {
         pub device: DeviceKind = DeviceKind::Auto,
         pub model: ModelSettings,
         pub adapter: Option<AdapterSettings>,
-        pub harmony: SystemPromptSettings,
+        pub chat: SystemPromptSettings,
         pub task: TaskSettings,
         pub tools: Option<ToolsSettings>,
         pub interpreter: interpreter::InterpreterSettings,

@@ -99,7 +99,7 @@ const KEYS: &[OtherTrainerName] = &[
     same_meaning("lora_dropout", &["adapter.dropout"]),
     same_meaning("target_modules", &["adapter.targets"]),
     same_meaning("lora_target_modules", &["adapter.targets"]),
-    same_meaning("system_prompt", &["harmony.model_identity", "harmony.developer_instructions"]),
+    same_meaning("system_prompt", &["chat.model_identity", "chat.developer_instructions"]),
     // verl
     same_meaning("max_response_length", &["rollout.response_tokens_max"]),
     same_meaning("lr", &["train.optimizer.lr"]),

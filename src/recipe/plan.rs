@@ -15,6 +15,7 @@ use crate::settings::{
 };
 use crate::tasks::{Task, TaskSettings};
 use std::path::Path;
+use toml::Spanned;
 use toml::de::DeTable;
 
 /// A resolved recipe. Every default is filled in, every path is absolute, and there is no contradiction.
@@ -123,7 +124,7 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         recipe.model.tokenizer.get_or_insert(Tokenizer::Embedded);
     }
     let embedded = recipe.model.tokenizer == Some(Tokenizer::Embedded);
-    recipe.harmony.system_message.get_or_insert(!embedded);
+    recipe.chat.system_message.get_or_insert(!embedded);
     recipe.task.fill_defaults();
     if recipe.policy.advantage == Advantage::Gae {
         recipe.critic.get_or_insert_default();
@@ -137,10 +138,15 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         true => Findings::default(),
     };
     mistakes.listed.extend(findings.mistakes);
+    let renamed = locations.is_written(CHAT_KEY_BEFORE).then(|| Mistake {
+        location: locations.location_of(CHAT_KEY_BEFORE),
+        key: CHAT_KEY_BEFORE.to_owned(),
+        message: format!("this table is called [{CHAT_KEY}] now; the old name is read"),
+    });
     if mistakes.listed.is_empty() {
         return Ok(Plan {
             recipe,
-            warnings: findings.warnings.iter().map(Mistake::to_string).collect(),
+            warnings: renamed.iter().chain(&findings.warnings).map(Mistake::to_string).collect(),
             scope,
             is_of_run: false,
             locations,
@@ -163,6 +169,10 @@ pub fn resolve_run_recipe(
     let plan = resolve_for(scope, path, &blank_removed_keys(text), sets)?;
     Ok(Plan { is_of_run: true, ..plan })
 }
+
+/// The table of the system prompt, and its name before other families had it. Both are read.
+const CHAT_KEY: &str = "chat";
+const CHAT_KEY_BEFORE: &str = "harmony";
 
 /// Maximum number of syntax mistakes that are reported individually.
 const SYNTAX_ERRORS_MAX: usize = 10;
@@ -247,6 +257,16 @@ fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable
         match base_error {
             Some(error) => reader.refuse(&key, error.to_owned()),
             None => reader.accept(&key),
+        }
+    }
+    if let Some((name, value)) = document.remove_entry(CHAT_KEY_BEFORE) {
+        let key = ParsedKey { path: CHAT_KEY_BEFORE.to_owned(), name: name.span(), value: &value };
+        match document.contains_key(CHAT_KEY) {
+            true => reader.refuse(&key, format!("[{CHAT_KEY}] is written too; move these keys there")),
+            false => {
+                reader.accept(&key);
+                document.insert(Spanned::new(name.span(), CHAT_KEY.into()), value);
+            }
         }
     }
     reader.read_keys(recipe, "", &document);
@@ -358,11 +378,11 @@ impl Recipe {
     pub fn prompt_settings(&self) -> SystemPromptSettings {
         let form = self.interpreter.form;
         let offer = self.interpreter.instructions.as_deref().or(form.instructions());
-        let own = self.harmony.developer_instructions.as_deref();
+        let own = self.chat.developer_instructions.as_deref();
         let text: Vec<&str> =
             own.into_iter().chain(offer.filter(|text| form.runs_text() && !text.is_empty())).collect();
         let developer_instructions = (!text.is_empty()).then(|| text.join("\n\n"));
-        SystemPromptSettings { developer_instructions, ..self.harmony.clone() }
+        SystemPromptSettings { developer_instructions, ..self.chat.clone() }
     }
 
     /// Returns the maximum number of characters of all replies to the calls of a turn of `task`. `has_python`
@@ -412,7 +432,7 @@ pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
             "critic.optimizer.schedule_steps",
         ];
         // The default of this key depends on the model's vocabulary, which is read later.
-        let is_default = key == "harmony.system_message" && !new.is_written(key);
+        let is_default = key == "chat.system_message" && !new.is_written(key);
         is_default
             || KEYS.contains(&key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))

@@ -37,7 +37,7 @@ pub(crate) fn check(
     let mut rules = Rules { recipe, key_locations, unreliable_keys, scope, findings: Findings::default() };
     rules.check_model();
     rules.check_adapter();
-    rules.check_harmony();
+    rules.check_chat();
     rules.check_task();
     rules.check_interpreter();
     rules.check_mcp();
@@ -160,17 +160,17 @@ impl Rules<'_> {
         }
     }
 
-    fn check_harmony(&mut self) {
-        let harmony = &self.recipe.harmony;
-        if let Some(month) = harmony.knowledge_cutoff.as_ref().filter(|month| !is_date(month, 2)) {
+    fn check_chat(&mut self) {
+        let chat = &self.recipe.chat;
+        if let Some(month) = chat.knowledge_cutoff.as_ref().filter(|month| !is_date(month, 2)) {
             let message = format!("{month:?} is not a month; write it as YYYY-MM, such as \"2024-06\"");
-            self.refuse(&["harmony.knowledge_cutoff"], message);
+            self.refuse(&["chat.knowledge_cutoff"], message);
         }
-        if let Some(date) = &harmony.current_date
+        if let Some(date) = &chat.current_date
             && !is_date(date, 3)
         {
             let message = format!("{date:?} is not a date; write it as YYYY-MM-DD, such as \"2025-06-28\"");
-            self.refuse(&["harmony.current_date"], message);
+            self.refuse(&["chat.current_date"], message);
         }
     }
 

@@ -87,11 +87,11 @@ impl PromptLimits<'_> {
         match self.chat.render_training(self.system_prompt).map_or(0, |rendered| rendered.tokens.len()) {
             0 => String::new(),
             n if self.has_tools => format!(
-                " ({n} of them before the problem, for the messages of [harmony] and the declarations of the task's tools; \
-                 harmony.system_message = false removes the system message, and shorter declarations need fewer tokens)"
+                " ({n} of them before the problem, for the messages of [chat] and the declarations of the task's tools; \
+                 chat.system_message = false removes the system message, and shorter declarations need fewer tokens)"
             ),
             n => format!(
-                " ({n} of them before the problem; [harmony] sets these messages, and system_message = false removes the system message)"
+                " ({n} of them before the problem; [chat] sets these messages, and system_message = false removes the system message)"
             ),
         }
     }

@@ -124,8 +124,8 @@ impl SampleCounts {
         let are_untagged = with_untagged_calls > 0 && with_untagged_calls * 2 >= count;
         let ask_for_tool = match (random_weights, are_untagged) {
             (true, _) => format!("the weights began at random, so {show_calls}"),
-            (false, true) => format!("show the tags in harmony.developer_instructions, or {show_calls}"),
-            (false, false) => format!("ask for the tool in harmony.developer_instructions, or {show_calls}"),
+            (false, true) => format!("show the tags in chat.developer_instructions, or {show_calls}"),
+            (false, false) => format!("ask for the tool in chat.developer_instructions, or {show_calls}"),
         };
         let ask_for_answer = match random_weights {
             true => {
@@ -135,7 +135,7 @@ impl SampleCounts {
                 )
             }
             false => {
-                let how = "read them in trajectories/, and say in harmony.developer_instructions how to write the answer";
+                let how = "read them in trajectories/, and say in chat.developer_instructions how to write the answer";
                 how.to_owned()
             }
         };
@@ -157,7 +157,7 @@ impl SampleCounts {
                 format!("{} of {count} trajectories called the tool{other_formats}; {ask_for_tool}", count - without_call)
             }),
             (has_tool && !is_tool_unused && are_untagged).then(|| {
-                format!("{calls_outside_tags}, so nothing executed the call; show the tags in harmony.developer_instructions, or {show_calls}")
+                format!("{calls_outside_tags}, so nothing executed the call; show the tags in chat.developer_instructions, or {show_calls}")
             }),
             is_most(without_answer, ended).then(|| {
                 format!(

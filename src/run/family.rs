@@ -45,10 +45,10 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         "its weights are not stored in MXFP4",
     ));
     if family.chat != ChatFormat::Harmony {
-        keys.extend(unsupported_harmony_keys(&recipe.harmony));
+        keys.extend(unsupported_harmony_keys(&recipe.chat));
     }
-    let thinking = recipe.harmony.enable_thinking.is_some() && family.chat != ChatFormat::ThinkingChatMl;
-    keys.extend(select_keys([("harmony.enable_thinking", thinking)], "its template has no thoughts"));
+    let thinking = recipe.chat.enable_thinking.is_some() && family.chat != ChatFormat::ThinkingChatMl;
+    keys.extend(select_keys([("chat.enable_thinking", thinking)], "its template has no thoughts"));
     let message = |(key, reason): (&str, &str)| {
         let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
@@ -62,7 +62,7 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
 /// resolved recipe of a run, which has the keys of its bases. Other unsupported keys, such as ablations, are
 /// always refused.
 fn has_no_effect(key: &str) -> bool {
-    key.starts_with("harmony.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
+    key.starts_with("chat.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
 }
 
 /// A key, and the reason why the family does not support it.
@@ -121,18 +121,18 @@ fn unsupported_expert_keys(plan: &Plan) -> Vec<UnsupportedKey> {
     )
 }
 
-fn unsupported_harmony_keys(harmony: &SystemPromptSettings) -> Vec<UnsupportedKey> {
+fn unsupported_harmony_keys(chat: &SystemPromptSettings) -> Vec<UnsupportedKey> {
     let mut keys = select_keys(
         [
-            ("harmony.knowledge_cutoff", harmony.knowledge_cutoff.is_some()),
-            ("harmony.current_date", harmony.current_date.is_some()),
-            ("harmony.reasoning_effort", harmony.reasoning_effort.is_some()),
+            ("chat.knowledge_cutoff", chat.knowledge_cutoff.is_some()),
+            ("chat.current_date", chat.current_date.is_some()),
+            ("chat.reasoning_effort", chat.reasoning_effort.is_some()),
         ],
         "its system message has no such line",
     );
-    let has_no_place = harmony.system_message == Some(false) && harmony.developer_instructions.is_some();
+    let has_no_place = chat.system_message == Some(false) && chat.developer_instructions.is_some();
     let reason =
-        "its template writes these instructions into the system message; set harmony.system_message = true";
-    keys.extend(select_keys([("harmony.developer_instructions", has_no_place)], reason));
+        "its template writes these instructions into the system message; set chat.system_message = true";
+    keys.extend(select_keys([("chat.developer_instructions", has_no_place)], reason));
     keys
 }

@@ -145,7 +145,7 @@ pub(super) fn prompt_change(
 ) -> Result<Option<PromptChange>> {
     let text = recipe.policy.distill.as_ref().and_then(|distill| distill.system_prompt.as_deref());
     let Some(text) = text else { return Ok(None) };
-    let teacher = replaced_system_prompt(chat, &recipe.harmony, text, uses_python, tools);
+    let teacher = replaced_system_prompt(chat, &recipe.chat, text, uses_python, tools);
     Ok(Some(PromptChange { policy: prefix(chat, policy)?, teacher: prefix(chat, &teacher)? }))
 }
 

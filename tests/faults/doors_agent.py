@@ -34,7 +34,7 @@ RECIPE = f"""
 name = "agent"
 serve_on = "127.0.0.1:0"
 episode_timeout_s = 600
-[harmony]
+[chat]
 system_message = false
 [model.architecture]
 hidden_size = 16

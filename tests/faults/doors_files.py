@@ -383,7 +383,7 @@ samples_per_prompt = 1
 prompt_tokens_max = 1500
 response_tokens_max = 8
 turns_max = 1
-[harmony]
+[chat]
 system_message = false
 [parallel]
 threads = 1

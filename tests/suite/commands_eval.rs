@@ -8,7 +8,7 @@ use std::process::{Command, Output};
 
 /// A small run: two problems a step, a few demonstrations, checkpoints without rounding.
 const SMALL: &str = r#"
-[harmony]
+[chat]
 system_message = false
 [task]
 name = "arithmetic"

@@ -395,13 +395,10 @@ fn keys_that_mean_nothing_to_the_family_are_refused_by_name() {
         ("model.init.sink=1.0", &["model.init.sink"]),
         ("model.architecture.num_local_experts=8", &["model.architecture.num_local_experts"]),
         ("model.architecture.sliding_window=8", &["model.architecture.sliding_window", "full attention"]),
-        ("harmony.reasoning_effort=low", &["harmony.reasoning_effort", "qwen2"]),
-        ("harmony.knowledge_cutoff=2024-06", &["harmony.knowledge_cutoff"]),
-        ("harmony.current_date=2025-06-28", &["harmony.current_date"]),
-        (
-            "harmony.developer_instructions=Be brief.",
-            &["harmony.developer_instructions", "harmony.system_message"],
-        ),
+        ("chat.reasoning_effort=low", &["chat.reasoning_effort", "qwen2"]),
+        ("chat.knowledge_cutoff=2024-06", &["chat.knowledge_cutoff"]),
+        ("chat.current_date=2025-06-28", &["chat.current_date"]),
+        ("chat.developer_instructions=Be brief.", &["chat.developer_instructions", "chat.system_message"]),
     ] {
         let output = train(&out, &[set]);
         let text = String::from_utf8_lossy(&output.stderr);
@@ -501,8 +498,8 @@ fn a_run_with_a_base_of_another_family_reads_its_own_recipe() {
     done(&rloss(&["eval", &run, "--out", &path("eval")]));
     done(&rloss(&["export", &run, "--out", &path("exported")]));
     done(&rloss(&["train", &run, "--resume", "--set", "train.steps=2"]));
-    let refused = rloss(&["eval", &run, "--set", "harmony.reasoning_effort=low"]);
+    let refused = rloss(&["eval", &run, "--set", "chat.reasoning_effort=low"]);
     let error = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(2), "{error}");
-    assert!(error.contains("harmony.reasoning_effort"), "{error}");
+    assert!(error.contains("chat.reasoning_effort"), "{error}");
 }

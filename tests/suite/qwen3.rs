@@ -349,7 +349,7 @@ fn the_quickstart_with_experts_trains_saves_and_goes_on() {
         (folder.path().join("first"), folder.path().join("second"), folder.path().join("dense"));
     done(&train(&first, &["train.load_balance_coefficient=0.01"]));
     let again = format!("model.path={}", first.display());
-    done(&train(&second, &[&again, "cold_start.steps=0", "adapter.rank=4", "harmony.enable_thinking=true"]));
+    done(&train(&second, &[&again, "cold_start.steps=0", "adapter.rank=4", "chat.enable_thinking=true"]));
     let without = ["cold_start.load_balance_coefficient=0", "model.architecture.model_type=qwen3"];
     done(&train(&dense, &[&without[..], &["model.architecture.tie_word_embeddings=true"]].concat()));
     for run in [&first, &second, &dense] {
@@ -420,9 +420,9 @@ fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
         ("model.architecture.swiglu_limit=5.0", &["model.architecture.swiglu_limit", "no clamp"]),
         ("model.architecture.sliding_window=8", &["model.architecture.sliding_window", "full attention"]),
         ("checkpoint.dtype=mxfp4", &["checkpoint.dtype", "MXFP4"]),
-        ("harmony.reasoning_effort=low", &["harmony.reasoning_effort", "qwen3_moe"]),
-        ("harmony.knowledge_cutoff=2024-06", &["harmony.knowledge_cutoff"]),
-        ("harmony.current_date=2025-06-28", &["harmony.current_date"]),
+        ("chat.reasoning_effort=low", &["chat.reasoning_effort", "qwen3_moe"]),
+        ("chat.knowledge_cutoff=2024-06", &["chat.knowledge_cutoff"]),
+        ("chat.current_date=2025-06-28", &["chat.current_date"]),
     ] {
         let output = train(&out, &[set]);
         let text = String::from_utf8_lossy(&output.stderr);
@@ -442,11 +442,11 @@ fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
         assert!(words.iter().all(|word| text.contains(word)), "{text}");
     }
     for recipe in ["quickstart", "quickstart_dense"] {
-        let thinking = ["--set", "harmony.enable_thinking=false", "--out", out.to_str().unwrap()];
+        let thinking = ["--set", "chat.enable_thinking=false", "--out", out.to_str().unwrap()];
         let output = rloss(&[&["train", recipe][..], &thinking].concat());
         let text = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains("harmony.enable_thinking") && text.contains("no thoughts"), "{text}");
+        assert!(text.contains("chat.enable_thinking") && text.contains("no thoughts"), "{text}");
     }
 }
 

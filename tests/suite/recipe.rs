@@ -35,9 +35,9 @@ fn an_empty_recipe_is_the_defaults_with_the_embedded_model() {
     let recipe = read("", &[]).recipe;
     assert_eq!(recipe.model.architecture, Some(Default::default()));
     assert_eq!(recipe.model.tokenizer, Some(Tokenizer::Embedded));
-    assert_eq!(recipe.harmony.system_message, Some(false), "a byte is a token there");
-    let harmony = recipe.harmony.clone();
-    assert_eq!(recipe, Recipe { model: recipe.model.clone(), harmony, ..Recipe::default() });
+    assert_eq!(recipe.chat.system_message, Some(false), "a byte is a token there");
+    let chat = recipe.chat.clone();
+    assert_eq!(recipe, Recipe { model: recipe.model.clone(), chat, ..Recipe::default() });
 }
 
 #[test]
@@ -205,9 +205,9 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
         "train.seed=4",
         "train.optimizer.lr=1e-3",
         "task.name=arithmetic_single",
-        "harmony.current_date=2025-06-28",
-        "harmony.model_identity=You are 3.5, a = b # model.",
-        "harmony.developer_instructions=12",
+        "chat.current_date=2025-06-28",
+        "chat.model_identity=You are 3.5, a = b # model.",
+        "chat.developer_instructions=12",
         "train.freeze=[\"a*\", 'b']",
         "eval.pass_at=[1,2]",
         "eval.samples=2",
@@ -220,9 +220,9 @@ fn sets_read_strings_numbers_arrays_and_tables_over_the_file() {
     assert_eq!((recipe.train.seed, recipe.train.steps), (4, 5));
     assert_eq!(recipe.train.optimizer.lr, 1e-3);
     assert_eq!(recipe.task.name.name, "arithmetic_single");
-    assert_eq!(recipe.harmony.current_date.as_deref(), Some("2025-06-28"));
-    assert_eq!(recipe.harmony.model_identity.as_deref(), Some("You are 3.5, a = b # model."));
-    assert_eq!(recipe.harmony.developer_instructions.as_deref(), Some("12"));
+    assert_eq!(recipe.chat.current_date.as_deref(), Some("2025-06-28"));
+    assert_eq!(recipe.chat.model_identity.as_deref(), Some("You are 3.5, a = b # model."));
+    assert_eq!(recipe.chat.developer_instructions.as_deref(), Some("12"));
     assert_eq!(recipe.train.freeze, ["a*", "b"]);
     assert_eq!(recipe.eval.pass_at, [1, 2]);
     let yarn = recipe.model.architecture.and_then(|architecture| architecture.yarn).expect("yarn");

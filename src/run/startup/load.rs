@@ -182,5 +182,5 @@ fn open_agent(
             "task.name: an agent's episodes are played by one process, and this run has {processes}; start it with one"
         ));
     }
-    AgentSession::open(&recipe.task, chat, &recipe.harmony, console).map(Some)
+    AgentSession::open(&recipe.task, chat, &recipe.chat, console).map(Some)
 }

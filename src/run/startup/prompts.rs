@@ -24,10 +24,10 @@ pub(super) fn open_environment(
     command: ModelCommand,
     distills: bool,
 ) -> Result<Environment> {
-    let chat = source.chat.clone().with_thinking(plan.recipe.harmony.enable_thinking.unwrap_or(true));
+    let chat = source.chat.clone().with_thinking(plan.recipe.chat.enable_thinking.unwrap_or(true));
     // A system message of bytes is longer than the context of such a model.
-    if chat.vocabulary().is_of_bytes() && !plan.is_written("harmony.system_message") {
-        plan.recipe.harmony.system_message = Some(false);
+    if chat.vocabulary().is_of_bytes() && !plan.is_written("chat.system_message") {
+        plan.recipe.chat.system_message = Some(false);
     }
     let prompt_settings = plan.recipe.prompt_settings();
     let declares_python = plan.recipe.declares_python(task.as_ref());

@@ -323,7 +323,7 @@ fn chat_needs_a_model_alone() {
     super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
     let model = model.display().to_string();
     // A folder just talks, without a tool. The tiny model's context has no room for a system message.
-    let short = ["--set", "rollout.response_tokens_max=4", "--set", "harmony.system_message=false"];
+    let short = ["--set", "rollout.response_tokens_max=4", "--set", "chat.system_message=false"];
     let said = chat(&[&[&*model], &short[..]].concat(), "1+1?\n");
     assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
     assert!(text(&said.stdout).contains("cut off after 4 tokens"), "{}", text(&said.stdout));

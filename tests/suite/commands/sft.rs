@@ -85,7 +85,7 @@ fn it_is_the_sft_warm_up_of_train() {
     let refused = output(rloss().arg("eval").arg(&plain));
     assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
     assert!(stderr(&refused).contains("no task to evaluate; name one"), "{}", stderr(&refused));
-    let sets = ["task.name=arithmetic_single", "harmony.system_message=false", "eval.problems_max=1"];
+    let sets = ["task.name=arithmetic_single", "chat.system_message=false", "eval.problems_max=1"];
     done(rloss().arg("eval").arg(&plain).args(sets.iter().flat_map(|set| ["--set", set])));
 }
 
@@ -215,7 +215,7 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
     }
 }
 
-/// The default of `harmony.system_message` became false for a vocabulary of bytes, and a resume refused it.
+/// The default of `chat.system_message` became false for a vocabulary of bytes, and a resume refused it.
 #[test]
 fn a_run_on_a_model_of_bytes_resumes_with_its_recipe() {
     let folder = TempDir::new().unwrap();

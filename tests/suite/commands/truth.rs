@@ -308,7 +308,7 @@ fn a_recipe_with_nothing_but_steps_runs() {
         std::fs::read_to_string(folder.path().join("runs/two/recipe.toml")).unwrap().parse().unwrap();
     assert_eq!(recipe["harmony"]["system_message"].as_bool(), Some(false));
     // Where a preamble is asked for that does not fit, the remedy named is the one that helps.
-    let refused = output(&mut train(&folder.path().join("no"), &["harmony.system_message=true"]));
+    let refused = output(&mut train(&folder.path().join("no"), &["chat.system_message=true"]));
     assert_eq!(refused.status.code(), Some(2));
     assert!(stderr(&refused).contains("system_message = false"), "{}", stderr(&refused));
     assert!(!folder.path().join("no").exists());

@@ -42,7 +42,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "\"\\u001b[2J\" = 1",
-            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has device, model, adapter, harmony, task, tools, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
+            "r.toml:1: \"\\u{1b}[2J\": unknown key; a recipe has device, model, adapter, chat, task, tools, interpreter, rollout, cold_start, train, policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("[trian]\nsteps = 80", "r.toml:1: trian: unknown key; did you mean train?"),
         ("[train]\nlr = 1e-3", "r.toml:2: train.lr: unknown key; did you mean train.optimizer.lr?"),
@@ -57,7 +57,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[whatever]\nx = 1",
-            "r.toml:1: whatever: unknown key; a recipe has device, model, adapter, harmony, task, tools, interpreter, rollout, cold_start, train, \
+            "r.toml:1: whatever: unknown key; a recipe has device, model, adapter, chat, task, tools, interpreter, rollout, cold_start, train, \
              policy, critic, arms, eval, checkpoint, parallel, logging",
         ),
         ("train = 3", "r.toml:1: train: found a value instead of a table; write [train] and its keys below"),
@@ -76,16 +76,16 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
             "r.toml:2: checkpoint.dtype: found 16; give \"f32\", \"bf16\" or \"mxfp4\"",
         ),
         (
-            "[harmony]\ncurrent_date = 2025-06-28",
-            "r.toml:2: harmony.current_date: found 2025-06-28 without quotes; write \"2025-06-28\"",
+            "[chat]\ncurrent_date = 2025-06-28",
+            "r.toml:2: chat.current_date: found 2025-06-28 without quotes; write \"2025-06-28\"",
         ),
         (
-            "[harmony]\ncurrent_date = \"2025-02-30\"",
-            "r.toml:2: harmony.current_date: \"2025-02-30\" is not a date; write it as YYYY-MM-DD, such as \"2025-06-28\"",
+            "[chat]\ncurrent_date = \"2025-02-30\"",
+            "r.toml:2: chat.current_date: \"2025-02-30\" is not a date; write it as YYYY-MM-DD, such as \"2025-06-28\"",
         ),
         (
-            "[harmony]\nknowledge_cutoff = \"June\"",
-            "r.toml:2: harmony.knowledge_cutoff: \"June\" is not a month; write it as YYYY-MM, such as \"2024-06\"",
+            "[chat]\nknowledge_cutoff = \"June\"",
+            "r.toml:2: chat.knowledge_cutoff: \"June\" is not a month; write it as YYYY-MM, such as \"2024-06\"",
         ),
         ("[logging]\ntensorboard = 1", "r.toml:2: logging.tensorboard: found 1; give true or false"),
         (

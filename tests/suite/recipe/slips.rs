@@ -1,6 +1,8 @@
 //! Slips of a new user, each with the answer that names the cure.
 
 use super::refused::{mistake, mistakes};
+use rloss::recipe::{KeyScope, resolve, resolve_run_recipe};
+use std::path::Path;
 
 /// Only the second line was told, and not which key.
 #[test]
@@ -42,4 +44,41 @@ fn a_folder_in_place_of_a_file_is_told_with_the_files_in_it() {
 fn a_misspelt_base_is_answered_with_the_recipes_that_are_like_it() {
     let told = mistake("base = \"gsm8k_qwen_lra\"", &[]);
     assert!(told.contains("did you mean gsm8k_qwen_lora or gsm8k_qwen? give the path"), "{told}");
+}
+
+#[test]
+fn the_old_name_of_the_chat_table_is_read_in_files_overrides_and_run_folders_with_one_line() {
+    let path = Path::new("r.toml");
+    let text = "[harmony]\nsystem_message = false\ndeveloper_instructions = \"Be brief.\"\n";
+    let new = resolve(path, &text.replace("harmony", "chat"), &[]).unwrap();
+    let said = "this table is called [chat] now; the old name is read";
+    for old in [
+        resolve(path, text, &[]).unwrap(),
+        resolve_run_recipe(KeyScope::Train, path, text, &[]).unwrap(),
+        resolve(
+            path,
+            "[harmony]\nsystem_message = false",
+            &["chat.developer_instructions=Be brief.".to_owned()],
+        )
+        .unwrap(),
+    ] {
+        assert_eq!(old.recipe, new.recipe);
+        assert_eq!(old.warnings[0], format!("r.toml:1: harmony: {said}"));
+    }
+    let set = resolve(
+        path,
+        "[chat]\nsystem_message = false",
+        &["harmony.developer_instructions=Be brief.".to_owned()],
+    )
+    .unwrap();
+    assert_eq!((set.recipe, &*set.warnings[0]), (new.recipe, &*format!("--set: harmony: {said}")));
+    assert!(new.warnings.iter().all(|warning| !warning.contains("harmony")), "{:?}", new.warnings);
+    let both = resolve(path, "[chat]\nsystem_message = false\n[harmony]\nsystem_message = true\n", &[]);
+    let both = both.unwrap_err().to_string();
+    assert_eq!(both, "r.toml:3: harmony: [chat] is written too; move these keys there");
+    let inside = resolve(path, "[harmony]\nsystem_mesage = false", &[]).unwrap_err().to_string();
+    assert!(
+        inside.ends_with("chat.system_mesage: unknown key; did you mean chat.system_message?"),
+        "{inside}"
+    );
 }
