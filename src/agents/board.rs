@@ -509,8 +509,14 @@ impl Board {
     /// Adds sampled tokens to the progress and returns it.
     pub fn progress(&self, sampled: u64) -> RolloutProgress {
         let mut state = self.lock();
-        state.progress.sampled_tokens += sampled;
-        state.progress
+        let progress = &mut state.progress;
+        progress.sampled_tokens += sampled;
+        // An unfinished episode counts as half an episode.
+        let half = progress.started.saturating_sub(progress.finished) as f64 / 2.0;
+        let length = progress.sampled_tokens as f64 / (progress.finished as f64 + half);
+        let left = (progress.trajectories - progress.finished) as f64 - half;
+        progress.tokens_left = (progress.finished > 0).then_some(left * length);
+        *progress
     }
 
     /// Prints `text` as a warning if no message of this `kind` was printed before.

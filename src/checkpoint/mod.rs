@@ -47,7 +47,7 @@ use anyhow::{Context, Result};
 use blake3::Hash;
 use peft::AdapterFolder;
 pub use resume::DAMAGE_REMEDY;
-use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_without_weights};
+use save::{CompanionFiles, SHARD_BYTES_MAX, save, save_index, save_without_weights};
 use serde::{Deserialize, Serialize};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -145,11 +145,16 @@ impl ModelFiles<'_> {
     pub fn write(&self, folder: &Path, parameters: &Parameters, has_optimizer: bool) -> Result<Manifest> {
         let mut manifest = match parameters.adapter() {
             Some(lora) => self.write_adapter(folder, parameters, lora)?,
-            None => save(folder, self.config, self.format, self.companions, SHARD_BYTES_MAX, |spec| {
-                let index =
-                    parameters.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
-                parameters.gather(index, MASTER)
-            })?,
+            None => {
+                let tensor = |spec: &ParameterSpec| {
+                    let index = parameters.index_of(&spec.name);
+                    parameters.gather(index.with_context(|| format!("no tensor {}", spec.name))?, MASTER)
+                };
+                let (config, format) = (self.config, self.format);
+                let mut manifest = save(folder, config, format, self.companions, SHARD_BYTES_MAX, tensor)?;
+                save_index(folder, config, format, &mut manifest)?;
+                manifest
+            }
         };
         if has_optimizer {
             // Trained tensors are always in the state files, in full precision. A frozen tensor is in the

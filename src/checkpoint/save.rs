@@ -179,7 +179,7 @@ fn with_ends(ids: &[u32], ends: &[u32]) -> Vec<u32> {
 ///
 /// `tensor` is called once per parameter, in file order, and returns the working tensor in any float dtype
 /// and on any device. A weight file has at most `shard_bytes_max` bytes, unless a single parameter is larger.
-/// Returns the digests of the written files.
+/// Several files get an index. Returns the digests of the written files.
 ///
 /// # Errors
 /// When a shape is wrong, a value is NaN or infinite, or a file exists. `BadInput` when a size is not a
@@ -209,11 +209,30 @@ pub fn save(
         let name = shard_name(index, shards.len());
         manifest.record(&name, write_shard(&folder.join(&name), shard, format, &mut tensor)?);
     }
-    // vLLM and SGLang read every safetensors file of a folder without an index, and so a checkpoint's state
-    // too.
-    manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, format)))?;
+    if shards.len() > 1 {
+        manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&shards, format)))?;
+    }
     save_without_weights(folder, config, format, companions, &mut manifest)?;
     Ok(manifest)
+}
+
+/// Writes an index into a folder of [`save`] that has none, because it has one weight file. vLLM and SGLang
+/// read every safetensors file of a folder without an index, and so a checkpoint's state too.
+///
+/// # Errors
+/// When the file cannot be written.
+pub fn save_index(
+    folder: &Path,
+    config: &Config,
+    format: WeightFormat,
+    manifest: &mut Manifest,
+) -> Result<()> {
+    match folder.join(INDEX_FILE).exists() {
+        true => Ok(()),
+        false => {
+            manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&[&parameter_specs(config)], format)))
+        }
+    }
 }
 
 /// Writes the files of a model in `format` except its weights: config, tokenizer, template.

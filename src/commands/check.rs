@@ -22,6 +22,7 @@ use crate::run::processes::{check_division, check_optimizers};
 use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::startup::Startup;
+use crate::run::step_time::StepProducts;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
 use crate::tasks::{Problem, Reward, Task, ToolsSettings, Transcript};
@@ -221,6 +222,19 @@ fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&Avail
     let cost = muon_cost(subject.recipe, &specs, &subject.trainable.policy, is_cpu);
     if let Some(cost) = cost.filter(|_| first == ModelCommand::Train) {
         print_text(&format!("Muon: {cost}.\n\n"))?;
+    }
+    if is_cpu && processes == 1 && !subject.placement.layers_on_demand {
+        let products = StepProducts {
+            recipe: subject.recipe,
+            config: subject.config,
+            specs: &specs,
+            blocks: subject.packed_block_type(),
+            has_adapter: subject.trainable.adapter.is_some(),
+            recomputes_layers: subject.recomputes_layers(),
+        };
+        if let Some(time) = products.time()? {
+            print_text(&format!("A step takes {time}.\n\n"))?;
+        }
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&startup.environment.plan.recipe.arms));
     let mismatch = ModelCommand::CheckMismatch(arms);

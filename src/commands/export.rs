@@ -4,7 +4,7 @@
 use crate::bad_input;
 use crate::checkpoint::gguf::GgufFormat;
 use crate::error::EXIT_SUCCESS;
-use crate::metrics::{Console, sanitize_terminal};
+use crate::metrics::{Console, format_number, sanitize_terminal};
 use crate::model::settings::DeviceKind;
 use crate::recipe::{KeyScope, RecipeSource, locate};
 use crate::run::export;
@@ -29,6 +29,9 @@ pub struct ExportArgs {
     /// Replace a recipe's value, such as --set checkpoint.dtype=f32
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
+    /// Do not measure what rounding the merged model changes
+    #[arg(long, requires = "merged", conflicts_with = "gguf")]
+    no_compare: bool,
     /// The folder to write
     #[arg(long, required_unless_present = "gguf", conflicts_with = "gguf")]
     out: Option<PathBuf>,
@@ -42,6 +45,13 @@ pub struct ExportArgs {
 
 /// The task of an export: one without files, programs and a tool.
 const TASK: &str = "arithmetic_single";
+
+/// Above this share of what training changed, a rounding error is warned of.
+const ROUNDING_SHARE_MAX: f64 = 0.2;
+
+fn percent(share: f64) -> String {
+    format!("{}%", format_number(100.0 * share))
+}
 
 /// Parses `--type`.
 fn parse_matrix_type(word: &str) -> Result<GgufFormat, String> {
@@ -88,20 +98,29 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
         return Ok(EXIT_SUCCESS);
     }
+    let run = match &source {
+        RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => Some(run.as_path()),
+        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+    };
     if !args.merged {
-        export::export_adapter(&plan.recipe, out)?;
+        export::export_adapter(&plan.recipe, run, out)?;
         print_text(&format!("{path_text}: the adapter, in PEFT's format\n"))?;
         return Ok(EXIT_SUCCESS);
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let Started { loaded, environment, .. } = start(plan, ModelCommand::Chat, &console)?;
     let recipe = environment.recipe();
-    let trajectories = match &source {
-        RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => export::last_trajectories(run)?,
-        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
-    };
-    let cost = export::export_merged_model(&loaded, recipe, trajectories.as_deref(), out, &console)?;
+    let compares = run.filter(|_| !args.no_compare);
+    let trajectories = compares.map(export::last_trajectories).transpose()?.flatten();
+    let cost = export::export_merged_model(&loaded, recipe, (run, trajectories.as_deref()), out, &console)?;
     let dtype = recipe.checkpoint.dtype;
+    if let Some(share) = cost.map(|cost| cost.share()).filter(|share| *share > ROUNDING_SHARE_MAX) {
+        console.print(&format!(
+            "warning: rounding to {dtype} changes {} of what training changed; {}",
+            percent(share),
+            "--set checkpoint.dtype=f32 keeps it, or give other programs the adapter, without --merged"
+        ));
+    }
     print_text(&match cost {
         Some(cost) if cost.largest == 0.0 => format!(
             "{path_text}: the model with its adapter merged, {dtype}; merging changes no log-probability of {} sampled tokens\n",
@@ -109,12 +128,15 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         ),
         Some(cost) => format!(
             "{path_text}: the model with its adapter merged, {dtype}; compared with the unmerged adapter, the log-probabilities of \
-             {} sampled tokens change by {:.2e} at most, and by {:.2e} in the mean\n",
-            cost.tokens, cost.largest, cost.mean
+             {} sampled tokens change by {:.2e} at most, and by {:.2e} in the mean, {} of what training changed\n",
+            cost.tokens,
+            cost.largest,
+            cost.mean,
+            percent(cost.share())
         ),
         None => format!(
-            "{path_text}: the model with its adapter merged, {dtype}; the rounding error is not measured, because the run stores \
-             no trajectories\n"
+            "{path_text}: the model with its adapter merged, {dtype}; the rounding error is not measured{}\n",
+            if args.no_compare { "" } else { ", because the run stores no trajectories" }
         ),
     })?;
     Ok(EXIT_SUCCESS)

@@ -8,7 +8,7 @@ use crate::bad_input;
 use crate::error::EXIT_SUCCESS;
 use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, serve};
 use crate::metrics::Console;
-use crate::report::{page, stages_under_way, state_digest};
+use crate::report::{awaited, page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
 use anyhow::{Context, Result};
 use std::io::Read;
@@ -16,7 +16,7 @@ use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Serves the page of `runs` on `port` of this machine until a signal.
+/// Serves the page of `runs` on `port` of this machine until a signal. A run that has not begun is awaited.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when no page can be made from `runs`, or when the port is not available. The
@@ -30,6 +30,9 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
     let console = Console::plain();
     console.print(&format!("http://{address}/{}/", follower.token));
     console.print("open it in a browser on this machine; Ctrl-C stops the server");
+    for folder in awaited(runs) {
+        console.print(&format!("waiting for a run in {}", folder.display()));
+    }
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0, memory_bytes_max: 0 };
     serve(&listener, limits, &follower, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)

@@ -57,7 +57,7 @@ pub struct EngineLimits {
     /// Capacity of the KV caches on a GPU. On the host, caches grow as needed.
     pub cache_capacity: CacheCapacity,
     /// Maximum number of tokens whose keys and values are kept for later requests with the same first tokens.
-    /// 0 keeps none. On a GPU nothing is kept.
+    /// 0 keeps none. On a GPU and beside a mesh nothing is kept.
     pub prefix_tokens_max: usize,
 }
 
@@ -87,6 +87,12 @@ pub trait Client: Sync {
 
     /// Receives the result of `sample`.
     fn finished(&self, sample: u64, completion: Completion);
+
+    /// Returns whether later requests may begin with a sample's tokens, so that keys and values of samples are
+    /// kept too, not of prompts alone.
+    fn keeps_samples(&self) -> bool {
+        true
+    }
 
     /// Is called by a worker before each forward pass and while it is idle. `sampled` is the number of tokens
     /// that this worker drew since its last call. Returns false to end the work on all requests.
@@ -126,7 +132,8 @@ impl<'m> Engine<'m> {
         };
         let caches = CacheFactory::new(&policy.model.config, device, limits.cache_capacity)?;
         let queue = Mutex::new(Queue::new(0));
-        let keeps_prefixes = device.is_cpu() && limits.prefix_tokens_max > 0;
+        let is_alone = device.is_cpu() && policy.weights.mesh().is_none();
+        let keeps_prefixes = is_alone && limits.prefix_tokens_max > 0;
         let prefixes = keeps_prefixes.then(|| Mutex::new(PrefixCache::new(limits.prefix_tokens_max)));
         let (prefill, work) = (PrefillCounters::default(), Condvar::new());
         let engine = Self {

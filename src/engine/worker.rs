@@ -218,7 +218,11 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// Keeps the blocks that the last forward filled, for later requests.
     fn keep_prefixes(&mut self) {
         let Some(mut prefixes) = self.engine.prefixes() else { return };
+        let keeps_samples = self.client.keeps_samples();
         for work in &mut self.batch {
+            if !keeps_samples && matches!(work, Work::Sequence(_)) {
+                continue;
+            }
             let (keys, blocks) = work.filled_blocks();
             if !blocks.is_empty() {
                 prefixes.insert(keys, keys.len() - blocks.len(), blocks);
@@ -447,6 +451,7 @@ impl Engine<'_> {
     pub(super) fn end(&self, client: &dyn Client, mut sequence: Box<Sequence>, reason: FinishReason) {
         let id = sequence.id;
         if let Some(mut prefixes) = self.prefixes()
+            && client.keeps_samples()
             && !sequence.options.keep_sequence
         {
             prefixes.keep_tail(&sequence.keys, &sequence.tokens, &sequence.cache);

@@ -7,7 +7,7 @@ use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
 use super::warnings::FailureCount;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// Minimum time between two plain lines of steps.
 const LINE_INTERVAL_MIN: Duration = Duration::from_secs(2);
+/// Age at which a stage prints its first plain line, if no stage of its name has printed one.
+const FIRST_LINE: Duration = Duration::from_secs(4);
 /// Maximum time between two plain lines of the current stage. It is below 30 seconds, because a tick may be
 /// late on a busy machine.
 const LINE_INTERVAL_MAX: Duration = Duration::from_secs(28);
@@ -41,6 +43,8 @@ struct Stages {
     /// Time of the last printed line of progress.
     printed: Option<Instant>,
     status: Option<StatusFile>,
+    /// The names of the stages that printed a line of progress.
+    told: HashSet<String>,
     /// For each stage name, the speed of the last finished stage of that name. Only stages that count tokens
     /// are here.
     earlier: HashMap<String, StageSpeed>,
@@ -244,7 +248,11 @@ impl Console {
             status.update(&line, now);
         }
         let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.output else { return };
-        if stages.printed.is_none_or(|at| now.saturating_duration_since(at) >= LINE_INTERVAL_MAX) {
+        let is_due = |at: Instant, after: Duration| now.saturating_duration_since(at) >= after;
+        let newest = open.last().filter(|stage| !stages.told.contains(&stage.name));
+        let is_first = newest.is_some_and(|stage| is_due(lock(&stage.state).start, FIRST_LINE));
+        if is_first || stages.printed.is_none_or(|at| is_due(at, LINE_INTERVAL_MAX)) {
+            stages.told.extend(open.iter().map(|stage| stage.name.clone()));
             stages.printed = Some(now);
             drop(stages);
             self.print(&line);
@@ -347,6 +355,8 @@ struct StageState {
     tokens_left: Option<f64>,
     /// The time of the last call that added tokens.
     advanced: Option<Instant>,
+    /// A remark before the values.
+    note: Option<String>,
     values: Vec<(String, f64)>,
     printed: Option<Instant>,
 }
@@ -361,6 +371,7 @@ impl Default for StageState {
             tokens: 0.0,
             tokens_left: None,
             advanced: None,
+            note: None,
             values,
             printed: None,
         }
@@ -408,6 +419,11 @@ impl Progress {
                 }
             }
         }
+    }
+
+    /// Shows `note` before the values from the next advance on, or no note.
+    pub fn set_note(&self, note: Option<String>) {
+        lock(&self.0.state).note = note;
     }
 
     /// Adds `tokens` tokens to a pass: all tokens of a batch, or one layer's fraction of them.
@@ -520,7 +536,8 @@ impl ProgressStage {
     /// unfinished stage does not count steps, and has neither tokens nor an estimate of the time left.
     fn message(&self, state: &StageState, now: Instant) -> String {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
-        let mut parts: Vec<String> = state.values.iter().map(value).collect();
+        let mut parts: Vec<String> =
+            state.note.iter().cloned().chain(state.values.iter().map(value)).collect();
         let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
         let tokens = state.tokens.round();
         // A step adds its tokens at its end.

@@ -86,7 +86,9 @@ impl Eta {
         let name = self.current_stage.as_deref().unwrap_or(name);
         let current = self.stages.iter().find(|stage| stage.name == name && stage.left > 0).map_or(0.0, step);
         let elapsed = now.saturating_duration_since(self.last_step_end).as_secs_f64();
-        Some(all - elapsed.min(current))
+        // A step that takes longer than expected is not done yet.
+        let rest = if current > 0.0 { (current - elapsed).max(elapsed / 10.0) } else { 0.0 };
+        Some(all - current + rest)
     }
 
     /// Returns the names of the stages with steps left.
@@ -119,7 +121,7 @@ pub(super) struct StageSpeed {
 }
 
 /// Fraction of a stage that must be done before its own speed is used, if there is no earlier stage.
-const FRACTION_MIN: f64 = 0.25;
+const FRACTION_MIN: f64 = 0.1;
 
 impl StageSpeed {
     /// Returns the seconds left of a stage of `items` items. `done` is what it has done, and `tokens_left` is
@@ -141,7 +143,7 @@ impl StageSpeed {
 }
 
 /// Formats seconds as `m:ss` or `h:mm:ss`.
-pub(super) fn format_duration(seconds: f64) -> String {
+pub fn format_duration(seconds: f64) -> String {
     let seconds = seconds.round() as u64;
     let (h, m, s) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
     if h > 0 { format!("{h}:{m:02}:{s:02}") } else { format!("{m}:{s:02}") }

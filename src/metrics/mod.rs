@@ -21,6 +21,7 @@ mod warnings;
 
 pub use accumulator::Accumulator;
 pub use console::{Console, Progress};
+pub use eta::format_duration;
 pub use jsonl::{MetricsFile, read_rows};
 pub use row::{Metrics, Phase, Row};
 pub use settings::LoggingSettings;
@@ -28,5 +29,5 @@ pub use status::current_stage;
 pub use table::{TextTable, format_count, format_number};
 pub use tensorboard::TensorBoard;
 pub use terminal::{sanitize_line, sanitize_terminal};
-pub use timings::Timings;
+pub use timings::{CLOCK, Timings};
 pub use warnings::{WARNINGS_FILE, Warning, append_warning, read_warnings, warnings_text};

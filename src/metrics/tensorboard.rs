@@ -2,6 +2,7 @@
 //!
 //! Formats: `tensorflow/core/lib/io/record_writer.h` and `tensorflow/core/util/event.proto`.
 
+use super::timings::{CLOCK, now};
 use super::{Phase, Row};
 use anyhow::{Context, Result};
 use crc::{CRC_32_ISCSI, Crc};
@@ -9,7 +10,6 @@ use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Writes rows as scalars with x = step. Each phase has a subfolder, which TensorBoard shows as one run.
 ///
@@ -51,7 +51,8 @@ impl TensorBoard {
     /// When the file cannot be written.
     pub fn write(&mut self, row: &Row) -> Result<()> {
         let folder = self.folder.clone();
-        let event = Event { wall_time: now(), step: row.step, what: EventPayload::Scalars(row) };
+        let wall_time = row.metrics.get(CLOCK).unwrap_or_else(now);
+        let event = Event { wall_time, step: row.step, what: EventPayload::Scalars(row) };
         let written = self.file(row.phase)?.write_all(&frame(&event.encode()));
         written.with_context(|| format!("{}: TensorBoard events cannot be written", folder.display()))
     }
@@ -86,11 +87,6 @@ fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
     }
     file.write_all(&head)?;
     Ok(file)
-}
-
-/// Returns the seconds since 1970.
-fn now() -> f64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |d| d.as_secs_f64())
 }
 
 /// Returns one TFRecord: length, masked CRC of the length, data, masked CRC of the data, all little-endian.
@@ -139,7 +135,7 @@ impl Event<'_> {
             EventPayload::SessionStart => bytes_field(&mut event, 7, &[1 << 3 | VARINT, 1]),
             EventPayload::Scalars(row) => {
                 let mut summary = Vec::new();
-                for (tag, value) in row.metrics.iter() {
+                for (tag, value) in row.metrics.iter().filter(|(tag, _)| *tag != CLOCK) {
                     let mut scalar = Vec::new();
                     bytes_field(&mut scalar, 1, tag.as_bytes());
                     scalar.push(2 << 3 | FIXED32);

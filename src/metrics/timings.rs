@@ -3,7 +3,16 @@
 use super::Metrics;
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// The metric with a row's time of day, in seconds since 1970. It is a timing: comparisons of runs leave it
+/// out.
+pub const CLOCK: &str = "timing_s/clock";
+
+/// Returns the seconds since 1970.
+pub(super) fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |time| time.as_secs_f64())
+}
 
 /// Seconds by stage, measured on any thread. Stages may nest (`step` around `gen`). The times of a repeated
 /// stage add up.
@@ -28,9 +37,11 @@ impl Timings {
         *self.lock().entry(format!("timing_s/{stage}")).or_default() += seconds;
     }
 
-    /// Returns the seconds so far as `timing_s/<stage>`, and resets them for the next step.
+    /// Returns the seconds so far as `timing_s/<stage>` with [`CLOCK`], and resets them for the next step.
     pub fn take(&self) -> Metrics {
-        std::mem::take(&mut *self.lock()).into_iter().collect()
+        let mut metrics: Metrics = std::mem::take(&mut *self.lock()).into_iter().collect();
+        metrics.set(CLOCK, now());
+        metrics
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, f64>> {

@@ -16,6 +16,7 @@ use super::weights::{LayerSource, NamedTensors, VALUE_HEAD, Weights};
 use crate::dist::Mesh;
 use crate::ops::cpu::{host_values, to_host};
 use crate::ops::cuda::SecondStream;
+use crate::ops::packed_weights::BlockType;
 use crate::ops::parameter::{GradientSink, Parameter};
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
@@ -271,11 +272,11 @@ impl Parameters {
         self.entries.iter().zip(&self.specs).map(of).sum()
     }
 
-    /// Returns the names of the types of GGUF blocks that stay packed in memory, in order.
-    pub fn block_types(&self) -> BTreeSet<&'static str> {
+    /// Returns the types of GGUF blocks that stay packed in memory, in order.
+    pub fn block_types(&self) -> BTreeSet<BlockType> {
         let weights =
             self.entries.iter().zip(&self.specs).filter_map(|(of, spec)| of.stored.weight(spec).ok());
-        weights.filter_map(|weight| Some(weight.block_type()?.name())).collect()
+        weights.filter_map(|weight| weight.block_type()).collect()
     }
 
     /// Returns the index of the tensor named `name`.

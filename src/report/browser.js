@@ -25,12 +25,50 @@ const startBrowser = () => {
   const load = text => {
     data = JSON.parse(text);
     data.special = new Set(data.special);
+    findChanges();
     fill("run", [["", "all"], ...data.runs.map((run, i) => [String(i), run])]);
     fill("phase", [["", "training and evaluation"], ...data.phases.map((phase, i) => [String(i), phase])
       .filter(([i]) => data.rows.some(row => row.h === Number(i)))]);
     fill("outcome", [["", "all"], ...data.outcomes.map((outcome, i) => [String(i), outcome])]);
     form.elements.run.parentElement.hidden = data.runs.length < 2;
     filter();
+  };
+
+  // The mean reward of each problem at each step, by run, phase and problem. Sets each row's `change`: the problem's mean
+  // reward at its last step minus that at its first.
+  let means = new Map();
+  const meansOf = row => means.get(`${row.r} ${row.h} ${row.q}`);
+  const findChanges = () => {
+    means = new Map();
+    for (const row of data.rows) {
+      const key = `${row.r} ${row.h} ${row.q}`, steps = means.get(key) ?? new Map();
+      const [sum, count] = steps.get(row.t) ?? [0, 0];
+      means.set(key, steps.set(row.t, [sum + row.reward, count + 1]));
+    }
+    for (const [key, steps] of means) {
+      means.set(key, [...steps].map(([step, [sum, count]]) => [step, sum / count]).sort(([a], [b]) => a - b));
+    }
+    for (const row of data.rows) {
+      const steps = meansOf(row);
+      row.change = steps.length > 1 ? steps.at(-1)[1] - steps[0][1] : undefined;
+    }
+  };
+
+  // The text of a trajectory in lower case, decoded once.
+  const textOf = row => {
+    if (row.text === undefined) {
+      const parts = (row.m ?? []).map(([, content]) => content);
+      const ids = row.k === undefined ? [] : bytes(row.k);
+      for (let i = 0; i < ids.length; i += 3) parts.push(data.vocabulary[ids[i] | ids[i + 1] << 8 | ids[i + 2] << 16]);
+      row.text = parts.join("").toLowerCase();
+    }
+    return row.text;
+  };
+
+  const ORDERS = {
+    "reward-down": row => -row.reward, "reward-up": row => row.reward,
+    "length-down": row => -row.n, "length-up": row => row.n,
+    "change-down": row => -(row.change ?? -Infinity), "change-up": row => row.change ?? Infinity,
   };
 
   const filter = () => {
@@ -43,7 +81,14 @@ const startBrowser = () => {
     const same = { r: value("run"), h: value("phase"), t: value("step"), o: value("outcome"), success: value("success") };
     const wanted = Object.entries(same).filter(([, text]) => text !== "").map(([key, text]) => [key, JSON.parse(text)]);
     const low = value("low") === "" ? -Infinity : Number(value("low")), high = value("high") === "" ? Infinity : Number(value("high"));
-    hits = data.rows.filter(row => row.reward >= low && row.reward <= high && wanted.every(([key, text]) => row[key] === text));
+    const problem = value("problem").trim().toLowerCase(), text = value("text").toLowerCase();
+    hits = data.rows.filter(row => row.reward >= low && row.reward <= high && wanted.every(([key, text]) => row[key] === text)
+      && (problem === "" || data.problems[row.q][0].toLowerCase().includes(problem)) && (text === "" || textOf(row).includes(text)));
+    const rank = ORDERS[value("order")];
+    // The trajectories of a problem stay together.
+    const places = value("order").startsWith("change") ? ["r", "h", "q", "t"] : [];
+    const later = (a, b) => places.map(key => a[key] - b[key]).find(step => step !== 0);
+    if (rank) hits.sort((a, b) => rank(a) - rank(b) || later(a, b) || 0);
     found.textContent = `${hits.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")} trajectories`;
     list.replaceChildren();
     shown = 0;
@@ -58,7 +103,8 @@ const startBrowser = () => {
       line.tabIndex = 0;
       line.setAttribute("aria-selected", String(row === open));
       line.append(node("td", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"), node("td", data.phases[row.h]),
-        ...[row.t, row.p, row.s, show(row.reward)].map(text => node("td", text, "n")), node("td", data.outcomes[row.o]),
+        ...[row.t, row.p, row.s, show(row.reward), row.change === undefined ? "–" : (row.change > 0 ? "+" : "") + show(row.change)]
+          .map(text => node("td", text, "n")), node("td", data.outcomes[row.o]),
         node("td", row.n, "n"), node("td", problem, "path"), node("td", answer ?? "–", "path"));
       [...line.children].forEach((cell, i) => { cell.dataset.name = columns[i]; });
       line.addEventListener("click", () => read(row, line));
@@ -145,11 +191,26 @@ const startBrowser = () => {
       if (kind === "mismatch" && row.g === "") about.append(" · the mismatch is exactly 0 at every sampled token: same bits");
       about.append(" · grey: not sampled; point at a token to see its value");
     }
-    reader.replaceChildren(head, about, ...(of && row.k !== undefined ? [scale(kind)] : []), text);
+    const course = node("p", undefined, "note"), follow = node("button", "only this problem");
+    follow.type = "button";
+    follow.addEventListener("click", () => {
+      form.elements.problem.value = problem;
+      form.elements.order.value = "";
+      filter();
+    });
+    course.append(`mean reward of this problem in ${data.phases[row.h]}, by step: `,
+      meansOf(row).map(([step, mean]) => `${step}: ${show(mean)}`).join(" · "), " ", follow);
+    reader.replaceChildren(head, about, course, ...(of && row.k !== undefined ? [scale(kind)] : []), text);
     reader.hidden = false;
   };
 
+  let pause;
   form.addEventListener("input", event => {
+    if (event.target.type === "search") {
+      clearTimeout(pause);
+      pause = setTimeout(filter, 200);
+      return;
+    }
     if (event.target.name !== "colour") return filter();
     if (open) read(open, [...list.children].find(line => line.getAttribute("aria-selected") === "true"));
   });

@@ -4,7 +4,7 @@ use super::alarms;
 use super::plot::{Plot, Scale, Series};
 use super::run::Run;
 use super::tables::{held_out_name, is_held_out, is_interval_end};
-use crate::metrics::Phase;
+use crate::metrics::{CLOCK, Phase};
 use serde::Serialize;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
@@ -46,7 +46,7 @@ struct ChartSpec {
 
 /// The charts in the page's order. The charts of a section are consecutive. In a chart of several metrics,
 /// all curves but the first metric's are dashed.
-const SPECS: [ChartSpec; 24] = {
+const SPECS: [ChartSpec; 26] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -70,6 +70,13 @@ const SPECS: [ChartSpec; 24] = {
         spec(LEARNING, "KL to the teacher", &["actor/distill_kl"], "nats, aggregated like the loss"),
         log(spec(STABILITY, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
         spec(STABILITY, "Entropy", &["actor/entropy"], "nats per token"),
+        spec(
+            STABILITY,
+            "KL to the reference, in the loss",
+            &["actor/kl_loss"],
+            "nats, aggregated like the loss",
+        ),
+        spec(STABILITY, "KL to the reference, in the reward", &["actor/reward_kl_penalty"], "nats per token"),
         spec(STABILITY, "Max log-ppl mismatch", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
         spec(STABILITY, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
         spec(
@@ -166,6 +173,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     insert_reward_charts(runs, &recorded, &mut sections[0]);
     let others = recorded.iter().filter(|&(phase, metric)| {
         !drawn.contains(&(*phase, metric.clone()))
+            && metric != CLOCK
             && !is_held_out(metric)
             && !is_interval_end(metric)
             && named_reward(metric).is_none()

@@ -3,12 +3,14 @@
 //! ```text
 //! run folder ─ run.rs ─> Run ─┬─ charts.rs: metrics of a chart ─ plot.rs: scales, ticks, paths ┐
 //!                             ├─ alarms.rs: alarm limits beside the values ────────────────────┤
+//!                             ├─ settings.rs: settings that differ ────────────────────────────┤
 //!                             ├─ tables.rs: summary, outcomes, mismatch ───────────────────────┼─> page.html
 //!                             │  └─ mismatch_chart.rs: bars for the mismatch table ────────────┤
 //!                             ├─ conversation.rs: selected trajectories ───────────────────────┤
 //!                             └─ trajectories.rs: all of them, packed for the page's viewer ───┘
 //! ```
 //!
+//! `card.rs` makes the model card of an export, `csv.rs` a table of the metrics.
 //! Runs that differ only in their seed share a curve (`seeds.rs`).
 //! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several
 //! seeds.
@@ -16,16 +18,21 @@
 //! The Rust code computes the geometry. The template has the markup and escapes every value.
 
 mod alarms;
+mod card;
 mod charts;
 mod content_policy;
 mod conversation;
+mod csv;
 mod figures;
 mod mismatch_chart;
 mod plot;
 mod run;
 mod seeds;
+mod settings;
 mod tables;
 mod trajectories;
+
+pub use card::model_card;
 
 use crate::atomic_file::write_file;
 use crate::metrics::{WARNINGS_FILE, current_stage, sanitize_line, sanitize_terminal};
@@ -37,13 +44,15 @@ use std::path::{Path, PathBuf};
 
 /// Writes one page for all `runs` and returns its path. The path is `out`, if given, or `report.html` in
 /// `out` if `out` is a folder. Otherwise it is `report.html` in the run's folder or, for several runs,
-/// `report-N-runs-DIGEST.html` in the first run's folder. The page needs no network.
+/// `report-N-runs-DIGEST.html` in the first run's folder. The page needs no network. If `out` ends with
+/// `.csv`, writes the metrics as a table instead.
 ///
 /// A folder with a `figures.toml` is a set of figures, not a run. See `docs/FIGURES.md`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, or has a line
-/// that cannot be read. Also when a set of figures is given together with other folders.
+/// that cannot be read. Also when `out` has another ending, and when a set of figures is given together with
+/// other folders.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
     if let Some(figure_set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
@@ -56,7 +65,17 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
         }
         return figures::write(figure_set, &mut environment());
     }
-    let page = page(runs, false)?;
+    let is_folder = |out: &Path| out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/");
+    let is_csv = match out.filter(|out| !is_folder(out)).and_then(|out| out.extension()?.to_str()) {
+        None | Some("html" | "htm") => false,
+        Some("csv") => true,
+        Some(other) => {
+            return Err(crate::bad_input!(
+                "--out: a report is a page (.html) or its metrics (.csv), not .{other}; name such a file, or a folder that ends with /"
+            ));
+        }
+    };
+    let page = if is_csv { csv::metrics(&Run::load_all(runs, false)?) } else { page(runs, false)? };
     let Some(out) = out else {
         let path = first.join(match runs.len() {
             1 => "report.html".to_owned(),
@@ -65,8 +84,7 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
         write_file(&path, &page)?;
         return Ok(path);
     };
-    let is_folder = out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/");
-    let path = if is_folder { out.join("report.html") } else { out.to_owned() };
+    let path = if is_folder(out) { out.join("report.html") } else { out.to_owned() };
     let folder = path.parent().unwrap_or(Path::new(""));
     std::fs::create_dir_all(folder)
         .map_err(anyhow::Error::from)
@@ -88,12 +106,18 @@ fn checksum(runs: &[PathBuf]) -> String {
     format!("{:08x}", hash.finalize())
 }
 
-/// Returns the page of `runs`. If `for_server`, the page requests updates from its server.
+/// Returns the page of `runs`. If `for_server`, the page requests updates from its server, and a run may
+/// begin later.
 ///
 /// # Errors
 /// The errors of [`write_report`].
 pub fn page(runs: &[PathBuf], for_server: bool) -> Result<String> {
-    render(Run::load_all(runs)?, for_server)
+    render(Run::load_all(runs, for_server)?, for_server)
+}
+
+/// Returns the folders of `runs` in which no run has begun.
+pub fn awaited(runs: &[PathBuf]) -> Vec<&Path> {
+    runs.iter().map(PathBuf::as_path).filter(|folder| !run::has_begun(folder)).collect()
 }
 
 /// Returns a checksum that changes when a source file of the page of `runs` changes. It covers the lengths
@@ -160,6 +184,7 @@ fn render(mut runs: Vec<Run>, for_server: bool) -> Result<String> {
         failed => runs.iter().filter_map(tables::failure_warning).collect::<Vec<_>>(),
         warnings => tables::warnings(runs),
         summary => tables::summary(curves),
+        differing => settings::differing(curves),
         given => if runs.len() > 1 { tables::summary(runs) } else { vec![] },
         sections,
         alarms => alarms::table(curves),

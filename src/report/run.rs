@@ -33,14 +33,18 @@ pub(super) struct Run {
 }
 
 impl Run {
-    /// Reads all folders, in order.
-    pub fn load_all(folders: &[PathBuf]) -> Result<Vec<Run>> {
+    /// Reads all folders, in order. With `awaits_runs`, a run that has not begun is empty.
+    pub fn load_all(folders: &[PathBuf], awaits_runs: bool) -> Result<Vec<Run>> {
         let full = |folder: &PathBuf| std::fs::canonicalize(folder).unwrap_or_else(|_| folder.clone());
         let mut seen = BTreeSet::new();
         if let Some(again) = folders.iter().find(|folder| !seen.insert(full(folder))) {
             return Err(bad_input!("{}: this run is given twice. Name each run once.", again.display()));
         }
-        labels(folders).into_iter().zip(folders).map(|(label, folder)| Self::load(label, folder)).collect()
+        let load = |(label, folder): (String, &PathBuf)| match awaits_runs && !has_begun(folder) {
+            true => Ok(Run { label, folder: folder.clone(), ..Run::default() }),
+            false => Self::load(label, folder),
+        };
+        labels(folders).into_iter().zip(folders).map(load).collect()
     }
 
     /// Reads only a folder's metrics and recipe, which is enough for a figure.
@@ -67,8 +71,7 @@ impl Run {
                 "{path_text}: no such run folder. Name a folder that `rloss train` wrote."
             ));
         }
-        let metrics = folder.join("metrics.jsonl");
-        if !metrics.is_file() {
+        if !has_begun(folder) {
             return Err(bad_input!(
                 "{path_text}: has no metrics.jsonl, so it is not a run folder. Name a folder that `rloss train` wrote."
             ));
@@ -99,6 +102,11 @@ impl Run {
             other => Some(other.to_string()),
         }
     }
+}
+
+/// Returns whether the run in `folder` has written its metrics file.
+pub(super) fn has_begun(folder: &Path) -> bool {
+    folder.join("metrics.jsonl").is_file()
 }
 
 /// Returns the kind of samples that the marker file at `path` names, if the file exists.

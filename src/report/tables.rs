@@ -2,33 +2,67 @@
 
 use super::mismatch_chart;
 use super::run::Run;
-use crate::metrics::{Phase, Row, Warning, format_count, format_number};
+use crate::metrics::{CLOCK, Phase, Row, Warning, format_count, format_number};
 use minijinja::{Value, context};
+use serde::Serialize;
 use serde_json::{Map, Value as Json};
 use std::collections::BTreeSet;
 
-/// Returns the first and the last value of `metric`, labelled `name`. Returns only the last value if there is
-/// no other one.
-fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Value> {
+/// The first and the last value of a metric, as text. `first` is absent if there is one value alone.
+#[derive(Serialize)]
+pub(super) struct Change {
+    pub name: String,
+    pub first: Option<String>,
+    pub last: String,
+}
+
+/// Returns the first and the last value of `metric`, and `name` with their steps. Returns only the last value
+/// if there is no other one.
+fn format_change(run: &Run, phase: Phase, metric: &str, name: &str) -> Option<Change> {
     let series = run.series(phase, metric);
-    let (first, last) = (series.first()?.1, series.last()?.1);
-    let first = (series.len() > 1).then(|| format_number(first));
-    Some(context! { name, first, last => format_number(last) })
+    let (&(first_step, first), &(step, last)) = (series.first()?, series.last()?);
+    let (first, steps) = match series.len() {
+        1 => (None, format!("step {step}")),
+        _ => (Some(format_number(first)), format!("step {first_step} → {step}")),
+    };
+    Some(Change { name: format!("{name}, {steps}"), first, last: format_number(last) })
 }
 
 /// Maximum number of steps at each end of a run whose rewards are averaged.
 const REWARD_STEPS_MAX: usize = 10;
 
 /// Returns the mean reward of the first and of the last steps, because the reward of one step is noisy.
-fn format_reward_change(run: &Run) -> Option<Value> {
+fn format_reward_change(run: &Run) -> Option<Change> {
     let rewards: Vec<f64> =
         run.series(Phase::Rl, "critic/rewards/mean").iter().map(|point| point.1).collect();
     let steps = (rewards.len() / 2).clamp(1, REWARD_STEPS_MAX);
     let mean = |window: &[f64]| format_number(window.iter().sum::<f64>() / window.len() as f64);
     let last = mean(rewards.get(rewards.len().checked_sub(steps)?..)?);
     let first = (rewards.len() > 1).then(|| mean(&rewards[..steps]));
-    let name = format!("Mean of the first and of the last {}", format_count(steps as u64, "RL step"));
-    Some(context! { name, first, last })
+    let name = match rewards.len() {
+        1 => "the only RL step".to_owned(),
+        2 | 3 => "first → last RL step".to_owned(),
+        _ => format!("first → last {}", format_count(steps as u64, "RL step")),
+    };
+    Some(Change { name, first, last })
+}
+
+/// Returns the changes of held-out success.
+fn held_out_changes(run: &Run) -> Vec<Change> {
+    let names = names(run, is_held_out);
+    names.iter().filter_map(|name| format_change(run, Phase::Eval, name, &held_out_name(name))).collect()
+}
+
+/// Returns the results of a run: held-out success, reward and mismatch.
+pub(super) fn results(run: &Run) -> Vec<Change> {
+    let reward = format_reward_change(run)
+        .map(|change| Change { name: format!("mean reward, {}", change.name), ..change });
+    let mismatch = mismatch_of_steps(run).map(|last| Change {
+        name: "largest mismatch between rollout and training".to_owned(),
+        first: None,
+        last,
+    });
+    held_out_changes(run).into_iter().chain(reward).chain(mismatch).collect()
 }
 
 const ABSENT: &str = "–";
@@ -47,9 +81,6 @@ fn summarise(i: usize, run: &Run) -> Value {
         Some(_) => format!("samples of step {last}"),
         None => run.setting("train.steps").map_or_else(|| done.to_string(), |all| format!("{done} of {all}")),
     };
-    let held_out = names(run, is_held_out);
-    let success =
-        held_out.iter().filter_map(|name| format_change(run, Phase::Eval, name, &held_out_name(name)));
     context! {
         run => i,
         label => run.label,
@@ -59,7 +90,7 @@ fn summarise(i: usize, run: &Run) -> Value {
         steps,
         mismatch => mismatch_of_steps(run),
         folder => run.folder.display().to_string(),
-        success => success.collect::<Vec<_>>(),
+        success => held_out_changes(run),
         reward => format_reward_change(run),
         time => wall_time(&run.rows),
     }
@@ -175,7 +206,8 @@ fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
 /// added.
 fn wall_time(rows: &[Row]) -> String {
     let row_seconds = |row: &Row| {
-        let stages = || row.metrics.iter().filter(|(name, _)| name.starts_with("timing_s/")).map(|(_, s)| s);
+        let is_stage = |name: &str| name.starts_with("timing_s/") && name != CLOCK;
+        let stages = || row.metrics.iter().filter(|(name, _)| is_stage(name)).map(|(_, seconds)| seconds);
         row.metrics.get("timing_s/step").unwrap_or_else(|| stages().sum())
     };
     let seconds: f64 = rows.iter().map(row_seconds).sum();

@@ -4,6 +4,7 @@
 use super::conversation::{Conversation, NextAction};
 use super::partial::{GroupInProgress, TrajectoryInProgress};
 use super::prompt::RenderedPrompt;
+use super::tokens_left::tokens_left;
 use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
@@ -16,6 +17,10 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
+use std::time::{Duration, Instant};
+
+/// Time between two estimates of the tokens left.
+const ESTIMATE_INTERVAL: Duration = Duration::from_millis(500);
 
 /// Called with each trajectory as it ends, in any order and from any thread.
 pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
@@ -58,7 +63,11 @@ struct State<'a> {
     /// `[prompts × samples]`.
     ended: Vec<Option<TrajectoryInProgress>>,
     unfinished: usize,
+    /// Number of tokens that this driver sampled of each finished trajectory.
+    lengths: Vec<usize>,
     progress: RolloutProgress,
+    /// When the tokens left were last estimated.
+    estimated: Option<Instant>,
     failed: bool,
     stopped: bool,
 }
@@ -83,7 +92,9 @@ impl<'a> Driver<'a> {
             tool_threads_idle: 0,
             ended: (0..trajectories).map(|_| None).collect(),
             unfinished: trajectories,
-            progress: RolloutProgress { trajectories, ..RolloutProgress::default() },
+            lengths: vec![],
+            progress: RolloutProgress { trajectories, reads_prompts: true, ..RolloutProgress::default() },
+            estimated: None,
             failed: false,
             stopped: false,
         };
@@ -286,17 +297,34 @@ impl<'a> Driver<'a> {
         let mut state = self.lock();
         state.unfinished -= 1;
         state.progress.finished += 1;
-        state.progress.finished_tokens += sampled as u64;
+        state.lengths.push(sampled);
         if let TrajectoryInProgress::Finished(trajectory, _) = &result {
             state.progress.reward_sum += f64::from(trajectory.reward);
         }
         state.ended[index] = Some(result);
         if state.unfinished == 0 {
             // `sampled_tokens` may lack the tokens of the last forward passes: workers report them later.
-            state.progress.sampled_tokens = state.progress.finished_tokens;
+            state.progress.sampled_tokens = state.lengths.iter().sum::<usize>() as u64;
             (self.hooks.progress)(state.progress);
             self.wake_all();
         }
+    }
+
+    /// Estimates the tokens left, if the last estimate is old.
+    fn estimate_tokens_left(&self) {
+        let now = Instant::now();
+        let is_recent = |at: Instant| now.saturating_duration_since(at) < ESTIMATE_INTERVAL;
+        if std::mem::replace(&mut self.lock().estimated, Some(now)).is_some_and(is_recent) {
+            return;
+        }
+        // A conversation that waits for a tool is not in its place. It counts as one that waits to begin.
+        let length =
+            |slot: &Mutex<Option<Box<Conversation>>>| Some(slot.try_lock().ok()?.as_ref()?.sampled_since());
+        let open: Vec<usize> = self.conversations.iter().filter_map(length).collect();
+        let length_max = self.pause_after.unwrap_or(self.rollout.plan.settings.response_tokens_max);
+        let mut state = self.lock();
+        let waiting = state.unfinished.saturating_sub(open.len());
+        state.progress.tokens_left = tokens_left(&state.lengths, &open, waiting, length_max);
     }
 
     /// Ends the rollout with an error.
@@ -374,8 +402,14 @@ impl Client for ScopedDriver<'_, '_, '_> {
         }
     }
 
+    /// A conversation that goes on keeps its sequence.
+    fn keeps_samples(&self) -> bool {
+        false
+    }
+
     fn goes_on(&self, sampled: u64) -> bool {
         let driver = self.driver;
+        driver.estimate_tokens_left();
         let mut state = driver.lock();
         // After the end of the last trajectory nothing is added, because `finish` has counted all tokens.
         if sampled > 0 && state.unfinished > 0 {

@@ -13,6 +13,7 @@ mod metrics;
 pub mod partial;
 mod prompt;
 mod settings;
+mod tokens_left;
 pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
@@ -79,8 +80,10 @@ pub struct RolloutProgress {
     pub sampled_tokens: u64,
     /// Number of trajectories with at least one sampled token, including finished ones.
     pub started: usize,
-    /// Number of sampled tokens of finished trajectories.
-    pub finished_tokens: u64,
+    /// Whether the first tokens come from reading prompts, not from a program's requests.
+    pub reads_prompts: bool,
+    /// Estimate of the tokens still to sample, if there is one.
+    pub tokens_left: Option<f64>,
     /// Sum of the rewards of finished trajectories.
     pub reward_sum: f64,
 }
@@ -98,20 +101,11 @@ impl RolloutProgress {
             let reward = (now.finished > 0).then(|| ("reward", now.reward_sum / now.finished as f64));
             let finished = (now.finished - before.finished) as u64;
             let tokens = now.sampled_tokens - before.sampled_tokens;
-            stage.advance_to(finished, tokens, now.tokens_left(), reward.as_slice());
+            let is_reading = now.reads_prompts && now.finished == 0 && now.started < now.trajectories;
+            stage.set_note(is_reading.then(|| format!("prompts read {}/{}", now.started, now.trajectories)));
+            stage.advance_to(finished, tokens, now.tokens_left, reward.as_slice());
             *before = now;
         }
-    }
-
-    /// Estimates the number of tokens still to sample; `None` before a trajectory has ended. The mean length
-    /// is computed over all started trajectories, where an unfinished one counts as half a trajectory. Short
-    /// trajectories end first, so the mean over finished ones alone would be too small.
-    fn tokens_left(&self) -> Option<f64> {
-        let in_progress = self.started.saturating_sub(self.finished) as f64;
-        let length = self.sampled_tokens as f64 / (self.finished as f64 + in_progress / 2.0);
-        let unfinished = (self.trajectories - self.finished) as f64;
-        let sampled = self.sampled_tokens.saturating_sub(self.finished_tokens) as f64;
-        (self.finished > 0).then(|| (unfinished * length - sampled).max(unfinished * length / 4.0))
     }
 }
 

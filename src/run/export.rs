@@ -15,6 +15,7 @@ use crate::integrity::Manifest;
 use crate::metrics::Console;
 use crate::model::names::ParameterSpec;
 use crate::recipe::Recipe;
+use crate::report::model_card;
 use crate::rollout::trajectory_file;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
@@ -29,7 +30,19 @@ pub struct RoundingError {
     pub largest: f64,
     /// Mean change of a log-probability over the tokens, in nats.
     pub mean: f64,
+    /// Mean change of a log-probability by the adapter, in nats: what training changed.
+    pub trained_mean: f64,
 }
+
+impl RoundingError {
+    /// Returns the mean rounding error as a share of what training changed.
+    pub fn share(&self) -> f64 {
+        if self.mean == 0.0 { 0.0 } else { self.mean / self.trained_mean }
+    }
+}
+
+/// The file of a model card.
+const CARD_FILE: &str = "README.md";
 
 /// Returns an error if the export would overwrite an existing path.
 ///
@@ -65,12 +78,12 @@ fn write_folder(out: &Path, fill: impl FnOnce(&Path) -> Result<()>) -> Result<()
 }
 
 /// Writes the adapter of the recipe's model to `out`, in PEFT's format, with the tokenizer, the chat template
-/// and the generation config that belong to it.
+/// and the generation config that belong to it, and with a model card for the run in `run`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when `model.path` is not the base on which the
 /// adapter was trained.
-pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
+pub fn export_adapter(recipe: &Recipe, run: Option<&Path>, out: &Path) -> Result<()> {
     let source = ModelSource::open(recipe)?;
     let Some(adapter) = &source.adapter else { return Err(no_adapter_error(recipe)) };
     let base = source.base()?.context("an adapter without a base")?;
@@ -82,6 +95,10 @@ pub fn export_adapter(recipe: &Recipe, out: &Path) -> Result<()> {
             values.remove(name).with_context(|| format!("no factor {name}"))
         })?;
         source.companions.write(temporary, &source.config, &mut manifest)?;
+        if let Some(run) = run {
+            let card = model_card(run, &base.path, "peft")?;
+            manifest.write_file(temporary, CARD_FILE, card.as_bytes())?;
+        }
         manifest.write(temporary)
     })
 }
@@ -108,15 +125,15 @@ pub fn write_gguf_adapter(recipe: &Recipe, out: &Path) -> Result<bool> {
     Ok(true)
 }
 
-/// Writes the model to `out` in the recipe's `checkpoint.dtype`, with its adapter merged. With a file
-/// `trajectories`, returns the rounding error on the file's tokens.
+/// Writes the model to `out` in the recipe's `checkpoint.dtype`, with its adapter merged, and with a model
+/// card for the run in `run`. With a file `trajectories`, returns the rounding error on the file's tokens.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when there is no adapter, or when the dtype cannot hold the model.
 pub fn export_merged_model(
     loaded: &LoadedModel,
     recipe: &Recipe,
-    trajectories: Option<&Path>,
+    (run, trajectories): (Option<&Path>, Option<&Path>),
     out: &Path,
     console: &Console,
 ) -> Result<Option<RoundingError>> {
@@ -132,9 +149,13 @@ pub fn export_merged_model(
     let stage = console.start_inner_stage("writing the merged model", 0);
     write_folder(out, |temporary| {
         let companions = &loaded.companions;
-        let manifest = save(temporary, &model.config, format, companions, SHARD_BYTES_MAX, |spec| {
+        let mut manifest = save(temporary, &model.config, format, companions, SHARD_BYTES_MAX, |spec| {
             merge(parameters, spec)
         })?;
+        if let Some(run) = run {
+            let base = loaded.base.as_ref().map_or(run, |base| &base.path);
+            manifest.write_file(temporary, CARD_FILE, model_card(run, base, "transformers")?.as_bytes())?;
+        }
         manifest.write(temporary)
     })?;
     stage.finish();
@@ -152,14 +173,22 @@ pub fn export_merged_model(
         let progress = |tokens| console.start_pass(name, tokens);
         Ok(actor.forward::<PolicyColumns>(&input, settings, &progress)?.columns.log_probs)
     };
+    let untrained = log_probs("log-probs of the base", &loaded.actor.without_adapter())?;
     let before = log_probs("log-probs with the adapter", &loaded.actor)?;
     // The folder is read back, so that the comparison uses the weights that other programs will read.
     let merged = loaded.actor.beside(loaded.load_weights(recipe, out, console)?);
     let after = log_probs("log-probs merged", &merged)?;
-    let changes = before.iter().zip(&after).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
-    let (sum, largest) =
-        changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)));
-    Ok(Some(RoundingError { tokens: before.len(), largest, mean: sum / before.len().max(1) as f64 }))
+    let changes = |from: &[f32], to: &[f32]| {
+        let changes = from.iter().zip(to).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
+        changes.fold((0.0, 0f64), |(sum, largest), change| (sum + change, largest.max(change)))
+    };
+    let (count, (sum, largest)) = (before.len().max(1) as f64, changes(&before, &after));
+    Ok(Some(RoundingError {
+        tokens: before.len(),
+        largest,
+        mean: sum / count,
+        trained_mean: changes(&untrained, &before).0 / count,
+    }))
 }
 
 /// Writes the model to the GGUF file `out`, after creating its parent folders. `merges_adapter`: whether the

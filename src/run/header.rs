@@ -3,12 +3,14 @@
 use super::environment::Environment;
 use super::loaded::LoadedModel;
 use super::memory::{ModelCommand, SecondWeights};
+use super::step_time::StepProducts;
 use crate::actor::optimizer::update_flop;
 use crate::error::shell_quote;
 use crate::interpreter::InterpreterKind;
 use crate::metrics::{format_count, format_number};
 use crate::model::names::ParameterSpec;
 use crate::ops::muon::measure_flop_rate;
+use crate::ops::packed_weights::BlockType;
 use crate::recipe::Recipe;
 use crate::rollout::RolloutSettings;
 use crate::settings::Choice;
@@ -166,7 +168,7 @@ pub fn lines(
     if let Some(copies) = mesh.replica_group() {
         threads += &format!(", {} copies of the weights", copies.ranks());
     }
-    let blocks: Vec<&str> = loaded.actor.parameters.block_types().into_iter().collect();
+    let blocks: Vec<&str> = loaded.actor.parameters.block_types().into_iter().map(BlockType::name).collect();
     let packed = if blocks.is_empty() { String::new() } else { format!(", packed in {}", blocks.join(", ")) };
     let model = ("model", format!("{name}{kind}, {layers}, {parameters} parameters{packed}{trainable}"));
     let task = ("task", format!("{}{tool}", environment.task.name()));
@@ -178,7 +180,19 @@ pub fn lines(
         false => None,
     };
     let muon = muon.map(|cost| ("muon", cost));
-    let rest = [Some(work_line(environment, command)), muon].into_iter().flatten().chain([
+    let products = StepProducts {
+        recipe,
+        config: loaded.config(),
+        specs: &parameters.specs,
+        blocks: parameters.block_types().first().copied(),
+        has_adapter: parameters.adapter().is_some(),
+        recomputes_layers: loaded.actor.execution.recompute_layers,
+    };
+    // A GPU and several processes have other rates.
+    let is_measured = command.trains() && parameters.device().is_cpu() && mesh.ranks() == 1;
+    let step = if is_measured { products.time().ok().flatten() } else { None };
+    let step = step.map(|time| ("a step", time));
+    let rest = [Some(work_line(environment, command)), step, muon].into_iter().flatten().chain([
         ("device", device_name.to_owned()),
         ("threads", threads),
         ("folder", folder.display().to_string()),

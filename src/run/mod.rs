@@ -21,6 +21,7 @@ pub mod signals;
 pub mod sizing;
 pub mod source;
 pub mod startup;
+pub mod step_time;
 mod symlinks;
 pub mod teacher;
 mod trainable_flags;

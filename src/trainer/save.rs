@@ -22,7 +22,9 @@ impl Trainer {
             stage.finish();
             self.observer.timings.add("save_checkpoint", started.elapsed().as_secs_f64());
         }
-        Ok(must_stop)
+        // After its last step, the run is done and not stopped.
+        let is_end = is_last && (phase == Phase::Rl || self.environment.plan.recipe.train.steps == 0);
+        Ok(must_stop && !is_end)
     }
 
     /// Returns the format of saved weights.

@@ -130,3 +130,23 @@ fn after_the_last_step_the_time_left_is_that_of_the_evaluation() {
     let lines = out.lines();
     assert!(lines[0].ends_with(" left") && lines[1].ends_with(" left: evaluation"), "{lines:?}");
 }
+
+/// Regression test: a stage was silent for 28 seconds, and for minutes while prompts were read.
+#[test]
+fn the_first_stage_of_a_name_prints_a_line_at_once_and_says_how_many_prompts_are_read() {
+    let out = Shared::default();
+    let console = Console::lines(out.clone(), Duration::ZERO, 1);
+    let begin = Instant::now();
+    for _ in 0..2 {
+        let stage = console.start_inner_stage("rollout", 32);
+        stage.set_note(Some("prompts read 9/32".to_owned()));
+        stage.advance(0, 9, &[]);
+        console.tick(begin + FIRST_LINE / 2);
+        console.tick(begin + FIRST_LINE + Duration::from_secs(2));
+        stage.set_note(None);
+        stage.finish();
+    }
+    let lines = out.lines();
+    assert_eq!(lines.len(), 1, "{lines:?}");
+    assert!(lines[0].starts_with("rollout 0/32  prompts read 9/32  9 tokens"), "{lines:?}");
+}

@@ -32,7 +32,7 @@ const PAIRS: usize = 4;
 const SIDE: usize = 2;
 
 /// A type of quantised blocks in a GGUF file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum BlockType {
     Q4_0,
     Q4_1,

@@ -19,6 +19,10 @@ const TOKEN_SET_REFERENCES: usize = 96;
 /// its message.
 const TRAJECTORY_TOKEN_BYTES: u64 = 16;
 
+/// Maximum number of tokens that a rollout keeps of the text that its prompts share. A shared block is used
+/// again and again, so the blocks of single prompts are removed first.
+const SHARED_TOKENS_MAX: usize = 512;
+
 impl MemoryPlanInput<'_> {
     /// Returns whether the command stores the kept tokens of each draw.
     fn keeps_token_sets(&self) -> bool {
@@ -138,7 +142,7 @@ impl MemoryPlanInput<'_> {
             _ if self.choices.gpu_sequences.is_some() => 0,
             ModelCommand::Chat | ModelCommand::Serve => self.recipe.rollout.prefix_tokens_max,
             _ if self.plays_agent() => self.recipe.rollout.prefix_tokens_max,
-            _ => 0,
+            _ => self.recipe.rollout.prefix_tokens_max.min(SHARED_TOKENS_MAX),
         }
     }
 

@@ -10,6 +10,7 @@ use crate::model::names::{ParameterSpec, TensorRole, parameter_specs, value_mode
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::Dtype;
 use crate::model::storage::StoredFormat;
+use crate::ops::packed_weights::BlockType;
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A tensor that is sharded over the processes, and its format in memory.
@@ -228,6 +229,15 @@ impl MemoryPlanInput<'_> {
     pub(super) fn is_packed(&self, spec: &ParameterSpec, index: usize) -> bool {
         let is_trainable = self.command.trains() && self.trainable.policy[index];
         !is_trainable && spec.packed_format(self.formats[index]).is_some()
+    }
+
+    /// Returns the type of the first blocks of a GGUF file that stay packed.
+    pub fn packed_block_type(&self) -> Option<BlockType> {
+        let specs = parameter_specs(self.config);
+        specs.iter().enumerate().find_map(|(index, spec)| match self.formats[index] {
+            StoredFormat::Blocks(kind) if self.is_packed(spec, index) => Some(kind),
+            _ => None,
+        })
     }
 
     /// Returns a line about the blocks of a GGUF file: that they stay packed, or what decoding them costs.

@@ -323,7 +323,16 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
             "{file}"
         );
     }
+    let card = fs::read_to_string(alone.join("README.md")).unwrap();
+    assert!(card.contains("library_name: peft") && card.contains("mean reward"), "{card}");
+    done(rloss().arg("verify").arg(&alone));
     let told = stdout(&mut export(&merged, &["--merged", "--set", "checkpoint.dtype=f32"]));
+    assert!(told.contains("% of what training changed"), "{told}");
+    let card = fs::read_to_string(merged.join("README.md")).unwrap();
+    assert!(card.contains("library_name: transformers"), "{card}");
+    // Programs take an index for a sign of several files.
+    assert!(!merged.join("model.safetensors.index.json").exists());
+    assert!(merged.join("model.safetensors").is_file());
     let number = |text: &str, after: &str| -> f64 {
         let rest = text.split(after).nth(1).unwrap();
         rest.split_whitespace().next().unwrap().parse().unwrap()
@@ -333,6 +342,11 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
     let rounded = folder.path().join("rounded");
     let told = stdout(&mut export(&rounded, &["--merged"]));
     assert!(told.contains("bf16") && number(&told, "change by ") > in_f32, "{told}");
+    let uncompared = folder.path().join("uncompared");
+    let told = stdout(&mut export(&uncompared, &["--merged", "--no-compare"]));
+    assert!(told.contains("is not measured\n"), "{told}");
+    let weights = |folder: &Path| fs::read(folder.join("model.safetensors")).unwrap();
+    assert!(weights(&uncompared) == weights(&rounded));
     assert!(!merged.join("adapter_config.json").exists());
     done(rloss().arg("verify").arg(&merged));
     refused(&mut export(&merged, &[]), &["already exists"]);

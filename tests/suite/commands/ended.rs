@@ -6,7 +6,7 @@ use super::{
 };
 use crate::skips;
 use rloss::recipe::Recipe;
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -429,4 +429,27 @@ fn a_folder_in_use_is_refused() {
     child.wait().unwrap();
     // A dead process holds nothing.
     done(&mut resumed(&out, &["train.steps=1", "cold_start.steps=4"]));
+}
+
+/// A run that was signalled in its last step said how to resume it.
+#[test]
+fn bug_a_signal_in_the_last_step_called_a_finished_run_stopped() {
+    let folder = TempDir::new().unwrap();
+    for (name, sets) in [
+        ("rl", ["cold_start.steps=0", "train.steps=1", "rollout.samples_per_prompt=600"]),
+        ("warm-up", ["cold_start.steps=1", "train.steps=0", "cold_start.batch_size=4000"]),
+    ] {
+        let out = folder.path().join(name);
+        let mut command = small(&out, &[&sets[..], &["eval.every_steps=0"]].concat());
+        let mut child =
+            command.process_group(0).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        assert!(wait_until(&mut child, || out.join("metrics.jsonl").exists()), "the run ended");
+        let mut said = BufReader::new(child.stderr.take().unwrap());
+        signal(child.id() as i32, libc::SIGINT);
+        wait_for_line(&mut said, "then saving");
+        let mut rest = String::new();
+        said.read_to_string(&mut rest).unwrap();
+        assert_eq!(child.wait().unwrap().code(), Some(0), "{rest}");
+        assert!(rest.contains("done: ") && !rest.contains("to resume"), "{rest}");
+    }
 }
