@@ -15,8 +15,8 @@ pub struct ReportArgs {
     /// Run folders, or one folder of figures (see docs/FIGURES.md)
     #[arg(required = true)]
     runs: Vec<PathBuf>,
-    /// The page's file, a folder for it, such as pages/, or a .csv file for the metrics [default: report.html in the run folder; for
-    /// several runs, report-N-runs-DIGEST.html in the first run folder]
+    /// The page's file, a folder for it, such as pages/, or a .csv file for the metrics [default: report.html
+    /// in the run folder; for several runs, report-N-runs-DIGEST.html in the first run folder]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Serve the page to a browser on this machine while the runs continue; a run may begin later

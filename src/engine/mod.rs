@@ -88,8 +88,8 @@ pub trait Client: Sync {
     /// Receives the result of `sample`.
     fn finished(&self, sample: u64, completion: Completion);
 
-    /// Returns whether later requests may begin with a sample's tokens, so that keys and values of samples are
-    /// kept too, not of prompts alone.
+    /// Returns whether later requests may begin with a sample's tokens. If so, keys and values of samples are
+    /// kept, not of prompts alone.
     fn keeps_samples(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! What a training step takes on this machine's processors, from products that are measured at startup.
+//! The time of a training step on this machine's processors, from products that are measured at startup.
 
 use super::source::precision;
 use crate::metrics::{format_count, format_duration};
@@ -18,7 +18,7 @@ const SHAPE: (usize, usize) = (1024, 2048);
 /// Rows of a product of training.
 const TRAINING_ROWS: usize = 256;
 
-/// What of a run decides about the time of its products.
+/// The part of a run that decides about the time of its products.
 #[derive(Clone, Copy)]
 pub struct StepProducts<'a> {
     pub recipe: &'a Recipe,
