@@ -12,6 +12,7 @@ mod programs;
 mod renderer;
 mod rows;
 mod system;
+pub mod template;
 mod turn_reader;
 
 pub use openai::{ConversationSource, GivenAnswer, RequestMessages, call_json, function_name, read_content};

@@ -51,6 +51,7 @@ mod shared_prompts;
 mod skips;
 mod small_runs;
 mod tasks;
+mod templates;
 mod tidy;
 mod tiny;
 mod train;
