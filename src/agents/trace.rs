@@ -13,7 +13,7 @@
 //! The tokens in brackets are trained. A message that the model wrote is never tokenised again: its sampled
 //! tokens are a part of later prompts.
 
-use crate::chat::{Call, Chat, GivenAnswer, RequestMessages};
+use crate::chat::{Call, Chat, Continuation, GivenAnswer, RequestMessages};
 use crate::engine::NewToken;
 use crate::harmony::Message;
 use crate::ops::token_set::TokenSet;
@@ -92,22 +92,26 @@ impl Trace {
         known_answers: usize,
     ) -> Result<Vec<u32>> {
         let known = self.answers.get(..known_answers).unwrap_or(&self.answers);
-        let (mut tokens, mut pending) = (vec![], conversation.system.clone());
-        let append = |tokens: &mut Vec<u32>, pending: &mut Vec<Message>| -> Result<()> {
-            let rendered = match tokens.is_empty() {
-                true => chat.render_prompt(pending)?,
-                false => chat.render_continuation(pending)?,
-            };
-            tokens.extend(rendered);
-            pending.clear();
-            Ok(())
+        let (mut tokens, mut before, mut pending) = (vec![], vec![], conversation.system.clone());
+        let append = |tokens: &mut Vec<u32>, before: &mut Vec<Message>, pending: &mut Vec<Message>| {
+            match tokens.is_empty() {
+                true => *tokens = chat.render_prompt(pending)?,
+                false => match chat.render_next(before, pending)? {
+                    Continuation::Appended(rendered) => tokens.extend(rendered),
+                    // The next answer begins a trajectory.
+                    Continuation::Rewritten { tokens: whole, .. } => *tokens = whole,
+                },
+            }
+            before.append(pending);
+            anyhow::Ok(())
         };
         for (value, messages) in values.iter().zip(&conversation.entries) {
             let given = GivenAnswer::read(value);
             let is_kept = value["role"] == "assistant"
                 && known.iter().any(|answer| answer.message.says_the_same(&given));
             if is_kept {
-                append(&mut tokens, &mut pending)?;
+                append(&mut tokens, &mut before, &mut pending)?;
+                before.extend(messages.iter().cloned());
                 if let Some(answer) = find(known, &given, &tokens) {
                     tokens.extend(&answer.tokens);
                     // An answer that reached its limit is closed by a token that is not trained.
@@ -117,7 +121,7 @@ impl Trace {
                 pending.extend(messages.iter().map(|message| address_reply(known, value, message)));
             }
         }
-        append(&mut tokens, &mut pending)?;
+        append(&mut tokens, &mut before, &mut pending)?;
         Ok(tokens)
     }
 

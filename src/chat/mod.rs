@@ -28,8 +28,8 @@ use crate::harmony::{
 };
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
-use chatml::ChatMl;
-use serde_json::Value;
+use chatml::{ChatMl, TemplateSource};
+use serde_json::{Map, Value};
 use std::path::Path;
 
 /// The name of the Python tool. A call to the tool has this name as recipient.
@@ -78,6 +78,42 @@ impl ChatFormat {
         })
     }
 
+    /// Returns the tokenizer of a model with this template. GPT-OSS's conversations are in Harmony, whatever
+    /// its template is, and a template that the family published has its own renderer.
+    ///
+    /// # Errors
+    /// Those of [`Self::from_vocabulary`], and for a template with which no conversation can be trained.
+    pub fn with_template(self, vocabulary: Vocabulary, name: &str, source: &TemplateSource) -> Result<Chat> {
+        match self {
+            ChatFormat::ChatMl | ChatFormat::ThinkingChatMl
+                if !source.default.is_empty() && !self.is_known_template(&source.default) =>
+            {
+                Ok(Chat::ChatMl(ChatMl::with_template(vocabulary, name, source, Map::new())?))
+            }
+            _ => self.from_vocabulary(vocabulary, name),
+        }
+    }
+
+    /// Returns a Jinja template (dialect of transformers) that renders as the format's own renderer does.
+    fn jinja(self) -> &'static str {
+        match self {
+            ChatFormat::Harmony => include_str!("harmony.jinja"),
+            ChatFormat::ThinkingChatMl => include_str!("chatml/thinking.jinja"),
+            ChatFormat::ChatMl => include_str!("chatml/chatml.jinja"),
+        }
+    }
+
+    /// Returns whether `template` is the family's published template, or [`Self::jinja`].
+    fn is_known_template(self, template: &str) -> bool {
+        let published = match self {
+            ChatFormat::Harmony => "ac91ce5e1082099a9a7589c349ab3dda7035be834d487478218c44658d10b956",
+            ChatFormat::ThinkingChatMl => "45fdf00a05e3daa5751bcd1de40a0a8280bde6328765dfe3828f9dac093b584b",
+            ChatFormat::ChatMl => "fec583fa8a02141eae850c0ffcb69ca6607f075d9eaf3a92e3203572e6393a54",
+        };
+        let digest = |text: &str| blake3::hash(text.trim().as_bytes());
+        digest(template).to_hex().as_str() == published || digest(template) == digest(self.jinja())
+    }
+
     /// Returns the tokenizer that is embedded in the binary.
     ///
     /// # Errors
@@ -91,6 +127,15 @@ impl ChatFormat {
     }
 }
 
+/// What follows a sampled turn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Continuation {
+    /// The tokens behind the turn. Those before are kept.
+    Appended(Vec<u32>),
+    /// The tokens of the whole prompt: the template writes what stands before in another way, `from` here.
+    Rewritten { tokens: Vec<u32>, from: String },
+}
+
 /// A tool call at the end of a turn. It needs a reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Call {
@@ -102,12 +147,32 @@ pub enum Call {
 }
 
 impl Chat {
-    /// Returns the chat with Qwen3's thinking on or off. Other formats are returned unchanged.
-    pub fn with_thinking(self, enabled: bool) -> Self {
-        match self {
-            Chat::ChatMl(chatml) if chatml.has_thoughts() => Chat::ChatMl(chatml.with_thinking(enabled)),
-            other => other,
+    /// Returns the chat with the recipe's settings: Qwen3's thinking on or off, and what a model's own template
+    /// reads of them. `place` names the model.
+    ///
+    /// # Errors
+    /// When the model's own template refuses them.
+    pub fn with_settings(self, settings: &SystemPromptSettings, place: &str) -> Result<Self> {
+        let Chat::ChatMl(chatml) = &self else { return Ok(self) };
+        let Some(source) = chatml.own_template() else {
+            return Ok(match chatml.has_thoughts() {
+                true => Chat::ChatMl(chatml.clone().with_thinking(settings.enable_thinking.unwrap_or(true))),
+                false => self,
+            });
+        };
+        let mut variables = Map::new();
+        let mut set =
+            |name: &str, value: Option<Value>| value.map(|value| variables.insert(name.into(), value));
+        set("enable_thinking", settings.enable_thinking.map(Value::from));
+        set(
+            "reasoning_effort",
+            settings.reasoning_effort.map(|effort| crate::settings::Choice::name(effort).into()),
+        );
+        set(template::DATE, settings.current_date.clone().map(Value::from));
+        if variables.is_empty() {
+            return Ok(self);
         }
+        Ok(Chat::ChatMl(ChatMl::with_template(chatml.vocabulary().clone(), place, source, variables)?))
     }
 
     /// Returns the vocabulary of text and control tokens.
@@ -130,26 +195,58 @@ impl Chat {
     }
 
     /// Returns a Jinja template (dialect of transformers) that renders as [`Self::render_prompt`] does.
-    pub fn jinja(&self) -> &'static str {
+    pub fn jinja(&self) -> &str {
         match self {
-            Chat::Harmony(_) => include_str!("harmony.jinja"),
-            Chat::ChatMl(chatml) if chatml.has_thoughts() => include_str!("chatml/thinking.jinja"),
-            Chat::ChatMl(_) => include_str!("chatml/chatml.jinja"),
+            Chat::Harmony(_) => ChatFormat::Harmony.jinja(),
+            Chat::ChatMl(chatml) => match chatml.own_template() {
+                Some(source) => &source.default,
+                None if chatml.has_thoughts() => ChatFormat::ThinkingChatMl.jinja(),
+                None => ChatFormat::ChatMl.jinja(),
+            },
         }
     }
 
-    /// Returns whether `template` is the family's published template, or [`Self::jinja`]. The texts are
-    /// compared; no template is executed.
-    pub fn is_known_template(&self, template: &str) -> bool {
-        let published = match self {
-            Chat::Harmony(_) => "ac91ce5e1082099a9a7589c349ab3dda7035be834d487478218c44658d10b956",
-            Chat::ChatMl(chatml) if chatml.has_thoughts() => {
-                "45fdf00a05e3daa5751bcd1de40a0a8280bde6328765dfe3828f9dac093b584b"
-            }
-            Chat::ChatMl(_) => "fec583fa8a02141eae850c0ffcb69ca6607f075d9eaf3a92e3203572e6393a54",
-        };
-        let digest = |text: &str| blake3::hash(text.trim().as_bytes());
-        digest(template).to_hex().as_str() == published || digest(template) == digest(self.jinja())
+    /// Returns whether the model has its own template.
+    pub fn has_own_template(&self) -> bool {
+        matches!(self, Chat::ChatMl(chatml) if chatml.has_own_template())
+    }
+
+    /// Returns whether the model's own template reads the variable or calls the function `name`.
+    pub fn template_reads(&self, name: &str) -> bool {
+        matches!(self, Chat::ChatMl(chatml) if chatml.own_template().is_some_and(|source| source.reads(name)))
+    }
+
+    /// Returns how GPT-OSS's own `template` renders a prompt in another way than openai-harmony does, which
+    /// decides; `None` for a published one, and where the two agree.
+    pub fn difference_from(&self, template: &str) -> Option<String> {
+        if ChatFormat::Harmony.is_known_template(template) {
+            return None;
+        }
+        let settings = SystemPromptSettings { current_date: Some(template::today()), ..Default::default() };
+        let messages = [system_prompt(self, &settings, false, &[]), vec![Message::user("?")]].concat();
+        let own = self.vocabulary().decode(&self.render_prompt(&messages).ok()?);
+        let variables = Map::from_iter([(template::DATE.to_owned(), template::today().into())]);
+        let user = [serde_json::json!({"role": "user", "content": "?"})];
+        let of_template = template::ChatTemplate::new(template)
+            .and_then(|template| template.render(&user, &[], true, &variables))
+            .unwrap_or_else(|why| format!("an error: {why}"));
+        let common = own.bytes().zip(of_template.bytes()).take_while(|(a, b)| a == b).count();
+        let at = |text: &str| text[text.floor_char_boundary(common)..].chars().take(60).collect::<String>();
+        (own != of_template).then(|| {
+            format!(
+                "the model's chat template differs from openai-harmony, which decides: it writes {:?} instead of {:?}",
+                at(&of_template),
+                at(&own)
+            )
+        })
+    }
+
+    /// Returns what was found of the model's own template; nothing without one.
+    pub fn template_facts(&self) -> &[String] {
+        match self {
+            Chat::Harmony(_) => &[],
+            Chat::ChatMl(chatml) => chatml.template_facts(),
+        }
     }
 
     /// Renders a conversation and the start of the assistant's turn.
@@ -167,15 +264,15 @@ impl Chat {
         }
     }
 
-    /// Renders the text after a turn that was sampled up to its stop token: `messages`, and the start of the
-    /// assistant's next turn.
+    /// Renders what follows a turn that was sampled up to its stop token, the last of `before`: `messages`, and
+    /// the start of the assistant's next turn.
     ///
     /// # Errors
     /// The errors of [`Self::render_prompt`].
-    pub fn render_continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
+    pub fn render_next(&self, before: &[Message], messages: &[Message]) -> Result<Continuation> {
         match self {
-            Chat::Harmony(_) => self.render_prompt(messages),
-            Chat::ChatMl(chatml) => chatml.render_continuation(messages),
+            Chat::Harmony(_) => self.render_prompt(messages).map(Continuation::Appended),
+            Chat::ChatMl(chatml) => chatml.render_next(before, messages),
         }
     }
 
@@ -285,6 +382,7 @@ impl Chat {
     pub fn name(&self) -> &'static str {
         match self {
             Chat::Harmony(_) => "Harmony",
+            Chat::ChatMl(chatml) if chatml.has_own_template() => "the model's own template",
             Chat::ChatMl(_) => "ChatML",
         }
     }

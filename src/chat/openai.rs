@@ -65,7 +65,8 @@ impl RequestMessages {
         if let Some([first, ..]) = entries.first().map(Vec::as_slice)
             && matches!(first.role, Role::System | Role::Developer)
         {
-            let text = Some(entries[0].remove(0).content).filter(|text| !text.is_empty());
+            let text = Some(entries[0].remove(0).content);
+            let text = text.filter(|text| !text.is_empty() || chat.has_own_template());
             settings = settings.with_text(chat, text);
         }
         Ok(Self { system: system_prompt(chat, &settings, uses_python, tools), entries })

@@ -47,10 +47,16 @@ pub fn system_prompt(
     match chat {
         Chat::Harmony(_) => harmony_system_prompt(settings, uses_python, tools),
         Chat::ChatMl(_) if !settings.system_message.unwrap_or(true) && tools.is_empty() => vec![],
-        Chat::ChatMl(_) => {
+        Chat::ChatMl(own) => {
             let text = chatml_identity(chat, settings);
             let python = uses_python.then(chatml::python_function);
             let functions: Vec<Value> = python.into_iter().chain(tools.iter().cloned()).collect();
+            if own.has_own_template() {
+                let text = text.map(|text| Message::new(Role::System, text));
+                let declared = Message::new(Role::System, chatml::json_text(&functions.into()));
+                let declared = Message { content_type: Some(chatml::DECLARATION.into()), ..declared };
+                return text.into_iter().chain((declared.content != "[]").then_some(declared)).collect();
+            }
             let text = chatml::system_text(text.as_deref(), &functions);
             text.map(|text| Message::new(Role::System, text)).into_iter().collect()
         }
@@ -61,12 +67,14 @@ pub fn system_prompt(
 fn chatml_identity(chat: &Chat, settings: &SystemPromptSettings) -> Option<String> {
     let Chat::ChatMl(chat) = chat else { return None };
     // Qwen3's template adds no default identity.
-    let default_identity = (!chat.has_thoughts()).then_some(chatml::QWEN_IDENTITY);
-    let identity = settings.model_identity.as_deref().or(default_identity);
+    let has_default = !chat.has_thoughts() && !chat.has_own_template();
+    let identity = settings.model_identity.as_deref().or(has_default.then_some(chatml::QWEN_IDENTITY));
     let identity = identity.filter(|_| settings.system_message.unwrap_or(true));
     let text: Vec<&str> =
         [identity, settings.developer_instructions.as_deref()].into_iter().flatten().collect();
-    Some(text.join("\n\n")).filter(|text| !text.is_empty())
+    // An empty system message keeps a template's own text away.
+    let is_given = chat.has_own_template() && !text.is_empty();
+    Some(text.join("\n\n")).filter(|text| !text.is_empty() || is_given)
 }
 
 /// Returns the system and developer messages with `text` in place of the recipe's own text: of the developer

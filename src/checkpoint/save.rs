@@ -9,6 +9,7 @@ use super::tensor_file::{FRAMEWORK, write_bf16, write_f32, write_tensors};
 use crate::bad_input;
 use crate::bounded_file::{self, TOKENIZER_BYTES_MAX};
 use crate::chat::Chat;
+use crate::chat::chatml::TemplateSource;
 use crate::integrity::Manifest;
 use crate::model::config::{Config, WeightFormat};
 use crate::model::names::{Layout, ParameterSpec, StoredTensor, parameter_specs};
@@ -123,6 +124,47 @@ impl CompanionFiles {
             found.0.insert(CHAT_TEMPLATE.into(), template.into_bytes());
         }
         found
+    }
+
+    /// Reads the chat templates of `folder`, and the texts of its special tokens.
+    ///
+    /// # Errors
+    /// [`crate::error::BadInput`] for a file that cannot be read.
+    pub fn read_template(folder: &Path) -> Result<TemplateSource> {
+        let text = |name: &str| -> Result<Option<String>> {
+            let path = folder.join(name);
+            if !path.is_file() {
+                return Ok(None);
+            }
+            let bytes = bounded_file::read(&path, TOKENIZER_BYTES_MAX);
+            let text = bytes.map_err(anyhow::Error::from).and_then(|bytes| Ok(String::from_utf8(bytes)?));
+            text.map(Some).map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))
+        };
+        let json = |name: &str| -> Result<Value> {
+            let parsed = text(name)?.and_then(|text| serde_json::from_str(&text).ok());
+            Ok(parsed.unwrap_or(Value::Null))
+        };
+        let settings = json("tokenizer_config.json")?;
+        let given = &settings["chat_template"];
+        let named = |wanted: &str| {
+            let entry = given.as_array()?.iter().find(|entry| entry["name"] == wanted)?;
+            entry["template"].as_str().map(str::to_owned)
+        };
+        let mut variables = Map::new();
+        for source in [&json("special_tokens_map.json")?, &settings] {
+            let tokens =
+                source.as_object().into_iter().flatten().filter(|(name, _)| name.ends_with("_token"));
+            let text = |token: &Value| token["content"].as_str().or(token.as_str()).map(Value::from);
+            variables.extend(tokens.filter_map(|(name, token)| Some((name.clone(), text(token)?))));
+        }
+        let own_file = text(CHAT_TEMPLATE)?;
+        let other_file = json("chat_template.json")?["chat_template"].as_str().map(str::to_owned);
+        let of_settings = given.as_str().map(str::to_owned).or_else(|| named("default"));
+        Ok(TemplateSource {
+            default: own_file.or(of_settings).or(other_file).unwrap_or_default(),
+            tool_use: named("tool_use").or(text("additional_chat_templates/tool_use.jinja")?),
+            variables,
+        })
     }
 
     /// Returns the chat template; `None` if the files have none.

@@ -87,6 +87,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     }
     startup.choose_sharding(*processes as usize, available.as_ref());
     print_text(&sanitize_terminal(&format_recipe(&startup.environment.plan, *all)?))?;
+    print_text(&sanitize_terminal(&template_facts(&startup.environment)))?;
     let problem = notify_if_slow(&program, || startup.first_problem());
     if startup.environment.plan.recipe.trains() {
         notify_if_slow(&program, || TrainingData::open(&startup.data_inputs()))?;
@@ -101,6 +102,19 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
         sample_dialogue(startup.environment.task.as_ref(), &problem)
     })?))?;
     print_memory_plan(&startup, *processes, available.as_ref())
+}
+
+/// Returns what was found of a model's own chat template; nothing without one.
+fn template_facts(environment: &Environment) -> String {
+    let facts = environment.chat.template_facts();
+    if facts.is_empty() {
+        return String::new();
+    }
+    let date = environment.plan.recipe.chat.current_date.as_deref();
+    let date = date.filter(|_| environment.chat.template_reads("strftime_now"));
+    let date = date.map(|date| format!("  its date is {date} in the whole run\n")).unwrap_or_default();
+    let lines: String = facts.iter().map(|fact| format!("  {fact}\n")).collect();
+    format!("\nThe model's own chat template renders conversations:\n\n{lines}{date}")
 }
 
 /// Time after which the user is told that a program is slow.

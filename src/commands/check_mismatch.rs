@@ -181,7 +181,9 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Started, Vec<(Str
     let started = start_on_mesh(plan, ModelCommand::CheckMismatch(other_weights), mesh, None, &console)?;
     let warnings = &started.environment.plan.warnings;
     warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    ablation_plans.iter().try_for_each(|(_, plan)| started.loaded.check_family(plan))?;
+    ablation_plans
+        .iter()
+        .try_for_each(|(_, plan)| started.loaded.check_family(plan, &started.environment.chat))?;
     let ablations: Vec<(String, Ablations)> =
         ablation_plans.into_iter().map(|(name, plan)| (name, plan.recipe.arms)).collect();
     Ok((started, ablations))

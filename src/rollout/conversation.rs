@@ -19,7 +19,9 @@
 //!   [`Outcome::TruncatedLength`].
 //! - If programs in answers run ([`ToolForm`](crate::chat::ToolForm)), the end of a program ends the turn,
 //!   and its output is inserted into the same message. The last allowed turn must not end in a program.
-//! - Sampled tokens never change, including the stop token before a further user message.
+//! - Sampled tokens never change, including the stop token before a further user message. If the model's own
+//!   chat template writes earlier turns in another way once messages follow, the conversation goes on in a new
+//!   part: another trajectory, with the same reward. A conversation in parts does not pause.
 
 mod calls;
 mod programs;
@@ -29,7 +31,7 @@ mod requests;
 use super::partial::PausedConversation;
 use super::prompt::RenderedPrompt;
 use super::{Rollout, TurnPosition};
-use crate::chat::{ChatTurnParser, ProgramScanner};
+use crate::chat::{ChatTurnParser, Continuation, ProgramScanner};
 use crate::engine::{Completion, NewToken};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::tasks::{Problem, Reward, Transcript};
@@ -62,6 +64,8 @@ pub(super) struct Conversation<'a> {
     pause: Pause,
     /// The turns that have ended.
     turns: Vec<Turn>,
+    /// The parts that have ended: their tokens, their turns, and the number of messages before their end.
+    parts: Vec<(TokenRecord, Vec<Turn>, usize)>,
     turn: TurnInProgress,
     /// Messages after the prompt, without those of the turn in progress.
     messages: Vec<Message>,
@@ -94,6 +98,8 @@ struct TurnInProgress {
     next: NextAction,
     /// Inserted tokens before the turn that the engine has not read yet.
     inserted: Vec<u32>,
+    /// Whether the turn begins a part, whose prompt the engine has not read yet.
+    begins_part: bool,
 }
 
 /// Returns a parser of the next turn. If programs in answers run, the chat format's calls are text.
@@ -119,6 +125,7 @@ impl<'a> Conversation<'a> {
             record: TokenRecord::new(&prompt.tokens, version, plan.keeps_token_sets()),
             pause: Pause { after: pause_after, sampled_since: 0, read_again: 0 },
             turns: vec![],
+            parts: vec![],
             turn: TurnInProgress {
                 start: prompt.tokens.len(),
                 parser: turn_parser(rollout),
@@ -127,6 +134,7 @@ impl<'a> Conversation<'a> {
                 outputs: vec![],
                 next: NextAction::Sample,
                 inserted: vec![],
+                begins_part: false,
             },
             messages: vec![],
             calls_answered: 0,
@@ -170,7 +178,8 @@ impl<'a> Conversation<'a> {
 
     /// Returns whether no further token may be sampled before a pause.
     pub(super) fn must_pause(&self) -> bool {
-        self.pause.after.is_some_and(|tokens_max| self.pause.sampled_since >= tokens_max)
+        self.parts.is_empty()
+            && self.pause.after.is_some_and(|tokens_max| self.pause.sampled_since >= tokens_max)
     }
 
     /// Pauses the conversation.
@@ -203,7 +212,12 @@ impl<'a> Conversation<'a> {
 
     /// Returns the position of the turn that is being sampled.
     pub(super) fn position(&self) -> TurnPosition {
-        self.coordinates.turn(self.turns.len())
+        self.coordinates.turn(self.turns_ended())
+    }
+
+    /// Returns the number of turns that have ended, in all parts.
+    fn turns_ended(&self) -> usize {
+        self.parts.iter().map(|(_, turns, _)| turns.len()).sum::<usize>() + self.turns.len()
     }
 
     /// Returns the messages of the turns so far, without the prompt.
@@ -222,7 +236,8 @@ impl<'a> Conversation<'a> {
     /// Appends the next sampled token. Returns whether the turn goes on.
     pub(super) fn push_token(&mut self, drawn: &NewToken) -> bool {
         self.turn.next = self.take_token(drawn);
-        self.turn.next == NextAction::Sample && self.turn.inserted.is_empty() && !self.must_pause()
+        let goes_on = self.turn.inserted.is_empty() && !self.turn.begins_part;
+        self.turn.next == NextAction::Sample && goes_on && !self.must_pause()
     }
 
     /// Appends the next sampled token. Returns the next action.
@@ -252,7 +267,7 @@ impl<'a> Conversation<'a> {
 
     /// Returns true when the current turn is the last one allowed.
     fn is_last_turn(&self) -> bool {
-        self.turns.len() + 1 >= self.rollout.plan.settings.turns_max
+        self.turns_ended() + 1 >= self.rollout.plan.settings.turns_max
     }
 
     fn end_turn(&mut self, end: TurnEnd) -> NextAction {
@@ -274,7 +289,7 @@ impl<'a> Conversation<'a> {
         match next {
             Err(_) => self.end(Outcome::TaskFailed),
             Ok(None) => self.end(Outcome::Finished),
-            Ok(Some(_)) if self.turns.len() >= self.rollout.plan.settings.turns_max => {
+            Ok(Some(_)) if self.turns_ended() >= self.rollout.plan.settings.turns_max => {
                 self.end(Outcome::TurnsExhausted)
             }
             Ok(Some(_)) if self.is_exhausted() => self.end(Outcome::TruncatedLength),
@@ -308,8 +323,14 @@ impl<'a> Conversation<'a> {
         if !self.rollout.chat.vocabulary().may_fit(bytes, tokens_left) {
             return self.end(Outcome::TruncatedLength);
         }
-        let Ok(rendered) = self.rollout.chat.render_continuation(&messages) else {
-            return self.end(encoding_failure);
+        let before = match self.rollout.chat.has_own_template() {
+            true => self.with_prompt(&self.messages),
+            false => vec![],
+        };
+        let rendered = match self.rollout.chat.render_next(&before, &messages) {
+            Err(_) => return self.end(encoding_failure),
+            Ok(Continuation::Rewritten { tokens, .. }) => return self.begin_part(&tokens, messages),
+            Ok(Continuation::Appended(rendered)) => rendered,
         };
         if self.record.len() + rendered.len() >= self.rollout.context_tokens_max() {
             return self.end(Outcome::TruncatedLength);
@@ -321,6 +342,26 @@ impl<'a> Conversation<'a> {
         NextAction::Sample
     }
 
+    /// Begins another part with the prompt `tokens`, which ends with `messages`.
+    fn begin_part(&mut self, tokens: &[u32], messages: Vec<Message>) -> NextAction {
+        if tokens.len() >= self.rollout.context_tokens_max() {
+            return self.end(Outcome::TruncatedLength);
+        }
+        let (plan, version) = (self.rollout.plan, self.rollout.engine.version());
+        let mut record = TokenRecord::new(tokens, version, plan.keeps_token_sets());
+        record.sampled = self.record.sampled;
+        let record = std::mem::replace(&mut self.record, record);
+        self.parts.push((record, std::mem::take(&mut self.turns), self.messages.len()));
+        self.messages.extend(messages);
+        (self.turn.begins_part, self.turn.start) = (true, self.record.len());
+        NextAction::Sample
+    }
+
+    /// Returns `messages` after those of the prompt.
+    fn with_prompt(&self, messages: &[Message]) -> Vec<Message> {
+        [self.rollout.system_prompt, &self.problem.messages, messages].concat()
+    }
+
     fn end(&mut self, outcome: Outcome) -> NextAction {
         self.outcome = Some(outcome);
         NextAction::Finish
@@ -330,9 +371,10 @@ impl<'a> Conversation<'a> {
         Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
     }
 
-    /// Grades the conversation. Returns the trajectory and all its messages. If the task fails, the reward is
-    /// the task's least, as for a wrong answer.
-    pub(super) fn finish(mut self) -> (Trajectory, Vec<Message>) {
+    /// Grades the conversation. Returns its parts with the messages up to their ends: one, unless the chat
+    /// template has rewritten earlier turns. If the task fails, the reward is the task's least, as for a wrong
+    /// answer.
+    pub(super) fn finish(mut self) -> Vec<(Trajectory, Vec<Message>)> {
         let Rollout { task, interpreter, reward_min, .. } = *self.rollout;
         let failed = Reward::new(reward_min, false);
         if let Some(interpreter) = interpreter {
@@ -347,21 +389,36 @@ impl<'a> Conversation<'a> {
                 failed
             })
         };
-        let mut messages = self.rollout.system_prompt.to_vec();
-        messages.extend_from_slice(&self.problem.messages);
-        messages.append(&mut self.messages);
-        let mut record = self.record;
+        let mut parts = std::mem::take(&mut self.parts);
+        let record = std::mem::replace(&mut self.record, TokenRecord::new(&[], 0, false));
+        parts.push((record, std::mem::take(&mut self.turns), self.messages.len()));
+        let part = |(part, (record, turns, messages)): (usize, (TokenRecord, Vec<Turn>, usize))| {
+            let trajectory = self.part(part as u64, record, turns, outcome, &reward);
+            (trajectory, self.with_prompt(&self.messages[..messages]))
+        };
+        parts.into_iter().enumerate().map(part).collect()
+    }
+
+    /// Returns a part of the conversation as a trajectory.
+    fn part(
+        &self,
+        part: u64,
+        mut record: TokenRecord,
+        turns: Vec<Turn>,
+        outcome: Outcome,
+        reward: &Reward,
+    ) -> Trajectory {
         if self.rollout.plan.settings.keep_routes {
             // The model has not read the last token, so this token has no routed experts.
             record.routed_experts.resize(record.tokens.len(), Vec::new());
         }
-        let trajectory = Trajectory {
+        Trajectory {
             step: self.rollout.plan.step,
             policy_version: record.versions.last().map(|run| run.version),
             policy_versions: if record.versions.len() > 1 { record.versions } else { vec![] },
             prompt: self.coordinates.prompt,
             sample: self.coordinates.sample,
-            part: 0,
+            part,
             problem_id: self.problem.id.clone(),
             tokens: record.tokens,
             prompt_tokens: record.prompt_tokens,
@@ -369,13 +426,12 @@ impl<'a> Conversation<'a> {
             log_probs: record.log_probs,
             kept_tokens: record.kept_tokens,
             routed_experts: record.routed_experts,
-            turns: self.turns,
+            turns,
             outcome,
             reward: reward.value,
             success: reward.success,
-            rewards: reward.named,
-            tool_s: self.tool_s,
-        };
-        (trajectory, messages)
+            rewards: reward.named.clone(),
+            tool_s: if part == 0 { self.tool_s } else { 0.0 },
+        }
     }
 }

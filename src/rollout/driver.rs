@@ -207,10 +207,17 @@ impl<'a> Driver<'a> {
                 self.end(trajectory, sampled, TrajectoryInProgress::Paused(Box::new(conversation.pause())));
             }
             NextAction::Sample => {
-                let (trajectory, continuation) =
-                    (conversation.trajectory_index(), conversation.continuation(self.hooks.forced));
+                let trajectory = conversation.trajectory_index();
+                let part = conversation.next_part(self.hooks.forced);
+                let continuation = part.is_none().then(|| conversation.continuation(self.hooks.forced));
                 *self.conversation(trajectory) = Some(conversation);
-                if let Err(error) = self.rollout.engine.continue_sequence(continuation) {
+                let engine = self.rollout.engine;
+                let part = part.map_or(Ok(()), |request| {
+                    engine.release(trajectory as u64);
+                    engine.submit(request)
+                });
+                let going_on = continuation.map_or(Ok(()), |next| engine.continue_sequence(next));
+                if let Err(error) = part.and(going_on) {
                     self.fail(error);
                 }
             }
@@ -286,9 +293,9 @@ impl<'a> Driver<'a> {
 
     fn finish(&self, conversation: Conversation<'a>) {
         let (index, sampled) = (conversation.trajectory_index(), conversation.sampled_since());
-        let (trajectory, messages) = conversation.finish();
-        (self.hooks.finished)(&trajectory, &messages);
-        self.end(index, sampled, TrajectoryInProgress::Finished(Box::new(trajectory), messages));
+        let parts = conversation.finish();
+        parts.iter().for_each(|(trajectory, messages)| (self.hooks.finished)(trajectory, messages));
+        self.end(index, sampled, TrajectoryInProgress::from_parts(parts));
     }
 
     /// Stores the result of a trajectory, of which `sampled` tokens were sampled by this driver.
@@ -298,9 +305,12 @@ impl<'a> Driver<'a> {
         state.unfinished -= 1;
         state.progress.finished += 1;
         state.lengths.push(sampled);
-        if let TrajectoryInProgress::Finished(trajectory, _) = &result {
-            state.progress.reward_sum += f64::from(trajectory.reward);
-        }
+        let reward = match &result {
+            TrajectoryInProgress::Finished(trajectory, _) => Some(trajectory.reward),
+            TrajectoryInProgress::InParts(parts) => parts.first().map(|(part, _)| part.reward),
+            TrajectoryInProgress::Paused(_) => None,
+        };
+        state.progress.reward_sum += reward.map_or(0.0, f64::from);
         state.ended[index] = Some(result);
         if state.unfinished == 0 {
             // `sampled_tokens` may lack the tokens of the last forward passes: workers report them later.
@@ -356,14 +366,12 @@ impl<'a> Driver<'a> {
     pub(super) fn into_rollouts(self) -> Option<Rollouts> {
         let answers: Vec<Value> = self.prompts.iter().map(|prompt| prompt.problem.answer.clone()).collect();
         let samples = self.samples;
-        let mut finished = self.into_states()?.into_iter().filter_map(|state| match state {
-            TrajectoryInProgress::Finished(trajectory, messages) => Some((*trajectory, messages)),
-            TrajectoryInProgress::Paused(_) => None,
-        });
+        let mut finished = self.into_states()?.into_iter();
         let mut rollouts = Rollouts::default();
         for answer in answers {
             rollouts.answers.push(answer);
-            let (trajectories, messages) = finished.by_ref().take(samples).unzip();
+            let group = finished.by_ref().take(samples).flat_map(TrajectoryInProgress::into_finished);
+            let (trajectories, messages) = group.unzip();
             rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
         }

@@ -16,6 +16,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 /// | `outcome/<name>` | number of trajectories with this outcome; every outcome is present, even if 0 |
 /// | `tool/<name>` | number of calls with this outcome; every outcome is present, even if 0 |
 /// | `trajectory/failed_fraction` | fraction of trajectories that failed for a reason outside the policy: `task_failed`, or `worker_died` |
+/// | `trajectory/later_parts` | number of trajectories that go on with an episode whose earlier turns were written again; only if there are any |
 /// | `group/zero_signal_fraction` | fraction of groups whose rewards (including the greedy sample's) are all equal, before shaping and KL penalty |
 /// | `critic/reward_baselines/{mean,max,min}` | rewards of the greedy samples, if there are any |
 /// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples, and of their sampled tokens; other counts exclude greedy samples |
@@ -54,6 +55,9 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 ("num_turns", trajectory.turns.len() as f64),
             ] {
                 add_mean_max_min(&mut metrics, name, value);
+            }
+            if trajectory.part > 0 {
+                metrics.sum("trajectory/later_parts", 1.0);
             }
             add_kept_tokens(&mut metrics, trajectory);
             metrics.mean("trajectory/failed_fraction", f64::from(u8::from(trajectory.has_failure())), 1.0);

@@ -40,6 +40,8 @@ pub struct PausedConversation {
 pub enum TrajectoryInProgress {
     /// The trajectory and its messages.
     Finished(Box<Trajectory>, Vec<Message>),
+    /// The trajectories of a conversation whose earlier turns the chat template wrote again, with their messages.
+    InParts(Vec<(Trajectory, Vec<Message>)>),
     Paused(Box<PausedConversation>),
 }
 
@@ -52,6 +54,25 @@ pub struct GroupInProgress {
     pub step: u64,
     /// One entry per sample; empty before the group has begun.
     pub(super) trajectories: Vec<TrajectoryInProgress>,
+}
+
+impl TrajectoryInProgress {
+    /// Returns the result of a conversation, in parts.
+    pub(super) fn from_parts(mut parts: Vec<(Trajectory, Vec<Message>)>) -> Self {
+        match parts.pop() {
+            Some((only, messages)) if parts.is_empty() => Self::Finished(Box::new(only), messages),
+            last => Self::InParts(parts.into_iter().chain(last).collect()),
+        }
+    }
+
+    /// Returns the trajectories with their messages; none of a paused one.
+    pub(super) fn into_finished(self) -> Vec<(Trajectory, Vec<Message>)> {
+        match self {
+            Self::Finished(trajectory, messages) => vec![(*trajectory, messages)],
+            Self::InParts(parts) => parts,
+            Self::Paused(_) => vec![],
+        }
+    }
 }
 
 impl GroupInProgress {
@@ -75,6 +96,9 @@ impl GroupInProgress {
     fn begins_with(&self, prompt: &[u32]) -> bool {
         self.trajectories.iter().all(|trajectory| match trajectory {
             TrajectoryInProgress::Finished(trajectory, _) => trajectory.tokens.starts_with(prompt),
+            TrajectoryInProgress::InParts(parts) => {
+                parts.first().is_some_and(|(first, _)| first.tokens.starts_with(prompt))
+            }
             TrajectoryInProgress::Paused(paused) => paused.tokens.starts_with(prompt),
         })
     }
@@ -90,6 +114,9 @@ impl GroupInProgress {
         }
         self.trajectories.iter().try_for_each(|trajectory| match trajectory {
             TrajectoryInProgress::Finished(trajectory, _) => trajectory_file::check(trajectory),
+            TrajectoryInProgress::InParts(parts) => {
+                parts.iter().try_for_each(|(trajectory, _)| trajectory_file::check(trajectory))
+            }
             TrajectoryInProgress::Paused(paused) => {
                 let n = paused.tokens.len();
                 let kept = paused.kept_tokens.len();
@@ -104,21 +131,18 @@ impl GroupInProgress {
 
     /// Returns the tokens of all trajectories.
     pub fn tokens(&self) -> impl Iterator<Item = &[u32]> {
-        self.trajectories.iter().map(|trajectory| match trajectory {
-            TrajectoryInProgress::Finished(trajectory, _) => &trajectory.tokens[..],
-            TrajectoryInProgress::Paused(paused) => &paused.tokens,
+        self.trajectories.iter().flat_map(|trajectory| match trajectory {
+            TrajectoryInProgress::Finished(trajectory, _) => vec![&trajectory.tokens[..]],
+            TrajectoryInProgress::InParts(parts) => parts.iter().map(|(part, _)| &part.tokens[..]).collect(),
+            TrajectoryInProgress::Paused(paused) => vec![&paused.tokens[..]],
         })
     }
 
     /// Returns the finished trajectories, which training step `step` uses, and their messages.
     pub fn into_group(self, step: u64) -> (Group, Vec<Vec<Message>>) {
-        let finished = self.trajectories.into_iter().filter_map(|trajectory| match trajectory {
-            TrajectoryInProgress::Finished(trajectory, messages) => {
-                Some((Trajectory { step, ..*trajectory }, messages))
-            }
-            TrajectoryInProgress::Paused(_) => None,
-        });
-        let (trajectories, messages) = finished.unzip();
+        let finished = self.trajectories.into_iter().flat_map(TrajectoryInProgress::into_finished);
+        let (trajectories, messages) =
+            finished.map(|(trajectory, messages)| (Trajectory { step, ..trajectory }, messages)).unzip();
         (Group { trajectories, greedy: None }, messages)
     }
 }

@@ -1,6 +1,6 @@
 //! Rejects recipe keys that the model's family does not support.
 
-use crate::chat::{ChatFormat, SystemPromptSettings};
+use crate::chat::{Chat, ChatFormat, SystemPromptSettings};
 use crate::dist::{ExpertPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
 use crate::model::families::Family;
@@ -12,7 +12,7 @@ use crate::settings::Choice;
 
 /// Returns an error message for each key of the recipe that the family does not support, with location and
 /// remedy.
-pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
+pub(super) fn unsupported_keys(plan: &Plan, family: Family, chat: &Chat) -> Vec<String> {
     let recipe = &plan.recipe;
     let mut keys = vec![];
     if !family.has_sinks {
@@ -53,7 +53,13 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family) -> Vec<String> {
         let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
     };
-    let is_refused = |key: &str| plan.reads(key) && !(has_no_effect(key) && plan.is_inherited(key));
+    // A model's own template may read what its family's does not.
+    let reads = |key: &str| match key {
+        "chat.current_date" => chat.template_reads("strftime_now"),
+        key => key.strip_prefix("chat.").is_some_and(|name| chat.template_reads(name)),
+    };
+    let is_refused =
+        |key: &str| plan.reads(key) && !reads(key) && !(has_no_effect(key) && plan.is_inherited(key));
     keys.into_iter().filter(|(key, _)| is_refused(key)).map(message).collect()
 }
 

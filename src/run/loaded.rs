@@ -8,6 +8,7 @@ use super::startup::ErrorList;
 use super::teacher::TeacherModel;
 use crate::actor::Actor;
 use crate::bad_input;
+use crate::chat::Chat;
 use crate::checkpoint::save::CompanionFiles;
 use crate::checkpoint::{BaseFiles, BaseModel};
 use crate::dist::Mesh;
@@ -69,9 +70,9 @@ impl LoadedModel {
     ///
     /// # Errors
     /// [`crate::error::BadInput`] with every such key.
-    pub fn check_family(&self, plan: &Plan) -> Result<()> {
+    pub fn check_family(&self, plan: &Plan, chat: &Chat) -> Result<()> {
         let mut errors = ErrorList::default();
-        errors.extend(unsupported_keys(plan, self.config().family));
+        errors.extend(unsupported_keys(plan, self.config().family, chat));
         if errors.is_empty() { Ok(()) } else { Err(errors.into_error()) }
     }
 

@@ -24,6 +24,7 @@ use crate::model::storage::{StoredFormat, TensorStorage};
 use crate::ops::product::Precision;
 use crate::ops::weight::Weight;
 use crate::recipe::{Plan, Recipe, RecipeSource, override_key};
+use crate::vocabulary::Vocabulary;
 use anyhow::{Result, bail};
 use candle_core::Device;
 use half::bf16;
@@ -42,8 +43,6 @@ pub(super) struct ModelSource {
     pub(super) weights: Option<Arc<ModelFolder>>,
     /// The model's folder, if it has no weights. A warning names it.
     pub(super) folder_without_weights: Option<PathBuf>,
-    /// The GGUF file, if its chat template is not the family's. A warning names it.
-    pub(super) unknown_template: Option<PathBuf>,
     /// The storage format of each tensor. f32 for random weights.
     pub(super) formats: Vec<StoredFormat>,
     /// The model's folder or GGUF file. `None` for the recipe's own architecture.
@@ -114,7 +113,6 @@ impl ModelSource {
                     companions,
                     weights: None,
                     folder_without_weights: None,
-                    unknown_template: None,
                     formats,
                     folder: None,
                     adapter: None,
@@ -200,7 +198,9 @@ impl ModelSource {
         checkpoint::verify_folder(folder)?;
         let mut config = Config::read(folder)?;
         let file = folder.join("tokenizer.json");
-        let chat = config.family.chat.read(&file)?;
+        let template = CompanionFiles::read_template(folder)?;
+        let vocabulary = Vocabulary::from_file(&file)?;
+        let chat = config.family.chat.with_template(vocabulary, &file.display().to_string(), &template)?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(
@@ -211,8 +211,6 @@ impl ModelSource {
         }
         name_ends(&mut config, &chat);
         let companions = CompanionFiles::read(folder, &chat)?.with_generation_config(&config, &chat);
-        let unknown_template =
-            companions.template().is_some_and(|template| !chat.is_known_template(&template));
         let specs = parameter_specs(&config);
         let (weights, folder_without_weights, formats) = if has_weights(folder) {
             let weights = ModelFolder::open(folder, &config)?;
@@ -228,7 +226,6 @@ impl ModelSource {
             companions,
             weights,
             folder_without_weights,
-            unknown_template: unknown_template.then(|| folder.clone()).flatten(),
             formats,
             folder,
             adapter: None,
@@ -236,11 +233,10 @@ impl ModelSource {
         })
     }
 
-    /// Opens a GGUF file. Its chat template is stored for checkpoints, and compared with the family's
-    /// template.
+    /// Opens a GGUF file. Its chat template is stored for checkpoints.
     fn from_gguf(path: &Path) -> Result<Self> {
         let GgufModel { weights, mut config, vocabulary, template } = GgufModel::open(path)?;
-        let chat = config.family.chat.from_vocabulary(vocabulary, &path.display().to_string())?;
+        let chat = config.family.chat.with_template(vocabulary, &path.display().to_string(), &template)?;
         let tokens = chat.vocabulary().vocab_size();
         if tokens > config.vocab_size {
             return Err(bad_input!(
@@ -250,16 +246,18 @@ impl ModelSource {
             ));
         }
         name_ends(&mut config, &chat);
-        let unknown_template = template.as_deref().is_some_and(|template| !chat.is_known_template(template));
         let weights = ModelFolder::from_gguf(path, weights);
         let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
         Ok(Self {
-            companions: CompanionFiles::from_gguf(&chat, template).with_generation_config(&config, &chat),
+            companions: CompanionFiles::from_gguf(
+                &chat,
+                Some(template.default).filter(|text| !text.is_empty()),
+            )
+            .with_generation_config(&config, &chat),
             config,
             chat,
             weights: Some(Arc::new(weights)),
             folder_without_weights: None,
-            unknown_template: unknown_template.then(|| path.to_owned()),
             formats,
             folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
             adapter: None,

@@ -11,19 +11,23 @@
 //! thoughts before the last user message.
 
 mod json;
+mod own_template;
 mod render;
 mod system;
 mod turn;
 
 pub(in crate::chat) use json::python_number;
 pub use json::{is_same as is_same_json, to_text as json_text};
+pub use own_template::{DECLARATION, TemplateSource};
 pub use system::{QWEN_IDENTITY, python_function, system_text};
 pub use turn::{ChatMlTurnParser, thought_and_text};
 
 use crate::harmony::Role;
 use crate::vocabulary::{Vocabulary, embedded_json};
 use anyhow::{Result, ensure};
+use own_template::OwnTemplate;
 use std::path::Path;
+use std::sync::Arc;
 
 /// The text before the code in a call to the Python tool. It is one token of the embedded vocabulary, and so
 /// is [`CALL_END`], the text after the code.
@@ -56,6 +60,8 @@ pub struct ChatMl {
     end_of_text: Option<u32>,
     /// Whether thinking is on. `None` if the template has no thoughts.
     thinking: Option<bool>,
+    /// The model's own template. `None` if it is the family's.
+    template: Option<Arc<OwnTemplate>>,
 }
 
 impl ChatMl {
@@ -113,7 +119,7 @@ impl ChatMl {
         let remedy = "ChatML conversations need them; use the tokenizer.json of a Qwen2.5 or Qwen3 model";
         let [im_start, im_end] = vocabulary.added_ids(["<|im_start|>", "<|im_end|>"], source_name, remedy)?;
         let end_of_text = vocabulary.added_id("<|endoftext|>");
-        Ok(Self { vocabulary, im_start, im_end, end_of_text, thinking: None })
+        Ok(Self { vocabulary, im_start, im_end, end_of_text, thinking: None, template: None })
     }
 
     /// Returns the vocabulary of text and control tokens.
@@ -135,11 +141,25 @@ impl ChatMl {
         ChatMlTurnParser::new(self)
     }
 
-    /// Checks that `tokens` are turns of known roles. The last turn may be unfinished.
+    /// Returns whether the model has its own template.
+    pub fn has_own_template(&self) -> bool {
+        self.template.is_some()
+    }
+
+    /// Returns the model's own template with its variables, if it has one.
+    pub fn own_template(&self) -> Option<&TemplateSource> {
+        self.template.as_ref().map(|template| &template.source)
+    }
+
+    /// Checks that `tokens` are turns of known roles. The last turn may be unfinished. A model's own template
+    /// knows no form of turns.
     ///
     /// # Errors
     /// If a turn is malformed, or has an unknown role.
     pub fn check(&self, tokens: &[u32]) -> Result<()> {
+        if self.template.is_some() {
+            return Ok(());
+        }
         let mut rest = tokens;
         while let [first, after @ ..] = rest {
             ensure!(

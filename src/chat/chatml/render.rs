@@ -1,7 +1,7 @@
 //! Rendering of messages as tokens.
 
 use super::{ANALYSIS, CALL_END, ChatMl, PYTHON_CALL, THINK, TOOL_CALL, TOOL_RESPONSE, json};
-use crate::chat::PYTHON;
+use crate::chat::{Continuation, PYTHON};
 use crate::harmony::{MaskedTokens, Message, Role};
 use anyhow::Result;
 
@@ -11,6 +11,9 @@ impl ChatMl {
     /// # Errors
     /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
     pub fn render_prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
+        if let Some(template) = &self.template {
+            return self.template_prompt(template, messages);
+        }
         let mut out = Writer::new(self);
         out.conversation(messages);
         out.start_answer();
@@ -30,6 +33,18 @@ impl ChatMl {
         Ok(out.finish()?.tokens)
     }
 
+    /// Renders what follows a sampled turn, the last of `before`: `messages`, and the start of the assistant's
+    /// next turn.
+    ///
+    /// # Errors
+    /// Those of [`Self::render_prompt`].
+    pub fn render_next(&self, before: &[Message], messages: &[Message]) -> Result<Continuation> {
+        match &self.template {
+            Some(template) => self.template_continuation(template, before, messages),
+            None => self.render_continuation(messages).map(Continuation::Appended),
+        }
+    }
+
     /// Renders a conversation for training. The mask is true for the assistant's text and the `<|im_end|>`
     /// after it, except in turns with [`Message::no_loss`]. With thinking off, each turn after the last user
     /// message begins with an empty thought, as sampled turns do. Qwen3's template writes an empty thought
@@ -38,6 +53,9 @@ impl ChatMl {
     /// # Errors
     /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
     pub fn render_training(&self, messages: &[Message]) -> Result<MaskedTokens> {
+        if let Some(template) = &self.template {
+            return self.template_training(template, messages);
+        }
         let mut out = Writer::new(self);
         out.empty_thought_in_every_turn = self.thinking == Some(false);
         out.conversation(messages);
@@ -49,7 +67,7 @@ impl ChatMl {
 
 /// Splits messages into turns. Consecutive tool replies form one turn. The assistant's text and the calls
 /// after it also form one turn.
-fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
+pub(super) fn turns(messages: &[Message]) -> impl Iterator<Item = &[Message]> {
     messages.chunk_by(|a, b| match (a.role, b.role) {
         (Role::Tool, Role::Tool) => true,
         (Role::Assistant, Role::Assistant) if b.begins_turn => false,

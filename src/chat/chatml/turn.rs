@@ -31,7 +31,9 @@ pub struct ChatMlTurnParser {
 
 impl ChatMlTurnParser {
     pub(super) fn new(chat: &ChatMl) -> Self {
-        let (bytes, special_tokens, messages, calls) = (vec![], vec![], vec![], vec![]);
+        let begins_in_thought = chat.template.as_ref().is_some_and(|template| template.begins_in_thought());
+        let bytes = if begins_in_thought { format!("{}\n", THINK[0]).into_bytes() } else { vec![] };
+        let (special_tokens, messages, calls) = (vec![], vec![], vec![]);
         let (takes_calls, end_of_turn) = (true, None);
         Self { chat: chat.clone(), bytes, special_tokens, takes_calls, messages, calls, end_of_turn }
     }

@@ -3,7 +3,9 @@
 //! The engine's own operators, filters and methods know no bound, and differ from Python's. So the compiled
 //! instructions that call them are replaced by calls to the functions of [`super::operations`].
 
-use minijinja::machinery::{CodeGenerator, Instruction, Instructions, Token, WhitespaceConfig, parse, tokenize};
+use minijinja::machinery::{
+    CodeGenerator, Instruction, Instructions, Token, WhitespaceConfig, parse, tokenize,
+};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Error, ErrorKind, Value};
 use regex::Regex;
@@ -16,10 +18,11 @@ pub(super) const ONE: &str = "__one";
 const STACK_BYTES: usize = 256 << 20;
 /// Maximum bytes of a template. Published ones have up to 40,000.
 pub const TEMPLATE_BYTES_MAX: usize = 256 << 10;
+/// Maximum number of words of a tag.
+const TOKENS_MAX: usize = 2_000;
 /// Methods of a dictionary. In Jinja, the attribute of such a name is the method, whatever the keys.
-const DICT_METHODS: [&str; 11] = [
-    "clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values",
-];
+const DICT_METHODS: [&str; 11] =
+    ["clear", "copy", "fromkeys", "get", "items", "keys", "pop", "popitem", "setdefault", "update", "values"];
 
 /// A filter of [`super::operations`] that an instruction calls, with its number of arguments.
 fn call(name: &'static str, arguments: u16) -> Instruction<'static> {
@@ -36,7 +39,8 @@ pub(super) fn compile(source: &str) -> Result<Instructions<'static>, Error> {
         return Err(invalid(format!("has {} bytes, more than {TEMPLATE_BYTES_MAX}", source.len())));
     }
     // Engine and instructions borrow the text. A process opens few models, so it is never freed.
-    let source: &'static str = without_constant_products(&without_generation(source))?.leak();
+    let lines = source.replace("\r\n", "\n").replace('\r', "\n");
+    let source: &'static str = without_constant_products(&without_generation(&lines))?.leak();
     let compile = move || {
         let whitespace = whitespace();
         let tree = parse(source, NAME, SyntaxConfig::default(), whitespace)?;
@@ -55,11 +59,22 @@ fn whitespace() -> WhitespaceConfig {
 
 /// Returns the template with a factor in each product that is no constant: the parser would compute a
 /// repeated text, which no bound would count.
+///
+/// # Errors
+/// A tag that is too long.
 fn without_constant_products(source: &str) -> Result<String, Error> {
     let mut out = String::with_capacity(source.len());
-    let mut copied = 0;
+    let (mut copied, mut tokens) = (0, 0);
     for token in tokenize(source, false, SyntaxConfig::default(), whitespace()) {
         let (token, span) = token?;
+        // The parser's time grows with the square of an expression.
+        tokens = if matches!(token, Token::VariableStart | Token::BlockStart) { 0 } else { tokens + 1 };
+        if tokens > TOKENS_MAX {
+            return Err(Error::new(
+                ErrorKind::SyntaxError,
+                format!("a tag has more than {TOKENS_MAX} words"),
+            ));
+        }
         if matches!(token, Token::Mul) {
             let end = span.end_offset as usize;
             out += &source[copied..end];
@@ -83,10 +98,7 @@ fn without_generation(source: &str) -> String {
 }
 
 /// Returns the instructions with bounded ones in the place of those that call the engine's own operations.
-fn bounded(
-    old: &Instructions<'static>,
-    source: &'static str,
-) -> Result<Instructions<'static>, Error> {
+fn bounded(old: &Instructions<'static>, source: &'static str) -> Result<Instructions<'static>, Error> {
     let mut starts: Vec<u32> = Vec::with_capacity(old.len() + 1);
     let mut code: Vec<(Instruction<'static>, u16)> = vec![];
     for index in 0..old.len() as u32 {
@@ -134,7 +146,10 @@ fn replaced(instruction: &Instruction<'static>) -> Result<Vec<Instruction<'stati
         I::Gte => vec![call("<", 2), I::Not],
         I::In => vec![call("in", 2)],
         I::CompareAndPreserve(_) => {
-            return Err(Error::new(ErrorKind::SyntaxError, "comparisons are chained, which is not supported"));
+            return Err(Error::new(
+                ErrorKind::SyntaxError,
+                "comparisons are chained, which is not supported",
+            ));
         }
         I::CallBlock(_) | I::LoadBlocks | I::Include(_) | I::ExportLocals => {
             return Err(Error::new(ErrorKind::SyntaxError, "blocks and other files are not supported"));

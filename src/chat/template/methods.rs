@@ -35,7 +35,8 @@ pub(super) fn text(state: &State, name: &str, arguments: &[Value]) -> Result<Val
         match characters.filter(|characters| !characters.is_none()) {
             None => Ok(Box::new(is_space)),
             Some(characters) => {
-                let set = characters.as_str().ok_or_else(|| error(format!("{name}() takes a text")))?.to_owned();
+                let set =
+                    characters.as_str().ok_or_else(|| error(format!("{name}() takes a text")))?.to_owned();
                 Ok(Box::new(move |c| set.contains(c)))
             }
         }
@@ -59,7 +60,8 @@ pub(super) fn text(state: &State, name: &str, arguments: &[Value]) -> Result<Val
             match affix.as_str() {
                 Some(_) => has(&affix)?.into(),
                 None => {
-                    let found: Vec<bool> = affix.try_iter()?.map(|affix| has(&affix)).collect::<Result<_, _>>()?;
+                    let found: Vec<bool> =
+                        affix.try_iter()?.map(|affix| has(&affix)).collect::<Result<_, _>>()?;
                     found.contains(&true).into()
                 }
             }
@@ -73,7 +75,8 @@ pub(super) fn text(state: &State, name: &str, arguments: &[Value]) -> Result<Val
         }
         "removeprefix" | "removesuffix" => {
             let (affix,): (&str,) = from_args(rest)?;
-            let cut = if name == "removeprefix" { text.strip_prefix(affix) } else { text.strip_suffix(affix) };
+            let cut =
+                if name == "removeprefix" { text.strip_prefix(affix) } else { text.strip_suffix(affix) };
             cut.unwrap_or(text).into()
         }
         "find" | "rfind" | "index" | "count" => {
@@ -113,8 +116,12 @@ pub(super) fn text(state: &State, name: &str, arguments: &[Value]) -> Result<Val
                 "isalpha" => all(char::is_alphabetic),
                 "isalnum" => all(char::is_alphanumeric),
                 "isspace" => all(is_space),
-                "isupper" => (text.chars().any(char::is_uppercase) && !text.chars().any(char::is_lowercase)).into(),
-                "islower" => (text.chars().any(char::is_lowercase) && !text.chars().any(char::is_uppercase)).into(),
+                "isupper" => {
+                    (text.chars().any(char::is_uppercase) && !text.chars().any(char::is_lowercase)).into()
+                }
+                "islower" => {
+                    (text.chars().any(char::is_lowercase) && !text.chars().any(char::is_uppercase)).into()
+                }
                 _ => return Err(unknown(name, "text")),
             }
         }
@@ -124,11 +131,16 @@ pub(super) fn text(state: &State, name: &str, arguments: &[Value]) -> Result<Val
 /// Splits at a separator, at most a number of times, from the start or from the end.
 fn split<'t>(text: &'t str, from_end: bool, rest: &[Value]) -> Result<Vec<&'t str>, Error> {
     let (separator, most): (Option<Value>, Option<i64>) = from_args(rest)?;
-    let most = most.and_then(|most| usize::try_from(most).ok()).map_or(usize::MAX, |most| most.saturating_add(1));
+    let most =
+        most.and_then(|most| usize::try_from(most).ok()).map_or(usize::MAX, |most| most.saturating_add(1));
     let separator = separator.filter(|separator| !separator.is_none());
     let Some(separator) = &separator else {
         let words = text.split(is_space).filter(|word| !word.is_empty());
-        return if most == usize::MAX { Ok(words.collect()) } else { Err(error("split() needs a separator")) };
+        return if most == usize::MAX {
+            Ok(words.collect())
+        } else {
+            Err(error("split() needs a separator"))
+        };
     };
     match separator.as_str() {
         Some("") | None => Err(error("the separator of a split must be a text")),

@@ -12,12 +12,15 @@ pub use compile::TEMPLATE_BYTES_MAX;
 
 use minijinja::machinery::{Instructions, Vm, make_string_output};
 use minijinja::value::ValueKind;
-use minijinja::{AutoEscape, Environment, Error, ErrorKind, Value, functions};
+use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
 use python::error;
 use serde_json::{Map, Value as Json, json};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::time::{SystemTime, UNIX_EPOCH};
 
+/// The variable with the day that `strftime_now` tells, as `YYYY-MM-DD`.
+pub const DATE: &str = "__date";
 /// Maximum number of instructions of a rendering.
 const STEPS_MAX: u64 = 4_000_000;
 /// Maximum depth of macros in macros, in the engine's own unit: four a macro.
@@ -45,12 +48,11 @@ impl fmt::Debug for ChatTemplate {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `date` is what `strftime_now` tells, as `YYYY-MM-DD`.
+    /// Compiles a template.
     ///
     /// # Errors
     /// Why it cannot be compiled, with the line.
-    pub fn new(source: &str, date: &str) -> Result<Self, String> {
-        let date = date.to_owned();
+    pub fn new(source: &str) -> Result<Self, String> {
         let mut environment = Environment::new();
         operations::install(&mut environment);
         environment.set_fuel(Some(STEPS_MAX));
@@ -58,13 +60,10 @@ impl ChatTemplate {
         environment.add_function("raise_exception", |message: Value| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message.to_string()))
         });
-        environment.add_function("strftime_now", move |format: &str| dated(&date, format));
-        environment.add_function("range", functions::range);
-        environment.add_function("dict", functions::dict);
-        environment.add_function("namespace", functions::namespace);
-        for name in ["debug"] {
-            environment.remove_global(name);
-        }
+        environment.add_function("strftime_now", |state: &State, format: &str| {
+            dated(state.lookup(DATE).unwrap_or_default().as_str().unwrap_or_default(), format)
+        });
+        environment.remove_global("debug");
         add_tests(&mut environment);
         let instructions = compile::compile(source).map_err(|error| told(&error))?;
         // The engine borrows its environment as long as its template. A process opens few models.
@@ -134,8 +133,10 @@ fn add_tests(environment: &mut Environment) {
         matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
     };
     environment.add_test("sequence", move |value: Value| is_sequence(&value));
-    environment.add_test("iterable", move |value: Value| is_sequence(&value) || value.kind() == ValueKind::Iterable);
-    environment.add_test("number", |value: Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
+    environment
+        .add_test("iterable", move |value: Value| is_sequence(&value) || value.kind() == ValueKind::Iterable);
+    environment
+        .add_test("number", |value: Value| matches!(value.kind(), ValueKind::Number | ValueKind::Bool));
     for name in ["eq", "equalto", "=="] {
         environment.add_test(name, |a: Value, b: Value| python::is_equal(&a, &b));
     }
@@ -144,11 +145,21 @@ fn add_tests(environment: &mut Environment) {
     }
 }
 
+/// Returns the day of now, in UTC.
+pub fn today() -> String {
+    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
+    let now = chrono::DateTime::from_timestamp(seconds as i64, 0).unwrap_or_default();
+    now.format("%Y-%m-%d").to_string()
+}
+
 /// Returns a date `YYYY-MM-DD` in the form that `format` asks for; the time is midnight.
 fn dated(date: &str, format: &str) -> Result<String, Error> {
     let parsed = chrono::NaiveDate::parse_from_str(date, "%Y-%m-%d");
     let parsed = parsed.map_err(|_| error(format!("{date:?} is no date YYYY-MM-DD")))?;
     let mut text = String::new();
-    let written = fmt::Write::write_fmt(&mut text, format_args!("{}", parsed.and_time(chrono::NaiveTime::MIN).format(format)));
+    let written = fmt::Write::write_fmt(
+        &mut text,
+        format_args!("{}", parsed.and_time(chrono::NaiveTime::MIN).format(format)),
+    );
     written.map(|()| text).map_err(|_| error(format!("strftime_now: {format:?} is no format of a date")))
 }

@@ -9,14 +9,53 @@ use std::cmp::Ordering::Less;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Maximum bytes that the operations of a rendering may read and write, together.
-const WORK_BYTES_MAX: usize = 256 << 20;
+const WORK_BYTES_MAX: usize = 128 << 20;
 /// Bytes that count for each item of a list.
 const ITEM_BYTES: usize = 32;
 /// Filters of the engine that do what Jinja's do. Their work is bounded by their input.
-const FILTERS: [&str; 31] = [
-    "abs", "attr", "capitalize", "d", "default", "dictsort", "first", "float", "groupby", "int", "items", "last",
-    "list", "lower", "map", "max", "min", "reject", "rejectattr", "reverse", "round", "safe", "select",
-    "selectattr", "sort", "sum", "title", "unique", "upper", "bool", "indent",
+const FILTERS: [&str; 26] = [
+    "abs",
+    "attr",
+    "d",
+    "default",
+    "dictsort",
+    "first",
+    "float",
+    "groupby",
+    "int",
+    "items",
+    "last",
+    "list",
+    "map",
+    "max",
+    "min",
+    "reject",
+    "rejectattr",
+    "reverse",
+    "round",
+    "safe",
+    "select",
+    "selectattr",
+    "sort",
+    "sum",
+    "unique",
+    "indent",
+];
+/// Filters that are implemented here.
+const OWN_FILTERS: [&str; 13] = [
+    "trim",
+    "replace",
+    "upper",
+    "lower",
+    "capitalize",
+    "title",
+    "string",
+    "tojson",
+    "length",
+    "count",
+    "join",
+    "escape",
+    "e",
 ];
 
 /// The bytes that a rendering may still read and write.
@@ -146,9 +185,7 @@ fn add(state: &State, a: Value, b: Value) -> Result<Value, Error> {
         return Ok(Value::from([left, right].concat()));
     }
     match (integers(&a, &b), numbers(&a, &b)) {
-        (Some((x, y)), _) => {
-            x.checked_add(y).map(Value::from).ok_or_else(|| error("a number is too large"))
-        }
+        (Some((x, y)), _) => x.checked_add(y).map(Value::from).ok_or_else(|| error("a number is too large")),
         (_, Some((x, y))) => Ok(Value::from(x + y)),
         _ => Err(unfit("+", &a, &b)),
     }
@@ -160,7 +197,9 @@ fn multiply(state: &State, a: Value, b: Value) -> Result<Value, Error> {
     let repeated = |times: usize| charge(state, shallow_bytes(&a).saturating_mul(times));
     match (a.as_str(), items(&a), times()) {
         (Some(text), _, Some(times)) => repeated(times).map(|()| Value::from(text.repeat(times))),
-        (_, Some(list), Some(times)) => repeated(times).map(|()| Value::from_iter(std::iter::repeat_n(list, times).flatten())),
+        (_, Some(list), Some(times)) => {
+            repeated(times).map(|()| Value::from_iter(std::iter::repeat_n(list, times).flatten()))
+        }
         _ => match (integers(&a, &b), numbers(&a, &b)) {
             (Some((x, y)), _) => {
                 x.checked_mul(y).map(Value::from).ok_or_else(|| error("a number is too large"))
@@ -219,12 +258,15 @@ fn item(state: &State, value: Value, key: Value) -> Result<Value, Error> {
 
 /// Returns every `step`-th item from `start` to `stop`, as Python's slices.
 fn slice(state: &State, value: Value, start: Value, stop: Value, step: Value) -> Result<Value, Error> {
-    charge(state, 2 * shallow_bytes(&value))?;
     let whole = |value: &Value| match value.is_none() || value.is_undefined() {
         true => Ok(None),
         false => value.as_i64().map(Some).ok_or_else(|| error("a slice takes whole numbers")),
     };
     let step = whole(&step)?.unwrap_or(1);
+    charge(
+        state,
+        shallow_bytes(&value).saturating_mul(if value.as_str().is_some() { ITEM_BYTES } else { 1 }),
+    )?;
     let list = match value.as_str() {
         Some(text) => text.chars().map(Value::from).collect(),
         None => items(&value).ok_or_else(|| error(format!("{} has no slices", value.kind())))?,
@@ -283,7 +325,9 @@ fn apply(state: &State, name: &str, arguments: &[Value]) -> Result<Value, Error>
     let Some(value) = arguments.first().cloned() else { return Err(error("a filter without a value")) };
     match name {
         "trim" => return methods::text(state, "strip", arguments),
-        "replace" => return methods::text(state, "replace", arguments),
+        "replace" | "upper" | "lower" | "capitalize" | "title" => {
+            return methods::text(state, name, arguments);
+        }
         "string" => return Ok(if value.as_str().is_some() { value } else { text_of(state, &value)?.into() }),
         "tojson" => {
             let (_, options): (Value, Kwargs) = from_args(arguments)?;
@@ -312,7 +356,10 @@ fn apply(state: &State, name: &str, arguments: &[Value]) -> Result<Value, Error>
             (0..20).try_for_each(|_| charge_all(state, &value, 0))?;
         }
         name if !FILTERS.contains(&name) => {
-            return Err(Error::new(ErrorKind::UnknownFilter, format!("the filter {name:?} is not supported")));
+            return Err(Error::new(
+                ErrorKind::UnknownFilter,
+                format!("the filter {name:?} is not supported"),
+            ));
         }
         _ => {}
     }
@@ -381,12 +428,11 @@ pub(super) fn install(environment: &mut Environment) {
     environment.add_filter("item", item);
     environment.add_filter("slice", slice);
     environment.add_filter("iterable", iterable);
-    environment.add_filter("nested", |state: &State, value: Value| {
-        charge_all(state, &value, 0).map(|()| value)
-    });
+    environment
+        .add_filter("nested", |state: &State, value: Value| charge_all(state, &value, 0).map(|()| value));
     environment.add_filter("attribute", attribute);
     environment.add_filter("filter", filter);
-    for name in ["trim", "replace", "string", "tojson", "length", "count", "join", "escape", "e"] {
+    for name in OWN_FILTERS {
         let own = move |state: &State, Rest(arguments): Rest<Value>| apply(state, name, &arguments);
         environment.add_filter(name, own);
     }

@@ -3,6 +3,7 @@
 use super::file::MetadataValue;
 use super::weights::GgufWeights;
 use crate::bad_input;
+use crate::chat::chatml::TemplateSource;
 use crate::model::config::Config;
 use crate::model::families::Family;
 use crate::vocabulary::Vocabulary;
@@ -16,8 +17,8 @@ pub struct GgufModel {
     pub weights: GgufWeights,
     pub config: Config,
     pub vocabulary: Vocabulary,
-    /// The chat template. This program never executes it.
-    pub template: Option<String>,
+    /// The chat templates, with the texts of special tokens.
+    pub template: TemplateSource,
 }
 
 impl GgufModel {
@@ -32,7 +33,18 @@ impl GgufModel {
         weights.set_family(config.family);
         weights.check(&config)?;
         let vocabulary = metadata.vocabulary()?;
-        let template = metadata.text("tokenizer.chat_template").map(str::to_owned);
+        let text = |key: &str| metadata.text(key).map(str::to_owned);
+        let mut template = TemplateSource {
+            default: text("tokenizer.chat_template").unwrap_or_default(),
+            tool_use: text("tokenizer.chat_template.tool_use"),
+            ..TemplateSource::default()
+        };
+        for (name, key) in [("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")] {
+            let id = metadata.json(&format!("tokenizer.ggml.{key}_token_id"));
+            let bytes = id.as_u64().and_then(|id| vocabulary.token_bytes(u32::try_from(id).ok()?));
+            let word = bytes.map(|bytes| String::from_utf8_lossy(bytes).into_owned().into());
+            template.variables.extend(word.map(|word: Json| (name.to_owned(), word)));
+        }
         Ok(Self { weights, config, vocabulary, template })
     }
 }

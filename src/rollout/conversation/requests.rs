@@ -71,8 +71,17 @@ impl Conversation<'_> {
         }
     }
 
+    /// Returns the request for the first turn of a part, if one has just begun.
+    pub fn next_part(&mut self, forced: &ForcedTokens) -> Option<EngineRequest> {
+        let begins = std::mem::take(&mut self.turn.begins_part);
+        let tokens = || self.record.tokens.clone();
+        begins.then(|| {
+            engine_request(self.rollout, tokens(), vec![self.sample_request(forced)], self.record.sampled)
+        })
+    }
+
     fn sample_request(&self, forced: &ForcedTokens) -> SampleRequest {
-        self.coordinates.sample_request(self.rollout, self.turns.len(), forced)
+        self.coordinates.sample_request(self.rollout, self.turns_ended(), forced)
     }
 
     /// Returns how many tokens may still be sampled.

@@ -88,7 +88,7 @@ impl Startup {
             Some(OpenedTask { task, interpreter: interpreter? })
         });
         if let Some(source) = &source {
-            check_model(&plan, &source.config, &mut errors);
+            check_model(&plan, &source.config, &source.chat, &mut errors);
         }
         let teacher = source
             .as_ref()

@@ -1,6 +1,7 @@
 //! Opens the model: its files, its adapter, and which tensors are trainable.
 
 use super::errors::ErrorList;
+use crate::chat::Chat;
 use crate::checkpoint::peft::is_adapter_folder;
 use crate::model::config::{Config, WeightFormat};
 use crate::ops::head_parts::head_split_error;
@@ -78,10 +79,10 @@ impl Trainables {
 }
 
 /// Checks the recipe against the model.
-pub(super) fn check_model(plan: &Plan, config: &Config, errors: &mut ErrorList) {
+pub(super) fn check_model(plan: &Plan, config: &Config, chat: &Chat, errors: &mut ErrorList) {
     errors.collect(check_budgets(plan, config));
     errors.collect(check_heads(plan, config));
-    errors.extend(unsupported_keys(plan, config.family));
+    errors.extend(unsupported_keys(plan, config.family, chat));
 }
 
 /// Checks the recipe's token budget and checkpoint dtype against the model.
@@ -127,17 +128,10 @@ fn check_heads(plan: &Plan, config: &Config) -> Result<()> {
     }
 }
 
-/// Warns about a model without weights, and about an unknown chat template.
+/// Warns about a model without weights.
 pub(super) fn warn_about_model(plan: &mut Plan, source: &ModelSource) {
     if let Some(folder) = &source.folder_without_weights {
         plan.warnings
             .push(format!("{} has no weights; the weights are initialized at random", folder.display()));
-    }
-    if let Some(file) = &source.unknown_template {
-        plan.warnings.push(format!(
-            "{}: its chat template is not the one published for this family; conversations are rendered in {}",
-            file.display(),
-            source.chat.name()
-        ));
     }
 }

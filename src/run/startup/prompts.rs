@@ -1,7 +1,7 @@
 //! Opens the environment: the task with its prompts, and the rows of an SFT file.
 
 use super::task::OpenedTask;
-use crate::chat::system_prompt;
+use crate::chat::{Chat, system_prompt, template::today};
 use crate::learner::examples::read_rows;
 use crate::metrics::format_count;
 use crate::recipe::Plan;
@@ -11,6 +11,7 @@ use crate::run::memory::ModelCommand;
 use crate::run::source::ModelSource;
 use crate::run::teacher::prompt_change;
 use anyhow::Result;
+use std::path::Path;
 
 /// Renders the messages before every prompt, and leaves out problems that are too long. `distills`: whether
 /// the command distills. The agent's server starts later.
@@ -24,7 +25,12 @@ pub(super) fn open_environment(
     command: ModelCommand,
     distills: bool,
 ) -> Result<Environment> {
-    let chat = source.chat.clone().with_thinking(plan.recipe.chat.enable_thinking.unwrap_or(true));
+    // The day that a template tells is the day of the run's start, also after the run goes on.
+    if source.chat.template_reads("strftime_now") {
+        plan.recipe.chat.current_date.get_or_insert_with(today);
+    }
+    let place = plan.recipe.model.path.as_deref().unwrap_or(Path::new("model")).display().to_string();
+    let chat = source.chat.clone().with_settings(&plan.recipe.chat, &place)?;
     // A system message of bytes is longer than the context of such a model.
     if chat.vocabulary().is_of_bytes() && !plan.is_written("chat.system_message") {
         plan.recipe.chat.system_message = Some(false);
@@ -32,6 +38,12 @@ pub(super) fn open_environment(
     let prompt_settings = plan.recipe.prompt_settings();
     let declares_python = plan.recipe.declares_python(task.as_ref());
     let system_prompt = system_prompt(&chat, &prompt_settings, declares_python, task.tools());
+    if declares_python || !task.tools().is_empty() {
+        let unread = chat.template_facts().iter().filter(|fact| fact.starts_with("calls: "));
+        plan.warnings.extend(unread.map(|fact| format!("the model's chat template: {fact}")));
+    }
+    let template = source.companions.template().filter(|_| matches!(chat, Chat::Harmony(_)));
+    plan.warnings.extend(template.and_then(|template| chat.difference_from(&template)));
     let mut environment = Environment {
         plan,
         chat,
