@@ -26,6 +26,8 @@ struct KeptAnswer {
     message: GivenAnswer,
     /// The calls at its end. Their ids are in `message`.
     calls: Vec<Message>,
+    /// What was sampled, also the thought, which a client need not repeat.
+    sampled: Vec<Message>,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
     /// Whether the last token ends the turn.
@@ -111,8 +113,8 @@ impl Trace {
                 && known.iter().any(|answer| answer.message.says_the_same(&given));
             if is_kept {
                 append(&mut tokens, &mut before, &mut pending)?;
-                before.extend(messages.iter().cloned());
                 if let Some(answer) = find(known, &given, &tokens) {
+                    before.extend(answer.sampled.iter().cloned());
                     tokens.extend(&answer.tokens);
                     // An answer that reached its limit is closed by a token that is not trained.
                     tokens.extend(chat.stop_tokens().first().filter(|_| !answer.has_ended));
@@ -192,10 +194,11 @@ impl Trace {
         path.turns.push(Turn { start, end: path.tokens.len(), calls: vec![] });
         path.open_calls = calls.len();
         path.messages = messages;
-        path.messages.extend(parser.finish());
+        let sampled = parser.finish();
+        path.messages.extend(sampled.iter().cloned());
         path.outcome = if is_full { Outcome::TruncatedLength } else { Outcome::Finished };
         self.newest = index;
-        self.answers.push(KeptAnswer { message: given, calls, prompt, tokens: ids, has_ended });
+        self.answers.push(KeptAnswer { message: given, calls, sampled, prompt, tokens: ids, has_ended });
     }
 
     /// Returns the trajectories in the order of their first answers, each with its messages, and the index of
@@ -306,6 +309,7 @@ impl EpisodeFacts {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::chat::chatml::TemplateSource;
     use crate::chat::{ChatFormat, ConversationSource, SystemPromptSettings};
     use serde_json::json;
 
@@ -371,5 +375,42 @@ mod tests {
         assert_eq!(trace.render(&chat, &conversation, &values, 0).unwrap(), before);
         let after = trace.render(&chat, &conversation, &values, 1).unwrap();
         assert!(after != before && after.windows(sampled.len()).any(|window| window == sampled));
+    }
+
+    /// The model's own template drops the thought of an earlier answer, so the sampled ids are no history of
+    /// the next prompt.
+    #[test]
+    fn a_prompt_that_a_template_rewrites_begins_a_trajectory() {
+        for (template, continued) in [
+            (include_str!("../../tests/fixtures/templates/thoughts.jinja"), None),
+            (include_str!("../../tests/fixtures/templates/plain.jinja"), Some(0)),
+        ] {
+            let vocabulary = ChatFormat::ThinkingChatMl.from_embedded().unwrap().vocabulary().clone();
+            let source = TemplateSource { default: template.into(), ..TemplateSource::default() };
+            let chat = ChatFormat::ThinkingChatMl.with_template(vocabulary, "test", &source).unwrap();
+            let answer = json!({"role": "assistant", "content": "7"});
+            let values = [
+                json!({"role": "user", "content": "?"}),
+                answer.clone(),
+                json!({"role": "user", "content": "!"}),
+            ];
+            let read = |values: &[Value]| {
+                let settings = SystemPromptSettings::default();
+                RequestMessages::read(values, &[], &chat, settings, ConversationSource::Request).unwrap()
+            };
+            let mut trace = Trace::default();
+            let prompt = trace.render(&chat, &read(&values[..1]), &values[..1], 0).unwrap();
+            let text =
+                if continued.is_none() { "<think>\nhm\n</think>\n\n7<|im_end|>" } else { "7<|im_end|>" };
+            let ids = chat.vocabulary().encode_with_special(text).unwrap();
+            let tokens =
+                ids.iter().map(|&id| NewToken { id, log_prob: 0.0, kept: None, scores: None }).collect();
+            let messages = vec![];
+            trace.record(&chat, SampledAnswer { prompt, messages, tokens, message: answer, is_full: false });
+            // The client repeats no thought.
+            let next = trace.render(&chat, &read(&values), &values, 1).unwrap();
+            assert_eq!(trace.continued(&next), continued, "{template}");
+            assert_eq!(next, chat.render_prompt(&read(&values).into_messages()).unwrap(), "{template}");
+        }
     }
 }

@@ -18,17 +18,18 @@ table! {
         pub system_message: Option<bool> = None,
         /// First line of the system message. If absent, it is the model family's default: `You are ChatGPT, a
         /// large language model trained by OpenAI.` for GPT-OSS, `You are Qwen, created by Alibaba Cloud. You
-        /// are a helpful assistant.` for Qwen2, and no line for Qwen3.
+        /// are a helpful assistant.` for Qwen2, no line for Qwen3, and the text of a model's own template.
         pub model_identity: Option<String> = None,
         /// Knowledge cutoff in the system message, as `YYYY-MM`. If absent, it is `2024-06`. GPT-OSS only.
         pub knowledge_cutoff: Option<String> = None,
-        /// Current date in the system message, as `YYYY-MM-DD`. If absent, there is no such line. GPT-OSS
-        /// only.
+        /// Current date in the system message, as `YYYY-MM-DD`. If absent, there is no such line, or the day
+        /// of the run's start. GPT-OSS, and a model's own template that tells the date.
         pub current_date: Option<String> = None,
-        /// Reasoning effort in the system message. If absent, it is `medium`. GPT-OSS only.
+        /// Reasoning effort in the system message. If absent, it is `medium`. GPT-OSS, and a model's own
+        /// template that reads it.
         pub reasoning_effort: Option<ReasoningEffort> = None,
         /// Whether Qwen3 thinks before it answers. If false, an empty thought is inserted at the start of
-        /// each of its turns. If absent, it is true. Qwen3 only.
+        /// each of its turns. If absent, it is true. Qwen3, and a model's own template that reads it.
         pub enable_thinking: Option<bool> = None,
         /// Instructions in GPT-OSS's developer message, or at the end of ChatML's system message. If absent,
         /// there are no instructions.

@@ -9,6 +9,7 @@ use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
 use crate::interpreter::Interpreter;
+use crate::random::Purpose;
 use crate::trajectory::{Group, Trajectory};
 use anyhow::{Error, Result, anyhow};
 use serde_json::Value;
@@ -37,6 +38,8 @@ pub(super) struct Hooks<'a> {
     pub finished: &'a Observer<'a>,
     pub stop: &'a (dyn Fn() -> bool + Sync),
     pub forced: &'a ForcedTokens<'a>,
+    /// Whether all parts of a conversation are trained. Otherwise it has one result: its last part.
+    pub keeps_parts: bool,
 }
 
 /// The conversations of one rollout, shared by the engine's workers and the tool threads.
@@ -293,7 +296,11 @@ impl<'a> Driver<'a> {
 
     fn finish(&self, conversation: Conversation<'a>) {
         let (index, sampled) = (conversation.trajectory_index(), conversation.sampled_since());
-        let parts = conversation.finish();
+        let mut parts = conversation.finish();
+        if !self.hooks.keeps_parts || self.rollout.plan.purpose != Purpose::Sampling {
+            parts.drain(..parts.len().saturating_sub(1));
+            parts.iter_mut().for_each(|(trajectory, _)| trajectory.part = 0);
+        }
         parts.iter().for_each(|(trajectory, messages)| (self.hooks.finished)(trajectory, messages));
         self.end(index, sampled, TrajectoryInProgress::from_parts(parts));
     }
@@ -324,7 +331,7 @@ impl<'a> Driver<'a> {
     fn estimate_tokens_left(&self) {
         let now = Instant::now();
         let is_recent = |at: Instant| now.saturating_duration_since(at) < ESTIMATE_INTERVAL;
-        if std::mem::replace(&mut self.lock().estimated, Some(now)).is_some_and(is_recent) {
+        if self.lock().estimated.replace(now).is_some_and(is_recent) {
             return;
         }
         // A conversation that waits for a tool is not in its place. It counts as one that waits to begin.

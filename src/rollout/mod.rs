@@ -256,7 +256,14 @@ impl Rollout<'_> {
         self.run(
             prompts,
             samples,
-            Hooks { progress, sampled: &|_, _, _| (), finished, stop, forced: &|_| vec![] },
+            Hooks {
+                progress,
+                sampled: &|_, _, _| (),
+                finished,
+                stop,
+                forced: &|_| vec![],
+                keeps_parts: false,
+            },
         )
     }
 
@@ -271,7 +278,11 @@ impl Rollout<'_> {
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
         let forced = &|_| vec![];
-        self.run(prompts, 1, Hooks { progress: &|_| (), sampled, finished: &|_, _| (), stop, forced })
+        self.run(
+            prompts,
+            1,
+            Hooks { progress: &|_| (), sampled, finished: &|_, _| (), stop, forced, keeps_parts: false },
+        )
     }
 
     /// Performs [`Self::converse`] with the first tokens of each turn given by `forced`.
@@ -290,7 +301,7 @@ impl Rollout<'_> {
         self.run(
             prompts,
             samples,
-            Hooks { progress, sampled: &|_, _, _| (), finished: &|_, _| (), stop, forced },
+            Hooks { progress, sampled: &|_, _, _| (), finished: &|_, _| (), stop, forced, keeps_parts: true },
         )
     }
 

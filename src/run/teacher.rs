@@ -146,6 +146,15 @@ pub(super) fn prompt_change(
     let text = recipe.policy.distill.as_ref().and_then(|distill| distill.system_prompt.as_deref());
     let Some(text) = text else { return Ok(None) };
     let teacher = replaced_system_prompt(chat, &recipe.chat, text, uses_python, tools);
+    if chat.has_own_template() {
+        // A template may write a system message of its own, so the prompts are compared from their ends.
+        let whole = |messages: &[Message]| chat.render_prompt(&[messages, &[Message::user("x")]].concat());
+        let (mut policy, mut teacher) = (whole(policy)?, whole(&teacher)?);
+        let common = policy.iter().rev().zip(teacher.iter().rev()).take_while(|(a, b)| a == b).count();
+        policy.truncate(policy.len() - common);
+        teacher.truncate(teacher.len() - common);
+        return Ok(Some(PromptChange { policy, teacher }));
+    }
     Ok(Some(PromptChange { policy: prefix(chat, policy)?, teacher: prefix(chat, &teacher)? }))
 }
 

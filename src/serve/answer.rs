@@ -478,6 +478,8 @@ fn end_of_call(chat: &Chat, tokens: &[NewToken]) -> Option<u32> {
     for token in tokens {
         parser.push(token.id);
     }
+    // A model's own template may begin the thought.
+    parser.answer()?;
     (parser.push(end) == TurnStep::Ended(TurnEnd::Called)).then_some(end)
 }
 

@@ -37,6 +37,7 @@ mod model_files;
 mod one_forward;
 mod ops;
 mod optimizer;
+mod own_templates;
 mod packed;
 mod page_commands;
 mod pages;

@@ -301,14 +301,9 @@ fn gguf_files_give_back_config_and_values() {
             let read = GgufModel::open(&path).unwrap();
             // GGUF has one end of a text, and its tokenizer no token for the beginning.
             assert_eq!(Config { eos_token_ids: vec![2, 0], ..read.config.clone() }, config, "{family}");
-            assert!(
-                read.config
-                    .family
-                    .chat
-                    .from_vocabulary(read.vocabulary, "a.gguf")
-                    .unwrap()
-                    .is_known_template(chat.jinja())
-            );
+            assert_eq!(read.template.default, chat.jinja());
+            let again = read.config.family.chat.with_template(read.vocabulary, "a.gguf", &read.template);
+            assert!(!again.unwrap().has_own_template());
             let files = ModelFolder::from_gguf(&path, read.weights);
             for spec in parameter_specs(&config) {
                 let wanted = values(tiny::named(&before, &spec.name));

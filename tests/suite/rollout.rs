@@ -4,6 +4,7 @@ mod accounting;
 mod exact;
 mod mcp;
 mod message_loop;
+mod own_templates;
 mod partial;
 mod programs;
 mod tools;

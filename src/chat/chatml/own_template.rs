@@ -82,12 +82,19 @@ impl ChatMl {
         source: &TemplateSource,
         variables: Map<String, Value>,
     ) -> Result<Self> {
-        let invalid = |why: String| bad_input!("{source_name}: the chat template: {why}");
+        let invalid = |why: String| {
+            bad_input!(
+                "{source_name}: the chat template: {why}; mend the model's template, or use a copy without it"
+            )
+        };
         let compiled = |text: &String| ChatTemplate::new(text).map_err(invalid);
         let special = (0..vocabulary.vocab_size() as u32).filter(|&id| vocabulary.is_special(id));
         let words =
             special.filter_map(|id| Some(std::str::from_utf8(vocabulary.token_bytes(id)?).ok()?.to_owned()));
         let mut words: Vec<String> = words.filter(|word| !word.is_empty()).collect();
+        if words.is_empty() {
+            return Err(invalid("the tokenizer has no control token".into()));
+        }
         // The longest of several that begin at one place is the token.
         words.sort_by_key(|word| std::cmp::Reverse(word.len()));
         let words: Vec<String> = words.iter().map(|word| regex::escape(word)).collect();
@@ -177,30 +184,35 @@ impl ChatMl {
             };
         keeps("after a tool's reply", &called, &[reply]);
         keeps("after a user's next message", thought, &[Message::user(ASKED)]);
-        if let Some(form) = self.other_calls(&called) {
-            facts.push(form);
-        }
+        facts.extend(self.call_problem(&called).map(|problem| format!("calls: {problem}")));
         facts
     }
 
-    /// Returns what is wrong if the template writes calls in a form that is not read here.
-    fn other_calls(&self, called: &[Message]) -> Option<String> {
+    /// Returns what is wrong if the template does not write calls in the form that is read here.
+    fn call_problem(&self, called: &[Message]) -> Option<String> {
         let template = self.template.as_ref()?;
-        let text = template.render(called, false).ok()?;
-        let turn = text.rsplit_once(template.header.as_str())?.1;
+        if !template.source.reads("tools") {
+            return Some("the template has no place for functions, so the model is not told of them".into());
+        }
+        let text = match template.render(called, false) {
+            Ok(text) => text,
+            Err(why) => return Some(format!("the template refuses them: {why}")),
+        };
+        let turn = text.rsplit_once(template.header.as_str()).map_or("", |(_, turn)| turn);
+        let inserted = template.start.strip_prefix(&template.header).unwrap_or_default();
         let mut parser = self.turn_parser();
-        for token in self.encode(&format!("{}{turn}", template.start.strip_prefix(&template.header)?)).ok()? {
+        for token in self.encode(turn.strip_prefix(inserted).unwrap_or(turn)).ok()? {
             parser.push(token);
         }
         if parser.finish().iter().any(|message| message.recipient.as_deref() == Some("add")) {
             return None;
         }
-        let known =
-            OTHER_CALLS.iter().find(|(part, _)| turn.contains(part)).map_or("another form", |(_, name)| name);
+        let known = OTHER_CALLS.iter().find(|(part, _)| turn.contains(part));
+        let known = known.map_or("another form", |(_, name)| name);
         let shown: String = turn.split(template.end.as_str()).next()?.chars().take(120).collect();
         Some(format!(
-            "calls: the template teaches {known}: {shown:?}; read is JSON between <tool_call> and </tool_call>, so calls in \
-             that form are text"
+            "the template teaches {known}: {shown:?}; what is read is JSON between <tool_call> and </tool_call>, so \
+             calls in that form are text"
         ))
     }
 

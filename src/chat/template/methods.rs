@@ -5,6 +5,9 @@ use super::python::{error, is_equal};
 use minijinja::value::{Rest, from_args};
 use minijinja::{Error, ErrorKind, State, Value};
 
+/// The name of the filter `title`, whose words differ from those of the method.
+pub(super) const WORDS: &str = "title of words";
+
 /// Returns whether Python counts a character as white space.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
@@ -110,7 +113,8 @@ pub(super) fn text(state: &State, name: &str, arguments: &[Value]) -> Result<Val
                     let first = rest.next().map(|c| c.to_uppercase().collect::<String>());
                     (first.unwrap_or_default() + &rest.as_str().to_lowercase()).into()
                 }
-                "title" => title(text).into(),
+                "title" => title(text, |c| !c.is_alphabetic()).into(),
+                WORDS => title(text, |c| c.is_whitespace() || "-({[<".contains(c)).into(),
                 "splitlines" => Value::from_iter(text.lines()),
                 "isdigit" | "isnumeric" | "isdecimal" => all(char::is_numeric),
                 "isalpha" => all(char::is_alphabetic),
@@ -154,11 +158,11 @@ fn split<'t>(text: &'t str, from_end: bool, rest: &[Value]) -> Result<Vec<&'t st
 }
 
 /// Returns a text with every word's first letter in upper case.
-fn title(text: &str) -> String {
+fn title(text: &str, is_between: fn(char) -> bool) -> String {
     let mut is_within = false;
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
-        match std::mem::replace(&mut is_within, c.is_alphabetic()) {
+        match std::mem::replace(&mut is_within, !is_between(c)) {
             true => out.extend(c.to_lowercase()),
             false => out.extend(c.to_uppercase()),
         }

@@ -22,7 +22,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// The variable with the day that `strftime_now` tells, as `YYYY-MM-DD`.
 pub const DATE: &str = "__date";
 /// Maximum number of instructions of a rendering.
-const STEPS_MAX: u64 = 4_000_000;
+const STEPS_MAX: u64 = 2_000_000;
 /// Maximum depth of macros in macros, in the engine's own unit: four a macro.
 const DEPTH_MAX: usize = 400;
 

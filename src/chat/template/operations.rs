@@ -9,7 +9,7 @@ use std::cmp::Ordering::Less;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// Maximum bytes that the operations of a rendering may read and write, together.
-const WORK_BYTES_MAX: usize = 128 << 20;
+const WORK_BYTES_MAX: usize = 64 << 20;
 /// Bytes that count for each item of a list.
 const ITEM_BYTES: usize = 32;
 /// Filters of the engine that do what Jinja's do. Their work is bounded by their input.
@@ -165,6 +165,12 @@ fn integers(a: &Value, b: &Value) -> Option<(i128, i128)> {
     Some((whole(a)?, whole(b)?))
 }
 
+/// Returns a whole number as a value, in the engine's usual type if it fits.
+fn whole(number: Option<i128>) -> Result<Value, Error> {
+    let number = number.ok_or_else(|| error("a number is too large"))?;
+    Ok(i64::try_from(number).map_or_else(|_| Value::from(number), Value::from))
+}
+
 fn add(state: &State, a: Value, b: Value) -> Result<Value, Error> {
     undefined(&a)?;
     undefined(&b)?;
@@ -185,7 +191,7 @@ fn add(state: &State, a: Value, b: Value) -> Result<Value, Error> {
         return Ok(Value::from([left, right].concat()));
     }
     match (integers(&a, &b), numbers(&a, &b)) {
-        (Some((x, y)), _) => x.checked_add(y).map(Value::from).ok_or_else(|| error("a number is too large")),
+        (Some((x, y)), _) => whole(x.checked_add(y)),
         (_, Some((x, y))) => Ok(Value::from(x + y)),
         _ => Err(unfit("+", &a, &b)),
     }
@@ -201,9 +207,7 @@ fn multiply(state: &State, a: Value, b: Value) -> Result<Value, Error> {
             repeated(times).map(|()| Value::from_iter(std::iter::repeat_n(list, times).flatten()))
         }
         _ => match (integers(&a, &b), numbers(&a, &b)) {
-            (Some((x, y)), _) => {
-                x.checked_mul(y).map(Value::from).ok_or_else(|| error("a number is too large"))
-            }
+            (Some((x, y)), _) => whole(x.checked_mul(y)),
             (_, Some((x, y))) => Ok(Value::from(x * y)),
             _ => Err(unfit("*", &a, &b)),
         },
@@ -325,7 +329,8 @@ fn apply(state: &State, name: &str, arguments: &[Value]) -> Result<Value, Error>
     let Some(value) = arguments.first().cloned() else { return Err(error("a filter without a value")) };
     match name {
         "trim" => return methods::text(state, "strip", arguments),
-        "replace" | "upper" | "lower" | "capitalize" | "title" => {
+        "title" => return methods::text(state, methods::WORDS, arguments),
+        "replace" | "upper" | "lower" | "capitalize" => {
             return methods::text(state, name, arguments);
         }
         "string" => return Ok(if value.as_str().is_some() { value } else { text_of(state, &value)?.into() }),

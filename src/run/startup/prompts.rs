@@ -38,10 +38,13 @@ pub(super) fn open_environment(
     let prompt_settings = plan.recipe.prompt_settings();
     let declares_python = plan.recipe.declares_python(task.as_ref());
     let system_prompt = system_prompt(&chat, &prompt_settings, declares_python, task.tools());
-    if declares_python || !task.tools().is_empty() {
-        let unread = chat.template_facts().iter().filter(|fact| fact.starts_with("calls: "));
-        plan.warnings.extend(unread.map(|fact| format!("the model's chat template: {fact}")));
-    }
+    let (has_tools, is_agent) = (declares_python || !task.tools().is_empty(), plan.recipe.task.is_agent());
+    let is_told = |fact: &&String| match fact.starts_with("after a user's") {
+        true => is_agent && fact.contains("rewrites"),
+        false => (has_tools || is_agent) && (fact.starts_with("calls: ") || fact.contains("rewrites")),
+    };
+    let facts = chat.template_facts().iter().filter(is_told);
+    plan.warnings.extend(facts.map(|fact| format!("the model's chat template: {fact}")));
     let template = source.companions.template().filter(|_| matches!(chat, Chat::Harmony(_)));
     plan.warnings.extend(template.and_then(|template| chat.difference_from(&template)));
     let mut environment = Environment {
