@@ -13,7 +13,7 @@
 //! The tokens in brackets are trained. A message that the model wrote is never tokenised again: its sampled
 //! tokens are a part of later prompts.
 
-use crate::chat::{Call, Chat, Continuation, GivenAnswer, RequestMessages};
+use crate::chat::{Call, Chat, GivenAnswer, NextTokens, RequestMessages};
 use crate::engine::NewToken;
 use crate::harmony::Message;
 use crate::ops::token_set::TokenSet;
@@ -26,7 +26,7 @@ struct KeptAnswer {
     message: GivenAnswer,
     /// The calls at its end. Their ids are in `message`.
     calls: Vec<Message>,
-    /// What was sampled, also the thought, which a client need not repeat.
+    /// The sampled messages, also the thought, which a client need not repeat.
     sampled: Vec<Message>,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
@@ -99,9 +99,9 @@ impl Trace {
             match tokens.is_empty() {
                 true => *tokens = chat.render_prompt(pending)?,
                 false => match chat.render_next(before, pending)? {
-                    Continuation::Appended(rendered) => tokens.extend(rendered),
+                    NextTokens::Appended(rendered) => tokens.extend(rendered),
                     // The next answer begins a trajectory.
-                    Continuation::Rewritten { tokens: whole, .. } => *tokens = whole,
+                    NextTokens::Rewritten { tokens: whole, .. } => *tokens = whole,
                 },
             }
             before.append(pending);

@@ -127,9 +127,9 @@ impl ChatFormat {
     }
 }
 
-/// What follows a sampled turn.
+/// The tokens after a sampled turn.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Continuation {
+pub enum NextTokens {
     /// The tokens behind the turn. Those before are kept.
     Appended(Vec<u32>),
     /// The tokens of the whole prompt: the template writes what stands before in another way, `from` here.
@@ -147,8 +147,8 @@ pub enum Call {
 }
 
 impl Chat {
-    /// Returns the chat with the recipe's settings: Qwen3's thinking on or off, and what a model's own template
-    /// reads of them. `place` names the model.
+    /// Returns the chat with the recipe's settings: Qwen3's thinking on or off, and what a model's own
+    /// template reads of them. `place` names the model.
     ///
     /// # Errors
     /// When the model's own template refuses them.
@@ -264,14 +264,14 @@ impl Chat {
         }
     }
 
-    /// Renders what follows a turn that was sampled up to its stop token, the last of `before`: `messages`, and
-    /// the start of the assistant's next turn.
+    /// Renders what follows a turn that was sampled up to its stop token, the last of `before`: `messages`,
+    /// and the start of the assistant's next turn.
     ///
     /// # Errors
     /// The errors of [`Self::render_prompt`].
-    pub fn render_next(&self, before: &[Message], messages: &[Message]) -> Result<Continuation> {
+    pub fn render_next(&self, before: &[Message], messages: &[Message]) -> Result<NextTokens> {
         match self {
-            Chat::Harmony(_) => self.render_prompt(messages).map(Continuation::Appended),
+            Chat::Harmony(_) => self.render_prompt(messages).map(NextTokens::Appended),
             Chat::ChatMl(chatml) => chatml.render_next(before, messages),
         }
     }

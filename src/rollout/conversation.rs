@@ -20,8 +20,8 @@
 //! - If programs in answers run ([`ToolForm`](crate::chat::ToolForm)), the end of a program ends the turn,
 //!   and its output is inserted into the same message. The last allowed turn must not end in a program.
 //! - Sampled tokens never change, including the stop token before a further user message. If the model's own
-//!   chat template writes earlier turns in another way once messages follow, the conversation goes on in a new
-//!   part: another trajectory, with the same reward. A conversation in parts does not pause.
+//!   chat template writes earlier turns in another way once messages follow, the conversation goes on in a
+//!   new part: another trajectory, with the same reward. A conversation in parts does not pause.
 
 mod calls;
 mod programs;
@@ -31,7 +31,7 @@ mod requests;
 use super::partial::PausedConversation;
 use super::prompt::RenderedPrompt;
 use super::{Rollout, TurnPosition};
-use crate::chat::{ChatTurnParser, Continuation, ProgramScanner};
+use crate::chat::{ChatTurnParser, NextTokens, ProgramScanner};
 use crate::engine::{Completion, NewToken};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::tasks::{Problem, Reward, Transcript};
@@ -329,8 +329,8 @@ impl<'a> Conversation<'a> {
         };
         let rendered = match self.rollout.chat.render_next(&before, &messages) {
             Err(_) => return self.end(encoding_failure),
-            Ok(Continuation::Rewritten { tokens, .. }) => return self.begin_part(&tokens, messages),
-            Ok(Continuation::Appended(rendered)) => rendered,
+            Ok(NextTokens::Rewritten { tokens, .. }) => return self.begin_part(&tokens, messages),
+            Ok(NextTokens::Appended(rendered)) => rendered,
         };
         if self.record.len() + rendered.len() >= self.rollout.context_tokens_max() {
             return self.end(Outcome::TruncatedLength);
@@ -372,8 +372,8 @@ impl<'a> Conversation<'a> {
     }
 
     /// Grades the conversation. Returns its parts with the messages up to their ends: one, unless the chat
-    /// template has rewritten earlier turns. If the task fails, the reward is the task's least, as for a wrong
-    /// answer.
+    /// template has rewritten earlier turns. If the task fails, the reward is the task's least, as for a
+    /// wrong answer.
     pub(super) fn finish(mut self) -> Vec<(Trajectory, Vec<Message>)> {
         let Rollout { task, interpreter, reward_min, .. } = *self.rollout;
         let failed = Reward::new(reward_min, false);

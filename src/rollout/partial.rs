@@ -40,7 +40,8 @@ pub struct PausedConversation {
 pub enum TrajectoryInProgress {
     /// The trajectory and its messages.
     Finished(Box<Trajectory>, Vec<Message>),
-    /// The trajectories of a conversation whose earlier turns the chat template wrote again, with their messages.
+    /// The trajectories, with their messages, of a conversation whose earlier turns the chat template wrote
+    /// again.
     InParts(Vec<(Trajectory, Vec<Message>)>),
     Paused(Box<PausedConversation>),
 }

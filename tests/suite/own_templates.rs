@@ -2,7 +2,7 @@
 
 use crate::harmony::encode_with_special;
 use rloss::chat::chatml::TemplateSource;
-use rloss::chat::{Chat, ChatFormat, Continuation, SystemPromptSettings, system_prompt};
+use rloss::chat::{Chat, ChatFormat, NextTokens, SystemPromptSettings, system_prompt};
 use rloss::checkpoint::save::CompanionFiles;
 use rloss::harmony::{Message, TurnEnd, TurnStep};
 use serde_json::json;
@@ -141,15 +141,15 @@ fn what_follows_a_turn_keeps_its_ids_or_begins_again() {
     let chat = own_chat("thoughts");
     let before = [Message::user("?"), Message::assistant("analysis", "hm"), Message::assistant("final", "7")];
     let next = [Message::user("!")];
-    let Continuation::Rewritten { tokens, from } = chat.render_next(&before, &next).unwrap() else {
+    let NextTokens::Rewritten { tokens, from } = chat.render_next(&before, &next).unwrap() else {
         panic!("kept")
     };
     assert_eq!(tokens, chat.render_prompt(&[&before[..], &next].concat()).unwrap());
-    assert_eq!(from, "7<|im_end|>\n<|im_start|>user\n!<|im_end|>\n<|im_");
+    assert_eq!(from, "7<|im_end|>\n<|im_start|>user\n!<|im_end|>");
     let without = [before[0].clone(), before[2].clone()];
     let expected =
         encode_with_special(chat.vocabulary(), "\n<|im_start|>user\n!<|im_end|>\n<|im_start|>assistant\n");
-    assert_eq!(chat.render_next(&without, &next).unwrap(), Continuation::Appended(expected));
+    assert_eq!(chat.render_next(&without, &next).unwrap(), NextTokens::Appended(expected));
     let facts = chat.template_facts().join("\n");
     assert!(facts.contains("after a tool's reply: the tokens before are kept"), "{facts}");
     assert!(

@@ -1,13 +1,14 @@
 //! Conversations in a model's own chat template.
 //!
-//! Sampled tokens are kept: behind a sampled turn, only the text that the template adds there is encoded. Where
-//! the template writes the turns before in another way once messages follow, the whole prompt is encoded again.
+//! Sampled tokens are kept: behind a sampled turn, only the text that the template adds there is encoded.
+//! Where the template writes earlier turns in another way once messages follow, the whole prompt is encoded
+//! again.
 
 use super::render::turns;
 use super::{ChatMl, THINK};
 use crate::bad_input;
 use crate::chat::template::{ChatTemplate, DATE, today};
-use crate::chat::{Continuation, PYTHON, function_name};
+use crate::chat::{NextTokens, PYTHON, function_name};
 use crate::harmony::{MaskedTokens, Message, Role};
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
@@ -174,8 +175,8 @@ impl ChatMl {
         let reply = Message::tool("add", Some("commentary"), ANSWERED);
         let mut keeps =
             |what: &str, before: &[Message], next: &[Message]| match self.render_next(before, next) {
-                Ok(Continuation::Appended(_)) => facts.push(format!("{what}: the tokens before are kept")),
-                Ok(Continuation::Rewritten { from, .. }) => {
+                Ok(NextTokens::Appended(_)) => facts.push(format!("{what}: the tokens before are kept")),
+                Ok(NextTokens::Rewritten { from, .. }) => {
                     facts.push(format!(
                         "{what}: the template rewrites what stands before, from {from:?}; a new part begins"
                     ));
@@ -245,12 +246,12 @@ impl ChatMl {
         template: &OwnTemplate,
         before: &[Message],
         messages: &[Message],
-    ) -> Result<Continuation> {
+    ) -> Result<NextTokens> {
         let whole = template.text(&[before, messages].concat(), true)?;
         let closed = template.text(before, false)?;
         let end = closed.rfind(&template.end).map_or(closed.len(), |at| at + template.end.len());
         if whole.starts_with(&closed[..end]) {
-            return Ok(Continuation::Appended(self.encode(&whole[end..])?));
+            return Ok(NextTokens::Appended(self.encode(&whole[end..])?));
         }
         // Qwen3's template writes an empty thought in the last turn alone. It was not sampled.
         let turn = turns(before).last().map_or(0, <[Message]>::len);
@@ -263,12 +264,12 @@ impl ChatMl {
         };
         match (turn(&closed), turn(&whole)) {
             (Some((sampled, _)), Some((again, end))) if sampled == again => {
-                Ok(Continuation::Appended(self.encode(&whole[end..])?))
+                Ok(NextTokens::Appended(self.encode(&whole[end..])?))
             }
             _ => {
                 let common = common_length(&closed, &whole);
                 let from = whole[common..].chars().take(40).collect();
-                Ok(Continuation::Rewritten { tokens: self.encode(&whole)?, from })
+                Ok(NextTokens::Rewritten { tokens: self.encode(&whole)?, from })
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Rendering of messages as tokens.
 
 use super::{ANALYSIS, CALL_END, ChatMl, PYTHON_CALL, THINK, TOOL_CALL, TOOL_RESPONSE, json};
-use crate::chat::{Continuation, PYTHON};
+use crate::chat::{NextTokens, PYTHON};
 use crate::harmony::{MaskedTokens, Message, Role};
 use anyhow::Result;
 
@@ -33,15 +33,15 @@ impl ChatMl {
         Ok(out.finish()?.tokens)
     }
 
-    /// Renders what follows a sampled turn, the last of `before`: `messages`, and the start of the assistant's
-    /// next turn.
+    /// Renders what follows a sampled turn, the last of `before`: `messages`, and the start of the next turn
+    /// of the assistant.
     ///
     /// # Errors
     /// Those of [`Self::render_prompt`].
-    pub fn render_next(&self, before: &[Message], messages: &[Message]) -> Result<Continuation> {
+    pub fn render_next(&self, before: &[Message], messages: &[Message]) -> Result<NextTokens> {
         match &self.template {
             Some(template) => self.template_continuation(template, before, messages),
-            None => self.render_continuation(messages).map(Continuation::Appended),
+            None => self.render_continuation(messages).map(NextTokens::Appended),
         }
     }
 
