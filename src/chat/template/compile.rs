@@ -43,7 +43,7 @@ pub(super) fn compile(source: &str) -> Result<Instructions<'static>, Error> {
     let source: &'static str = without_constant_products(&without_generation(&lines))?.leak();
     let compile = move || {
         let whitespace = whitespace();
-        let tree = parse(source, NAME, SyntaxConfig::default(), whitespace)?;
+        let tree = parse(source, NAME, SyntaxConfig, whitespace)?;
         let mut generator = CodeGenerator::new(NAME, source);
         generator.compile_stmt(&tree);
         bounded(&generator.finish().0, source)
@@ -65,7 +65,7 @@ fn whitespace() -> WhitespaceConfig {
 fn without_constant_products(source: &str) -> Result<String, Error> {
     let mut out = String::with_capacity(source.len());
     let (mut copied, mut tokens) = (0, 0);
-    for token in tokenize(source, false, SyntaxConfig::default(), whitespace()) {
+    for token in tokenize(source, false, SyntaxConfig, whitespace()) {
         let (token, span) = token?;
         // The parser's time grows with the square of an expression.
         tokens = if matches!(token, Token::VariableStart | Token::BlockStart) { 0 } else { tokens + 1 };

@@ -423,7 +423,7 @@ fn method(state: &State, Rest(mut arguments): Rest<Value>) -> Result<Value, Erro
 
 /// Adds the operations to an environment.
 pub(super) fn install(environment: &mut Environment) {
-    environment.set_formatter(|out, state, value| format(out, state, value));
+    environment.set_formatter(format);
     environment.add_filter("+", add);
     environment.add_filter("*", multiply);
     environment.add_filter("~", concatenate);
