@@ -60,6 +60,10 @@ pub struct HttpRequest {
     pub origin: Option<String>,
     /// The value of its `Authorization` header.
     pub authorization: Option<String>,
+    /// The value of its `X-API-Key` header.
+    pub api_key: Option<String>,
+    /// The value of its `Content-Encoding` header.
+    pub content_encoding: Option<String>,
     /// The value of its `X-Episode-Id` header: the episode of an agent that it belongs to.
     pub episode: Option<String>,
     body: RefCell<Option<RequestBody>>,
@@ -72,6 +76,12 @@ impl HttpRequest {
     /// Returns the path without the query.
     pub fn path_alone(&self) -> &str {
         self.path.split('?').next().unwrap_or_default()
+    }
+
+    /// Calls `f` with the bytes of the body.
+    pub fn with_body<R>(&self, f: impl FnOnce(&[u8]) -> R) -> R {
+        let body = self.body.borrow();
+        f(body.as_ref().and_then(|body| body.map.get(..body.length)).unwrap_or_default())
     }
 }
 
@@ -97,6 +107,7 @@ pub struct Response<'a> {
 /// The body of a response.
 pub enum Body<'a> {
     Whole(Arc<str>),
+    Bytes(Arc<[u8]>),
     /// Is called with the connection, and writes the body part by part.
     Stream(Box<dyn FnOnce(&mut Stream) + 'a>),
     /// A body, and a function that is called after it: with true if its last byte was written without an
@@ -112,6 +123,11 @@ impl<'a> Response<'a> {
     /// Returns a response with a body that is already complete.
     pub fn whole(status: &'static str, content_type: &'static str, body: Arc<str>) -> Self {
         Self { status, content_type, body: Body::Whole(body) }
+    }
+
+    /// Returns a response with a body of bytes.
+    pub fn bytes(status: &'static str, content_type: &'static str, body: Arc<[u8]>) -> Self {
+        Self { status, content_type, body: Body::Bytes(body) }
     }
 }
 
@@ -366,16 +382,18 @@ fn send_body(
     let head = |length: &str| {
         format!("HTTP/1.1 {status}\r\nContent-Type: {content_type}\r\n{length}\r\n{HEADERS}\r\n")
     };
-    match body {
-        Body::Whole(body) => {
-            let head = head(&format!("Content-Length: {}", body.len()));
-            write(stream, head.as_bytes(), deadline)?;
-            if is_watched && Peer(stream).has_left() {
-                return None;
-            }
-            write(stream, body.as_bytes(), deadline)?;
-            (!is_watched || !Peer(stream).has_reset()).then_some(())
+    let whole = |body: &[u8]| {
+        let head = head(&format!("Content-Length: {}", body.len()));
+        write(stream, head.as_bytes(), deadline)?;
+        if is_watched && Peer(stream).has_left() {
+            return None;
         }
+        write(stream, body, deadline)?;
+        (!is_watched || !Peer(stream).has_reset()).then_some(())
+    };
+    match body {
+        Body::Whole(body) => whole(body.as_bytes()),
+        Body::Bytes(body) => whole(&body),
         Body::Stream(produce) => {
             write(stream, head("Transfer-Encoding: chunked").as_bytes(), deadline)?;
             let mut parts = Stream { stream, is_watched, failed: false, has_ended: false };

@@ -47,6 +47,7 @@ pub mod run;
 pub mod serve;
 pub mod settings;
 pub mod tasks;
+pub mod tinker;
 pub mod trainer;
 pub mod trajectory;
 pub mod user_key;

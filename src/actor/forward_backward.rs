@@ -13,6 +13,7 @@ use crate::model::layer::LayerOutput;
 use crate::model::parallel::sequence_parallel::SequenceParallelAttention;
 use crate::model::weights::Weights;
 use crate::ops::graph::differentiate;
+use crate::ops::log_prob::HeadTargets;
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::{self, Dispatch};
 use anyhow::{Context, Result};
@@ -166,11 +167,16 @@ impl Pass<'_> {
     /// Returns the head's output, `[C, R]`.
     fn head(&self, hidden: &Tensor) -> Result<Tensor> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
-        let MicroBatch { targets, kept_tokens, .. } = self.batch;
+        let MicroBatch { targets, kept_tokens, has_given_targets, .. } = self.batch;
         if let Some(teacher) = self.teacher {
             return self.weights.head_with_teacher(&normed, targets, teacher, self.settings.temperature);
         }
-        self.stack().head(&normed, targets, kept_tokens.as_ref(), self.settings.temperature)
+        let targets = HeadTargets {
+            tokens: targets,
+            kept: kept_tokens.as_ref(),
+            skips_zero_gradients: *has_given_targets,
+        };
+        self.stack().head(&normed, targets, self.settings.temperature)
     }
 
     /// Runs the pass without recomputation.

@@ -32,6 +32,8 @@ pub struct GivenTargets {
     pub positions: Vec<u32>,
     /// The target tokens.
     pub tokens: Vec<u32>,
+    /// The number of targets whose log-probability may have a gradient. Micro-batches are packed by it.
+    pub with_gradient: usize,
 }
 
 /// The part of a batch that one pass computes.
@@ -81,7 +83,8 @@ impl PassInput<'_> {
             if inputs > context {
                 return refused(index, format!("{inputs} tokens exceed the model's context of {context}"));
             }
-            let Some(GivenTargets { positions, tokens }) = self.targets.map(|targets| &targets[index]) else {
+            let Some(GivenTargets { positions, tokens, .. }) = self.targets.map(|targets| &targets[index])
+            else {
                 continue;
             };
             if positions.len() != tokens.len() {

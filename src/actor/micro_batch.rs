@@ -52,6 +52,8 @@ pub struct MicroBatch {
     pub targets: Arc<Vec<u32>>,
     /// The tokens that each target was drawn from, `[R]`; `None` if no target has such a set.
     pub kept_tokens: Option<KeptTokens>,
+    /// Whether the targets were given. The backward pass then leaves out those without a gradient.
+    pub has_given_targets: bool,
     /// Start of each sequence in `rows`, followed by the length `R`.
     pub cu_targets: Vec<usize>,
     /// Experts that replace the router's choice, u32 `[T, K]` for each layer.
@@ -181,8 +183,10 @@ impl MicroBatch {
             }
             cu_targets.push(rows.len());
         }
+        let has_given_targets = sequences[range.clone()].iter().any(|targeted| targeted.given.is_some());
         Self {
             sequences: range,
+            has_given_targets,
             tokens: Arc::new(tokens),
             positions: sequence_rows.positions(),
             sequences_per_row: sequence_rows.sequences_per_row().map(Arc::new),
@@ -274,7 +278,7 @@ struct Targeted<'a> {
 impl Targeted<'_> {
     fn target_count(&self) -> usize {
         match self.given {
-            Some(given) => given.tokens.len(),
+            Some(given) => given.with_gradient,
             None => self.sequence.mask.iter().skip(1).filter(|m| **m).count(),
         }
     }

@@ -1,21 +1,35 @@
 //! Merges an adapter into its matrices, for other programs that do not read adapters. This program never
 //! computes with merged weights.
 
-use crate::model::adapter::Lora;
-use crate::model::names::ParameterSpec;
+use crate::model::adapter::{HEAD, Lora};
+use crate::model::config::Config;
+use crate::model::names::{Layout, ParameterSpec, TensorRole};
 use crate::model::parameters::Parameters;
 use crate::ops::cpu::host_values;
 use crate::ops::product::{GemmThreads, forward_product};
 use anyhow::{Context, Result};
 use candle_core::{Device, Tensor};
 
-/// Returns the tensor of `spec` in f32 with its adapter merged: `W + s · A · B`, where `s` is the adapter's
-/// scale. A tensor without an adapter is returned unchanged.
+/// Returns the config of the merged model. A tied head with an adapter becomes a matrix of its own.
+pub fn merged_config(config: &Config, parameters: &Parameters) -> Config {
+    let adapts_head = parameters.adapter().is_some_and(|lora| lora.targets.iter().any(|name| name == HEAD));
+    Config { tie_word_embeddings: config.tie_word_embeddings && !adapts_head, ..config.clone() }
+}
+
+/// Returns the tensor of `spec`, a tensor of [`merged_config`], in f32 with its adapter merged: `W + s · A ·
+/// B`, where `s` is the adapter's scale. A tensor without an adapter is returned unchanged.
 ///
 /// # Errors
 /// When the tensor does not exist.
 pub fn merge(parameters: &Parameters, spec: &ParameterSpec) -> Result<Tensor> {
-    let base = parameters.read_weight(spec)?.decode(&spec.working_shape())?;
+    let own = parameters.index_of(&spec.name).map(|index| &parameters.specs[index]);
+    let embedding = || parameters.specs.iter().find(|spec| spec.role == TensorRole::Embedding);
+    let own = own.or_else(embedding).with_context(|| format!("no tensor {}", spec.name))?;
+    let mut base = parameters.read_weight(own)?.decode(&own.working_shape())?;
+    if own.layout == Layout::Transposed && spec.layout == Layout::AsStored {
+        // The embedding of a head that was tied.
+        base = base.t()?.contiguous()?;
+    }
     let Some(lora) = parameters.adapter().filter(|lora| lora.targets.contains(&spec.name)) else {
         return Ok(base.detach());
     };

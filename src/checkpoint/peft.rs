@@ -18,7 +18,7 @@ use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::dist::serialization::f32_values;
 use crate::integrity::{Manifest, file_digest};
-use crate::model::adapter::{Lora, is_adaptable};
+use crate::model::adapter::{Lora, is_adaptable, specs_with_head, target_spec};
 use crate::model::names::{Layout, ParameterSpec, StoredTensor};
 use anyhow::{Context, Result, ensure};
 use safetensors::Dtype;
@@ -119,7 +119,7 @@ impl AdapterFolder {
         };
         let mut opened =
             Self { path: path.to_owned(), lora, base: read_base(path)?, file, stored: BTreeMap::new() };
-        let mistakes = opened.match_tensors(specs);
+        let mistakes = opened.match_tensors(&specs_with_head(specs));
         if mistakes.is_empty() { Ok(opened) } else { Err(mismatch_error(&path.join(TENSORS_FILE), mistakes)) }
     }
 
@@ -215,7 +215,7 @@ impl AdapterFolder {
         };
         let Some(first) = candidates.first() else {
             return Err(format!(
-                "{module} has an adapter, but this model has no such matrix, or the matrix cannot have an adapter: only matrices of attention, experts and MLPs can"
+                "{module} has an adapter, but this model has no such matrix, or the matrix cannot have an adapter: only matrices of attention, experts, MLPs and the head can"
             ));
         };
         candidates.iter().find(|spec| misfit(spec).is_none()).map(|spec| (*spec, expert)).ok_or_else(|| {
@@ -292,11 +292,11 @@ pub fn write(
     mut factor: impl FnMut(&str) -> Result<Vec<f32>>,
 ) -> Result<()> {
     let factors = lora.factor_specs(specs)?;
-    let of_target = |index: usize| specs.iter().find(|spec| spec.name == lora.targets[index / 2]);
+    let of_target = |index: usize| target_spec(specs, &lora.targets[index / 2]);
     let mut stored = vec![];
     for (index, spec) in factors.iter().enumerate() {
         let target = of_target(index).context("a target is missing")?;
-        let tensors = stored_factors(lora, target, index % 2).context("a target is not a matrix")?;
+        let tensors = stored_factors(lora, &target, index % 2).context("a target is not a matrix")?;
         stored.push((tensors, spec));
     }
     // The tensors of a factor are consecutive, so each factor is read once.
@@ -330,7 +330,7 @@ pub fn write(
     })?;
     manifest.record(TENSORS_FILE, digest);
     let pretty = |json: &Value| format!("{json:#}\n").into_bytes();
-    manifest.write_file(folder, CONFIG_FILE, &pretty(&config_json(lora, specs, base)))?;
+    manifest.write_file(folder, CONFIG_FILE, &pretty(&config_json(lora, &specs_with_head(specs), base)))?;
     manifest.write_file(folder, BASE_FILE, &pretty(&serde_json::to_value(base)?))
 }
 

@@ -6,7 +6,7 @@ use crate::checkpoint::gguf::GgufFormat;
 use crate::error::EXIT_SUCCESS;
 use crate::metrics::{Console, format_number, sanitize_terminal};
 use crate::model::settings::DeviceKind;
-use crate::recipe::{KeyScope, RecipeSource, locate};
+use crate::recipe::{KeyScope, RecipeSource, locate, resolve_for};
 use crate::run::export;
 use crate::run::memory::ModelCommand;
 use crate::run::sampling_folder::print_text;
@@ -14,15 +14,20 @@ use crate::run::source::pin_model;
 use crate::run::startup::{Started, start};
 use crate::settings::Choice;
 use crate::tasks::{TaskName, TaskSettings};
+use crate::tinker::saved_folder;
 use anyhow::{Context, Result};
 use clap::Args;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// Arguments of `rloss export`.
 #[derive(Args, Debug, Clone)]
 pub struct ExportArgs {
-    /// A run folder (its last checkpoint) or a checkpoint; for --out, the run must have an adapter
+    /// A run folder (its last checkpoint) or a checkpoint; for --out, the run must have an adapter. Or a path
+    /// that a Tinker client saved: tinker://RUN/weights/NAME
     run: PathBuf,
+    /// The folder of saved paths, as `rloss serve --train` has it
+    #[arg(long, default_value = "tinker-store")]
+    store: PathBuf,
     /// Write a whole model, with the adapter merged into its weights, in checkpoint.dtype or --type
     #[arg(long)]
     merged: bool,
@@ -53,6 +58,9 @@ fn percent(share: f64) -> String {
     format!("{}%", format_number(100.0 * share))
 }
 
+/// The recipe of a saved path.
+const SAVED_RECIPE: &str = "task.name = \"arithmetic_single\"\n";
+
 /// Parses `--type`.
 fn parse_matrix_type(word: &str) -> Result<GgufFormat, String> {
     GgufFormat::from_name(word).ok_or_else(|| {
@@ -71,8 +79,19 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         return Err(bad_input!("give a folder with --out, or a file with --gguf"));
     };
     export::refuse_existing(out)?;
-    let source = locate(&args.run)?;
-    let mut plan = source.resolve_for(KeyScope::Export, &args.sets)?;
+    let saved = args.run.to_str().filter(|path| path.starts_with("tinker://"));
+    let (source, mut plan) = match saved {
+        None => {
+            let source = locate(&args.run)?;
+            let plan = source.resolve_for(KeyScope::Export, &args.sets)?;
+            (Some(source), plan)
+        }
+        Some(path) => {
+            let folder = saved_folder(&args.store, path)?;
+            let sets = [&[format!("model.path={}", folder.display())], &args.sets[..]].concat();
+            (None, resolve_for(KeyScope::Export, Path::new("rloss export"), SAVED_RECIPE, &sets)?)
+        }
+    };
     // An export needs no task, so it starts none of the recipe's programs, which nobody has consented to.
     let name = TaskName::from_name(TASK).context("the task of an export")?;
     plan.recipe.task = TaskSettings { name, ..TaskSettings::default() };
@@ -81,7 +100,9 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     plan.recipe.device = DeviceKind::Cpu;
     // Nor does it sample, so the memory plan has no kept prompts.
     plan.recipe.rollout.prefix_tokens_max = 0;
-    pin_model(&mut plan, &source, &args.sets)?;
+    if let Some(source) = &source {
+        pin_model(&mut plan, source, &args.sets)?;
+    }
     let path_text = out.display().to_string();
     let path_text = sanitize_terminal(&path_text);
     if args.gguf.is_some() && !args.merged && export::write_gguf_adapter(&plan.recipe, out)? {
@@ -99,8 +120,8 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         return Ok(EXIT_SUCCESS);
     }
     let run = match &source {
-        RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => Some(run.as_path()),
-        RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+        Some(RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) => Some(run.as_path()),
+        Some(RecipeSource::File(_) | RecipeSource::BuiltIn { .. }) | None => None,
     };
     if !args.merged {
         export::export_adapter(&plan.recipe, run, out)?;

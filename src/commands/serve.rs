@@ -1,21 +1,27 @@
 //! `rloss serve RECIPE|RUN|FOLDER`: OpenAI's HTTP interface to a model.
 
+use crate::actor::batch_runner::runs_in_parallel;
 use crate::bad_input;
+use crate::checkpoint::{BASE_FOLDER, BaseModel, ModelFiles};
 use crate::commands::arguments::{name_of, recipe_help};
 use crate::commands::chat::open_model;
 use crate::error::EXIT_SUCCESS;
 use crate::metrics::Console;
+use crate::model::config::WeightFormat;
 use crate::ops::logits::SamplingParameters;
-use crate::run::memory::ModelCommand;
+use crate::ops::threads::Threads;
+use crate::run::memory::{AvailableMemory, ModelCommand, PassShape, gigabytes, remaining_memory};
 use crate::run::sampling::Sampling;
 use crate::run::signals::StopFlag;
 use crate::run::startup::{Started, start};
-use crate::serve::{self, ServeSettings};
+use crate::serve::{self, SecondApi, ServeSettings};
+use crate::tinker::{self, Door, Store, TinkerSettings};
 use anyhow::{Context, Result};
 use clap::Args;
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
+use std::sync::Arc;
 
 /// Arguments of `rloss serve`.
 #[derive(Args, Debug, Clone)]
@@ -40,6 +46,21 @@ pub struct ServeArgs {
     /// Start the programs named in another user's run folder
     #[arg(long)]
     trust: bool,
+    /// Also serve the Tinker API, which trains adapters of the model
+    #[arg(long)]
+    train: bool,
+    /// Maximum adapters in training, of all clients together. The memory of rank 32 is planned for each
+    #[arg(long, default_value_t = 4, requires = "train", value_parser = clap::value_parser!(u16).range(1..=256))]
+    adapters: u16,
+    /// Folder of the saved weights
+    #[arg(long, default_value = "tinker-store", requires = "train")]
+    store: PathBuf,
+    /// Seed of adapters and samples whose request has none
+    #[arg(long, default_value_t = 0, requires = "train")]
+    seed: u64,
+    /// Maximum datums of a forward_backward request; clients send larger batches in several requests
+    #[arg(long, value_name = "DATUMS", default_value_t = 1024, requires = "train", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    chunk: u16,
 }
 
 /// The environment variable with the token.
@@ -81,13 +102,18 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     }
     let sampling = Sampling { actor: &loaded.actor, environment };
     let engine = sampling.engine(sampling.policy_without_ablations()?, step, &recipe.rollout)?;
+    let model_name = args.name.clone().unwrap_or_else(|| name_of(&args.recipe));
     let eval = &recipe.eval;
     let longest = recipe.rollout.prompt_tokens_max + recipe.rollout.response_tokens_max;
+    let tokens_max = longest.min(loaded.actor.model.context_tokens_max());
+    let base = if args.train { Some(training_base(args, &started)?) } else { None };
+    let door = base.as_ref().map(|base| open_door(args, &started, base, (&model_name, tokens_max)));
+    let door = door.transpose()?;
     let settings = ServeSettings {
         engine: &engine,
         chat: &environment.chat,
         system_prompt: &recipe.chat,
-        model_name: args.name.clone().unwrap_or_else(|| name_of(&args.recipe)),
+        model_name,
         sampling: SamplingParameters {
             temperature: eval.temperature,
             top_p: eval.top_p,
@@ -95,24 +121,139 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
             min_p: eval.min_p,
         },
         answer_tokens_max: recipe.rollout.response_tokens_max,
-        tokens_max: longest.min(loaded.actor.model.context_tokens_max()),
+        tokens_max,
         open_samples_max: args.queue,
         address,
         token,
         nonce: nonce()?,
+        second: door.as_ref().map(|door| door as &dyn SecondApi),
     };
     let stop = StopFlag::listen()?;
     let notice = console.clone();
     stop.on_request(move || notice.print("stopping after the open answers; a second signal stops at once"))?;
     console.print(&format!("serving {:?} at http://{address}/v1", settings.model_name));
+    if args.train {
+        let store = args.store.display();
+        console
+            .print(&format!("training at TINKER_BASE_URL=http://{address}, with saved weights in {store}"));
+    }
     serve::run(&listener, settings, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
 }
 
+/// Returns the base of adapters, as their folders name it. A model that is in no folder is written into the
+/// store.
+///
+/// # Errors
+/// [`crate::error::BadInput`] for a model that cannot be trained here, and if the memory does not suffice.
+fn training_base(args: &ServeArgs, started: &Started) -> Result<BaseModel> {
+    let (loaded, recipe) = (&started.loaded, started.environment.recipe());
+    let actor = &loaded.actor;
+    if actor.parameters.adapter().is_some() {
+        return Err(bad_input!(
+            "--train: this model has an adapter already; merge it with `rloss export --merged`, and serve the result"
+        ));
+    }
+    if actor.parameters.device().is_cuda() {
+        return Err(bad_input!("--train: adapters of the head need a CPU; add --set device=cpu"));
+    }
+    check_memory(args, started)?;
+    if let Some(path) = &recipe.model.path {
+        return BaseModel::from_folder(path);
+    }
+    let folder = args.store.join(BASE_FOLDER);
+    let format = if recipe.model.dtype.is_bf16() { WeightFormat::Bf16 } else { WeightFormat::F32 };
+    let files = ModelFiles { config: loaded.config(), format, companions: &loaded.companions, base: None };
+    std::fs::create_dir_all(&args.store).map_err(|e| {
+        bad_input!("{}: cannot be made: {e}; name another with --store", args.store.display())
+    })?;
+    actor.save(&folder, &files, false)?;
+    BaseModel::from_folder(&folder)
+}
+
+/// Checks that adapters, passes and requests fit beside the model, which is in memory already.
+///
+/// # Errors
+/// [`crate::error::BadInput`] if they do not.
+fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
+    let (loaded, recipe) = (&started.loaded, started.environment.recipe());
+    let (actor, config) = (&loaded.actor, loaded.config());
+    let execution = &actor.execution;
+    let tokens = execution.micro_batch_tokens.max(recipe.rollout.prompt_tokens_max);
+    let pass = PassShape {
+        config,
+        tokens,
+        targets: tokens,
+        has_adapter: true,
+        on_gpu: false,
+        teacher: None,
+        sequence_ranks: 1,
+    };
+    let passes =
+        if runs_in_parallel(actor.parameters.bytes()) { execution.threads.count() as u64 } else { 1 };
+    let adapters = u64::from(args.adapters) * tinker::adapter_bytes(actor, tinker::PLANNED_RANK)?;
+    let requests = (tinker::WAITING_BYTES_MAX + tinker::RESULT_BYTES_MAX) as u64;
+    let needed = adapters + passes * pass.forward_backward_bytes(execution.recompute_layers) + requests;
+    match remaining_memory() {
+        Some(AvailableMemory { bytes, limit }) if needed > bytes => Err(bad_input!(
+            "--train needs {} beside the model, of which {} are for {} adapters of rank {}, but {} are {limit}; \
+             lower --adapters, or add --set train.micro_batch_tokens={}",
+            gigabytes(needed),
+            gigabytes(adapters),
+            args.adapters,
+            tinker::PLANNED_RANK,
+            gigabytes(bytes),
+            tokens / 2
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Opens the Tinker API of the model.
+fn open_door<'a>(
+    args: &ServeArgs,
+    started: &'a Started,
+    base: &'a BaseModel,
+    (model_name, tokens_max): (&str, usize),
+) -> Result<Door<'a>> {
+    let (loaded, recipe) = (&started.loaded, started.environment.recipe());
+    let format = if recipe.model.dtype.is_bf16() { WeightFormat::Bf16 } else { WeightFormat::F32 };
+    let companions = &loaded.companions;
+    let environment = started.environment.clone();
+    let vocabulary = environment.chat.vocabulary();
+    let end_of_text = vocabulary.added_id(END_OF_TEXT);
+    let has_tokenizer = base.path.join("tokenizer.json").is_file();
+    let settings = TinkerSettings {
+        base: &loaded.actor,
+        files: ModelFiles { config: loaded.config(), format, companions, base: Some(base) },
+        rounds_to_bf16: recipe.model.dtype.is_bf16(),
+        training_threads: Arc::new(Threads::new(loaded.actor.execution.threads.count())?),
+        model_name: model_name.to_owned(),
+        tokenizer: if has_tokenizer { base.path.display().to_string() } else { model_name.to_owned() },
+        stop_tokens: environment.chat.stop_tokens().into_iter().chain(end_of_text).collect(),
+        decode: Arc::new(move |ids: &[u32]| environment.chat.vocabulary().decode(ids)),
+        tokens_max,
+        samples_max: args.queue,
+        adapters_max: usize::from(args.adapters),
+        chunk_datums: usize::from(args.chunk),
+        seed: args.seed,
+        secret: random_bytes()?,
+    };
+    Door::new(settings, Store::open(&args.store)?)
+}
+
+/// Ends a document in the published vocabularies.
+const END_OF_TEXT: &str = "<|endoftext|>";
+
 /// Returns a random number.
 fn nonce() -> Result<u64> {
-    let mut bytes = [0; 8];
+    random_bytes().map(u64::from_le_bytes)
+}
+
+/// Returns random bytes.
+fn random_bytes<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0; N];
     let mut source = std::fs::File::open("/dev/urandom").context("opening /dev/urandom")?;
     source.read_exact(&mut bytes).context("reading /dev/urandom")?;
-    Ok(u64::from_le_bytes(bytes))
+    Ok(bytes)
 }

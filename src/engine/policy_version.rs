@@ -4,7 +4,9 @@ use crate::model::decoder_stack::DecoderStack;
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::policy_view::PolicyView;
 use crate::model::weights::Weights;
+use crate::ops::logits::{Logits, SamplingParameters};
 use anyhow::Result;
+use candle_core::Tensor;
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -97,6 +99,20 @@ impl PolicyVersion {
                 Arc::new(Weights::by_tokens(&parts[0].0.model().config, &weights)?)
             }
         })
+    }
+
+    /// Returns the logits of rows `normed [R, H]` of `parts`, which can share a pass: the first rows belong
+    /// to the first version.
+    ///
+    /// # Errors
+    /// Errors of [`Weights::logits_by_rows`].
+    pub(super) fn logits(
+        parts: &[VersionTokens],
+        normed: &Tensor,
+        sampling: &SamplingParameters,
+    ) -> Result<Logits> {
+        let parts: Vec<_> = parts.iter().map(|(version, rows)| (&*version.0.weights, *rows)).collect();
+        Weights::logits_by_rows(&parts, normed, sampling)
     }
 }
 

@@ -149,8 +149,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         parts
     }
 
-    /// Runs one forward of the batch, and draws tokens. Its versions share all but their adapters, so the
-    /// first one's head serves all.
+    /// Runs one forward of the batch, and draws tokens. Its versions share all but their adapters.
     fn forward_and_draw(&mut self) -> Result<()> {
         let Some(version) = self.batch.first().map(|work| work.version().clone()) else { return Ok(()) };
         self.reuse_prefixes();
@@ -158,7 +157,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         let hidden = self.forward(&version, &mut feed)?;
         self.keep_prefixes();
         for (index, first, targets) in std::mem::take(&mut feed.scored) {
-            self.score_prompt(&version, &hidden, index, first, &targets)?;
+            self.score_prompt(&hidden, index, first, &targets)?;
         }
         let mut complete = feed.complete.into_iter().peekable();
         let mut done: Vec<(Work, u32)> = vec![];
@@ -180,14 +179,16 @@ impl<'e, 'm> Worker<'e, 'm> {
         Ok(())
     }
 
-    /// Draws the next tokens of the entries in `done`, each with its row of `hidden`.
+    /// Draws the next tokens of the entries in `done`, each with its row of `hidden`. Rows of a version are
+    /// consecutive, because heads may have adapters.
     fn draw_chunks(
         &mut self,
         version: &PolicyVersion,
         hidden: &Tensor,
         sampling: &SamplingParameters,
-        done: Vec<(Work, u32)>,
+        mut done: Vec<(Work, u32)>,
     ) -> Result<()> {
+        done.sort_by_key(|(work, _)| work.version().id());
         let (works, rows): (Vec<_>, Vec<_>) = done.into_iter().unzip();
         let normed = version.decoder_stack().final_norm_rows(hidden, &Arc::new(rows))?;
         let rows_max = sampled_rows_max(version.model().config.vocab_size, version.weights().device());
@@ -195,7 +196,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         while works.len() > 0 {
             let count = works.len().min(rows_max);
             let ready: Vec<Work> = works.by_ref().take(count).collect();
-            self.draw(version, &normed.narrow(0, start, count)?, sampling, ready)?;
+            self.draw(&normed.narrow(0, start, count)?, sampling, ready)?;
             start += count;
         }
         Ok(())
@@ -346,17 +347,11 @@ impl<'e, 'm> Worker<'e, 'm> {
     }
 
     /// Scores the prompt of entry `index`: `targets[i]` is the token after row `first + i`.
-    fn score_prompt(
-        &mut self,
-        version: &PolicyVersion,
-        hidden: &Tensor,
-        index: usize,
-        first: u32,
-        targets: &[u32],
-    ) -> Result<()> {
-        let stack = version.decoder_stack();
+    fn score_prompt(&mut self, hidden: &Tensor, index: usize, first: u32, targets: &[u32]) -> Result<()> {
+        let version = self.batch[index].version().clone();
         let rows_max = sampled_rows_max(version.model().config.vocab_size, version.weights().device());
         let Work::Prefill(prefill) = &mut self.batch[index] else { return Ok(()) };
+        let stack = version.decoder_stack();
         let top = prefill.request.prompt_log_probs.unwrap_or_default();
         let raw = SamplingParameters::with_temperature(1.0);
         for (chunk, targets) in targets.chunks(rows_max).enumerate() {
@@ -373,14 +368,15 @@ impl<'e, 'm> Worker<'e, 'm> {
 
     /// Draws the next token of each entry in `ready`, from the rows of `normed`. For a prompt it draws the
     /// first token of each sample.
-    fn draw(
-        &mut self,
-        version: &PolicyVersion,
-        normed: &Tensor,
-        sampling: &SamplingParameters,
-        ready: Vec<Work>,
-    ) -> Result<()> {
+    fn draw(&mut self, normed: &Tensor, sampling: &SamplingParameters, ready: Vec<Work>) -> Result<()> {
         let engine = self.engine;
+        let mut versions: Vec<VersionTokens> = vec![];
+        for work in &ready {
+            match versions.last_mut() {
+                Some((version, rows)) if version == work.version() => *rows += 1,
+                _ => versions.push((work.version().clone(), 1)),
+            }
+        }
         // (row, sequence, whether its prompt was just read). The samples of a request share their prompt's
         // row.
         let mut sequences: Vec<(usize, Box<Sequence>, bool)> = vec![];
@@ -399,9 +395,10 @@ impl<'e, 'm> Worker<'e, 'm> {
         if sequences.is_empty() {
             return Ok(());
         }
-        let logits = version.decoder_stack().logits(normed, sampling)?;
+        let logits = PolicyVersion::logits(&versions, normed, sampling)?;
         let (drawn, kept) = draw_tokens(&logits, sampling, &mut sequences)?;
-        let mut scores = self.score_drawn(version, normed, logits, sampling, &sequences, &drawn)?.into_iter();
+        let mut scores =
+            self.score_drawn(&versions, normed, logits, sampling, &sequences, &drawn)?.into_iter();
         for (((_, mut sequence, is_new), drawn), kept) in sequences.into_iter().zip(drawn).zip(kept) {
             self.sampled += 1;
             let SampledToken { token: id, log_prob } = drawn;
@@ -418,7 +415,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// Scores the drawn tokens of the sequences that ask for it.
     fn score_drawn(
         &self,
-        version: &PolicyVersion,
+        versions: &[VersionTokens],
         normed: &Tensor,
         logits: Logits,
         sampling: &SamplingParameters,
@@ -442,7 +439,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         // The plan of a GPU's memory has room for the logits of one product.
         drop(logits);
         let raw = SamplingParameters::with_temperature(1.0);
-        scores(&version.decoder_stack().logits(normed, &raw)?, &tokens, &rows)
+        scores(&PolicyVersion::logits(versions, normed, &raw)?, &tokens, &rows)
     }
 }
 

@@ -173,8 +173,17 @@ fn chunk_bytes(line: &[u8]) -> Option<usize> {
 }
 
 /// The headers that the server reads. A second one of a name could be the one that another program reads.
-const NAMES: [&str; 7] =
-    ["host", "origin", "authorization", "x-episode-id", "content-length", "transfer-encoding", "expect"];
+const NAMES: [&str; 9] = [
+    "host",
+    "origin",
+    "authorization",
+    "x-api-key",
+    "content-encoding",
+    "x-episode-id",
+    "content-length",
+    "transfer-encoding",
+    "expect",
+];
 
 /// Parses the head at the start of `bytes`, and returns its length too; `None` if it is not complete.
 fn parsed(bytes: &[u8], body_bytes_max: usize) -> Result<Option<(HttpRequest, usize)>, Refusal> {
@@ -201,7 +210,7 @@ fn parsed(bytes: &[u8], body_bytes_max: usize) -> Result<Option<(HttpRequest, us
             }
         }
     }
-    let [host, origin, authorization, episode, length, encoding, expect] = fields;
+    let [host, origin, authorization, api_key, content_encoding, episode, length, encoding, expect] = fields;
     let is_host = |host: &str| {
         host.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._~!$&'()*+,;=:[]%".contains(&byte))
     };
@@ -237,6 +246,8 @@ fn parsed(bytes: &[u8], body_bytes_max: usize) -> Result<Option<(HttpRequest, us
         host: text(host),
         origin: text(origin),
         authorization: text(authorization),
+        api_key: text(api_key),
+        content_encoding: text(content_encoding),
         episode: text(episode),
         body: Default::default(),
         body_format,

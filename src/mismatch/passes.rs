@@ -6,6 +6,7 @@ use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
 use crate::model::decoder_stack;
 use crate::model::forward::Rows;
 use crate::model::policy_view::PolicyView;
+use crate::ops::log_prob::HeadTargets;
 use crate::ops::logits::{SamplingParameters, sampled_rows_max};
 use crate::ops::threads::Threads;
 use anyhow::Result;
@@ -33,7 +34,9 @@ impl PolicyView<'_> {
     /// When shapes do not match.
     pub fn log_probs(&self, normed: &Tensor, batch: &MicroBatch, temperature: f64) -> Result<Vec<f32>> {
         let MicroBatch { targets, kept_tokens, .. } = batch;
-        let head = self.decoder_stack().head(normed, targets, kept_tokens.as_ref(), temperature)?;
+        let targets =
+            HeadTargets { tokens: targets, kept: kept_tokens.as_ref(), skips_zero_gradients: false };
+        let head = self.decoder_stack().head(normed, targets, temperature)?;
         Ok(head.get(0)?.to_vec1()?)
     }
 

@@ -11,6 +11,10 @@ use anyhow::{Context, Result};
 use rand::Rng;
 use rayon::prelude::*;
 
+/// The name of the LM head, as a target of an adapter. A tied head has it too: there its adapter acts on the
+/// head's use of the shared matrix alone.
+pub const HEAD: &str = "lm_head.weight";
+
 /// The configuration of an adapter. The values of the factors are stored elsewhere.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Lora {
@@ -51,9 +55,8 @@ impl Lora {
     pub fn factor_specs(&self, base: &[ParameterSpec]) -> Result<Vec<ParameterSpec>> {
         let mut specs = Vec::with_capacity(2 * self.targets.len());
         for target in &self.targets {
-            let spec = base.iter().find(|spec| spec.name == *target);
-            let spec =
-                spec.with_context(|| format!("the adapter's target {target} is not a tensor of the model"))?;
+            let spec = target_spec(base, target)
+                .with_context(|| format!("the adapter's target {target} is not a tensor of the model"))?;
             let (experts, input, output) = match *spec.working_shape() {
                 [input, output] => (vec![], input, output),
                 [experts, input, output] => (vec![experts], input, output),
@@ -94,15 +97,35 @@ impl Lora {
     }
 }
 
-/// Returns whether a tensor can have an adapter. Matrices of attention, of experts and of dense MLPs can;
-/// routers cannot.
+/// Returns whether a tensor can have an adapter. Matrices of attention, of experts and of dense MLPs can, and
+/// the LM head; routers cannot.
 pub fn is_adaptable(spec: &ParameterSpec) -> bool {
     let is_matrix = matches!(spec.role, TensorRole::InputProjection | TensorRole::OutputProjection);
-    is_matrix && spec.layer.is_some()
+    is_matrix && spec.layer.is_some() || spec.name == HEAD
 }
 
-/// Returns the default targets: the names of all tensors that can have an adapter.
+/// Returns the tensors of `base` and, if the head is tied, the head under its own name.
+pub fn specs_with_head(base: &[ParameterSpec]) -> Vec<ParameterSpec> {
+    let mut specs = base.to_vec();
+    let tied =
+        base.iter().find(|spec| spec.role == TensorRole::Embedding && spec.layout == Layout::Transposed);
+    if let (Some(tied), false) = (tied, base.iter().any(|spec| spec.role == TensorRole::Head)) {
+        specs.push(ParameterSpec { name: HEAD.to_owned(), role: TensorRole::Head, ..tied.clone() });
+    }
+    specs
+}
+
+/// Returns the tensor that an adapter's target names.
+pub fn target_spec(base: &[ParameterSpec], target: &str) -> Option<ParameterSpec> {
+    match base.iter().find(|spec| spec.name == target) {
+        Some(spec) => Some(spec.clone()),
+        None => specs_with_head(base).pop().filter(|spec| spec.name == target),
+    }
+}
+
+/// Returns the default targets: the names of all tensors of the layers that can have an adapter.
 pub fn default_targets(config: &Config) -> Vec<String> {
     let specs = super::names::parameter_specs(config);
-    specs.into_iter().filter(is_adaptable).map(|spec| spec.name).collect()
+    let of_layers = specs.into_iter().filter(|spec| is_adaptable(spec) && spec.layer.is_some());
+    of_layers.map(|spec| spec.name).collect()
 }

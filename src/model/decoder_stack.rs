@@ -10,7 +10,8 @@ use super::forward::{ForwardOptions, Model, Rows};
 use super::layer::{Experts, LayerOutput, LayerPass};
 use super::parallel::expert_exchange::PassRows;
 use super::weights::Weights;
-use crate::ops::{self, logits::Logits, logits::SamplingParameters, token_set::KeptTokens};
+use crate::ops::log_prob::HeadTargets;
+use crate::ops::{self, logits::Logits, logits::SamplingParameters};
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -138,19 +139,13 @@ impl DecoderStack<'_> {
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
-    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of `kept` tokens has the
+    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of kept tokens has the
     /// distribution over that set. For a critic they are values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn head(
-        &self,
-        normed: &Tensor,
-        targets: &Arc<Vec<u32>>,
-        kept: Option<&KeptTokens>,
-        temperature: f64,
-    ) -> Result<Tensor> {
-        self.weights.head(normed, targets, kept, temperature)
+    pub fn head(&self, normed: &Tensor, targets: HeadTargets, temperature: f64) -> Result<Tensor> {
+        self.weights.head(normed, targets, temperature)
     }
 
     /// Returns the logits of `normed [R, H]`, for a sampler.

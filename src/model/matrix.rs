@@ -1,9 +1,10 @@
 //! A matrix with its bias and its adapter. Layers, the LM head and the embedding consist of such matrices.
 
 use super::parallel::expert_parallel::ExpertParallel;
-use crate::ops::logits::{Logits, SamplingParameters};
+use crate::ops::head_adapter::{HeadAdapter, RowAdapter};
+use crate::ops::log_prob::{HeadTargets, adapted_log_prob_and_entropy};
+use crate::ops::logits::{Logits, SamplingParameters, adapted_logits};
 use crate::ops::reverse_kl::TeacherRows;
-use crate::ops::token_set::KeptTokens;
 use crate::ops::weight::Weight;
 use crate::ops::{self, Dispatch, Parameter, TokenFactors};
 use anyhow::{Result, bail, ensure};
@@ -185,20 +186,14 @@ impl Matrix {
     }
 
     /// Returns the log-probabilities of `targets` and the entropies, `[2, R]`, for hidden states `h [R, H]`
-    /// at `temperature`. A row with a set of `kept` tokens has the distribution over that set. The matrix
-    /// must be an LM head.
+    /// at `temperature`. A row with a set of kept tokens has the distribution over that set. The matrix must
+    /// be an LM head.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn log_prob_and_entropy(
-        &self,
-        h: &Tensor,
-        targets: &Arc<Vec<u32>>,
-        kept: Option<&KeptTokens>,
-        temperature: f64,
-    ) -> Result<Tensor> {
-        let weight = self.plain_weight()?;
-        Ok(ops::log_prob_and_entropy(h, weight, targets, kept, temperature)?)
+    pub fn log_prob_and_entropy(&self, h: &Tensor, targets: HeadTargets, temperature: f64) -> Result<Tensor> {
+        let (weight, adapter) = self.as_head()?;
+        Ok(adapted_log_prob_and_entropy(h, (weight, adapter.as_ref()), targets, temperature)?)
     }
 
     /// Returns the rows of [`Self::log_prob_and_entropy`] and the divergence of each distribution from the
@@ -213,22 +208,50 @@ impl Matrix {
         teacher: &TeacherRows,
         temperature: f64,
     ) -> Result<Tensor> {
-        Ok(ops::log_prob_entropy_and_kl(h, self.plain_weight()?, targets, teacher, temperature)?)
+        let (weight, adapter) = self.as_head()?;
+        Ok(ops::log_prob_entropy_and_kl(h, (weight, adapter.as_ref()), targets, teacher, temperature)?)
     }
 
-    /// Returns the logits of `h [R, H]` for a sampler. The matrix must be an LM head.
+    /// Returns the logits of `h [R, H]` for a sampler, with the adapters of the heads `of`: the first rows
+    /// have the first one's. All have the weight of this matrix, which must be an LM head.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn logits(&self, h: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
-        Ok(ops::logits(h, self.plain_weight()?, sampling)?)
+    pub fn logits(&self, h: &Tensor, of: &[(&Self, usize)], sampling: &SamplingParameters) -> Result<Logits> {
+        let (weight, _) = self.as_head()?;
+        let adapters = of.iter().map(|(head, _)| Ok(head.as_head()?.1)).collect::<Result<Vec<_>>>()?;
+        let mut row = 0;
+        let rows = of.iter().zip(&adapters).filter_map(|((_, count), adapter)| {
+            let rows = row..row + count;
+            row = rows.end;
+            Some(RowAdapter { rows, adapter: adapter.as_ref()? })
+        });
+        Ok(adapted_logits(h, weight, &rows.collect::<Vec<_>>(), sampling)?)
     }
 
-    /// Returns the weight of a matrix without bias and adapter: an LM head or an embedding.
-    pub(super) fn plain_weight(&self) -> Result<&Weight> {
+    /// Returns the weight of an LM head, and its adapter.
+    pub(super) fn as_head(&self) -> Result<(&Weight, Option<HeadAdapter>)> {
+        ensure!(self.bias.is_none(), "an LM head cannot have a bias");
+        let adapter = match &self.adapter {
+            None => None,
+            Some(Adapter::Whole(LowRankFactors { a, b, scale })) => {
+                Some(HeadAdapter { a: a.clone(), b: b.clone(), scale: *scale })
+            }
+            Some(Adapter::ByTokens(_)) => bail!("the head of one pass of several versions"),
+        };
+        Ok((&self.weight, adapter))
+    }
+
+    /// Returns the matrix with the adapter `adapter` in place of its own.
+    pub(super) fn with_adapter(&self, adapter: Option<Adapter>) -> Self {
+        Self { adapter, ..self.clone() }
+    }
+
+    /// Returns the weight of a matrix without bias and adapter, such as an embedding.
+    fn plain_weight(&self) -> Result<&Weight> {
         ensure!(
             self.bias.is_none() && self.adapter.is_none(),
-            "an LM head or embedding cannot have a bias or an adapter"
+            "an embedding cannot have a bias or an adapter"
         );
         Ok(&self.weight)
     }

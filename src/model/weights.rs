@@ -1,5 +1,6 @@
 //! The weights of a model for a forward pass. All layers are in memory, or layers are built one at a time.
 
+use super::adapter::HEAD;
 use super::config::Config;
 use super::layer::Layer;
 use super::matrix::{Adapter, LowRankFactors, Matrix, ModelTensors};
@@ -9,10 +10,10 @@ use super::parallel::expert_parallel::ExpertParallel;
 use crate::dist::Mesh;
 use crate::ops::Parameter;
 use crate::ops::graph::reshape;
+use crate::ops::log_prob::HeadTargets;
 use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::product::Precision;
 use crate::ops::reverse_kl::TeacherRows;
-use crate::ops::token_set::KeptTokens;
 use crate::ops::weight::Weight;
 use anyhow::{Context, Result, bail};
 use candle_core::{Device, Tensor};
@@ -162,8 +163,9 @@ impl Weights {
         let is_tied = config.tie_word_embeddings;
         let head = match (is_critic, is_tied) {
             (true, _) => tensors.matrix(VALUE_HEAD, Some("score.bias"))?,
-            (false, true) => embedding.clone(),
-            (false, false) => tensors.matrix("lm_head.weight", None)?,
+            // The adapter acts on the head's use of the shared matrix alone.
+            (false, true) => embedding.with_adapter(tensors.adapters.get(HEAD).cloned()),
+            (false, false) => tensors.matrix(HEAD, None)?,
         };
         let final_norm = tensors.vector("model.norm.weight")?;
         Ok(Self {
@@ -269,21 +271,15 @@ impl Weights {
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
-    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of `kept` tokens has the
+    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of kept tokens has the
     /// distribution over that set. For a critic they are values, `[1, R]`.
     ///
     /// # Errors
     /// When shapes disagree.
-    pub fn head(
-        &self,
-        normed: &Tensor,
-        targets: &Arc<Vec<u32>>,
-        kept: Option<&KeptTokens>,
-        temperature: f64,
-    ) -> Result<Tensor> {
+    pub fn head(&self, normed: &Tensor, targets: HeadTargets, temperature: f64) -> Result<Tensor> {
         match self.is_critic {
-            false => self.head.log_prob_and_entropy(normed, targets, kept, temperature),
-            true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.len()))?),
+            false => self.head.log_prob_and_entropy(normed, targets, temperature),
+            true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.tokens.len()))?),
         }
     }
 
@@ -307,7 +303,8 @@ impl Weights {
     /// # Errors
     /// When the model has no LM head.
     pub fn teacher_rows(&self, normed: Tensor) -> Result<TeacherRows> {
-        Ok(TeacherRows { h: normed, head: self.head.plain_weight()?.clone() })
+        let (head, adapter) = self.head.as_head()?;
+        Ok(TeacherRows { h: normed, head: head.clone(), adapter })
     }
 
     /// Returns the logits of `normed [R, H]`, for a sampler.
@@ -315,10 +312,26 @@ impl Weights {
     /// # Errors
     /// When the model is a critic, which has no LM head.
     pub fn logits(&self, normed: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
-        if self.is_critic {
+        Self::logits_by_rows(&[(self, normed.dim(0)?)], normed, sampling)
+    }
+
+    /// Returns the logits of rows `normed [R, H]` that belong to several weights with one base: the first
+    /// rows to the first of `parts`, which has weights and a number of rows.
+    ///
+    /// # Errors
+    /// When there is no part, or a model is a critic, which has no LM head.
+    pub fn logits_by_rows(
+        parts: &[(&Self, usize)],
+        normed: &Tensor,
+        sampling: &SamplingParameters,
+    ) -> Result<Logits> {
+        if parts.iter().any(|(weights, _)| weights.is_critic) {
             bail!("a critic has no LM head");
         }
-        self.head.logits(normed, sampling)
+        let heads: Vec<(&Matrix, usize)> =
+            parts.iter().map(|(weights, rows)| (&weights.head, *rows)).collect();
+        let (head, _) = heads.first().context("logits of no weights")?;
+        head.logits(normed, &heads, sampling)
     }
 
     /// Returns the number of bytes that a forward pass reads. Used to balance work.

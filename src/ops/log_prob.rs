@@ -21,6 +21,7 @@ use super::buffer::buffer;
 use super::cpu::{edit, for_each_row, for_each_row_pair, host_values};
 use super::cuda::{head_backward, head_forward};
 use super::graph::{apply, contiguous, is_tracked};
+use super::head_adapter::HeadAdapter;
 use super::math::{LANES, add_lanes, exp, scale_and_max};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
 use super::parameter::GradientTarget;
@@ -121,11 +122,39 @@ pub fn log_prob_and_entropy(
     kept: Option<&KeptTokens>,
     temperature: f64,
 ) -> Result<Tensor> {
-    let vocabulary = check_shapes(h, weight, targets)?;
+    let targets = HeadTargets { tokens: targets, kept, skips_zero_gradients: false };
+    adapted_log_prob_and_entropy(h, (weight, None), targets, temperature)
+}
+
+/// The targets of a head.
+#[derive(Clone, Copy)]
+pub struct HeadTargets<'a> {
+    /// The target of each row, `[R]`.
+    pub tokens: &'a Arc<Vec<u32>>,
+    /// The tokens that each target was drawn from.
+    pub kept: Option<&'a KeptTokens>,
+    /// Whether the backward pass leaves out rows whose gradient is 0. The gradients then have the bits of a
+    /// head without these rows. Has no effect on a GPU and beside a teacher.
+    pub skips_zero_gradients: bool,
+}
+
+/// Works like [`log_prob_and_entropy`], with the adapter of the head, if there is one.
+///
+/// # Errors
+/// Errors of [`log_prob_and_entropy`]. When there is an adapter on a GPU.
+pub fn adapted_log_prob_and_entropy(
+    h: &Tensor,
+    (weight, adapter): (&Weight, Option<&HeadAdapter>),
+    targets: HeadTargets,
+    temperature: f64,
+) -> Result<Tensor> {
+    let HeadTargets { tokens, kept, skips_zero_gradients } = targets;
+    let vocabulary = check_shapes(h, weight, tokens)?;
     if let Some(kept) = kept {
-        check_kept(kept, targets, vocabulary)?;
+        check_kept(kept, tokens, vocabulary)?;
     }
-    apply_head(h, Head { kept: kept.cloned(), ..Head::new(weight, targets, temperature) })
+    let (kept, adapter) = (kept.cloned(), adapter.cloned());
+    apply_head(h, Head { kept, adapter, skips_zero_gradients, ..Head::new(weight, tokens, temperature) })
 }
 
 /// Returns `[3, R]`: the rows of [`log_prob_and_entropy`], with the same bits, and the divergence of each
@@ -135,15 +164,16 @@ pub fn log_prob_and_entropy(
 /// When shapes disagree, or the teacher has fewer columns than the head.
 pub fn log_prob_entropy_and_kl(
     h: &Tensor,
-    weight: &Weight,
+    (weight, adapter): (&Weight, Option<&HeadAdapter>),
     targets: &Arc<Vec<u32>>,
     teacher: &TeacherRows,
     temperature: f64,
 ) -> Result<Tensor> {
     let vocabulary = check_shapes(h, weight, targets)?;
     check_teacher(teacher, targets.len(), vocabulary)?;
-    let teacher = TeacherRows { h: contiguous(&teacher.h)?, head: teacher.head.clone() };
-    apply_head(h, Head { teacher: Some(teacher), ..Head::new(weight, targets, temperature) })
+    let teacher = TeacherRows { h: contiguous(&teacher.h)?, ..teacher.clone() };
+    let (teacher, adapter) = (Some(teacher), adapter.cloned());
+    apply_head(h, Head { teacher, adapter, ..Head::new(weight, targets, temperature) })
 }
 
 /// Checks the inputs of the head. Returns the size of the vocabulary.
@@ -156,9 +186,16 @@ fn check_shapes(h: &Tensor, weight: &Weight, targets: &[u32]) -> Result<usize> {
 }
 
 fn apply_head(h: &Tensor, mut head: Head) -> Result<Tensor> {
-    let weight = head.weight.clone();
+    let (weight, adapter) = (head.weight.clone(), head.adapter.clone());
     let (tracked, gradient) = weight.graph_tensor().unzip();
     head.gradient = gradient.flatten();
+    let mut tracked = tracked;
+    if let Some(adapter) = &adapter {
+        adapter.check(weight.head_shape()?)?;
+        // A trainable factor is an input of the op, so the graph records the op even if no earlier layer is
+        // trainable. The base of an adapter is frozen.
+        tracked = Some(adapter.graph_tensor());
+    }
     let h = contiguous(h)?;
     match tracked {
         Some(weight) => apply([&h, weight], head),
@@ -196,6 +233,9 @@ struct Head {
     weight: Weight,
     /// Receives the gradient of the weight, if the weight is trainable.
     gradient: Option<GradientTarget>,
+    adapter: Option<HeadAdapter>,
+    /// Whether the backward pass leaves out rows whose gradient is 0.
+    skips_zero_gradients: bool,
 }
 
 /// Returns the number of rows per chunk of logits.
@@ -228,7 +268,22 @@ impl Head {
             inverse_temperature: inverse_temperature(temperature),
             weight: weight.clone(),
             gradient: None,
+            adapter: None,
+            skips_zero_gradients: false,
         }
+    }
+
+    /// Computes the logits `z [m, V]` of rows `h [m, H]`, before the temperature.
+    fn product(&self, z: &mut [f32], h: &[f32]) -> Result<()> {
+        self.weight.product(z, h)?;
+        self.adapter.as_ref().map_or(Ok(()), |adapter| adapter.add_to(z, h))
+    }
+
+    /// Computes `dh [m, H]` from `dz [m, V]`.
+    fn input_gradient(&self, dh: &mut [f32], dz: &[f32]) -> Result<()> {
+        self.weight.input_gradient(dh, dz)?;
+        let Some(adapter) = &self.adapter else { return Ok(()) };
+        adapter.add_input_gradient(dh, &adapter.up_gradient(dz)?)
     }
 
     /// Returns the buffers for the teacher's logits, for chunks of up to `rows_max` rows.
@@ -254,7 +309,7 @@ impl Head {
         for start in (0..rows).step_by(chunk) {
             let m = chunk.min(rows - start);
             let z = &mut z[..m * n];
-            self.weight.product(z, &h[start * k..(start + m) * k])?;
+            self.product(z, &h[start * k..(start + m) * k])?;
             teacher.as_mut().map_or(Ok(()), |teacher| teacher.compute(start, m))?;
             let values = &mut values[columns * start..columns * (start + m)];
             for_each_row_pair((z, n), (values, columns), 4 * n, |row, z, values| {
@@ -277,16 +332,56 @@ impl Head {
         Ok((CpuStorage::F32(out), Shape::from((columns, rows))))
     }
 
-    /// Adds the gradient of the weight if the weight is trainable. Returns `dh` if an earlier layer is
-    /// trainable.
+    /// Adds the gradients of the weight and of the adapter if they are trainable. Returns `dh` if an earlier
+    /// layer is trainable.
     fn hidden_gradient(&self, h: &Tensor, grad: &Tensor) -> Result<Option<Tensor>> {
-        let ((rows, k), (_, n)) = (h.dims2()?, self.weight.head_shape()?);
         if h.device().is_cuda() {
             let (tensors, gradient) = ([h, self.weight.device_tensor()?, grad], self.gradient.as_ref());
             return head_backward(tensors, &self.targets, self.inverse_temperature, gradient, is_tracked(h));
         }
+        let (rows, k) = h.dims2()?;
         let (hs, g) = (host_values(h)?, host_values(grad)?);
+        let is_used = |row: &usize| (0..g.len() / rows.max(1)).any(|column| g[column * rows + row] != 0.0);
+        let used: Vec<usize> = match self.skips_zero_gradients && self.teacher.is_none() {
+            true => (0..rows).filter(is_used).collect(),
+            false => vec![],
+        };
         let mut dh = is_tracked(h).then(|| buffer(rows * k));
+        if used.is_empty() || used.len() == rows {
+            self.add_gradients(&hs, &g, dh.as_deref_mut())?;
+        } else {
+            // The rows that have a gradient, as a head of their own.
+            let pick =
+                |of: &[f32], start: usize| -> Vec<f32> { used.iter().map(|row| of[start + row]).collect() };
+            let kept = self.kept.as_ref().map(|kept| used.iter().map(|&row| kept[row].clone()).collect());
+            let part = Self {
+                targets: Arc::new(used.iter().map(|&row| self.targets[row]).collect()),
+                kept: kept.map(Arc::new),
+                teacher: None,
+                weight: self.weight.clone(),
+                gradient: self.gradient.clone(),
+                adapter: self.adapter.clone(),
+                ..*self
+            };
+            let hs: Vec<f32> = used.iter().flat_map(|&row| &hs[row * k..(row + 1) * k]).copied().collect();
+            let g = [pick(&g, 0), pick(&g, rows)].concat();
+            let mut own = dh.is_some().then(|| buffer(used.len() * k));
+            part.add_gradients(&hs, &g, own.as_deref_mut())?;
+            if let (Some(dh), Some(own)) = (&mut dh, own) {
+                dh.fill(0.0);
+                for (own, row) in own.chunks_exact(k).zip(used) {
+                    dh[row * k..(row + 1) * k].copy_from_slice(own);
+                }
+            }
+        }
+        dh.map(|dh| Tensor::from_vec(dh, (rows, k), h.device())).transpose()
+    }
+
+    /// Adds the gradients of the weight and of the adapter, for rows `hs [R, H]` and the gradient `g` of the
+    /// outputs. Writes the gradient of `hs` to `dh`.
+    fn add_gradients(&self, hs: &[f32], g: &[f32], mut dh: Option<&mut [f32]>) -> Result<()> {
+        let (k, n) = self.weight.head_shape()?;
+        let rows = hs.len() / k;
         let chunk = chunk_rows(n);
         let mut z = buffer(chunk.min(rows) * n);
         let mut teacher = self.teacher_logits(chunk.min(rows), n)?;
@@ -297,7 +392,7 @@ impl Head {
             if m == 0 {
                 return Ok(());
             }
-            self.weight.product(z, &hs[start * k..(start + m) * k])?;
+            self.product(z, &hs[start * k..(start + m) * k])?;
             teacher.as_mut().map_or(Ok(()), |teacher| teacher.compute(start, m))?;
             for_each_row(z, n, 8 * n, |row, z| {
                 let (d_log_prob, d_entropy) = (g[start + row], g[rows + start + row]);
@@ -318,38 +413,59 @@ impl Head {
                 z[self.targets[start + row] as usize] += d_log_prob * self.inverse_temperature;
             });
             let Some(dh) = &mut dh else { return Ok(()) };
-            self.weight.input_gradient(&mut dh[start * k..(start + m) * k], z)
+            self.input_gradient(&mut dh[start * k..(start + m) * k], z)
         };
         let rows_from = |start: usize| chunk.min(rows - start);
-        // The first chunk is computed before the gradient of the weight is locked.
+        // The first chunk is computed before gradients are locked.
         through(&mut z[..rows_from(0) * n], 0)?;
-        let mut others = (0..rows).step_by(chunk).skip(1);
-        match &self.gradient {
-            None => others.try_for_each(|start| through(&mut z[..rows_from(start) * n], start))?,
-            Some(weight) => weight.add(|dw| {
+        let starts = || (0..rows).step_by(chunk);
+        let mut each_chunk = |add: &mut dyn FnMut(&[f32], &[f32]) -> Result<()>| {
+            for start in starts() {
+                let m = rows_from(start);
+                if start > 0 {
+                    through(&mut z[..m * n], start)?;
+                }
+                add(&z[..m * n], &hs[start * k..(start + m) * k])?;
+            }
+            Ok(())
+        };
+        if let Some(weight) = &self.gradient {
+            return weight.add(|dw| {
                 edit(dw, |dw| {
-                    let mut add = |z: &[f32], start: usize| {
-                        let h = StridedMatrix::column_major(&hs[start * k..], k);
-                        product(
-                            self.weight.gemm_config(),
-                            dw,
-                            h,
-                            StridedMatrix::row_major(z, n),
-                            (k, z.len() / n, n),
-                            true,
-                        );
-                    };
-                    add(&z[..rows_from(0) * n], 0);
-                    for start in &mut others {
-                        let z = &mut z[..rows_from(start) * n];
-                        through(z, start)?;
-                        add(z, start);
-                    }
-                    Ok(())
+                    each_chunk(&mut |z, h| {
+                        let h = StridedMatrix::column_major(h, k);
+                        let (dz, m) = (StridedMatrix::row_major(z, n), z.len() / n);
+                        product(self.weight.gemm_config(), dw, h, dz, (k, m, n), true);
+                        Ok(())
+                    })
                 })
-            })?,
+            });
         }
-        dh.map(|dh| Tensor::from_vec(dh, (rows, k), h.device())).transpose()
+        let Some(adapter) = &self.adapter else { return each_chunk(&mut |_, _| Ok(())) };
+        match adapter.gradients() {
+            [None, None] => each_chunk(&mut |_, _| Ok(())),
+            [a, b] => with_gradient(a, &mut |mut da| {
+                with_gradient(b.clone(), &mut |mut db| {
+                    each_chunk(&mut |z, h| {
+                        if let Some(da) = &mut da {
+                            adapter.add_down_gradient(da, h, &adapter.up_gradient(z)?)?;
+                        }
+                        db.as_mut().map_or(Ok(()), |db| adapter.add_up_gradient(db, h, z))
+                    })
+                })
+            }),
+        }
+    }
+}
+
+/// Calls `f` with the locked buffer of a gradient; with `None` if there is no gradient.
+fn with_gradient(
+    gradient: Option<GradientTarget>,
+    f: &mut dyn FnMut(Option<&mut [f32]>) -> Result<()>,
+) -> Result<()> {
+    match gradient {
+        None => f(None),
+        Some(gradient) => gradient.add(|buffer| edit(buffer, |values| f(Some(values)))),
     }
 }
 
@@ -362,8 +478,8 @@ impl<const N: usize> Operation<N> for Head {
     }
 
     fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
-        if self.kept.is_some() || self.teacher.is_some() {
-            bail!("log_prob: sets of kept tokens and teachers are supported only on the CPU");
+        if self.kept.is_some() || self.teacher.is_some() || self.adapter.is_some() {
+            bail!("log_prob: kept tokens, teachers and adapters of the head are supported only on the CPU");
         }
         head_forward(inputs[0], self.weight.device_tensor()?, &self.targets, self.inverse_temperature)
     }

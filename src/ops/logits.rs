@@ -7,6 +7,7 @@
 use super::buffer::buffer;
 use super::cpu::{host_values, should_parallelize};
 use super::cuda::{draw_tokens, head_logits, token_log_probs};
+use super::head_adapter::RowAdapter;
 use super::log_prob::{BLOCK, chunk_rows, inverse_temperature, row_stats_and_blocks};
 use super::math::{LANES, exp};
 use super::token_set::TokenSet;
@@ -82,16 +83,41 @@ pub fn sampled_rows_max(vocabulary: usize, device: &Device) -> usize {
 /// # Errors
 /// When shapes disagree.
 pub fn logits(h: &Tensor, weight: &Weight, sampling: &SamplingParameters) -> Result<Logits> {
+    adapted_logits(h, weight, &[], sampling)
+}
+
+/// Computes [`logits`] with adapters of the head, each for its own rows. A row has the same bits beside any
+/// other rows.
+///
+/// # Errors
+/// When shapes disagree, or there is an adapter on a GPU.
+pub fn adapted_logits(
+    h: &Tensor,
+    weight: &Weight,
+    adapters: &[RowAdapter],
+    sampling: &SamplingParameters,
+) -> Result<Logits> {
     let ((rows, k), (w_k, n)) = (h.dims2()?, weight.head_shape()?);
     if k != w_k {
         bail!("logits: h {:?}, weight [{w_k}, {n}]", h.dims());
+    }
+    for RowAdapter { rows: own, adapter } in adapters {
+        adapter.check((k, n))?;
+        if own.end > rows {
+            bail!("logits: an adapter of rows {own:?} of {rows}");
+        }
     }
     if h.device().is_cuda() {
         let [z, log_sum_exp] = head_logits(h, weight.device_tensor()?, sampling.inverse_temperature())?;
         return Ok(Logits { z, log_sum_exp, blocks: None });
     }
     let mut z = buffer(rows * n);
-    weight.product(&mut z, &host_values(&h.contiguous()?)?)?;
+    let contiguous = h.contiguous()?;
+    let values = host_values(&contiguous)?;
+    weight.product(&mut z, &values)?;
+    for RowAdapter { rows: own, adapter } in adapters {
+        adapter.add_to(&mut z[own.start * n..own.end * n], &values[own.start * k..own.end * k])?;
+    }
     let inverse_temperature = sampling.inverse_temperature();
     let mut stats = vec![(0.0, 0.0); rows];
     let blocks = n.div_ceil(BLOCK);

@@ -18,6 +18,7 @@ pub mod embedding;
 pub mod experts;
 pub mod fused;
 pub mod graph;
+pub mod head_adapter;
 pub mod head_parts;
 pub mod kv_cache;
 pub mod linear;

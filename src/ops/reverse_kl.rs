@@ -13,6 +13,7 @@
 
 use super::buffer::buffer;
 use super::cpu::{HostValues, for_each_row_pair, host_values};
+use super::head_adapter::HeadAdapter;
 use super::log_prob::{BLOCK, RowStats, log_sum_exp};
 use super::math::{exp, sum_lanes};
 use super::weight::Weight;
@@ -26,12 +27,15 @@ pub struct TeacherRows {
     pub h: Tensor,
     /// The teacher's LM head `[H, V]`. Columns beyond the policy's vocabulary are padding and are left out.
     pub head: Weight,
+    /// The adapter of the head, if it has one.
+    pub adapter: Option<HeadAdapter>,
 }
 
 /// The logits of a teacher for a chunk of rows.
 pub(super) struct TeacherLogits<'a> {
     h: HostValues<'a>,
     head: &'a Weight,
+    adapter: Option<&'a HeadAdapter>,
     inverse_temperature: f32,
     /// Number of columns of the policy's head, which are compared.
     vocabulary: usize,
@@ -57,6 +61,7 @@ impl<'a> TeacherLogits<'a> {
         Ok(Self {
             h: host_values(&teacher.h)?,
             head: &teacher.head,
+            adapter: teacher.adapter.as_ref(),
             inverse_temperature,
             vocabulary,
             y: buffer(rows_max * columns),
@@ -68,7 +73,9 @@ impl<'a> TeacherLogits<'a> {
     pub fn compute(&mut self, start: usize, rows: usize) -> Result<()> {
         let (k, columns) = self.head.head_shape()?;
         let y = &mut self.y[..rows * columns];
-        self.head.product(y, &self.h[start * k..(start + rows) * k])?;
+        let h = &self.h[start * k..(start + rows) * k];
+        self.head.product(y, h)?;
+        self.adapter.map_or(Ok(()), |adapter| adapter.add_to(y, h))?;
         let (vocabulary, inverse_temperature) = (self.vocabulary, self.inverse_temperature);
         for_each_row_pair((y, columns), (&mut self.log_sum_exps[..rows], 1), 4 * columns, |_, y, sum| {
             sum[0] = log_sum_exp(&mut y[..vocabulary], inverse_temperature);
@@ -93,7 +100,7 @@ pub(super) fn check_teacher(teacher: &TeacherRows, rows: usize, vocabulary: usiz
             teacher.h.dims()
         );
     }
-    Ok(())
+    teacher.adapter.as_ref().map_or(Ok(()), |adapter| adapter.check((k, columns)))
 }
 
 /// The sums of a row. With the `LSE(z)` of the row's statistics, which is rounded, `w_v = e^{z_v − LSE(z)}`.

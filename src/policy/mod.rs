@@ -18,6 +18,7 @@ pub mod ratio;
 mod sequences;
 mod settings;
 pub mod shaping;
+pub mod sum_loss;
 pub mod value;
 
 pub use aggregation::{Aggregation, BatchSize, Normalizer};

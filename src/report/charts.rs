@@ -46,7 +46,7 @@ struct ChartSpec {
 
 /// The charts in the page's order. The charts of a section are consecutive. In a chart of several metrics,
 /// all curves but the first metric's are dashed.
-const SPECS: [ChartSpec; 26] = {
+const SPECS: [ChartSpec; 27] = {
     const fn spec(
         section: &'static str,
         title: &'static str,
@@ -68,6 +68,7 @@ const SPECS: [ChartSpec; 26] = {
         spec(LEARNING, "Response length", &["response_length/mean"], "tokens"),
         spec(LEARNING, "Turns", &["num_turns/mean"], "turns per trajectory"),
         spec(LEARNING, "KL to the teacher", &["actor/distill_kl"], "nats, aggregated like the loss"),
+        spec(LEARNING, "Loss of a client", &["tinker/loss"], "sum over tokens"),
         log(spec(STABILITY, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
         spec(STABILITY, "Entropy", &["actor/entropy"], "nats per token"),
         spec(

@@ -2,7 +2,7 @@
 
 use super::memory::AdapterInput;
 use super::trainable_flags::{adapter_trainable_flags, matches};
-use crate::model::adapter::{Lora, Owner, default_targets, is_adaptable};
+use crate::model::adapter::{HEAD, Lora, Owner, default_targets, is_adaptable, specs_with_head};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::Parameters;
@@ -51,6 +51,12 @@ impl RunAdapter {
             return Err(plan.mistake("adapter", reason).into());
         }
         let Some(lora) = existing.cloned().or(settings) else { return Ok(None) };
+        let adapts_head = lora.targets.iter().any(|target| target == HEAD);
+        if adapts_head && trains && plan.recipe.critic.is_some() {
+            let reason = "a critic shares the adapter's matrices, but has a value head instead of lm_head.weight; leave \
+                          the head out of adapter.targets, or remove [critic]";
+            return Err(plan.mistake("adapter.targets", reason.to_owned()).into());
+        }
         let specs = lora.factor_specs(&base)?;
         let trains_base_first = plan.recipe.adapter.as_ref().is_some_and(|settings| !settings.cold_start)
             && plan.recipe.cold_start.steps > 0;
@@ -93,6 +99,7 @@ fn requested_lora(
     base: &[ParameterSpec],
 ) -> Result<Lora> {
     let mistake = |reason: String| plan.mistake("adapter.targets", reason);
+    let base = &specs_with_head(base);
     for pattern in &settings.targets {
         let mut named = base.iter().filter(|spec| matches(pattern, &spec.name)).peekable();
         if named.peek().is_none() {
@@ -101,7 +108,7 @@ fn requested_lora(
         if !named.any(is_adaptable) {
             let reason = format!(
                 "the pattern {pattern:?} matches nothing that can have an adapter; only the matrices of attention, experts and \
-                 MLP can have one"
+                 MLP, and the head lm_head.weight, can have one"
             );
             return Err(mistake(reason).into());
         }
@@ -109,7 +116,11 @@ fn requested_lora(
     let targets = match settings.targets.as_slice() {
         [] => default_targets(config),
         patterns => {
-            let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| matches(pattern, &spec.name));
+            // A pattern for everything means the layers; the head is named.
+            let names = |pattern: &String, spec: &ParameterSpec| {
+                matches(pattern, &spec.name) && (spec.name != HEAD || pattern.contains("lm_head"))
+            };
+            let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| names(pattern, spec));
             base.iter()
                 .filter(|spec| is_adaptable(spec))
                 .filter(named)

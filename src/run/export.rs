@@ -8,11 +8,12 @@ use crate::actor::{Actor, PassInput, PassSettings, PolicyColumns};
 use crate::atomic_file::replace_folder;
 use crate::bad_input;
 use crate::checkpoint::gguf::{self, GgufFormat, GgufTokenizer};
-use crate::checkpoint::merge::merge;
+use crate::checkpoint::merge::{merge, merged_config};
 use crate::checkpoint::peft::{self, AdapterFolder};
 use crate::checkpoint::save::{SHARD_BYTES_MAX, save};
 use crate::integrity::Manifest;
 use crate::metrics::Console;
+use crate::model::forward::Model;
 use crate::model::names::ParameterSpec;
 use crate::recipe::Recipe;
 use crate::report::model_card;
@@ -20,6 +21,7 @@ use crate::rollout::trajectory_file;
 use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Change of log-probabilities when weights are rounded to the saved dtype.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -146,10 +148,11 @@ pub fn export_merged_model(
     let rows = rows.into_iter().flat_map(|(rows, _)| rows).filter(|row| !row.trajectory.tokens.is_empty());
     let sequences: Vec<Sequence> = rows.map(|row| Sequence::from(&row.trajectory)).collect();
     let format = recipe.checkpoint.dtype;
+    let config = merged_config(&model.config, parameters);
     let stage = console.start_inner_stage("writing the merged model", 0);
     write_folder(out, |temporary| {
         let companions = &loaded.companions;
-        let mut manifest = save(temporary, &model.config, format, companions, SHARD_BYTES_MAX, |spec| {
+        let mut manifest = save(temporary, &config, format, companions, SHARD_BYTES_MAX, |spec| {
             merge(parameters, spec)
         })?;
         if let Some(run) = run {
@@ -176,7 +179,9 @@ pub fn export_merged_model(
     let untrained = log_probs("log-probs of the base", &loaded.actor.without_adapter())?;
     let before = log_probs("log-probs with the adapter", &loaded.actor)?;
     // The folder is read back, so that the comparison uses the weights that other programs will read.
-    let merged = loaded.actor.beside(loaded.load_weights(recipe, out, console)?);
+    let read = loaded.load_weights_of(&config, recipe, out, console)?;
+    let model = Arc::new(Model::new(config, model.context_tokens_max()));
+    let merged = Actor::new(model, read, loaded.actor.execution.clone());
     let after = log_probs("log-probs merged", &merged)?;
     let changes = |from: &[f32], to: &[f32]| {
         let changes = from.iter().zip(to).map(|(a, b)| (f64::from(*a) - f64::from(*b)).abs());
@@ -214,7 +219,8 @@ pub fn write_gguf_file(
     let template = loaded.companions.template().unwrap_or_else(|| chat.jinja().to_owned());
     let tokenizer = GgufTokenizer { json, template: &template };
     let _stage = console.start_inner_stage("writing the file", 0);
-    gguf::write(out, loaded.config(), format, tokenizer, |spec| merge(parameters, spec))
+    let config = &merged_config(loaded.config(), parameters);
+    gguf::write(out, config, format, tokenizer, |spec| merge(parameters, spec))
 }
 
 /// Returns the newest file of training trajectories. If there is none, returns the newest one of an

@@ -14,6 +14,7 @@ use crate::checkpoint::{BaseFiles, BaseModel};
 use crate::dist::Mesh;
 use crate::metrics::Console;
 use crate::model::config::Config;
+use crate::model::names::parameter_specs;
 use crate::model::parameters::Parameters;
 use crate::recipe::{Plan, Recipe};
 use anyhow::Result;
@@ -83,8 +84,21 @@ impl LoadedModel {
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has no weights, or weights of another architecture.
     pub fn load_weights(&self, recipe: &Recipe, folder: &Path, console: &Console) -> Result<Parameters> {
+        self.load_weights_of(self.config(), recipe, folder, console)
+    }
+
+    /// Reads frozen weights of the architecture `config`, as [`Self::load_weights`] does.
+    ///
+    /// # Errors
+    /// Errors of [`Self::load_weights`].
+    pub fn load_weights_of(
+        &self,
+        config: &Config,
+        recipe: &Recipe,
+        folder: &Path,
+        console: &Console,
+    ) -> Result<Parameters> {
         let source = ModelSource::from_folder(&model_folder(folder)?)?.unpack_for_precision(recipe);
-        let config = self.config();
         let comparable =
             Config { max_position_embeddings: config.max_position_embeddings, ..source.config.clone() };
         if source.weights.is_none() || comparable != *config {
@@ -101,7 +115,7 @@ impl LoadedModel {
                 folder.display()
             ));
         }
-        let frozen = vec![false; self.trainable.len()];
+        let frozen = vec![false; parameter_specs(config).len()];
         let placement = if layers_on_demand { Placement::OnDisk } else { Placement::Replicated };
         let backend = (self.mesh(), &Device::Cpu);
         source.parameters(recipe, &frozen, ModelCommand::Eval, backend, placement, console)

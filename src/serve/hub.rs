@@ -17,8 +17,23 @@ pub(crate) enum Event {
     Finished(Completion),
 }
 
+/// Receives the events of an answer's samples, on the engine's threads.
+pub(crate) trait SampleSink: Send + Sync {
+    /// Receives a token of sample `index`. Returns false to end the sample after this token.
+    fn token(&self, index: usize, token: &NewToken) -> bool;
+
+    /// Receives the result of sample `index`.
+    fn finished(&self, index: usize, completion: Completion);
+}
+
+/// The receiver of a sample's events.
+enum Listener {
+    Channel(Sender<(usize, Event)>),
+    Sink(Arc<dyn SampleSink>),
+}
+
 /// The requests to the engine for one answer. Their field `samples` is empty; [`Hub::submit`] fills it.
-pub(super) struct Requests {
+pub(crate) struct Requests {
     pub requests: Vec<EngineRequest>,
     /// Number of samples of each request.
     pub samples: usize,
@@ -29,7 +44,7 @@ pub(super) struct Requests {
 }
 
 /// The samples that answers wait for.
-pub(super) struct Hub<'a> {
+pub(crate) struct Hub<'a> {
     engine: &'a Engine<'a>,
     open_samples_max: usize,
     answers: Arc<Budget>,
@@ -42,8 +57,8 @@ pub(super) struct Hub<'a> {
 #[derive(Default)]
 struct State {
     next_id: u64,
-    /// For each open sample: its index within its answer, and the channel for its events.
-    open: HashMap<u64, (usize, Sender<(usize, Event)>)>,
+    /// For each open sample: its index within its answer, and the receiver of its events.
+    open: HashMap<u64, (usize, Listener)>,
 }
 
 /// The samples of one answer. When it is dropped, the samples that are still open are cancelled.
@@ -84,7 +99,7 @@ impl<'a> Hub<'a> {
         self.engine.wake();
     }
 
-    pub fn close_at_end(&self) -> CloseAtEnd<'_, 'a> {
+    pub(super) fn close_at_end(&self) -> CloseAtEnd<'_, 'a> {
         CloseAtEnd(self)
     }
 
@@ -122,8 +137,34 @@ impl<'a> Hub<'a> {
     ///
     /// # Errors
     /// When too many samples are open, when open answers need the memory, or the server is stopping.
-    pub fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
-        let Requests { requests, samples, bytes, seed } = requests;
+    pub(super) fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
+        let count = requests.requests.len() * requests.samples;
+        let (sender, news) = channel();
+        let reserved = self.reserve(&requests, || Listener::Channel(sender.clone()))?;
+        let (first, memory) = reserved;
+        let ticket = Ticket { hub: self, first, count, news, memory: Arc::new(memory) };
+        self.start(requests, first)?;
+        Ok(ticket)
+    }
+
+    /// Queues the requests of an answer whose events go to `sink`. Returns the answer's share of the memory,
+    /// which must be kept as long as the answer.
+    ///
+    /// # Errors
+    /// Errors of [`Self::submit`].
+    pub fn submit_to(&self, requests: Requests, sink: &Arc<dyn SampleSink>) -> Result<Share, ApiError> {
+        let (first, memory) = self.reserve(&requests, || Listener::Sink(sink.clone()))?;
+        self.start(requests, first)?;
+        Ok(memory)
+    }
+
+    /// Takes the memory and the ids of an answer. Returns the first id.
+    fn reserve(
+        &self,
+        requests: &Requests,
+        listener: impl Fn() -> Listener,
+    ) -> Result<(u64, Share), ApiError> {
+        let &Requests { bytes, samples, .. } = requests;
         if bytes > self.answers.bytes() {
             return Err(ApiError::invalid(
                 None,
@@ -134,29 +175,30 @@ impl<'a> Hub<'a> {
             ));
         }
         let full = || ApiError::full("the memory for open answers is in use; try again later".to_owned());
-        let memory = Arc::new(self.answers.take(bytes, Duration::ZERO).ok_or_else(full)?);
-        let count = requests.len() * samples;
-        let (sender, news) = channel();
-        let first = {
-            let mut state = self.lock();
-            if self.is_closed() {
-                return Err(ApiError::ending());
-            }
-            let open = state.open.len();
-            if open + count > self.open_samples_max {
-                return Err(ApiError::full(format!(
-                    "{open} of {} samples are open, and this request has {count}; try again later",
-                    self.open_samples_max
-                )));
-            }
-            let first = state.next_id;
-            state.next_id += count as u64;
-            for index in 0..count {
-                state.open.insert(first + index as u64, (index, sender.clone()));
-            }
-            first
-        };
-        let ticket = Ticket { hub: self, first, count, news, memory };
+        let memory = self.answers.take(bytes, Duration::ZERO).ok_or_else(full)?;
+        let count = requests.requests.len() * samples;
+        let mut state = self.lock();
+        if self.is_closed() {
+            return Err(ApiError::ending());
+        }
+        let open = state.open.len();
+        if open + count > self.open_samples_max {
+            return Err(ApiError::full(format!(
+                "{open} of {} samples are open, and this request has {count}; try again later",
+                self.open_samples_max
+            )));
+        }
+        let first = state.next_id;
+        state.next_id += count as u64;
+        for index in 0..count {
+            state.open.insert(first + index as u64, (index, listener()));
+        }
+        Ok((first, memory))
+    }
+
+    /// Sends the requests of an answer to the engine. `first` is the id of its first sample.
+    fn start(&self, requests: Requests, first: u64) -> Result<(), ApiError> {
+        let Requests { requests, samples, seed, .. } = requests;
         for (number, mut request) in requests.into_iter().enumerate() {
             let sample = |sample: usize| SampleRequest {
                 id: first + (number * samples + sample) as u64,
@@ -166,7 +208,7 @@ impl<'a> Hub<'a> {
             request.samples = (0..samples).map(sample).collect();
             self.engine.submit(request).map_err(|error| ApiError::internal(&format!("{error:#}")))?;
         }
-        Ok(ticket)
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -176,15 +218,29 @@ impl<'a> Hub<'a> {
 
 impl Client for Hub<'_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
-        let state = self.lock();
-        let Some((index, sender)) = state.open.get(&sample) else { return false };
-        sender.send((*index, Event::Token(token.clone()))).is_ok()
+        let sink = {
+            let state = self.lock();
+            match state.open.get(&sample) {
+                None => return false,
+                Some((index, Listener::Channel(sender))) => {
+                    return sender.send((*index, Event::Token(token.clone()))).is_ok();
+                }
+                Some((index, Listener::Sink(sink))) => (*index, sink.clone()),
+            }
+        };
+        sink.1.token(sink.0, token)
     }
 
     fn finished(&self, sample: u64, completion: Completion) {
-        if let Some((index, sender)) = self.lock().open.remove(&sample) {
+        // A sink is called without the lock.
+        let listener = self.lock().open.remove(&sample);
+        match listener {
+            None => {}
             // Sending fails if the HTTP client has left. Then nobody needs the event.
-            let _ = sender.send((index, Event::Finished(completion)));
+            Some((index, Listener::Channel(sender))) => {
+                let _ = sender.send((index, Event::Finished(completion)));
+            }
+            Some((index, Listener::Sink(sink))) => sink.finished(index, completion),
         }
     }
 

@@ -17,17 +17,16 @@ pub(crate) use access::{Access, bearer};
 pub(crate) use answer::{Answer, AnswerHead, AnswerKind, Reporting, SampleSource};
 pub(crate) use api_error::ApiError;
 pub(crate) use fields::{Fields, Form};
-pub(crate) use hub::Event;
+pub(crate) use hub::{Event, Hub, Requests, SampleSink};
 pub(crate) use messages::read_conversation;
 pub(crate) use metrics::Metrics;
-pub(crate) use request::read_stop;
+pub(crate) use request::{ANSWER_TOKEN_BYTES, SCORE_BYTES, TEMPERATURE_MIN, read_stop};
 
 use crate::chat::{Chat, SystemPromptSettings};
-use crate::engine::Engine;
+use crate::engine::{Engine, PolicyVersion};
 use crate::http::{self, Body, Handler, HttpLimits, HttpRequest, Peer, Refusal, Response};
 use crate::ops::logits::SamplingParameters;
 use anyhow::{Result, anyhow};
-use hub::Hub;
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 use std::net::{SocketAddr, TcpListener};
@@ -59,6 +58,24 @@ pub fn request_bytes_max(tokens_max: usize) -> usize {
     REQUEST_BYTES_MAX + CONNECTION_BYTES + answer_bytes_max(tokens_max)
 }
 
+/// A second API at the same address.
+pub(crate) trait SecondApi: Sync {
+    /// Returns whether requests for `path` belong to this API.
+    fn owns(&self, path: &str) -> bool;
+
+    /// Answers a request. `hub` takes requests to the engine.
+    fn answer(&self, hub: &Hub, request: Result<&HttpRequest, Refusal>) -> Response<'static>;
+
+    /// Returns the weights that the model name `name` stands for; `None` if the name is not of this API.
+    ///
+    /// # Errors
+    /// When there are no such weights.
+    fn version(&self, name: &str, key: &str) -> Option<Result<PolicyVersion, ApiError>>;
+
+    /// Works in the background until `is_closed` returns true.
+    fn work(&self, is_closed: &dyn Fn() -> bool);
+}
+
 /// The model, the limits and the address of a server.
 pub struct ServeSettings<'a> {
     pub engine: &'a Engine<'a>,
@@ -81,6 +98,8 @@ pub struct ServeSettings<'a> {
     pub token: Option<String>,
     /// A random number, drawn when the server starts. It makes ids, and the seeds of requests that give none.
     pub nonce: u64,
+    /// A second API at the same address, if any.
+    pub(crate) second: Option<&'a dyn SecondApi>,
 }
 
 /// A running server.
@@ -115,11 +134,20 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
             let _closed = hub.close_at_end();
             engine.run(&hub)
         });
+        if let Some(second) = server.settings.second {
+            let is_closed = || hub.is_closed();
+            scope.spawn(move || second.work(&is_closed));
+        }
         let served = http::serve(listener, limits, &server, &|| stopped() || hub.is_closed());
         hub.close();
         work.join().map_err(|_| anyhow!("the engine's thread panicked; this is a bug"))??;
         served
     })
+}
+
+/// Returns the key that a request carries: its token, or its `X-API-Key`.
+fn key(request: &HttpRequest) -> Option<&str> {
+    bearer(request).or(request.api_key.as_deref())
 }
 
 /// Answers `request` by `route`. An error becomes OpenAI's error object.
@@ -139,12 +167,17 @@ pub(crate) fn respond<'r>(
 
 impl Handler for Server<'_> {
     fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>> {
-        let checked = self.access.check_head(head, bearer(head));
+        let checked = self.access.check_head(head, key(head));
         checked.inspect_err(|response| self.metrics.count_response(response.status))
     }
 
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
-        let response = respond(request, |request| self.route(request, peer));
+        let second =
+            self.settings.second.filter(|second| request.is_ok_and(|head| second.owns(head.path_alone())));
+        let response = match second {
+            Some(second) => second.answer(self.hub, request),
+            None => respond(request, |request| self.route(request, peer)),
+        };
         self.metrics.count_response(response.status);
         response
     }
@@ -188,6 +221,16 @@ impl Server<'_> {
         })
     }
 
+    /// Returns the weights of another API that a request's model names, if it names any.
+    fn named_version(&self, name: &str, request: &HttpRequest) -> Result<Option<PolicyVersion>, ApiError> {
+        let named =
+            self.settings.second.and_then(|second| second.version(name, key(request).unwrap_or_default()));
+        match named {
+            Some(version) => version.map(Some),
+            None => self.check_model(name).map(|()| None),
+        }
+    }
+
     fn check_model(&self, name: &str) -> Result<(), ApiError> {
         let served = &self.settings.model_name;
         if name == served {
@@ -205,16 +248,15 @@ impl Server<'_> {
     ) -> Result<Response<'r>, ApiError> {
         let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
-        self.check_model(
-            fields
-                .text("model")?
-                .ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?,
-        )?;
-        let (mut answer, requests, streams) = match kind {
+        let name = fields.text("model")?;
+        let name = name.ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?;
+        let version = self.named_version(name, request)?;
+        let (mut answer, mut requests, streams) = match kind {
             AnswerKind::Chat => self.read_chat(&fields)?,
             AnswerKind::Text => self.read_completion(&fields)?,
         };
         drop(body);
+        requests.requests.iter_mut().for_each(|request| request.version.clone_from(&version));
         let ticket = self.hub.submit(requests)?;
         if !streams {
             let text = answer.whole(&ticket, &peer, &self.metrics)?;

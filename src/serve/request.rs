@@ -22,10 +22,10 @@ const STOP_BYTES_MAX: usize = 1 << 10;
 /// Maximum number of a request's own stop tokens.
 const STOP_TOKENS_MAX: usize = 128;
 /// A temperature below this one means greedy, as in vLLM: logits divided by it may overflow.
-const TEMPERATURE_MIN: f64 = 1e-5;
+pub(crate) const TEMPERATURE_MIN: f64 = 1e-5;
 /// Bytes of a token of a prompt or an answer, with its text; and of a log-probability.
-pub(super) const ANSWER_TOKEN_BYTES: usize = 128;
-const SCORE_BYTES: usize = 160;
+pub(crate) const ANSWER_TOKEN_BYTES: usize = 128;
+pub(crate) const SCORE_BYTES: usize = 160;
 /// Default maximum of new tokens in a text completion; OpenAI has the same default.
 const TEXT_TOKENS: usize = 16;
 

@@ -221,8 +221,9 @@ fn a_position_has_none_one_or_several_given_targets() {
     let own = |sequence: &Sequence| {
         let positions: Vec<u32> =
             (1..sequence.tokens.len()).filter(|&i| sequence.mask[i]).map(|i| i as u32 - 1).collect();
-        let tokens = positions.iter().map(|&position| sequence.tokens[position as usize + 1]).collect();
-        GivenTargets { positions, tokens }
+        let tokens: Vec<u32> =
+            positions.iter().map(|&position| sequence.tokens[position as usize + 1]).collect();
+        GivenTargets { with_gradient: tokens.len(), positions, tokens }
     };
     let given: Vec<GivenTargets> = sequences.iter().map(own).collect();
     let mut actors = [trained(1000), trained(1000)];
@@ -231,8 +232,8 @@ fn a_position_has_none_one_or_several_given_targets() {
     assert_eq!(masked.columns, same.columns);
     assert_eq!(gradients(&actors[0]), gradients(&actors[1]));
     // Three targets at one position, none at most others. Probabilities of all tokens add up to 1.
-    let all = GivenTargets { positions: vec![4; 272], tokens: (0..272).collect() };
-    let few = GivenTargets { positions: vec![0, 7, 7, 7, 28], tokens: vec![5, 1, 2, 2, 9] };
+    let all = GivenTargets { positions: vec![4; 272], tokens: (0..272).collect(), with_gradient: 272 };
+    let few = GivenTargets { positions: vec![0, 7, 7, 7, 28], tokens: vec![5, 1, 2, 2, 9], with_gradient: 5 };
     let targets = [all, few];
     let input = PassInput { targets: Some(&targets), ..input(&sequences) };
     let forward: Forward =
@@ -255,7 +256,7 @@ fn what_does_not_fit_is_refused_before_the_first_backward_pass() {
     let long = tiny::sequences(272, &[20, 162], 4);
     let given = |positions: Vec<u32>, tokens: Vec<u32>| {
         let mut all = vec![GivenTargets::default(); sequences.len()];
-        all[1] = GivenTargets { positions, tokens };
+        all[1] = GivenTargets { with_gradient: tokens.len(), positions, tokens };
         all
     };
     let beyond = given(vec![40], vec![1]);

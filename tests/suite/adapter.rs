@@ -11,7 +11,7 @@ use rloss::actor::optimizer::Optimizer;
 use rloss::actor::{Actor, Columns, CriticColumns, OptimizerSettings, PolicyColumns, UpdateSettings};
 use rloss::checkpoint::BaseModel;
 use rloss::checkpoint::load::ModelFolder;
-use rloss::checkpoint::merge::merge;
+use rloss::checkpoint::merge::{merge, merged_config};
 use rloss::checkpoint::peft::{self, AdapterFolder};
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::error::BadInput;
@@ -19,7 +19,7 @@ use rloss::integrity::Manifest;
 use rloss::learner::CriticSettings;
 use rloss::learner::critic::Critic;
 use rloss::metrics::Progress;
-use rloss::model::adapter::{Lora, Owner, default_targets};
+use rloss::model::adapter::{HEAD, Lora, Owner, default_targets};
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
@@ -145,9 +145,19 @@ fn settings() -> PassSettings {
     }
 }
 
-/// An adapter of `rank` on all that can have one, with values of which every one matters.
+/// An adapter of `rank` on all matrices of the layers, with values of which every one matters.
 fn adapt(parameters: &mut Parameters, config: &Config, rank: usize) {
-    let lora = Lora { rank, alpha: 8.0, rslora: true, targets: default_targets(config) };
+    adapt_targets(parameters, rank, default_targets(config));
+}
+
+/// An adapter on the head too.
+fn adapt_with_head(parameters: &mut Parameters, config: &Config, rank: usize) {
+    let targets = default_targets(config).into_iter().chain([HEAD.to_owned()]).collect();
+    adapt_targets(parameters, rank, targets);
+}
+
+fn adapt_targets(parameters: &mut Parameters, rank: usize, targets: Vec<String>) {
+    let lora = Lora { rank, alpha: 8.0, rslora: true, targets };
     let mut values = lora.initial_values(&parameters.specs, 3, Owner::Policy).unwrap();
     for values in &mut values {
         values.iter_mut().enumerate().for_each(|(i, v)| *v += ((i * 7 % 13) as f32 - 6.0) * 0.01);
@@ -217,6 +227,7 @@ fn an_adapter_beside_a_packed_base_is_one_forward() {
     for (config, format) in cases {
         for rank in [1, 2, 3, 8, 33] {
             let [mut plain, mut packed] = both(&config, format);
+            let adapt = if rank == 2 { adapt } else { adapt_with_head };
             adapt(&mut plain, &config, rank);
             adapt(&mut packed, &config, rank);
             let model = Model::new(config.clone(), config.max_position_embeddings);
@@ -242,7 +253,7 @@ fn gradients_beside_a_packed_base_do_not_depend_on_threads_or_on_recomputation()
     let [mut plain, mut packed] = both(&config, WeightFormat::Mxfp4);
     let mut found = vec![];
     for parameters in [&mut plain, &mut packed] {
-        adapt(parameters, &config, 5);
+        adapt_with_head(parameters, &config, 5);
         for (threads, recompute_layers) in [(1, true), (3, true), (2, false)] {
             let (model, threads) = (Model::new(config.clone(), 256), Threads::new(threads).unwrap());
             let sequences = tiny::sequences(config.vocab_size, &[40, 12, 33, 60, 7], 4);
@@ -414,5 +425,44 @@ fn a_merged_matrix_acts_as_the_two_side_by_side() {
             (log_probs(&case.model, &case.parameters, &batches), log_probs(&case.model, &merged, &batches));
         let largest = a.iter().zip(&b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(largest > 0.0 && largest < 1e-4, "{name}: {largest:e}");
+    }
+}
+
+#[test]
+fn the_adapter_of_a_tied_head_is_written_read_and_merged_into_a_matrix_of_its_own() {
+    for tied in [true, false] {
+        let config = Config { tie_word_embeddings: tied, ..qwen2::config(true) };
+        let [mut parameters, _] = both(&config, WeightFormat::F32);
+        adapt_with_head(&mut parameters, &config, 3);
+        let lora = parameters.adapter().unwrap().clone();
+        let specs = parameter_specs(&config);
+        let value = |name: &str| tiny::values(tiny::named(&parameters, name));
+        let folder = TempDir::new().unwrap();
+        let base = BaseModel { path: PathBuf::from("base"), digest: String::new(), exact_blocks: true };
+        let mut manifest = Manifest::default();
+        peft::write(folder.path(), &mut manifest, (&lora, &specs), &base, |name| Ok(value(name))).unwrap();
+        let read = AdapterFolder::open(folder.path(), &specs).unwrap();
+        assert_eq!(read.lora, lora);
+        let factors = lora.factor_specs(&specs).unwrap();
+        assert_eq!(factors.last().unwrap().name, "lm_head.lora_B");
+        for (factor, values) in factors.iter().zip(read.read_values(&specs).unwrap()) {
+            assert_eq!(values, value(&factor.name), "{}", factor.name);
+        }
+        let merged = merged_config(&config, &parameters);
+        assert!(!merged.tie_word_embeddings);
+        let folder = TempDir::new().unwrap();
+        let tensor = |spec: &ParameterSpec| merge(&parameters, spec);
+        let (format, companions) = (WeightFormat::F32, CompanionFiles::default());
+        save(folder.path(), &merged, format, &companions, SHARD_BYTES_MAX, tensor).unwrap();
+        let whole = crate::tiny::parameters(&merged, load(folder.path(), &merged).unwrap()).unwrap();
+        let sequences = every(&tiny::sequences(config.vocab_size, &[40, 2, 19], 4));
+        let batches = MicroBatch::split(&sequences, usize::MAX);
+        let log_probs =
+            |config: &Config, parameters| log_probs(&Model::new(config.clone(), 256), parameters, &batches);
+        let (adapted, whole) = (log_probs(&config, &parameters), log_probs(&merged, &whole));
+        let bare = log_probs(&config, &parameters.without_adapter());
+        let distance = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(distance(&adapted, &whole) < 1e-4, "tied {tied}: {}", distance(&adapted, &whole));
+        assert!(distance(&adapted, &bare) > 1e-2, "the adapter matters");
     }
 }

@@ -27,6 +27,7 @@ mod same_run;
 mod serve;
 mod serve_fields;
 mod sft;
+mod tinker;
 mod truncated;
 mod truth;
 

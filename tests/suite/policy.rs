@@ -8,6 +8,7 @@ mod fixture;
 mod gradients;
 mod load_balance;
 mod properties;
+mod sum_loss;
 mod trl;
 mod variants;
 mod vectors;

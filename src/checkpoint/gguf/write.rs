@@ -5,6 +5,7 @@ use super::tensor_type::TensorType;
 use super::tokenizer::{CONTROL, NORMAL, PRE_TOKENIZERS, PreTokenizer, UNUSED, USER_DEFINED};
 use crate::atomic_file::replace_file;
 use crate::bad_input;
+use crate::model::adapter::HEAD;
 use crate::model::adapter::Lora;
 use crate::model::config::{Config, LayerType};
 use crate::model::names::{Layout, ParameterSpec, TensorRole, parameter_specs};
@@ -142,6 +143,11 @@ pub fn write_adapter(
     entries.float("adapter.lora.alpha", f64::from(lora.scale()) * lora.rank as f64);
     let (mut tensors, mut data) = (vec![], vec![]);
     for target in &lora.targets {
+        if target == HEAD && config.tie_word_embeddings {
+            return Err(bad_input!(
+                "the adapter has factors of a tied head, which this form of llama.cpp does not hold; add --merged"
+            ));
+        }
         let spec = specs.iter().find(|spec| spec.name == *target);
         let spec = spec.with_context(|| format!("no tensor {target}"))?;
         let mut names = parts(spec, config.family);

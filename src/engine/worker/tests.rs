@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::engine::{EngineRequest, SampleRequest};
-use crate::model::adapter::{Lora, Owner, default_targets};
+use crate::model::adapter::{HEAD, Lora, Owner, default_targets};
 use crate::model::config::{Config, LayerType, Rope};
 use crate::model::families::Family;
 use crate::model::forward::Model;
@@ -48,7 +48,8 @@ fn base(seed: u64) -> Parameters {
 }
 
 fn adapted(base: &Parameters, rank: usize) -> Parameters {
-    let targets = default_targets(&config()).into_iter().skip(rank).collect();
+    let head = Some(HEAD.to_owned()).filter(|_| rank != 3);
+    let targets = default_targets(&config()).into_iter().skip(rank).chain(head).collect();
     let lora = Lora { rank, alpha: 4.0, rslora: false, targets };
     let mut values = lora.initial_values(&base.specs, rank as u64, Owner::Policy).unwrap();
     values.iter_mut().flatten().for_each(|value| *value += 0.1);
@@ -119,9 +120,12 @@ fn versions_of_one_base_are_one_forward_and_another_base_is_one_more() {
         let first = worker.batch[0].version().clone();
         let mut feed = worker.select_tokens();
         let ends: Vec<u32> = feed.complete.iter().map(|(_, row)| *row).collect();
-        let tokens = feed.tokens.len();
+        let (tokens, versions) = (feed.tokens.len(), feed.versions.clone());
         let mixed = worker.forward(&first, &mut feed).unwrap();
         assert_eq!(mixed.dims(), [tokens, 32], "one forward has the rows of all");
+        let raw = SamplingParameters::with_temperature(1.0);
+        let scaled = |logits: Logits| logits.scaled_logits().to_vec2::<f32>().unwrap();
+        let logits = scaled(PolicyVersion::logits(&versions, &mixed, &raw).unwrap());
         // The same prompts, each in a forward of its own.
         for (work, end) in std::mem::take(&mut worker.batch).into_iter().zip(ends) {
             let version = work.version().clone();
@@ -136,6 +140,8 @@ fn versions_of_one_base_are_one_forward_and_another_base_is_one_more() {
                 hidden.narrow(0, end + 1 - count, count).unwrap().to_vec2::<f32>().unwrap()
             };
             assert!(rows(&alone, count - 1) == rows(&mixed, end as usize));
+            let own = scaled(stack.logits(&alone, &raw).unwrap());
+            assert!(own[..] == logits[end as usize + 1 - count..=end as usize]);
         }
     }
 }

@@ -27,7 +27,7 @@ fn doubles(tensor: &Tensor) -> Vec<f64> {
 }
 
 fn teacher(h: &Tensor, w: &Tensor) -> TeacherRows {
-    TeacherRows { h: h.clone(), head: Weight::Dense(Parameter::constant(w)) }
+    TeacherRows { h: h.clone(), head: Weight::Dense(Parameter::constant(w)), adapter: None }
 }
 
 /// The teacher has its own width, and one column of padding more than the policy.
@@ -46,7 +46,8 @@ fn the_divergence_has_the_value_and_the_gradient_of_its_formula() {
             &[&h, &w],
             |v| {
                 let weight = Weight::Dense(v[1].0.clone());
-                ops::log_prob_entropy_and_kl(v[0], &weight, &targets, &rows_of_teacher, temperature).unwrap()
+                ops::log_prob_entropy_and_kl(v[0], (&weight, None), &targets, &rows_of_teacher, temperature)
+                    .unwrap()
             },
             |v| {
                 let log_p = log_softmax(&v[0], &v[1], vocabulary, vocabulary, temperature);
@@ -74,7 +75,8 @@ fn run(
     let sink = Arc::new(Sink { buffers: vec![dw.clone()], added: Default::default() });
     let weight = Weight::Dense(Parameter::with_gradient_sink(w, sink, 0));
     let out =
-        ops::log_prob_entropy_and_kl(h, &weight, &Arc::new(targets.to_vec()), teacher, temperature).unwrap();
+        ops::log_prob_entropy_and_kl(h, (&weight, None), &Arc::new(targets.to_vec()), teacher, temperature)
+            .unwrap();
     let upstream = Tensor::from_vec(upstream.to_vec(), (3, targets.len()), &Device::Cpu).unwrap();
     let store = (&out * upstream).unwrap().sum_all().unwrap().backward().unwrap();
     [floats(&out), floats(store.get(h).unwrap()), floats(&dw)]
@@ -116,7 +118,7 @@ fn a_teacher_that_does_not_fit_is_an_error_and_extreme_logits_stay_finite() {
     let (h, w) = (tensor(&[[1.0, 0.0]]), tensor(&[[3e4, -3e4], [0.0, 0.0]]));
     let run = |rows: &TeacherRows| {
         let head = Weight::Dense(Parameter::constant(&w));
-        ops::log_prob_entropy_and_kl(&h, &head, &Arc::new(vec![0]), rows, 1.0)
+        ops::log_prob_entropy_and_kl(&h, (&head, None), &Arc::new(vec![0]), rows, 1.0)
     };
     let opposite = run(&teacher(&h, &tensor(&[[-3e4, 3e4], [0.0, 0.0]]))).unwrap();
     assert_eq!(floats(&opposite), [0.0, 0.0, 6e4]);

@@ -2,6 +2,8 @@
 
 use super::{assert_close, check, floats, input};
 use candle_core::{Device, Tensor, Var};
+use rloss::ops::head_adapter::HeadAdapter;
+use rloss::ops::log_prob::HeadTargets;
 use rloss::ops::token_set::{KeptTokens, TokenSet};
 use rloss::ops::weight::Weight;
 use rloss::ops::{self, log_prob};
@@ -210,4 +212,87 @@ fn extreme_logits_stay_finite() {
         .is_err(),
         "2 is no token"
     );
+}
+
+/// The parameter `values` with a gradient buffer of `sums`.
+struct Buffers(Vec<Tensor>);
+
+impl rloss::ops::parameter::GradientSink for Buffers {
+    fn add(
+        &self,
+        parameter: usize,
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        add(&self.0[parameter])
+    }
+}
+
+#[test]
+fn a_heads_adapter_is_the_head_of_the_sum_and_rows_without_a_gradient_are_left_out() {
+    let (rows, width, rank, vocabulary) = (9, 8, 3, 37);
+    let tensor = |shape: (usize, usize), seed: u64| {
+        let values = floats(&input(&[shape.0, shape.1], 1.0, seed));
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
+    };
+    let [h, w, a, b] = [
+        tensor((rows, width), 1),
+        tensor((width, vocabulary), 2),
+        tensor((width, rank), 3),
+        tensor((rank, vocabulary), 4),
+    ];
+    let targets: Arc<Vec<u32>> = Arc::new((0..rows as u32).map(|row| row * 4 % 37).collect());
+    // Rows 2 and 5 have no gradient.
+    let upstream: Vec<f32> = (0..2 * rows)
+        .map(|i| if [2, 5].contains(&(i % rows)) { 0.0 } else { 0.3 - 0.1 * i as f32 })
+        .collect();
+    let run = |h: &Tensor, targets: &Arc<Vec<u32>>, upstream: &[f32], skips_zero_gradients: bool| {
+        let zeros = |of: &Tensor| Var::zeros(of.shape(), candle_core::DType::F32, of.device()).unwrap();
+        let buffers = [zeros(&a), zeros(&b)];
+        let sink = Arc::new(Buffers(buffers.iter().map(|var| var.as_tensor().clone()).collect()));
+        let factor = |values: &Tensor, index| {
+            let values = Var::from_tensor(values).unwrap();
+            rloss::ops::Parameter::with_gradient_sink(values.as_tensor(), sink.clone(), index)
+        };
+        let adapter = HeadAdapter { a: factor(&a, 0), b: factor(&b, 1), scale: 0.5 };
+        let h = Var::from_tensor(h).unwrap();
+        let targets = HeadTargets { tokens: targets, kept: None, skips_zero_gradients };
+        let head = (&Weight::dense(&w), Some(&adapter));
+        let out = log_prob::adapted_log_prob_and_entropy(h.as_tensor(), head, targets, 0.7).unwrap();
+        let gradient = Tensor::from_vec(upstream.to_vec(), out.shape(), &Device::Cpu).unwrap();
+        let store = (&out * gradient).unwrap().sum_all().unwrap().backward().unwrap();
+        let dh = floats(store.get(h.as_tensor()).unwrap());
+        let [da, db] = buffers.map(|buffer| floats(buffer.as_tensor()));
+        [floats(&out), dh, da, db]
+    };
+    let all = run(&h, &targets, &upstream, false);
+    // The same head with the sum of both matrices, by candle's graph.
+    let vars = [&h, &w, &a, &b].map(|tensor| Var::from_tensor(tensor).unwrap());
+    let [vh, vw, va, vb] = vars.each_ref().map(Var::as_tensor);
+    let sum = (vw + (va.matmul(vb).unwrap() * 0.5).unwrap()).unwrap();
+    let z = (vh.matmul(&sum).unwrap() / 0.7).unwrap();
+    let log_p = candle_nn::ops::log_softmax(&z, 1).unwrap();
+    let ids = Tensor::from_vec(targets.to_vec(), (rows, 1), &Device::Cpu).unwrap();
+    let own = log_p.gather(&ids, 1).unwrap().flatten_all().unwrap();
+    let entropy = (log_p.exp().unwrap() * &log_p).unwrap().sum(1).unwrap().neg().unwrap();
+    let expected = Tensor::stack(&[own, entropy], 0).unwrap();
+    let gradient = Tensor::from_vec(upstream.clone(), (2, rows), &Device::Cpu).unwrap();
+    let store = (&expected * gradient).unwrap().sum_all().unwrap().backward().unwrap();
+    let of = |tensor: &Tensor| floats(store.get(tensor).unwrap());
+    for (found, expected) in all.iter().zip([floats(&expected), of(vh), of(va), of(vb)]) {
+        for (found, expected) in found.iter().zip(expected) {
+            assert!((found - expected).abs() < 1e-5 + 1e-4 * expected.abs(), "{found} for {expected}");
+        }
+    }
+    // Left out, the rows leave the bits of a batch without them.
+    let skipped = run(&h, &targets, &upstream, true);
+    let kept = [0, 1, 3, 4, 6, 7, 8];
+    let few: Vec<u32> = kept.iter().map(|&row| targets[row]).collect();
+    let rows_of_h: Vec<Tensor> = kept.iter().map(|&row| h.narrow(0, row, 1).unwrap()).collect();
+    let both = [0, rows].map(|start| kept.map(|row| upstream[start + row])).concat();
+    let alone = run(&Tensor::cat(&rows_of_h, 0).unwrap(), &Arc::new(few), &both, false);
+    assert_eq!(skipped[0], all[0]);
+    assert_eq!(skipped[2..], alone[2..]);
+    let rows_of = |values: &[f32]| kept.map(|row| values[row * width..(row + 1) * width].to_vec()).concat();
+    assert_eq!(rows_of(&skipped[1]), alone[1]);
+    assert!(skipped[1][2 * width..3 * width].iter().all(|value| *value == 0.0));
 }

@@ -1,0 +1,490 @@
+//! `rloss serve --train` as a client sees it, over bare HTTP. `fixtures/tinker.jsonl` has what the unmodified SDK
+//! sent (scripts/record_tinker.py).
+
+use super::{done, quickstart, rloss};
+use base64::Engine as _;
+use base64::prelude::BASE64_STANDARD;
+use prost::Message;
+use rloss::tinker::wire::{
+    Chunk, Datum, EncodedText, F32, ForwardBackwardOutput, ForwardBackwardRequest, I64, SampleResponse,
+    Tensor,
+};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use tempfile::TempDir;
+
+const NAME: &str = "tiny";
+
+struct Server {
+    child: Child,
+    address: String,
+    key: &'static str,
+}
+
+/// Status, content type and body of a response.
+type Answer = (u16, String, Vec<u8>);
+
+impl Server {
+    fn start(store: &Path, arguments: &[&str]) -> Self {
+        let mut command = rloss();
+        command.arg("serve").arg(quickstart()).args(["--port", "0", "--set", "parallel.threads=2"]);
+        command.args(["--name", NAME, "--train", "--store"]).arg(store).args(arguments);
+        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let address = lines
+            .find_map(|line| Some(line.unwrap().split_once("at http://")?.1.strip_suffix("/v1")?.to_owned()));
+        std::thread::spawn(move || lines.for_each(drop));
+        Self { child, address: address.expect("the server tells its address"), key: "tml-a" }
+    }
+
+    fn ask(&self, method: &str, path: &str, body: &[u8]) -> Answer {
+        let mut stream = TcpStream::connect(&self.address).unwrap();
+        let (host, key, length) = (&self.address, self.key, body.len());
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nHost: {host}\r\nX-API-Key: {key}\r\nContent-Length: {length}\r\n\r\n"
+        );
+        stream.write_all(head.as_bytes()).unwrap();
+        stream.write_all(body).unwrap();
+        let mut answer = vec![];
+        stream.read_to_end(&mut answer).unwrap();
+        let end = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").unwrap();
+        let head = String::from_utf8(answer[..end].to_vec()).unwrap();
+        let kind = head.lines().find_map(|line| line.strip_prefix("Content-Type: ")).unwrap();
+        let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (status, kind.to_owned(), answer[end + 4..].to_vec())
+    }
+
+    fn post(&self, path: &str, body: &Value) -> (u16, Value) {
+        let (status, _, body) = self.ask("POST", &format!("/api/v1/{path}"), body.to_string().as_bytes());
+        (status, serde_json::from_slice(&body).unwrap())
+    }
+
+    fn ok(&self, path: &str, body: &Value) -> Value {
+        let (status, answer) = self.post(path, body);
+        assert_eq!(status, 200, "{path}: {answer}");
+        answer
+    }
+
+    /// Returns the text of a refusal.
+    fn refused(&self, path: &str, body: &Value, status: u16) -> String {
+        let (found, answer) = self.post(path, body);
+        assert_eq!(found, status, "{path}: {answer}");
+        answer["detail"].as_str().unwrap().to_owned()
+    }
+
+    /// Waits for a result.
+    fn fetch(&self, request: &Value) -> Answer {
+        let body = json!({"request_id": request["request_id"]}).to_string();
+        loop {
+            let answer = self.ask("POST", "/api/v1/retrieve_future", body.as_bytes());
+            if answer.0 != 408 {
+                return answer;
+            }
+        }
+    }
+
+    fn fetch_json(&self, request: &Value) -> Value {
+        let (status, _, body) = self.fetch(request);
+        assert_eq!(status, 200);
+        serde_json::from_slice(&body).unwrap()
+    }
+
+    fn session(&self) -> String {
+        self.ok("create_session", &json!({"tags": []}))["session_id"].as_str().unwrap().to_owned()
+    }
+
+    fn model(&self, session: &str, number: u64, seed: Option<u64>) -> Model<'_> {
+        let request = self.ok("create_model", &create(session, number, seed));
+        let created = self.fetch_json(&request);
+        Model { server: self, id: created["model_id"].as_str().expect("a model").to_owned(), next: 1 }
+    }
+}
+
+fn create(session: &str, number: u64, seed: Option<u64>) -> Value {
+    let lora = json!({"rank": 4, "seed": seed});
+    json!({"session_id": session, "model_seq_id": number, "base_model": NAME, "lora_config": lora})
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A model, as its only client sees it.
+struct Model<'s> {
+    server: &'s Server,
+    id: String,
+    next: i64,
+}
+
+fn tensor(dtype: i32, values: &[f64]) -> Tensor {
+    let dense = match dtype {
+        F32 => values.iter().flat_map(|&value| (value as f32).to_le_bytes()).collect(),
+        _ => values.iter().flat_map(|&value| (value as i64).to_le_bytes()).collect(),
+    };
+    Tensor { dense: Some(dense), dtype, shape: vec![values.len() as i64], ..Tensor::default() }
+}
+
+fn datum(tokens: &[u32], inputs: &[(&str, &[f64])]) -> Datum {
+    let targets: Vec<f64> = tokens[1..].iter().map(|&token| f64::from(token)).collect();
+    let bytes = tokens[..tokens.len() - 1].iter().flat_map(|&token| (token as i32).to_le_bytes()).collect();
+    let mut loss_fn_inputs = BTreeMap::from([("target_tokens".to_owned(), tensor(I64, &targets))]);
+    loss_fn_inputs.extend(inputs.iter().map(|(name, values)| ((*name).to_owned(), tensor(F32, values))));
+    Datum { model_input: vec![Chunk { encoded_text: Some(EncodedText { tokens: bytes }) }], loss_fn_inputs }
+}
+
+fn supervised(tokens: &[u32]) -> Datum {
+    datum(tokens, &[("weights", &vec![1.0; tokens.len() - 1])])
+}
+
+impl Model<'_> {
+    fn pass_at(&self, number: i64, data: Vec<Datum>, loss: &str, forward_only: bool) -> (u16, Value) {
+        let request = ForwardBackwardRequest {
+            model_id: self.id.clone(),
+            seq_id: number as i32,
+            data,
+            loss_fn: loss.to_owned(),
+            forward_only,
+            ..ForwardBackwardRequest::default()
+        };
+        let (status, _, body) = self.server.ask("POST", "/api/v1/forward_backward", &request.encode_to_vec());
+        (status, serde_json::from_slice(&body).unwrap())
+    }
+
+    fn pass(&mut self, data: Vec<Datum>, loss: &str, forward_only: bool) -> ForwardBackwardOutput {
+        let (status, request) = self.pass_at(self.next, data, loss, forward_only);
+        assert_eq!(status, 200, "{request}");
+        self.next += 1;
+        let (_, kind, body) = self.server.fetch(&request);
+        assert_eq!(kind, "application/x-protobuf", "{}", String::from_utf8_lossy(&body));
+        ForwardBackwardOutput::decode(&body[..]).unwrap()
+    }
+
+    /// Sends the next JSON request, and returns its result.
+    fn next(&mut self, path: &str, mut body: Value) -> Value {
+        body["model_id"] = json!(self.id);
+        body["seq_id"] = json!(self.next);
+        self.next += 1;
+        self.server.fetch_json(&self.server.ok(path, &body))
+    }
+
+    fn step(&mut self, lr: f64) -> Value {
+        self.next("optim_step", step_body(lr))
+    }
+
+    fn sampler(&mut self, number: u64) -> String {
+        let made = self.next("save_weights_for_sampler", json!({"sampling_session_seq_id": number}));
+        made["sampling_session_id"].as_str().unwrap().to_owned()
+    }
+}
+
+fn step_body(lr: f64) -> Value {
+    json!({"adam_params": {
+        "learning_rate": lr, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0, "grad_clip_norm": 0.0,
+    }})
+}
+
+fn sample_body(sampler: &str, number: u64, prompt: &[u32], seed: Option<u64>) -> Value {
+    json!({
+        "sampling_session_id": sampler, "seq_id": number, "num_samples": 3,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]},
+        "sampling_params": {"max_tokens": 12, "seed": seed, "stop": []},
+    })
+}
+
+/// Tokens and log-probs of each sample.
+fn samples(server: &Server, body: &Value) -> Vec<(Vec<u32>, Vec<f32>)> {
+    let (_, kind, body) = server.fetch(&server.ok("asample", body));
+    assert_eq!(kind, "application/x-protobuf", "{}", String::from_utf8_lossy(&body));
+    let sequence = |sequence: &rloss::tinker::wire::SampledSequence| {
+        let tokens = sequence.tokens.as_chunks().0.iter().map(|bytes| u32::from_le_bytes(*bytes)).collect();
+        (tokens, floats(&sequence.logprobs))
+    };
+    SampleResponse::decode(&body[..]).unwrap().sequences.iter().map(sequence).collect()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes)).collect()
+}
+
+fn log_probs(output: &ForwardBackwardOutput) -> Vec<f32> {
+    output.loss_fn_outputs.iter().flat_map(|record| floats(&record.fields["logprobs"].data)).collect()
+}
+
+/// A short reinforcement of one client: losses, and what it sampled.
+fn work(model: &mut Model, seed: Option<u64>) -> Vec<f64> {
+    let mut found = vec![];
+    for step in 0..3 {
+        let sampler = model.sampler(step);
+        let drawn = samples(model.server, &sample_body(&sampler, 0, &[5, 6, 7], seed));
+        let data: Vec<Datum> = drawn
+            .iter()
+            .enumerate()
+            .map(|(index, (tokens, log_probs))| {
+                let tokens = [&[5, 6, 7], &tokens[..]].concat();
+                let zeros = |values: Vec<f64>| [vec![0.0; 2], values].concat();
+                let log_probs = zeros(log_probs.iter().map(|&value| f64::from(value)).collect());
+                let advantages = zeros(vec![index as f64 - 1.0; tokens.len() - 3]);
+                datum(&tokens, &[("logprobs", &log_probs), ("advantages", &advantages)])
+            })
+            .collect();
+        let output = model.pass(data, "ppo", false);
+        assert_eq!(output.metrics["mismatch:max"], 0.0, "a sample's bits are those of the forward pass");
+        assert_eq!(output.metrics["mismatch_unknown_tokens:sum"], 0.0);
+        assert!(output.metrics["mismatch_tokens:sum"] > 0.0);
+        found.extend(log_probs(&output).into_iter().map(f64::from));
+        found.push(model.step(1e-2)["metrics"]["optim/grad_norm"].as_f64().unwrap());
+    }
+    found
+}
+
+#[test]
+fn a_client_beside_others_has_what_it_has_alone_with_and_without_seeds() {
+    let store = TempDir::new().unwrap();
+    let server = Server::start(store.path(), &["--adapters", "8"]);
+    let run = |seed: Option<u64>| {
+        let session = server.session();
+        let found = work(&mut server.model(&session, 0, seed), seed);
+        server.ok(&format!("sessions/{session}/finish"), &json!({"reason": {"type": "success"}}));
+        found
+    };
+    let alone = [None, Some(1), Some(2)].map(run);
+    assert!(alone[0] != alone[1] && alone[1] != alone[2]);
+    std::thread::scope(|scope| {
+        let beside: Vec<_> =
+            (0..6).map(|i| scope.spawn(move || run([None, Some(1), Some(2)][i % 3]))).collect();
+        for (i, found) in beside.into_iter().enumerate() {
+            assert_eq!(found.join().unwrap(), alone[i % 3], "client {i}");
+        }
+    });
+}
+
+#[test]
+fn what_was_answered_loads_after_a_kill_and_goes_on_bit_for_bit() {
+    let store = TempDir::new().unwrap();
+    let data = || vec![supervised(&[1, 2, 3, 4, 5]), supervised(&[9, 8, 7])];
+    let server = Server::start(store.path(), &[]);
+    let session = server.session();
+    let mut model = server.model(&session, 0, Some(3));
+    let losses = |model: &mut Model, steps: usize| -> Vec<f64> {
+        let step = |_| {
+            let loss = model.pass(data(), "cross_entropy", false).metrics["loss:sum"];
+            model.step(1e-2);
+            loss
+        };
+        (0..steps).map(step).collect()
+    };
+    losses(&mut model, 3);
+    let saved = model.next("save_weights", json!({"path": "three"}))["path"].as_str().unwrap().to_owned();
+    let sampler = model.next("save_weights_for_sampler", json!({"path": "three"}));
+    let sampler = sampler["path"].as_str().unwrap().to_owned();
+    let refusal = model.next("save_weights", json!({"path": "three"}));
+    assert!(refusal["error"].as_str().unwrap().contains("overwrite"), "{refusal}");
+    let expected = losses(&mut model, 3);
+    let again = model.next("save_weights", json!({"path": "three", "overwrite": true}));
+    assert_eq!(again["path"], json!(saved));
+    let later = losses(&mut model, 2);
+    drop(server);
+    // The kill left a half-written folder.
+    let half =
+        store.path().join(saved.split('/').nth(2).unwrap().replace(':', "-")).join("weights/.x.partial");
+    std::fs::create_dir_all(&half).unwrap();
+    let server = Server::start(store.path(), &[]);
+    assert!(!half.exists());
+    let session = server.session();
+    let load = |path: &str, number: u64, optimizer: bool| {
+        let body =
+            json!({"session_id": session, "model_seq_id": number, "path": path, "optimizer": optimizer});
+        let request = server.ok("load_weights", &body);
+        let loaded = server.fetch_json(&request);
+        assert_eq!(loaded["path"], json!(path), "{loaded}");
+        Model { server: &server, id: loaded["model_id"].as_str().unwrap().to_owned(), next: 1 }
+    };
+    assert_eq!(losses(&mut load(&saved, 0, true), 2), later);
+    // The sampler's path has the weights after three steps.
+    let mut third = load(&sampler, 1, false);
+    assert_eq!(third.pass(data(), "cross_entropy", true).metrics["loss:sum"], expected[0]);
+    let info = server.ok("weights_info", &json!({"tinker_path": saved}));
+    assert_eq!((info["lora_rank"].clone(), info["base_model"].clone()), (json!(4), json!(NAME)));
+    let other = Server {
+        key: "tml-b",
+        child: rloss().arg("--version").spawn().unwrap(),
+        address: server.address.clone(),
+    };
+    assert!(other.refused("weights_info", &json!({"tinker_path": saved}), 404).contains("never saved"));
+    let run = saved.split('/').nth(2).unwrap();
+    // The report and the export read the store.
+    let folder = store.path().join(run.replace(':', "-"));
+    done(rloss().arg("report").arg(&folder));
+    let page = std::fs::read_to_string(folder.join("report.html")).unwrap();
+    assert!(page.contains("Loss of a client"));
+    let out = store.path().join("peft");
+    done(rloss().args(["export", &saved, "--store"]).arg(store.path()).arg("--out").arg(&out));
+    let config: Value =
+        serde_json::from_slice(&std::fs::read(out.join("adapter_config.json")).unwrap()).unwrap();
+    assert_eq!((config["r"].clone(), config["lora_alpha"].as_f64()), (json!(4), Some(32.0)));
+    let whole = store.path().join("whole");
+    done(
+        rloss()
+            .args(["export", &saved, "--merged", "--set", "checkpoint.dtype=f32", "--store"])
+            .arg(store.path())
+            .arg("--out")
+            .arg(&whole),
+    );
+    assert!(whole.join("model.safetensors").is_file());
+    // OpenAI's door samples from the path.
+    let chat = json!({"model": sampler, "prompt": [5, 6, 7], "max_tokens": 4, "seed": 1}).to_string();
+    let (status, _, body) = server.ask("POST", "/v1/completions", chat.as_bytes());
+    assert_eq!(status, 200, "{}", String::from_utf8_lossy(&body));
+    let path = format!("/api/v1/training_runs/{run}/checkpoints/weights/three");
+    assert_eq!(server.ask("DELETE", &path, b"").0, 200);
+    assert_eq!(server.ask("DELETE", &path, b"").0, 404);
+    server.refused("weights_info", &json!({"tinker_path": saved}), 404);
+}
+
+#[test]
+fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
+    let store = TempDir::new().unwrap();
+    let server = Server::start(store.path(), &["--adapters", "2"]);
+    let session = server.session();
+    let mut model = server.model(&session, 0, Some(1));
+    let (status, _, body) = server.ask("POST", "/api/v1/forward_backward", &[0xff; 100]);
+    assert_eq!(status, 400, "{}", String::from_utf8_lossy(&body));
+    assert!(String::from_utf8_lossy(&body).contains("protobuf"));
+    // A request that cannot be done fails in its turn, and leaves no hole.
+    let failed = |model: &mut Model, data: Vec<Datum>, loss: &str| -> String {
+        let (status, request) = model.pass_at(model.next, data, loss, false);
+        assert_eq!(status, 200, "{request}");
+        model.next += 1;
+        let (_, kind, body) = model.server.fetch(&request);
+        assert_eq!(kind, "application/json");
+        let error: Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(error["category"], json!("user"), "{error}");
+        error["error"].as_str().unwrap().to_owned()
+    };
+    let good = || supervised(&[1, 2, 3]);
+    assert!(failed(&mut model, vec![good()], "stable_reinforce").contains("importance_sampling"));
+    assert!(failed(&mut model, vec![], "cross_entropy").contains("at least one"));
+    assert!(failed(&mut model, vec![supervised(&[1, 2, 1 << 30])], "cross_entropy").contains("below"));
+    assert!(failed(&mut model, vec![supervised(&[1 << 30, 2, 1])], "cross_entropy").contains("sequence 0"));
+    assert!(failed(&mut model, vec![supervised(&vec![1; 100_000])], "cross_entropy").contains("maximum"));
+    let mut huge = good();
+    huge.loss_fn_inputs.get_mut("weights").unwrap().shape = vec![1 << 50, 1 << 50];
+    assert!(failed(&mut model, vec![huge], "cross_entropy").contains("shape"));
+    let refusal = model.next("save_weights", json!({"path": "../../x"}));
+    assert!(refusal["error"].as_str().unwrap().contains("not usable"), "{refusal}");
+    let refusal = model.next(
+        "optim_step",
+        json!({"adam_params": {
+        "learning_rate": -1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}}),
+    );
+    assert!(refusal["error"].as_str().unwrap().contains("out of range"), "{refusal}");
+    // The same number again is the same request; a former one whose result is gone, and one far ahead, are not.
+    let number = model.next;
+    let first = model.pass_at(number, vec![good()], "cross_entropy", true);
+    assert_eq!(first, model.pass_at(number, vec![supervised(&[4, 5])], "cross_entropy", true));
+    model.next += 1;
+    let (status, _) = model.pass_at(1 << 20, vec![good()], "cross_entropy", true);
+    assert_eq!(status, 400);
+    // A thousand requests that come before their turn.
+    let ahead: Vec<Value> =
+        (1..=1000).map(|i| model.pass_at(model.next + i, vec![good()], "cross_entropy", true).1).collect();
+    let (status, request) = model.pass_at(model.next, vec![good()], "cross_entropy", true);
+    assert_eq!(status, 200, "{request}");
+    let last = ForwardBackwardOutput::decode(&server.fetch(&ahead[999]).2[..]).unwrap();
+    assert!(last.metrics["loss:sum"] > 0.0);
+    // Another key sees nothing of it.
+    let other = Server {
+        key: "tml-b",
+        child: rloss().arg("--version").spawn().unwrap(),
+        address: server.address.clone(),
+    };
+    other.refused("get_info", &json!({"model_id": model.id}), 404);
+    other.refused("retrieve_future", &json!({"request_id": request["request_id"]}), 404);
+    assert!(other.refused("create_model", &create(&session, 1, None), 404).contains("session"));
+    // Limits.
+    server.model(&session, 1, None);
+    assert!(server.refused("create_model", &create(&session, 2, None), 400).contains("--adapters"));
+    let mut wrong = create(&session, 3, None);
+    wrong["base_model"] = json!("other/model");
+    assert!(server.refused("create_model", &wrong, 400).contains("tiny"));
+    let path = "tinker://../../weights/x";
+    let body = json!({"session_id": session, "model_seq_id": 9, "path": path, "optimizer": true});
+    assert!(server.refused("load_weights", &body, 400).contains("tinker://RUN"));
+    assert!(server.refused("asample", &json!({"num_samples": 1}), 400).contains("prompt"));
+    let sampling = json!({"session_id": session, "sampling_session_seq_id": 7, "base_model": NAME});
+    let sampler = server.ok("create_sampling_session", &sampling)["sampling_session_id"].clone();
+    let sampler = sampler.as_str().unwrap();
+    let mut body = sample_body(sampler, 0, &[1 << 30], None);
+    assert!(server.refused("asample", &body, 400).contains("ids below"));
+    body = sample_body(sampler, 0, &[1], None);
+    body["sampling_params"]["max_tokens"] = json!(1 << 40);
+    assert!(server.refused("asample", &body, 400).contains("maximum"));
+    body["sampling_params"]["max_tokens"] = json!(4);
+    body["num_samples"] = json!(1 << 40);
+    assert!(server.refused("asample", &body, 400).contains("num_samples"));
+    let (status, _) = server.post("nothing/here", &json!({}));
+    assert_eq!(status, 404);
+    // After all of it the server answers, and a finished session frees its adapters.
+    assert_eq!(samples(&server, &sample_body(sampler, 1, &[1, 2], Some(1))).len(), 3);
+    server.ok(&format!("sessions/{session}/finish"), &json!({}));
+    let session = server.session();
+    server.model(&session, 0, None);
+    server.model(&session, 1, None);
+}
+
+/// Requests of the SDK, with the session of this server in place of the recorded one.
+#[test]
+fn what_the_sdk_sent_is_answered_as_it_was_recorded() {
+    let text = include_str!("../../fixtures/tinker.jsonl");
+    let store = TempDir::new().unwrap();
+    let server = Server::start(store.path(), &[]);
+    let (mut recorded, mut own) = (String::new(), String::new());
+    let mut checked = 0;
+    for line in text.lines() {
+        let row: Value = serde_json::from_str(line).unwrap();
+        let replace = |bytes: Vec<u8>| -> Vec<u8> {
+            if recorded.is_empty() {
+                return bytes;
+            }
+            let mut bytes = bytes;
+            while let Some(at) = bytes.windows(32).position(|part| part == recorded.as_bytes()) {
+                bytes[at..at + 32].copy_from_slice(own.as_bytes());
+            }
+            bytes
+        };
+        let field = |name: &str| row[name].as_str().unwrap();
+        let decode = |name: &str| BASE64_STANDARD.decode(field(name)).unwrap();
+        let path = String::from_utf8(replace(field("path").as_bytes().to_vec())).unwrap();
+        let mut answer = server.ask(field("method"), &path, &replace(decode("body")));
+        while answer.0 == 408 {
+            answer = server.ask(field("method"), &path, &replace(decode("body")));
+        }
+        let (status, kind, body) = answer;
+        assert_eq!(u64::from(status), row["status"].as_u64().unwrap(), "{path}");
+        assert_eq!(kind, field("content_type"), "{path}");
+        let expected = decode("answer");
+        if path.ends_with("/create_session") {
+            let id = |body: &[u8]| serde_json::from_slice::<Value>(body).unwrap()["session_id"].clone();
+            recorded = id(&expected).as_str().unwrap().to_owned();
+            own = id(&body).as_str().unwrap().to_owned();
+        } else if let (Ok(Value::Object(found)), Ok(Value::Object(expected))) =
+            (serde_json::from_slice::<Value>(&body), serde_json::from_slice::<Value>(&expected))
+        {
+            assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>(), "{path}");
+        } else if let Ok(expected) = ForwardBackwardOutput::decode(&expected[..])
+            && let Some(loss) = expected.metrics.get("loss:sum")
+        {
+            let found = ForwardBackwardOutput::decode(&body[..]).unwrap().metrics["loss:sum"];
+            assert!((found - loss).abs() < 1e-2 * loss.abs().max(1.0), "{path}: {found} for {loss}");
+            checked += 1;
+        }
+    }
+    assert!(checked > 5, "{checked} passes");
+}
