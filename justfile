@@ -141,6 +141,11 @@ ranks-nccl:
     eval "$(tests/cuda_driver/setup.sh | grep -v CARGO_TARGET_DIR)" && \
         RANKS_BY=nccl cargo test --release --features mpi,nccl --test ranks -- --test-threads=1
 
+# The unmodified Tinker packages against a server: needs tinker==0.38.0 and tinker-cookbook==0.6.1.
+tinker:
+    cargo build --release
+    scripts/check_tinker.py target/release/rloss
+
 bench:
     cargo bench --features bench
 

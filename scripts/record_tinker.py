@@ -92,8 +92,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as store:
-        recipe = ROOT / "recipes/quickstart.toml"
-        command = [args.rloss, "serve", recipe, "--port", "0", "--name", "tiny", "--train", "--store", store]
+        command = [args.rloss, "serve", "quickstart", "--port", "0", "--name", "tiny", "--train", "--store", store]
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         try:
             address = next(found[1] for line in server.stderr if (found := re.search(r"at http://(\S+)/v1", line)))

@@ -50,7 +50,7 @@ pub struct ServeArgs {
     #[arg(long)]
     train: bool,
     /// Maximum adapters in training, of all clients together. The memory of rank 32 is planned for each
-    #[arg(long, default_value_t = 4, requires = "train", value_parser = clap::value_parser!(u16).range(1..=256))]
+    #[arg(long, default_value_t = 8, requires = "train", value_parser = clap::value_parser!(u16).range(1..=256))]
     adapters: u16,
     /// Folder of the saved weights
     #[arg(long, default_value = "tinker-store", requires = "train")]

@@ -256,7 +256,8 @@ table! {
         /// The matrices with an adapter, as patterns of parameter names. `*` matches any characters. An empty
         /// list means all matrices of the layers that can have an adapter. These are q, k, v, o, and the MLP
         /// matrices: both expert matrices in GPT-OSS, the three MLP matrices in dense Qwen, the three
-        /// matrices of each expert in `qwen3_moe`. `lm_head.weight` names the head, also a tied one; on a CPU.
+        /// matrices of each expert in `qwen3_moe`. `lm_head.weight` names the head, also a tied one; on a
+        /// CPU.
         pub targets: Vec<String> = Vec::new(),
         /// Whether SFT warm-up (`[cold_start]`) trains only the adapter. If false, SFT warm-up trains the
         /// whole model, which then becomes the base of the adapter and is saved in the run folder. False

@@ -154,6 +154,8 @@ pub fn adapted_log_prob_and_entropy(
         check_kept(kept, tokens, vocabulary)?;
     }
     let (kept, adapter) = (kept.cloned(), adapter.cloned());
+    // With an adapter, a run and a client that gives all targets have the same bits.
+    let skips_zero_gradients = skips_zero_gradients || adapter.is_some();
     apply_head(h, Head { kept, adapter, skips_zero_gradients, ..Head::new(weight, tokens, temperature) })
 }
 

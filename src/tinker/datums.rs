@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 const TARGETS_MAX: usize = 1 << 22;
 
 /// One sequence of a request.
-pub struct Datum {
+pub struct TrainingDatum {
     pub sequence: Sequence,
     pub targets: GivenTargets,
     /// Targets of each position, if there may be several.
@@ -29,7 +29,7 @@ struct Values {
     values: Vec<f64>,
 }
 
-impl Datum {
+impl TrainingDatum {
     /// Reads a datum for `loss` of a model with `vocabulary` tokens.
     ///
     /// # Errors
@@ -225,7 +225,7 @@ mod tests {
             ("target_tokens", sparse(wire::I64, indices(&[7, 8, 9]), &[0, 2, 1])),
             ("weights", sparse(wire::F32, weights, &[0, 2, 1])),
         ];
-        let read = Datum::read(&datum(&[1, 2], &inputs), SumLoss::CrossEntropy, 10).unwrap();
+        let read = TrainingDatum::read(&datum(&[1, 2], &inputs), SumLoss::CrossEntropy, 10).unwrap();
         assert_eq!(read.targets.tokens, [7, 0, 8, 0, 9, 0]);
         assert_eq!(read.targets.positions, [0, 0, 0, 1, 1, 1]);
         assert_eq!((read.weights, read.columns), (vec![0.5, 0.0, 0.25, 0.0, 1.0, 0.0], Some(3)));
@@ -234,7 +234,7 @@ mod tests {
             ("target_tokens", sparse(wire::I64, indices(&[7, 8, 9]), &[0, 3, 1])),
             ("weights", tensor(wire::F32, &[0.0; 6], &[2, 3])),
         ];
-        let error = Datum::read(&datum(&[1, 2], &inputs), SumLoss::CrossEntropy, 10).err().unwrap();
+        let error = TrainingDatum::read(&datum(&[1, 2], &inputs), SumLoss::CrossEntropy, 10).err().unwrap();
         assert!(error.to_string().contains("indices are broken"), "{error}");
     }
 
@@ -243,7 +243,7 @@ mod tests {
         let targets = tensor(wire::I64, &[3.0, 4.0], &[2]);
         let ones = |count: i64| tensor(wire::F32, &vec![1.0; count as usize], &[count]);
         let text = |inputs: &[(&str, wire::Tensor)], loss: SumLoss| {
-            Datum::read(&datum(&[1, 2], inputs), loss, 5).err().unwrap().to_string()
+            TrainingDatum::read(&datum(&[1, 2], inputs), loss, 5).err().unwrap().to_string()
         };
         let ce = SumLoss::CrossEntropy;
         assert!(text(&[("target_tokens", targets.clone())], ce).contains("weights"));

@@ -19,16 +19,16 @@ const KEPT_MIN: Duration = Duration::from_secs(5);
 const POLL: Duration = Duration::from_secs(20);
 
 /// The digest of a client's key.
-pub type Owner = [u8; 32];
+pub type KeyDigest = [u8; 32];
 
 /// The result of a request.
 #[derive(Clone)]
-pub enum Reply {
+pub enum FutureReply {
     Json(Arc<str>),
     Protobuf(Arc<[u8]>),
 }
 
-impl Reply {
+impl FutureReply {
     pub fn json(value: &Value) -> Self {
         Self::Json(value.to_string().into())
     }
@@ -49,7 +49,7 @@ impl Reply {
 
 /// The place of a result.
 pub struct Promise {
-    owner: Owner,
+    owner: KeyDigest,
     pub session: String,
     state: Mutex<PromiseState>,
     changed: Condvar,
@@ -58,7 +58,7 @@ pub struct Promise {
 
 #[derive(Default)]
 struct PromiseState {
-    reply: Option<Reply>,
+    reply: Option<FutureReply>,
     fetched: Option<Instant>,
     /// Memory that the work holds until the result is there.
     work: Option<Share>,
@@ -70,7 +70,7 @@ impl Promise {
     }
 
     /// Sets the result. A second call changes nothing.
-    pub fn set(&self, reply: Reply) {
+    pub fn set(&self, reply: FutureReply) {
         let mut state = self.lock();
         state.reply.get_or_insert(reply);
         state.work = None;
@@ -99,7 +99,7 @@ pub struct Futures {
 /// Whether a request is new.
 pub enum Begun {
     New(Arc<Promise>),
-    /// The same request came before.
+    /// An equal request came before.
     Again,
 }
 
@@ -116,7 +116,13 @@ impl Futures {
     ///
     /// # Errors
     /// When results that nobody fetched fill the memory.
-    pub fn begin(&self, id: &str, owner: Owner, session: &str, bytes: usize) -> Result<Begun, TinkerError> {
+    pub fn begin(
+        &self,
+        id: &str,
+        owner: KeyDigest,
+        session: &str,
+        bytes: usize,
+    ) -> Result<Begun, TinkerError> {
         let mut promises = self.lock();
         if promises.contains_key(id) {
             return Ok(Begun::Again);
@@ -160,7 +166,7 @@ impl Futures {
     ///
     /// # Errors
     /// When there is no such result.
-    pub fn fetch(&self, id: &str, owner: Owner) -> Result<Response<'static>, TinkerError> {
+    pub fn fetch(&self, id: &str, owner: KeyDigest) -> Result<Response<'static>, TinkerError> {
         let promise = self.lock().get(id).filter(|promise| promise.owner == owner).cloned();
         let promise = promise.ok_or_else(|| TinkerError::unknown_request(id))?;
         let state = promise.lock();
@@ -195,8 +201,8 @@ mod tests {
         assert!(refused.status.starts_with("429"), "{}", refused.status);
         futures.end_session("a");
         let Ok(Begun::New(promise)) = begin("b:0", "b") else { panic!("no memory") };
-        promise.set(Reply::failed("no", true));
-        promise.set(Reply::failed("twice", true));
+        promise.set(FutureReply::failed("no", true));
+        promise.set(FutureReply::failed("twice", true));
         assert!(futures.fetch("b:0", [1; 32]).err().unwrap().status.starts_with("404"));
         for _ in 0..2 {
             assert_eq!(futures.fetch("b:0", [0; 32]).unwrap().status, "200 OK");

@@ -40,7 +40,7 @@ use crate::ops::threads::Threads;
 use crate::serve::{ApiError, Hub, SecondApi};
 use anyhow::Result;
 use error::TinkerError;
-use futures::{Futures, Owner};
+use futures::{Futures, KeyDigest};
 use state::State;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -62,14 +62,14 @@ pub const WAITING_BYTES_MAX: usize = 128 << 20;
 pub struct TinkerSettings<'a> {
     /// The frozen base of all adapters.
     pub base: &'a Actor,
-    /// What is written beside an adapter.
+    /// The files beside an adapter.
     pub files: ModelFiles<'a>,
     /// Whether the model computes with weights in bf16.
     pub rounds_to_bf16: bool,
     /// The threads of passes and updates, beside those of the engine.
     pub training_threads: Arc<Threads>,
     pub model_name: String,
-    /// What a client loads its tokenizer from: a folder or a name.
+    /// The folder or name from which a client loads its tokenizer.
     pub tokenizer: String,
     pub decode: Decode,
     /// The tokens that end a sample.
@@ -178,7 +178,7 @@ impl<'a> Door<'a> {
     }
 
     /// Returns the weights of a saved path.
-    fn saved_version(&self, path: &SavedPath, owner: Owner) -> Result<(PolicyVersion, u64), TinkerError> {
+    fn saved_version(&self, path: &SavedPath, owner: KeyDigest) -> Result<(PolicyVersion, u64), TinkerError> {
         self.store.read_own(path, owner).map_err(|error| TinkerError::not_found(error.to_string()))?;
         let digest = self.settings.files.base.map(|base| base.digest.as_str());
         let actor = self.store.actor(path, self.settings.base, digest)?;

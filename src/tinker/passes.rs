@@ -1,6 +1,6 @@
 //! Forward and backward passes of a client's data.
 
-use super::datums::Datum;
+use super::datums::TrainingDatum;
 use super::state::sequence_digest;
 use super::wire::{
     ArrayRecord, BatchedTensor, F32, ForwardBackwardOutput, ForwardBackwardRequest, f32_bytes,
@@ -18,7 +18,7 @@ use std::collections::BTreeMap;
 pub struct PassTask {
     loss: SumLoss,
     forward_only: bool,
-    data: Vec<Datum>,
+    data: Vec<TrainingDatum>,
 }
 
 /// The result of a pass.
@@ -52,7 +52,8 @@ impl PassTask {
         }
         let mut data = Vec::with_capacity(request.data.len());
         for (index, datum) in request.data.iter().enumerate() {
-            let datum = Datum::read(datum, loss, vocabulary).map_err(|e| bad_input!("datum {index}: {e}"))?;
+            let datum =
+                TrainingDatum::read(datum, loss, vocabulary).map_err(|e| bad_input!("datum {index}: {e}"))?;
             let tokens = datum.sequence.tokens.len() - 1;
             if tokens > tokens_max {
                 return Err(bad_input!(

@@ -4,10 +4,10 @@ use super::bodies::{
     AdamBody, CreateBody, LoadBody, LoraBody, ModelBody, SamplingSessionBody, SaveBody, SessionBody, StepBody,
 };
 use super::error::TinkerError;
-use super::futures::{Begun, Owner, Promise};
+use super::futures::{Begun, KeyDigest, Promise};
 use super::passes::PassTask;
 use super::sample::{SampleBody, SampleLimits};
-use super::state::{Sampler, Task, Work};
+use super::state::{ModelTask, Sampler, Work};
 use super::store::{SAMPLER_WEIGHTS, SavedPath, WEIGHTS, check_name, now};
 use super::wire::decode_request;
 use super::{Door, PLANNED_RANK, RANK_MAX, adapter_bytes, lora};
@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What the paths of all endpoints begin with.
+/// The beginning of the paths of all endpoints.
 pub const PREFIX: &str = "/api/v1/";
 /// Bytes of a result in JSON.
 const JSON_RESULT_BYTES: usize = 1 << 10;
@@ -36,7 +36,7 @@ const CLIENT_SAMPLES_MAX: usize = 64;
 type Answer = Result<Response<'static>, TinkerError>;
 
 /// Returns the owner that a key stands for.
-pub fn owner_of(key: &str) -> Owner {
+pub fn owner_of(key: &str) -> KeyDigest {
     *blake3::hash(key.trim().as_bytes()).as_bytes()
 }
 
@@ -140,11 +140,15 @@ impl Door<'_> {
         }
     }
 
-    fn read_saved(&self, path: &SavedPath, owner: Owner) -> Result<super::store::SavedState, TinkerError> {
+    fn read_saved(
+        &self,
+        path: &SavedPath,
+        owner: KeyDigest,
+    ) -> Result<super::store::SavedState, TinkerError> {
         self.store.read_own(path, owner).map_err(|error| TinkerError::not_found(error.to_string()))
     }
 
-    fn create_session(&self, owner: Owner) -> Answer {
+    fn create_session(&self, owner: KeyDigest) -> Answer {
         let id = self.new_id();
         self.lock().open_session(id.clone(), owner)?;
         ok(&json!({"type": "create_session", "session_id": id}))
@@ -163,7 +167,7 @@ impl Door<'_> {
     /// Adds a model that does not exist yet, and its first task.
     fn add_model(
         &self,
-        owner: Owner,
+        owner: KeyDigest,
         (session, number): (&str, u64),
         (rank, bytes): (usize, u64),
         user_metadata: Value,
@@ -182,14 +186,19 @@ impl Door<'_> {
                 self.futures.forget(&request_id);
                 return Err(error);
             }
-            state.ready.push_back(Task { model: id.clone(), promise: Some(promise), work, _share: None });
+            state.ready.push_back(ModelTask {
+                model: id.clone(),
+                promise: Some(promise),
+                work,
+                _share: None,
+            });
             drop(state);
             self.wakes.notify_all();
         }
         ok(&json!({"request_id": request_id, "model_id": id}))
     }
 
-    fn create_model(&self, owner: Owner, body: CreateBody) -> Answer {
+    fn create_model(&self, owner: KeyDigest, body: CreateBody) -> Answer {
         self.check_model_name(&body.base_model)?;
         if let Some(kind) = body.optimizer_config["type"].as_str().filter(|kind| *kind != "adamw") {
             return Err(TinkerError::invalid(format!("the optimizer {kind:?} is not supported; use adamw")));
@@ -223,7 +232,7 @@ impl Door<'_> {
         self.add_model(owner, place, (config.rank, bytes), body.user_metadata, Work::Create { lora, seed })
     }
 
-    fn load_weights(&self, owner: Owner, body: LoadBody) -> Answer {
+    fn load_weights(&self, owner: KeyDigest, body: LoadBody) -> Answer {
         let path = SavedPath::parse(&body.path)?;
         let saved = self.read_saved(&path, owner)?;
         if body.optimizer && path.kind != WEIGHTS {
@@ -248,7 +257,7 @@ impl Door<'_> {
         self.submit(owner, &model, number, JSON_RESULT_BYTES, None, || Ok(work(false)))
     }
 
-    fn get_info(&self, owner: Owner, body: ModelBody) -> Answer {
+    fn get_info(&self, owner: KeyDigest, body: ModelBody) -> Answer {
         let rank = self.lock().model(&body.model_id, owner)?.rank;
         let name = &self.settings.model_name;
         ok(&json!({
@@ -269,7 +278,7 @@ impl Door<'_> {
     /// error of `work` becomes the result, so that later requests need not wait for this number.
     fn submit(
         &self,
-        owner: Owner,
+        owner: KeyDigest,
         model: &str,
         number: i64,
         result_bytes: usize,
@@ -280,7 +289,7 @@ impl Door<'_> {
         let request_id = format!("{model}:{number}");
         if let Begun::New(promise) = self.futures.begin(&request_id, owner, &session, result_bytes)? {
             let work = work().unwrap_or_else(|error| Work::Fail(error.detail().to_owned()));
-            let task = Task { model: model.to_owned(), promise: Some(promise), work, _share: share };
+            let task = ModelTask { model: model.to_owned(), promise: Some(promise), work, _share: share };
             if let Err(error) = self.lock().order(number, task) {
                 self.futures.forget(&request_id);
                 return Err(error);
@@ -290,7 +299,7 @@ impl Door<'_> {
         ok(&json!({"request_id": request_id, "model_id": model}))
     }
 
-    fn forward_backward(&self, owner: Owner, request: &HttpRequest) -> Answer {
+    fn forward_backward(&self, owner: KeyDigest, request: &HttpRequest) -> Answer {
         let (bytes, decoded) = request.with_body(|body| (body.len(), decode_request(body)));
         let decoded = decoded.map_err(TinkerError::invalid)?;
         let (model, number) = (decoded.model_id.clone(), i64::from(decoded.seq_id));
@@ -303,7 +312,7 @@ impl Door<'_> {
         self.submit(owner, &model, number, result_bytes, Some(share), || Ok(Work::Pass(Box::new(task?))))
     }
 
-    fn optim_step(&self, owner: Owner, body: StepBody) -> Answer {
+    fn optim_step(&self, owner: KeyDigest, body: StepBody) -> Answer {
         let number = body.seq_id.ok_or_else(|| TinkerError::invalid("\"seq_id\" is missing"))?;
         self.submit(owner, &body.model_id, number, JSON_RESULT_BYTES, None, || {
             let AdamBody { learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm } = body.adam_params;
@@ -326,7 +335,7 @@ impl Door<'_> {
         })
     }
 
-    fn save(&self, owner: Owner, body: SaveBody, kind: &str) -> Answer {
+    fn save(&self, owner: KeyDigest, body: SaveBody, kind: &str) -> Answer {
         let number = body.seq_id.ok_or_else(|| TinkerError::invalid("\"seq_id\" is missing"))?;
         let session = self.lock().model(&body.model_id, owner)?.session.clone();
         let (model, overwrite) = (body.model_id.clone(), body.overwrite);
@@ -349,7 +358,7 @@ impl Door<'_> {
         })
     }
 
-    fn create_sampling_session(&self, owner: Owner, body: SamplingSessionBody) -> Answer {
+    fn create_sampling_session(&self, owner: KeyDigest, body: SamplingSessionBody) -> Answer {
         let SamplingSessionBody { session_id, sampling_session_seq_id: number, base_model, model_path } =
             body;
         self.lock().see(&session_id, owner)?;
@@ -383,14 +392,14 @@ impl Door<'_> {
         ok(&json!({"type": "create_sampling_session", "sampling_session_id": id}))
     }
 
-    fn sampler_info(&self, owner: Owner, id: &str) -> Answer {
+    fn sampler_info(&self, owner: KeyDigest, id: &str) -> Answer {
         let mut state = self.lock();
         let path = state.sampler(id, owner)?.path.as_ref().map(SavedPath::to_string);
         let base = &self.settings.model_name;
         ok(&json!({"sampler_id": id, "base_model": base, "model_path": path}))
     }
 
-    fn asample(&self, hub: &Hub, owner: Owner, body: SampleBody) -> Answer {
+    fn asample(&self, hub: &Hub, owner: KeyDigest, body: SampleBody) -> Answer {
         let (Some(id), Some(number)) = (body.sampling_session_id.clone(), body.seq_id) else {
             return Err(TinkerError::invalid("sampling_session_id and seq_id are needed"));
         };
@@ -431,7 +440,7 @@ impl Door<'_> {
         &self,
         id: &str,
         path: Option<SavedPath>,
-        owner: Owner,
+        owner: KeyDigest,
     ) -> Result<crate::engine::PolicyVersion, TinkerError> {
         let path =
             path.ok_or_else(|| TinkerError::not_found(format!("the sampler {id:?} has no weights")))?;
@@ -455,7 +464,7 @@ impl Door<'_> {
         Ok(())
     }
 
-    fn training_run(&self, owner: Owner, id: &str) -> Answer {
+    fn training_run(&self, owner: KeyDigest, id: &str) -> Answer {
         let live = self
             .lock()
             .model(id, owner)

@@ -1,7 +1,7 @@
 //! Sampling: the request of `asample`, and its answer.
 
 use super::error::TinkerError;
-use super::futures::{Promise, Reply};
+use super::futures::{FutureReply, Promise};
 use super::state::{State, sequence_digest};
 use super::wire::{SampleResponse, SampledSequence, TopkLogprobs, f32_bytes, token_bytes};
 use crate::engine::{Completion, EngineRequest, FinishReason, NewToken, TokenScores};
@@ -90,7 +90,7 @@ pub struct SampleTask {
     sample_top: usize,
 }
 
-/// What a request may ask for.
+/// The limits of a request.
 pub struct SampleLimits {
     pub vocabulary: usize,
     /// Maximum tokens of a prompt with its sample.
@@ -201,8 +201,8 @@ impl SampleBody {
     }
 }
 
-/// Returns the stop tokens and the stop texts. Without `stop` the model's end tokens stop; an empty list stops
-/// nothing; a list of texts or tokens stops beside the end tokens.
+/// Returns the stop tokens and the stop texts. Without `stop` the model's end tokens stop. An empty list
+/// stops nothing. A list of texts or tokens stops beside the end tokens.
 fn read_stop(stop: Option<&Value>, limits: &SampleLimits) -> Result<(Vec<u32>, Vec<String>), TinkerError> {
     let wrong = || {
         TinkerError::invalid(format!(
@@ -324,7 +324,7 @@ impl SampleSink for Collector {
                 state.remember_sample(of, sequence_digest(&sequence));
             }
         }
-        self.promise.set(Reply::Protobuf(self.response(&all).into()));
+        self.promise.set(FutureReply::Protobuf(self.response(&all).into()));
     }
 }
 

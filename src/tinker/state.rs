@@ -1,8 +1,8 @@
-//! What the server knows of its clients: sessions, models and samplers. All of it is of the keys that made it,
-//! and ends with its session.
+//! The clients of the server: their sessions, models and samplers. Each belongs to the key that made it, and
+//! ends with its session.
 
 use super::error::TinkerError;
-use super::futures::{Owner, Promise};
+use super::futures::{KeyDigest, Promise};
 use super::passes::PassTask;
 use super::store::SavedPath;
 use crate::actor::UpdateSettings;
@@ -27,13 +27,13 @@ const SAMPLED_MAX: usize = 1 << 14;
 
 /// A client's session.
 pub struct Session {
-    pub owner: Owner,
+    pub owner: KeyDigest,
     seen: Instant,
 }
 
 /// A model that is trained.
 pub struct TrainedModel {
-    pub owner: Owner,
+    pub owner: KeyDigest,
     pub session: String,
     pub rank: usize,
     pub user_metadata: Value,
@@ -43,7 +43,7 @@ pub struct TrainedModel {
     /// The `seq_id` that runs next.
     next: i64,
     /// Requests that came too early.
-    early: BTreeMap<i64, Task>,
+    early: BTreeMap<i64, ModelTask>,
     /// The weights whose samples are remembered, and these samples: a digest of each sequence.
     pub sampled_version: u64,
     sampled: HashSet<[u8; 16]>,
@@ -51,7 +51,7 @@ pub struct TrainedModel {
 
 /// Weights that sample.
 pub struct Sampler {
-    pub owner: Owner,
+    pub owner: KeyDigest,
     pub session: String,
     /// `None` while the weights are only in the store.
     pub version: Option<PolicyVersion>,
@@ -65,7 +65,7 @@ pub struct Sampler {
 }
 
 /// One piece of work on a model.
-pub struct Task {
+pub struct ModelTask {
     pub model: String,
     /// `None` if nobody waits for the result.
     pub promise: Option<Arc<Promise>>,
@@ -74,7 +74,7 @@ pub struct Task {
     pub _share: Option<Share>,
 }
 
-/// What is done to a model.
+/// The work on a model.
 pub enum Work {
     /// Makes the adapter with a seed, and trains it.
     Create {
@@ -113,7 +113,7 @@ pub struct State {
     pub models: HashMap<String, TrainedModel>,
     pub samplers: HashMap<String, Sampler>,
     /// Work that can run now, in order.
-    pub ready: VecDeque<Task>,
+    pub ready: VecDeque<ModelTask>,
     uses: u64,
 }
 
@@ -122,7 +122,7 @@ impl State {
     ///
     /// # Errors
     /// When there are too many.
-    pub fn open_session(&mut self, id: String, owner: Owner) -> Result<(), TinkerError> {
+    pub fn open_session(&mut self, id: String, owner: KeyDigest) -> Result<(), TinkerError> {
         if self.sessions.len() >= SESSIONS_MAX {
             return Err(TinkerError::busy(format!("{SESSIONS_MAX} sessions are open; try again later")));
         }
@@ -134,7 +134,7 @@ impl State {
     ///
     /// # Errors
     /// When there is no such session.
-    pub fn see(&mut self, id: &str, owner: Owner) -> Result<(), TinkerError> {
+    pub fn see(&mut self, id: &str, owner: KeyDigest) -> Result<(), TinkerError> {
         let session = self.sessions.get_mut(id).filter(|session| session.owner == owner);
         let session = session.ok_or_else(|| {
             TinkerError::not_found(format!(
@@ -150,7 +150,7 @@ impl State {
     ///
     /// # Errors
     /// When there is none.
-    pub fn model(&mut self, id: &str, owner: Owner) -> Result<&mut TrainedModel, TinkerError> {
+    pub fn model(&mut self, id: &str, owner: KeyDigest) -> Result<&mut TrainedModel, TinkerError> {
         let model = self.models.get_mut(id).filter(|model| model.owner == owner);
         let model = model.ok_or_else(|| {
             TinkerError::not_found(format!("there is no model {id:?}; load a saved path into a new one"))
@@ -169,7 +169,7 @@ impl State {
     pub fn add_model(
         &mut self,
         id: &str,
-        (owner, session, rank): (Owner, &str, usize),
+        (owner, session, rank): (KeyDigest, &str, usize),
         bytes: u64,
         user_metadata: Value,
         (adapters_max, bytes_max): (usize, u64),
@@ -209,7 +209,7 @@ impl State {
     ///
     /// # Errors
     /// When its number was already used, or is far ahead.
-    pub fn order(&mut self, number: i64, task: Task) -> Result<(), TinkerError> {
+    pub fn order(&mut self, number: i64, task: ModelTask) -> Result<(), TinkerError> {
         let Some(model) = self.models.get_mut(&task.model) else {
             return Err(TinkerError::not_found(format!("there is no model {:?}", task.model)));
         };
@@ -231,7 +231,7 @@ impl State {
     ///
     /// # Errors
     /// When there is none.
-    pub fn sampler(&mut self, id: &str, owner: Owner) -> Result<&mut Sampler, TinkerError> {
+    pub fn sampler(&mut self, id: &str, owner: KeyDigest) -> Result<&mut Sampler, TinkerError> {
         self.uses += 1;
         let sampler = self.samplers.get_mut(id).filter(|sampler| sampler.owner == owner);
         let sampler = sampler.ok_or_else(|| {
@@ -277,7 +277,7 @@ impl State {
         for model in models {
             self.models.remove(&model);
             self.ready.retain(|task| task.model != model);
-            self.ready.push_back(Task { model, promise: None, work: Work::End, _share: None });
+            self.ready.push_back(ModelTask { model, promise: None, work: Work::End, _share: None });
         }
         self.samplers.retain(|_, sampler| sampler.session != id);
         self.sessions.remove(id).is_some()

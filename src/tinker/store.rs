@@ -1,7 +1,7 @@
 //! Saved weights: a folder for each path `tinker://RUN/KIND/NAME`, complete or absent. It has PEFT's files, a
 //! manifest, what this module writes, and the optimizer state if the path is of `weights`.
 
-use super::futures::Owner;
+use super::futures::KeyDigest;
 use crate::actor::Actor;
 use crate::atomic_file::{is_partial, remove_folder, replace_folder};
 use crate::bad_input;
@@ -32,7 +32,7 @@ pub struct SavedPath {
     pub name: String,
 }
 
-/// What is saved beside the weights.
+/// The state that is saved beside the weights.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SavedState {
     pub base_model: String,
@@ -175,7 +175,7 @@ impl Store {
     ///
     /// # Errors
     /// Errors of [`Self::read`].
-    pub fn read_own(&self, path: &SavedPath, owner: Owner) -> Result<SavedState> {
+    pub fn read_own(&self, path: &SavedPath, owner: KeyDigest) -> Result<SavedState> {
         let state = self.read(path)?;
         match state.owner == hex(owner) {
             true => Ok(state),
@@ -184,7 +184,7 @@ impl Store {
     }
 
     /// Returns the state of any saved path of a run that `owner` may read.
-    pub fn read_run(&self, run: &str, owner: Owner) -> Option<SavedState> {
+    pub fn read_run(&self, run: &str, owner: KeyDigest) -> Option<SavedState> {
         let of_kind = |kind: &str| folders(&self.run_folder(run).join(kind)).unwrap_or_default();
         let saved = [WEIGHTS, SAMPLER_WEIGHTS].into_iter().flat_map(of_kind);
         let states = saved.filter_map(|folder| read_state(&folder).ok());
@@ -220,8 +220,8 @@ impl Store {
     }
 }
 
-/// Writes the folder `place`. An existing one is exchanged with it in one step, so the path is complete at any
-/// moment.
+/// Writes the folder `place`. An existing one is exchanged with it in one step, so the path is complete at
+/// any moment.
 fn replace(place: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     #[cfg(target_os = "linux")]
     if place.exists() {
@@ -240,7 +240,7 @@ fn replace(place: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> 
 }
 
 /// Returns `owner` in hexadecimal.
-pub fn hex(owner: Owner) -> String {
+pub fn hex(owner: KeyDigest) -> String {
     blake3::Hash::from_bytes(owner).to_hex().to_string()
 }
 

@@ -2,9 +2,9 @@
 //! [`super::state::State::order`].
 
 use super::Door;
-use super::futures::Reply;
+use super::futures::FutureReply;
 use super::passes::{PassResult, PassTask};
-use super::state::{Sampler, Task, Work};
+use super::state::{ModelTask, Sampler, Work};
 use super::store::{SavedPath, SavedState, hex};
 use crate::actor::{Actor, GradientNorm, OptimizerSettings, UpdateSettings};
 use crate::bad_input;
@@ -25,7 +25,7 @@ const POLL: Duration = Duration::from_millis(200);
 /// A model in training.
 struct Trained {
     actor: Actor,
-    /// What was done since the last update.
+    /// The passes since the last update.
     window: Window,
     /// A number of the weights: it rises whenever they change.
     version: u64,
@@ -56,7 +56,7 @@ impl Door<'_> {
             });
             let reply = done.unwrap_or_else(|error| {
                 let is_user = error.downcast_ref::<BadInput>().is_some();
-                Reply::failed(&format!("{error:#}"), is_user)
+                FutureReply::failed(&format!("{error:#}"), is_user)
             });
             if let Some(promise) = promise {
                 promise.set(reply);
@@ -65,7 +65,7 @@ impl Door<'_> {
     }
 
     /// Waits for the next task, at most [`POLL`]. Ends the sessions of clients that have vanished.
-    fn next_task(&self) -> Option<Task> {
+    fn next_task(&self) -> Option<ModelTask> {
         let mut state = self.lock();
         for session in state.vanished() {
             state.end_session(&session);
@@ -76,7 +76,7 @@ impl Door<'_> {
         state.ready.pop_front()
     }
 
-    fn run(&self, models: &mut HashMap<String, Trained>, task: &Task) -> Result<Reply> {
+    fn run(&self, models: &mut HashMap<String, Trained>, task: &ModelTask) -> Result<FutureReply> {
         let id = &task.model;
         match &task.work {
             Work::Create { lora, seed } => {
@@ -84,7 +84,7 @@ impl Door<'_> {
                     self.settings.base.with_adapter(lora.clone(), *seed).and_then(|a| self.start(a));
                 let trained = created.inspect_err(|_| self.drop_model(id))?;
                 models.insert(id.clone(), trained);
-                Ok(Reply::json(&json!({"type": "create_model", "model_id": id})))
+                Ok(FutureReply::json(&json!({"type": "create_model", "model_id": id})))
             }
             Work::Load { path, optimizer, creates } => {
                 let loaded = self.load(path, *optimizer);
@@ -96,11 +96,13 @@ impl Door<'_> {
                 trained.version = models.get(id).map_or(0, |former| former.version + 1);
                 self.lock().new_version(id, trained.version);
                 models.insert(id.clone(), trained);
-                Ok(Reply::json(&json!({"type": "load_weights", "path": path.to_string(), "model_id": id})))
+                Ok(FutureReply::json(
+                    &json!({"type": "load_weights", "path": path.to_string(), "model_id": id}),
+                ))
             }
             Work::End => {
                 models.remove(id);
-                Ok(Reply::json(&json!({})))
+                Ok(FutureReply::json(&json!({})))
             }
             Work::Fail(reason) => Err(bad_input!("{reason}")),
             work => {
@@ -111,11 +113,11 @@ impl Door<'_> {
         }
     }
 
-    fn run_on(&self, id: &str, trained: &mut Trained, work: &Work) -> Result<Reply> {
+    fn run_on(&self, id: &str, trained: &mut Trained, work: &Work) -> Result<FutureReply> {
         match work {
             Work::Pass(pass) => {
                 let result = self.pass(id, trained, pass)?;
-                Ok(Reply::Protobuf(result.output.into()))
+                Ok(FutureReply::Protobuf(result.output.into()))
             }
             Work::Step(update) => self.step(id, trained, update),
             Work::Save { path, overwrite, expires, user_metadata } => {
@@ -136,7 +138,7 @@ impl Door<'_> {
                 } else {
                     "save_weights_for_sampler"
                 };
-                Ok(Reply::json(&json!({"type": kind, "path": path.to_string()})))
+                Ok(FutureReply::json(&json!({"type": kind, "path": path.to_string()})))
             }
             Work::Sample { sampler, number } => {
                 let version = self.version_of(&trained.actor.snapshot(None)?)?;
@@ -154,7 +156,7 @@ impl Door<'_> {
                     used: 0,
                 };
                 state.add_sampler(sampler.clone(), made, self.sampler_limits());
-                Ok(Reply::json(
+                Ok(FutureReply::json(
                     &json!({"type": "save_weights_for_sampler", "path": null, "sampling_session_id": sampler}),
                 ))
             }
@@ -212,7 +214,7 @@ impl Door<'_> {
         Ok(result)
     }
 
-    fn step(&self, id: &str, trained: &mut Trained, update: &UpdateSettings) -> Result<Reply> {
+    fn step(&self, id: &str, trained: &mut Trained, update: &UpdateSettings) -> Result<FutureReply> {
         let begun = Instant::now();
         let norm = match trained.actor.optim_step(update)? {
             GradientNorm::Applied(norm) => norm,
@@ -239,7 +241,7 @@ impl Door<'_> {
         }
         let row = Row { step: trained.actor.updates(), phase: Phase::Rl, metrics };
         self.record(id, &row)?;
-        Ok(Reply::json(&json!({"type": "optim_step", "metrics": {"optim/grad_norm": norm}})))
+        Ok(FutureReply::json(&json!({"type": "optim_step", "metrics": {"optim/grad_norm": norm}})))
     }
 
     /// Adds a row to the metrics of a run, for its report.

@@ -54,6 +54,7 @@ const LISTED: &[(&str, &str)] = &[
     ("scripts/adapter_parity.py", PACKAGES),
     ("scripts/parity.py", PACKAGES),
     ("scripts/check_serve.py", PACKAGES),
+    ("scripts/tinker_home.py ", PACKAGES),
     ("scripts/random_checkpoint.py", PACKAGES),
     ("rloss train examples/agents/verifiers_classic.toml", PACKAGES),
     ("rloss report runs/shop$", PACKAGES),

@@ -1,7 +1,7 @@
 //! `rloss serve --train` as a client sees it, over bare HTTP. `fixtures/tinker.jsonl` has what the unmodified SDK
 //! sent (scripts/record_tinker.py).
 
-use super::{done, quickstart, rloss};
+use super::{done, quickstart, rloss, small, warm_model};
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
 use prost::Message;
@@ -9,6 +9,7 @@ use rloss::tinker::wire::{
     Chunk, Datum, EncodedText, F32, ForwardBackwardOutput, ForwardBackwardRequest, I64, SampleResponse,
     Tensor,
 };
+use rloss::trajectory::TrajectoryRow;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -29,9 +30,14 @@ struct Server {
 type Answer = (u16, String, Vec<u8>);
 
 impl Server {
+    /// Serves the quickstart's untrained model.
     fn start(store: &Path, arguments: &[&str]) -> Self {
+        Self::of(&quickstart(), store, arguments)
+    }
+
+    fn of(model: &Path, store: &Path, arguments: &[&str]) -> Self {
         let mut command = rloss();
-        command.arg("serve").arg(quickstart()).args(["--port", "0", "--set", "parallel.threads=2"]);
+        command.arg("serve").arg(model).args(["--port", "0", "--set", "parallel.threads=2"]);
         command.args(["--name", NAME, "--train", "--store"]).arg(store).args(arguments);
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
@@ -424,10 +430,10 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
     let mut body = sample_body(sampler, 0, &[1 << 30], None);
     assert!(server.refused("asample", &body, 400).contains("ids below"));
     body = sample_body(sampler, 0, &[1], None);
-    body["sampling_params"]["max_tokens"] = json!(1 << 40);
+    body["sampling_params"]["max_tokens"] = json!(1u64 << 40);
     assert!(server.refused("asample", &body, 400).contains("maximum"));
     body["sampling_params"]["max_tokens"] = json!(4);
-    body["num_samples"] = json!(1 << 40);
+    body["num_samples"] = json!(1u64 << 40);
     assert!(server.refused("asample", &body, 400).contains("num_samples"));
     let (status, _) = server.post("nothing/here", &json!({}));
     assert_eq!(status, 404);
@@ -437,6 +443,76 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
     let session = server.session();
     server.model(&session, 0, None);
     server.model(&session, 1, None);
+}
+
+#[test]
+fn a_grpo_step_of_a_run_and_of_a_client_are_the_same_weights() {
+    let folder = TempDir::new().unwrap();
+    let (run, store) = (folder.path().join("run"), folder.path().join("store"));
+    let sets = [
+        "cold_start.steps=0",
+        "adapter.rank=3",
+        "adapter.alpha=32.0",
+        r#"adapter.targets=["*", "lm_head.weight"]"#,
+        "policy.aggregation=token_sum",
+        "policy.dual_clip=0",
+        "policy.overlong.buffer_tokens=60",
+        "policy.old_logprob=rollout",
+        "train.steps=1",
+        "train.seed=5",
+        "train.micro_batch_tokens=768",
+        "train.optimizer.lr=1e-2",
+        "train.optimizer.schedule=constant",
+        "train.optimizer.beta2=0.95",
+        "train.optimizer.grad_norm_max=0",
+        "checkpoint.every_steps=1",
+        "eval.every_steps=0",
+        "rollout.prompts_per_step=6",
+        "logging.trajectories_per_step=64",
+    ];
+    done(&mut small(&run, &sets));
+    let text = std::fs::read(run.join("trajectories/step-000001.jsonl")).unwrap();
+    let rows: Vec<TrajectoryRow> = text
+        .split(|byte| *byte == b'\n')
+        .filter(|line| !line.is_empty())
+        .map(|line| TrajectoryRow::from_line(line).unwrap())
+        .collect();
+    assert_eq!(rows.len(), 24);
+    let data = || -> Vec<Datum> {
+        let datum_of = |row: &TrajectoryRow| {
+            let of_targets = |values: &[f32]| -> Vec<f64> {
+                let masked = values.iter().zip(&row.trajectory.mask).skip(1);
+                masked.map(|(&value, &mask)| if mask { f64::from(value) } else { 0.0 }).collect()
+            };
+            let advantages = of_targets(&row.token_stats.as_ref().unwrap().advantages);
+            let log_probs = of_targets(&row.trajectory.log_probs);
+            datum(&row.trajectory.tokens, &[("logprobs", &log_probs), ("advantages", &advantages)])
+        };
+        rows.iter().map(datum_of).collect()
+    };
+    assert!(rows.iter().any(|row| row.token_stats.as_ref().unwrap().advantages.iter().any(|a| *a > 0.0)));
+    let checkpoints = warm_model().join("checkpoints");
+    let base = std::fs::read_dir(checkpoints).unwrap().next().unwrap().unwrap().path();
+    let server = Server::of(&base, &store, &["--set", "train.micro_batch_tokens=768"]);
+    let expected = std::fs::read(run.join("checkpoints/step-000001/adapter_model.safetensors")).unwrap();
+    for (number, loss) in [(0, "ppo"), (1, "importance_sampling")] {
+        let session = server.session();
+        let lora = json!({"rank": 3, "seed": 5});
+        let body =
+            json!({"session_id": session, "model_seq_id": number, "base_model": NAME, "lora_config": lora});
+        let created = server.fetch_json(&server.ok("create_model", &body));
+        let id = created["model_id"].as_str().unwrap().to_owned();
+        let mut model = Model { server: &server, id, next: 1 };
+        model.pass(data(), loss, false);
+        let mut step = step_body(1e-2);
+        step["adam_params"]["eps"] = json!(1e-8);
+        model.next("optim_step", step);
+        let saved = model.next("save_weights", json!({"path": "one"}))["path"].as_str().unwrap().to_owned();
+        let run = saved.split('/').nth(2).unwrap().replace(':', "-");
+        let found = std::fs::read(store.join(run).join("weights/one/adapter_model.safetensors")).unwrap();
+        assert_eq!(found.len(), expected.len());
+        assert!(found == expected, "{loss}: the weights differ");
+    }
 }
 
 /// Requests of the SDK, with the session of this server in place of the recorded one.
