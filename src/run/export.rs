@@ -152,9 +152,8 @@ pub fn export_merged_model(
     let stage = console.start_inner_stage("writing the merged model", 0);
     write_folder(out, |temporary| {
         let companions = &loaded.companions;
-        let mut manifest = save(temporary, &config, format, companions, SHARD_BYTES_MAX, |spec| {
-            merge(parameters, spec)
-        })?;
+        let mut manifest =
+            save(temporary, &config, format, companions, SHARD_BYTES_MAX, |spec| merge(parameters, spec))?;
         if let Some(run) = run {
             let base = loaded.base.as_ref().map_or(run, |base| &base.path);
             manifest.write_file(temporary, CARD_FILE, model_card(run, base, "transformers")?.as_bytes())?;
