@@ -229,7 +229,11 @@ impl<'a> Conversation<'a> {
     /// stored the tokens.
     pub(super) fn end_request(&mut self, completion: Completion) -> NextAction {
         let read_again = std::mem::take(&mut self.pause.read_again);
-        self.record.routed_experts.extend(completion.routed_experts.into_iter().skip(read_again));
+        let record = match self.parts.last_mut() {
+            Some((record, ..)) if self.turn.begins_part => record,
+            _ => &mut self.record,
+        };
+        record.routed_experts.extend(completion.routed_experts.into_iter().skip(read_again));
         self.turn.next
     }
 

@@ -3,6 +3,7 @@
 //! The engine's own operators, filters and methods know no bound, and differ from Python's. So the compiled
 //! instructions that call them are replaced by calls to the functions of [`super::operations`].
 
+use crate::panics::catch_panic;
 use minijinja::machinery::{
     CodeGenerator, Instruction, Instructions, Token, WhitespaceConfig, parse, tokenize,
 };
@@ -48,9 +49,10 @@ pub(super) fn compile(source: &str) -> Result<Instructions<'static>, Error> {
         generator.compile_stmt(&tree);
         bounded(&generator.finish().0, source)
     };
+    let compile = move || catch_panic(compile).unwrap_or_else(|why| Err(super::engine_failed(&why)));
     let thread = std::thread::Builder::new().stack_size(STACK_BYTES).spawn(compile);
     let thread = thread.map_err(|error| invalid(format!("no thread to compile it: {error}")))?;
-    thread.join().unwrap_or_else(|_| Err(invalid("the template engine failed".into())))
+    thread.join().unwrap_or_else(|_| Err(super::engine_failed("a panic")))
 }
 
 fn whitespace() -> WhitespaceConfig {

@@ -10,6 +10,7 @@ mod python;
 
 pub use compile::TEMPLATE_BYTES_MAX;
 
+use crate::panics::catch_panic;
 use minijinja::machinery::{Instructions, Vm, make_string_output};
 use minijinja::value::ValueKind;
 use minijinja::{AutoEscape, Environment, Error, ErrorKind, State, Value};
@@ -28,6 +29,10 @@ const DEPTH_MAX: usize = 400;
 
 fn too_large() -> Error {
     Error::new(ErrorKind::OutOfFuel, "the template takes more work than is allowed")
+}
+
+fn engine_failed(why: &str) -> Error {
+    error(format!("the template engine failed: {why}"))
 }
 
 fn too_deep() -> Error {
@@ -91,11 +96,13 @@ impl ChatTemplate {
             context["tools"] = tools.into();
         }
         let mut text = String::new();
-        let result = python::from_json(&context).and_then(|context| {
+        let rendering = || {
+            let context = python::from_json(&context)?;
             let mut output = make_string_output(&mut text);
             let machine = Vm::new(self.environment);
             machine.eval(&self.instructions, context, &self.blocks, &mut output, AutoEscape::None).map(drop)
-        });
+        };
+        let result = catch_panic(rendering).unwrap_or_else(|why| Err(engine_failed(&why)));
         result.map(|()| text).map_err(|error| told(&error))
     }
 }

@@ -306,7 +306,7 @@ fn a_recipe_with_nothing_but_steps_runs() {
     assert_eq!(phase(&rows(&folder.path().join("runs/two")), "rl").count(), 2);
     let recipe: toml::Table =
         std::fs::read_to_string(folder.path().join("runs/two/recipe.toml")).unwrap().parse().unwrap();
-    assert_eq!(recipe["harmony"]["system_message"].as_bool(), Some(false));
+    assert_eq!(recipe["chat"]["system_message"].as_bool(), Some(false));
     // Where a preamble is asked for that does not fit, the remedy named is the one that helps.
     let refused = output(&mut train(&folder.path().join("no"), &["chat.system_message=true"]));
     assert_eq!(refused.status.code(), Some(2));

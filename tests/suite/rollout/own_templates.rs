@@ -8,6 +8,7 @@ use rloss::trajectory::Trajectory;
 fn play_three_turns(template: &str, turns: [&str; 3]) -> (World, Vec<(Trajectory, Vec<Message>)>) {
     let mut world = World::roomy();
     world.chat = own_chat(template);
+    world.plan.settings.keep_routes = true;
     let task = Questions { follow_ups: vec!["And 2?".into(), "And 3?".into()] };
     let script =
         Script(turns.iter().map(|turn| encode_with_special(world.chat.vocabulary(), turn)).collect());
@@ -15,6 +16,12 @@ fn play_three_turns(template: &str, turns: [&str; 3]) -> (World, Vec<(Trajectory
     let (group, messages) = (&rollouts.groups[0], &rollouts.messages[0]);
     assert_eq!(group.trajectories.len(), messages.len());
     let of_first = group.trajectories.iter().zip(messages).filter(|(trajectory, _)| trajectory.sample == 0);
+    for trajectory in &group.trajectories {
+        // The model has not read the last token.
+        let (_, read) = trajectory.routed_experts.split_last().unwrap();
+        assert_eq!(trajectory.routed_experts.len(), trajectory.tokens.len());
+        assert!(read.iter().all(|experts| !experts.is_empty()), "part {}", trajectory.part);
+    }
     let first = of_first.map(|(trajectory, messages)| (trajectory.clone(), messages.clone())).collect();
     (world, first)
 }
