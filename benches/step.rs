@@ -295,6 +295,7 @@ fn main() -> Result<()> {
                 chat: &chat,
                 task: &task,
                 reward_min: 0.0,
+                on_failure: Default::default(),
                 reply_chars_max: None,
                 interpreter: None,
                 form: rloss::chat::ToolForm::Call,
@@ -335,6 +336,7 @@ fn main() -> Result<()> {
                 old_log_prob_forward: None,
                 response_tokens_max: shapes.response_tokens,
                 reward_min: -1.0,
+                reward_weights: const { &std::collections::BTreeMap::new() },
                 norm_limits: GradientNormLimits::default(),
                 stages: Stages { timings: &timings, console: &Console::silent() },
             };

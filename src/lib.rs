@@ -46,6 +46,7 @@ pub mod rollout;
 pub mod run;
 pub mod serve;
 pub mod settings;
+pub mod table_file;
 pub mod tasks;
 pub mod tinker;
 pub mod trainer;

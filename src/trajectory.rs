@@ -14,8 +14,10 @@
 use crate::harmony::Message;
 use crate::metrics::Phase;
 use crate::ops::token_set::TokenSet;
+use crate::policy::Truncated;
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
 /// The outcome of a trajectory. The metrics count each outcome as `outcome/<snake_case name>`. No trajectory
@@ -32,7 +34,7 @@ pub enum Outcome {
     TurnsExhausted,
     /// The last turn could not be parsed, and no reply was possible.
     Malformed,
-    /// The task's own process failed to grade or to continue the trajectory. The reward is 0.
+    /// The task's own process failed to grade or to continue the trajectory. The reward is the task's least.
     TaskFailed,
 }
 
@@ -190,9 +192,19 @@ pub struct Trajectory {
     /// The named rewards of the task, whose weighted sum is `reward`; empty if the task has none.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub rewards: BTreeMap<String, f32>,
+    /// The named rewards that could not be computed, because a function of the task failed.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub failed_rewards: Vec<String>,
+    /// Whether no step trains on the trajectory, because a program, a tool or the grader failed.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub dropped: bool,
     /// Seconds spent in tool calls.
     #[serde(default)]
     pub tool_s: f64,
+}
+
+fn is_false(flag: &bool) -> bool {
+    !*flag
 }
 
 fn is_zero(part: &u64) -> bool {
@@ -214,6 +226,21 @@ impl Trajectory {
     pub fn version_of(&self, index: usize) -> Option<u64> {
         let run = self.policy_versions.iter().rev().find(|run| run.start <= index);
         run.map(|run| run.version).or(self.policy_version)
+    }
+
+    /// Returns whether the trajectory was cut at a limit of tokens, and such ones have the reward 0.
+    fn is_zeroed(&self, truncated: Truncated) -> bool {
+        truncated == Truncated::Zero && self.outcome == Outcome::TruncatedLength
+    }
+
+    /// Returns the reward that training uses.
+    pub fn trained_reward(&self, truncated: Truncated) -> f32 {
+        if self.is_zeroed(truncated) { 0.0 } else { self.reward }
+    }
+
+    /// Returns the named reward that training uses; NaN if there is none of this name.
+    pub fn trained_named_reward(&self, name: &str, truncated: Truncated) -> f32 {
+        if self.is_zeroed(truncated) { 0.0 } else { self.rewards.get(name).copied().unwrap_or(f32::NAN) }
     }
 
     /// Returns whether something other than the policy failed: the task's program, or a worker of the tool.
@@ -250,6 +277,19 @@ pub struct Group {
 }
 
 impl Group {
+    /// Returns the group without its dropped trajectories. Without any, if its greedy sample was dropped.
+    pub fn kept(&self) -> Cow<'_, Group> {
+        let is_dropped = |trajectory: &Trajectory| trajectory.dropped;
+        if self.greedy.as_ref().is_some_and(is_dropped) {
+            return Cow::Owned(Group::default());
+        }
+        if !self.trajectories.iter().any(is_dropped) {
+            return Cow::Borrowed(self);
+        }
+        let kept = self.trajectories.iter().filter(|trajectory| !trajectory.dropped);
+        Cow::Owned(Group { trajectories: kept.cloned().collect(), greedy: self.greedy.clone() })
+    }
+
     /// Returns the number of episodes. It is smaller than the number of trajectories if an agent made several
     /// trajectories in one episode.
     pub fn episodes(&self) -> usize {

@@ -301,6 +301,8 @@ impl EpisodeFacts {
             reward: 0.0,
             success: false,
             rewards: Default::default(),
+            failed_rewards: vec![],
+            dropped: false,
             tool_s: 0.0,
         }
     }

@@ -16,6 +16,7 @@
 
 mod base;
 pub mod gguf;
+pub mod hub;
 pub mod load;
 pub mod merge;
 pub mod peft;

@@ -12,8 +12,8 @@
 //! e`. PEFT wraps the experts once for each of the two parameters. The inner wrapper has the name
 //! `base_layer`; if only one parameter has an adapter, there is no such name.
 
-use super::BaseModel;
 use super::tensor_file::{FRAMEWORK, TensorFile, write_f32, write_tensors};
+use super::{BaseModel, hub};
 use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX};
 use crate::dist::serialization::f32_values;
@@ -368,7 +368,7 @@ fn config_json(lora: &Lora, specs: &[ParameterSpec], base: &BaseModel) -> Value 
     json!({
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base.path,
+        "base_model_name_or_path": hub::name_of_snapshot(&base.path).map_or(json!(base.path), Value::from),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "use_rslora": lora.rslora,

@@ -1,6 +1,7 @@
 //! Arguments that several commands share.
 
 use crate::checkpoint::gguf::is_gguf;
+use crate::checkpoint::hub;
 use crate::recipe::{BUILT_IN, RecipeSource, locate};
 use anyhow::Result;
 use clap::Args;
@@ -21,7 +22,8 @@ pub fn recipe_help() -> String {
 /// [`crate::error::BadInput`] when `path` names neither a recipe nor a model.
 pub(super) fn locate_recipe_or_model(path: &Path) -> Result<Option<RecipeSource>> {
     let source = locate(path);
-    if is_gguf(path) || source.is_err() && path.join("config.json").is_file() {
+    let is_model = || path.join("config.json").is_file() || hub::find(path).is_some();
+    if is_gguf(path) || source.is_err() && is_model() {
         return Ok(None);
     }
     source.map(Some)

@@ -2,7 +2,7 @@
 
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
-use crate::dist::RolloutWeightPlacement;
+use crate::dist::{Mesh, RolloutWeightPlacement};
 use crate::error::EXIT_SUCCESS;
 use crate::harmony::Message;
 use crate::interpreter::SessionId;
@@ -12,6 +12,7 @@ use crate::model::names::parameter_specs;
 use crate::model::rounding::WeightRounding;
 use crate::model::settings::AdapterSettings;
 use crate::recipe::{Plan, locate, resolve};
+use crate::run::data_inputs::problems_per_step;
 use crate::run::environment::Environment;
 use crate::run::header::muon_cost;
 use crate::run::memory::{
@@ -23,9 +24,10 @@ use crate::run::sampling_folder::print_text;
 use crate::run::source::pin_model;
 use crate::run::startup::Startup;
 use crate::run::step_time::StepProducts;
+use crate::run::target::TargetMachine;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
-use crate::tasks::{Problem, Reward, Task, ToolsSettings, Transcript};
+use crate::tasks::{Problem, Reward, RewardFailure, Task, ToolsSettings, Transcript};
 use crate::trainer::TrainingData;
 use crate::trajectory::Outcome;
 use anyhow::Result;
@@ -46,6 +48,9 @@ pub struct CheckArgs {
     /// Plan the memory of one of N processes that train together
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65536))]
     processes: u32,
+    /// Plan for another machine, such as "8 x H200, 1500 GB": its GPUs and the host's memory
+    #[arg(long = "for", value_name = "MACHINE", conflicts_with_all = ["processes", "no_run"])]
+    target: Option<TargetMachine>,
     /// Show the recipe and the programs that it names; start no program, and plan no memory
     #[arg(long, conflicts_with = "processes")]
     no_run: bool,
@@ -62,7 +67,8 @@ const ANSWER: &str = "I do not know.";
 /// [`crate::error::BadInput`] with every mistake in the recipe, its model and its task. Also when training
 /// does not fit in memory. If the recipe does not train: when sampling does not fit.
 pub fn run(args: &CheckArgs) -> Result<u8> {
-    let CheckArgs { recipe: args, all, processes, no_run } = args;
+    let CheckArgs { recipe: args, all, processes, no_run, target } = args;
+    let processes = &target.as_ref().map_or(*processes, |target| target.gpus as u32);
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve(&args.sets)?;
     pin_model(&mut plan, &source, &args.sets)?;
@@ -78,9 +84,12 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     let server = plan.recipe.tools.as_ref().map(|tools| tools.mcp.command.join(" ")).unwrap_or_default();
     let program =
         [task, server].into_iter().filter(|command| !command.is_empty()).collect::<Vec<_>>().join(" or ");
-    let mut startup =
-        notify_if_slow(&program, || Startup::open(plan, ModelCommand::Train, &Console::silent()))?;
-    let available = startup.available_memory(available_memory());
+    let mut startup = notify_if_slow(&program, || {
+        let alone = (&Mesh::single(), None);
+        Startup::open_for(plan, ModelCommand::Train, alone, target.as_ref(), &Console::silent())
+    })?;
+    let host = target.as_ref().map(TargetMachine::host_memory).or_else(available_memory);
+    let available = startup.available_memory(host.clone());
     if *processes > 1 {
         check_division(&startup.environment.plan, *processes as usize)?;
         check_optimizers(&startup.environment.plan, *processes as usize)?;
@@ -94,14 +103,15 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     }
     if startup.environment.plan.recipe.task.is_agent() {
         print_text(&sanitize_terminal(&first_episode(&problem)))?;
-        return print_memory_plan(&startup, *processes, available.as_ref());
+        return print_memory_plan(&startup, *processes, available.as_ref(), host.as_ref());
     }
+    print_text(&rows_per_step(&startup.environment))?;
     print_text(&sanitize_terminal(&first_prompt(&startup, &problem)?))?;
     print_text(&sanitize_terminal(&sample_program(&startup.environment)))?;
     print_text(&sanitize_terminal(&notify_if_slow(&program, || {
         sample_dialogue(startup.environment.task.as_ref(), &problem)
     })?))?;
-    print_memory_plan(&startup, *processes, available.as_ref())
+    print_memory_plan(&startup, *processes, available.as_ref(), host.as_ref())
 }
 
 /// Returns what was found of a model's own chat template; nothing without one.
@@ -173,6 +183,21 @@ fn first_episode(problem: &Problem) -> String {
     )
 }
 
+/// Describes how many rows of the task's files a step uses up. Empty if the task generates its problems.
+fn rows_per_step(environment: &Environment) -> String {
+    let (Some(rows), recipe) = (environment.task.training_rows(), environment.recipe()) else {
+        return String::new();
+    };
+    let each = problems_per_step(recipe);
+    format!(
+        "\nData: {}, and {} with too long prompts. A step uses up {each}: an epoch is {:.1} steps, and the run {:.2} epochs.\n",
+        format_count(rows as u64, "training row"),
+        environment.long_problems,
+        rows as f64 / each as f64,
+        (recipe.train.steps * each) as f64 / rows as f64,
+    )
+}
+
 fn first_prompt(startup: &Startup, problem: &Problem) -> Result<String> {
     let (text, tokens) = startup.prompt(problem)?;
     let tokens = format_count(tokens as u64, "token");
@@ -198,28 +223,48 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
         |error: anyhow::Error| bad_input!("the task {}, problem {}: {error:#}", task.name(), problem.id);
     let mut messages = vec![Message::assistant("final", ANSWER)];
     fn transcript(messages: &[Message]) -> Transcript<'_> {
-        Transcript { messages, outcome: Outcome::Finished, calls_answered: 0 }
+        Transcript { completion_ids: &[], step: 0, messages, outcome: Outcome::Finished, calls_answered: 0 }
     }
     let mut lines = vec![("model", ANSWER.to_owned())];
     if let Some(next) = task.next_user_message(problem, &transcript(&messages)).map_err(failed)? {
         lines.extend([("user", next.content.clone()), ("model", ANSWER.to_owned())]);
         messages.extend([next, Message::assistant("final", ANSWER)]);
     }
-    let Reward { value, success, named } = task.reward(problem, &transcript(&messages)).map_err(failed)?;
+    let reward = match task.reward(problem, &transcript(&messages)) {
+        // Reward functions may fail on some answers, which are then dropped.
+        Err(error) if error.is::<RewardFailure>() => Err(format!("failed: {error:#}")),
+        reward => Ok(reward.map_err(failed)?),
+    };
+    let Reward { value, success, named } = match reward {
+        Ok(reward) => reward,
+        Err(why) => {
+            lines.push(("reward", why));
+            return Ok(dialogue(task, &lines));
+        }
+    };
     let success = if success { "success" } else { "no success" };
     let named: String = named.iter().map(|(name, value)| format!(", {name} {value}")).collect();
     lines.push(("reward", format!("{value}, {success}{named}")));
     lines.push(("answer", problem.answer.to_string()));
+    Ok(dialogue(task, &lines))
+}
+
+fn dialogue(task: &dyn Task, lines: &[(&str, String)]) -> String {
     let lines: String = lines.iter().map(|(who, text)| format!("{who:<8}{text}\n")).collect();
-    Ok(format!(
+    format!(
         "\nDialogue with the task {} for a wrong answer, then the reward and the reference answer:\n\n{lines}",
         task.name()
-    ))
+    )
 }
 
 /// Prints the memory plan of training (of sampling, if the recipe does not train), and the peak memory of the
 /// other commands.
-fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&AvailableMemory>) -> Result<u8> {
+fn print_memory_plan(
+    startup: &Startup,
+    processes: u32,
+    available: Option<&AvailableMemory>,
+    host: Option<&AvailableMemory>,
+) -> Result<u8> {
     let first =
         if startup.environment.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
     let subject = startup.memory_plan_input_for(first);
@@ -270,7 +315,7 @@ fn print_memory_plan(startup: &Startup, processes: u32, available: Option<&Avail
     }
     if subject.choices.gpu_sequences.is_some() {
         print_text(&format!("Host memory of a process: {}.\n", gigabytes(subject.host_bytes())))?;
-        startup.check_host_memory(available_memory().as_ref())?;
+        startup.check_host_memory(host)?;
     }
     if let Some(warning) =
         plan.check_available(available, &subject.remedies(available.map_or(u64::MAX, |free| free.bytes)))?

@@ -2,14 +2,18 @@
 //! for a given model.
 
 use crate::bad_input;
+use crate::checkpoint::hub;
 use crate::error::EXIT_SUCCESS;
 use crate::recipe::{KeyScope, RecipeSource, locate, resolve_for};
 use crate::run::header::command_line;
 use crate::run::sampling_folder::print_text;
 use crate::run::sizing::propose_sizes;
+use crate::table_file;
+use crate::tasks::propose_columns;
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -31,7 +35,8 @@ pub struct InitArgs {
     /// Write a recipe with sizes for this machine, based on RECIPE: a file or a built-in recipe
     #[arg(long, value_name = "RECIPE", requires = "model")]
     from: Option<PathBuf>,
-    /// The model to train: a folder with config.json, tokenizer.json and *.safetensors, or a GGUF file
+    /// The model to train: a folder with config.json, tokenizer.json and *.safetensors, a GGUF file, or the
+    /// hub's name
     #[arg(long, value_name = "FOLDER", requires = "from")]
     model: Option<PathBuf>,
     /// The training problems, in the format of RECIPE's task
@@ -93,8 +98,20 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
         RecipeSource::BuiltIn { name, .. } => (*name).to_owned(),
         source => absolute_path_text(&source.recipe_file())?,
     };
+    if !model.exists() && hub::find(model).is_none() {
+        return Err(bad_input!(
+            "--model: no folder and no GGUF file at {}{}; name a folder with config.json, tokenizer.json and *.safetensors",
+            model.display(),
+            hub::advice(model)
+        ));
+    }
+    // A name of the hub stays one, so that the recipe works elsewhere.
+    let model = match hub::name(model) {
+        Some(name) => toml::Value::String(name).to_string(),
+        None => path_value(model)?,
+    };
     let base_text = toml::Value::String(base.clone());
-    let mut tables = format!("base = {base_text}\n\n[model]\npath = {}\n", path_value(model)?);
+    let mut tables = format!("base = {base_text}\n\n[model]\npath = {model}\n");
     // The file takes the place of the base's files.
     let base_plan = resolve_for(KeyScope::Export, Path::new(&file), &tables, &[])?;
     let task = &base_plan.recipe.task;
@@ -112,6 +129,14 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
     let data_files = [("train_file", &args.train_file), ("validation_file", &args.validation_file)];
     if data_files.iter().any(|(_, file)| file.is_some()) {
         tables += "\n[task]\n";
+    }
+    if let Some(file) = args.train_file.as_ref().or(args.validation_file.as_ref()) {
+        let columns = propose_columns_of(file, task.name.columns)?;
+        if !columns.is_empty() {
+            let columns =
+                columns.iter().map(|(name, path)| format!("{name} = {}", toml::Value::from(&**path)));
+            tables += &format!("columns = {{ {} }}\n", columns.collect::<Vec<_>>().join(", "));
+        }
     }
     for (key, file) in data_files {
         let Some(file) = file else { continue };
@@ -184,6 +209,29 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));
     print_text(&output)?;
     Ok(EXIT_SUCCESS)
+}
+
+/// Returns the columns that a task with these `names` needs to read the rows of `path`.
+fn propose_columns_of(path: &Path, names: &[&str]) -> Result<BTreeMap<String, String>> {
+    let unreadable =
+        |e: std::io::Error| bad_input!("{}: cannot read the rows: {e}; name a file of rows", path.display());
+    // The data may come later.
+    if names.is_empty() || !path.exists() && table_file::files(path).is_err() {
+        return Ok(BTreeMap::new());
+    }
+    let files = table_file::files(path).map_err(unreadable)?;
+    let Some(file) = files.first().filter(|file| file.exists()) else { return Ok(BTreeMap::new()) };
+    let first = table_file::open(file).map_err(unreadable)?.next().transpose().map_err(unreadable)?;
+    let Some(row) = first else { return Err(bad_input!("{}: no rows; name a file of rows", path.display())) };
+    let columns = row.value.and_then(|row| propose_columns(&row, names));
+    columns.map_err(|why| {
+        bad_input!(
+            "{}: row {}: {why}; write the columns into the recipe, such as [task], columns = {{ {} = \"COLUMN\" }}",
+            path.display(),
+            row.number,
+            names[0]
+        )
+    })
 }
 
 /// Returns the absolute path of `path` as a TOML string.

@@ -8,14 +8,15 @@ use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::{
-    dr_grpo, grpo, grpo_batch_std, maxrl, opo, reinforce_plus_plus, remax, rloo, whiten,
+    dr_grpo, gdpo, grpo, grpo_batch_std, maxrl, opo, reinforce_plus_plus, remax, rloo, whiten,
 };
 use crate::policy::kl_in_reward::kl_in_reward;
 use crate::policy::ratio::OldLogProbSource;
 use crate::policy::shaping::OverlongPenalty;
-use crate::policy::{KlPlacement, PolicySettings};
+use crate::policy::{KlPlacement, PolicySettings, Truncated};
 use crate::trajectory::Group;
 use anyhow::{Context, Result};
+use std::collections::BTreeMap;
 
 /// Estimates the advantages of a batch.
 pub struct AdvantageEstimator<'a> {
@@ -28,6 +29,8 @@ pub struct AdvantageEstimator<'a> {
     pub response_tokens_max: usize,
     /// The task's least reward.
     pub reward_min: f32,
+    /// The weights of the task's named rewards; empty if it has none.
+    pub reward_weights: &'a BTreeMap<String, f32>,
     /// The critic, which computes the returns. The advantage `gae` needs a critic.
     pub critic: Option<&'a Critic>,
 }
@@ -41,7 +44,8 @@ impl AdvantageEstimator<'_> {
     pub fn estimate(&self, batch: &mut Batch, groups: &[&Group]) -> Result<Metrics> {
         let mut metrics = Metrics::new();
         let shaping = self.overlong_penalty()?;
-        let rewards = rewards(groups, shaping.as_ref(), &mut metrics);
+        let truncated = self.policy.truncated;
+        let rewards = rewards(groups, (shaping.as_ref(), truncated), &mut metrics);
         let sequences = batch.masked_sequences()?;
         let penalties = self.kl_penalties(batch, &sequences, &mut metrics)?;
         let episodes = Episodes::new(groups);
@@ -64,6 +68,20 @@ impl AdvantageEstimator<'_> {
                 let advantages = maxrl(&rewards, &episodes.group_sizes, self.reward_min)?;
                 sequences.broadcast(&episodes.spread(&advantages))?
             }
+            Advantage::Gdpo => {
+                let shaped = episode_rewards()?;
+                let mut named = episodes.named_rewards(groups, self.reward_weights, truncated);
+                if named.is_empty() {
+                    named.push((1.0, shaped));
+                } else if shaping.is_some() || self.policy.kl.place == KlPlacement::Reward {
+                    // Shaping and penalty are one more reward.
+                    let plain = self::rewards(groups, (None, truncated), &mut Metrics::new());
+                    let plain = episodes.rewards(&plain, &vec![0.0; plain.len()]);
+                    let added = shaped.iter().zip(plain).map(|(shaped, plain)| shaped - plain);
+                    named.push((1.0, added.collect()));
+                }
+                sequences.broadcast(&episodes.spread(&gdpo(&named, &episodes.group_sizes)?))?
+            }
             Advantage::Opo => {
                 let rows = sequences.token_ranges();
                 let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();
@@ -74,7 +92,8 @@ impl AdvantageEstimator<'_> {
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
             Advantage::ReinforcePlusPlusBaseline => whiten(&sequences, &group_advantages(dr_grpo)?)?,
             Advantage::Remax => {
-                remax(&sequences, &per_token(), &greedy_rewards(groups, shaping.as_ref())?)?.advantages
+                let greedy = greedy_rewards(groups, shaping.as_ref(), truncated)?;
+                remax(&sequences, &per_token(), &greedy)?.advantages
             }
             Advantage::Gae => {
                 let (critic, values) = self.critic.zip(batch.values.as_ref()).context("no critic")?;
@@ -122,9 +141,13 @@ impl AdvantageEstimator<'_> {
 }
 
 /// Returns the shaped reward of each trajectory.
-fn rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>, metrics: &mut Metrics) -> Vec<f32> {
+fn rewards(
+    groups: &[&Group],
+    (shaping, truncated): (Option<&OverlongPenalty>, Truncated),
+    metrics: &mut Metrics,
+) -> Vec<f32> {
     let trajectories = || groups.iter().flat_map(|g| &g.trajectories);
-    let mut rewards: Vec<f32> = trajectories().map(|t| t.reward).collect();
+    let mut rewards: Vec<f32> = trajectories().map(|t| t.trained_reward(truncated)).collect();
     if let Some(overlong) = shaping {
         let shaping: Vec<f32> = trajectories().map(|t| overlong.reward(t.sampled_tokens())).collect();
         let sum: f64 = shaping.iter().map(|&s| f64::from(s)).sum();
@@ -147,7 +170,11 @@ fn token_rewards(sequences: &Sequences, rewards: &[f32], penalties: Vec<f32>) ->
 }
 
 /// Returns, for each trajectory, the shaped reward of the greedy sample of its prompt.
-fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Result<Vec<f32>> {
+fn greedy_rewards(
+    groups: &[&Group],
+    shaping: Option<&OverlongPenalty>,
+    truncated: Truncated,
+) -> Result<Vec<f32>> {
     let repeat_greedy_reward = |group: &&Group| -> Result<Vec<f32>> {
         let Some(greedy) = &group.greedy else {
             return Err(bad_input!(
@@ -156,7 +183,7 @@ fn greedy_rewards(groups: &[&Group], shaping: Option<&OverlongPenalty>) -> Resul
             ));
         };
         let shaping = shaping.map_or(0.0, |overlong| overlong.reward(greedy.sampled_tokens()));
-        Ok(vec![greedy.reward + shaping; group.trajectories.len()])
+        Ok(vec![greedy.trained_reward(truncated) + shaping; group.trajectories.len()])
     };
     Ok(groups.iter().map(repeat_greedy_reward).collect::<Result<Vec<_>>>()?.concat())
 }
@@ -196,6 +223,7 @@ mod tests {
             kl_coefficient: 0.0,
             response_tokens_max: 8,
             reward_min: 0.0,
+            reward_weights: &BTreeMap::new(),
             critic: None,
         };
         estimator.estimate(&mut batch, &groups).unwrap();

@@ -8,7 +8,7 @@ use crate::metrics::Metrics;
 use crate::policy::Sequences;
 use crate::policy::off_policy::{agreement_metrics, off_policy_metrics, probs_diff_metrics};
 use crate::random::{Purpose, stream};
-use crate::trajectory::{Group, TokenStats, Trajectory};
+use crate::trajectory::{Group, Outcome, TokenStats, Trajectory};
 use anyhow::Result;
 use rand::seq::SliceRandom;
 use std::borrow::Cow;
@@ -81,6 +81,16 @@ impl Batch {
     /// Returns the input of a pass of the policy, with the experts to replay.
     pub fn policy_input(&self) -> PassInput<'_> {
         PassInput { replay: self.replayed_experts.as_deref(), ..self.input() }
+    }
+
+    /// Takes the loss from the trajectories of `groups` that were cut at a limit of tokens.
+    pub fn mask_truncated(&mut self, groups: &[&Group]) {
+        let trajectories = groups.iter().flat_map(|group| &group.trajectories);
+        for (trajectory, range) in trajectories.zip(self.cu_seqlens.windows(2)) {
+            if trajectory.outcome == Outcome::TruncatedLength {
+                self.mask[range[0]..range[1]].fill(false);
+            }
+        }
     }
 
     /// Returns the sequences, with rejected tokens masked out.

@@ -1,6 +1,8 @@
 //! Trajectories of one episode share its reward, so group advantages compare episodes, not trajectories.
 
-use crate::trajectory::Group;
+use crate::policy::Truncated;
+use crate::trajectory::{Group, Trajectory};
+use std::collections::BTreeMap;
 
 /// The episode of each trajectory of a batch.
 pub(super) struct Episodes {
@@ -51,6 +53,23 @@ impl Episodes {
         sums
     }
 
+    /// Returns the named rewards of each episode, those of its first trajectory, with their weights.
+    pub fn named_rewards(
+        &self,
+        groups: &[&Group],
+        weights: &BTreeMap<String, f32>,
+        truncated: Truncated,
+    ) -> Vec<(f32, Vec<f32>)> {
+        let trajectories: Vec<&Trajectory> = groups.iter().flat_map(|group| &group.trajectories).collect();
+        let starts: Vec<usize> = (0..self.of_trajectory.len())
+            .filter(|&i| i == 0 || self.of_trajectory[i] != self.of_trajectory[i - 1])
+            .collect();
+        let of = |name: &str| {
+            starts.iter().map(|&start| trajectories[start].trained_named_reward(name, truncated)).collect()
+        };
+        weights.iter().map(|(name, &weight)| (weight, of(name))).collect()
+    }
+
     /// Returns, for each trajectory, the value of its episode.
     pub fn spread(&self, values: &[f32]) -> Vec<f32> {
         self.of_trajectory.iter().map(|&episode| values[episode]).collect()
@@ -61,7 +80,7 @@ impl Episodes {
 pub(super) mod tests {
     use super::*;
     use crate::policy::advantage::grpo;
-    use crate::trajectory::{Outcome, Trajectory};
+    use crate::trajectory::Outcome;
 
     /// Returns an empty trajectory, the part `part` of its episode.
     pub(in crate::learner) fn trajectory(part: u64) -> Trajectory {
@@ -84,6 +103,8 @@ pub(super) mod tests {
             reward: 0.0,
             success: false,
             rewards: Default::default(),
+            failed_rewards: vec![],
+            dropped: false,
             tool_s: 0.0,
         }
     }

@@ -1,7 +1,7 @@
 //! `[train]`, `[cold_start]` and `[critic]`.
 
 use crate::actor::OptimizerSettings;
-use crate::settings::{choice, from, table};
+use crate::settings::{above, choice, from, table};
 use std::path::PathBuf;
 
 table! {
@@ -9,6 +9,8 @@ table! {
     pub struct TrainSettings {
         /// Number of steps of reinforcement learning.
         pub steps: u64 = 80 => from(0.0).to(1e9),
+        /// Epochs over the rows of `task.train_file`, in place of `steps`. The resolved recipe has the steps.
+        pub data_epochs: Option<f64> = None => above(0.0).to(1e6),
         /// Seed of the run. All random numbers of the run derive from this seed.
         pub seed: u64 = 0,
         /// Maximum number of tokens of a micro-batch, the unit of a forward and backward pass. A longer

@@ -24,7 +24,7 @@ pub mod value;
 pub use aggregation::{Aggregation, BatchSize, Normalizer};
 pub use sequences::Sequences;
 pub use settings::{
-    CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay,
+    CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings, RouterReplay, Truncated,
 };
 
 /// Metrics of a whole batch, by name.

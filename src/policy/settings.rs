@@ -17,6 +17,8 @@ table! {
     pub struct PolicySettings {
         /// How rewards of a group become advantages.
         pub advantage: Advantage = Advantage::Grpo,
+        /// How training treats answers that were cut at a limit of tokens.
+        pub truncated: Truncated = Truncated::Train,
         /// The policy loss.
         pub loss: Loss = Loss::default(),
         /// How token losses become one number. `gspo` and `sapo` are published with
@@ -141,6 +143,18 @@ table! {
         pub buffer_tokens: usize = 0 => from(0.0).to(16777216.0),
         /// Penalty of a response at the limit.
         pub penalty: f64 = 1.0 => above(0.0).to(1e6),
+    }
+}
+
+choice! {
+    /// How training treats answers that were cut at a limit of tokens.
+    pub enum Truncated default Train {
+        /// Trains on them like on others.
+        Train = "train",
+        /// They have no loss. Their rewards count in their group.
+        Mask = "mask",
+        /// Their reward is 0.
+        Zero = "zero",
     }
 }
 

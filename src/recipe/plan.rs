@@ -3,17 +3,18 @@
 use super::Recipe;
 use super::base;
 use super::key_scope::KeyScope;
-use super::other_trainers::find_name;
+use super::other_trainers::{TABLES, find_name};
 use super::removed_keys::{blank_removed_keys, removed_key_error};
 use super::rules::{self, Findings};
 use crate::chat::{SystemPromptSettings, ToolForm};
+use crate::checkpoint::hub;
 use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
 use crate::settings::{
     Entry, KeyLocations, Mistake, Mistakes, Origin, ParsedKey, Reader, SourceLocation, entries,
 };
-use crate::tasks::{Task, TaskSettings};
+use crate::tasks::{OnFailure, Task, TaskSettings};
 use std::path::Path;
 use toml::Spanned;
 use toml::de::DeTable;
@@ -69,6 +70,7 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
             text,
             removed_key: removed_key_error,
             other_trainer_key: find_name,
+            other_trainer_tables: &TABLES,
             line_ends: &line_ends,
         };
         read_text(&mut recipe, &mut reader, base_error);
@@ -103,6 +105,10 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
     mistakes.listed.append(&mut set_mistakes);
     let is_set =
         |table: &str| sets.iter().filter_map(|set| override_key(set)).any(|key| is_in_table(key, table));
+    // The steps of an override take the place of the recipe's epochs.
+    if is_set("train.steps") && !is_set("train.data_epochs") {
+        recipe.train.data_epochs = None;
+    }
     if is_set("model.path") && !is_set("model.architecture") && !is_set("model.tokenizer") {
         // A folder replaces the recipe's model, for example by another checkpoint. It defines the whole
         // model.
@@ -118,6 +124,9 @@ pub fn resolve_for(scope: KeyScope, path: &Path, text: &str, sets: &[String]) ->
         if locations.is_from_base("model.tokenizer") {
             recipe.model.tokenizer = None;
         }
+    }
+    if let Some(path) = recipe.model.path.as_ref().filter(|path| !path.exists()) {
+        recipe.model.path = hub::find(path).or_else(|| Some(path.clone()));
     }
     if recipe.model.path.is_none() {
         recipe.model.architecture.get_or_insert_with(Architecture::default);
@@ -166,7 +175,11 @@ pub fn resolve_run_recipe(
     text: &str,
     sets: &[String],
 ) -> Result<Plan, Mistakes> {
-    let plan = resolve_for(scope, path, &blank_removed_keys(text), sets)?;
+    let mut plan = resolve_for(scope, path, &blank_removed_keys(text), sets)?;
+    // Runs before this key trained on failures, and a resume must not differ.
+    if !plan.is_written("task.on_failure") {
+        plan.recipe.task.on_failure = OnFailure::Zero;
+    }
     Ok(Plan { is_of_run: true, ..plan })
 }
 

@@ -12,10 +12,12 @@ use super::key_scope::KeyScope;
 use super::plan::is_in_table;
 use crate::actor::{OptimizerKind, OptimizerSettings};
 use crate::checkpoint::gguf::is_gguf;
+use crate::checkpoint::hub;
 use crate::interpreter::InterpreterKind;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
 use crate::settings::{Choice, KeyLocations, Mistake, SourceLocation, changed_entries};
+use crate::table_file;
 use crate::tasks::TaskName;
 use std::path::Path;
 
@@ -131,9 +133,10 @@ impl Rules<'_> {
         }
         if !(path.is_dir() || is_gguf(path) && path.exists()) {
             let message = format!(
-                "no folder and no GGUF file at {}; pass --set model.path=FOLDER with config.json, tokenizer.json and \
-                 *.safetensors (without *.safetensors, the weights are random), or pass a *.gguf file",
-                path.display()
+                "no folder and no GGUF file at {}{}; set model.path to a folder with config.json, tokenizer.json and \
+                 *.safetensors (without *.safetensors, the weights are random), or to a *.gguf file",
+                path.display(),
+                hub::advice(path)
             );
             self.refuse(&["model.path"], message);
         }
@@ -191,6 +194,7 @@ impl Rules<'_> {
                 may_have_several_files && key == "task.validation_file" && !task.validation_files.is_empty();
             match (task.name.reads_files, file) {
                 (true, None) if has_other_files => {}
+                (true, None) if task.name.keys.contains(&"rewards") && key == "task.validation_file" => {}
                 (true, None) => self.refuse(
                     &[key, "task.name"],
                     format!(
@@ -221,6 +225,7 @@ impl Rules<'_> {
             }
         }
         self.refuse_keys_of_other_tasks();
+        self.check_reward_file();
         self.check_agent();
     }
 
@@ -248,12 +253,25 @@ impl Rules<'_> {
         }
     }
 
+    /// Checks the file of the reward functions.
+    fn check_reward_file(&mut self) {
+        let task = &self.recipe.task;
+        match &task.file {
+            Some(file) => self.check_file("task.file", file),
+            None if task.name.keys.contains(&"file") => self.refuse(
+                &["task.file", "task.name"],
+                "missing, and the task \"python\" takes its reward functions from this file; name it, such as \"rewards.py\"",
+            ),
+            None => {}
+        }
+    }
+
     /// Checks that a file exists.
     fn check_file(&mut self, key: &str, file: &Path) {
         if file.is_dir() {
             let message = format!("{} is a folder; name a file{}", file.display(), files_in(file));
             self.refuse(&[key], message);
-        } else if !file.is_file() {
+        } else if !table_file::files(file).is_ok_and(|files| files.iter().all(|file| file.is_file())) {
             let data = self.recipe.task.name.data;
             let remedy = match key {
                 "task.train_file" | "task.validation_file" | "task.validation_files" if !data.is_empty() => {
@@ -324,9 +342,12 @@ impl Rules<'_> {
         }
         let advantage = self.recipe.policy.advantage;
         let single_sample = match advantage {
-            Advantage::Grpo | Advantage::DrGrpo | Advantage::Rloo | Advantage::Maxrl | Advantage::Opo => {
-                Some("has its raw reward as advantage")
-            }
+            Advantage::Gdpo
+            | Advantage::Grpo
+            | Advantage::DrGrpo
+            | Advantage::Rloo
+            | Advantage::Maxrl
+            | Advantage::Opo => Some("has its raw reward as advantage"),
             Advantage::GrpoBatchStd | Advantage::ReinforcePlusPlusBaseline => {
                 Some("has no mean to compare with")
             }
@@ -369,6 +390,13 @@ impl Rules<'_> {
 
     fn check_train(&mut self) {
         let train = &self.recipe.train;
+        let (steps, epochs) = ("train.steps", "train.data_epochs");
+        if train.data_epochs.is_some()
+            && self.key_locations.is_written(steps)
+            && !self.key_locations.is_from_base(steps)
+        {
+            self.refuse(&[epochs, steps], "both count the run's steps; remove one of the two");
+        }
         self.check_optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
         if let Some(file) = &train.trajectories {
             self.check_file("train.trajectories", file);
@@ -457,15 +485,11 @@ fn files_in(folder: &Path) -> String {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .filter(|name| [".jsonl", ".jsonl.gz"].iter().any(|kind| name.ends_with(kind)))
+        .filter(|name| [".jsonl", ".json", ".csv", ".parquet", ".gz"].iter().any(|kind| name.ends_with(kind)))
         .collect();
     names.sort();
     names.truncate(FILES_SHOWN_MAX);
-    if names.is_empty() {
-        " of JSON lines".to_owned()
-    } else {
-        format!(" in that folder: {}", names.join(", "))
-    }
+    if names.is_empty() { " of rows".to_owned() } else { format!(" in that folder: {}", names.join(", ")) }
 }
 
 /// Returns whether `text` is the first `parts` parts of a valid date YYYY-MM-DD.

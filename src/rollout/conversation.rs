@@ -29,12 +29,12 @@ mod record;
 mod requests;
 
 use super::partial::PausedConversation;
-use super::prompt::RenderedPrompt;
+use super::prompt::{RenderedPrompt, first_messages};
 use super::{Rollout, TurnPosition};
 use crate::chat::{ChatTurnParser, NextTokens, ProgramScanner};
 use crate::engine::{Completion, NewToken};
 use crate::harmony::{Message, TurnEnd, TurnStep};
-use crate::tasks::{Problem, Reward, Transcript};
+use crate::tasks::{OnFailure, Problem, Reward, RewardFailure, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn, VersionRun};
 use record::TokenRecord;
 use requests::Coordinates;
@@ -363,7 +363,9 @@ impl<'a> Conversation<'a> {
 
     /// Returns `messages` after those of the prompt.
     fn with_prompt(&self, messages: &[Message]) -> Vec<Message> {
-        [self.rollout.system_prompt, &self.problem.messages, messages].concat()
+        let Rollout { chat, system_prompt, .. } = *self.rollout;
+        let first = first_messages(chat, system_prompt, self.rollout.has_tools(), self.problem);
+        [&first, messages].concat()
     }
 
     fn end(&mut self, outcome: Outcome) -> NextAction {
@@ -372,7 +374,13 @@ impl<'a> Conversation<'a> {
     }
 
     fn transcript(&self, outcome: Outcome) -> Transcript<'_> {
-        Transcript { messages: &self.messages, outcome, calls_answered: self.calls_answered }
+        Transcript {
+            messages: &self.messages,
+            outcome,
+            calls_answered: self.calls_answered,
+            completion_ids: self.record.tokens.get(self.record.prompt_tokens..).unwrap_or_default(),
+            step: self.rollout.plan.step,
+        }
     }
 
     /// Grades the conversation. Returns its parts with the messages up to their ends: one, unless the chat
@@ -385,10 +393,13 @@ impl<'a> Conversation<'a> {
             interpreter.close(self.rollout.session(self.coordinates.index));
         }
         let mut outcome = self.outcome.unwrap_or(Outcome::TaskFailed);
+        let mut failed_rewards = vec![];
         let reward = if outcome == Outcome::TaskFailed {
             failed
         } else {
-            task.reward(self.problem, &self.transcript(outcome)).unwrap_or_else(|_| {
+            task.reward(self.problem, &self.transcript(outcome)).unwrap_or_else(|error| {
+                failed_rewards =
+                    error.downcast::<RewardFailure>().map(|failure| failure.names).unwrap_or_default();
                 outcome = Outcome::TaskFailed;
                 failed
             })
@@ -400,7 +411,14 @@ impl<'a> Conversation<'a> {
             let trajectory = self.part(part as u64, record, turns, outcome, &reward);
             (trajectory, self.with_prompt(&self.messages[..messages]))
         };
-        parts.into_iter().enumerate().map(part).collect()
+        let mut parts: Vec<_> = parts.into_iter().enumerate().map(part).collect();
+        let drops = self.rollout.on_failure == OnFailure::Drop;
+        let dropped = drops && parts.iter().any(|(trajectory, _)| trajectory.has_failure());
+        parts.iter_mut().for_each(|(trajectory, _)| trajectory.dropped = dropped);
+        if let Some((first, _)) = parts.first_mut() {
+            first.failed_rewards = failed_rewards;
+        }
+        parts
     }
 
     /// Returns a part of the conversation as a trajectory.
@@ -435,6 +453,8 @@ impl<'a> Conversation<'a> {
             reward: reward.value,
             success: reward.success,
             rewards: reward.named.clone(),
+            failed_rewards: vec![],
+            dropped: false,
             tool_s: if part == 0 { self.tool_s } else { 0.0 },
         }
     }

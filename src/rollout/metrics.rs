@@ -9,6 +9,8 @@ use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 /// | --- | --- |
 /// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories; of an agent, all episodes |
 /// | `reward/<name>/mean` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
+/// | `reward/<name>/failed` | number of trajectories for which the task failed to compute this reward |
+/// | `trajectory/dropped` | number of trajectories that no step trains on, because a program, a tool or the grader failed; they do not count in rewards, success and signal |
 /// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
 /// | `kept_tokens/{mean,max,min}` | number of tokens that a sampled token was drawn from; only under truncated sampling |
 /// | `prompt_length/{mean,max,min}` | number of tokens of a trajectory's prompt |
@@ -28,8 +30,10 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
     for outcome in CallOutcome::ALL {
         metrics.sum(&format!("tool/{}", outcome.name()), 0.0);
     }
+    let mut dropped = 0;
     for group in groups {
-        let mut rewards = group.trajectories.iter().chain(&group.greedy).map(|t| t.reward);
+        let graded = || group.trajectories.iter().filter(|trajectory| !trajectory.dropped);
+        let mut rewards = graded().chain(&group.greedy).map(|t| t.reward);
         let first = rewards.next();
         let all_equal = rewards.all(|reward| Some(reward) == first);
         // All episodes of an agent's group may have failed. Then it has no rewards.
@@ -42,7 +46,11 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
             metrics.sum("group/greedy_tokens", greedy.sampled_tokens() as f64);
         }
         for trajectory in &group.trajectories {
-            if trajectory.begins_episode() {
+            for name in &trajectory.failed_rewards {
+                metrics.sum(&format!("reward/{name}/failed"), 1.0);
+            }
+            dropped += u32::from(trajectory.dropped);
+            if trajectory.begins_episode() && !trajectory.dropped {
                 add_mean_max_min(&mut metrics, "critic/rewards", f64::from(trajectory.reward));
                 metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
                 for (name, &value) in &trajectory.rewards {
@@ -66,6 +74,9 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 metrics.sum(&format!("tool/{}", call.name()), 1.0);
             }
         }
+    }
+    if dropped > 0 {
+        metrics.sum("trajectory/dropped", f64::from(dropped));
     }
     metrics
 }
@@ -141,6 +152,8 @@ mod tests {
             reward,
             success: reward > 0.0,
             rewards: Default::default(),
+            failed_rewards: vec![],
+            dropped: false,
             tool_s: 0.0,
         }
     }

@@ -21,7 +21,7 @@ pub use conversation::REPLY_FRAME_TOKENS;
 pub use driver::{Observer, TokenObserver};
 pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};
-pub use prompt::{Prompt, PromptLimits};
+pub use prompt::{Prompt, PromptLimits, first_messages};
 pub use settings::{EvalSettings, RolloutPlan, RolloutSettings};
 
 use crate::chat::{Chat, ToolForm};
@@ -29,7 +29,7 @@ use crate::engine::Engine;
 use crate::harmony::Message;
 use crate::interpreter::{Interpreter, SessionId};
 use crate::metrics::{Phase, Progress};
-use crate::tasks::Task;
+use crate::tasks::{OnFailure, Task};
 use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
 use anyhow::{Context, Result};
 use driver::{Driver, Hooks};
@@ -58,6 +58,8 @@ pub struct Rollout<'a> {
     pub task: &'a dyn Task,
     /// The task's least reward, that of a trajectory whose task failed.
     pub reward_min: f32,
+    /// How a trajectory is treated whose program, tool or grader failed.
+    pub on_failure: OnFailure,
     /// The Python tool, used by one rollout of a step at a time; `None` for tasks without one.
     pub interpreter: Option<&'a dyn Interpreter>,
     /// How the model uses the Python tool.

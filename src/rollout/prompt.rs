@@ -4,7 +4,7 @@ use super::Rollout;
 use crate::bad_input;
 use crate::chat::Chat;
 use crate::error::BadInput;
-use crate::harmony::Message;
+use crate::harmony::{Message, Role};
 use crate::tasks::Problem;
 use anyhow::{Context, Result};
 
@@ -53,7 +53,7 @@ impl PromptLimits<'_> {
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when the
     /// tokenizer cannot encode the prompt.
     pub fn tokens(&self, problem: &Problem) -> Result<Vec<u32>> {
-        let messages = [self.system_prompt, &problem.messages].concat();
+        let messages = first_messages(self.chat, self.system_prompt, self.has_tools, problem);
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         let (id, prompt_tokens_max, context) = (&problem.id, self.prompt_tokens_max, self.context_tokens_max);
         // Tokenising megabytes of text takes seconds, and such a prompt is too long anyway.
@@ -97,6 +97,30 @@ impl PromptLimits<'_> {
     }
 }
 
+/// Returns the messages before the first turn of `problem`. If its first message is a system message, this
+/// takes the place of the recipe's own text. Declarations of tools stay.
+pub fn first_messages(
+    chat: &Chat,
+    system_prompt: &[Message],
+    has_tools: bool,
+    problem: &Problem,
+) -> Vec<Message> {
+    let Some((first, rest)) = problem.messages.split_first().filter(|(first, _)| first.role == Role::System)
+    else {
+        return [system_prompt, &problem.messages].concat();
+    };
+    let of_recipe = system_prompt.iter();
+    let (before, first): (Vec<Message>, Message) = match chat {
+        Chat::ChatMl(_) => (of_recipe.filter(|_| has_tools).cloned().collect(), first.clone()),
+        Chat::Harmony(_) => {
+            let is_kept = |message: &&Message| has_tools || message.role == Role::System;
+            let text = format!("# Instructions\n\n{}", first.content);
+            (of_recipe.filter(is_kept).cloned().collect(), Message::new(Role::Developer, text))
+        }
+    };
+    before.into_iter().chain([first]).chain(rest.iter().cloned()).collect()
+}
+
 /// A rendered prompt for the engine.
 pub(super) struct RenderedPrompt<'a> {
     pub index: u64,
@@ -106,11 +130,16 @@ pub(super) struct RenderedPrompt<'a> {
 }
 
 impl Rollout<'_> {
+    /// Returns whether the system prompt may declare tools.
+    pub(super) fn has_tools(&self) -> bool {
+        self.interpreter.is_some() || !self.task.tools().is_empty()
+    }
+
     pub(super) fn render<'p>(&self, prompt: &'p Prompt) -> Result<RenderedPrompt<'p>> {
         let limits = PromptLimits {
             chat: self.chat,
             system_prompt: self.system_prompt,
-            has_tools: self.interpreter.is_some() || !self.task.tools().is_empty(),
+            has_tools: self.has_tools(),
             prompt_tokens_max: self.plan.settings.prompt_tokens_max,
             context_tokens_max: self.context_tokens_max(),
         };

@@ -73,7 +73,8 @@ impl SampleCounts {
             self.with_untagged_calls += holds(holds_call);
         }
         if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
-            let transcript = Transcript { messages, outcome, calls_answered: 0 };
+            let transcript =
+                Transcript { completion_ids: &[], step: 0, messages, outcome, calls_answered: 0 };
             let has_answer = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
             self.ended += 1;
             self.without_answer += usize::from(!has_answer);
@@ -283,6 +284,8 @@ mod tests {
                 reward: 0.0,
                 success: false,
                 rewards: Default::default(),
+                failed_rewards: vec![],
+                dropped: false,
                 tool_s: 0.0,
             };
             (

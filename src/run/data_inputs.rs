@@ -22,6 +22,11 @@ pub struct DataInputs<'a> {
     pub sft_rows: Option<&'a Arc<[Sequence]>>,
 }
 
+/// Returns the number of problems that each training step has for itself: those of all its sampling rounds.
+pub fn problems_per_step(recipe: &Recipe) -> u64 {
+    (recipe.rollout.resample_rounds_max + 1) * recipe.rollout.prompts_per_step as u64
+}
+
 /// Returns `count` prompts for sampling round `round` (from 0) of training step `step` (from 1). Each step
 /// has its own fixed range of the task's problems, large enough for all rounds. A step's prompts thus depend
 /// only on its number.
@@ -31,8 +36,7 @@ pub fn training_prompts(
     (step, round): (u64, u64),
     count: usize,
 ) -> Vec<Prompt> {
-    let rounds_max = recipe.rollout.resample_rounds_max + 1;
-    let first = ((step - 1) * rounds_max + round) * recipe.rollout.prompts_per_step as u64;
+    let first = (step - 1) * problems_per_step(recipe) + round * recipe.rollout.prompts_per_step as u64;
     let problem = |index| task.training_problem(recipe.train.seed, index);
     (first..first + count as u64).map(|index| Prompt { index, problem: problem(index) }).collect()
 }

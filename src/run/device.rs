@@ -2,6 +2,7 @@
 
 use super::memory::{AvailableMemory, MemoryChoices, ModelCommand, SecondWeights};
 use super::source::precision;
+use super::target::TargetMachine;
 use crate::dist::{Mesh, PackedWeightPlacement};
 use crate::model::config::Config;
 use crate::model::settings::{DeviceKind, Dtype};
@@ -32,6 +33,16 @@ impl ComputeDevice {
         Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
     }
 
+    /// Returns whether the command computes on the CPU.
+    pub fn is_cpu(&self) -> bool {
+        self.available.is_none()
+    }
+
+    /// Returns a GPU of another machine, for which a command only plans.
+    fn planned(target: &TargetMachine) -> candle_core::Result<Self> {
+        Ok(Self { device: Device::Cpu, name: target.gpu.clone(), available: Some(target.gpu_memory()) })
+    }
+
     /// Returns the GPU that `plan` requests.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
         // A launcher may make only one GPU visible to each process. Then the index has no offset.
@@ -43,8 +54,8 @@ impl ComputeDevice {
     }
 }
 
-/// Chooses the device that the recipe requests for `command`. With `"auto"`, the CPU replaces a GPU that
-/// cannot be used, with a warning in the plan.
+/// Chooses the device that the recipe requests for `command`, on this machine or to plan for `target`. With
+/// `"auto"`, the CPU replaces a GPU that cannot be used, with a warning in the plan.
 ///
 /// # Errors
 /// The reasons why the requested GPU cannot be used.
@@ -53,9 +64,10 @@ pub(super) fn choose_device(
     config: &Config,
     mesh: &Mesh,
     command: ModelCommand,
+    target: Option<&TargetMachine>,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let compute_device = choose_by_key(plan, config, mesh, command)?;
-    if compute_device.device.is_cpu() && !precision(&plan.recipe).is_supported() {
+    let compute_device = choose_by_key(plan, config, mesh, command, target)?;
+    if compute_device.is_cpu() && target.is_none() && !precision(&plan.recipe).is_supported() {
         let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
                     rounds the weights, or \"f32\"";
         return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
@@ -69,12 +81,19 @@ fn choose_by_key(
     config: &Config,
     mesh: &Mesh,
     command: ModelCommand,
+    target: Option<&TargetMachine>,
 ) -> Result<ComputeDevice, Vec<String>> {
     let device_kind = plan.recipe.device;
-    if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && cfg!(not(feature = "cuda"))) {
+    let has_gpus = cfg!(feature = "cuda") || target.is_some();
+    if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && !has_gpus) {
         return Ok(ComputeDevice::cpu());
     }
-    let mut obstacles = list_gpu_obstacles(plan, config, mesh);
+    // A machine of several GPUs has a build with NCCL.
+    let processes = match target {
+        Some(target) => (target.gpus, true),
+        None => (mesh.ranks(), mesh.exchanges_on_devices()),
+    };
+    let mut obstacles = list_gpu_obstacles(plan, config, processes);
     // Such a comparison reads layers on demand, which no GPU supports.
     if command == ModelCommand::CheckMismatch(SecondWeights::Changed) {
         obstacles.push(("device", "a comparison with changed weights works only on the CPU".to_owned()));
@@ -84,7 +103,7 @@ fn choose_by_key(
         plan.mistake(key, format!("{reason}, or use the CPU with device = \"cpu\"")).to_string()
     };
     let messages = match obstacles.is_empty() {
-        true => match ComputeDevice::gpu(plan, mesh) {
+        true => match target.map_or_else(|| ComputeDevice::gpu(plan, mesh), ComputeDevice::planned) {
             Ok(compute_device) => return Ok(compute_device),
             Err(error) => {
                 // Only the first line is used, because the other lines may be a backtrace.
@@ -123,7 +142,11 @@ fn truncation_obstacle(recipe: &Recipe, command: ModelCommand) -> Option<(&'stat
 }
 
 /// Lists the recipe's settings that no GPU supports, as pairs of a key and the reason.
-fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'static str, String)> {
+fn list_gpu_obstacles(
+    plan: &Plan,
+    config: &Config,
+    (ranks, exchanges_on_devices): (usize, bool),
+) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut obstacles = vec![];
     if recipe.model.dtype != Dtype::Bf16 {
@@ -169,14 +192,14 @@ fn list_gpu_obstacles(plan: &Plan, config: &Config, mesh: &Mesh) -> Vec<(&'stati
     for (key, _) in without_kernel.into_iter().filter(|(_, is_enabled)| *is_enabled) {
         obstacles.push((key, "no GPU kernel has this ablation; disable it".to_owned()));
     }
-    if mesh.ranks() > 1 {
+    if ranks > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
             obstacles.push((
                 "device",
                 "with several processes, every process needs a GPU; write \"cuda\"".to_owned(),
             ));
-        } else if !mesh.exchanges_on_devices() {
+        } else if !exchanges_on_devices {
             let reason = "GPUs of several processes exchange weights by NCCL; build with --features cuda,nccl, \
                           and start the processes with torchrun";
             obstacles.push(("device", reason.to_owned()));

@@ -10,8 +10,8 @@ use crate::interpreter::Interpreter;
 use crate::model::config::Config;
 use crate::model::forward::ForwardOptions;
 use crate::recipe::{Plan, Recipe};
-use crate::rollout::{Prompt, PromptLimits, RolloutPlan};
-use crate::tasks::{Task, ValidationSet};
+use crate::rollout::{Prompt, PromptLimits, RolloutPlan, first_messages};
+use crate::tasks::{Problem, Task, ValidationSet};
 use std::sync::Arc;
 
 /// The recipe with its chat format, task and tools. It has no weights.
@@ -28,6 +28,8 @@ pub struct Environment {
     pub system_prompt: Vec<Message>,
     /// The settings of the system prompt.
     pub prompt_settings: SystemPromptSettings,
+    /// Number of training problems that were left out because their prompts are too long.
+    pub long_problems: usize,
     /// The rows of `cold_start.train_file`, if the command trains on them.
     pub sft_rows: Option<Arc<[Sequence]>>,
     /// The teacher's system prompt, if it is not the policy's.
@@ -55,6 +57,11 @@ impl Environment {
     /// Returns whether the system prompt declares tools.
     pub fn has_tools(&self) -> bool {
         self.recipe().declares_python(self.task.as_ref()) || !self.task.tools().is_empty()
+    }
+
+    /// Returns the messages before the first turn of `problem`.
+    pub fn first_messages(&self, problem: &Problem) -> Vec<Message> {
+        first_messages(&self.chat, &self.system_prompt, self.has_tools(), problem)
     }
 
     /// Returns the limits that a prompt of this run must keep. `context_tokens_max` is the model's context.

@@ -71,7 +71,7 @@ impl ValidationResult {
     ) -> Self {
         let eval = &environment.recipe().eval;
         let problem = |(prompt, rows): (&Prompt, Vec<TrajectoryRow>)| {
-            let prompt_messages = environment.system_prompt.len() + prompt.problem.messages.len();
+            let prompt_messages = environment.first_messages(&prompt.problem).len();
             let samples: Vec<SampleResult> =
                 rows.iter().map(|row| to_sample(environment, row, prompt_messages)).collect();
             let votes = accuracy::count_votes(environment.task.as_ref(), &samples);
@@ -132,6 +132,8 @@ fn to_sample(environment: &Environment, row: &TrajectoryRow, prompt_messages: us
     let answered =
         |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
     let transcript = Transcript {
+        completion_ids: &[],
+        step: 0,
         messages: row.messages.get(prompt_messages..).unwrap_or_default(),
         outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),

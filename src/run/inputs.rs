@@ -10,6 +10,7 @@ use crate::integrity::{Manifest, file_digest};
 use crate::metrics::{Console, Warning, append_warning};
 use crate::recipe::Recipe;
 use crate::settings::Entry;
+use crate::table_file;
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,7 +18,7 @@ use std::path::{Path, PathBuf};
 pub(super) const INPUTS_FILE: &str = "inputs.b3";
 
 /// The ends of the recipe keys that name inputs: data files, or programs with their arguments.
-const KEY_ENDS: [&str; 4] = ["_file", "_files", ".trajectories", COMMAND];
+const KEY_ENDS: [&str; 5] = ["_file", "task.file", "_files", ".trajectories", COMMAND];
 const COMMAND: &str = ".command";
 /// The end of the name of a program's argument that is a file. The program may write the file, so a change is
 /// said and not refused.
@@ -164,5 +165,18 @@ fn files(key: &str, value: &str) -> Vec<(String, PathBuf)> {
         true if key.ends_with(COMMAND) && at > 0 && Some(at) != script => format!("{key}[{at}]{ARGUMENT}"),
         true => format!("{key}[{at}]"),
     };
-    files.into_iter().map(|(at, path)| (name(at), path)).collect()
+    // A name with * stands for several files.
+    let pattern = words
+        .first()
+        .and_then(|word| word.as_str())
+        .filter(|word| files.is_empty() && word.contains(['*', '?']));
+    let several = pattern.map(Path::new).filter(|path| path.is_absolute());
+    let several = several.and_then(|path| table_file::files(path).ok()).unwrap_or_default();
+    let of_several =
+        |path: PathBuf| (format!("{key}[{}]", path.file_name().unwrap_or_default().to_string_lossy()), path);
+    files
+        .iter()
+        .map(|(at, path)| (name(*at), path.clone()))
+        .chain(several.into_iter().map(of_several))
+        .collect()
 }

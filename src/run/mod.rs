@@ -23,6 +23,7 @@ pub mod source;
 pub mod startup;
 pub mod step_time;
 mod symlinks;
+pub mod target;
 pub mod teacher;
 mod trainable_flags;
 pub mod trust;

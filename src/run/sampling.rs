@@ -74,6 +74,7 @@ impl<'a> Sampling<'a> {
         let (task, interpreter) = (environment.task.as_ref(), environment.interpreter.as_deref());
         Rollout {
             reward_min: recipe.task.name.reward_min,
+            on_failure: recipe.task.on_failure,
             engine,
             chat: &environment.chat,
             task,

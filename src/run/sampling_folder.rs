@@ -21,6 +21,7 @@ use crate::metrics::{Console, Phase, WARNINGS_FILE, Warning, warnings_text};
 use crate::recipe::{Plan, RecipeSource};
 use crate::rollout::{Prompt, RolloutPlan, RolloutProgress, trajectory_file};
 use crate::settings::Entry;
+use crate::table_file;
 use crate::tasks::TaskSettings;
 use crate::trajectory::{Trajectory, TrajectoryRow};
 use anyhow::{Context, Result, bail};
@@ -387,7 +388,9 @@ fn model_files(model: &Path) -> Vec<(String, u64, u128)> {
 /// Lists the task's data files and the files of its program, as [`model_files`] does. A program's own imports
 /// are not among them.
 fn task_files(task: &TaskSettings) -> Vec<(String, u64, u128)> {
-    let data = task.train_file.iter().chain(&task.validation_file).chain(&task.validation_files).cloned();
+    let data =
+        task.train_file.iter().chain(&task.validation_file).chain(&task.validation_files).chain(&task.file);
+    let data = data.flat_map(|path| table_file::files(path).unwrap_or_default());
     data.chain(task.command.iter().map(PathBuf::from)).filter_map(|path| file_state(&path)).collect()
 }
 

@@ -44,6 +44,7 @@ fn programs(recipe: &Recipe) -> Vec<Program> {
         && interpreter.python != InterpreterSettings::default().python;
     let keys = [
         ("task.command", recipe.task.name.keys.contains(&"command")),
+        ("task.file", recipe.task.name.keys.contains(&"file")),
         ("tools.mcp.command", recipe.tools.is_some()),
         ("interpreter.python", other_python),
         ("interpreter.dangerously_allow_unsandboxed", interpreter.dangerously_allow_unsandboxed),

@@ -76,6 +76,8 @@ pub(crate) struct Reader<'a> {
     /// Returns the recipe keys that correspond to a key of another trainer. If a word is given, returns the
     /// recipe keys that correspond to this value of another trainer.
     pub other_trainer_key: fn(&str, Option<&str>) -> Option<&'static OtherTrainerName>,
+    /// Tables of other trainers that no recipe has.
+    pub other_trainer_tables: &'a [&'static str],
     /// The end of each line of the text, as a byte offset.
     pub line_ends: &'a [usize],
 }
@@ -142,9 +144,11 @@ impl Reader<'_> {
         }
         let (other_trainer_name, suggested) =
             ((self.other_trainer_key)(name, None), self.suggest(table, name));
-        let inner_keys = written.value.get_ref().as_table().filter(|keys| self.has_other_trainer_key(keys));
         // verl's [trainer] looks like a misspelling of [train], but is another table.
-        let is_other_table = suggested.is_none() || (table.is_empty() && name == "trainer");
+        let is_known_table = table.is_empty() && self.other_trainer_tables.contains(&name);
+        let inner_keys = written.value.get_ref().as_table();
+        let inner_keys = inner_keys.filter(|keys| is_known_table || self.has_other_trainer_key(keys));
+        let is_other_table = suggested.is_none() || is_known_table;
         if let (None, true, Some(keys)) = (other_trainer_name, is_other_table, inner_keys) {
             return self.refuse_other_trainer_keys(&written.path, keys);
         }
@@ -168,6 +172,13 @@ impl Reader<'_> {
                     table => key.strip_prefix(table)?.strip_prefix('.'),
                 });
                 let keys: Vec<&str> = inside.filter(|key| !key.contains('.')).collect();
+                let root = table.split('.').next().unwrap_or_default();
+                if keys.is_empty() && self.other_trainer_tables.contains(&root) {
+                    let message = format!(
+                        "unknown key; [{root}] is a table of verl, and this key has no counterpart; remove it"
+                    );
+                    return self.refuse(written, message);
+                }
                 let holder = if table.is_empty() { "a recipe".to_owned() } else { format!("[{table}]") };
                 format!("unknown key; {holder} has {}", keys.join(", "))
             }

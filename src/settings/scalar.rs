@@ -2,9 +2,10 @@
 
 use super::{Choice, Entry, Field, KeyDoc, Limits, ParsedKey, Reader, closest_word, from};
 use serde_json::{Value as Json, json};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use toml::Value;
-use toml::de::DeValue;
+use toml::de::{DeString, DeValue};
 
 /// A parsed value. For `--set` it also has the text, which may be a string without quotes.
 pub(crate) struct ParsedValue<'a> {
@@ -293,6 +294,35 @@ impl<T: Scalar> Scalar for Vec<T> {
     fn to_toml(&self) -> String {
         let elements: Vec<String> = self.iter().map(Scalar::to_toml).collect();
         format!("[{}]", elements.join(", "))
+    }
+}
+
+impl<T: Scalar> Scalar for BTreeMap<String, T> {
+    fn describe_type(limits: Option<Limits>) -> String {
+        format!("a table of names, each {}", T::describe_type(limits))
+    }
+
+    fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
+        let values = value.value.as_table().ok_or_else(|| wrong_type::<Self>(value, limits))?;
+        let read = |(name, value): (&toml::Spanned<DeString>, &toml::Spanned<DeValue>)| {
+            let value = ParsedValue { value: value.get_ref(), unquoted: None, is_other_trainers_word: false };
+            let parsed =
+                T::parse(&value, limits).map_err(|message| format!("{}: {message}", name.get_ref()))?;
+            Ok((name.get_ref().to_string(), parsed))
+        };
+        values.iter().map(read).collect()
+    }
+
+    fn schema(limits: Option<Limits>) -> Json {
+        json!({ "type": "object", "additionalProperties": T::schema(limits) })
+    }
+
+    fn to_toml(&self) -> String {
+        let values: Vec<String> = self
+            .iter()
+            .map(|(name, value)| format!("{} = {}", Value::String(name.clone()), value.to_toml()))
+            .collect();
+        if values.is_empty() { "{}".to_owned() } else { format!("{{ {} }}", values.join(", ")) }
     }
 }
 

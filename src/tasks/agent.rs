@@ -1,7 +1,7 @@
 //! The task `agent`: a program of the user plays whole episodes against the run's server. This file has its
 //! problems; `crate::agents` plays.
 
-use super::rows::{self, EpochOrder};
+use super::rows::EpochOrder;
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
 use crate::random::Purpose;
 use anyhow::{Result, bail};
@@ -12,8 +12,9 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Your own agent: a program that plays episodes through OpenAI's interface, see AGENTS.md.",
     reads_files: false,
     data: "",
+    columns: &[],
     reward_min: 0.0,
-    keys: &["command", "serve_on", "episode_timeout_s", "episodes_at_once"],
+    keys: &["columns", "command", "serve_on", "episode_timeout_s", "episodes_at_once"],
     make: |settings, context| Ok(Box::new(AgentTask::load(settings, context)?)),
 };
 
@@ -39,11 +40,11 @@ impl AgentTask {
             false => Err("not a JSON object".to_owned()),
         };
         let train = match settings.train_file.as_ref().filter(|_| context.reads_training) {
-            Some(file) => rows::read(file, settings.train_rows_max, EXAMPLE, read)?,
+            Some(file) => settings.read_rows(file, settings.train_rows_max, EXAMPLE, read)?,
             None => vec![],
         };
         let held_out = match settings.validation_file.as_ref().filter(|_| context.reads_held_out) {
-            Some(file) => rows::read(file, settings.validation_rows_max, EXAMPLE, read)?,
+            Some(file) => settings.read_rows(file, settings.validation_rows_max, EXAMPLE, read)?,
             None if context.reads_held_out => vec![Value::Null; settings.validation_rows_max.unwrap_or(0)],
             None => vec![],
         };
@@ -72,6 +73,10 @@ impl Task for AgentTask {
             Some(values) => problem(format!("agent/train/{row}"), values.clone()),
             None => problem(format!("agent/train/{index}"), Value::Null),
         }
+    }
+
+    fn training_rows(&self) -> Option<usize> {
+        (!self.train.is_empty()).then_some(self.order.rows())
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {

@@ -18,6 +18,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Three-number word problems, answered with the Python tool.",
     reads_files: false,
     data: "",
+    columns: &[],
     reward_min: -1.0,
     keys: &[],
     make: |_, _| Ok(Box::new(Arithmetic::new(VALIDATION_PROBLEMS))),
@@ -306,7 +307,8 @@ mod tests {
                 .problem();
         let reward = |channel: &str, text: &str, outcome| {
             let messages = [Message::assistant(channel, text)];
-            let transcript = Transcript { messages: &messages, outcome, calls_answered: 0 };
+            let transcript =
+                Transcript { completion_ids: &[], step: 0, messages: &messages, outcome, calls_answered: 0 };
             task.reward(&problem, &transcript).unwrap()
         };
         assert_eq!(reward("final", "79", Outcome::Finished), Reward::new(1.0, true));

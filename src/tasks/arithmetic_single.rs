@@ -12,6 +12,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Small additions and subtractions, solved step by step without a tool.",
     reads_files: false,
     data: "",
+    columns: &[],
     reward_min: -1.0,
     keys: &[],
     make: |_, _| Ok(Box::new(ArithmeticSingle::new(VALIDATION_PROBLEMS))),

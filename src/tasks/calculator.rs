@@ -20,6 +20,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Generated problems with large numbers, answered with the Python tool or without it.",
     reads_files: false,
     data: "",
+    columns: &[],
     reward_min: 0.0,
     keys: &["level"],
     make: |settings, _| Ok(Box::new(Calculator::new(settings.level.unwrap_or(LEVEL), VALIDATION_PROBLEMS))),
@@ -327,7 +328,13 @@ mod tests {
         let problem = Problem { id: String::new(), messages: vec![], answer: "1234567".into() };
         let reward = |text: &str, calls_answered| {
             let messages = [Message::assistant("final", text)];
-            let transcript = Transcript { messages: &messages, outcome: Outcome::Finished, calls_answered };
+            let transcript = Transcript {
+                completion_ids: &[],
+                step: 0,
+                messages: &messages,
+                outcome: Outcome::Finished,
+                calls_answered,
+            };
             task.reward(&problem, &transcript).unwrap()
         };
         for right in ["\\boxed{1234567}", "So \\boxed{1,234,567}.", "\\boxed{1234567.0}"] {

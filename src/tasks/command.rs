@@ -18,6 +18,7 @@ use crate::metrics::Console;
 use anyhow::{Result, bail};
 use protocol::{ProgramReply, REQUEST_ID, TaskDescription, VERSION, with_request};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -27,6 +28,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Your own task: a program that gives problems and rewards as JSON lines, see TASKS.md.",
     reads_files: false,
     data: "",
+    columns: &[],
     reward_min: 0.0,
     keys: &["command", "command_timeout_s", "command_processes", "command_output_chars_max"],
     make: |settings, context| Ok(Box::new(CommandTask::start(settings, context)?)),
@@ -216,6 +218,10 @@ impl Task for CommandTask {
                 answer: json!({ FAILURE_KEY: format!("{error:#}") }),
             }
         })
+    }
+
+    fn reward_weights(&self) -> BTreeMap<String, f32> {
+        self.description.rewards.clone()
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {

@@ -21,6 +21,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Generated requests for one line: in capitals, with a given number of words, with a given prefix. Checked by rules, without a tool.",
     reads_files: false,
     data: "",
+    columns: &[],
     reward_min: -1.0,
     keys: &[],
     make: |_, _| Ok(Box::new(FormatRules::new(VALIDATION_PROBLEMS))),
@@ -192,7 +193,8 @@ mod tests {
         let reward = |rules: &Rules, channel: &str, line: &str, outcome| {
             let problem = Request { topic: ["old", "ship"], rules: rules.clone() }.problem();
             let messages = [Message::assistant(channel, line)];
-            let transcript = Transcript { messages: &messages, outcome, calls_answered: 0 };
+            let transcript =
+                Transcript { completion_ids: &[], step: 0, messages: &messages, outcome, calls_answered: 0 };
             task.reward(&problem, &transcript).unwrap()
         };
         let all = rules(true, Some(3), Some("YES"));
@@ -222,7 +224,13 @@ mod tests {
     #[test]
     fn a_problem_of_another_task_is_an_error() {
         let problem = Problem { id: "other/1".into(), messages: vec![], answer: "7".into() };
-        let transcript = Transcript { messages: &[], outcome: Outcome::Finished, calls_answered: 0 };
+        let transcript = Transcript {
+            completion_ids: &[],
+            step: 0,
+            messages: &[],
+            outcome: Outcome::Finished,
+            calls_answered: 0,
+        };
         let error = FormatRules::new(1).reward(&problem, &transcript).unwrap_err();
         assert_eq!(error.to_string(), "other/1: no rules");
     }

@@ -2,6 +2,7 @@
 
 use super::answer::rational_values;
 use super::boxed_answer::find_last_boxed;
+use super::columns::{self, Question};
 use super::number::Number;
 use super::retool::PromptFormat;
 use super::rows::{self, EpochOrder};
@@ -26,8 +27,9 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Grade-school word problems from GSM8K's JSONL files, without a tool.",
     reads_files: true,
     data: "gsm8k",
+    columns: &["question", "answer"],
     reward_min: 0.0,
-    keys: &["extraction", "prompt"],
+    keys: &["columns", "extraction", "prompt"],
     make: |settings, context| Ok(Box::new(Gsm8k::load(settings, context)?)),
 };
 
@@ -45,7 +47,7 @@ choice! {
 /// A row of the data set.
 #[derive(Debug, Clone)]
 struct Row {
-    question: String,
+    question: Question,
     /// The worked solution without calculator annotations and without the `####` line.
     solution: String,
     reference: String,
@@ -53,28 +55,37 @@ struct Row {
 
 impl Row {
     fn read(row: &Value) -> Result<Self, String> {
-        let (question, answer) = (rows::text(row, "question")?, rows::text(row, "answer")?);
-        let (solution, reference) =
-            answer.rsplit_once("####").ok_or("`answer` has no `#### <number>` line")?;
+        let question = Question::read(row, "question")?;
+        let answer = match columns::reference(row) {
+            Some(Value::Number(number)) => number.to_string(),
+            Some(Value::String(text)) if !text.trim().is_empty() => text.clone(),
+            _ => rows::text(row, "answer")?.to_owned(),
+        };
+        // A number alone has no worked solution.
+        let (solution, reference) = match answer.rsplit_once("####") {
+            Some(parts) => parts,
+            None if whole_number(&answer).is_some() => ("", &*answer),
+            None => return Err("`answer` has no `#### <number>` line and is no number".into()),
+        };
         let reference = whole_number(reference)
             .ok_or_else(|| format!("`answer` ends in `####{}`, which is not a number", clip(reference)))?;
         Ok(Self {
-            question: question.trim().to_owned(),
+            question,
             solution: without_annotations(solution).trim().to_owned(),
             reference: reference.to_string(),
         })
     }
 
     /// Returns the prompt: verl's without a `form`.
-    fn prompt(&self, form: Option<PromptFormat>) -> Message {
-        match form {
-            Some(form) => form.prompt(&self.question),
-            None => Message::user(format!("{} {INSTRUCTION}", self.question)),
-        }
+    fn prompt(&self, form: Option<PromptFormat>) -> Vec<Message> {
+        self.question.messages(|question| match form {
+            Some(form) => form.prompt(question),
+            None => Message::user(format!("{question} {INSTRUCTION}")),
+        })
     }
 
     fn problem(&self, id: String, form: Option<PromptFormat>) -> Problem {
-        Problem { id, messages: vec![self.prompt(form)], answer: self.reference.clone().into() }
+        Problem { id, messages: self.prompt(form), answer: self.reference.clone().into() }
     }
 
     fn demonstration(&self, form: Option<PromptFormat>) -> Demonstration {
@@ -83,9 +94,9 @@ impl Row {
             None => format!("#### {}", self.reference),
         };
         let answer = Message::assistant("final", answer);
-        Demonstration {
-            messages: vec![self.prompt(form), Message::assistant("analysis", &*self.solution), answer],
-        }
+        let solution = Some(&*self.solution).filter(|text| !text.is_empty());
+        let solution = solution.map(|text| Message::assistant("analysis", text));
+        Demonstration { messages: self.prompt(form).into_iter().chain(solution).chain([answer]).collect() }
     }
 }
 
@@ -226,6 +237,10 @@ impl Task for Gsm8k {
 
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
         self.problems.leave_out(|row| fits(&training_problem(&self.train, row, self.form)))
+    }
+
+    fn training_rows(&self) -> Option<usize> {
+        Some(self.problems.rows())
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {

@@ -18,7 +18,7 @@ use crate::settings::{above, closest_word, from, table};
 use anyhow::{Result, bail};
 use serde_json::{Map, Value, json};
 use server::McpServer;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 table! {
     /// Tools of other programs, beside those of the task.
@@ -210,6 +210,14 @@ impl Task for McpTask {
 
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
         self.inner.leave_out_training_problems(fits)
+    }
+
+    fn training_rows(&self) -> Option<usize> {
+        self.inner.training_rows()
+    }
+
+    fn reward_weights(&self) -> BTreeMap<String, f32> {
+        self.inner.reward_weights()
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {

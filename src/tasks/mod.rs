@@ -2,6 +2,7 @@
 
 pub mod answer;
 pub mod boxed_answer;
+mod columns;
 mod generated_task;
 pub mod instructions;
 mod mcp;
@@ -12,13 +13,15 @@ mod settings;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
+pub use columns::propose_columns;
 pub use command::CommandTask;
 pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;
 pub use mcp::{McpSettings, McpTask, ToolsSettings, clip_reply};
+pub use python::PythonTask;
 pub use retool::Retool;
 pub(crate) use settings::absolute_words;
-pub use settings::{TaskContext, TaskSettings};
+pub use settings::{LongPrompts, OnFailure, TaskContext, TaskSettings};
 pub use verify_if::VerifyIf;
 
 use crate::harmony::Message;
@@ -47,6 +50,10 @@ pub struct Transcript<'a> {
     pub outcome: Outcome,
     /// Number of tool calls that got a reply, including error replies.
     pub calls_answered: usize,
+    /// The tokens after the prompt: sampled, and of replies. Empty if they are not known.
+    pub completion_ids: &'a [u32],
+    /// The training step.
+    pub step: u64,
 }
 
 impl Transcript<'_> {
@@ -72,6 +79,19 @@ impl Reward {
     /// Returns a reward without named rewards.
     pub const fn new(value: f32, success: bool) -> Self {
         Self { value, success, named: BTreeMap::new() }
+    }
+}
+
+/// The context of an error of [`Task::reward`]: the named rewards that could not be computed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RewardFailure {
+    /// Empty if the failed reward is not known.
+    pub names: Vec<String>,
+}
+
+impl std::fmt::Display for RewardFailure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("no reward")
     }
 }
 
@@ -102,6 +122,16 @@ pub trait Task: Send + Sync {
     /// If none would be left, leaves out none. Returns how many were left out.
     fn leave_out_training_problems(&mut self, _fits: &dyn Fn(&Problem) -> bool) -> usize {
         0
+    }
+
+    /// Returns the number of training problems of an epoch. `None` if the task generates them.
+    fn training_rows(&self) -> Option<usize> {
+        None
+    }
+
+    /// Returns the weights of the named rewards; empty if the task has one reward without a name.
+    fn reward_weights(&self) -> BTreeMap<String, f32> {
+        BTreeMap::new()
     }
 
     /// Returns the held-out problems. They are never used in training.
@@ -194,6 +224,8 @@ pub struct TaskEntry {
     pub reads_files: bool,
     /// Argument of `rloss fetch` that fetches the recipe's files. Empty if there is none.
     pub data: &'static str,
+    /// Names of a row's question and answer, for proposals of `task.columns`. Empty if there are none.
+    pub columns: &'static [&'static str],
     /// The least reward of an answer.
     pub reward_min: f32,
     /// Further keys of `[task]` that the task reads. All other keys are rejected.
@@ -213,6 +245,7 @@ registry! {
     pub mod retool;
     pub mod verify_if;
     mod command;
+    mod python;
     mod agent;
 }
 

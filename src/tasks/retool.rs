@@ -4,6 +4,7 @@
 
 use super::answer::{self, AnswerEquality};
 use super::boxed_answer::find_last_boxed;
+use super::columns::{self, Question};
 use super::number::Number;
 use super::rows::{self, EpochOrder};
 use super::{Problem, Reward, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet};
@@ -30,8 +31,9 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Competition mathematics with the Python tool, as in ReTool.",
     reads_files: true,
     data: "dapo-math aime",
+    columns: &["problem", "answer"],
     reward_min: -1.0,
-    keys: &["validation_files", "answer", "prompt"],
+    keys: &["columns", "validation_files", "answer", "prompt"],
     make: |settings, context| Ok(Box::new(Retool::load(settings, context)?)),
 };
 
@@ -109,13 +111,13 @@ impl PromptFormat {
 #[derive(Debug, Clone)]
 struct Row {
     id: Option<String>,
-    problem: String,
+    problem: Question,
     answer: String,
 }
 
 impl Row {
     fn read(row: &Value, equality: AnswerEquality) -> Result<Self, String> {
-        let answer = match row.get("answer") {
+        let answer = match columns::reference(row) {
             Some(Value::Number(number)) => exact_number(&number.to_string())?,
             Some(Value::String(text)) if !text.trim().is_empty() => text.trim().to_owned(),
             Some(Value::String(_)) => return Err("`answer` is empty".into()),
@@ -131,14 +133,14 @@ impl Row {
             Value::Number(id) => Some(id.to_string()),
             _ => None,
         });
-        Ok(Self { id, problem: rows::text(row, "problem")?.trim().to_owned(), answer })
+        Ok(Self { id, problem: Question::read(row, "problem")?, answer })
     }
 
     fn problem(&self, set: &str, row: usize, form: PromptFormat) -> Problem {
         let id = self.id.clone().unwrap_or_else(|| row.to_string());
         Problem {
             id: format!("{set}/{id}"),
-            messages: vec![form.prompt(&self.problem)],
+            messages: self.problem.messages(|problem| form.prompt(problem)),
             answer: self.answer.clone().into(),
         }
     }
@@ -201,9 +203,9 @@ impl Retool {
                     "task.validation_files: {path_text} is a second file with the set name `{name}`; rename one of the files"
                 ));
             }
-            let rows = rows::read(path, settings.validation_rows_max, FORM, read)?;
-            let held_out = rows.iter().zip(1..).map(|(row, number)| (number, &*row.problem));
-            rows::refuse_overlap((train, training.iter().map(|row| &*row.problem)), (path, held_out))?;
+            let rows = settings.read_rows(path, settings.validation_rows_max, FORM, read)?;
+            let held_out = rows.iter().zip(1..).map(|(row, number)| (number, row.problem.text()));
+            rows::refuse_overlap((train, training.iter().map(|row| row.problem.text())), (path, held_out))?;
             let problems = rows.iter().enumerate().map(|(i, row)| row.problem(&name, i, form)).collect();
             sets.push(ValidationSet { name, problems });
         }
@@ -230,6 +232,10 @@ impl Task for Retool {
 
     fn leave_out_training_problems(&mut self, fits: &dyn Fn(&Problem) -> bool) -> usize {
         self.order.leave_out(|row| fits(&self.train[row].problem(&self.train_name, row, self.form)))
+    }
+
+    fn training_rows(&self) -> Option<usize> {
+        Some(self.order.rows())
     }
 
     fn validation_sets(&self) -> &[ValidationSet] {

@@ -1,98 +1,85 @@
-//! Reads rows from a user's JSON-lines file, and gives their order in training.
+//! Reads rows from a user's files, and gives their order in training.
 
 use crate::bad_input;
-use crate::bounded_file::{self, DATA_BYTES_MAX};
 use crate::random::{Purpose, stream};
+use crate::table_file;
 use anyhow::Result;
-use flate2::read::MultiGzDecoder;
 use rand::seq::SliceRandom;
 use serde_json::Value;
 use std::collections::HashMap;
-use std::io::{self, BufRead, BufReader};
+use std::io;
 use std::path::Path;
 use std::sync::Mutex;
 
 /// Maximum number of broken rows that an error lists.
 const BROKEN_ROWS_SHOWN: usize = 10;
 
-/// Parses the first `rows_max` rows of `path` with `parse`. The file has JSON lines, and is gzipped if its
-/// name ends in `.gz`. Blank lines are skipped.
+/// Parses the first `rows_max` rows of `path` with `parse`. The path may name several files by `*` and `?`;
+/// [`table_file`] says which kinds of files are read.
 ///
 /// `example` is an example row for messages. `parse` returns a row's mistake in a few words.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when the file cannot be read or has no row, and when rows are broken. The
-/// message lists the broken rows by line number.
+/// [`crate::error::BadInput`] when a file cannot be read or has no row, and when rows are broken. The
+/// message lists the broken rows by number.
 pub fn read<T>(
     path: &Path,
     rows_max: Option<usize>,
     example: &str,
     parse: impl Fn(&Value) -> Result<T, String>,
 ) -> Result<Vec<T>> {
-    let path_text = path.display();
-    let unreadable = |e: io::Error| {
+    let shown = path.display();
+    let unreadable = |path: &Path, e: io::Error| {
+        let path = path.display();
         bad_input!(
-            "{path_text}: cannot read the rows: {e}; name an existing JSON-lines file; each line looks like {example}"
+            "{path}: cannot read the rows: {e}; name an existing file of rows; a row looks like {example}"
         )
     };
-    let (mut rows, mut broken, mut more) = (Vec::new(), Vec::new(), 0);
+    let (mut rows, mut broken, mut more, mut no_json) = (Vec::new(), Vec::new(), 0, 0);
     let mut left = rows_max.unwrap_or(usize::MAX);
-    for (line, i) in bounded_file::lines(open(path).map_err(unreadable)?).zip(0..) {
-        let line = line.map_err(unreadable)?;
-        if line.trim_ascii().is_empty() {
-            continue;
-        }
+    let files = table_file::files(path).map_err(|e| unreadable(path, e))?;
+    for file in &files {
         if left == 0 {
             break;
         }
-        left -= 1;
-        // A byte order mark is no part of the text (RFC 8259, section 8.1).
-        let text = line.strip_prefix("\u{feff}".as_bytes()).filter(|_| i == 0).unwrap_or(&line);
-        let row = serde_json::from_slice(text).map_err(|e| not_json(text, &e));
-        match row.and_then(|row| parse(&row)) {
-            Ok(row) => rows.push(row),
-            Err(reason) if broken.len() < BROKEN_ROWS_SHOWN => {
-                broken.push(format!("row {}: {reason}", i + 1));
+        let of_file = match files.len() {
+            1 => String::new(),
+            _ => format!(" of {}", file.file_name().unwrap_or_default().display()),
+        };
+        let unreadable = |e| unreadable(file, e);
+        for row in table_file::open(file).map_err(unreadable)? {
+            let row = row.map_err(unreadable)?;
+            if left == 0 {
+                break;
             }
-            Err(_) => more += 1,
+            left -= 1;
+            no_json += usize::from(row.value.is_err());
+            match row.value.and_then(|value| parse(&value)) {
+                Ok(row) => rows.push(row),
+                Err(reason) if broken.len() < BROKEN_ROWS_SHOWN => {
+                    broken.push(format!("row {}{of_file}: {reason}", row.number));
+                }
+                Err(_) => more += 1,
+            }
         }
+    }
+    if rows.is_empty() && no_json > 1 && no_json == broken.len() + more {
+        let first = &broken[0];
+        return Err(bad_input!(
+            "{shown}: this is no file of JSON lines, a JSON array, CSV or Parquet: {first}; a row looks like {example}"
+        ));
     }
     if !broken.is_empty() {
         let tail = if more > 0 { format!("; and {more} more") } else { String::new() };
         let list = broken.join("; ");
         return Err(bad_input!(
-            "{path_text}: {list}{tail}. Correct or delete these lines; a row looks like {example}"
+            "{shown}: {list}{tail}. Correct or delete these lines; a row looks like {example}"
         ));
     }
     if rows.is_empty() {
-        return Err(bad_input!("{path_text}: no rows; give at least one line like {example}"));
+        return Err(bad_input!("{shown}: no rows; give at least one line like {example}"));
     }
     Ok(rows)
-}
-
-/// Returns why `text` is not JSON, and the remedy for what other programs write.
-fn not_json(text: &[u8], error: &serde_json::Error) -> String {
-    let contains = |word: &str| text.windows(word.len()).any(|bytes| bytes == word.as_bytes());
-    let remedy = if text.contains(&0) || text.starts_with(b"\xff\xfe") || text.starts_with(b"\xfe\xff") {
-        "; the file seems to be UTF-16: save it as UTF-8"
-    } else if error.to_string().contains("surrogate") {
-        "; an escape such as \\ud83d is half a character: write both halves, or the character itself"
-    } else if ["NaN", "Infinity"].into_iter().any(contains) {
-        "; JSON has no NaN and no Infinity: write null"
-    } else {
-        ""
-    };
-    format!("not JSON: {error}{remedy}")
-}
-
-/// Opens the file and decompresses it.
-fn open(path: &Path) -> io::Result<Box<dyn BufRead>> {
-    let file = BufReader::new(bounded_file::open(path, DATA_BYTES_MAX)?);
-    Ok(if path.extension().is_some_and(|e| e == "gz") {
-        Box::new(BufReader::new(MultiGzDecoder::new(file)))
-    } else {
-        Box::new(file)
-    })
 }
 
 /// Checks that no validation prompt is in the training file too. White space is ignored. Each validation
@@ -159,6 +146,11 @@ impl EpochOrder {
         }
         let before = std::mem::replace(&mut self.rows, kept).len();
         before - self.rows.len()
+    }
+
+    /// Returns the number of rows that an epoch has.
+    pub fn rows(&self) -> usize {
+        self.rows.len()
     }
 
     /// Returns the row at position `index`. Returns 0 if there are no rows.

@@ -1,11 +1,15 @@
 //! `[task]`: problems and their grader.
 
-use super::{TaskName, VALIDATION_PROBLEMS, answer, calculator, command, gsm8k, retool, rows, verify_if};
+use super::{
+    TaskName, VALIDATION_PROBLEMS, answer, calculator, columns, command, gsm8k, python, retool, rows,
+    verify_if,
+};
 use crate::bad_input;
 use crate::metrics::Console;
-use crate::settings::{above, from, table};
+use crate::settings::{above, choice, from, table};
 use anyhow::Result;
 use serde_json::Value;
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -15,18 +19,49 @@ const EPISODE_TIMEOUT_S: f64 = 600.0;
 /// Default of `task.episodes_at_once`.
 const EPISODES_AT_ONCE: usize = 64;
 
+choice! {
+    /// How training problems with too long prompts are treated.
+    pub enum LongPrompts default Drop {
+        /// They are left out, and their number is said.
+        Drop = "drop",
+        /// They are refused.
+        Refuse = "refuse",
+    }
+}
+
+choice! {
+    /// How a trajectory is treated whose program, tool or grader failed.
+    pub enum OnFailure default Drop {
+        /// No step trains on it. Its group compares the others.
+        Drop = "drop",
+        /// It has the task's least reward, 0 for one's own task.
+        Zero = "zero",
+    }
+}
+
 table! {
     /// The task: problems, environment and reward.
     pub struct TaskSettings {
         /// The task's name.
         pub name: TaskName = TaskName::default(),
-        /// Training problems, for tasks that read files.
+        /// Training problems, for tasks that read files: JSON lines, a JSON array, CSV or Parquet, gzipped or
+        /// not. `*` and `?` in the name stand for several files.
         pub train_file: Option<PathBuf> = None,
         /// Held-out problems, for tasks that read files.
         pub validation_file: Option<PathBuf> = None,
         /// More held-out problems of `retool`. Each file is a separate set; its name in the metrics is the
         /// file's name.
         pub validation_files: Vec<PathBuf> = Vec::new(),
+        /// Names of the task for columns of the files, such as `{ question = "prompt", answer =
+        /// "reward_model.ground_truth" }`. Dots lead into structs. Rows in verl's form and conversational
+        /// prompts of TRL need none.
+        pub columns: BTreeMap<String, String> = BTreeMap::new(),
+        /// How training problems are treated whose prompts are too long for `rollout.prompt_tokens_max` or
+        /// the model's context.
+        pub long_prompts: LongPrompts = LongPrompts::Drop,
+        /// How a trajectory is treated whose program, tool or grader failed, by an error, the time limit, a
+        /// reward that is not finite, or its end. The task `agent` always drops it.
+        pub on_failure: OnFailure = OnFailure::Drop,
         /// Maximum number of training rows. The first rows are used. Absent means all rows.
         pub train_rows_max: Option<usize> = None => from(1.0),
         /// Maximum number of held-out rows per file. The first rows are used. Absent means all rows. For the
@@ -46,14 +81,22 @@ table! {
         pub extraction: Option<gsm8k::Extraction> = None,
         /// How `verify_if` rewards the instructions that were followed. Absent means `share`.
         pub grading: Option<verify_if::Grading> = None,
-        /// The program of the task `command` or `agent` and its arguments. The program runs with your own
+        /// The file with the reward functions of the task `python`. It runs with your own rights, outside any
+        /// sandbox.
+        pub file: Option<PathBuf> = None,
+        /// The reward functions of `file` and their weights, such as `{ correct = 1.0, format = 0.2 }`.
+        /// Absent means the only function, or `compute_score`.
+        pub rewards: BTreeMap<String, f64> = BTreeMap::new() => from(-1e6).to(1e6),
+        /// The program of the task `command` or `agent` and its arguments; for `python`, the Python that runs
+        /// `file`, by default `python3`. The program runs with your own
         /// rights, outside any sandbox. A word that names a file is a path relative to the working
         /// directory. A run stores the absolute path.
         pub command: Vec<String> = Vec::new(),
-        /// Time limit of an answer from the program of the task `command`, in seconds. After it, the program
-        /// is killed and restarted. Absent means 60.
+        /// Time limit of an answer from the program of the task `command` or `python`, in seconds. After it,
+        /// the program is killed and restarted. Absent means 60.
         pub command_timeout_s: Option<f64> = None => above(0.0).to(86400.0),
-        /// Number of processes of the task `command`. Each answers one request at a time. Absent means 4.
+        /// Number of processes of the task `command` or `python`. Each answers one request at a time. Absent
+        /// means 4.
         pub command_processes: Option<usize> = None => from(1.0).to(4096.0),
         /// Maximum number of characters of a tool's reply from the program of the task `command`. The middle
         /// of a longer one is removed. The calls of a turn share them. Absent means 4096.
@@ -144,6 +187,11 @@ impl TaskSettings {
         if reads("command_processes") {
             self.command_timeout_s.get_or_insert(command::TIMEOUT_S);
             self.command_processes.get_or_insert(command::PROCESSES);
+        }
+        if reads("file") && self.command.is_empty() {
+            self.command.push(python::PYTHON.to_owned());
+        }
+        if reads("command_output_chars_max") {
             self.command_output_chars_max.get_or_insert(command::OUTPUT_CHARS_MAX);
         }
     }
@@ -162,7 +210,7 @@ impl TaskSettings {
             return Ok((self.train_file.as_deref().unwrap_or(Path::new("train")), vec![]));
         }
         let file = self.required_file(&self.train_file, "task.train_file")?;
-        Ok((file, rows::read(file, self.train_rows_max, example, parse)?))
+        Ok((file, self.read_rows(file, self.train_rows_max, example, parse)?))
     }
 
     /// Returns the validation file and its rows, parsed by `parse`. No rows if the command does not need
@@ -180,13 +228,27 @@ impl TaskSettings {
             return Ok((Path::new("validation"), vec![]));
         }
         let file = self.required_file(&self.validation_file, "task.validation_file")?;
-        Ok((file, rows::read(file, self.validation_rows_max, example, parse)?))
+        Ok((file, self.read_rows(file, self.validation_rows_max, example, parse)?))
+    }
+
+    /// Reads rows of `path` as [`rows::read`] does, with the names of `columns`.
+    ///
+    /// # Errors
+    /// The errors of [`rows::read`], and a row without a column that `columns` names.
+    pub(super) fn read_rows<T>(
+        &self,
+        path: &Path,
+        rows_max: Option<usize>,
+        example: &str,
+        parse: impl Fn(&Value) -> Result<T, String>,
+    ) -> Result<Vec<T>> {
+        rows::read(path, rows_max, example, |row| parse(&*columns::with_columns(row, &self.columns)?))
     }
 
     /// Returns the file of `key`, which must be present.
     fn required_file<'a>(&self, file: &'a Option<PathBuf>, key: &str) -> Result<&'a Path> {
         let name = self.name;
-        file.as_deref().ok_or_else(|| bad_input!("{key}: missing; the task `{name}` needs a JSON-lines file"))
+        file.as_deref().ok_or_else(|| bad_input!("{key}: missing; the task `{name}` needs a file of rows"))
     }
 }
 
@@ -201,6 +263,8 @@ pub struct TaskContext {
     pub validation_problems_max: usize,
     /// `rollout.turns_max`, if the command samples.
     pub turns_max: Option<usize>,
+    /// `train.steps`, for reward functions that ask for it.
+    pub steps: u64,
     /// The console for failures of the task `command`.
     pub console: Console,
 }
@@ -212,6 +276,7 @@ impl Default for TaskContext {
             reads_held_out: true,
             validation_problems_max: VALIDATION_PROBLEMS,
             turns_max: None,
+            steps: 0,
             console: Console::plain(),
         }
     }

@@ -22,6 +22,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     meaning: "Checkable instructions in IFEval's format, without a tool.",
     reads_files: true,
     data: "gsm8k ifeval",
+    columns: &[],
     reward_min: 0.0,
     keys: &["grading"],
     make: |settings, context| Ok(Box::new(VerifyIf::load(settings, context)?)),

@@ -31,7 +31,7 @@ use crate::run::loaded::LoadedModel;
 use crate::run::run_folder::RunFolder;
 use crate::run::sampling::Sampling;
 use crate::run::signals::StopFlag;
-use crate::trajectory::TokenStats;
+use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result, ensure};
 use gradient_norms::{GradientNormLimits, norm_limit};
 use observer::{FinishedStep, Observer};
@@ -196,6 +196,7 @@ impl Trainer {
     /// Trains on the groups of step `step`. Returns the metrics, and statistics of each trained token.
     fn update(&mut self, step: u64, samples: &SampleOutput) -> Result<(Metrics, Vec<TokenStats>)> {
         let groups = samples.training_groups();
+        let groups: Vec<&Group> = groups.iter().map(|group| &**group).collect();
         if groups.is_empty() {
             self.skip_step(step)?;
             return Ok((Metrics::new(), vec![]));
@@ -204,6 +205,7 @@ impl Trainer {
         let Self { loaded, environment, critic, reference, observer, kl, .. } = self;
         let LoadedModel { actor, teacher, .. } = loaded;
         let recipe = environment.recipe();
+        let reward_weights = environment.task.reward_weights();
         let update = PolicyStep {
             step,
             policy: &recipe.policy,
@@ -215,6 +217,7 @@ impl Trainer {
             old_log_prob_forward: ForwardOptions::for_old_log_probs(&recipe.arms, recipe.train.seed),
             response_tokens_max: recipe.rollout.response_tokens_max,
             reward_min: recipe.task.name.reward_min,
+            reward_weights: &reward_weights,
             kl_coefficient: kl.coefficient(),
             norm_limits: GradientNormLimits {
                 actor: norm_limit(recipe, &observer.monitor.actor_norms),
@@ -241,10 +244,9 @@ impl Trainer {
         ensure!(
             steps < STEPS_WITHOUT_GROUPS_MAX,
             "for {steps} steps no group has had enough episodes with a reward; the first failures are printed above, and \
-             agent/failed in metrics.jsonl counts all; correct the agent's program and resume the run"
+             agent/failed or trajectory/dropped in metrics.jsonl counts all; correct the program and resume the run"
         );
-        let text =
-            "no group has enough episodes with a reward (agent/failed), so this step changes no weight";
+        let text = "no group has enough episodes with a reward (agent/failed, trajectory/dropped), so this step changes no weight";
         self.observer.warn(Phase::Rl, step, text.to_owned())
     }
 

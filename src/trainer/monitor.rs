@@ -7,9 +7,12 @@ use crate::policy::advantage::Advantage;
 use crate::policy::alarm::alarm;
 use crate::recipe::Recipe;
 use crate::run::causes::CAUSE_COUNT;
+use crate::run::memory::KEPT_TOKENS_PLANNED;
 use crate::trajectory::Outcome;
 use std::collections::VecDeque;
 
+/// Fraction of failed trajectories above which a step warns.
+const FAILED_FRACTION_MAX: f64 = 0.2;
 /// Number of steps over which the success rate is averaged.
 const WINDOW_STEPS: usize = 5;
 /// Minimum fall of the success rate, in standard errors. A smaller fall may be chance.
@@ -85,6 +88,13 @@ impl Monitor {
                     .to_owned(),
             );
         }
+        let kept = metrics.get("kept_tokens/mean").filter(|kept| *kept > KEPT_TOKENS_PLANNED as f64);
+        warnings.extend(kept.map(|kept| {
+            format!(
+                "draws kept {kept:.0} tokens on average, and the memory plan counts {KEPT_TOKENS_PLANNED} each, so the run may need \
+                 more memory than planned; lower rollout.top_p, or set rollout.top_k"
+            )
+        }));
         warnings.extend(self.actor_norms.record(metrics));
         warnings.extend(self.critic_norms.record(metrics));
         for (name, value) in metrics.iter() {
@@ -111,7 +121,7 @@ impl Monitor {
         due
     }
 
-    /// Records the failed trajectories of a step. Returns a warning if most trajectories failed and a warning
+    /// Records the failed trajectories of a step. Returns a warning if more than a fifth failed and a warning
     /// is due.
     fn failure_warning(&mut self, step: u64, metrics: &Metrics) -> Option<String> {
         let get = |name: &str| metrics.get(name).unwrap_or(0.0);
@@ -119,11 +129,12 @@ impl Monitor {
         let failed = (get("trajectory/failed_fraction") * count).round();
         self.trajectories += count;
         self.failed_trajectories += failed;
-        self.failing_steps = if failed * 2.0 > count { self.failing_steps + 1 } else { 0 };
+        self.failing_steps = if failed > FAILED_FRACTION_MAX * count { self.failing_steps + 1 } else { 0 };
         is_warning_due(self.failing_steps).then(|| {
             format!(
                 "{} of {} trajectories failed for reasons outside the policy: outcome/task_failed = {}, tool/worker_died = {}; \
-                 look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
+                 no step trains on them unless task.on_failure is \"zero\", and a grader that fails on bad answers alone biases \
+                 the groups; look at the failures above, at \"When it fails\" in docs/TASKS.md and at trajectories/step-{step:06}.jsonl",
                 format_number(failed),
                 format_number(count),
                 format_number(get("outcome/task_failed")),
@@ -233,7 +244,7 @@ mod tests {
             assert!(reported[0].contains(part), "{part} in {reported:?}");
         }
         assert_eq!(monitor.failure_counts(), (48, 64));
-        assert!(monitor.record(2, &step(0.5, 0.0, 0.1)).is_empty(), "half is not most");
+        assert!(monitor.record(2, &step(0.1875, 0.0, 0.1)).is_empty(), "below a fifth");
         let mut monitor = self::monitor();
         let lines: usize = (1..=10).map(|at| monitor.record(at, &step(1.0, 1.0, 0.0)).len()).sum();
         assert_eq!(lines, 3, "warnings at steps 1, 3 and 10 of the same problem");

@@ -15,6 +15,7 @@ use crate::run::sampling::Sampling;
 use crate::trajectory::{Group, TokenStats, TrajectoryRow};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 
 /// The rollouts of a step, and the groups used for training.
 #[derive(Serialize, Deserialize)]
@@ -78,9 +79,12 @@ fn check_tokens<'a>(mut all: impl Iterator<Item = &'a [u32]>, vocab_size: usize)
 }
 
 impl SampleOutput {
-    /// Returns all groups of `rollouts` as a step's samples.
+    /// Returns all groups of `rollouts` as a step's samples. A group of which failures left fewer than two
+    /// episodes has nothing to compare, unless groups have one sample.
     fn all_of(rollouts: Rollouts) -> Self {
-        let training_indices = (0..rollouts.groups.len()).collect();
+        let is_kept = |group: &Group| group.kept().episodes() >= group.episodes().min(2);
+        let indices = rollouts.groups.iter().enumerate().filter(|(_, group)| is_kept(group));
+        let training_indices = indices.map(|(index, _)| index).collect();
         Self { rollouts, training_indices, rounds: None, partial: None, engine: None, seconds: 0.0 }
     }
 
@@ -106,8 +110,9 @@ impl SampleOutput {
         check_tokens(trajectories().map(|trajectory| &trajectory.tokens[..]), vocab_size)
     }
 
-    pub fn training_groups(&self) -> Vec<&Group> {
-        self.training_indices.iter().map(|&index| &self.rollouts.groups[index]).collect()
+    /// Returns the groups to train on, without their dropped trajectories.
+    pub fn training_groups(&self) -> Vec<Cow<'_, Group>> {
+        self.training_indices.iter().map(|&index| self.rollouts.groups[index].kept()).collect()
     }
 
     /// Returns the first `count` rows of the step. `token_stats` has one entry for each trajectory used for
@@ -116,8 +121,11 @@ impl SampleOutput {
         let mut rows: Vec<TrajectoryRow> = self.rollouts.rows(Phase::Rl).take(count).collect();
         let sizes: Vec<usize> = self.rollouts.groups.iter().map(|group| group.trajectories.len()).collect();
         let start = |group: usize| -> usize { sizes[..group].iter().sum() };
-        let row_indices =
-            self.training_indices.iter().flat_map(|&group| start(group)..start(group) + sizes[group]);
+        let row_indices = self.training_indices.iter().flat_map(|&group| {
+            let trajectories = self.rollouts.groups[group].trajectories.iter().enumerate();
+            let kept = trajectories.filter(|(_, trajectory)| !trajectory.dropped);
+            kept.map(move |(index, _)| start(group) + index)
+        });
         for (row_index, stats) in row_indices.zip(token_stats) {
             if let Some(row) = rows.get_mut(row_index) {
                 row.token_stats = Some(stats.clone());
@@ -141,7 +149,8 @@ impl SampleOutput {
         if let Some(engine) = self.engine {
             metrics.set("engine/bit_equal_fraction", engine.bit_equal_fraction);
             metrics.set("engine/logprob_abs_diff_max", engine.log_prob_abs_diff_max);
-            rollout::staleness(self.training_groups(), step - 1).finish()?.iter().for_each(
+            let groups = self.training_groups();
+            rollout::staleness(groups.iter().map(|group| &**group), step - 1).finish()?.iter().for_each(
                 |(name, value)| {
                     metrics.set(name, value);
                 },
@@ -194,22 +203,24 @@ impl Sampler<'_> {
         Ok(Some(output))
     }
 
-    /// Samples whole trajectories. A conversation whose tool or task failed has the task's least reward and a
-    /// counted outcome; a failed episode of an agent is missing in its group. Dynamic sampling replaces
-    /// groups without signal, until the limit of rounds is reached.
+    /// Samples whole trajectories. A conversation whose tool or task failed has a counted outcome. No step
+    /// trains on it unless `task.on_failure` says so. A failed episode of an agent is missing in its group.
+    /// Dynamic sampling replaces groups without signal, until the limit of rounds is reached.
     fn sample_whole(&self, engine: &Engine, step: u64) -> Result<Option<SampleOutput>> {
         let settings = &self.sampling.environment.recipe().rollout;
         let (count, rounds_max) = (settings.prompts_per_step, settings.resample_rounds_max);
+        let truncated = self.sampling.environment.recipe().policy.truncated;
         let mut rollouts = Rollouts::default();
         let (mut informative, mut without_signal, mut round) = (vec![], vec![], 0);
-        // Failed episodes of an agent are missing in their groups. The baseline of a group needs two.
+        // Failed trajectories are missing in their groups. The baseline of a group needs two.
         let episodes_min = settings.samples_per_prompt.min(2);
         loop {
             let prompts = self.sampling.environment.training_prompts(step, round, count - informative.len());
             let Some(new) = self.sample_prompts(engine, step, &prompts)? else { return Ok(None) };
             for index in rollouts.groups.len()..rollouts.groups.len() + new.groups.len() {
-                let group = &new.groups[index - rollouts.groups.len()];
-                let rewards: Vec<f32> = group.trajectories.iter().map(|t| t.reward).collect();
+                let group = new.groups[index - rollouts.groups.len()].kept();
+                let rewards: Vec<f32> =
+                    group.trajectories.iter().map(|t| t.trained_reward(truncated)).collect();
                 if group.episodes() < episodes_min || rewards.is_empty() {
                     continue;
                 }
@@ -293,7 +304,7 @@ impl Sampler<'_> {
             keeps_routed_experts: false,
             forward: environment.training_forward(),
         };
-        let batch = Batch::new(&[first]);
+        let batch = Batch::new(&[&**first]);
         let forward = || {
             let hidden = |_| Progress::hidden();
             actor.forward::<PolicyColumns>(&batch.input(), pass, &hidden)

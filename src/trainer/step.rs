@@ -16,9 +16,10 @@ use crate::learner::token_selection::select_tokens;
 use crate::metrics::{Accumulator, Metrics};
 use crate::model::forward::ForwardOptions;
 use crate::policy::ratio::OldLogProbSource;
-use crate::policy::{KlPlacement, PolicySettings, RouterReplay};
+use crate::policy::{KlPlacement, PolicySettings, RouterReplay, Truncated};
 use crate::trajectory::{Group, TokenStats};
 use anyhow::{Context, Result};
+use std::collections::BTreeMap;
 
 /// The update of a step from its trajectories.
 #[derive(Clone, Copy)]
@@ -36,6 +37,8 @@ pub struct PolicyStep<'a> {
     pub response_tokens_max: usize,
     /// The task's least reward.
     pub reward_min: f32,
+    /// The weights of the task's named rewards; empty if it has none.
+    pub reward_weights: &'a BTreeMap<String, f32>,
     /// KL coefficient in the reward at this step: `policy.kl.coefficient`, or the adapted value.
     pub kl_coefficient: f64,
     pub norm_limits: GradientNormLimits,
@@ -132,10 +135,14 @@ impl PolicyStep<'_> {
             kl_coefficient: self.kl_coefficient,
             response_tokens_max: self.response_tokens_max,
             reward_min: self.reward_min,
+            reward_weights: self.reward_weights,
             critic,
         };
         let mut metrics = self.stages.timings.time("adv", || estimator.estimate(&mut batch, groups))?;
         metrics.extend(correct_rollout(&mut batch, &self.policy.correction)?);
+        if self.policy.truncated == Truncated::Mask {
+            batch.mask_truncated(groups);
+        }
         let (source, seed) = (self.old_log_prob_source(), self.train.seed);
         metrics.extend(select_tokens(&mut batch, self.policy, source, (seed, self.step))?);
         Ok((batch, forward, metrics))

@@ -18,6 +18,7 @@ mod integrity;
 mod killed_worker;
 mod limits;
 mod memory;
+mod move_in;
 mod packed_file;
 mod policy;
 mod policy_view;

@@ -273,6 +273,8 @@ fn groups(fixture: &Fixture) -> Vec<Group> {
         reward: [1.0, -1.0, 0.5][i % 3],
         success: false,
         rewards: Default::default(),
+        failed_rewards: vec![],
+        dropped: false,
         tool_s: 0.0,
     };
     fixture
@@ -306,6 +308,7 @@ fn advantages_are_gae_of_the_rewards_at_the_end_less_the_divergence() {
             old_log_prob_forward: None,
             response_tokens_max: 72,
             reward_min: -1.0,
+            reward_weights: const { &std::collections::BTreeMap::new() },
             norm_limits: GradientNormLimits::default(),
             stages: Stages { timings: &Timings::new(), console: &Console::silent() },
         };

@@ -51,6 +51,7 @@ mod rollout;
 mod shared_prompts;
 mod skips;
 mod small_runs;
+mod tables;
 mod tasks;
 mod templates;
 mod tidy;

@@ -67,6 +67,7 @@ impl World {
             chat: &ChatFormat::Harmony.from_embedded().unwrap(),
             task: task.as_ref(),
             reward_min: 0.0,
+            on_failure: Default::default(),
             reply_chars_max: None,
             interpreter: None,
             form: ToolForm::Call,

@@ -72,7 +72,10 @@ const LISTED: &[(&str, &str)] = &[
 ];
 
 /// Program blocks of pages that the page's commands expect in a file: page, file, a text of the block.
-const BLOCKS_AS_FILES: [(&str, &str, &str); 3] = [
+const BLOCKS_AS_FILES: [(&str, &str, &str); 6] = [
+    ("docs/TASKS.md", "rewards.py", "def correct"),
+    ("docs/TASKS.md", "sums.jsonl", "3+5?"),
+    ("docs/TASKS.md", "sums.toml", "sums.jsonl"),
     ("docs/TASKS.md", "shop.py", "PRICES"),
     ("docs/TASKS.md", "shop.toml", "shop.py"),
     ("docs/AGENTS.md", "mine.toml", "my_env"),

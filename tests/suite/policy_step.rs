@@ -92,6 +92,7 @@ impl Fixture {
             old_log_prob_forward: None,
             response_tokens_max: 72,
             reward_min: 0.0,
+            reward_weights: const { &std::collections::BTreeMap::new() },
             norm_limits: GradientNormLimits::default(),
             stages: Stages { timings: &self.timings, console: &self.console },
         }
@@ -162,6 +163,8 @@ fn trajectory(actor: &Actor, sequence: &Sequence, index: usize) -> Trajectory {
         reward: [1.0, 0.0, 0.5][index % 3] * (1.0 + index as f32),
         success: false,
         rewards: Default::default(),
+        failed_rewards: vec![],
+        dropped: false,
         tool_s: 0.0,
     }
 }

@@ -80,7 +80,9 @@ fn sub_tables_come_after_keys_so_that_the_written_recipe_reads_back() {
 }
 
 /// Keys of `[task]` that the task of [`EVERYTHING`] does not read.
-const OTHER_TASKS: [&str; 10] = [
+const OTHER_TASKS: [&str; 12] = [
+    "task.file",
+    "task.rewards",
     "task.level",
     "task.extraction",
     "task.grading",
@@ -122,12 +124,14 @@ fn the_resolved_recipe_holds_every_key_that_applies() {
         let absent = [
             "model.path",
             "model.adapter",
+            // In place of train.steps.
+            "train.data_epochs",
             "cold_start.optimizer.schedule_steps",
             "critic.optimizer.schedule_steps",
         ]
         .contains(&&*path)
             || path.starts_with("policy.distill.")
-            || OTHER_TASKS.contains(&&*path) && path != "task.command";
+            || OTHER_TASKS.contains(&&*path) && !["task.command", "task.rewards"].contains(&&*path);
         assert_eq!(found, !absent, "{path}");
     }
     let with_folder = read("model.path = \"src\"", &[]).to_toml();
@@ -171,6 +175,7 @@ fn no_key_of_the_full_recipe_is_lost_in_reading() {
             || ["policy.distill.", "policy.sapo.", "policy.vespo.", "policy.clip_cov.", "policy.kl_cov."]
                 .iter().any(|table| full.path().starts_with(table))
             || OTHER_TASKS.contains(&full.path())
+            || full.path() == "train.data_epochs"
             || not_set.iter().any(|key| key == full.path());
         assert_eq!(same, expected, "{full:?}");
     }
@@ -329,7 +334,7 @@ fn the_shipped_recipes_resolve() {
 fn the_gsm8k_recipe_needs_only_a_model_and_the_data() {
     let source = RecipeSource::File(root().join("recipes/gsm8k.toml"));
     let message = source.resolve(&[]).expect_err("no model is shipped").to_string();
-    assert!(message.contains("pass --set model.path=FOLDER"), "{message}");
+    assert!(message.contains("set model.path to a folder"), "{message}");
     let sets = ["model.path=src", "task.train_file=Cargo.toml", "task.validation_file=Cargo.toml"];
     let plan = source.resolve(&sets.map(str::to_owned)).expect("resolves");
     assert_eq!(plan.warnings, Vec::<String>::new());

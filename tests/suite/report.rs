@@ -120,6 +120,8 @@ fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -
         reward,
         success: reward > 0.0,
         rewards: Default::default(),
+        failed_rewards: vec![],
+        dropped: false,
         tool_s: 0.25,
     };
     let messages = vec![

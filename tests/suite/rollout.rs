@@ -86,6 +86,7 @@ impl World {
             chat: &self.chat,
             task,
             reward_min: -1.0,
+            on_failure: Default::default(),
             reply_chars_max: None,
             interpreter,
             form: ToolForm::Call,

@@ -2,6 +2,7 @@
 
 mod answers_table;
 mod command;
+mod python;
 
 use super::data;
 use rloss::error::BadInput;
@@ -85,6 +86,8 @@ fn every_gold_solution_earns_the_reward(folder: &Path, sizes: (u64, usize)) {
         let demonstration = task.held_out_demonstration(i as u64).unwrap();
         assert_eq!(demonstration.messages[0], problem.messages[0]);
         let mut transcript = Transcript {
+            completion_ids: &[],
+            step: 0,
             messages: &demonstration.messages[1..],
             outcome: Outcome::Finished,
             calls_answered: 0,
@@ -96,7 +99,13 @@ fn every_gold_solution_earns_the_reward(folder: &Path, sizes: (u64, usize)) {
         assert!(!worked.contains("<<") && !worked.contains("####"), "{worked}");
         // A wrong number never pays.
         let wrong = [Message::assistant("final", format!("#### 1{}", problem.answer.as_str().unwrap()))];
-        let transcript = Transcript { messages: &wrong, outcome: Outcome::Finished, calls_answered: 0 };
+        let transcript = Transcript {
+            completion_ids: &[],
+            step: 0,
+            messages: &wrong,
+            outcome: Outcome::Finished,
+            calls_answered: 0,
+        };
         assert_eq!(task.reward(problem, &transcript).unwrap().value, 0.0);
     }
     assert!(task.held_out_demonstration(sizes.1 as u64).is_none());
@@ -252,8 +261,13 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
             let gold = problem.answer.as_str().unwrap();
             let reward = |text: String, calls_answered| {
                 let messages = [Message::assistant("final", text)];
-                let transcript =
-                    Transcript { messages: &messages, outcome: Outcome::Finished, calls_answered };
+                let transcript = Transcript {
+                    completion_ids: &[],
+                    step: 0,
+                    messages: &messages,
+                    outcome: Outcome::Finished,
+                    calls_answered,
+                };
                 task.reward(&problem, &transcript).unwrap()
             };
             assert_eq!(reward(format!("So it is $\\boxed{{{gold}}}$."), 2).value, 1.0, "{}", problem.id);
@@ -286,6 +300,12 @@ fn a_plain_boxed_prompt_has_no_placeholder() {
     let problem = task.training_problem(0, 0);
     assert_eq!(problem.messages[0].content, "6 * 7?\nPut the final answer within \\boxed{}.");
     let messages = [Message::assistant("final", "So it is \\boxed{42}.")];
-    let said = Transcript { messages: &messages, outcome: Outcome::Finished, calls_answered: 0 };
+    let said = Transcript {
+        completion_ids: &[],
+        step: 0,
+        messages: &messages,
+        outcome: Outcome::Finished,
+        calls_answered: 0,
+    };
     assert_eq!(task.reward(&problem, &said).unwrap().value, 1.0);
 }

@@ -93,6 +93,50 @@ pub fn opo(rewards: &[f32], group_sizes: &[usize], lengths: &[usize]) -> Result<
     Ok(advantages)
 }
 
+/// Added to standard deviations by [`gdpo`], as in TRL.
+const GDPO_STD_EPSILON: f64 = 1e-4;
+
+/// Returns the advantages of GDPO (Liu et al. 2026), as TRL's `normalize_then_sum`. Each of the named
+/// `rewards`, a weight and a number per response, becomes (r − mean) / (std + 1e-4) in its group. Their
+/// weighted sum is normalised in the same way over the batch. Standard deviations have n − 1 in their
+/// denominator.
+///
+/// A reward that is NaN is left out. A reward that only one response of a group has counts as 0 there.
+///
+/// # Errors
+/// When the sizes do not add up to the number of rewards, or a reward is infinite.
+pub fn gdpo(rewards: &[(f32, Vec<f32>)], group_sizes: &[usize]) -> Result<Vec<f32>> {
+    let responses: usize = group_sizes.iter().sum();
+    let mut sums = vec![0.0; responses];
+    for (weight, rewards) in rewards {
+        ensure!(
+            rewards.len() == responses,
+            "the groups hold {responses} responses, but there are {} rewards",
+            rewards.len()
+        );
+        ensure!(!rewards.iter().any(|reward| reward.is_infinite()), "a reward is infinite");
+        let mut start = 0;
+        for &size in group_sizes {
+            let group = start..start + size;
+            let present = || rewards[group.clone()].iter().map(|&r| f64::from(r)).filter(|r| !r.is_nan());
+            let values: Vec<f64> = present().collect();
+            if values.len() > 1 {
+                let (mean, std) = (mean(values.iter().copied()), sample_std(&values));
+                for (sum, &reward) in sums[group.clone()].iter_mut().zip(&rewards[group]) {
+                    let normal = (f64::from(reward) - mean) / (std + GDPO_STD_EPSILON);
+                    *sum += if normal.is_nan() { 0.0 } else { f64::from(*weight) * normal };
+                }
+            }
+            start += size;
+        }
+    }
+    let (mean, std) = match sums.len() {
+        1 => (sums[0], 0.0),
+        _ => (mean(sums.iter().copied()), sample_std(&sums)),
+    };
+    Ok(sums.iter().map(|sum| ((sum - mean) / (std + GDPO_STD_EPSILON)) as f32).collect())
+}
+
 /// Values of a group that determine its scale factor.
 struct GroupStats {
     responses: usize,

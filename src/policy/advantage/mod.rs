@@ -3,7 +3,7 @@
 mod group;
 mod token;
 
-pub use group::{dr_grpo, grpo, grpo_batch_std, informative_groups, maxrl, opo, rloo};
+pub use group::{dr_grpo, gdpo, grpo, grpo_batch_std, informative_groups, maxrl, opo, rloo};
 pub use token::{TokenAdvantages, gae, reinforce_plus_plus, remax, whiten};
 
 use crate::settings::choice;
@@ -23,6 +23,9 @@ choice! {
         Maxrl = "maxrl",
         /// Reward minus the group's mean reward, in which each response is weighted by its length.
         Opo = "opo",
+        /// Each named reward normalised in its group, their weighted sum normalised over the batch. For a
+        /// task with several rewards.
+        Gdpo = "gdpo",
         /// Return of each token (the sum of the rewards from that token on), normalised over the whole batch.
         ReinforcePlusPlus = "reinforce_plus_plus",
         /// Reward minus the group's mean, normalised over the tokens of the whole batch.

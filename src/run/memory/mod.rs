@@ -22,6 +22,7 @@ pub use machine::{AvailableMemory, available_memory, min_over_processes, remaini
 pub use passes::PassShape;
 pub use program::tokenizer_bytes;
 pub use remedies::Remedy;
+pub use sampling::KEPT_TOKENS_PLANNED;
 pub use teacher::TeacherInput;
 
 use crate::actor::OptimizerSettings;
@@ -396,7 +397,7 @@ impl MemoryPlanInput<'_> {
         if let Some(MemoryItem { name, bytes }) = self.teacher_item() {
             add(name, bytes);
         }
-        add("kept tokens of samples, at most", self.token_set_bytes());
+        add("kept tokens of samples, 512 each", self.token_set_bytes());
         let ahead = self.sampled_ahead_bytes();
         add("samples of later steps", ahead);
         if self.samples_beside_the_update() {

@@ -15,6 +15,10 @@ use crate::serve::request_bytes_max;
 /// and references in the trajectory, the sequence and the micro-batches.
 const TOKEN_SET_REFERENCES: usize = 96;
 
+/// Number of kept tokens of a draw that the plan counts. Models keep 2 to 200 under `top_p` = 0.95. A step
+/// that keeps more on average warns.
+pub const KEPT_TOKENS_PLANNED: usize = 512;
+
 /// Bytes of a token of a stored trajectory: its id, log-probability and mask, and about four characters of
 /// its message.
 const TRAJECTORY_TOKEN_BYTES: u64 = 16;
@@ -34,8 +38,8 @@ impl MemoryPlanInput<'_> {
         samples && self.recipe.rollout.sampling().draws_truncated()
     }
 
-    /// Returns the maximum bytes of the sets of kept tokens of a step's samples. Every process holds all of
-    /// them.
+    /// Returns the bytes of the sets of kept tokens of a step's samples, of [`KEPT_TOKENS_PLANNED`] at most.
+    /// Every process holds all of them.
     pub(super) fn token_set_bytes(&self) -> u64 {
         if !self.keeps_token_sets() {
             return 0;
@@ -47,7 +51,8 @@ impl MemoryPlanInput<'_> {
             .saturating_mul(rollout.response_tokens_max as u64)
             .saturating_mul(rounds)
             .saturating_mul(1 + self.steps_sampled_ahead());
-        let kept_max = if rollout.top_k > 0 { rollout.top_k } else { usize::MAX };
+        let top_k = if rollout.top_k > 0 { rollout.top_k } else { usize::MAX };
+        let kept_max = top_k.min(KEPT_TOKENS_PLANNED);
         let set = TOKEN_SET_REFERENCES + TokenSet::bytes_max(self.config.vocab_size, kept_max);
         tokens.saturating_mul(set as u64)
     }

@@ -260,7 +260,7 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
 }
 
 #[test]
-fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
+fn bug_f8_the_plan_counted_a_bit_per_token_of_the_vocabulary_for_each_kept_token() {
     let kept = |keys: &str, command: ModelCommand, vocab_size: usize| {
         // A task without the Python tool, which the test's binary cannot start.
         let text = format!(
@@ -281,7 +281,7 @@ fn the_plan_counts_the_kept_tokens_of_a_step_up_to_one_bit_per_token() {
     assert_eq!(kept(top_p, train, 272), (tokens * (96 + 1 + 34), false));
     assert_eq!(kept("rollout.min_p = 0.1", ModelCommand::Rollout, 272).0, tokens * (96 + 1 + 34));
     assert_eq!(kept(top_p, ModelCommand::Eval, 272).0, 0);
-    assert_eq!(kept(top_p, train, 151_936), (tokens * (96 + 1 + 18_992), true));
+    assert_eq!(kept(top_p, train, 151_936), (tokens * (96 + 1 + 512 * 4), true));
     // An id takes three or four bytes, until one bit per id is less.
     assert_eq!(kept("rollout.top_k = 4", train, 272), (tokens * (96 + 1 + 12), false));
     assert_eq!(kept("rollout.top_k = 20\nrollout.top_p = 0.9", train, 272).0, tokens * (96 + 1 + 34));

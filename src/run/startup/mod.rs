@@ -16,6 +16,7 @@ use super::environment::Environment;
 use super::expert_parallel::TrainedExperts;
 use super::memory::{MemoryChoices, MemoryPlanInput, ModelCommand, WeightPlacement, tokenizer_bytes};
 use super::source::ModelSource;
+use super::target::TargetMachine;
 use super::teacher::{TeacherSettings, check_context};
 use crate::dist::Mesh;
 use crate::metrics::Console;
@@ -64,10 +65,24 @@ impl Startup {
     /// # Errors
     /// The errors of [`Self::open`].
     pub fn open_on_mesh(
-        mut plan: Plan,
+        plan: Plan,
         command: ModelCommand,
         mesh: &Arc<Mesh>,
         checkpoint: Option<&Path>,
+        console: &Console,
+    ) -> Result<Self> {
+        Self::open_for(plan, command, (mesh, checkpoint), None, console)
+    }
+
+    /// Opens everything as [`Self::open_on_mesh`] does. With a `target`, to plan for that machine.
+    ///
+    /// # Errors
+    /// The errors of [`Self::open`].
+    pub fn open_for(
+        mut plan: Plan,
+        command: ModelCommand,
+        (mesh, checkpoint): (&Arc<Mesh>, Option<&Path>),
+        target: Option<&TargetMachine>,
         console: &Console,
     ) -> Result<Self> {
         let _stage = console.start_inner_stage("starting", 0);
@@ -94,7 +109,7 @@ impl Startup {
             .as_ref()
             .and_then(|source| errors.collect(TeacherSettings::open(&plan, source, command)).flatten());
         let compute_device = source.as_ref().and_then(|source| {
-            let device = choose_device(&mut plan, &source.config, mesh, command);
+            let device = choose_device(&mut plan, &source.config, mesh, command, target);
             device.map_err(|messages| errors.extend(messages)).ok()
         });
         if let (Some(source), Some(device), Some(trainables)) = (&source, &compute_device, &trainables)
@@ -149,7 +164,7 @@ impl Startup {
 
     /// Returns the inputs with which the run's data is opened.
     pub fn data_inputs(&self) -> DataInputs<'_> {
-        self.environment.data_inputs(&self.source.config, self.compute_device.device.is_cpu())
+        self.environment.data_inputs(&self.source.config, self.compute_device.is_cpu())
     }
 
     /// Returns the memory plan's input.

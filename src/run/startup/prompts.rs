@@ -6,10 +6,12 @@ use crate::learner::examples::read_rows;
 use crate::metrics::format_count;
 use crate::recipe::Plan;
 use crate::rollout::PromptLimits;
+use crate::run::data_inputs::problems_per_step;
 use crate::run::environment::Environment;
 use crate::run::memory::ModelCommand;
 use crate::run::source::ModelSource;
 use crate::run::teacher::prompt_change;
+use crate::tasks::LongPrompts;
 use anyhow::Result;
 use std::path::Path;
 
@@ -55,11 +57,13 @@ pub(super) fn open_environment(
         interpreter,
         system_prompt,
         prompt_settings,
+        long_problems: 0,
         sft_rows: None,
         teacher_prompt: None,
     };
     if environment.plan.reads("task.train_file") {
-        leave_out_long_problems(&mut environment, source.config.max_position_embeddings);
+        leave_out_long_problems(&mut environment, source.config.max_position_embeddings)?;
+        count_steps(&mut environment)?;
     }
     if distills {
         let Environment { plan, chat, task, system_prompt, .. } = &environment;
@@ -76,19 +80,42 @@ pub(super) fn open_environment(
     Ok(environment)
 }
 
+/// Replaces `train.data_epochs` by the steps that use up so many epochs of the rows.
+fn count_steps(environment: &mut Environment) -> Result<()> {
+    let Environment { plan, task, .. } = environment;
+    let Some(epochs) = plan.recipe.train.data_epochs.take() else { return Ok(()) };
+    let Some(rows) = task.training_rows() else {
+        let message = format!("the task {} generates its problems; give train.steps", plan.recipe.task.name);
+        return Err(plan.mistake("train.data_epochs", message).into());
+    };
+    let steps = (rows as f64 * epochs / problems_per_step(&plan.recipe) as f64).floor();
+    plan.recipe.train.steps = (steps as u64).max(1);
+    Ok(())
+}
+
 /// Leaves out the training problems whose prompts are too long, with a warning. `context_tokens_max` is the
 /// model's context.
-fn leave_out_long_problems(environment: &mut Environment, context_tokens_max: usize) {
+///
+/// # Errors
+/// [`crate::error::BadInput`] if `task.long_prompts` refuses them.
+fn leave_out_long_problems(environment: &mut Environment, context_tokens_max: usize) -> Result<()> {
     let has_tools = environment.has_tools();
-    let Environment { plan, chat, task, system_prompt, .. } = environment;
+    let Environment { plan, chat, task, system_prompt, long_problems, .. } = environment;
     let prompt_tokens_max = plan.recipe.rollout.prompt_tokens_max;
     let limits = PromptLimits { chat, system_prompt, has_tools, prompt_tokens_max, context_tokens_max };
     let left_out = task.leave_out_training_problems(&limits.fits());
-    if left_out > 0 {
-        plan.warnings.push(format!(
-            "task.train_file: {} left out: longer than the {} tokens that rollout.prompt_tokens_max and the model's context allow",
-            format_count(left_out as u64, "training problem"),
-            limits.tokens_max()
-        ));
+    *long_problems = left_out;
+    let (count, tokens_max) = (format_count(left_out as u64, "training problem"), limits.tokens_max());
+    let reason = format!(
+        "longer than the {tokens_max} tokens that rollout.prompt_tokens_max and the model's context allow"
+    );
+    match plan.recipe.task.long_prompts {
+        _ if left_out == 0 => {}
+        LongPrompts::Drop => plan.warnings.push(format!("task.train_file: {count} left out: {reason}")),
+        LongPrompts::Refuse => {
+            let message = format!("{count} {reason}; raise that key, or write \"drop\"");
+            return Err(plan.mistake("task.long_prompts", message).into());
+        }
     }
+    Ok(())
 }

@@ -22,6 +22,7 @@ pub(super) fn open_task(plan: &Plan, command: ModelCommand, console: &Console) -
         reads_held_out,
         validation_problems_max: if reads_held_out { plan.recipe.eval.problems_max } else { 0 },
         turns_max: plan.reads("rollout.turns_max").then_some(plan.recipe.rollout.turns_max),
+        steps: plan.recipe.train.steps,
         console: console.clone(),
     };
     with_tools(tasks::build(&plan.recipe.task, &context)?, &plan.recipe, command, console)

@@ -225,8 +225,13 @@ fn run_files(scratch: &Path) -> Vec<Target> {
 fn data(scratch: &Path) -> Vec<Target> {
     let problems = "{\"problem\": \"1+1\", \"answer\": \"2\"}\n\n{\"problem\": \"x\", \"answer\": \"3\"}\n";
     let read = |path: &Path| {
-        let _ = rows::read(path, Some(9), "a row", |row| rows::text(row, "problem").map(str::to_owned));
+        // As many rows as there are: the end of a file may be damaged.
+        let _ = rows::read(path, Some(99), "a row", |row| rows::text(row, "problem").map(str::to_owned));
     };
+    let tables = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tables");
+    let parquet: Vec<Vec<u8>> = ["pyarrow_zstd", "polars", "numbers"]
+        .map(|name| fs::read(tables.join(format!("{name}.parquet"))).expect("a fixture"))
+        .into();
     let engines = fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines"));
     let mut engines: Vec<_> =
         engines.expect("fixtures").map(|entry| entry.expect("an entry").path()).collect();
@@ -246,6 +251,8 @@ fn data(scratch: &Path) -> Vec<Target> {
     let chat = ChatFormat::Harmony.from_embedded().expect("embedded");
     vec![
         target("rows", 6, [problems], file(scratch, "rows.jsonl", read)),
+        target("parquet", 8, parquet, file(scratch, "rows.parquet", read)),
+        target("csv", 2, ["q,a\n\"x, \"\"y\"\"\",4\nz,5\n"], file(scratch, "rows.csv", read)),
         target("packed rows", 4, [packed(problems)], file(scratch, "rows.jsonl.gz", read)),
         target(
             "against",

@@ -347,6 +347,7 @@ impl Case {
             chat: &chat,
             task: &Questions,
             reward_min: 0.0,
+            on_failure: Default::default(),
             reply_chars_max: None,
             interpreter: Some(&Repeat),
             form: ToolForm::Call,

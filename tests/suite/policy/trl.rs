@@ -4,8 +4,11 @@
 use anyhow::Result;
 
 use rloss::bad_input;
+use rloss::policy::advantage::gdpo;
 use rloss::policy::loss::{ClipRange, LossInput, PolicyLoss, TokenMean};
 use rloss::policy::{MetricMap, Normalizer, Sequences};
+use serde_json::Value;
+use std::path::Path;
 
 /// What becomes of the ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -172,4 +175,32 @@ fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Ve
     let extremes =
         MetricMap::from([("clip_ratio/low_min".into(), smallest), ("clip_ratio/high_max".into(), largest)]);
     (means, extremes)
+}
+
+/// `scripts/make_gdpo_fixture.py` has the formula of TRL's `normalize_then_sum`.
+#[test]
+fn gdpo_has_the_advantages_of_trls_normalize_then_sum() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gdpo.json");
+    let batches: Vec<Value> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    assert_eq!(batches.len(), 100);
+    let numbers = |value: &Value| -> Vec<f32> {
+        let numbers = value.as_array().unwrap().iter();
+        numbers.map(|n| n.as_f64().map_or(f32::NAN, |n| n as f32)).collect()
+    };
+    for (index, batch) in batches.iter().enumerate() {
+        let columns = batch["rewards"].as_array().unwrap().iter().map(numbers);
+        let rewards: Vec<(f32, Vec<f32>)> = numbers(&batch["weights"]).into_iter().zip(columns).collect();
+        let sizes = batch["group_sizes"].as_array().unwrap().iter();
+        let sizes: Vec<usize> = sizes.map(|size| size.as_u64().unwrap() as usize).collect();
+        let advantages = gdpo(&rewards, &sizes).unwrap();
+        let expected: Vec<f64> =
+            batch["advantages"].as_array().unwrap().iter().map(|a| a.as_f64().unwrap()).collect();
+        assert_eq!(advantages.len(), expected.len());
+        for (&advantage, expected) in advantages.iter().zip(expected) {
+            let difference = (f64::from(advantage) - expected).abs();
+            assert!(difference <= 1e-6 + 5e-6 * expected.abs(), "batch {index}: {advantage}, not {expected}");
+        }
+    }
+    assert!(gdpo(&[(1.0, vec![f32::INFINITY, 0.0])], &[2]).is_err());
+    assert!(gdpo(&[(1.0, vec![1.0])], &[2]).is_err());
 }

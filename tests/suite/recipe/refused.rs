@@ -65,7 +65,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         (
             "[task]\nname = \"gsm8\"",
             "r.toml:2: task.name: no such value \"gsm8\", did you mean \"gsm8k\"? Give \"arithmetic\", \"arithmetic_single\", \
-             \"calculator\", \"format_rules\", \"gsm8k\", \"retool\", \"verify_if\", \"command\" or \"agent\"",
+             \"calculator\", \"format_rules\", \"gsm8k\", \"retool\", \"verify_if\", \"command\", \"python\" or \"agent\"",
         ),
         (
             "[checkpoint]\ndtype = \"fp16\"",
@@ -232,7 +232,7 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[task]\ncommand = [\"python3\"]",
-            "r.toml:2: task.command: only the task command or agent uses this key, and task.name is arithmetic; remove one of the two",
+            "r.toml:2: task.command: only the task command or python or agent uses this key, and task.name is arithmetic; remove one of the two",
         ),
         (
             "[task]\nname = \"command\"",
@@ -307,7 +307,7 @@ fn a_command_is_not_refused_for_keys_that_it_does_not_read() {
 fn missing_files_are_named_with_their_absolute_path() {
     let here = std::env::current_dir().expect("a working directory");
     for (text, key, remedy) in [
-        ("model.path = \"no/folder\"", "model.path", "pass --set model.path=FOLDER"),
+        ("model.path = \"no/folder\"", "model.path", "set model.path to a folder"),
         ("model.tokenizer = \"no/folder\"", "model.tokenizer", "name a tokenizer.json or its folder"),
         ("cold_start.train_file = \"no/folder\"", "cold_start.train_file", "name an existing file"),
         ("cold_start.validation_file = \"no/folder\"", "cold_start.validation_file", "name an existing file"),

@@ -33,7 +33,7 @@ fn a_folder_in_place_of_a_file_is_told_with_the_files_in_it() {
     let text =
         format!("[task]\nname = \"gsm8k\"\nvalidation_file = \"Cargo.toml\"\ntrain_file = \"{shown}\"");
     let told = format!("r.toml:4: task.train_file: {shown} is a folder; name a file");
-    assert_eq!(mistake(&text, &[]), format!("{told} of JSON lines"));
+    assert_eq!(mistake(&text, &[]), format!("{told} of rows"));
     for name in ["train.jsonl", "test.jsonl.gz", "notes.txt"] {
         std::fs::write(folder.path().join(name), "").unwrap();
     }
@@ -54,7 +54,8 @@ fn the_old_name_of_the_chat_table_is_read_in_files_overrides_and_run_folders_wit
     let said = "this table is called [chat] now; the old name is read";
     for old in [
         resolve(path, text, &[]).unwrap(),
-        resolve_run_recipe(KeyScope::Train, path, text, &[]).unwrap(),
+        resolve_run_recipe(KeyScope::Train, path, &format!("{text}[task]\non_failure = \"drop\""), &[])
+            .unwrap(),
         resolve(
             path,
             "[harmony]\nsystem_message = false",

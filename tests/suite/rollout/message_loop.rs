@@ -281,7 +281,9 @@ fn a_task_that_fails_is_an_outcome() {
     let metrics = rloss::rollout::metrics(&rollouts.groups).finish().unwrap();
     assert_eq!(metrics.get("outcome/task_failed"), Some(1.0));
     assert_eq!(metrics.get("outcome/finished"), Some(0.0));
-    assert_eq!(metrics.get("group/zero_signal_fraction"), Some(1.0));
+    // It is dropped, so it counts in no group.
+    assert_eq!((metrics.get("trajectory/dropped"), metrics.get("critic/rewards/mean")), (Some(1.0), None));
+    assert_eq!(metrics.get("group/zero_signal_fraction"), None);
 }
 
 #[test]

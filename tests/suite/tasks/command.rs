@@ -100,7 +100,7 @@ fn open(settings: &TaskSettings) -> anyhow::Result<Box<dyn Task>> {
 }
 
 fn transcript(messages: &[Message]) -> Transcript<'_> {
-    Transcript { messages, outcome: Outcome::Finished, calls_answered: 0 }
+    Transcript { completion_ids: &[], step: 0, messages, outcome: Outcome::Finished, calls_answered: 0 }
 }
 
 #[test]
@@ -420,9 +420,10 @@ fn a_hanging_program_goes_with_its_children_and_none_outlives_the_task() {
 fn documented(number: usize) -> Box<dyn Task> {
     let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/TASKS.md");
     let page = std::fs::read_to_string(page).unwrap();
-    let example = page.split("```python\n").nth(number).and_then(|rest| rest.split("```").next()).unwrap();
+    let example =
+        page.split("```python\nimport json").nth(number).and_then(|rest| rest.split("```").next()).unwrap();
     assert!(example.lines().count() <= 40, "{example}");
-    Script::new(example).build().unwrap()
+    Script::new(&format!("import json{example}")).build().unwrap()
 }
 
 #[test]
