@@ -103,6 +103,10 @@ doors requests="100000" http="50000" files="10000":
     tests/faults/doors_http.py --count {{http}} --loads 20
     tests/faults/doors_files.py --count {{files}} --jobs 2
 
+# A run logged to each tracker by its real package: pip install trackio wandb mlflow pandas.
+trackers run="runs/quickstart":
+    for to in trackio wandb mlflow; do examples/trackers/track.py {{run}} --to $to || exit 1; done
+
 # Kills, failing calls, flipped bits, damaged inputs and a long run, docs/RELIABILITY.md; more of each for a longer wait.
 faults count="50" inputs="100000" seconds="60":
     cargo build --release
