@@ -421,7 +421,7 @@ impl Head {
         // The first chunk is computed before gradients are locked.
         through(&mut z[..rows_from(0) * n], 0)?;
         let starts = || (0..rows).step_by(chunk);
-        let mut each_chunk = |add: &mut dyn FnMut(&[f32], &[f32]) -> Result<()>| {
+        let mut each_chunk = |add: AddChunk<'_>| {
             for start in starts() {
                 let m = rows_from(start);
                 if start > 0 {
@@ -459,6 +459,9 @@ impl Head {
         }
     }
 }
+
+/// Adds the gradients of a chunk, from `dz` and `h` of its rows.
+type AddChunk<'a> = &'a mut dyn FnMut(&[f32], &[f32]) -> Result<()>;
 
 /// Calls `f` with the locked buffer of a gradient; with `None` if there is no gradient.
 fn with_gradient(

@@ -187,8 +187,8 @@ impl Store {
     pub fn read_run(&self, run: &str, owner: KeyDigest) -> Option<SavedState> {
         let of_kind = |kind: &str| folders(&self.run_folder(run).join(kind)).unwrap_or_default();
         let saved = [WEIGHTS, SAMPLER_WEIGHTS].into_iter().flat_map(of_kind);
-        let states = saved.filter_map(|folder| read_state(&folder).ok());
-        states.filter(|state| state.owner == hex(owner) && !is_over(state)).last()
+        let mut states = saved.filter_map(|folder| read_state(&folder).ok());
+        states.find(|state| state.owner == hex(owner) && !is_over(state))
     }
 
     /// Returns a frozen actor with the weights of `path` on the base of `base`.
