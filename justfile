@@ -149,6 +149,7 @@ ranks-nccl:
 tinker:
     cargo build --release
     scripts/check_tinker.py target/release/rloss
+    scripts/check_tinker_kills.py target/release/rloss
 
 bench:
     cargo bench --features bench
