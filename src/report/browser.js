@@ -102,7 +102,8 @@ const startBrowser = () => {
       const line = node("tr");
       line.tabIndex = 0;
       line.setAttribute("aria-selected", String(row === open));
-      line.append(node("td", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"), node("td", data.phases[row.h]),
+      line.append(node("td", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"),
+        node("td", data.runs.length > 1 ? `${data.runs[row.r]}: ${data.phases[row.h]}` : data.phases[row.h]),
         ...[row.t, row.p, row.s, show(row.reward), row.change === undefined ? "–" : (row.change > 0 ? "+" : "") + show(row.change)]
           .map(text => node("td", text, "n")), node("td", data.outcomes[row.o]),
         node("td", row.n, "n"), node("td", problem, "path"), node("td", answer ?? "–", "path"));

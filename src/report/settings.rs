@@ -10,7 +10,14 @@ const WITHOUT_EFFECT: [&str; 3] = ["parallel", "logging", "checkpoint"];
 /// Returns a row for each setting that is not the same in all `runs`: its key, and its value in each run. A
 /// run without a recipe does not count.
 pub(super) fn differing(runs: &[Run]) -> Vec<Value> {
-    let settings: Vec<BTreeMap<String, String>> = runs.iter().map(|run| flatten(&run.recipe)).collect();
+    let settings = |run: &Run| {
+        let mut settings = flatten(&run.recipe);
+        if !run.seeds.is_empty() {
+            settings.insert("train.seed".to_owned(), run.seeds.clone());
+        }
+        settings
+    };
+    let settings: Vec<BTreeMap<String, String>> = runs.iter().map(settings).collect();
     let known = || settings.iter().filter(|settings| !settings.is_empty());
     let keys: BTreeSet<&String> = known().flat_map(BTreeMap::keys).collect();
     let differs =
