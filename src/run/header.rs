@@ -190,7 +190,11 @@ pub fn lines(
     };
     // A GPU and several processes have other rates.
     let is_measured = command.trains() && parameters.device().is_cpu() && mesh.ranks() == 1;
-    let step = if is_measured { products.time().ok().flatten() } else { None };
+    let step = if is_measured {
+        loaded.actor.execution.threads.run_on_all(|| products.time()).ok().flatten()
+    } else {
+        None
+    };
     let step = step.map(|time| ("a step", time));
     let rest = [Some(work_line(environment, command)), step, muon].into_iter().flatten().chain([
         ("device", device_name.to_owned()),

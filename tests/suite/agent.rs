@@ -381,7 +381,10 @@ fn a_wrong_agent_is_refused_before_any_work() {
         (&["task.serve_on=here"], "task.serve_on: \"here\" is not an address with a port"),
         (&["task.serve_on=0.0.0.0:0"], "task.serve_on: everyone who can reach 0.0.0.0:0"),
         (&[taken.as_str()], "is not available"),
-        (&["task.command_processes=2"], "task.command_processes: only the task command uses this key"),
+        (
+            &["task.command_processes=2"],
+            "task.command_processes: only the task command or python uses this key",
+        ),
         (&["task.train_file=nowhere.jsonl"], "task.train_file: no file at"),
         (&["task.train_rows_max=3"], "task.train_rows_max: the task agent reads no file"),
         (&["policy.advantage=remax"], "policy.advantage: remax needs a greedy sample"),

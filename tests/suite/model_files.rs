@@ -4,8 +4,9 @@ use crate::data;
 use candle_core::{Device, Tensor};
 use rloss::chat::ChatFormat;
 use rloss::checkpoint::load::has_weights;
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save, save_index};
 use rloss::error::BadInput;
+use rloss::integrity::Manifest;
 use rloss::model::config::{Config, LayerType, Rope, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::init::InitSettings;
@@ -321,10 +322,11 @@ fn companions_travel_unchanged_and_missing_ones_are_derived() {
     std::fs::write(first.path().join("generation_config.json"), r#"{"eos_token_id":[6,5]}"#).unwrap();
     let companions = CompanionFiles::read(first.path(), &chat).unwrap();
     let second = save_with(&companions);
-    assert!(
-        second.path().join("model.safetensors.index.json").is_file(),
-        "vLLM reads state files without it"
-    );
+    let index = "model.safetensors.index.json";
+    assert!(!second.path().join(index).exists(), "one file needs no index");
+    let mut manifest = Manifest::default();
+    save_index(second.path(), &config, WeightFormat::Bf16, &mut manifest).unwrap();
+    assert!(second.path().join(index).is_file(), "vLLM reads state files without it");
     assert_eq!(CompanionFiles::read(second.path(), &chat).unwrap(), companions);
     let template = |folder: &Path| std::fs::read_to_string(folder.join("chat_template.jinja"));
     assert_eq!(template(second.path()).unwrap(), chat.jinja(), "where the source brought none, it is ours");

@@ -51,6 +51,11 @@ pub struct Startup {
 }
 
 impl Startup {
+    /// Runs `work` on the threads of the run.
+    pub fn on_threads<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        self.threads.run_on_all(work)
+    }
+
     /// Opens everything that the plan names. Writes nothing and reads no weights.
     ///
     /// # Errors

@@ -273,11 +273,11 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     fs::rename(&first, &moved).unwrap();
     refused(
         &mut resumed(&out, &sets),
-        &["model.path: no folder and no GGUF file at", "--set model.path=FOLDER"],
+        &["model.path: no folder and no GGUF file at", "set model.path to a folder"],
     );
     refused(
         rloss().arg("eval").arg(&out),
-        &["model.path: no folder and no GGUF file at", "--set model.path=FOLDER"],
+        &["model.path: no folder and no GGUF file at", "set model.path to a folder"],
     );
     // Another one of the same shape.
     let other = folder.path().join("other");

@@ -362,7 +362,7 @@ fn a_task_that_fails_while_two_samplings_are_in_flight_ends_the_run_with_one_err
     assert_eq!(output.status.code(), Some(1), "{text}");
     let errors: Vec<&str> = text.lines().filter(|line| line.starts_with("error:")).collect();
     assert!(samplings_overlapped(&notes));
-    let expected = "error: 32 of 48 trajectories failed for reasons outside the policy";
+    let expected = "error: for 3 steps no group has had enough episodes with a reward";
     assert!(errors.len() == 1 && errors[0].starts_with(expected), "{text}");
 }
 

@@ -70,7 +70,7 @@ fn every_mistake_is_reported_at_once() {
     // Those of the recipe against the model and the task's data, too.
     let text = "[task]\nname = \"gsm8k\"\ntrain_file = \"broken.toml\"\nvalidation_file = \"broken.toml\"\n[train]\nfreeze = [\"nothing\"]\n";
     std::fs::write(&recipe, text).unwrap();
-    let words = ["2 mistakes:\n  ", "broken.toml: row 1", "broken.toml:6: train.freeze"];
+    let words = ["2 mistakes:\n  ", "broken.toml: cannot read the rows", "broken.toml:6: train.freeze"];
     refused(rloss().current_dir(&folder).arg("train").arg(&recipe), &words);
 }
 
