@@ -73,7 +73,10 @@ mod tests {
             return fail("wrong type");
         }
         for (name, value) in value.as_object().into_iter().flatten() {
-            let below = schema["properties"].get(name).ok_or(format!("{path}.{name}: unknown"))?;
+            // A map takes any name.
+            let of_map = schema.get("additionalProperties").filter(|below| below.is_object());
+            let below = schema["properties"].get(name).or(of_map);
+            let below = below.ok_or(format!("{path}.{name}: unknown"))?;
             check(below, value, &format!("{path}.{name}"))?;
         }
         for item in value.as_array().into_iter().flatten() {

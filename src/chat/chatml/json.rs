@@ -58,7 +58,7 @@ pub fn is_same(a: &Value, b: &Value) -> bool {
 /// Returns a JSON number as Python writes it: an integer with its digits, another number with the shortest
 /// digits that parse to it, and with an exponent if its magnitude is below 1e-4, or 1e16 or more. A number
 /// whose digits an f64 does not keep is returned as it is.
-pub(in crate::chat) fn python_number(number: &str) -> Cow<'_, str> {
+pub(in super::super) fn python_number(number: &str) -> Cow<'_, str> {
     let parsed = number.parse::<f64>().ok().filter(|_| number.contains(['.', 'e', 'E']));
     let Some(value) = parsed.filter(|value| digits(number) == digits(&format!("{value:e}"))) else {
         return number.into();

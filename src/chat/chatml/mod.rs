@@ -16,7 +16,7 @@ mod render;
 mod system;
 mod turn;
 
-pub(in crate::chat) use json::python_number;
+pub(super) use json::python_number;
 pub use json::{is_same as is_same_json, to_text as json_text};
 pub use own_template::{DECLARATION, TemplateSource};
 pub use system::{QWEN_IDENTITY, python_function, system_text};
