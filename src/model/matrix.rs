@@ -193,7 +193,11 @@ impl Matrix {
     /// When shapes disagree.
     pub fn log_prob_and_entropy(&self, h: &Tensor, targets: HeadTargets, temperature: f64) -> Result<Tensor> {
         let (weight, adapter) = self.as_head()?;
-        Ok(adapted_log_prob_and_entropy(h, (weight, adapter.as_ref()), targets, temperature)?)
+        let HeadTargets { tokens, kept, skips_zero_gradients } = targets;
+        Ok(match &adapter {
+            None if !skips_zero_gradients => ops::log_prob_and_entropy(h, weight, tokens, kept, temperature)?,
+            adapter => adapted_log_prob_and_entropy(h, (weight, adapter.as_ref()), targets, temperature)?,
+        })
     }
 
     /// Returns the rows of [`Self::log_prob_and_entropy`] and the divergence of each distribution from the
@@ -226,7 +230,11 @@ impl Matrix {
             row = rows.end;
             Some(RowAdapter { rows, adapter: adapter.as_ref()? })
         });
-        Ok(adapted_logits(h, weight, &rows.collect::<Vec<_>>(), sampling)?)
+        let rows: Vec<_> = rows.collect();
+        Ok(match rows.is_empty() {
+            true => ops::logits(h, weight, sampling)?,
+            false => adapted_logits(h, weight, &rows, sampling)?,
+        })
     }
 
     /// Returns the weight of an LM head, and its adapter.
