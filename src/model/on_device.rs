@@ -17,6 +17,7 @@ use super::matrix::ModelTensors;
 use super::weights::Weights;
 use crate::ops::cuda::open;
 use crate::ops::graph::differentiate;
+use crate::ops::log_prob::HeadTargets;
 use crate::ops::parameter::GradientSink;
 use crate::ops::weight::Weight;
 use crate::ops::{Parameter, SequenceRows, logits::SamplingParameters, select_rows};
@@ -140,7 +141,9 @@ impl Learner {
         let hidden = self.stack().forward(&Arc::new(tokens.to_vec()), rows, &mut keep_nothing).unwrap();
         let all = Arc::new((0..tokens.len() as u32).collect());
         let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
-        self.stack().head(&normed, &Arc::new(targets(tokens)), None, 1.0).unwrap()
+        let targets =
+            HeadTargets { tokens: &Arc::new(targets(tokens)), kept: None, skips_zero_gradients: false };
+        self.stack().head(&normed, targets, 1.0).unwrap()
     }
 
     /// Returns the log-probabilities of the targets as a sampler computes them. A forward pass has up to
