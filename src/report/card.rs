@@ -3,23 +3,27 @@
 use super::run::Run;
 use super::tables;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
+use crate::checkpoint::hub::name_of_snapshot;
 use crate::metrics::sanitize_line;
 use anyhow::Result;
 use std::path::Path;
 
-/// Returns the card of a model that the run in `folder` trained from `base`, as Markdown with the front
-/// matter that model hubs read. `library` is the library that loads the model: `peft` or `transformers`.
+/// Returns the card of a model that the run in `folder` trained, as Markdown with the front matter that model
+/// hubs read. `library` is the library that loads the model: `peft` or `transformers`.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when a file of the run cannot be read.
-pub fn model_card(folder: &Path, base: &Path, library: &str) -> Result<String> {
+pub fn model_card(folder: &Path, library: &str) -> Result<String> {
     let name = |path: &Path| {
         let name = path.file_name().map_or_else(|| path.as_os_str().to_owned(), |name| name.to_owned());
         sanitize_line(&name.to_string_lossy()).into_owned()
     };
     let full = std::fs::canonicalize(folder);
-    let (title, base) = (name(full.as_deref().unwrap_or(folder)), name(base));
+    let title = name(full.as_deref().unwrap_or(folder));
     let run = Run::load_metrics(title.clone(), folder)?;
+    let base = run.setting("model.path").filter(|path| !path.is_empty());
+    let base = base.map(|path| name_of_snapshot(Path::new(&path)).unwrap_or_else(|| name(Path::new(&path))));
+    let base = base.unwrap_or_else(|| "random weights".to_owned());
     let quoted = serde_json::Value::from(base.as_str());
     let mut card = format!(
         "---\nlibrary_name: {library}\nbase_model: {quoted}\ntags:\n- rloss\n- reinforcement-learning\n---\n\n# {title}\n\n\

@@ -98,7 +98,7 @@ pub fn export_adapter(recipe: &Recipe, run: Option<&Path>, out: &Path) -> Result
         })?;
         source.companions.write(temporary, &source.config, &mut manifest)?;
         if let Some(run) = run {
-            let card = model_card(run, &base.path, "peft")?;
+            let card = model_card(run, "peft")?;
             manifest.write_file(temporary, CARD_FILE, card.as_bytes())?;
         }
         manifest.write(temporary)
@@ -155,8 +155,7 @@ pub fn export_merged_model(
         let mut manifest =
             save(temporary, &config, format, companions, SHARD_BYTES_MAX, |spec| merge(parameters, spec))?;
         if let Some(run) = run {
-            let base = loaded.base.as_ref().map_or(run, |base| &base.path);
-            manifest.write_file(temporary, CARD_FILE, model_card(run, base, "transformers")?.as_bytes())?;
+            manifest.write_file(temporary, CARD_FILE, model_card(run, "transformers")?.as_bytes())?;
         }
         manifest.write(temporary)
     })?;

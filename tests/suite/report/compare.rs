@@ -3,7 +3,7 @@
 use super::{page, refused, rising, row, run};
 use rloss::metrics::Phase;
 use rloss::report::write_report;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 #[test]
 fn settings_that_differ_come_first() {
@@ -74,9 +74,9 @@ fn a_run_that_has_not_begun_is_awaited_by_a_server_alone() {
 fn a_model_card_has_results_data_and_recipe() {
     let folder = tempfile::tempdir().unwrap();
     let run = run(folder.path(), "mine", &rising(0.5));
-    let recipe = "[task]\nname = \"gsm8k\"\ntrain_file = \"my/train.jsonl\"\nnote = \"```python\"\n";
+    let recipe = "[model]\npath = '/models/Qwen2.5: \"small\"'\n[task]\nname = \"gsm8k\"\ntrain_file = \"my/train.jsonl\"\nnote = \"```python\"\n";
     std::fs::write(run.join("recipe.toml"), recipe).unwrap();
-    let card = rloss::report::model_card(&run, Path::new("/models/Qwen2.5: \"small\""), "peft").unwrap();
+    let card = rloss::report::model_card(&run, "peft").unwrap();
     for text in [
         "---\nlibrary_name: peft\nbase_model: \"Qwen2.5: \\\"small\\\"\"\ntags:",
         "\n# mine\n",
