@@ -223,7 +223,7 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
         |error: anyhow::Error| bad_input!("the task {}, problem {}: {error:#}", task.name(), problem.id);
     let mut messages = vec![Message::assistant("final", ANSWER)];
     fn transcript(messages: &[Message]) -> Transcript<'_> {
-        Transcript { completion_ids: &[], step: 0, messages, outcome: Outcome::Finished, calls_answered: 0 }
+        Transcript::new(messages, Outcome::Finished)
     }
     let mut lines = vec![("model", ANSWER.to_owned())];
     if let Some(next) = task.next_user_message(problem, &transcript(&messages)).map_err(failed)? {

@@ -39,9 +39,9 @@ fn format_reward_change(run: &Run) -> Option<Change> {
     let mean = |window: &[f64]| format_number(window.iter().sum::<f64>() / window.len() as f64);
     let last = mean(rewards.get(rewards.len().checked_sub(steps)?..)?);
     let first = (rewards.len() > 1).then(|| mean(&rewards[..steps]));
-    let name = match rewards.len() {
-        1 => "the only RL step".to_owned(),
-        2 | 3 => "first → last RL step".to_owned(),
+    let name = match (rewards.len(), steps) {
+        (1, _) => "the only RL step".to_owned(),
+        (_, 1) => "first → last RL step".to_owned(),
         _ => format!("first → last {}", format_count(steps as u64, "RL step")),
     };
     Some(Change { name, first, last })

@@ -46,9 +46,9 @@ table! {
         /// Maximum number of sequences that one worker decodes together. A small model has one worker per
         /// thread, any other model has one worker.
         pub sequences_max: usize = 64 => from(1.0).to(65536.0),
-        /// Number of tokens whose keys and values `serve`, `chat` and the task `agent` keep on a CPU. A
-        /// later prompt that begins with the same tokens does not read them again. 0 keeps none. Does not
-        /// change results.
+        /// Number of tokens whose keys and values `serve`, `chat` and the task `agent` keep on a CPU; other
+        /// rollouts keep up to 512 of them for what their prompts share. A later prompt that begins with the
+        /// same tokens does not read them again. 0 keeps none. Does not change results.
         pub prefix_tokens_max: usize = 16384 => from(0.0).to(16777216.0),
         /// Maximum number of tool calls that run at the same time.
         pub tool_calls_concurrent_max: usize = 64 => from(1.0).to(65536.0),

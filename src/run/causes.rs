@@ -73,8 +73,7 @@ impl SampleCounts {
             self.with_untagged_calls += holds(holds_call);
         }
         if matches!(outcome, Outcome::Finished | Outcome::Malformed) {
-            let transcript =
-                Transcript { completion_ids: &[], step: 0, messages, outcome, calls_answered: 0 };
+            let transcript = Transcript::new(messages, outcome);
             let has_answer = outcome == Outcome::Finished && task.answer_text(&transcript).is_some();
             self.ended += 1;
             self.without_answer += usize::from(!has_answer);

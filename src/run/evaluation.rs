@@ -132,11 +132,8 @@ fn to_sample(environment: &Environment, row: &TrajectoryRow, prompt_messages: us
     let answered =
         |call: &&CallOutcome| !matches!(call, CallOutcome::MalformedCall | CallOutcome::UnknownRecipient);
     let transcript = Transcript {
-        completion_ids: &[],
-        step: 0,
-        messages: row.messages.get(prompt_messages..).unwrap_or_default(),
-        outcome: trajectory.outcome,
         calls_answered: trajectory.turns.iter().flat_map(|turn| &turn.calls).filter(answered).count(),
+        ..Transcript::new(row.messages.get(prompt_messages..).unwrap_or_default(), trajectory.outcome)
     };
     let answer = match trajectory.outcome {
         Outcome::TaskFailed => None,

@@ -1,4 +1,4 @@
-//! TableRows of data files: JSON lines, JSON arrays, CSV and Parquet, gzipped or not. The content decides the
+//! Rows of data files: JSON lines, JSON arrays, CSV and Parquet, gzipped or not. The content decides the
 //! kind. CSV alone is known by its name.
 
 mod parquet;

@@ -307,8 +307,7 @@ mod tests {
                 .problem();
         let reward = |channel: &str, text: &str, outcome| {
             let messages = [Message::assistant(channel, text)];
-            let transcript =
-                Transcript { completion_ids: &[], step: 0, messages: &messages, outcome, calls_answered: 0 };
+            let transcript = Transcript::new(&messages, outcome);
             task.reward(&problem, &transcript).unwrap()
         };
         assert_eq!(reward("final", "79", Outcome::Finished), Reward::new(1.0, true));

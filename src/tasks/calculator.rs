@@ -10,6 +10,7 @@ use super::retool::PromptFormat;
 use super::{Problem, Reward, Task, TaskEntry, Transcript, VALIDATION_PROBLEMS, ValidationSet};
 use crate::random::{Purpose, stream};
 use anyhow::Result;
+use chrono::{NaiveDate, TimeDelta};
 use num_bigint::BigInt;
 use rand::Rng;
 use rand::seq::IndexedRandom;
@@ -28,9 +29,6 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
 
 /// Default of `task.level`.
 pub const LEVEL: usize = 1;
-
-/// Days from 0000-03-01 to 2000-01-01 in the Gregorian calendar.
-const DAYS_TO_2000: i64 = 730_425;
 
 /// An arithmetic expression.
 enum Expression {
@@ -180,23 +178,11 @@ impl Question {
     }
 }
 
-/// Returns the date `days` after 2000-01-01 as YYYY-MM-DD. Years begin in March here, so that a leap day is
-/// the last day of its year.
+/// Returns the date `days` after 2000-01-01 as YYYY-MM-DD.
 fn date(days: i64) -> String {
-    let days = days + DAYS_TO_2000;
-    let (cycles, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
-    // The first three centuries of a cycle have 36,524 days, the first 24 leap periods of a century 1,461.
-    let century = (day / 36_524).min(3);
-    let day = day - century * 36_524;
-    let period = day / 1_461;
-    let day = day - period * 1_461;
-    let year = (day / 365).min(3);
-    let day = day - year * 365;
-    // Five months from March on have 153 days.
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let year = cycles * 400 + century * 100 + period * 4 + year + i64::from(month >= 10);
-    format!("{year:04}-{:02}-{day:02}", (month + 2) % 12 + 1)
+    let first = NaiveDate::from_ymd_opt(2000, 1, 1);
+    let date = first.and_then(|first| first.checked_add_signed(TimeDelta::try_days(days)?));
+    date.unwrap_or_default().to_string()
 }
 
 /// The task `calculator`: reward 1 for the right answer, else 0.
@@ -328,13 +314,7 @@ mod tests {
         let problem = Problem { id: String::new(), messages: vec![], answer: "1234567".into() };
         let reward = |text: &str, calls_answered| {
             let messages = [Message::assistant("final", text)];
-            let transcript = Transcript {
-                completion_ids: &[],
-                step: 0,
-                messages: &messages,
-                outcome: Outcome::Finished,
-                calls_answered,
-            };
+            let transcript = Transcript { calls_answered, ..Transcript::new(&messages, Outcome::Finished) };
             task.reward(&problem, &transcript).unwrap()
         };
         for right in ["\\boxed{1234567}", "So \\boxed{1,234,567}.", "\\boxed{1234567.0}"] {

@@ -193,8 +193,7 @@ mod tests {
         let reward = |rules: &Rules, channel: &str, line: &str, outcome| {
             let problem = Request { topic: ["old", "ship"], rules: rules.clone() }.problem();
             let messages = [Message::assistant(channel, line)];
-            let transcript =
-                Transcript { completion_ids: &[], step: 0, messages: &messages, outcome, calls_answered: 0 };
+            let transcript = Transcript::new(&messages, outcome);
             task.reward(&problem, &transcript).unwrap()
         };
         let all = rules(true, Some(3), Some("YES"));
@@ -224,13 +223,7 @@ mod tests {
     #[test]
     fn a_problem_of_another_task_is_an_error() {
         let problem = Problem { id: "other/1".into(), messages: vec![], answer: "7".into() };
-        let transcript = Transcript {
-            completion_ids: &[],
-            step: 0,
-            messages: &[],
-            outcome: Outcome::Finished,
-            calls_answered: 0,
-        };
+        let transcript = Transcript::new(&[], Outcome::Finished);
         let error = FormatRules::new(1).reward(&problem, &transcript).unwrap_err();
         assert_eq!(error.to_string(), "other/1: no rules");
     }

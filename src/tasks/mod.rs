@@ -56,7 +56,12 @@ pub struct Transcript<'a> {
     pub step: u64,
 }
 
-impl Transcript<'_> {
+impl<'a> Transcript<'a> {
+    /// Returns a transcript without calls, token ids and step.
+    pub const fn new(messages: &'a [Message], outcome: Outcome) -> Self {
+        Self { messages, outcome, calls_answered: 0, completion_ids: &[], step: 0 }
+    }
+
     /// Returns the text of the last `final` message, if there is one.
     pub fn final_text(&self) -> Option<&str> {
         let last = self.messages.iter().rfind(|m| m.channel.as_deref() == Some("final"))?;

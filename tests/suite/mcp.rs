@@ -37,13 +37,7 @@ fn names(task: &McpTask) -> Vec<&str> {
 /// Calls a tool of `task`.
 fn call(task: &McpTask, recipient: &str, arguments: &str) -> anyhow::Result<Option<String>> {
     let messages = [Message::call(recipient, "commentary", arguments)];
-    let transcript = Transcript {
-        completion_ids: &[],
-        step: 0,
-        messages: &messages,
-        outcome: Outcome::Finished,
-        calls_answered: 0,
-    };
+    let transcript = Transcript::new(&messages, Outcome::Finished);
     task.tool_reply(&task.training_problem(0, 0), &transcript)
 }
 

@@ -85,13 +85,7 @@ fn every_gold_solution_earns_the_reward(folder: &Path, sizes: (u64, usize)) {
     for (i, problem) in problems.iter().enumerate() {
         let demonstration = task.held_out_demonstration(i as u64).unwrap();
         assert_eq!(demonstration.messages[0], problem.messages[0]);
-        let mut transcript = Transcript {
-            completion_ids: &[],
-            step: 0,
-            messages: &demonstration.messages[1..],
-            outcome: Outcome::Finished,
-            calls_answered: 0,
-        };
+        let mut transcript = Transcript::new(&demonstration.messages[1..], Outcome::Finished);
         assert!(task.reward(problem, &transcript).unwrap().success, "{}", problem.id);
         transcript.outcome = Outcome::TruncatedLength;
         assert!(!task.reward(problem, &transcript).unwrap().success);
@@ -99,13 +93,7 @@ fn every_gold_solution_earns_the_reward(folder: &Path, sizes: (u64, usize)) {
         assert!(!worked.contains("<<") && !worked.contains("####"), "{worked}");
         // A wrong number never pays.
         let wrong = [Message::assistant("final", format!("#### 1{}", problem.answer.as_str().unwrap()))];
-        let transcript = Transcript {
-            completion_ids: &[],
-            step: 0,
-            messages: &wrong,
-            outcome: Outcome::Finished,
-            calls_answered: 0,
-        };
+        let transcript = Transcript::new(&wrong, Outcome::Finished);
         assert_eq!(task.reward(problem, &transcript).unwrap().value, 0.0);
     }
     assert!(task.held_out_demonstration(sizes.1 as u64).is_none());
@@ -261,13 +249,8 @@ fn every_gold_answer_earns_the_reward(train: &Path, aime: &Path, math: &Path, si
             let gold = problem.answer.as_str().unwrap();
             let reward = |text: String, calls_answered| {
                 let messages = [Message::assistant("final", text)];
-                let transcript = Transcript {
-                    completion_ids: &[],
-                    step: 0,
-                    messages: &messages,
-                    outcome: Outcome::Finished,
-                    calls_answered,
-                };
+                let transcript =
+                    Transcript { calls_answered, ..Transcript::new(&messages, Outcome::Finished) };
                 task.reward(&problem, &transcript).unwrap()
             };
             assert_eq!(reward(format!("So it is $\\boxed{{{gold}}}$."), 2).value, 1.0, "{}", problem.id);
@@ -300,12 +283,6 @@ fn a_plain_boxed_prompt_has_no_placeholder() {
     let problem = task.training_problem(0, 0);
     assert_eq!(problem.messages[0].content, "6 * 7?\nPut the final answer within \\boxed{}.");
     let messages = [Message::assistant("final", "So it is \\boxed{42}.")];
-    let said = Transcript {
-        completion_ids: &[],
-        step: 0,
-        messages: &messages,
-        outcome: Outcome::Finished,
-        calls_answered: 0,
-    };
+    let said = Transcript::new(&messages, Outcome::Finished);
     assert_eq!(task.reward(&problem, &said).unwrap().value, 1.0);
 }

@@ -41,9 +41,7 @@ fn open(train: &Path, validation: &Path, grading: Grading) -> anyhow::Result<Ver
 }
 
 fn reward(task: &VerifyIf, problem: &Problem, messages: &[Message], outcome: Outcome) -> (f32, bool) {
-    let Reward { value, success, .. } = task
-        .reward(problem, &Transcript { completion_ids: &[], step: 0, messages, outcome, calls_answered: 0 })
-        .unwrap();
+    let Reward { value, success, .. } = task.reward(problem, &Transcript::new(messages, outcome)).unwrap();
     (value, success)
 }
 
@@ -101,13 +99,7 @@ fn several_turns_are_asked_in_order_and_graded_each_on_its_own_list() {
     assert_eq!(problem.messages, [Message::user("One")]);
     let mut messages = vec![answer("a, b")];
     let next = |messages: &[Message]| {
-        let transcript = Transcript {
-            completion_ids: &[],
-            step: 0,
-            messages,
-            outcome: Outcome::Finished,
-            calls_answered: 0,
-        };
+        let transcript = Transcript::new(messages, Outcome::Finished);
         task.next_user_message(problem, &transcript).unwrap()
     };
     assert_eq!(next(&messages), Some(Message::user("Two")));

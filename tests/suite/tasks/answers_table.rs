@@ -304,13 +304,7 @@ fn bug_a_reference_is_exact_or_its_row_is_refused() {
                         [(format!("\\boxed{{{answer}}}"), true), ("\\boxed{7 + 7 j}".into(), false)]
                     {
                         let messages = [Message::assistant("final", said)];
-                        let said = Transcript {
-                            completion_ids: &[],
-                            step: 0,
-                            messages: &messages,
-                            outcome: Outcome::Finished,
-                            calls_answered: 0,
-                        };
+                        let said = Transcript::new(&messages, Outcome::Finished);
                         if task.reward(&problem, &said).unwrap().success != due {
                             wrong.push(format!("{way:?}: {reference}: {answer} due {due} | {source}"));
                         }

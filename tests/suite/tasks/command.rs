@@ -100,7 +100,7 @@ fn open(settings: &TaskSettings) -> anyhow::Result<Box<dyn Task>> {
 }
 
 fn transcript(messages: &[Message]) -> Transcript<'_> {
-    Transcript { completion_ids: &[], step: 0, messages, outcome: Outcome::Finished, calls_answered: 0 }
+    Transcript::new(messages, Outcome::Finished)
 }
 
 #[test]
