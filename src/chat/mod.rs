@@ -206,6 +206,14 @@ impl Chat {
         }
     }
 
+    /// Returns the model's own template of conversations with tools, if it is another one.
+    pub fn tool_use_jinja(&self) -> Option<&str> {
+        match self {
+            Chat::Harmony(_) => None,
+            Chat::ChatMl(chatml) => chatml.own_template()?.tool_use.as_deref(),
+        }
+    }
+
     /// Returns whether the model has its own template.
     pub fn has_own_template(&self) -> bool {
         matches!(self, Chat::ChatMl(chatml) if chatml.has_own_template())

@@ -38,13 +38,15 @@ impl Manifest {
         self.0.get(name).copied()
     }
 
-    /// Writes and syncs the new file `name` in `folder`, and records its digest.
+    /// Writes and syncs the new file `name` in `folder`, and records its digest. Creates a folder that the
+    /// name has.
     ///
     /// # Errors
     /// When the file exists or cannot be written.
     pub fn write_file(&mut self, folder: &Path, name: &str, content: &[u8]) -> Result<()> {
         let path = folder.join(name);
-        File::create_new(&path)
+        std::fs::create_dir_all(path.parent().unwrap_or(folder))
+            .and_then(|()| File::create_new(&path))
             .and_then(|mut file| {
                 file.write_all(content)?;
                 file.sync_all()

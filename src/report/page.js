@@ -7,6 +7,11 @@ const hideRuns = () => {
     button.setAttribute("aria-pressed", String(!off.has(button.dataset.toggle)));
   }
   for (const part of document.querySelectorAll("[data-run]")) part.toggleAttribute("hidden", off.has(part.dataset.run));
+  // Settings in which the runs that are left do not differ, and charts without a run, say nothing.
+  for (const row of document.querySelectorAll("[data-settings] tbody tr")) {
+    row.hidden = new Set([...row.querySelectorAll("td:not([hidden])")].map(cell => cell.textContent)).size < 2;
+  }
+  for (const chart of document.querySelectorAll("[data-chart]")) chart.hidden = !chart.querySelector(".line:not([hidden])");
 };
 
 // The button of a run hides everything of the run.

@@ -215,7 +215,7 @@ pub fn write_gguf_file(
     let chat = &environment.chat;
     let json = chat.vocabulary().json_bytes();
     let template = loaded.companions.template().unwrap_or_else(|| chat.jinja().to_owned());
-    let tokenizer = GgufTokenizer { json, template: &template };
+    let tokenizer = GgufTokenizer { json, template: &template, tool_use: chat.tool_use_jinja() };
     let _stage = console.start_inner_stage("writing the file", 0);
     let config = &merged_config(loaded.config(), parameters);
     gguf::write(out, config, format, tokenizer, |spec| merge(parameters, spec))

@@ -6,6 +6,9 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+/// The key of a recipe that names columns.
+pub const COLUMNS_KEY: &str = "task.columns";
+
 /// Returns the value at `path`, names joined by dots, of a row.
 pub fn value_at<'a>(row: &'a Value, path: &str) -> Option<&'a Value> {
     // A name may have dots itself.
@@ -27,7 +30,7 @@ pub fn with_columns<'a>(
     for (name, path) in columns {
         let value = value_at(&row, path).cloned().ok_or_else(|| {
             let names: Vec<&str> = row.as_object().into_iter().flatten().map(|(name, _)| &**name).collect();
-            format!("task.columns names `{path}`, which is missing; the row has {}", names.join(", "))
+            format!("{COLUMNS_KEY} names `{path}`, which is missing; the row has {}", names.join(", "))
         })?;
         if let Value::Object(values) = row.to_mut() {
             values.insert(name.clone(), value);

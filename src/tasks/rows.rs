@@ -1,5 +1,6 @@
 //! Reads rows from a user's files, and gives their order in training.
 
+use super::columns::COLUMNS_KEY;
 use crate::bad_input;
 use crate::random::{Purpose, stream};
 use crate::table_file;
@@ -57,24 +58,32 @@ pub fn read<T>(
             match row.value.and_then(|value| parse(&value)) {
                 Ok(row) => rows.push(row),
                 Err(reason) if broken.len() < BROKEN_ROWS_SHOWN => {
-                    broken.push(format!("row {}{of_file}: {reason}", row.number));
+                    broken.push((format!("row {}{of_file}", row.number), reason));
                 }
                 Err(_) => more += 1,
             }
         }
     }
     if rows.is_empty() && no_json > 1 && no_json == broken.len() + more {
-        let first = &broken[0];
+        let (row, reason) = &broken[0];
         return Err(bad_input!(
-            "{shown}: this is no file of JSON lines, a JSON array, CSV or Parquet: {first}; a row looks like {example}"
+            "{shown}: this is no file of JSON lines, a JSON array, CSV or Parquet: {row}: {reason}; a row looks like \
+             {example}"
         ));
     }
-    if !broken.is_empty() {
+    if let Some((row, reason)) = broken.first() {
+        // A mistake of the recipe breaks every row in the same way.
+        let is_columns = reason.starts_with(COLUMNS_KEY);
+        let remedy = if is_columns { "Correct the recipe" } else { "Correct or delete these lines" };
+        let list = if is_columns && broken.iter().all(|(_, other)| other == reason) {
+            more += broken.len() - 1;
+            format!("{row}: {reason}")
+        } else {
+            let list: Vec<String> = broken.iter().map(|(row, reason)| format!("{row}: {reason}")).collect();
+            list.join("; ")
+        };
         let tail = if more > 0 { format!("; and {more} more") } else { String::new() };
-        let list = broken.join("; ");
-        return Err(bad_input!(
-            "{shown}: {list}{tail}. Correct or delete these lines; a row looks like {example}"
-        ));
+        return Err(bad_input!("{shown}: {list}{tail}. {remedy}; a row looks like {example}"));
     }
     if rows.is_empty() {
         return Err(bad_input!("{shown}: no rows; give at least one line like {example}"));

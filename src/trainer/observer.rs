@@ -156,8 +156,9 @@ impl Observer {
                 recipe.cold_start.steps.saturating_sub(warm_up_done),
                 recipe.cold_start.batch_size as f64,
             ),
-            // Sampling one conversation costs as much as 0.25 demonstrations. Sampling and training on it cost
-            // 6 times that in the quickstart, 3 times at 0.5B; 4 is between. Measured times replace this guess.
+            // Sampling one conversation costs as much as 0.25 demonstrations. Sampling and training on it
+            // cost 6 times that in the quickstart, 3 times at 0.5B; 4 is between. Measured times replace
+            // this guess.
             ("rl", steps.saturating_sub(rl_done), conversations as f64),
             ("evaluation", evaluations, 0.25 * evaluation_trajectories(environment) as f64),
         ]);

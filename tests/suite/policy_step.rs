@@ -1,6 +1,7 @@
 //! The policy's updates through the training pass: anchors, correction, reference, entropy, replay,
 //! minibatches.
 
+mod cut_answers;
 mod distill;
 mod off_policy_mask;
 mod selection;

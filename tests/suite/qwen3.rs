@@ -296,7 +296,7 @@ fn gguf_files_give_back_config_and_values() {
         let tensor = |spec: &ParameterSpec| Ok(tiny::named(&before, &spec.name).clone());
         for form in [GgufFormat::F32, GgufFormat::Bf16, GgufFormat::F16, GgufFormat::Q8] {
             let json = chat.vocabulary().json_bytes();
-            let tokenizer = GgufTokenizer { json, template: chat.jinja() };
+            let tokenizer = GgufTokenizer { json, template: chat.jinja(), tool_use: None };
             rloss::checkpoint::gguf::write(&path, &config, form, tokenizer, tensor).unwrap();
             let read = GgufModel::open(&path).unwrap();
             // GGUF has one end of a text, and its tokenizer no token for the beginning.
@@ -324,7 +324,7 @@ fn gguf_files_give_back_config_and_values() {
             }
         }
         let json = chat.vocabulary().json_bytes();
-        let tokenizer = GgufTokenizer { json, template: chat.jinja() };
+        let tokenizer = GgufTokenizer { json, template: chat.jinja(), tool_use: None };
         refused(
             rloss::checkpoint::gguf::write(&path, &config, GgufFormat::Mxfp4, tokenizer, tensor),
             &["MXFP4", "bf16"],

@@ -1,5 +1,6 @@
 //! The report: what it shows of one run and of several, that no text of a run becomes markup, bad input.
 
+mod browser;
 mod compare;
 
 use rloss::error::BadInput;

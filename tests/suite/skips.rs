@@ -3,11 +3,13 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::path::Path;
 use std::process::{Command, Stdio};
 use std::sync::{Mutex, Once};
 
 /// A reason to skip; each says how to have what is lacking.
 pub const NO_PYTHON: &str = "no python3 on the PATH (install Python 3)";
+pub const NO_BROWSER: &str = "no chromium on the PATH (install Chromium)";
 pub const NO_CURL: &str = "no curl on the PATH (install curl)";
 pub const NO_NAMESPACES: &str = "no user namespaces for this user (Docker: --security-opt seccomp=unconfined; Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0)";
 pub const NO_MEMORY_GROUP: &str =
@@ -51,6 +53,25 @@ pub fn python3() -> bool {
     let there = starts(Command::new("python3").arg("--version"));
     if !there {
         note(NO_PYTHON, "");
+    }
+    there
+}
+
+/// Chromium, told to print a page's document after its scripts. Its own files go to `profile`.
+pub fn browser(profile: &Path) -> Command {
+    let mut command = Command::new("chromium");
+    command.args(["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom"]);
+    command.arg(format!("--user-data-dir={}", profile.display()));
+    command
+}
+
+/// Whether Chromium runs here; noted where it does not.
+pub fn chromium() -> bool {
+    let profile = tempfile::tempdir().expect("a folder");
+    let there = browser(profile.path()).arg("about:blank").stderr(Stdio::null()).output();
+    let there = there.is_ok_and(|out| String::from_utf8_lossy(&out.stdout).contains("<html"));
+    if !there {
+        note(NO_BROWSER, "");
     }
     there
 }

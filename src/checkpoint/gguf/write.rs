@@ -72,6 +72,8 @@ pub struct GgufTokenizer<'a> {
     pub json: &'a [u8],
     /// The chat template.
     pub template: &'a str,
+    /// The template of conversations with tools, if it is another one.
+    pub tool_use: Option<&'a str>,
 }
 
 /// Writes the model to the file `path`. `tensor` is called once per parameter, and returns its f32 tensor in
@@ -359,6 +361,9 @@ fn entries(config: &Config, format: GgufFormat, tokenizer: GgufTokenizer, path: 
     }
     add_tokenizer(&mut to, config, &tokenizer)?;
     to.text("tokenizer.chat_template", tokenizer.template);
+    if let Some(template) = tokenizer.tool_use {
+        to.text("tokenizer.chat_template.tool_use", template);
+    }
     Ok(to)
 }
 

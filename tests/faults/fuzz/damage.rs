@@ -6,7 +6,7 @@ use rand::seq::{IndexedRandom, SliceRandom};
 use rand_chacha::ChaCha8Rng;
 
 /// Pieces that mean something to one parser or another.
-const WORDS: [&str; 30] = [
+const WORDS: [&str; 36] = [
     "{",
     "}",
     "[",
@@ -37,6 +37,12 @@ const WORDS: [&str; 30] = [
     "(",
     "^",
     "../",
+    "{% for m in messages %}",
+    "{%- if ",
+    "%}",
+    "{{ ",
+    " | tojson ",
+    "range(",
 ];
 
 /// An example, damaged: bits, bytes, pieces of itself and of another, words that mean something, depth and

@@ -1,9 +1,10 @@
 //! The parsers, each with sound examples of what it reads.
 
+use rloss::chat::chatml::TemplateSource;
 use rloss::chat::{Chat, ChatFormat, SystemPromptSettings};
 use rloss::checkpoint::gguf::GgufModel;
 use rloss::checkpoint::tensor_file::TensorFile;
-use rloss::harmony::HarmonyTokenizer;
+use rloss::harmony::{HarmonyTokenizer, Message};
 use rloss::integrity::{ChecksumStatus, Manifest, add_checksum};
 use rloss::metrics::Row;
 use rloss::model::config::Config;
@@ -69,8 +70,28 @@ pub fn targets(scratch: &Path) -> Vec<Target> {
             .into_iter()
             .flat_map(conversations),
     );
+    all.push(chat_templates());
     all.extend(answers());
     all
+}
+
+/// Chat templates of models: compiled, probed, and a conversation of two turns.
+fn chat_templates() -> Target {
+    let names = ["alternating", "dated", "parts", "python", "thoughts", "tools_json", "tools_xml"];
+    let examples = names.map(|name| example(&format!("tests/fixtures/templates/{name}.jinja")));
+    let vocabulary = ChatFormat::ThinkingChatMl.from_embedded().expect("embedded").vocabulary().clone();
+    let messages = [
+        Message::user("?"),
+        Message::assistant("final", "<|im_end|>"),
+        Message::user("!"),
+        Message::assistant("final", "2"),
+    ];
+    let parse = move |input: &str| {
+        let source = TemplateSource { default: input.into(), ..TemplateSource::default() };
+        let chat = ChatFormat::ThinkingChatMl.with_template(vocabulary.clone(), "a", &source);
+        let _ = chat.and_then(|chat| chat.render_training(&messages));
+    };
+    target("chat_template", 1, examples, text(parse))
 }
 
 fn recipes(scratch: &Path) -> Vec<Target> {
