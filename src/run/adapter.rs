@@ -91,6 +91,11 @@ impl RunAdapter {
     }
 }
 
+/// Returns whether a pattern of `adapter.targets` names the head. One for everything means the layers.
+pub(super) fn names_head(pattern: &str) -> bool {
+    pattern.contains("lm_head") && matches(pattern, HEAD)
+}
+
 /// Returns the adapter that the recipe requests.
 fn requested_lora(
     plan: &Plan,
@@ -116,9 +121,8 @@ fn requested_lora(
     let targets = match settings.targets.as_slice() {
         [] => default_targets(config),
         patterns => {
-            // A pattern for everything means the layers; the head is named.
             let names = |pattern: &String, spec: &ParameterSpec| {
-                matches(pattern, &spec.name) && (spec.name != HEAD || pattern.contains("lm_head"))
+                matches(pattern, &spec.name) && (spec.name != HEAD || names_head(pattern))
             };
             let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| names(pattern, spec));
             base.iter()

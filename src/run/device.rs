@@ -1,5 +1,6 @@
 //! The device of a command: the one that the recipe requests, if that device supports the recipe.
 
+use super::adapter::names_head;
 use super::memory::{AvailableMemory, MemoryChoices, ModelCommand, SecondWeights};
 use super::source::precision;
 use super::target::TargetMachine;
@@ -179,6 +180,11 @@ fn list_gpu_obstacles(
     if recipe.policy.distill.is_some() {
         let reason = "no GPU kernel compares the policy with a teacher yet; remove [policy.distill]";
         obstacles.push(("policy.distill.teacher", reason.to_owned()));
+    }
+    let targets = recipe.adapter.iter().flat_map(|adapter| &adapter.targets);
+    if targets.into_iter().any(|pattern| names_head(pattern)) {
+        let reason = "no GPU kernel adapts the head yet; leave lm_head.weight out";
+        obstacles.push(("adapter.targets", reason.to_owned()));
     }
     let ablations = &recipe.arms;
     let without_kernel = [

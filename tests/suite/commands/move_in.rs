@@ -196,10 +196,15 @@ fn bug_f7_a_cpu_build_plans_for_a_machine_with_gpus() {
     {
         assert!(text.contains(part), "{part} in {text}");
     }
-    let refused = check("quickstart_cuda", "H200, 500 GB", &["rollout.top_p=0.9", "model.dtype=f32"]);
+    let head = "adapter.targets=[\"lm_head.weight\"]";
+    let refused = check("quickstart_cuda", "H200, 500 GB", &["rollout.top_p=0.9", "model.dtype=f32", head]);
     let said = stderr(&refused);
     assert_eq!(refused.status.code(), Some(2), "{said}");
-    for part in ["rollout.top_p: no GPU kernel", "model.dtype: a GPU supports only bf16"] {
+    for part in [
+        "rollout.top_p: no GPU kernel",
+        "model.dtype: a GPU supports only bf16",
+        "adapter.targets: no GPU kernel adapts the head yet",
+    ] {
         assert!(said.contains(part), "{part} in {said}");
     }
     let small = check("quickstart_cuda", "0.01 GB, 500 GB", &[]);
