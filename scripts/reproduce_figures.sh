@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs every curve of recipes/figures/ for three seeds and draws the figures: runs/figures/report.html, and one SVG each.
+# Runs every curve of recipes/figures/ for three seeds and draws the figures: runs/figures/figures.md, and one SVG each.
 #
 # Started again, it goes on: a run that has ended ends at once, one that was interrupted goes on from its last checkpoint.
 # One thread a run, as many runs at a time as there are cores; no result depends on either.
@@ -58,7 +58,7 @@ all recipes/figures/cold_start_*.toml
 all recipes/figures/fig*_*.toml || failed=1
 
 cp recipes/figures/figures.toml "$OUT/figures.toml"
-"$RLOSS" report "$OUT"
+scripts/draw_figures.py "$OUT"
 times >"$OUT/processor_time.txt"
 awk -F '[ms ]+' 'NR == 2 { printf "%.1f minutes of processor time in this call\n", $1 + $3 + ($2 + $4) / 60 }' \
     "$OUT/processor_time.txt"

@@ -12,7 +12,7 @@ use std::path::PathBuf;
 /// Arguments of `rloss report`.
 #[derive(Args, Debug, Clone)]
 pub struct ReportArgs {
-    /// Run folders, or one folder of figures (see docs/FIGURES.md)
+    /// Run folders
     #[arg(required = true)]
     runs: Vec<PathBuf>,
     /// The page's file, a folder for it, such as pages/, or a .csv file for the metrics [default: report.html

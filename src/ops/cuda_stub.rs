@@ -1,30 +1,15 @@
 //! Stubs of `cuda/` for builds without the feature `cuda`. Every function returns an error.
 
-use super::adamw_8bit::Moment;
-use super::embedding::TokensById;
-use super::experts::Dispatch;
-use super::head_parts::HeadSplit;
-use super::load_balance::LoadBalance;
-use super::logits::SampledToken;
-use super::muon::Muon;
-use super::operation::DeviceArgument;
-use super::optimizer::AdamW;
-use super::packed_weights::PackedMatrix;
-use super::parameter::GradientTarget;
 use super::rope::Rotation;
-use super::sink_attention::{Attention, KeySharing};
-use candle_core::{CudaDevice, CudaStorage, DType, Device, Result, Shape, Tensor, bail};
-use std::any::Any;
+use super::sink_attention::Attention;
+use candle_core::{CudaStorage, Device, Result, Tensor, bail};
 use std::ops::Range;
-use std::sync::Arc;
 
-/// Storage and shape of a result.
-type OpOutput = (CudaStorage, Shape);
-
-/// Declares stubs of functions of `cuda/`, given their argument and result types. The stubs return an error.
+/// Declares stubs of functions of `cuda/`, which return an error. Their types stand in `cuda/` alone: a stub
+/// takes any arguments, a type parameter for each.
 macro_rules! refused {
-    ($visibility:vis, $($name:ident($($argument:ty),* $(,)?) -> $result:ty;)*) => {
-        $($visibility fn $name($(_: $argument),*) -> Result<$result> {
+    ($visibility:vis, $($name:ident($($argument:ident),*);)*) => {
+        $($visibility fn $name<$($argument,)* R>($(_: $argument),*) -> Result<R> {
             refuse()
         })*
     };
@@ -196,82 +181,25 @@ fn refuse<T>() -> Result<T> {
 }
 
 refused! { pub,
-    overwrite(&Tensor, &Tensor) -> ();
-    upload(&Tensor, &[u32]) -> ();
-    kv_pages(&CudaDevice, usize, usize, usize, usize) -> KvPages;
-    device_memory(&CudaDevice) -> DeviceMemory;
-    reset_memory_peaks(&CudaDevice) -> ();
-    address_of(&Tensor) -> u64;
-    pack_heads(DeviceArgument, &HeadSplit) -> CudaStorage;
-    unpack_heads(&CudaStorage, usize, &HeadSplit) -> CudaStorage;
-    record_event(&Device) -> Arc<dyn Any + Send + Sync>;
-    wait_for_event(&Device, &(dyn Any + Send + Sync)) -> ();
+    overwrite(A, B); upload(A, B); kv_pages(A, B, C, D, E); device_memory(A); reset_memory_peaks(A);
+    address_of(A); pack_heads(A, B); unpack_heads(A, B, C); record_event(A); wait_for_event(A, B);
 }
 
 refused! { pub(super),
-    head_logits(&Tensor, &Tensor, f32) -> [Tensor; 2];
-    head_forward(DeviceArgument, &Tensor, &[u32], f32) -> OpOutput;
-    head_backward([&Tensor; 3], &[u32], f32, Option<&GradientTarget>, bool) -> Option<Tensor>;
-    sort_by_expert(DeviceArgument, usize) -> OpOutput;
-    dispatch_forward(DeviceArgument, &Tensor) -> OpOutput;
-    dispatch_backward(&Tensor, &Tensor, usize) -> Tensor;
-    combine_forward(DeviceArgument, DeviceArgument, &Tensor) -> OpOutput;
-    combine_and_add([&Tensor; 3], &Tensor) -> Tensor;
-    expert_swiglu(&Tensor, &Tensor, Option<&Tensor>, &Dispatch, (f32, f32)) -> Tensor;
-    packed_expert_swiglu(&Tensor, &PackedMatrix, Option<&Tensor>, &Dispatch, (f32, f32)) -> Tensor;
-    joined_product(&Tensor, &[(&Tensor, Option<&Tensor>)]) -> Vec<Tensor>;
-    combine_backward([&Tensor; 3], &Tensor) -> (Tensor, Tensor);
-    product_forward(
-        &'static str, DeviceArgument, DeviceArgument, Option<DeviceArgument>, Option<&Tensor>, DType,
-    ) -> OpOutput;
-    product_and_add(&'static str, [&Tensor; 3], Option<&Tensor>) -> Tensor;
-    product_input_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> Tensor;
-    packed_forward(
-        &'static str, DeviceArgument, &PackedMatrix, Option<DeviceArgument>, Option<&Tensor>,
-    ) -> OpOutput;
-    packed_input_gradient(&'static str, &Tensor, &PackedMatrix, Option<&Tensor>) -> Tensor;
-    add_weight_gradient(&'static str, &Tensor, &Tensor, &Tensor, Option<&Tensor>) -> ();
-    add_bias_gradient(&'static str, &Tensor, &Tensor, Option<&Tensor>) -> ();
-    low_rank_forward(DeviceArgument, DeviceArgument, [&Tensor; 2], f32, Option<&Tensor>) -> OpOutput;
-    low_rank_backward(
-        [&Tensor; 2], [&Tensor; 2], [Option<&GradientTarget>; 2], f32, Option<&Tensor>,
-    ) -> Option<Tensor>;
-    swiglu_forward(DeviceArgument, f32, f32) -> OpOutput;
-    swiglu_backward(&Tensor, &Tensor, f32, f32) -> Tensor;
-    sum_norm([&Tensor; 3], f32) -> [Tensor; 2];
-    rms_norm_forward(DeviceArgument, DeviceArgument, f32) -> OpOutput;
-    rms_norm_backward([&Tensor; 3], f32, bool) -> (Tensor, Option<Tensor>);
-    sink_attention_forward(&Attention, &[usize], [DeviceArgument; 3]) -> (CudaStorage, Shape, DeviceLse);
-    sink_attention_backward(
-        &Attention, &[usize], &DeviceLse, [&Tensor; 5], Option<&dyn KeySharing>,
-    ) -> [Tensor; 3];
-    add_tensor(&Tensor, &Tensor) -> ();
-    copy_argument(DeviceArgument) -> OpOutput;
-    add_columns(&Tensor, &Tensor, &TokensById) -> ();
-    add_rows(&Tensor, &Tensor, &TokensById) -> ();
-    sum_rows(&Tensor, &TokensById, usize) -> Tensor;
-    take_columns(DeviceArgument, &[u32]) -> OpOutput;
-    take_rows(DeviceArgument, &[u32]) -> OpOutput;
-    load_balance_backward(&LoadBalance, &Tensor, &Tensor) -> Tensor;
-    load_balance_forward(&LoadBalance, DeviceArgument) -> OpOutput;
-    rope_backward(&Tensor, &Rotation) -> Tensor;
-    rope_forward(DeviceArgument, &Rotation) -> OpOutput;
-    rope_keys_backward(&Tensor, &Rotation) -> [Tensor; 2];
-    rope_keys_forward(DeviceArgument, DeviceArgument, &Rotation) -> OpOutput;
-    route(DeviceArgument, usize) -> OpOutput;
-    select_experts(&Tensor, usize) -> Option<[Tensor; 3]>;
-    top_k_softmax_backward(&Tensor, &Tensor, &Tensor, usize) -> Tensor;
-    top_k_softmax_forward(DeviceArgument, &Tensor) -> OpOutput;
-    silu_and_mul_backward([&Tensor; 3]) -> [Tensor; 2];
-    silu_and_mul_forward(DeviceArgument, DeviceArgument) -> OpOutput;
-    draw_tokens(&Tensor, &Tensor, &[(usize, f64)], bool) -> Vec<Option<SampledToken>>;
-    token_log_probs(&Tensor, &Tensor, &[(usize, u32)]) -> Vec<f32>;
-    adamw(&Tensor, [&Tensor; 2], &Tensor, &AdamW) -> ();
-    adamw_8bit(&Tensor, [Moment; 2], &Tensor, &AdamW, &[[f32; 256]; 4]) -> ();
-    sgd(&Tensor, &Tensor, f32, f32) -> ();
-    update_momentum(&Tensor, &Tensor, f32) -> ();
-    scale(&Tensor, f32) -> ();
-    round_into(&Tensor, &Tensor) -> ();
-    sum_of_squares(&Tensor) -> f64;
-    muon(&Tensor, &Tensor, &Tensor, &Muon) -> ();
+    head_logits(A, B, C); head_forward(A, B, C, D); head_backward(A, B, C, D, E); sort_by_expert(A, B);
+    dispatch_forward(A, B); dispatch_backward(A, B, C); combine_forward(A, B, C); combine_and_add(A, B);
+    expert_swiglu(A, B, C, D, E); packed_expert_swiglu(A, B, C, D, E); joined_product(A, B);
+    combine_backward(A, B); product_forward(A, B, C, D, E, F); product_and_add(A, B, C);
+    product_input_gradient(A, B, C, D); packed_forward(A, B, C, D, E); packed_input_gradient(A, B, C, D);
+    add_weight_gradient(A, B, C, D, E); add_bias_gradient(A, B, C, D); low_rank_forward(A, B, C, D, E);
+    low_rank_backward(A, B, C, D, E); swiglu_forward(A, B, C); swiglu_backward(A, B, C, D); sum_norm(A, B);
+    rms_norm_forward(A, B, C); rms_norm_backward(A, B, C); sink_attention_forward(A, B, C);
+    sink_attention_backward(A, B, C, D, E); add_tensor(A, B); copy_argument(A); add_columns(A, B, C);
+    add_rows(A, B, C); sum_rows(A, B, C); take_columns(A, B); take_rows(A, B); load_balance_backward(A, B, C);
+    load_balance_forward(A, B); rope_backward(A, B); rope_forward(A, B); rope_keys_backward(A, B);
+    rope_keys_forward(A, B, C); route(A, B); select_experts(A, B); top_k_softmax_backward(A, B, C, D);
+    top_k_softmax_forward(A, B); silu_and_mul_backward(A); silu_and_mul_forward(A, B);
+    draw_tokens(A, B, C, D); token_log_probs(A, B, C); adamw(A, B, C, D); adamw_8bit(A, B, C, D, E);
+    sgd(A, B, C, D); update_momentum(A, B, C); scale(A, B); round_into(A, B); sum_of_squares(A);
+    muon(A, B, C, D);
 }

@@ -16,6 +16,9 @@ use super::tiles::panels::Bf16Copies;
 use candle_core::{CpuStorage, CudaStorage, DType, Result, Shape, Tensor, bail};
 use rayon::prelude::*;
 
+/// Where the rows of each expert begin: all rows have one matrix here.
+const ONE_MATRIX: Option<&Tensor> = None;
+
 /// Computes the linear layer. Differentiable in all inputs; gradients are computed only for trainable inputs.
 ///
 /// # Errors
@@ -85,7 +88,7 @@ impl<const N: usize> Operation<N> for Linear {
     }
 
     fn cuda(&self, inputs: [DeviceArgument; N]) -> Result<(CudaStorage, Shape)> {
-        product_forward(OP, inputs[0], inputs[1], inputs.get(2).copied(), None, self.out)
+        product_forward(OP, inputs[0], inputs[1], inputs.get(2).copied(), ONE_MATRIX, self.out)
     }
 
     fn backward(&self, inputs: [&Tensor; N], _: &Tensor, grad: &Tensor) -> Result<[Option<Tensor>; N]> {
@@ -133,12 +136,12 @@ impl Linear {
     }
 
     fn backward_on_device(&self, x: &Tensor, w: &Tensor, dy: &Tensor) -> Result<Option<Tensor>> {
-        let dx = is_tracked(x).then(|| product_input_gradient(OP, dy, w, None)).transpose()?;
+        let dx = is_tracked(x).then(|| product_input_gradient(OP, dy, w, ONE_MATRIX)).transpose()?;
         if let Some(weight) = &self.weight {
-            weight.add(|dw| add_weight_gradient(OP, dw, x, dy, None))?;
+            weight.add(|dw| add_weight_gradient(OP, dw, x, dy, ONE_MATRIX))?;
         }
         if let Some(bias) = &self.bias {
-            bias.add(|db| add_bias_gradient(OP, db, dy, None))?;
+            bias.add(|db| add_bias_gradient(OP, db, dy, ONE_MATRIX))?;
         }
         Ok(dx)
     }

@@ -155,7 +155,7 @@ impl Logits {
     pub fn draw(&self, sampling: &SamplingParameters, draws: &[(usize, f64)]) -> Result<Vec<SampledToken>> {
         let greedy = sampling.temperature == 0.0;
         if self.z.device().is_cuda() && (greedy || !sampling.truncates()) {
-            let tokens = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
+            let tokens: Vec<Option<SampledToken>> = draw_tokens(&self.z, &self.log_sum_exp, draws, greedy)?;
             return tokens.into_iter().map(|token| token.map_or_else(not_finite_error, Ok)).collect();
         }
         self.map_rows(draws, |row, &uniform| sampling.draw(row, uniform))

@@ -202,17 +202,6 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     (sections, data)
 }
 
-/// Returns the title, unit, phase and scale for the chart of `metric`.
-pub(super) fn chart_style(metric: &str) -> (String, &'static str, Phase, Scale) {
-    match SPECS.iter().find(|spec| spec.metrics.contains(&metric)) {
-        Some(spec) => (spec.title.to_owned(), spec.unit, spec.phase, spec.scale),
-        None if is_held_out(metric) => {
-            (format!("Held-out {}", held_out_name(metric)), "success", Phase::Eval, Scale::Unit)
-        }
-        None => (metric.to_owned(), "", Phase::Rl, Scale::LogWhenWide),
-    }
-}
-
 /// Returns every pair of phase and metric that the runs recorded, sorted.
 fn recorded_metrics(runs: &[Run]) -> BTreeSet<(Phase, String)> {
     let rows = runs.iter().flat_map(|run| &run.rows);

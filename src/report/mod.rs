@@ -12,8 +12,7 @@
 //!
 //! `card.rs` makes the model card of an export, `csv.rs` a table of the metrics.
 //! Runs that differ only in their seed share a curve (`seeds.rs`).
-//! `content_policy.rs` allows only the page's own script. `figures/` makes a page of figures over several
-//! seeds.
+//! `content_policy.rs` allows only the page's own script.
 //!
 //! The Rust code computes the geometry. The template has the markup and escapes every value.
 
@@ -23,7 +22,6 @@ mod charts;
 mod content_policy;
 mod conversation;
 mod csv;
-mod figures;
 mod mismatch_chart;
 mod plot;
 mod run;
@@ -47,24 +45,11 @@ use std::path::{Path, PathBuf};
 /// `report-N-runs-DIGEST.html` in the first run's folder. The page needs no network. If `out` ends with
 /// `.csv`, writes the metrics as a table instead.
 ///
-/// A folder with a `figures.toml` is a set of figures, not a run. See `docs/FIGURES.md`.
-///
 /// # Errors
 /// [`crate::error::BadInput`] when a folder is missing or given twice, has no `metrics.jsonl`, or has a line
-/// that cannot be read. Also when `out` has another ending, and when a set of figures is given together with
-/// other folders.
+/// that cannot be read. Also when `out` has another ending.
 pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
     let first = runs.first().ok_or_else(|| crate::bad_input!("report: name at least one run folder."))?;
-    if let Some(figure_set) = runs.iter().find(|folder| folder.join(figures::FILE).is_file()) {
-        if runs.len() > 1 || out.is_some() {
-            return Err(crate::bad_input!(
-                "{}: has {}, so it is a set of figures; report it alone, without --out.",
-                figure_set.display(),
-                figures::FILE
-            ));
-        }
-        return figures::write(figure_set, &mut environment());
-    }
     let is_folder = |out: &Path| out.is_dir() || out.as_os_str().as_encoded_bytes().ends_with(b"/");
     let is_csv = match out.filter(|out| !is_folder(out)).and_then(|out| out.extension()?.to_str()) {
         None | Some("html" | "htm") => false,

@@ -38,8 +38,6 @@ pub(super) enum Scale {
     Linear,
     /// Logarithmic if all values are positive and span a factor of `LOG_RATIO_MIN` or more, otherwise linear.
     LogWhenWide,
-    /// Logarithmic if all values are positive, otherwise linear.
-    Log,
     /// Linear, from 0 to 1.
     Unit,
 }
@@ -212,8 +210,7 @@ fn y_axis(series: &[Series], scale: Scale) -> Axis {
     let drawn = series.iter().flat_map(|s| s.points.iter().chain(&s.interval.0).chain(&s.interval.1));
     let (low, high) = range(drawn.map(|&(_, value)| value)).unwrap_or((0.0, 1.0));
     let axis = |low, high, log| Axis { low, high, from: BOTTOM, to: TOP, log };
-    let wide = scale == Scale::LogWhenWide && high / low >= LOG_RATIO_MIN;
-    if low > 0.0 && (wide || scale == Scale::Log) {
+    if scale == Scale::LogWhenWide && low > 0.0 && high / low >= LOG_RATIO_MIN {
         return axis(low / 1.15, high * 1.15, true);
     }
     if scale == Scale::Unit && low >= 0.0 && high <= 1.0 {

@@ -6,7 +6,7 @@ use super::monitor::Monitor;
 use super::sample::SampleOutput;
 use crate::checkpoint::ResumePoint;
 use crate::metrics::{Console, Metrics, Phase, Progress, Row, Timings, Warning, read_rows};
-use crate::ops::cuda::{device_memory, reset_memory_peaks};
+use crate::ops::cuda::{DeviceMemory, device_memory, reset_memory_peaks};
 use crate::recipe::Recipe;
 use crate::rollout::Rollouts;
 use crate::run::causes::{SampleCounts, SampleFacts, sample_causes};
@@ -382,7 +382,7 @@ fn evaluation_trajectories(environment: &Environment) -> usize {
 fn memory_peaks(device: &Device) -> Result<Metrics> {
     let mut metrics = Metrics::new();
     if let Device::Cuda(gpu) = device {
-        let memory = device_memory(gpu)?;
+        let memory: DeviceMemory = device_memory(gpu)?;
         metrics.set("perf/max_memory_allocated_gb", memory.used_max as f64 / 1e9);
         metrics.set("perf/max_memory_reserved_gb", memory.reserved_max as f64 / 1e9);
         reset_memory_peaks(gpu)?;
