@@ -48,7 +48,7 @@ fn of(problem: &str, phase: Phase, step: u64, reward: f32, tokens: usize) -> Tra
     row.trajectory.mask = (0..tokens).map(|token| token > 0).collect();
     row.trajectory.log_probs = vec![-0.5; tokens];
     row.trajectory.turns[0].end = tokens;
-    row.messages.push(Message::user(&format!("The {problem} at {step}.")));
+    row.messages.push(Message::user(format!("The {problem} at {step}.")));
     row
 }
 
