@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, BufRead, ErrorKind, Read};
 use std::path::Path;
 
-/// Maximum bytes of a TOML file: a recipe, its base.
+/// Maximum bytes of a TOML file: a recipe or its base.
 pub const TOML_BYTES_MAX: u64 = 1 << 20;
 /// Maximum bytes of a small file of a model or a run: `config.json`, `trainer.json`, `manifest.b3`.
 pub const SMALL_FILE_BYTES_MAX: u64 = 4 << 20;

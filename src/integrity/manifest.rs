@@ -38,15 +38,13 @@ impl Manifest {
         self.0.get(name).copied()
     }
 
-    /// Writes and syncs the new file `name` in `folder`, and records its digest. Creates a folder that the
-    /// name has.
+    /// Writes and syncs the new file `name` in `folder`, and records its digest.
     ///
     /// # Errors
     /// When the file exists or cannot be written.
     pub fn write_file(&mut self, folder: &Path, name: &str, content: &[u8]) -> Result<()> {
         let path = folder.join(name);
-        std::fs::create_dir_all(path.parent().unwrap_or(folder))
-            .and_then(|()| File::create_new(&path))
+        File::create_new(&path)
             .and_then(|mut file| {
                 file.write_all(content)?;
                 file.sync_all()
