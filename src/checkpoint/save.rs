@@ -27,13 +27,16 @@ use std::path::Path;
 /// Hugging Face Hub.
 pub const SHARD_BYTES_MAX: u64 = 5_000_000_000;
 const CHAT_TEMPLATE: &str = "chat_template.jinja";
+/// The template of conversations with tools, where transformers finds it.
+const TOOL_USE_TEMPLATE: &str = "additional_chat_templates/tool_use.jinja";
 /// Names of the companion files. They are copied from the folder of a model to every folder where the model
 /// is saved.
-const COMPANION_FILES: [&str; 5] = [
+const COMPANION_FILES: [&str; 6] = [
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     CHAT_TEMPLATE,
+    TOOL_USE_TEMPLATE,
     "generation_config.json",
 ];
 
@@ -107,13 +110,15 @@ impl CompanionFiles {
         files.iter().try_for_each(|(name, content)| manifest.write_file(folder, name, content))
     }
 
-    /// Returns the tokenizer and the template of `chat`. [`save`] derives the other companion files from the
+    /// Returns the tokenizer and the templates of `chat`. [`save`] derives the other companion files from the
     /// tokenizer and the config.
     pub fn from_chat(chat: &Chat) -> Self {
-        Self(BTreeMap::from([
+        let tool_use = chat.tool_use_jinja().map(|text| (TOOL_USE_TEMPLATE.into(), text.into()));
+        let files = [
             ("tokenizer.json".into(), chat.vocabulary().json_bytes().to_vec()),
             (CHAT_TEMPLATE.into(), chat.jinja().into()),
-        ]))
+        ];
+        Self(files.into_iter().chain(tool_use).collect())
     }
 
     /// Returns the tokenizer and the chat template of `chat`. If `template` is given, it replaces the
@@ -162,7 +167,7 @@ impl CompanionFiles {
         let of_settings = given.as_str().map(str::to_owned).or_else(|| named("default"));
         Ok(TemplateSource {
             default: own_file.or(of_settings).or(other_file).unwrap_or_default(),
-            tool_use: named("tool_use").or(text("additional_chat_templates/tool_use.jinja")?),
+            tool_use: named("tool_use").or(text(TOOL_USE_TEMPLATE)?),
             variables,
         })
     }

@@ -71,6 +71,12 @@ const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"
 rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
 ";
 
+/// The recipe for a model folder or a GGUF file whose adapters are trained. A pass needs memory for the
+/// logits of a whole sequence.
+const TRAINED_MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"
+rollout = { turns_max = 1, prompt_tokens_max = 3072, response_tokens_max = 1024 }
+";
+
 /// Serves until a signal, then finishes open answers. A second signal ends the program at once.
 ///
 /// # Errors
@@ -91,7 +97,8 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     })?;
     let address = listener.local_addr().context("the server's address")?;
     let console = Console::plain();
-    let opened = open_model(("rloss serve", &args.recipe, MODEL_RECIPE), &args.sets, args.trust, &console)?;
+    let usual = if args.train { TRAINED_MODEL_RECIPE } else { MODEL_RECIPE };
+    let opened = open_model(("rloss serve", &args.recipe, usual), &args.sets, args.trust, &console)?;
     let (plan, step) = opened;
     let started = start(plan, ModelCommand::Serve, &console)?;
     let Started { loaded, environment, .. } = &started;
@@ -104,8 +111,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     let engine = sampling.engine(sampling.policy_without_ablations()?, step, &recipe.rollout)?;
     let model_name = args.name.clone().unwrap_or_else(|| name_of(&args.recipe));
     let eval = &recipe.eval;
-    let longest = recipe.rollout.prompt_tokens_max + recipe.rollout.response_tokens_max;
-    let tokens_max = longest.min(loaded.actor.model.context_tokens_max());
+    let tokens_max = longest_sequence(&started);
     let base = if args.train { Some(training_base(args, &started)?) } else { None };
     let door = base.as_ref().map(|base| open_door(args, &started, base, (&model_name, tokens_max)));
     let door = door.transpose()?;
@@ -139,6 +145,13 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     }
     serve::run(&listener, settings, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)
+}
+
+/// Returns the maximum number of tokens of a prompt with its answer.
+fn longest_sequence(started: &Started) -> usize {
+    let rollout = &started.environment.recipe().rollout;
+    let longest = rollout.prompt_tokens_max + rollout.response_tokens_max;
+    longest.min(started.loaded.actor.model.context_tokens_max())
 }
 
 /// Returns the base of adapters, as their folders name it. A model that is in no folder is written into the
@@ -176,37 +189,53 @@ fn training_base(args: &ServeArgs, started: &Started) -> Result<BaseModel> {
 /// # Errors
 /// [`crate::error::BadInput`] if they do not.
 fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
-    let (loaded, recipe) = (&started.loaded, started.environment.recipe());
-    let (actor, config) = (&loaded.actor, loaded.config());
+    let (actor, config) = (&started.loaded.actor, started.loaded.config());
     let execution = &actor.execution;
-    let tokens = execution.micro_batch_tokens.max(recipe.rollout.prompt_tokens_max);
-    let pass = PassShape {
-        config,
-        tokens,
-        targets: tokens,
-        has_adapter: true,
-        on_gpu: false,
-        teacher: None,
-        sequence_ranks: 1,
-    };
+    let (micro_batch, longest) = (execution.micro_batch_tokens, longest_sequence(started));
     let passes =
         if runs_in_parallel(actor.parameters.bytes()) { execution.threads.count() as u64 } else { 1 };
     let adapters = u64::from(args.adapters) * tinker::adapter_bytes(actor, tinker::PLANNED_RANK)?;
     let requests = (tinker::WAITING_BYTES_MAX + tinker::RESULT_BYTES_MAX) as u64;
-    let needed = adapters + passes * pass.forward_backward_bytes(execution.recompute_layers) + requests;
-    match remaining_memory() {
-        Some(AvailableMemory { bytes, limit }) if needed > bytes => Err(bad_input!(
-            "--train needs {} beside the model, of which {} are for {} adapters of rank {}, but {} are {limit}; \
-             lower --adapters, or add --set train.micro_batch_tokens={}",
-            gigabytes(needed),
-            gigabytes(adapters),
-            args.adapters,
-            tinker::PLANNED_RANK,
-            gigabytes(bytes),
-            tokens / 2
-        )),
-        _ => Ok(()),
+    let needed = |tokens: usize| {
+        let pass = PassShape {
+            config,
+            tokens,
+            targets: tokens,
+            has_adapter: true,
+            on_gpu: false,
+            teacher: None,
+            sequence_ranks: 1,
+        };
+        adapters + passes * pass.forward_backward_bytes(execution.recompute_layers) + requests
+    };
+    let tokens = micro_batch.max(longest);
+    let Some(AvailableMemory { bytes, limit }) = remaining_memory() else { return Ok(()) };
+    if needed(tokens) <= bytes {
+        return Ok(());
     }
+    let response = started.environment.recipe().rollout.response_tokens_max;
+    let halves = std::iter::successors(Some(tokens / 2), |tokens| Some(tokens / 2));
+    let remedy = match halves.take_while(|&tokens| tokens > response).find(|&tokens| needed(tokens) <= bytes)
+    {
+        Some(tokens) => {
+            let prompt = (longest > tokens).then(|| ("rollout.prompt_tokens_max", tokens - response));
+            let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
+            let set = |(key, tokens)| format!(" --set {key}={tokens}");
+            format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>())
+        }
+        None if args.adapters > 1 => "lower --adapters".to_owned(),
+        None => "serve a smaller model".to_owned(),
+    };
+    Err(bad_input!(
+        "--train needs {} beside the model, of which {} are for {} adapters of rank {} and {} for passes of {tokens} \
+         tokens, but {} are {limit}; {remedy}",
+        gigabytes(needed(tokens)),
+        gigabytes(adapters),
+        args.adapters,
+        tinker::PLANNED_RANK,
+        gigabytes(needed(tokens) - adapters - requests),
+        gigabytes(bytes),
+    ))
 }
 
 /// Opens the Tinker API of the model.

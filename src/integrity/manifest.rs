@@ -15,6 +15,8 @@ use std::io::{self, ErrorKind, Write};
 use std::path::Path;
 
 pub const MANIFEST_FILE: &str = "manifest.b3";
+/// The folder of a model's templates beyond the first, as transformers names it.
+const TEMPLATE_FOLDER: &str = "additional_chat_templates";
 /// Maximum number of errors that a message lists.
 const ERRORS_SHOWN_MAX: usize = 8;
 
@@ -38,18 +40,22 @@ impl Manifest {
         self.0.get(name).copied()
     }
 
-    /// Writes and syncs the new file `name` in `folder`, and records its digest.
+    /// Writes and syncs the new file `name` in `folder`, and records its digest. Creates a folder that the
+    /// name has.
     ///
     /// # Errors
     /// When the file exists or cannot be written.
     pub fn write_file(&mut self, folder: &Path, name: &str, content: &[u8]) -> Result<()> {
         let path = folder.join(name);
-        File::create_new(&path)
-            .and_then(|mut file| {
-                file.write_all(content)?;
-                file.sync_all()
-            })
-            .with_context(|| format!("{}: cannot be written", path.display()))?;
+        let write = || {
+            let parent = path.parent().unwrap_or(folder);
+            fs::create_dir_all(parent)?;
+            let mut file = File::create_new(&path)?;
+            file.write_all(content)?;
+            file.sync_all()?;
+            File::open(parent)?.sync_all()
+        };
+        write().with_context(|| format!("{}: cannot be written", path.display()))?;
         self.record(name, blake3::hash(content));
         Ok(())
     }
@@ -125,9 +131,7 @@ impl Manifest {
         for (line, number) in lines.lines().zip(1..) {
             let entry = line.split_once("  ").and_then(|(hex, name)| Some((Hash::from_hex(hex).ok()?, name)));
             match entry {
-                Some((digest, name)) if Path::new(name).file_name().is_some_and(|plain| plain == name) => {
-                    manifest.record(name, digest);
-                }
+                Some((digest, name)) if is_listed_name(name) => manifest.record(name, digest),
                 _ => {
                     return Err(format!(
                         "line {number} is not a digest and the name of a file in the folder"
@@ -171,8 +175,29 @@ impl Manifest {
     }
 }
 
-/// Returns the sorted names of the files in `folder`. Hidden files and the manifest are left out.
+/// Returns whether a manifest can list `name`: a file of the folder, or of a folder in it.
+fn is_listed_name(name: &str) -> bool {
+    let is_plain = |part: &str| Path::new(part).file_name().is_some_and(|plain| plain == part);
+    match name.split_once('/') {
+        Some((folder, name)) => is_plain(folder) && is_plain(name),
+        None => is_plain(name),
+    }
+}
+
+/// Returns the sorted names of the files in `folder`, and of those in its folder of templates. Hidden files
+/// and the manifest are left out.
 fn file_names(folder: &Path) -> Result<Vec<String>> {
+    let mut names = plain_names(folder)?;
+    let templates = folder.join(TEMPLATE_FOLDER);
+    if templates.is_dir() {
+        let of_templates = plain_names(&templates)?;
+        names.extend(of_templates.iter().map(|name| format!("{TEMPLATE_FOLDER}/{name}")));
+        names.sort();
+    }
+    Ok(names)
+}
+
+fn plain_names(folder: &Path) -> Result<Vec<String>> {
     let unreadable = |e: io::Error| bad_input!("{}: cannot be read: {e}", folder.display());
     let mut names = vec![];
     for entry in fs::read_dir(folder).map_err(unreadable)? {
@@ -225,7 +250,8 @@ mod tests {
     fn folder() -> (tempfile::TempDir, Manifest) {
         let folder = tempfile::tempdir().unwrap();
         let mut manifest = Manifest::default();
-        for name in ["a.json", "b.safetensors", "notes.txt"] {
+        let template = format!("{TEMPLATE_FOLDER}/tool_use.jinja");
+        for name in ["a.json", &template, "b.safetensors", "notes.txt"] {
             manifest.write_file(folder.path(), name, name.repeat(100).as_bytes()).unwrap();
         }
         manifest.write(folder.path()).unwrap();
@@ -247,8 +273,16 @@ mod tests {
         fs::remove_file(folder.path().join("more.safetensors")).unwrap();
         fs::write(folder.path().join("readme.md"), "nobody reads it").unwrap();
         assert!(Manifest::check(folder.path()).unwrap());
-        fs::remove_file(folder.path().join("a.json")).unwrap();
-        error("a.json: damaged: cannot be read");
+        let other = folder.path().join(TEMPLATE_FOLDER).join("rag.jinja");
+        fs::write(&other, "x").unwrap();
+        error("additional_chat_templates/rag.jinja: is not in manifest.b3");
+        fs::remove_file(&other).unwrap();
+        for name in ["a.json", &format!("{TEMPLATE_FOLDER}/tool_use.jinja")] {
+            let content = fs::read(folder.path().join(name)).unwrap();
+            fs::remove_file(folder.path().join(name)).unwrap();
+            error(&format!("{name}: damaged: cannot be read"));
+            fs::write(folder.path().join(name), content).unwrap();
+        }
         fs::remove_file(folder.path().join(MANIFEST_FILE)).unwrap();
         assert!(!Manifest::check(folder.path()).unwrap());
     }
@@ -277,8 +311,13 @@ mod tests {
 
     #[test]
     fn no_line_names_a_file_elsewhere() {
-        let lines = format!("{}  ../other.json\n", blake3::hash(b""));
-        let text = format!("{lines}{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes()));
-        assert!(Manifest::parse(&text, MANIFEST_FILE).unwrap_err().contains("line 1"));
+        for name in ["../other.json", "a/../b.json", "./a", "/a", "a/", "a//b", "a/b/c.json", "..", ""] {
+            let lines = format!("{}  {name}\n", blake3::hash(b""));
+            let text = format!("{lines}{}  {MANIFEST_FILE}\n", blake3::hash(lines.as_bytes()));
+            assert!(
+                Manifest::parse(&text, MANIFEST_FILE).is_err_and(|text| text.contains("line 1")),
+                "{name}"
+            );
+        }
     }
 }

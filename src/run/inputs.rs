@@ -24,7 +24,12 @@ const COMMAND: &str = ".command";
 /// said and not refused.
 const ARGUMENT: &str = " argument";
 /// The files of a model's folder that define the text of conversations.
-const MODEL_FILES: [&str; 3] = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"];
+const MODEL_FILES: [&str; 4] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
+];
 
 /// The digests of a run's inputs.
 #[derive(Default)]

@@ -5,6 +5,7 @@ use rloss::chat::chatml::TemplateSource;
 use rloss::chat::{Chat, ChatFormat, NextTokens, SystemPromptSettings, system_prompt};
 use rloss::checkpoint::save::CompanionFiles;
 use rloss::harmony::{Message, TurnEnd, TurnStep};
+use rloss::integrity::Manifest;
 use serde_json::json;
 use std::path::Path;
 
@@ -205,6 +206,28 @@ fn the_template_of_a_folder_is_found_where_transformers_finds_it() {
     assert_eq!(found.variables["eos_token"], "</s>");
     write("chat_template.jinja", "own file");
     assert_eq!(read().default, "own file");
+}
+
+/// A checkpoint lacked the template of conversations with tools.
+#[test]
+fn a_checkpoint_carries_the_template_of_tools_on() {
+    let tool_use = Some(format!("{}{{# with tools #}}", own_source("plain").default));
+    let source = TemplateSource { tool_use, ..own_source("plain") };
+    let chat = ChatFormat::ThinkingChatMl;
+    let vocabulary = chat.from_embedded().unwrap().vocabulary().clone();
+    let chat = chat.with_template(vocabulary, "model/tokenizer.json", &source).unwrap();
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let write = |files: CompanionFiles, folder: &Path| {
+        let mut manifest = Manifest::default();
+        files.write(folder, &crate::tiny::config(false), &mut manifest).unwrap();
+        manifest.write(folder).unwrap();
+        assert!(Manifest::check(folder).unwrap());
+        assert_eq!(Manifest::from_folder(folder).unwrap(), manifest);
+        let TemplateSource { default, tool_use, .. } = CompanionFiles::read_template(folder).unwrap();
+        assert_eq!((default, tool_use), (source.default.clone(), source.tool_use.clone()));
+    };
+    write(CompanionFiles::from_gguf(&chat, None), first.path());
+    write(CompanionFiles::read(first.path(), &chat).unwrap(), second.path());
 }
 
 #[test]

@@ -264,11 +264,29 @@ fn a_client_beside_others_has_what_it_has_alone_with_and_without_seeds() {
     assert!(alone[0] != alone[1] && alone[1] != alone[2]);
     std::thread::scope(|scope| {
         let beside: Vec<_> =
-            (0..6).map(|i| scope.spawn(move || run([None, Some(1), Some(2)][i % 3]))).collect();
+            (0..8).map(|i| scope.spawn(move || run([None, Some(1), Some(2)][i % 3]))).collect();
         for (i, found) in beside.into_iter().enumerate() {
             assert_eq!(found.join().unwrap(), alone[i % 3], "client {i}");
         }
     });
+}
+
+/// The remedy named a value that changed nothing.
+#[test]
+fn the_remedy_of_a_plan_that_does_not_fit_fits() {
+    let store = TempDir::new().unwrap();
+    let sets = ["--set", "train.micro_batch_tokens=16777216"];
+    let train = ["--port", "0", "--train", "--store"];
+    let mut refused = rloss();
+    refused.arg("serve").arg(quickstart()).args(train).arg(store.path()).args(sets);
+    let refused = refused.output().unwrap();
+    let text = String::from_utf8(refused.stderr).unwrap();
+    assert_eq!(refused.status.code(), Some(2), "{text}");
+    let remedy = text.split("; add ").last().unwrap().trim().to_owned();
+    assert!(remedy.starts_with("--set train.micro_batch_tokens="), "{text}");
+    let added: Vec<&str> = sets.into_iter().chain(remedy.split(' ')).collect();
+    let server = Server::start(store.path(), &added);
+    server.session();
 }
 
 #[test]
