@@ -1,6 +1,6 @@
 //! Every command that a page shows is run, or listed in [`LISTED`] with the reason why not. Pages are
 //! README.md, CONTRIBUTING.md, docs/*.md, tests/cuda_*/README.md, and the comments of recipes/*.toml and
-//! examples/agents/*.toml.
+//! examples/*/*.toml.
 //!
 //! `stand_ins` makes the models, data and runs that commands name, all tiny, and shortens training to two
 //! steps.
@@ -55,6 +55,7 @@ const LISTED: &[(&str, &str)] = &[
     ("scripts/parity.py", PACKAGES),
     ("scripts/check_serve.py", PACKAGES),
     ("scripts/tinker_home.py ", PACKAGES),
+    ("TINKER_BASE_URL=", PACKAGES),
     ("scripts/random_checkpoint.py", PACKAGES),
     ("rloss train examples/agents/verifiers_classic.toml", PACKAGES),
     ("rloss report runs/shop$", PACKAGES),
@@ -72,12 +73,9 @@ const LISTED: &[(&str, &str)] = &[
 ];
 
 /// Program blocks of pages that the page's commands expect in a file: page, file, a text of the block.
-const BLOCKS_AS_FILES: [(&str, &str, &str); 6] = [
-    ("docs/TASKS.md", "rewards.py", "def correct"),
-    ("docs/TASKS.md", "sums.jsonl", "3+5?"),
-    ("docs/TASKS.md", "sums.toml", "sums.jsonl"),
-    ("docs/TASKS.md", "shop.py", "PRICES"),
-    ("docs/TASKS.md", "shop.toml", "shop.py"),
+const BLOCKS_AS_FILES: [(&str, &str, &str); 3] = [
+    ("README.md", "rewards.py", "def correct"),
+    ("README.md", "mine.toml", "rewards.py"),
     ("docs/AGENTS.md", "mine.toml", "my_env"),
 ];
 
@@ -99,7 +97,9 @@ fn pages() -> Vec<(String, String)> {
     let singles =
         ["README.md", "CONTRIBUTING.md", "tests/cuda_driver/README.md", "tests/cuda_host/README.md"];
     let mut paths: Vec<String> = singles.map(str::to_owned).to_vec();
-    for (folder, extension) in [("docs", "md"), ("recipes", "toml"), ("examples/agents", "toml")] {
+    let folders =
+        [("docs", "md"), ("recipes", "toml"), ("examples/agents", "toml"), ("examples/tasks", "toml")];
+    for (folder, extension) in folders {
         let files = std::fs::read_dir(root().join(folder)).unwrap().map(|entry| entry.unwrap().path());
         let files = files.filter(|path| path.extension().is_some_and(|found| found == extension));
         let mut files: Vec<String> =
