@@ -44,7 +44,7 @@ kernel-bugs:
 drawn-kernel-bugs count="100":
     tests/cuda_host/drawn_bugs.py {{count}}
 
-# The tables that docs/ROOFLINE.md sums up, from the shapes and the machine code: nothing is measured.
+# The tables that docs/GPU.md sums up, from the shapes and the machine code: nothing is measured.
 roofline:
     scripts/roofline.py
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """A roofline on paper: what each kernel moves, computes and issues for gpt-oss-20b, and the least time that leaves on an H100.
 
-  scripts/roofline.py [FOLDER]   prints the tables that docs/ROOFLINE.md sums up; the kernels' machine code is kept in FOLDER if given
+  scripts/roofline.py [FOLDER]   prints the tables that docs/GPU.md sums up; the kernels' machine code is kept in FOLDER if given
 
 Nothing is measured. Bytes: every tensor that a kernel names read or written once, at the memory's full rate. Operations:
 two a multiply-add of the tensor cores, at their full rate. Issue slots: warp instructions on the shortest way through the

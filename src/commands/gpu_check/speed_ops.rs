@@ -1,5 +1,5 @@
 //! Milliseconds, TFLOP/s and GB/s of all ops except attention, at gpt-oss-20b's shapes, compared with the
-//! limits of docs/ROOFLINE.md.
+//! limits of `scripts/roofline.py`.
 //!
 //! A multiply-add counts as two operations. The bytes of each tensor count once. A backward pass is timed on
 //! a graph of one op.
