@@ -196,7 +196,7 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
         if runs_in_parallel(actor.parameters.bytes()) { execution.threads.count() as u64 } else { 1 };
     let adapters = u64::from(args.adapters) * tinker::adapter_bytes(actor, tinker::PLANNED_RANK)?;
     let requests = (tinker::WAITING_BYTES_MAX + tinker::RESULT_BYTES_MAX) as u64;
-    let needed = |tokens: usize| {
+    let needed_with = |tokens: usize, recompute_layers: bool| {
         let pass = PassShape {
             config,
             tokens,
@@ -206,8 +206,9 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
             teacher: None,
             sequence_ranks: 1,
         };
-        adapters + passes * pass.forward_backward_bytes(execution.recompute_layers) + requests
+        adapters + passes * pass.forward_backward_bytes(recompute_layers) + requests
     };
+    let needed = |tokens| needed_with(tokens, execution.recompute_layers);
     let tokens = micro_batch.max(longest);
     let Some(AvailableMemory { bytes, limit }) = remaining_memory() else { return Ok(()) };
     if needed(tokens) <= bytes {
@@ -215,8 +216,9 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
     }
     let response = started.environment.recipe().rollout.response_tokens_max;
     let halves = std::iter::successors(Some(tokens / 2), |tokens| Some(tokens / 2));
-    let remedy = match halves.take_while(|&tokens| tokens > response).find(|&tokens| needed(tokens) <= bytes)
-    {
+    let mut fewer = halves.take_while(|&tokens| tokens > response);
+    let remedy = match fewer.find(|&tokens| needed(tokens) <= bytes) {
+        _ if needed_with(tokens, true) <= bytes => "add --set train.recompute_layers=true".to_owned(),
         Some(tokens) => {
             let prompt = (longest > tokens).then(|| ("rollout.prompt_tokens_max", tokens - response));
             let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
