@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Checks the CUDA kernels on a machine with a GPU. That machine needs neither Rust nor network.
 #
-#   scripts/gpu_check.sh --build          here: builds the program, stripped and packed, target/gpu-check/rloss.gz
+#   scripts/gpu_check.sh --build          here: builds the program and the bench, stripped and packed, target/gpu-check/*.gz
 #   scripts/gpu_check.sh --deadline 600   there: the first call, ten minutes at most; appends to gpu-check.md
 #   scripts/gpu_check.sh --full           there: the second call, every case
 #
-# Options there: --binary FILE, --out FILE (default: gpu-check.md in the folder OUT, or here), --device N,
-# --deadline SECONDS (from the start), --only PARTS (comma-separated), which run in the order of this list:
+# Options there: --binary FILE, --bench FILE (the bench gpu_speed, for speed, profile and model), --out FILE (default:
+# gpu-check.md in the folder OUT, or here), --device N, --deadline SECONDS (from the start), --only PARTS
+# (comma-separated), which run in the order of this list:
 #   the first call     device, primitives, facts, seeded, oracle, links, speed, profile, model, quickstart, memcheck
 #   --full             oracle-full, links-full, nccl, speed-full, model-full, quickstart-full
 #   only when named    peers (other implementations beside speed-full and model-full), racecheck, initcheck, synccheck
@@ -24,7 +25,8 @@ FIRST=(device primitives facts seeded oracle links speed profile model quickstar
 FULL=(oracle-full links-full nccl speed-full model-full quickstart-full)
 NAMED=(peers racecheck initcheck synccheck)
 
-binary=target/gpu-check/rloss.gz out=${OUT:-.}/gpu-check.md device=0 deadline="" parts=("${FIRST[@]}")
+binary=target/gpu-check/rloss.gz bench=target/gpu-check/gpu_speed.gz
+out=${OUT:-.}/gpu-check.md device=0 deadline="" parts=("${FIRST[@]}")
 fail() {
     echo "gpu_check: $*" >&2
     exit 2
@@ -32,23 +34,31 @@ fail() {
 
 mib() { awk '{ printf "%.1f", $1 / 1048576 }'; }
 
+# pack FILE PACKED
+pack() {
+    strip -o "$2.part" "$1"
+    # Most of it is PTX, which is text.
+    gzip -9 <"$2.part" >"$2"
+    echo "$2: $(stat -c %s "$2" | mib) MiB ($(stat -c %s "$2.part" | mib) unpacked)"
+    rm "$2.part"
+}
+
 build() {
     command -v nvcc >/dev/null || fail 'no nvcc: first run  eval "$(scripts/setup_cuda.sh)"'
     # NCCL is checked where it was there to build with: scripts/setup_cuda.sh --nccl.
     local features=cuda
     if ls "${CUDA_HOME:-/usr/local/cuda}"/lib*/libnccl.so >/dev/null 2>&1; then features=cuda,nccl; fi
-    cargo build --release --features "$features" --bin rloss
+    local built speed tree all
+    built=$(cargo build --release --features "$features" --bin rloss --bench gpu_speed --message-format json-render-diagnostics)
+    # Cargo gives a bench's name a suffix.
+    speed=$(sed -n 's|.*"executable":"\([^"]*/gpu_speed-[^"]*\)".*|\1|p' <<<"$built")
     mkdir -p "$(dirname "$binary")"
-    strip -o "$binary.part" "${CARGO_TARGET_DIR:-target}/release/rloss"
-    local stripped packed tree
-    stripped=$(stat -c %s "$binary.part")
-    # Most of it is PTX, which is text.
-    gzip -9 <"$binary.part" >"$binary"
-    rm "$binary.part"
-    packed=$(stat -c %s "$binary")
+    pack "${CARGO_TARGET_DIR:-target}/release/rloss" "$binary"
+    pack "$speed" "$bench"
     tree=$(git ls-files -z | xargs -0 stat -c %s | awk '{ s += $1 } END { print s }')
-    echo "$binary: $(mib <<<"$packed") MiB ($(mib <<<"$stripped") unpacked); the tree: $(mib <<<"$tree") MiB"
-    [ $((packed + tree)) -lt 55000000 ] || fail "program and tree are over 55 MB together"
+    all=$((tree + $(stat -c %s "$binary") + $(stat -c %s "$bench")))
+    echo "the tree: $(mib <<<"$tree") MiB"
+    [ $all -lt 55000000 ] || fail "program, bench and tree are over 55 MB together"
 }
 
 while [ $# -gt 0 ]; do
@@ -61,10 +71,11 @@ while [ $# -gt 0 ]; do
             parts=("${FULL[@]}")
             shift
             ;;
-        --binary | --out | --device | --deadline | --only)
+        --binary | --bench | --out | --device | --deadline | --only)
             [ $# -ge 2 ] || fail "$1 needs a value"
             case $1 in
                 --binary) binary=$2 ;;
+                --bench) bench=$2 ;;
                 --out) out=$2 ;;
                 --device) device=$2 ;;
                 --deadline)
@@ -86,13 +97,21 @@ wanted() { [[ " ${parts[*]} " == *" $1 "* ]]; }
 for name in "${parts[@]}"; do
     [[ " ${FIRST[*]} ${FULL[*]} ${NAMED[*]} " == *" $name "* ]] || fail "no part $name: --only takes ${FIRST[*]} ${FULL[*]} ${NAMED[*]}"
 done
-[ -f "$binary" ] || fail "no program at $binary: make it with scripts/gpu_check.sh --build on a machine with Rust, and bring it here"
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-if [[ $binary == *.gz ]]; then
-    gzip -dc "$binary" >"$scratch/rloss" || fail "$binary cannot be unpacked: bring it here anew"
-    chmod +x "$scratch/rloss"
-    binary=$scratch/rloss
+# unpack FILE: sets `program` to its path, unpacked.
+unpack() {
+    [ -f "$1" ] || fail "no program at $1: make it with scripts/gpu_check.sh --build on a machine with Rust, and bring it here"
+    program=$1
+    if [[ $1 == *.gz ]]; then
+        program=$scratch/$(basename "$1" .gz)
+        gzip -dc "$1" >"$program" || fail "$1 cannot be unpacked: bring it here anew"
+        chmod +x "$program"
+    fi
+}
+unpack "$binary" && binary=$program
+if [[ " ${parts[*]}" == *" speed"* || " ${parts[*]}" == *" model"* || " ${parts[*]}" == *" profile"* ]]; then
+    unpack "$bench" && bench=$program
 fi
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || python=""
@@ -201,13 +220,16 @@ end() {
     if [ "$2" != 0 ]; then failed=1; fi
 }
 
-# part NAME SECONDS ARGUMENTS...: the program appends its rows itself. Parts with tables of their own begin with one.
+# part NAME SECONDS ARGUMENTS...: program or bench append their rows themselves. The bench has tables of its own.
 part() {
-    local name=$1 code=0
+    local name=$1 code=0 program=("$binary" gpu-check)
     begin "$name" "$2" || return 0
     shift 2
-    case $name in speed* | model*) in_table="" ;; *) [ -n "$in_table" ] || begin_table ;; esac
-    rloss timeout -k 5 "$limit" "$binary" gpu-check "$@" --device "$device" >>"$out" 2>"$scratch/errors" || code=$?
+    case $name in
+        speed* | model*) in_table="" program=("$bench") ;;
+        *) [ -n "$in_table" ] || begin_table ;;
+    esac
+    rloss timeout -k 5 "$limit" "${program[@]}" "$@" --device "$device" >>"$out" 2>"$scratch/errors" || code=$?
     cat "$scratch/errors" >&2
     if [ $code = 1 ] && ! grep -q '^error:' "$scratch/errors"; then
         failed=1 # and its rows say so
@@ -249,7 +271,7 @@ profile() {
         return
     fi
     rloss timeout -k 5 "$limit" "$ncu" --kernel-name "regex:$KERNELS" --metrics "$METRICS" --csv \
-        "$binary" gpu-check profile --device "$device" >"$scratch/profile" 2>"$scratch/errors" || code=$?
+        "$bench" profile --device "$device" >"$scratch/profile" 2>"$scratch/errors" || code=$?
     # A line of CSV for each kernel and metric. Fields 5 and 13 to 15 are the kernel, the metric, its unit and its value.
     while IFS=$'\t' read -r kernel metric unit value; do
         row "ncu: $kernel" "$metric" "$value $unit"

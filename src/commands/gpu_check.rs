@@ -1,5 +1,5 @@
-//! `rloss gpu-check`, a hidden command: checks that need a GPU. scripts/gpu_check.sh runs each part and keeps
-//! its tables.
+//! `rloss gpu-check`, a hidden command: checks that need a GPU. `benches/gpu_speed` measures.
+//! scripts/gpu_check.sh runs each part of both and keeps their tables.
 //!
 //! Every part prints rows of one Markdown table. A failed check does not end the part, because the other
 //! results are still useful.
@@ -9,15 +9,11 @@ mod cpu_reference;
 mod instruction;
 mod instruction_properties;
 mod model_ops;
-mod model_speed;
 #[cfg(test)]
 mod on_device;
-mod peers;
 mod primitives;
 mod problem;
 mod seeded_outputs;
-mod speed;
-mod speed_ops;
 
 use crate::error::{EXIT_FAILED, EXIT_SUCCESS};
 use crate::ops::cuda::Gpu;
@@ -32,35 +28,18 @@ use std::time::{Duration, Instant};
 /// Arguments of `gpu-check`.
 #[derive(Args, Debug, Clone, Default)]
 pub struct GpuCheckArgs {
-    /// Parts to check [default: all of them]
+    /// Parts to check [default: all of them]. Speed, profile and model are in the bench gpu_speed
     #[arg(value_enum)]
     pub parts: Vec<Part>,
     /// Small cases only, for compute-sanitizer
     #[arg(long)]
     pub small: bool,
-    /// The most telling cases of speed and model only, for a first call of minutes
-    #[arg(long, conflicts_with = "small")]
-    pub short: bool,
     /// Only write a file with the outputs that the part "seeded" compares
     #[arg(long, value_name = "FILE")]
     pub write_seeded: Option<PathBuf>,
     /// Index of the GPU
     #[arg(long, default_value_t = 0)]
     pub device: usize,
-    /// Times of other attention implementations, written by scripts/attention_peers.py in the same run
-    #[arg(long, value_name = "FILE")]
-    pub peers: Option<PathBuf>,
-}
-
-/// The cases that a part runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Extent {
-    /// A few of toy size.
-    Small,
-    /// The most telling ones.
-    Short,
-    /// All.
-    Full,
 }
 
 /// A part of the check.
@@ -81,12 +60,6 @@ pub enum Part {
     /// Tests NCCL with one rank, which sends to itself
     #[cfg(feature = "nccl")]
     Nccl,
-    /// Measures TFLOP/s and GB/s
-    Speed,
-    /// Launches attention and products once, for a profiler
-    Profile,
-    /// Measures the tokens per second of whole models with gpt-oss-20b's shape
-    Model,
 }
 
 /// The result of a check: `Ok` or `Err` with the measured values, or an error that stopped the check.
@@ -125,9 +98,8 @@ impl Verdicts {
 /// Runs the requested parts. The exit code is 1 if a check failed.
 ///
 /// # Errors
-/// When the kernels support no GPU of this machine, or when the peers' file cannot be read.
+/// When the kernels support no GPU of this machine.
 pub fn run(args: &GpuCheckArgs) -> Result<u8> {
-    let peers = args.peers.as_deref().map(peers::read).transpose()?;
     let start = Instant::now();
     let Gpu { device, .. } =
         ops::cuda::open_gpu(args.device).map_err(|error| bad_input!("gpu-check: {error}"))?;
@@ -136,11 +108,6 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
         return seeded_outputs::write(&device, path).map(|()| EXIT_SUCCESS);
     }
     let gpu = device.as_cuda_device()?;
-    let extent = match (args.small, args.short) {
-        (true, _) => Extent::Small,
-        (_, true) => Extent::Short,
-        _ => Extent::Full,
-    };
     let parts = if args.parts.is_empty() { Part::value_variants().to_vec() } else { args.parts.clone() };
     let mut verdicts = Verdicts::default();
     for part in parts {
@@ -160,15 +127,6 @@ pub fn run(args: &GpuCheckArgs) -> Result<u8> {
                 let version = crate::dist::check_nccl_alone(args.device, bytes_max)?;
                 Ok(Ok(format!("version {version}, parts of 1 to {bytes_max} bytes")))
             }),
-            Part::Speed => {
-                speed::run(gpu, extent, peers.as_ref())?;
-                speed_ops::run(&device, args.small)?;
-            }
-            Part::Profile => {
-                speed::launch_once(gpu, args.small)?;
-                speed_ops::launch_once(&device, args.small)?;
-            }
-            Part::Model => model_speed::run(&device, extent)?,
         }
     }
     eprintln!("gpu-check: {} passed, {} failed", verdicts.passed, verdicts.failed);

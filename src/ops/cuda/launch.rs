@@ -3,13 +3,11 @@
 use super::modules::function;
 use crate::ops::sink_attention::kernels::{Kernel, KernelSet, kernel_sets};
 use crate::ops::sink_attention::plan::check_device;
-use candle_core::cuda_backend::cudarc::driver::sys::CUevent_flags;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaEvent, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
+    CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, LaunchConfig, PushKernelArg, SyncOnDrop,
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
-use std::sync::Arc;
 
 /// Declares kernel arguments that are passed by value: structs of numbers with the layout of the kernels'
 /// structs.
@@ -90,32 +88,5 @@ impl<'a> Addresses<'a> {
         let (address, guard) = memory.device_ptr_mut(self.stream);
         self.guards.push(guard);
         address
-    }
-}
-
-/// A timer of work on the stream of a device.
-pub struct Timer {
-    stream: Arc<CudaStream>,
-    start: CudaEvent,
-}
-
-impl Timer {
-    /// Starts the timer after all work that was launched before.
-    ///
-    /// # Errors
-    /// When the driver fails.
-    pub fn start(device: &CudaDevice) -> Result<Self> {
-        let stream = device.cuda_stream();
-        let start = stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
-        Ok(Self { stream, start })
-    }
-
-    /// Returns the time of the work launched since the start, in milliseconds.
-    ///
-    /// # Errors
-    /// When the driver or the work fails.
-    pub fn milliseconds(self) -> Result<f32> {
-        let end = self.stream.record_event(Some(CUevent_flags::CU_EVENT_DEFAULT)).w()?;
-        self.start.elapsed_ms(&end).w()
     }
 }

@@ -50,7 +50,7 @@ pub use flash_attention::fa2_without_sinks;
 pub use gather_memory::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
 pub use graph::RecordedGraph;
 pub use head_parts::{pack_heads, unpack_heads};
-pub use launch::{Timer, kernel_set};
+pub use launch::kernel_set;
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
 pub use paged_attention::{KvPages, KvPool, PagedPass, kv_pages, paged_sink_attention};

@@ -1,14 +1,14 @@
 //! Times of other implementations of attention. `scripts/attention_peers.py` measures them in the same run.
 
-use crate::bad_input;
 use anyhow::Result;
+use rloss::bad_input;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
 /// The output of the script.
 #[derive(Debug, Deserialize)]
-pub(super) struct AttentionTimings {
+pub struct AttentionTimings {
     /// The library and its version.
     pub library: String,
     /// The device that was measured.
@@ -33,7 +33,7 @@ struct Row {
 
 /// A measured case of attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct TimingCase {
+pub struct TimingCase {
     pub heads: usize,
     pub kv_heads: usize,
     pub window: Option<usize>,
@@ -73,7 +73,7 @@ impl AttentionTimings {
 }
 
 /// Reads the output file of the script.
-pub(super) fn read(path: &Path) -> Result<AttentionTimings> {
+pub fn read(path: &Path) -> Result<AttentionTimings> {
     let text = std::fs::read_to_string(path)
         .map_err(|e| bad_input!("{}: {e}; create it with scripts/attention_peers.py", path.display()))?;
     serde_json::from_str(&text)

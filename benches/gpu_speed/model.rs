@@ -5,35 +5,35 @@
 //! The difference is the time of one layer, which gives an estimate for all layers.
 
 use super::Extent;
-use crate::actor::batch_runner::BatchRunner;
-use crate::actor::forward_backward::PassSettings;
-use crate::actor::micro_batch::{MicroBatch, Sequence};
-use crate::actor::optimizer::Optimizer;
-use crate::actor::{OptimizerSettings, PolicyColumns};
-use crate::metrics::Progress;
-use crate::model::adapter::{Lora, Owner, default_targets};
-use crate::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
-use crate::model::config::{Config, LayerType, Rope, WeightFormat};
-use crate::model::decode::Decoder;
-use crate::model::decoder_stack::keep_nothing;
-use crate::model::families::Family;
-use crate::model::forward::{ForwardOptions, Model};
-use crate::model::init::{InitSettings, init};
-use crate::model::names::{ParameterSpec, parameter_specs};
-use crate::model::parameters::{Backend, Parameters};
-use crate::model::policy_view::PolicyView;
-use crate::model::settings::Yarn;
-use crate::model::storage::{TensorStorage, copy_to_device};
-use crate::ops::cuda::{device_memory, free_memory, reset_memory_peaks};
-use crate::ops::logits::{SamplingParameters, sampled_rows_max};
-use crate::ops::packed_weights::{PANEL_COLUMNS, PackedFormat, PackedMatrix};
-use crate::ops::select_rows;
-use crate::ops::threads::Threads;
-use crate::ops::weight::Weight;
-use crate::random::{Purpose, stream};
 use anyhow::{Context, Result, ensure};
 use candle_core::{Device, Tensor};
 use rand::RngCore;
+use rloss::actor::batch_runner::BatchRunner;
+use rloss::actor::forward_backward::PassSettings;
+use rloss::actor::micro_batch::{MicroBatch, Sequence};
+use rloss::actor::optimizer::Optimizer;
+use rloss::actor::{OptimizerSettings, PolicyColumns};
+use rloss::metrics::Progress;
+use rloss::model::adapter::{Lora, Owner, default_targets};
+use rloss::model::cache::{CacheCapacity, CacheFactory, SequenceCache};
+use rloss::model::config::{Config, LayerType, Rope, WeightFormat};
+use rloss::model::decode::Decoder;
+use rloss::model::decoder_stack::keep_nothing;
+use rloss::model::families::Family;
+use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::init::{InitSettings, init};
+use rloss::model::names::{ParameterSpec, parameter_specs};
+use rloss::model::parameters::{Backend, Parameters};
+use rloss::model::policy_view::PolicyView;
+use rloss::model::settings::Yarn;
+use rloss::model::storage::{TensorStorage, copy_to_device};
+use rloss::ops::cuda::{device_memory, free_memory, reset_memory_peaks};
+use rloss::ops::logits::{SamplingParameters, sampled_rows_max};
+use rloss::ops::packed_weights::{PANEL_COLUMNS, PackedFormat, PackedMatrix};
+use rloss::ops::select_rows;
+use rloss::ops::threads::Threads;
+use rloss::ops::weight::Weight;
+use rloss::random::{Purpose, stream};
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Instant;
@@ -121,7 +121,7 @@ fn short() -> Cases {
     Cases { sequences: &[64, 256], context_tokens: &[1024], step_tokens: &[4096], ..gpt_oss_20b() }
 }
 
-pub(super) fn run(device: &Device, extent: Extent) -> Result<()> {
+pub fn run(device: &Device, extent: Extent) -> Result<()> {
     let (cases, size) = match extent {
         Extent::Small => (small(), ", made small"),
         Extent::Short => (short(), ""),
@@ -200,7 +200,7 @@ fn random_weight(spec: &ParameterSpec, shape: &[usize]) -> Result<Weight> {
         let mut bytes = vec![0; PackedFormat::Mxfp4.bytes(matrix_shape)];
         rng.fill_bytes(&mut bytes);
         // The scales come first in a block. All scales are 2^-8.
-        let block = PackedFormat::Mxfp4.bytes([1, crate::ops::mxfp4::BLOCK, PANEL_COLUMNS]);
+        let block = PackedFormat::Mxfp4.bytes([1, rloss::ops::mxfp4::BLOCK, PANEL_COLUMNS]);
         bytes.chunks_exact_mut(block).for_each(|block| block[..PANEL_COLUMNS].fill(119));
         let matrix = PackedMatrix::from_bytes(PackedFormat::Mxfp4, matrix_shape, bytes);
         return Ok(Weight::Packed(Arc::new(matrix)));

@@ -4,15 +4,16 @@
 //! A multiply-add counts as two operations. The bytes of each tensor count once. A backward pass is timed on
 //! a graph of one op.
 
-use super::model_ops::trainable_parameter;
-use super::speed::{median_milliseconds, random_values};
-use crate::ops::graph::differentiate;
-use crate::ops::muon::{Muon, iteration_flop, muon};
-use crate::ops::optimizer::{AdamW, adamw};
-use crate::ops::{self, Dispatch};
+use super::timing::{median_milliseconds, random_values};
 use anyhow::Result;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{DType, Device, Tensor};
+use candle_core::{DType, Device, Tensor, Var};
+use rloss::ops::graph::differentiate;
+use rloss::ops::muon::{Muon, iteration_flop, muon};
+use rloss::ops::optimizer::{AdamW, adamw};
+use rloss::ops::parameter::GradientSink;
+use rloss::ops::{self, Dispatch, Parameter};
+use std::sync::Arc;
 
 /// A model's sizes.
 struct Sizes {
@@ -51,7 +52,25 @@ fn ones_f32(device: &Device, shape: &[usize]) -> Result<Tensor> {
     Ok(Tensor::ones(shape, DType::F32, &Device::Cpu)?.to_device(device)?)
 }
 
-pub(super) fn run(device: &Device, small: bool) -> Result<()> {
+/// A gradient sink with one buffer.
+struct GradientBuffer(Tensor);
+
+impl GradientSink for GradientBuffer {
+    fn add(
+        &self,
+        _: usize,
+        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
+    ) -> candle_core::Result<()> {
+        add(&self.0)
+    }
+}
+
+fn trainable_parameter(values: &Tensor) -> Result<Parameter> {
+    let sink = Arc::new(GradientBuffer(ones_f32(values.device(), values.dims())?));
+    Ok(Parameter::with_gradient_sink(Var::from_tensor(values)?.as_tensor(), sink, 0))
+}
+
+pub fn run(device: &Device, small: bool) -> Result<()> {
     let sizes = if small { SMALL } else { GPT_OSS };
     println!(
         "\n| op | tokens or values | ms | TFLOP/s | GB/s | of the peak |\n| --- | --- | --- | --- | --- | --- |"
@@ -119,11 +138,11 @@ fn dispatch_plan(device: &Device, s: &Sizes, tokens: usize) -> Result<Dispatch> 
 }
 
 /// Launches the dense product and the experts' product once, with the most tokens.
-pub(super) fn launch_once(device: &Device, small: bool) -> Result<()> {
+pub fn launch_once(device: &Device, small: bool) -> Result<()> {
     let s = if small { SMALL } else { GPT_OSS };
     let tokens = s.tokens[s.tokens.len() - 1];
-    let dense = ops::Parameter::constant(&random_bf16(device, &[s.hidden, s.queries])?);
-    let grouped = ops::Parameter::constant(&random_bf16(device, &[s.experts, s.hidden, 2 * s.intermediate])?);
+    let dense = Parameter::constant(&random_bf16(device, &[s.hidden, s.queries])?);
+    let grouped = Parameter::constant(&random_bf16(device, &[s.experts, s.hidden, 2 * s.intermediate])?);
     let plan = dispatch_plan(device, &s, tokens)?;
     ops::linear(&random_bf16(device, &[tokens, s.hidden])?, &dense, None)?;
     ops::grouped_linear(&random_bf16(device, &[tokens * TOP_K, s.hidden])?, &grouped, None, &plan)?;
@@ -133,9 +152,9 @@ pub(super) fn launch_once(device: &Device, small: bool) -> Result<()> {
 fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     let plan = dispatch_plan(device, s, tokens)?;
     let (k, up) = (s.hidden, 2 * s.intermediate);
-    let (dense, _) = trainable_parameter(&random_bf16(device, &[k, s.queries])?)?;
-    let (grouped, _) = trainable_parameter(&random_bf16(device, &[s.experts, k, up])?)?;
-    let (bias, _) = trainable_parameter(&ones_f32(device, &[s.experts, up])?)?;
+    let dense = trainable_parameter(&random_bf16(device, &[k, s.queries])?)?;
+    let grouped = trainable_parameter(&random_bf16(device, &[s.experts, k, up])?)?;
+    let bias = trainable_parameter(&ones_f32(device, &[s.experts, up])?)?;
     type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
     let linear: Op = &|x| ops::linear(x, &dense, None);
     let expert_product: Op = &|x| ops::grouped_linear(x, &grouped, Some(&bias), &plan);
@@ -159,7 +178,7 @@ fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     }
     if tokens <= HEAD_ROWS_MAX {
         let (h, head) = (random_bf16(device, &[tokens, k])?, random_bf16(device, &[k, s.vocabulary])?);
-        let head = ops::Parameter::constant(&head);
+        let head = Parameter::constant(&head);
         let bytes = 2 * k * s.vocabulary + tokens * (2 * k + 4 * s.vocabulary);
         let operations = (2 * tokens * k * s.vocabulary) as f64;
         measure_and_print(device, "head's logits", tokens, operations, bytes as f64, || {
