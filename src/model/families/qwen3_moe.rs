@@ -5,7 +5,8 @@
 //! matrices per expert. In memory, each of the three is one tensor for all experts.
 
 use super::FamilyEntry;
-use super::qwen3::{self, NormedAttention, attention_specs};
+use super::qwen2::{AttentionForm, QwenAttention, attention_specs};
+use super::qwen3;
 use crate::model::config::Config;
 use crate::model::config_json::ConfigReader;
 use crate::model::forward::{ForwardOptions, Model};
@@ -60,7 +61,7 @@ fn own_keys(config: &Config) -> Value {
 /// [`crate::model::names`].
 fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     let (h, e, i) = (config.hidden_size, config.num_local_experts, config.intermediate_size);
-    let mut specs = attention_specs(config, layer);
+    let mut specs = attention_specs(config, layer, AttentionForm::HeadNorms);
     specs.push("mlp.gate.weight", TensorRole::Router, &[e, h]);
     specs.push("mlp.experts.gate_proj.weight", TensorRole::InputProjection, &[e, h, i]);
     specs.push("mlp.experts.up_proj.weight", TensorRole::InputProjection, &[e, h, i]);
@@ -92,14 +93,14 @@ impl ExpertMlp for ExpertSwiglu {
 
 /// A layer: attention, then experts.
 struct Qwen3MoeLayer {
-    attention: NormedAttention,
+    attention: QwenAttention,
     experts: Experts,
 }
 
 /// Builds the layer from `tensors`.
 fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
     Ok(Arc::new(Qwen3MoeLayer {
-        attention: NormedAttention::from_tensors(tensors)?,
+        attention: QwenAttention::from_tensors(tensors, AttentionForm::HeadNorms)?,
         experts: Experts {
             router: tensors.linear_without_bias("mlp.gate")?,
             mlp: Arc::new(ExpertSwiglu {
