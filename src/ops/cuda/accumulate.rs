@@ -2,7 +2,7 @@
 //! which a backward pass starts.
 
 use super::arguments::{Op, output};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaStorage;
@@ -39,10 +39,13 @@ pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
         return Ok(());
     }
     OP.edit::<f32, ()>(sum, |device, sum| {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params { x: at.read(&x), sum: at.write(sum), elements: x.len() as i64 };
         // SAFETY: both buffers outlive the launch and have the number of elements in `params`.
-        unsafe { launch(device, &ACCUMULATE, &params, x.len().div_ceil(ACCUMULATE.threads)) }
+        unsafe {
+            launch(device, &[(&ACCUMULATE, x.len().div_ceil(ACCUMULATE.threads))], |at| Params {
+                x: at.read(&x),
+                sum: at.write(sum),
+                elements: x.len() as i64,
+            })
+        }
     })
 }

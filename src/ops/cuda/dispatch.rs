@@ -2,7 +2,7 @@
 //! f32, and the plan u32.
 
 use super::arguments::{Op, from_storage, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaStorage;
@@ -66,26 +66,24 @@ pub(in crate::ops) fn sort_by_expert(routes: DeviceArgument, experts: usize) -> 
     if pairs > 0 {
         let chunks = pairs.div_ceil(CHUNK);
         let mut counts = output::<u32>(device, chunks * experts)?;
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let row_of = at.write(&mut plan);
+        let kernels = [(&SORT_COUNT, chunks), (&SORT_PLACE, 1), (&SORT_SCATTER, chunks)];
         let pair_bytes = (pairs * size_of::<u32>()) as u64;
-        let params = SortParams {
-            routes: at.read(&view),
-            counts: at.write(&mut counts),
-            row_of,
-            token_of: row_of + pair_bytes,
-            starts: row_of + 2 * pair_bytes,
-            pairs: pairs as i32,
-            experts: experts as i32,
-            top_k: top_k as i32,
-        };
         // SAFETY: all buffers outlive the launches, each launch fills the input of the next, and `plan` has
         // space for its three parts.
         unsafe {
-            launch(device, &SORT_COUNT, &params, chunks)?;
-            launch(device, &SORT_PLACE, &params, 1)?;
-            launch(device, &SORT_SCATTER, &params, chunks)?;
+            launch(device, &kernels, |at| {
+                let row_of = at.write(&mut plan);
+                SortParams {
+                    routes: at.read(&view),
+                    counts: at.write(&mut counts),
+                    row_of,
+                    token_of: row_of + pair_bytes,
+                    starts: row_of + 2 * pair_bytes,
+                    pairs: pairs as i32,
+                    experts: experts as i32,
+                    top_k: top_k as i32,
+                }
+            })?;
         }
     }
     Ok((CudaStorage::wrap_cuda_slice(plan, device.clone()), Shape::from(len)))
@@ -116,10 +114,10 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
     let residual =
         residual.map(|added| op.input::<bf16>("the residual", added, &[blocks, width])).transpose()?;
     let mut out = output::<bf16>(device, blocks * width)?;
-    if blocks > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: all buffers outlive the launch, `rows` are indices of `x`, and each block writes its own
+    // row of `out`.
+    unsafe {
+        launch(device, &[(kernel, blocks)], |at| Params {
             x: at.read(&xs),
             weights: weights.as_ref().map_or(0, |weights| at.read(weights)),
             rows: at.read(&rows),
@@ -128,11 +126,8 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
             top_k: top_k as i32,
             residual: residual.as_ref().map_or(0, |(residual, _)| at.read(residual)),
             ..Params::default()
-        };
-        // SAFETY: all buffers outlive the launch, `rows` are indices of `x`, and each block writes its own
-        // row of `out`.
-        unsafe { launch(device, kernel, &params, blocks)? };
-    }
+        })?
+    };
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 
@@ -198,10 +193,9 @@ pub(in crate::ops) fn combine_backward(
     OP.check_width(width)?;
     let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweights = output::<f32>(device, rows)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: all buffers outlive the launch, and `row_of` has every row of `x` and `dx` once.
+    unsafe {
+        launch(device, &[(&COMBINE_BACKWARD, rows)], |at| Params {
             x: at.read(&x),
             dy: at.read(&dy),
             weights: at.read(&weights),
@@ -211,9 +205,7 @@ pub(in crate::ops) fn combine_backward(
             width: width as i32,
             top_k: top_k as i32,
             residual: 0,
-        };
-        // SAFETY: all buffers outlive the launch, and `row_of` has every row of `x` and `dx` once.
-        unsafe { launch(device, &COMBINE_BACKWARD, &params, rows)? };
-    }
+        })?
+    };
     Ok((tensor(dx, device, (rows, width)), tensor(dweights, device, (tokens, top_k))))
 }

@@ -2,11 +2,11 @@
 //! place.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::embedding::TokensById;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::cuda_backend::cudarc::driver::CudaView;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Result, Shape, Tensor, bail};
 use half::bf16;
@@ -71,20 +71,19 @@ fn take(
     let mut out = output::<bf16>(device, ids.len() * width)?;
     if !ids.is_empty() {
         let on_device = device.clone_htod(ids)?;
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = TakeParams {
-            table: at.read(&values),
-            ids: at.read(&on_device),
-            out: at.write(&mut out),
-            tokens: ids.len() as i64,
-            columns: columns as i64,
-            width: width as i32,
-        };
         let vectors = ids.len() * (width / VECTOR);
         // SAFETY: all buffers outlive the launch, and the caller has checked that every id exists in the
         // table.
-        unsafe { launch(device, kernel, &params, vectors.div_ceil(kernel.threads))? };
+        unsafe {
+            launch(device, &[(kernel, vectors.div_ceil(kernel.threads))], |at| TakeParams {
+                table: at.read(&values),
+                ids: at.read(&on_device),
+                out: at.write(&mut out),
+                tokens: ids.len() as i64,
+                columns: columns as i64,
+                width: width as i32,
+            })?
+        };
     }
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((ids.len(), width))))
 }
@@ -111,11 +110,8 @@ fn add(
     let opened = dy.storage_and_layout();
     let (dy, _) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     OP.edit::<f32, ()>(table, |device, table| {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let table = at.write(table);
-        // SAFETY: the table outlives the launch, and has `offsets` rows or columns with `width` values.
-        unsafe { sum(kernel, device, &dy, by_id, offsets, SumPlaces { table, out: 0, columns, width }) }
+        // SAFETY: the table has `offsets` rows or columns with `width` values.
+        unsafe { sum(kernel, device, &dy, by_id, (offsets, columns, width), SumPlace::Table(table)) }
     })
 }
 
@@ -126,36 +122,30 @@ pub(in crate::ops) fn sum_rows(dy: &Tensor, by_id: &TokensById, rows: usize) -> 
     let (dy, device) =
         OP.open_tensor::<bf16>("the output's gradient", &opened, &[by_id.order.len(), width])?;
     let mut dx = device.alloc_zeros::<bf16>(rows * width)?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let out = at.write(&mut dx);
-    // SAFETY: `dx` outlives the launch, and has `rows` rows with `width` values.
-    unsafe { sum(&SUM_ROWS, device, &dy, by_id, rows, SumPlaces { table: 0, out, columns: 0, width })? };
-    drop(at);
+    // SAFETY: `dx` has `rows` rows with `width` values.
+    unsafe { sum(&SUM_ROWS, device, &dy, by_id, (rows, 0, width), SumPlace::Rows(&mut dx))? };
     Ok(tensor(dx, device, (rows, width)))
 }
 
-/// The destination of sums, as in `SumsById`.
-struct SumPlaces {
-    table: u64,
-    out: u64,
-    columns: usize,
-    width: usize,
+/// The destination of sums: a table of f32 that they are added to, or rows of bf16.
+enum SumPlace<'a, 'b> {
+    Table(&'a mut CudaViewMut<'b, f32>),
+    Rows(&'a mut CudaSlice<bf16>),
 }
 
 /// Launches `kernel` with one block for each pair of an id and a range of 256 columns.
 ///
 /// # Safety
-/// The addresses must point to live memory with `offsets` rows or columns of the given width.
+/// `to` must have `offsets` rows or columns of `width` values.
 unsafe fn sum(
     kernel: &Kernel,
     device: &CudaDevice,
     dy: &CudaView<bf16>,
     by_id: &TokensById,
-    offsets: usize,
-    to: SumPlaces,
+    (offsets, columns, width): (usize, usize, usize),
+    to: SumPlace,
 ) -> Result<()> {
-    OP.check_width(to.width)?;
+    OP.check_width(width)?;
     let TokensById { ids, starts, order } = by_id;
     let Some(&last) = ids.last() else { return Ok(()) };
     if last as usize >= offsets {
@@ -164,20 +154,26 @@ unsafe fn sum(
         );
     }
     let lists = device.clone_htod(&[&order[..], starts, ids].concat())?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let order_at = at.read(&lists);
-    let starts_at = order_at + size_of_val(&order[..]) as u64;
-    let params = SumParams {
-        dy: at.read(dy),
-        order: order_at,
-        starts: starts_at,
-        ids: starts_at + size_of_val(&starts[..]) as u64,
-        table: to.table,
-        out: to.out,
-        columns: to.columns as i64,
-        width: to.width as i32,
-    };
-    // SAFETY: guaranteed by the caller. The lists outlive the launch, and every id is below `offsets`.
-    unsafe { launch(device, kernel, &params, ids.len() * to.width.div_ceil(SUM_COLUMNS)) }
+    let blocks = ids.len() * width.div_ceil(SUM_COLUMNS);
+    // SAFETY: guaranteed by the caller. Every id is below `offsets`.
+    unsafe {
+        launch(device, &[(kernel, blocks)], |at| {
+            let (table, out) = match to {
+                SumPlace::Table(table) => (at.write(table), 0),
+                SumPlace::Rows(rows) => (0, at.write(rows)),
+            };
+            let order_at = at.read(&lists);
+            let starts_at = order_at + size_of_val(&order[..]) as u64;
+            SumParams {
+                dy: at.read(dy),
+                order: order_at,
+                starts: starts_at,
+                ids: starts_at + size_of_val(&starts[..]) as u64,
+                table,
+                out,
+                columns: columns as i64,
+                width: width as i32,
+            }
+        })
+    }
 }

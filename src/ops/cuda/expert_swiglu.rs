@@ -2,7 +2,7 @@
 //! The result has the bits of separate launches.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use super::product::{Sizes, Weight, tiling, with_packed, with_starts};
 use crate::ops::experts::Dispatch;
 use crate::ops::packed_weights::PackedMatrix;
@@ -91,29 +91,28 @@ fn run(
         if rows * n == 0 {
             return Ok(());
         }
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
-            x: at.read(&x),
-            weight: weight.read(&mut at),
-            bias: bias.as_ref().map_or(0, |bias| at.read(bias)),
-            out: at.write(&mut out),
-            token_of: at.read(&token_of),
-            starts: starts.map_or(0, |starts| at.read(starts)),
-            rows: rows as i32,
-            k: k as i32,
-            n: n as i32,
-            experts: groups as i32,
-            limit,
-            alpha,
-        };
         let tiling = tiling(rows, groups);
         let [bf16, mxfp4] = &tiling.expert_swiglu;
         let kernel = if matches!(weight, Weight::Mxfp4(_)) { mxfp4 } else { bf16 };
         let blocks = sizes.row_tiles(tiling.rows) * n.div_ceil(tiling.columns);
         // SAFETY: all buffers outlive the launch and have the sizes in `params`. The plan names tokens of
         // `x`.
-        unsafe { launch(device, kernel, &params, blocks) }
+        unsafe {
+            launch(device, &[(kernel, blocks)], |at| Params {
+                x: at.read(&x),
+                weight: weight.read(at),
+                bias: bias.as_ref().map_or(0, |bias| at.read(bias)),
+                out: at.write(&mut out),
+                token_of: at.read(&token_of),
+                starts: starts.map_or(0, |starts| at.read(starts)),
+                rows: rows as i32,
+                k: k as i32,
+                n: n as i32,
+                experts: groups as i32,
+                limit,
+                alpha,
+            })
+        }
     })?;
     Ok(tensor(out, device, (rows, n / 2)))
 }

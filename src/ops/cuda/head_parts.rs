@@ -1,7 +1,7 @@
 //! Attention heads in one part for each rank, on the GPU. Values are bf16.
 
 use super::arguments::{Op, output};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::head_parts::HeadSplit;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -43,10 +43,9 @@ fn run(
     OP.check_width(head_dim)?;
     OP.check_width(split.row_width().max(split.part_width()))?;
     let mut out = output::<bf16>(device, count)?;
-    if count > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: both buffers outlive the launch, and the callers have checked their sizes.
+    unsafe {
+        launch(device, &[(kernel, (count / VECTOR).div_ceil(kernel.threads))], |at| Params {
             from: at.read(&xs),
             to: at.write(&mut out),
             rows: rows as i64,
@@ -54,10 +53,8 @@ fn run(
             heads: heads as i32,
             ranks: ranks as i32,
             vectors: (head_dim / VECTOR) as i32,
-        };
-        // SAFETY: both buffers outlive the launch, and the callers have checked their sizes.
-        unsafe { launch(device, kernel, &params, (count / VECTOR).div_ceil(kernel.threads))? };
-    }
+        })?
+    };
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
 

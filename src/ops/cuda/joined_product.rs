@@ -2,7 +2,7 @@
 //! own launch.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use super::product::tiling;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
@@ -83,23 +83,25 @@ fn multiply(
     outputs: &mut [CudaSlice<bf16>],
 ) -> Result<()> {
     let tiling = tiling(rows, 1);
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let mut tiles = 0;
-    let mut params = [Matrix::default(); MATRICES_MAX];
-    for ((param, matrix), out) in params.iter_mut().zip(matrices).zip(outputs) {
-        tiles += matrix.n.div_ceil(tiling.columns);
-        *param = Matrix {
-            weight: at.read(&matrix.weight),
-            bias: matrix.bias.as_ref().map_or(0, |bias| at.read(bias)),
-            out: at.write(out),
-            n: matrix.n as i32,
-            end: tiles as i32,
-        };
-    }
-    let [first, second, third] = params;
-    let params = Params { x: at.read(x), first, second, third, rows: rows as i32, k: k as i32 };
+    let tiles: usize = matrices.iter().map(|matrix| matrix.n.div_ceil(tiling.columns)).sum();
     // SAFETY: all buffers outlive the launch and have the sizes in `params`. No block has a tile after those
     // of the last matrix.
-    unsafe { launch(device, &tiling.joined, &params, tiles * rows.div_ceil(tiling.rows)) }
+    unsafe {
+        launch(device, &[(&tiling.joined, tiles * rows.div_ceil(tiling.rows))], |at| {
+            let mut end = 0;
+            let mut params = [Matrix::default(); MATRICES_MAX];
+            for ((param, matrix), out) in params.iter_mut().zip(matrices).zip(outputs) {
+                end += matrix.n.div_ceil(tiling.columns);
+                *param = Matrix {
+                    weight: at.read(&matrix.weight),
+                    bias: matrix.bias.as_ref().map_or(0, |bias| at.read(bias)),
+                    out: at.write(out),
+                    n: matrix.n as i32,
+                    end: end as i32,
+                };
+            }
+            let [first, second, third] = params;
+            Params { x: at.read(x), first, second, third, rows: rows as i32, k: k as i32 }
+        })
+    }
 }

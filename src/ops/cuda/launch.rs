@@ -8,6 +8,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
 use candle_core::{Result, bail};
+use std::marker::PhantomData;
 
 /// Declares kernel arguments that are passed by value: structs of numbers with the layout of the kernels'
 /// structs.
@@ -41,50 +42,59 @@ pub fn kernel_set(device: &CudaDevice, head_dim: usize) -> Result<&'static Kerne
     }
 }
 
-/// Launches `kernel` with one argument.
+/// Launches `kernels` one after the other, each with its number of blocks. A kernel without blocks is left
+/// out. All have one argument, for which `argument` takes addresses; the memory stays locked until all are
+/// launched.
 ///
 /// # Safety
-/// `argument` must be the parameter struct of the kernel. Its addresses must point to live memory that is
-/// valid for all reads and writes of `blocks` blocks.
-pub(super) unsafe fn launch<A: DeviceRepr>(
+/// The argument must be the parameter struct of the kernels. Its addresses must point to live memory that is
+/// valid for all reads and writes of all blocks.
+pub(super) unsafe fn launch<'m, A: DeviceRepr>(
     device: &CudaDevice,
-    kernel: &Kernel,
-    argument: &A,
-    blocks: usize,
+    kernels: &[(&Kernel, usize)],
+    argument: impl for<'s> FnOnce(&mut Addresses<'s, 'm>) -> A,
 ) -> Result<()> {
-    let function = function(device, kernel)?;
+    if kernels.iter().all(|&(_, blocks)| blocks == 0) {
+        return Ok(());
+    }
     let stream = device.cuda_stream();
-    let config = LaunchConfig {
-        grid_dim: (blocks as u32, 1, 1),
-        block_dim: (kernel.threads as u32, 1, 1),
-        shared_mem_bytes: kernel.shared_bytes as u32,
-    };
-    let mut builder = stream.launch_builder(&function);
-    builder.arg(argument);
-    // SAFETY: guaranteed by the caller.
-    unsafe { builder.launch(config) }.w()?;
+    let mut at = Addresses::new(&stream);
+    let argument = argument(&mut at);
+    for &(kernel, blocks) in kernels.iter().filter(|(_, blocks)| *blocks > 0) {
+        let function = function(device, kernel)?;
+        let config = LaunchConfig {
+            grid_dim: (blocks as u32, 1, 1),
+            block_dim: (kernel.threads as u32, 1, 1),
+            shared_mem_bytes: kernel.shared_bytes as u32,
+        };
+        let mut builder = stream.launch_builder(&function);
+        builder.arg(&argument);
+        // SAFETY: guaranteed by the caller.
+        unsafe { builder.launch(config) }.w()?;
+    }
     Ok(())
 }
 
-/// Holds the addresses of a launch's arguments. Drop this value after the launch. On a device from
-/// [`super::open`], later uses of the memory then wait for the launch.
-pub(super) struct Addresses<'a> {
-    stream: &'a CudaStream,
-    guards: Vec<SyncOnDrop<'a>>,
+/// The addresses of a launch's arguments in memory that lives for `'m`. On a device from [`super::open`],
+/// later uses of the memory wait for the launches before this value is dropped.
+pub(super) struct Addresses<'s, 'm: 's> {
+    stream: &'s CudaStream,
+    guards: Vec<SyncOnDrop<'s>>,
+    memory: PhantomData<&'m ()>,
 }
 
-impl<'a> Addresses<'a> {
-    pub(super) fn new(stream: &'a CudaStream) -> Self {
-        Self { stream, guards: vec![] }
+impl<'s, 'm> Addresses<'s, 'm> {
+    pub(super) fn new(stream: &'s CudaStream) -> Self {
+        Self { stream, guards: vec![], memory: PhantomData }
     }
 
-    pub(super) fn read<T>(&mut self, memory: &'a impl DevicePtr<T>) -> u64 {
+    pub(super) fn read<T>(&mut self, memory: &'m impl DevicePtr<T>) -> u64 {
         let (address, guard) = memory.device_ptr(self.stream);
         self.guards.push(guard);
         address
     }
 
-    pub(super) fn write<T>(&mut self, memory: &'a mut impl DevicePtrMut<T>) -> u64 {
+    pub(super) fn write<T>(&mut self, memory: &'m mut impl DevicePtrMut<T>) -> u64 {
         let (address, guard) = memory.device_ptr_mut(self.stream);
         self.guards.push(guard);
         address

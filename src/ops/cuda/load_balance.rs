@@ -1,11 +1,11 @@
 //! The load-balancing auxiliary loss on the GPU, in f32. Row counts are read from the plan in GPU memory.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::load_balance::LoadBalance;
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::cuda_backend::cudarc::driver::CudaView;
+use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{DType, Device, Result, Shape, Tensor, bail};
 
@@ -45,19 +45,19 @@ kernel_params! {
     }
 }
 
-/// The output of a launch.
-enum LaunchOutput {
-    /// The address of the losses, one per row, and the address of their sum.
-    Loss { of_rows: u64, loss: u64 },
-    /// The addresses of the loss's gradient (input) and of the logits' gradient (output).
-    Gradient { dloss: u64, dlogits: u64 },
+/// The result of a launch, with its memory.
+enum LaunchOutput<'a> {
+    /// The losses, one per row, and their sum.
+    Loss { of_rows: &'a mut CudaSlice<f32>, loss: &'a mut CudaSlice<f32> },
+    /// The logits' gradient from the loss's gradient.
+    Gradient { dloss: &'a CudaView<'a, f32>, dlogits: &'a mut CudaSlice<f32> },
 }
 
 /// Counts how often each expert is selected, then computes `wanted`.
 ///
 /// # Safety
-/// The addresses in `wanted` must point to live memory. `of_rows` has one number per row, `dlogits` one
-/// number per logit, and `loss` and `dloss` one number each.
+/// `of_rows` must have one number per row, `dlogits` one number per logit, and `loss` and `dloss` one number
+/// each.
 unsafe fn run(
     op: &LoadBalance,
     device: &CudaDevice,
@@ -86,41 +86,36 @@ unsafe fn run(
         }
     };
     let mut fractions = output::<f32>(device, experts)?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
     let tokens = op.tokens(rows).max(1);
-    let params = Params {
-        logits: at.read(logits),
-        token_of: at.read(&token_of),
-        offsets: at.read(&starts),
-        sequences_per_row: sequences_per_row
-            .as_ref()
-            .map_or(0, |sequences_per_row| at.read(sequences_per_row)),
-        fractions: at.write(&mut fractions),
-        of_rows: 0,
-        loss: 0,
-        dloss: 0,
-        dlogits: 0,
-        rows: rows as i64,
-        experts: experts as i32,
-        tokens: tokens as f32,
-        scale: (experts as f64 / tokens as f64) as f32,
-    };
     let blocks = rows.div_ceil(ROWS.threads / WARP);
-    // SAFETY: guaranteed by the caller. The other buffers outlive the launches, which read only memory that
-    // was written.
+    let kernels: &[_] = match wanted {
+        LaunchOutput::Loss { .. } => &[(&FRACTIONS, experts), (&ROWS, blocks), (&SUM, 1)],
+        LaunchOutput::Gradient { .. } => &[(&FRACTIONS, experts), (&BACKWARD, blocks)],
+    };
+    // SAFETY: guaranteed by the caller. The launches read only memory that was written.
     unsafe {
-        launch(device, &FRACTIONS, &params, experts)?;
-        match wanted {
-            LaunchOutput::Loss { of_rows, loss } => {
-                let params = Params { of_rows, loss, ..params };
-                launch(device, &ROWS, &params, blocks)?;
-                launch(device, &SUM, &params, 1)
+        launch(device, kernels, |at| {
+            let params = Params {
+                logits: at.read(logits),
+                token_of: at.read(&token_of),
+                offsets: at.read(&starts),
+                sequences_per_row: sequences_per_row.as_ref().map_or(0, |sequences| at.read(sequences)),
+                fractions: at.write(&mut fractions),
+                rows: rows as i64,
+                experts: experts as i32,
+                tokens: tokens as f32,
+                scale: (experts as f64 / tokens as f64) as f32,
+                ..Params::default()
+            };
+            match wanted {
+                LaunchOutput::Loss { of_rows, loss } => {
+                    Params { of_rows: at.write(of_rows), loss: at.write(loss), ..params }
+                }
+                LaunchOutput::Gradient { dloss, dlogits } => {
+                    Params { dloss: at.read(dloss), dlogits: at.write(dlogits), ..params }
+                }
             }
-            LaunchOutput::Gradient { dloss, dlogits } => {
-                launch(device, &BACKWARD, &Params { dloss, dlogits, ..params }, blocks)
-            }
-        }
+        })
     }
 }
 
@@ -134,10 +129,8 @@ pub(in crate::ops) fn load_balance_forward(
     let mut loss = device.alloc_zeros::<f32>(1)?;
     if rows > 0 {
         let mut of_rows = output::<f32>(device, rows)?;
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let wanted = LaunchOutput::Loss { of_rows: at.write(&mut of_rows), loss: at.write(&mut loss) };
-        // SAFETY: both buffers outlive the launches and have the required sizes.
+        let wanted = LaunchOutput::Loss { of_rows: &mut of_rows, loss: &mut loss };
+        // SAFETY: both buffers have the required sizes.
         unsafe { run(op, device, &values, (rows, experts), wanted)? };
     }
     Ok((CudaStorage::wrap_cuda_slice(loss, device.clone()), Shape::from(())))
@@ -155,10 +148,8 @@ pub(in crate::ops) fn load_balance_backward(
     let (dloss, _) = OP.open_tensor::<f32>("the loss's gradient", &opened[1], &[])?;
     let mut dlogits = output::<f32>(device, rows * experts)?;
     if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let wanted = LaunchOutput::Gradient { dloss: at.read(&dloss), dlogits: at.write(&mut dlogits) };
-        // SAFETY: both buffers outlive the launches and have the required sizes.
+        let wanted = LaunchOutput::Gradient { dloss: &dloss, dlogits: &mut dlogits };
+        // SAFETY: both buffers have the required sizes.
         unsafe { run(op, device, &logits, (rows, experts), wanted)? };
     }
     Ok(tensor(dlogits, device, (rows, experts)))

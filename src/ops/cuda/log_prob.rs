@@ -2,7 +2,7 @@
 //! require.
 
 use super::arguments::Op;
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
@@ -96,24 +96,25 @@ pub fn row_stats(
     if vocabulary == 0 {
         return Ok(());
     }
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let (targets, log_prob) = match targets {
-        Some((ids, log_prob)) => (at.read(ids), at.write(log_prob)),
-        None => (0, 0),
-    };
-    let params = StatsParams {
-        z: at.write(z),
-        targets,
-        log_sum_exp: at.write(log_sum_exp),
-        entropy: at.write(entropy),
-        log_prob,
-        vocabulary: vocabulary as i32,
-        inverse_temperature,
-    };
     // SAFETY: all buffers outlive the launch, each block accesses only its row, and the lengths of rows were
     // checked.
-    unsafe { launch(device, &STATS, &params, rows) }
+    unsafe {
+        launch(device, &[(&STATS, rows)], |at| {
+            let (targets, log_prob) = match targets {
+                Some((ids, log_prob)) => (at.read(ids), at.write(log_prob)),
+                None => (0, 0),
+            };
+            StatsParams {
+                z: at.write(z),
+                targets,
+                log_sum_exp: at.write(log_sum_exp),
+                entropy: at.write(entropy),
+                log_prob,
+                vocabulary: vocabulary as i32,
+                inverse_temperature,
+            }
+        })
+    }
 }
 
 /// Computes the gradient `[R, V]` of the logits before their division by the temperature. Inputs are the
@@ -139,21 +140,20 @@ pub fn logits_gradient(
     if vocabulary == 0 {
         return Ok(());
     }
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let params = GradientParams {
-        z: at.read(z),
-        targets: at.read(targets),
-        log_sum_exp: at.read(log_sum_exp),
-        entropy: at.read(entropy),
-        d_log_prob: at.read(d_log_prob),
-        d_entropy: at.read(d_entropy),
-        dz: at.write(dz),
-        vocabulary: vocabulary as i32,
-        inverse_temperature,
-    };
     let blocks = rows * vocabulary.div_ceil(GRADIENT.threads * VECTOR);
     // SAFETY: all buffers outlive the launch, each block accesses only its row, and the lengths of rows were
     // checked.
-    unsafe { launch(device, &GRADIENT, &params, blocks) }
+    unsafe {
+        launch(device, &[(&GRADIENT, blocks)], |at| GradientParams {
+            z: at.read(z),
+            targets: at.read(targets),
+            log_sum_exp: at.read(log_sum_exp),
+            entropy: at.read(entropy),
+            d_log_prob: at.read(d_log_prob),
+            d_entropy: at.read(d_entropy),
+            dz: at.write(dz),
+            vocabulary: vocabulary as i32,
+            inverse_temperature,
+        })
+    }
 }

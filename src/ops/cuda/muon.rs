@@ -10,7 +10,7 @@
 //! is the iteration `X ← a·X + (b·A + c·A²)·X`.
 
 use super::arguments::{Op, from_storage, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use super::product::{Epilogue, product_with_epilogue, scaled_input_gradient};
 use crate::ops::argument::Argument;
 use crate::ops::muon::{COEFFICIENTS, ITERATIONS, Muon, SQUARES_CHUNK, matrices_at_once, matrix_shape};
@@ -105,18 +105,19 @@ fn muon_momentum(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Te
     let mut u = output::<f32>(device, count)?;
     if count > 0 {
         OP.edit(momentum, |device, momentum: &mut CudaViewMut<f32>| {
-            let stream = device.cuda_stream();
-            let mut at = Addresses::new(&stream);
-            let params = MomentumParams {
-                momentum: at.write(momentum),
-                gradient: at.read(&gradient),
-                u: at.write(&mut u),
-                count: count as i64,
-                decay: step.momentum,
-                one_minus_decay: step.one_minus_momentum,
-            };
             // SAFETY: all three buffers outlive the launch and have `count` values.
-            unsafe { launch(device, &MOMENTUM, &params, count.div_ceil(MOMENTUM.threads * VALUES)) }
+            unsafe {
+                launch(device, &[(&MOMENTUM, count.div_ceil(MOMENTUM.threads * VALUES))], |at| {
+                    MomentumParams {
+                        momentum: at.write(momentum),
+                        gradient: at.read(&gradient),
+                        u: at.write(&mut u),
+                        count: count as i64,
+                        decay: step.momentum,
+                        one_minus_decay: step.one_minus_momentum,
+                    }
+                })
+            }
         })?;
     }
     Ok(tensor(u, device, momentum.shape()))
@@ -131,24 +132,23 @@ fn direction(u: Tensor) -> Result<Tensor> {
     let mut x = output::<bf16>(device, matrices * rows * columns)?;
     let (mut parts, mut factors) = (output::<f64>(device, chunks)?, output::<f32>(device, matrices)?);
     {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
-            u: at.read(&u),
-            x: at.write(&mut x),
-            parts: at.write(&mut parts),
-            factors: at.write(&mut factors),
-            rows: rows as i32,
-            columns: columns as i32,
-            ..Params::default()
-        };
         // SAFETY: all buffers outlive the launches and have the sizes in `params`. Each launch reads what
         // the launches before it have filled.
         unsafe {
-            launch(device, &SQUARES, &params, chunks)?;
-            launch(device, &NORM, &params, matrices)?;
-            launch(device, &DIRECTION, &params, tiles([matrices, rows, columns]))?;
-        }
+            launch(
+                device,
+                &[(&SQUARES, chunks), (&NORM, matrices), (&DIRECTION, tiles([matrices, rows, columns]))],
+                |at| Params {
+                    u: at.read(&u),
+                    x: at.write(&mut x),
+                    parts: at.write(&mut parts),
+                    factors: at.write(&mut factors),
+                    rows: rows as i32,
+                    columns: columns as i32,
+                    ..Params::default()
+                },
+            )?
+        };
     }
     Ok(tensor(x, device, (matrices, rows.min(columns), rows.max(columns))))
 }
@@ -204,18 +204,17 @@ fn apply(weights: &Tensor, x: &Tensor, shrink: f32, rate: f32) -> Result<()> {
     let opened = x.storage_and_layout();
     let (x, _) = OP.open_tensor::<bf16>("the direction", &opened, opened.1.dims())?;
     OP.edit(weights, |device, weights: &mut CudaViewMut<f32>| {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
-            weights: at.write(weights),
-            x: at.read(&x),
-            rows: rows as i32,
-            columns: columns as i32,
-            shrink,
-            rate,
-            ..Params::default()
-        };
         // SAFETY: both buffers outlive the launch and have the sizes in `params`.
-        unsafe { launch(device, &UPDATE, &params, tiles([matrices, rows, columns])) }
+        unsafe {
+            launch(device, &[(&UPDATE, tiles([matrices, rows, columns]))], |at| Params {
+                weights: at.write(weights),
+                x: at.read(&x),
+                rows: rows as i32,
+                columns: columns as i32,
+                shrink,
+                rate,
+                ..Params::default()
+            })
+        }
     })
 }

@@ -9,7 +9,7 @@ use crate::ops::optimizer::AdamW;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::backend::BackendStorage;
 use candle_core::cuda_backend::CudaDevice;
-use candle_core::cuda_backend::cudarc::driver::{CudaViewMut, DeviceRepr};
+use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DeviceRepr};
 use candle_core::{DType, Result, Tensor};
 use half::bf16;
 
@@ -125,12 +125,11 @@ fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
 }
 
-/// Calls `f` with the values of `changed` and the address of the values of `read`. Does nothing if the
-/// tensors are empty.
+/// Calls `f` with the values of `changed` and of `read`. Does nothing if the tensors are empty.
 fn edit_by(
     (name, changed): (&str, &Tensor),
     read: &Tensor,
-    f: impl FnOnce(&CudaDevice, &mut CudaViewMut<f32>, u64) -> Result<()>,
+    f: impl FnOnce(&CudaDevice, &mut CudaViewMut<f32>, &CudaView<f32>) -> Result<()>,
 ) -> Result<()> {
     check(name, changed, DType::F32, changed.dims())?;
     let opened = read.storage_and_layout();
@@ -140,10 +139,7 @@ fn edit_by(
         if changed.is_empty() {
             return Ok(());
         }
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let address = at.read(&values);
-        f(device, changed, address)
+        f(device, changed, &values)
     })
 }
 
@@ -151,14 +147,14 @@ fn edit_by(
 ///
 /// # Safety
 /// As for [`launch`].
-unsafe fn for_each<P: DeviceRepr>(
+unsafe fn for_each<'m, P: DeviceRepr>(
     device: &CudaDevice,
     kernel: &Kernel,
-    params: &P,
     count: usize,
+    argument: impl for<'s> FnOnce(&mut Addresses<'s, 'm>) -> P,
 ) -> Result<()> {
     // SAFETY: guaranteed by the caller.
-    unsafe { launch(device, kernel, params, count.div_ceil(kernel.threads * VALUES)) }
+    unsafe { launch(device, &[(kernel, count.div_ceil(kernel.threads * VALUES))], argument) }
 }
 
 /// Updates weights by AdamW, as [`crate::ops::optimizer::adamw`] does.
@@ -173,19 +169,18 @@ pub(in crate::ops) fn adamw(
     edit_by(("weights", weights), gradient, |device, weights, gradient| {
         OP.edit(first, |_, first: &mut CudaViewMut<f32>| {
             OP.edit(second, |_, second: &mut CudaViewMut<f32>| {
-                let stream = device.cuda_stream();
                 let count = weights.len();
-                let mut at = Addresses::new(&stream);
-                let params = AdamWParams {
-                    weights: at.write(weights),
-                    first: at.write(first),
-                    second: at.write(second),
-                    gradient,
-                    count: count as i64,
-                    step: step.into(),
-                };
                 // SAFETY: all four buffers outlive the launch and have the same number of values.
-                unsafe { for_each(device, &ADAMW, &params, count) }
+                unsafe {
+                    for_each(device, &ADAMW, count, |at| AdamWParams {
+                        weights: at.write(weights),
+                        first: at.write(first),
+                        second: at.write(second),
+                        gradient: at.read(gradient),
+                        count: count as i64,
+                        step: step.into(),
+                    })
+                }
             })
         })
     })
@@ -194,24 +189,33 @@ pub(in crate::ops) fn adamw(
 /// Updates weights by SGD, as [`crate::ops::optimizer::sgd`] does.
 pub(in crate::ops) fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Result<()> {
     edit_by(("weights", weights), gradient, |device, weights, gradient| {
-        let stream = device.cuda_stream();
         let count = weights.len();
-        let mut at = Addresses::new(&stream);
-        let params = SgdParams { weights: at.write(weights), gradient, count: count as i64, shrink, rate };
         // SAFETY: both buffers outlive the launch and have the same number of values.
-        unsafe { for_each(device, &SGD, &params, count) }
+        unsafe {
+            for_each(device, &SGD, count, |at| SgdParams {
+                weights: at.write(weights),
+                gradient: at.read(gradient),
+                count: count as i64,
+                shrink,
+                rate,
+            })
+        }
     })
 }
 
 /// Updates the momentum buffer, as [`crate::ops::optimizer::update_momentum`] does.
 pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Result<()> {
     edit_by(("the buffer", buffer), gradient, |device, buffer, gradient| {
-        let stream = device.cuda_stream();
         let count = buffer.len();
-        let mut at = Addresses::new(&stream);
-        let params = MomentumParams { buffer: at.write(buffer), gradient, count: count as i64, momentum };
         // SAFETY: both buffers outlive the launch and have the same number of values.
-        unsafe { for_each(device, &MOMENTUM, &params, count) }
+        unsafe {
+            for_each(device, &MOMENTUM, count, |at| MomentumParams {
+                buffer: at.write(buffer),
+                gradient: at.read(gradient),
+                count: count as i64,
+                momentum,
+            })
+        }
     })
 }
 
@@ -222,12 +226,11 @@ pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
         if x.is_empty() {
             return Ok(());
         }
-        let stream = device.cuda_stream();
         let count = x.len();
-        let mut at = Addresses::new(&stream);
-        let params = ScaleParams { x: at.write(x), count: count as i64, factor };
         // SAFETY: the buffer outlives the launch.
-        unsafe { for_each(device, &SCALE, &params, count) }
+        unsafe {
+            for_each(device, &SCALE, count, |at| ScaleParams { x: at.write(x), count: count as i64, factor })
+        }
     })
 }
 
@@ -241,12 +244,15 @@ pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> 
         if copy.is_empty() {
             return Ok(());
         }
-        let stream = device.cuda_stream();
         let count = copy.len();
-        let mut at = Addresses::new(&stream);
-        let params = RoundParams { x: at.read(&x), out: at.write(copy), count: count as i64 };
         // SAFETY: both buffers outlive the launch and have the same number of values.
-        unsafe { for_each(device, &ROUND, &params, count) }
+        unsafe {
+            for_each(device, &ROUND, count, |at| RoundParams {
+                x: at.read(&x),
+                out: at.write(copy),
+                count: count as i64,
+            })
+        }
     })
 }
 
@@ -262,20 +268,15 @@ pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let device = storage.device();
     let chunks = x.len().div_ceil(CHUNK);
     let (mut parts, mut sum) = (output::<f64>(device, chunks)?, output::<f64>(device, 1)?);
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let params = SumParams {
-        x: at.read(&x),
-        parts: at.write(&mut parts),
-        sum: at.write(&mut sum),
-        count: x.len() as i64,
-    };
     // SAFETY: all buffers outlive both launches. The first launch fills `parts`, which the second reads.
     unsafe {
-        launch(device, &SQUARES, &params, chunks)?;
-        launch(device, &SUM, &params, 1)?;
-    }
-    drop(at);
+        launch(device, &[(&SQUARES, chunks), (&SUM, 1)], |at| SumParams {
+            x: at.read(&x),
+            parts: at.write(&mut parts),
+            sum: at.write(&mut sum),
+            count: x.len() as i64,
+        })?
+    };
     Ok(device.clone_dtoh(&sum)?[0])
 }
 
@@ -297,23 +298,22 @@ pub(in crate::ops) fn adamw_8bit(
         edit_moment(first, |first_codes, first_scales| {
             edit_moment(second, |second_codes, second_scales| {
                 let maps = device.clone_htod(maps.as_flattened())?;
-                let stream = device.cuda_stream();
                 let count = weights.len() as i64;
-                let mut at = Addresses::new(&stream);
-                let params = AdamW8BitParams {
-                    maps: at.read(&maps),
-                    weights: at.write(weights),
-                    first_codes: at.write(first_codes),
-                    first_scales: at.write(first_scales),
-                    second_codes: at.write(second_codes),
-                    second_scales: at.write(second_scales),
-                    gradient,
-                    count,
-                    step: step.into(),
-                };
                 // SAFETY: all buffers outlive the launch. Codes, weights and gradient have the same length,
                 // and there is one scale per block.
-                unsafe { launch(device, &ADAMW_8BIT, &params, blocks.div_ceil(CODE_BLOCKS)) }
+                unsafe {
+                    launch(device, &[(&ADAMW_8BIT, blocks.div_ceil(CODE_BLOCKS))], |at| AdamW8BitParams {
+                        maps: at.read(&maps),
+                        weights: at.write(weights),
+                        first_codes: at.write(first_codes),
+                        first_scales: at.write(first_scales),
+                        second_codes: at.write(second_codes),
+                        second_scales: at.write(second_scales),
+                        gradient: at.read(gradient),
+                        count,
+                        step: step.into(),
+                    })
+                }
             })
         })
     })

@@ -2,7 +2,7 @@
 //! the training forward pass.
 
 use super::arguments::tensor;
-use super::launch::{Addresses, kernel_params, kernel_set, launch};
+use super::launch::{kernel_params, kernel_set, launch};
 use super::sink_attention::{DeviceLaunchPlan, Inputs, OP, Outputs};
 use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
@@ -262,16 +262,15 @@ pub(super) unsafe fn scatter_rows<T>(
     places: &CudaView<i32>,
     row_vectors: usize,
 ) -> Result<()> {
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let params = KvAppendParams {
-        rows: at.read(rows),
-        cache: at.write(to),
-        slots: at.read(places),
-        row_vectors: row_vectors as i32,
-    };
     // SAFETY: the buffers outlive the launch, and the caller guarantees the rows.
-    unsafe { launch(device, &KV_APPEND, &params, places.len()) }
+    unsafe {
+        launch(device, &[(&KV_APPEND, places.len())], |at| KvAppendParams {
+            rows: at.read(rows),
+            cache: at.write(to),
+            slots: at.read(places),
+            row_vectors: row_vectors as i32,
+        })
+    }
 }
 
 /// Computes attention of new tokens over cached keys, and appends the keys and values of the tokens to the

@@ -1,6 +1,6 @@
 //! Runs the small kernels in `kernels/primitive_checks.cu`, which test single machine instructions.
 
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::{Result, bail};
@@ -34,18 +34,16 @@ pub fn run_primitive_check(
         bail!("{function} on {} words is not a check", input.len());
     }
     let kernel = Kernel { function, file: "primitive_checks", threads, shared_bytes: SHARED_BYTES };
-    let stream = device.cuda_stream();
     let read = device.clone_htod(input)?;
     let mut written = device.clone_htod(&vec![u32::MAX; output_words])?;
-    let mut at = Addresses::new(&stream);
-    let buffers = CheckBuffers {
-        input: at.read(&read),
-        output: at.write(&mut written),
-        input_words: input.len() as i32,
-        output_words: output_words as i32,
-    };
     // SAFETY: both buffers outlive the launch, and every check accesses only the given numbers of words.
-    unsafe { launch(device, &kernel, &buffers, blocks)? };
-    drop(at);
+    unsafe {
+        launch(device, &[(&kernel, blocks)], |at| CheckBuffers {
+            input: at.read(&read),
+            output: at.write(&mut written),
+            input_words: input.len() as i32,
+            output_words: output_words as i32,
+        })?
+    };
     device.clone_dtoh(&written)
 }

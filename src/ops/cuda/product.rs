@@ -168,7 +168,7 @@ pub(super) enum Weight<'a> {
 }
 
 impl<'a> Weight<'a> {
-    pub fn read(&'a self, at: &mut Addresses<'a>) -> u64 {
+    pub fn read<'m>(&'m self, at: &mut Addresses<'_, 'm>) -> u64 {
         match self {
             Weight::Bf16(weight) => at.read(weight),
             Weight::Mxfp4(weight) => at.read(weight),
@@ -330,22 +330,21 @@ fn forward<T: CudaDType + DeviceRepr + ValidAsZeroBits>(
         let addend = epilogue.addend.map(|(storage, layout)| op.view::<T>(storage, layout)).transpose()?;
         let residual =
             epilogue.residual.map(|(storage, layout)| op.view::<bf16>(storage, layout)).transpose()?;
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
-            x: at.read(&x),
-            weight: weight.read(&mut at),
-            bias: bias.as_ref().map_or(0, |bias| at.read(bias)),
-            addend: addend.as_ref().map_or(0, |addend| at.read(addend)),
-            out: at.write(&mut out),
-            starts: starts.map_or(0, |starts| at.read(starts)),
-            scale: epilogue.scale,
-            residual: residual.as_ref().map_or(0, |residual| at.read(residual)),
-            ..sizes.params()
-        };
         let blocks = sizes.row_tiles(tiling.rows) * sizes.n.div_ceil(tiling.columns);
         // SAFETY: all buffers outlive the launch and have the sizes in `params`.
-        unsafe { launch(device, kernel, &params, blocks)? };
+        unsafe {
+            launch(device, &[(kernel, blocks)], |at| Params {
+                x: at.read(&x),
+                weight: weight.read(at),
+                bias: bias.as_ref().map_or(0, |bias| at.read(bias)),
+                addend: addend.as_ref().map_or(0, |addend| at.read(addend)),
+                out: at.write(&mut out),
+                starts: starts.map_or(0, |starts| at.read(starts)),
+                scale: epilogue.scale,
+                residual: residual.as_ref().map_or(0, |residual| at.read(residual)),
+                ..sizes.params()
+            })?
+        };
     }
     Ok(CudaStorage::wrap_cuda_slice(out, device.clone()))
 }
@@ -408,19 +407,18 @@ fn input_gradient(
         if sizes.rows * sizes.k == 0 {
             return Ok(());
         }
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
-            weight: weight.read(&mut at),
-            dy: at.read(&dy),
-            out: at.write(&mut dx),
-            starts: starts.map_or(0, |starts| at.read(starts)),
-            scale,
-            ..sizes.params()
-        };
         let blocks = sizes.row_tiles(WIDE.rows) * sizes.k.div_ceil(WIDE.columns);
         // SAFETY: all buffers outlive the launch and have the sizes in `params`.
-        unsafe { launch(device, kernel, &params, blocks) }
+        unsafe {
+            launch(device, &[(kernel, blocks)], |at| Params {
+                weight: weight.read(at),
+                dy: at.read(&dy),
+                out: at.write(&mut dx),
+                starts: starts.map_or(0, |starts| at.read(starts)),
+                scale,
+                ..sizes.params()
+            })
+        }
     })?;
     Ok(tensor(dx, device, (sizes.rows, sizes.k)))
 }
@@ -481,17 +479,16 @@ fn add_to(
     }
     with_starts(op, starts, |starts| {
         op.edit::<f32, _>(sum, |device, sum| {
-            let stream = device.cuda_stream();
-            let mut at = Addresses::new(&stream);
-            let params = Params {
-                x: x.map_or(0, |x| at.read(x)),
-                dy: at.read(dy),
-                out: at.write(sum),
-                starts: starts.map_or(0, |starts| at.read(starts)),
-                ..sizes.params()
-            };
             // SAFETY: all buffers outlive the launch and have the sizes in `params`.
-            unsafe { launch(device, kernel, &params, blocks) }
+            unsafe {
+                launch(device, &[(kernel, blocks)], |at| Params {
+                    x: x.map_or(0, |x| at.read(x)),
+                    dy: at.read(dy),
+                    out: at.write(sum),
+                    starts: starts.map_or(0, |starts| at.read(starts)),
+                    ..sizes.params()
+                })
+            }
         })
     })
 }

@@ -1,7 +1,7 @@
 //! RMS normalisation on the GPU: `x [T, H]` is bf16, `w [H]` f32.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaStorage;
@@ -66,20 +66,17 @@ pub(in crate::ops) fn rms_norm_forward(
     let (weights, _) = OP.input::<f32>("the weight", weight, &[width])?;
     OP.check_width(width)?;
     let mut out = output::<bf16>(device, rows * width)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: all buffers outlive the launch, and each block accesses only its row.
+    unsafe {
+        launch(device, &[(&FORWARD, rows)], |at| Params {
             x: at.read(&xs),
             weight: at.read(&weights),
             out: at.write(&mut out),
             width: width as i32,
             eps,
             ..Params::default()
-        };
-        // SAFETY: all buffers outlive the launch, and each block accesses only its row.
-        unsafe { launch(device, &FORWARD, &params, rows)? };
-    }
+        })?
+    };
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
@@ -93,10 +90,9 @@ pub(in crate::ops) fn sum_norm([x, y, weight]: [&Tensor; 3], eps: f32) -> Result
     OP.check_width(width)?;
     let mut sum = output::<bf16>(device, rows * width)?;
     let mut out = output::<bf16>(device, rows * width)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = SumParams {
+    // SAFETY: all buffers outlive the launch, and each block accesses only its row.
+    unsafe {
+        launch(device, &[(&SUM, rows)], |at| SumParams {
             x: at.read(&x),
             y: at.read(&y),
             weight: at.read(&weight),
@@ -104,10 +100,8 @@ pub(in crate::ops) fn sum_norm([x, y, weight]: [&Tensor; 3], eps: f32) -> Result
             out: at.write(&mut out),
             width: width as i32,
             eps,
-        };
-        // SAFETY: all buffers outlive the launch, and each block accesses only its row.
-        unsafe { launch(device, &SUM, &params, rows)? };
-    }
+        })?
+    };
     Ok([sum, out].map(|rows_of| tensor(rows_of, device, (rows, width))))
 }
 
@@ -125,11 +119,10 @@ pub(in crate::ops) fn rms_norm_backward(
     OP.check_width(width)?;
     let mut dx = output::<bf16>(device, rows * width)?;
     let mut dweight = device.alloc_zeros::<f32>(if weight_learns { width } else { 0 })?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut inverse_rms = output::<f32>(device, rows)?;
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    let mut inverse_rms = output::<f32>(device, rows)?;
+    // SAFETY: all buffers outlive the launch, and each block accesses only its row.
+    unsafe {
+        launch(device, &[(&BACKWARD, rows)], |at| Params {
             x: at.read(&x),
             weight: at.read(&weight),
             dy: at.read(&dy),
@@ -137,15 +130,16 @@ pub(in crate::ops) fn rms_norm_backward(
             inverse_rms: at.write(&mut inverse_rms),
             width: width as i32,
             eps,
-        };
-        // SAFETY: all buffers outlive the launch, and each block accesses only its row.
-        unsafe { launch(device, &BACKWARD, &params, rows)? };
-        drop(at);
-        if weight_learns {
-            let chunks = rows.div_ceil(CHUNK_ROWS);
-            let mut parts = output::<f32>(device, chunks * width)?;
-            let mut at = Addresses::new(&stream);
-            let params = WeightParams {
+        })?;
+    }
+    if weight_learns && rows > 0 {
+        let chunks = rows.div_ceil(CHUNK_ROWS);
+        let mut parts = output::<f32>(device, chunks * width)?;
+        let blocks = chunks * (width / 2).div_ceil(WEIGHT.threads);
+        let kernels = [(&WEIGHT, blocks), (&WEIGHT_SUM, width.div_ceil(WEIGHT_SUM.threads))];
+        // SAFETY: all buffers outlive both launches. The first launch fills `parts`, which the second reads.
+        unsafe {
+            launch(device, &kernels, |at| WeightParams {
                 x: at.read(&x),
                 dy: at.read(&dy),
                 inverse_rms: at.read(&inverse_rms),
@@ -153,14 +147,7 @@ pub(in crate::ops) fn rms_norm_backward(
                 dweight: at.write(&mut dweight),
                 rows: rows as i64,
                 width: width as i32,
-            };
-            let column_blocks = (width / 2).div_ceil(WEIGHT.threads);
-            // SAFETY: all buffers outlive both launches. The first launch fills `parts`, which the second
-            // reads.
-            unsafe {
-                launch(device, &WEIGHT, &params, chunks * column_blocks)?;
-                launch(device, &WEIGHT_SUM, &params, width.div_ceil(WEIGHT_SUM.threads))?;
-            }
+            })?;
         }
     }
     let dweight = weight_learns.then(|| tensor(dweight, device, width));

@@ -1,7 +1,7 @@
 //! Rotary position embedding on the GPU. Heads are bf16, and the table is f32.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::rope::Rotation;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -52,23 +52,28 @@ kernel_params! {
     }
 }
 
-/// The addresses of rows to rotate and, if not 0, of values to copy with them. Rows are `stride` elements
-/// apart.
-struct Rows {
-    rotated: u64,
-    copied: u64,
-    stride: usize,
+/// Memory of rows to rotate, and of values to copy with them.
+enum Rows<M> {
+    /// Rows with only heads to rotate.
+    Alone(M),
+    /// Rows with keys, then values.
+    Pairs(M),
+    /// Rows of keys, and rows of values.
+    Apart(M, M),
 }
 
-impl Rows {
-    /// Returns the addresses for a tensor with only heads to rotate.
-    fn alone(address: u64, width: usize) -> Self {
-        Self { rotated: address, copied: 0, stride: width }
-    }
-
-    /// Returns the addresses for a tensor whose rows have keys, then values.
-    fn pairs(address: u64, width: usize) -> Self {
-        Self { rotated: address, copied: address + (width * size_of::<bf16>()) as u64, stride: 2 * width }
+impl<M> Rows<M> {
+    /// Returns the address of the rows to rotate, that of the values to copy or 0, and the elements between
+    /// rows, of which `width` are rotated.
+    fn places(self, width: usize, mut address: impl FnMut(M) -> u64) -> (u64, u64, i32) {
+        match self {
+            Rows::Alone(rows) => (address(rows), 0, width as i32),
+            Rows::Pairs(rows) => {
+                let rotated = address(rows);
+                (rotated, rotated + (width * size_of::<bf16>()) as u64, 2 * width as i32)
+            }
+            Rows::Apart(rotated, copied) => (address(rotated), address(copied), width as i32),
+        }
     }
 }
 
@@ -108,43 +113,48 @@ fn open_angles<'a>(
     Ok((table, positions))
 }
 
-/// Rotates the rows of `width` values at `from`, and writes the result to `to`.
-///
-/// # Safety
-/// The addresses must point to live memory with one row per position of `rotation`.
-unsafe fn run(
+/// Rotates the rows of `width` values in `from`, and writes the result to `to`. Both have one row per
+/// position of `rotation`.
+fn run(
     device: &CudaDevice,
     rotation: &Rotation,
     width: usize,
-    from: &Rows,
-    to: &Rows,
+    from: Rows<&CudaView<bf16>>,
+    to: Rows<&mut CudaSlice<bf16>>,
     direction: f32,
 ) -> Result<()> {
     let (half, rows) = (rotation.table.half_dim(), rotation.positions.len());
+    if rows == 0 {
+        return Ok(());
+    }
     let tensors = angles(device, rotation)?;
     let opened = tensors.each_ref().map(Tensor::storage_and_layout);
     let (table, positions) = open_angles(&opened, rotation)?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let cosines = at.read(&table);
-    let params = Params {
-        x: from.rotated,
-        values: from.copied,
-        out: to.rotated,
-        values_out: to.copied,
-        cosines,
-        sines: cosines + (table.len() / 2 * size_of::<f32>()) as u64,
-        positions: at.read(&positions),
-        rows: rows as i64,
-        heads: (width / (2 * half)) as i32,
-        half: half as i32,
-        x_stride: from.stride as i32,
-        out_stride: to.stride as i32,
-        direction,
-    };
-    let vectors = rows * (width / 2 / VECTOR);
-    // SAFETY: guaranteed by the caller. `Rotation` has checked that the table has every position.
-    unsafe { launch(device, &ROPE, &params, vectors.div_ceil(ROPE.threads)) }
+    let blocks = (rows * (width / 2 / VECTOR)).div_ceil(ROPE.threads);
+    // SAFETY: all buffers outlive the launch. The callers give memory with all rows, and `Rotation` has
+    // checked that the table has every position.
+    unsafe {
+        launch(device, &[(&ROPE, blocks)], |at| {
+            let (x, values, x_stride) = from.places(width, |memory| at.read(memory));
+            let (out, values_out, out_stride) = to.places(width, |memory| at.write(memory));
+            let cosines = at.read(&table);
+            Params {
+                x,
+                values,
+                out,
+                values_out,
+                cosines,
+                sines: cosines + (table.len() / 2 * size_of::<f32>()) as u64,
+                positions: at.read(&positions),
+                rows: rows as i64,
+                heads: (width / (2 * half)) as i32,
+                half: half as i32,
+                x_stride,
+                out_stride,
+                direction,
+            }
+        })
+    }
 }
 
 /// Rotates `q [T, N·D]`, and appends rotated `k [T, M·D]` with `v [T, M·D]` to the rows `slots [T]` of
@@ -173,29 +183,29 @@ pub(super) unsafe fn rope_append(
     let opened = tensors.each_ref().map(Tensor::storage_and_layout);
     let (table, positions) = open_angles(&opened, rotation)?;
     let mut out = output::<bf16>(device, rows * q_width)?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let cosines = at.read(&table);
-    let params = AppendParams {
-        q: at.read(&q),
-        k: at.read(&k),
-        v: at.read(&v),
-        q_out: at.write(&mut out),
-        cache: at.write(cache),
-        cosines,
-        sines: cosines + (table.len() / 2 * size_of::<f32>()) as u64,
-        positions: at.read(&positions),
-        slots: at.read(slots),
-        rows: rows as i64,
-        heads: (q_width / (2 * half)) as i32,
-        kv_heads: (kv_width / (2 * half)) as i32,
-        half: half as i32,
-    };
-    let vectors = rows * ((q_width + kv_width) / 2 / VECTOR);
+    let blocks = (rows * ((q_width + kv_width) / 2 / VECTOR)).div_ceil(APPEND.threads);
     // SAFETY: all buffers outlive the launch, `Rotation` has checked that the table has every position, and
     // the caller guarantees the slots.
-    unsafe { launch(device, &APPEND, &params, vectors.div_ceil(APPEND.threads))? };
-    drop(at);
+    unsafe {
+        launch(device, &[(&APPEND, blocks)], |at| {
+            let cosines = at.read(&table);
+            AppendParams {
+                q: at.read(&q),
+                k: at.read(&k),
+                v: at.read(&v),
+                q_out: at.write(&mut out),
+                cache: at.write(cache),
+                cosines,
+                sines: cosines + (table.len() / 2 * size_of::<f32>()) as u64,
+                positions: at.read(&positions),
+                slots: at.read(slots),
+                rows: rows as i64,
+                heads: (q_width / (2 * half)) as i32,
+                kv_heads: (kv_width / (2 * half)) as i32,
+                half: half as i32,
+            }
+        })?;
+    }
     Ok(out)
 }
 
@@ -205,14 +215,7 @@ pub(in crate::ops) fn rope_forward(x: DeviceArgument, rotation: &Rotation) -> Re
     let (xs, device) = OP.input::<bf16>("x", x, &[rows, width])?;
     check(rotation, (rows, width))?;
     let mut out = output::<bf16>(device, rows * width)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let from = Rows::alone(at.read(&xs), width);
-        let to = Rows::alone(at.write(&mut out), width);
-        // SAFETY: both buffers outlive the launch and have all rows.
-        unsafe { run(device, rotation, width, &from, &to, 1.0)? };
-    }
+    run(device, rotation, width, Rows::Alone(&xs), Rows::Alone(&mut out), 1.0)?;
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
@@ -223,14 +226,7 @@ pub(in crate::ops) fn rope_backward(dy: &Tensor, rotation: &Rotation) -> Result<
     let (dys, device) = OP.open_tensor::<bf16>("the output's gradient", &opened, &[rows, width])?;
     check(rotation, (rows, width))?;
     let mut dx = output::<bf16>(device, rows * width)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let from = Rows::alone(at.read(&dys), width);
-        let to = Rows::alone(at.write(&mut dx), width);
-        // SAFETY: both buffers outlive the launch and have all rows.
-        unsafe { run(device, rotation, width, &from, &to, -1.0)? };
-    }
+    run(device, rotation, width, Rows::Alone(&dys), Rows::Alone(&mut dx), -1.0)?;
     Ok(tensor(dx, device, (rows, width)))
 }
 
@@ -245,14 +241,7 @@ pub(in crate::ops) fn rope_keys_forward(
     let (vs, _) = OP.input::<bf16>("v", v, &[rows, width])?;
     check(rotation, (rows, width))?;
     let mut out = output::<bf16>(device, 2 * rows * width)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let from = Rows { rotated: at.read(&ks), copied: at.read(&vs), stride: width };
-        let to = Rows::pairs(at.write(&mut out), width);
-        // SAFETY: all buffers outlive the launch and have all rows.
-        unsafe { run(device, rotation, width, &from, &to, 1.0)? };
-    }
+    run(device, rotation, width, Rows::Apart(&ks, &vs), Rows::Pairs(&mut out), 1.0)?;
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, 2 * width))))
 }
 
@@ -264,13 +253,6 @@ pub(in crate::ops) fn rope_keys_backward(dkv: &Tensor, rotation: &Rotation) -> R
     check(rotation, (rows, width))?;
     let mut dk = output::<bf16>(device, rows * width)?;
     let mut dv = output::<bf16>(device, rows * width)?;
-    if rows > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let from = Rows::pairs(at.read(&dkvs), width);
-        let to = Rows { rotated: at.write(&mut dk), copied: at.write(&mut dv), stride: width };
-        // SAFETY: all buffers outlive the launch and have all rows.
-        unsafe { run(device, rotation, width, &from, &to, -1.0)? };
-    }
+    run(device, rotation, width, Rows::Pairs(&dkvs), Rows::Apart(&mut dk, &mut dv), -1.0)?;
     Ok([tensor(dk, device, (rows, width)), tensor(dv, device, (rows, width))])
 }

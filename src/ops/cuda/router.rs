@@ -1,7 +1,7 @@
 //! Top-k routing on the GPU. Logits and weights are f32, and expert ids are u32.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaStorage;
@@ -60,19 +60,16 @@ pub(in crate::ops) fn route(logits: DeviceArgument, top_k: usize) -> Result<(Cud
     let (tokens, experts) = logits.1.shape().dims2()?;
     let (values, device) = ROUTE_OP.input::<f32>("the logits", logits, &[tokens, experts])?;
     let mut routes = output::<u32>(device, tokens * top_k)?;
-    if tokens * top_k > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = RouteParams {
+    // SAFETY: both buffers outlive the launch, and each warp accesses only the row of its token.
+    unsafe {
+        launch(device, &[(&ROUTE, tokens.div_ceil(ROUTE.threads / WARP))], |at| RouteParams {
             logits: at.read(&values),
             routes: at.write(&mut routes),
             tokens: tokens as i64,
             experts: experts as i32,
             top_k: top_k as i32,
-        };
-        // SAFETY: both buffers outlive the launch, and each warp accesses only the row of its token.
-        unsafe { launch(device, &ROUTE, &params, tokens.div_ceil(ROUTE.threads / WARP))? };
-    }
+        })?
+    };
     Ok((CudaStorage::wrap_cuda_slice(routes, device.clone()), Shape::from((tokens, top_k))))
 }
 
@@ -89,25 +86,25 @@ pub(in crate::ops) fn select_experts(logits: &Tensor, top_k: usize) -> Result<Op
     let (mut routes, mut weights) = (output::<u32>(device, pairs)?, output::<f32>(device, pairs)?);
     let len = 2 * pairs + experts + 1;
     let mut plan = output::<u32>(device, len)?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let (row_of, pair_bytes) = (at.write(&mut plan), (pairs * size_of::<u32>()) as u64);
-    let params = SelectParams {
-        logits: at.read(&logits),
-        routes: at.write(&mut routes),
-        weights: at.write(&mut weights),
-        row_of,
-        token_of: row_of + pair_bytes,
-        starts: row_of + 2 * pair_bytes,
-        tokens: tokens as i32,
-        experts: experts as i32,
-        top_k: top_k as i32,
-    };
     let shared_bytes = (pairs + SELECT_THREADS) * size_of::<u32>();
     let kernel = Kernel { function: "select_experts", threads: SELECT_THREADS, shared_bytes, ..ROUTE };
     // SAFETY: all buffers outlive the launch, and `plan` has space for its three parts.
-    unsafe { launch(device, &kernel, &params, 1)? };
-    drop(at);
+    unsafe {
+        launch(device, &[(&kernel, 1)], |at| {
+            let (row_of, pair_bytes) = (at.write(&mut plan), (pairs * size_of::<u32>()) as u64);
+            SelectParams {
+                logits: at.read(&logits),
+                routes: at.write(&mut routes),
+                weights: at.write(&mut weights),
+                row_of,
+                token_of: row_of + pair_bytes,
+                starts: row_of + 2 * pair_bytes,
+                tokens: tokens as i32,
+                experts: experts as i32,
+                top_k: top_k as i32,
+            }
+        })?
+    };
     Ok(Some([
         tensor(routes, device, (tokens, top_k)),
         tensor(weights, device, (tokens, top_k)),
@@ -126,10 +123,9 @@ pub(in crate::ops) fn top_k_softmax_forward(
     let opened = routes.storage_and_layout();
     let (routes, _) = SOFTMAX_OP.open_tensor::<u32>("the routes", &opened, &[tokens, top_k])?;
     let mut weights = output::<f32>(device, tokens * top_k)?;
-    if tokens > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = SoftmaxParams {
+    // SAFETY: all buffers outlive the launch, and the kernel reads no logit outside a row.
+    unsafe {
+        launch(device, &[(&FORWARD, tokens.div_ceil(FORWARD.threads))], |at| SoftmaxParams {
             logits: at.read(&values),
             routes: at.read(&routes),
             weights: at.write(&mut weights),
@@ -137,10 +133,8 @@ pub(in crate::ops) fn top_k_softmax_forward(
             experts: experts as i32,
             top_k: top_k as i32,
             ..SoftmaxParams::default()
-        };
-        // SAFETY: all buffers outlive the launch, and the kernel reads no logit outside a row.
-        unsafe { launch(device, &FORWARD, &params, tokens.div_ceil(FORWARD.threads))? };
-    }
+        })?
+    };
     Ok((CudaStorage::wrap_cuda_slice(weights, device.clone()), Shape::from((tokens, top_k))))
 }
 
@@ -158,10 +152,9 @@ pub(in crate::ops) fn top_k_softmax_backward(
     let (dweights, _) =
         SOFTMAX_OP.open_tensor::<f32>("the weights' gradient", &opened[2], &[tokens, top_k])?;
     let mut dlogits = device.alloc_zeros::<f32>(tokens * experts)?;
-    if tokens > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = SoftmaxParams {
+    // SAFETY: all buffers outlive the launch, and the kernel writes no logit outside a row.
+    unsafe {
+        launch(device, &[(&BACKWARD, tokens.div_ceil(BACKWARD.threads))], |at| SoftmaxParams {
             logits: 0,
             routes: at.read(&routes),
             dweights: at.read(&dweights),
@@ -170,9 +163,7 @@ pub(in crate::ops) fn top_k_softmax_backward(
             tokens: tokens as i64,
             experts: experts as i32,
             top_k: top_k as i32,
-        };
-        // SAFETY: all buffers outlive the launch, and the kernel writes no logit outside a row.
-        unsafe { launch(device, &BACKWARD, &params, tokens.div_ceil(BACKWARD.threads))? };
-    }
+        })?
+    };
     Ok(tensor(dlogits, device, (tokens, experts)))
 }

@@ -1,7 +1,7 @@
 //! Sampling from logits on the GPU. Only tokens and log-probabilities are copied to the host, in one copy.
 
 use super::arguments::{Op, output};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use super::log_prob::check_vocabulary;
 use crate::ops::logits::SampledToken;
 use crate::ops::sink_attention::kernels::Kernel;
@@ -76,19 +76,17 @@ pub(in crate::ops) fn draw_tokens(
     let uniforms: Vec<f64> = draws.iter().map(|&(_, uniform)| uniform).collect();
     let (requests, uniforms) = (device.clone_htod(&requests)?, device.clone_htod(&uniforms)?);
     let mut drawn = output::<u32>(device, 2 * draws.len())?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let params = DrawParams {
-        z: at.read(&z),
-        log_sum_exp: at.read(&sums),
-        rows: at.read(&requests),
-        uniforms: at.read(&uniforms),
-        drawn: at.write(&mut drawn),
-        vocabulary: vocabulary as i32,
-    };
     // SAFETY: all buffers outlive the launch, each block accesses only its row, and every row exists.
-    unsafe { launch(device, if likeliest { &LIKELIEST } else { &DRAW }, &params, draws.len())? };
-    drop(at);
+    unsafe {
+        launch(device, &[(if likeliest { &LIKELIEST } else { &DRAW }, draws.len())], |at| DrawParams {
+            z: at.read(&z),
+            log_sum_exp: at.read(&sums),
+            rows: at.read(&requests),
+            uniforms: at.read(&uniforms),
+            drawn: at.write(&mut drawn),
+            vocabulary: vocabulary as i32,
+        })?
+    };
     let of_pair = |pair: &[u32]| {
         let token = Some(pair[0]).filter(|&token| token != NO_TOKEN)?;
         Some(SampledToken { token, log_prob: f32::from_bits(pair[1]) })
@@ -117,19 +115,17 @@ pub(in crate::ops) fn token_log_probs(
     }
     let (requests, ids) = (device.clone_htod(&requests)?, device.clone_htod(&ids)?);
     let mut log_probs = output::<f32>(device, tokens.len())?;
-    let stream = device.cuda_stream();
-    let mut at = Addresses::new(&stream);
-    let params = LogProbParams {
-        z: at.read(&z),
-        log_sum_exp: at.read(&sums),
-        rows: at.read(&requests),
-        tokens: at.read(&ids),
-        log_probs: at.write(&mut log_probs),
-        count: tokens.len() as i64,
-        vocabulary: vocabulary as i32,
-    };
     // SAFETY: all buffers outlive the launch, and all rows and tokens exist.
-    unsafe { launch(device, &LOG_PROBS, &params, tokens.len().div_ceil(LOG_PROBS.threads))? };
-    drop(at);
+    unsafe {
+        launch(device, &[(&LOG_PROBS, tokens.len().div_ceil(LOG_PROBS.threads))], |at| LogProbParams {
+            z: at.read(&z),
+            log_sum_exp: at.read(&sums),
+            rows: at.read(&requests),
+            tokens: at.read(&ids),
+            log_probs: at.write(&mut log_probs),
+            count: tokens.len() as i64,
+            vocabulary: vocabulary as i32,
+        })?
+    };
     device.clone_dtoh(&log_probs)
 }

@@ -1,7 +1,7 @@
 //! SwiGLU without clamping on the GPU: `gate`, `up` and `y` are `[R, I]` in bf16.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::CudaStorage;
@@ -37,19 +37,16 @@ pub(in crate::ops) fn silu_and_mul_forward(
     let (ups, _) = OP.input::<bf16>("up", up, &[rows, width])?;
     let elements = rows * width;
     let mut out = output::<bf16>(device, elements)?;
-    if elements > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: all buffers outlive the launch and have `elements` elements.
+    unsafe {
+        launch(device, &[(&FORWARD, elements.div_ceil(FORWARD.threads * VECTOR))], |at| Params {
             gate: at.read(&gates),
             up: at.read(&ups),
             out: at.write(&mut out),
             elements: elements as i64,
             ..Params::default()
-        };
-        // SAFETY: all buffers outlive the launch and have `elements` elements.
-        unsafe { launch(device, &FORWARD, &params, elements.div_ceil(FORWARD.threads * VECTOR))? };
-    }
+        })?
+    };
     Ok((CudaStorage::wrap_cuda_slice(out, device.clone()), Shape::from((rows, width))))
 }
 
@@ -63,19 +60,16 @@ pub(in crate::ops) fn silu_and_mul_backward([gate, up, dy]: [&Tensor; 3]) -> Res
     let elements = rows * width;
     let mut dgate = output::<bf16>(device, elements)?;
     let mut dup = output::<bf16>(device, elements)?;
-    if elements > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: all buffers outlive the launch and have `elements` elements.
+    unsafe {
+        launch(device, &[(&BACKWARD, elements.div_ceil(BACKWARD.threads * VECTOR))], |at| Params {
             gate: at.read(&gate),
             up: at.read(&up),
             dy: at.read(&dy),
             out: at.write(&mut dgate),
             dup: at.write(&mut dup),
             elements: elements as i64,
-        };
-        // SAFETY: all buffers outlive the launch and have `elements` elements.
-        unsafe { launch(device, &BACKWARD, &params, elements.div_ceil(BACKWARD.threads * VECTOR))? };
-    }
+        })?
+    };
     Ok([tensor(dgate, device, (rows, width)), tensor(dup, device, (rows, width))])
 }

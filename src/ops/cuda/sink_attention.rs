@@ -205,8 +205,8 @@ impl LaunchPlan {
         &self,
         arrays: &LaunchArrays<'a>,
         inputs: &Inputs<'a>,
-        at: &mut Addresses<'a>,
-    ) -> Result<SinkAttentionParams> {
+        at: &mut Addresses<'_, 'a>,
+    ) -> SinkAttentionParams {
         let Attention { heads, kv_heads, head_dim, window, .. } = self.attention;
         let LaunchShape { tokens, pages_max, .. } = self.shape;
         let plan = at.read(arrays.plan);
@@ -214,7 +214,7 @@ impl LaunchPlan {
         let kv = at.read(inputs.kv);
         // A window that does not fit 32 bits masks no key, so it is passed as 0, which means no window.
         let window = window.and_then(|w| i32::try_from(w).ok()).unwrap_or(0);
-        Ok(SinkAttentionParams {
+        SinkAttentionParams {
             q: at.read(inputs.q),
             k: kv,
             v: kv + 2 * (kv_heads * head_dim) as u64,
@@ -235,7 +235,7 @@ impl LaunchPlan {
             scale: self.attention.scale(),
             scale_log2: self.attention.scale() * std::f32::consts::LOG2_E,
             ..SinkAttentionParams::default()
-        })
+        }
     }
 
     /// Checks that the inputs have all elements that the kernels read. This is the last check before a
@@ -274,35 +274,32 @@ impl LaunchPlan {
         outputs: &mut Outputs,
     ) -> Result<()> {
         self.check_inputs(inputs)?;
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = SinkAttentionParams {
-            out: at.write(&mut outputs.out),
-            lse: at.write(&mut outputs.lse),
-            ..self.params(arrays, inputs, &mut at)?
-        };
         let Attention { heads, kv_heads, head_dim, .. } = self.attention;
         let LaunchShape { query_tiles, chunk_tiles, parts, spread, .. } = self.shape;
         let KernelSet { forward, chunk, merge, .. } = self.kernels;
         let blocks = query_tiles * kv_heads;
+        let Outputs { out, lse } = outputs;
         // SAFETY: every address points to memory that outlives the launch and has the size in the header. The
         // inputs were checked, and `outputs` allocated the outputs. Pages were checked against the width of
         // the table. The first kernel writes every part that the second kernel reads. Both kernels run on one
         // stream, and the parts are freed on the same stream.
         unsafe {
             if !spread {
-                return launch(device, forward, &params, blocks);
+                return launch(device, &[(forward, blocks)], |at| SinkAttentionParams {
+                    out: at.write(out),
+                    lse: at.write(lse),
+                    ..self.params(arrays, inputs, at)
+                });
             }
             let mut part_out: CudaSlice<f32> = output(device, parts * heads * head_dim)?;
             let mut part_sums: CudaSlice<f32> = output(device, parts * heads * PART_SUMS)?;
-            let mut at = Addresses::new(&stream);
-            let params = SinkAttentionParams {
+            launch(device, &[(chunk, chunk_tiles * kv_heads), (merge, blocks)], |at| SinkAttentionParams {
+                out: at.write(out),
+                lse: at.write(lse),
                 part_out: at.write(&mut part_out),
                 part_sums: at.write(&mut part_sums),
-                ..params
-            };
-            launch(device, chunk, &params, chunk_tiles * kv_heads)?;
-            launch(device, merge, &params, blocks)
+                ..self.params(arrays, inputs, at)
+            })
         }
     }
 }
@@ -418,9 +415,9 @@ impl DeviceLaunchPlan {
     pub(super) fn params<'a>(
         &'a self,
         inputs: &Inputs<'a>,
-        at: &mut Addresses<'a>,
+        at: &mut Addresses<'_, 'a>,
     ) -> Result<SinkAttentionParams> {
-        let params = self.plan.params(&self.launch_arrays(), inputs, at)?;
+        let params = self.plan.params(&self.launch_arrays(), inputs, at);
         let sinks = self.no_sinks.as_ref().map_or(params.sinks, |sinks| at.read(sinks));
         Ok(SinkAttentionParams { sinks, ..params })
     }
@@ -487,27 +484,24 @@ impl DeviceLaunchPlan {
                 "sink_attention: outputs with {out}, their gradient with {dout} and lse with {lse} elements do not fit {rows} rows"
             );
         }
-        let stream = self.device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = SinkAttentionParams {
-            out: at.read(out),
-            lse: at.read(lse),
-            dout: at.read(dout),
-            delta: at.write(&mut gradients.delta),
-            dq: at.write(&mut gradients.dq),
-            dsinks: at.write(&mut gradients.dsinks),
-            ..self.plan.params(&self.launch_arrays(), inputs, &mut at)?
-        };
         let KernelSet { delta, dq, dsinks, .. } = kernels;
+        let kernels = [
+            (delta, rows.div_ceil(DELTA_ROWS)),
+            (dq, shape.query_tiles * kv_heads),
+            (dsinks, if sinks && sink_gradient { heads } else { 0 }),
+        ];
         // SAFETY: as in `forward`. `gradients` allocated the gradients.
         unsafe {
-            launch(&self.device, delta, &params, rows.div_ceil(DELTA_ROWS))?;
-            launch(&self.device, dq, &params, shape.query_tiles * kv_heads)?;
-            if sinks && sink_gradient {
-                launch(&self.device, dsinks, &params, heads)?;
-            }
+            launch(&self.device, &kernels, |at| SinkAttentionParams {
+                out: at.read(out),
+                lse: at.read(lse),
+                dout: at.read(dout),
+                delta: at.write(&mut gradients.delta),
+                dq: at.write(&mut gradients.dq),
+                dsinks: at.write(&mut gradients.dsinks),
+                ..self.plan.params(&self.launch_arrays(), inputs, at)
+            })
         }
-        Ok(())
     }
 
     /// Launches the part of [`DeviceLaunchPlan::backward`] that writes the gradients of keys and values to
@@ -539,24 +533,22 @@ impl DeviceLaunchPlan {
         if dkv.len() != self.key_value_count() {
             bail!("sink_attention: a gradient of {} elements for {}", dkv.len(), self.key_value_count());
         }
-        if shape.key_tiles == 0 {
-            return Ok(());
-        }
-        let stream = self.device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let dk = at.write(dkv);
-        let params = self.plan.params(&self.launch_arrays(), inputs, &mut at)?;
-        let params = SinkAttentionParams {
-            lse: at.read(lse),
-            delta: at.read(delta),
-            dout: at.read(dout),
-            dk,
-            dv: dk + 2 * (kv_heads * head_dim) as u64,
-            tiles: params.tiles + 4 * (starts[3] - starts[2]) as u64,
-            ..params
-        };
         // SAFETY: as in `forward`. The sizes of all arguments were checked.
-        unsafe { launch(&self.device, &kernels.dkv, &params, shape.key_tiles * kv_heads) }
+        unsafe {
+            launch(&self.device, &[(&kernels.dkv, shape.key_tiles * kv_heads)], |at| {
+                let dk = at.write(dkv);
+                let params = self.plan.params(&self.launch_arrays(), inputs, at);
+                SinkAttentionParams {
+                    lse: at.read(lse),
+                    delta: at.read(delta),
+                    dout: at.read(dout),
+                    dk,
+                    dv: dk + 2 * (kv_heads * head_dim) as u64,
+                    tiles: params.tiles + 4 * (starts[3] - starts[2]) as u64,
+                    ..params
+                }
+            })
+        }
     }
 
     /// Checks what all kernels of the backward pass need.

@@ -1,7 +1,7 @@
 //! The SwiGLU of GPT-OSS on the GPU, with `x [R, 2I]` and `y [R, I]` in bf16.
 
 use super::arguments::{Op, output, tensor};
-use super::launch::{Addresses, kernel_params, launch};
+use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::sink_attention::kernels::Kernel;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
@@ -38,21 +38,18 @@ fn run(
 ) -> Result<CudaSlice<bf16>> {
     let mut out = output::<bf16>(device, out_elements)?;
     let pairs = x.len() / 2;
-    if pairs > 0 {
-        let stream = device.cuda_stream();
-        let mut at = Addresses::new(&stream);
-        let params = Params {
+    // SAFETY: all buffers outlive the launch. Per pair, `x` has two numbers, `dy` has one, and `out` has
+    // one or two.
+    unsafe {
+        launch(device, &[(kernel, pairs.div_ceil(kernel.threads * VECTOR))], |at| Params {
             x: at.read(x),
             dy: dy.map_or(0, |dy| at.read(dy)),
             out: at.write(&mut out),
             pairs: pairs as i64,
             limit,
             alpha,
-        };
-        // SAFETY: all buffers outlive the launch. Per pair, `x` has two numbers, `dy` has one, and `out` has
-        // one or two.
-        unsafe { launch(device, kernel, &params, pairs.div_ceil(kernel.threads * VECTOR))? };
-    }
+        })?
+    };
     Ok(out)
 }
 
