@@ -35,6 +35,9 @@ FREED = "{ let gone = (%s).clone(); candle_core::cuda_backend::cudarc::driver::D
 # Only launch.rs launches on it. Elsewhere `Addresses` has it, to order what other streams do, and there are none.
 STREAM = r"\.cuda_stream\(\);"
 
+# A kernel of a launch, with its number of blocks.
+LAUNCHED = r"\((&[A-Z]\w*|&?kernel|&kernels\.\w+|&tiling\.\w+|forward|chunk|merge), ([^,\[\]]+)\)(?=[\],])"
+
 # Name, pattern, what to put. Groups as in re.sub.
 RULES = [
     ("argument order", r"\((\w[\w.]*), (\w[\w.]*)\b(?=[,)])", r"(\2, \1"),
@@ -60,12 +63,12 @@ RULES = [
     ("wrong grid", r"\b(blocks|kernel\.threads) as u32", r"\1 as u32 / 2"),
     ("wrong grid", r"\.div_ceil\((\w+)\)", r" / \1"),
     ("wrong grid", r"\b(\w+_tiles) \* kv_heads", r"\1"),
-    ("wrong grid", r"&params, (\w+)\)", r"&params, \1 - 1)"),
+    ("wrong grid", LAUNCHED, r"(\1, \2 - 1)"),
     ("missing attribute", r"^\s*\(CUfunction_attribute::.*\),\s*$", ""),
     ("missing attribute", r"function\.set_attribute\(attribute, value\)\.w\(\)\?;", ""),
     ("missing attribute", r"shared_mem_bytes: (.*) as u32", r"shared_mem_bytes: \1 as u32 - 16"),
     ("missing attribute", r"kernel\.shared_bytes > ", "kernel.shared_bytes < "),
-    ("missing step", r"^\s*launch\((&self\.)?device.*\)\?;\s*$", ""),
+    ("missing step", LAUNCHED, r"(\1, 0)"),
     ("missing step", r"^\s*arrays\.\w+\(.*\);\s*$", ""),
     ("missing step", r"\bif (sinks|tokens == 0|\w+\.is_some\(\))", r"if !(\1)"),
 ]
