@@ -55,7 +55,7 @@ cuda-emulated:
 # The tests of the ops on the emulated driver with each stream's work done at once. CI runs a sample of it.
 cuda-emulated-at-once:
     eval "$(tests/cuda_driver/setup.sh)" && CUDA_EMULATOR=at-once \
-        cargo test --profile emulated --features cuda,nccl --lib -- ops::cuda::on_device model::on_device gpu_check::model_ops dist::
+        cargo test --profile emulated --features cuda,nccl --lib --example gpu_check -- ops::cuda::on_device model::on_device model_ops dist::
 
 # Whole runs on the emulated GPU.
 device-runs:
@@ -92,9 +92,9 @@ device-memory:
 cuda-rust-bugs:
     eval "$(tests/cuda_driver/setup.sh)" && tests/cuda_driver/rust_bugs.py
 
-# What gpu-check compares a GPU's outputs with first, written anew: after a change of a kernel's formulas.
+# What gpu_check compares a GPU's outputs with first, written anew: after a change of a kernel's formulas.
 seeded-outputs:
-    eval "$(tests/cuda_driver/setup.sh)" && cargo run --profile emulated --features cuda -- gpu-check --write-seeded kernels/seeded_outputs.txt
+    eval "$(tests/cuda_driver/setup.sh)" && cargo run --profile emulated --features cuda --example gpu_check -- --write-seeded kernels/seeded_outputs.txt
 
 # Doors: agents that lie, HTTP by grammar with loads, mutated tokenizers and GGUF files.
 doors requests="100000" http="50000" files="10000":

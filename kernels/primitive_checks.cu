@@ -1,9 +1,9 @@
 // Effects of single machine instructions, one small kernel each. The same source runs on a GPU and, by the
 // host twins, on the CPU. tests/cuda_host/primitive_checks.cpp writes the twins' results to
-// primitive_checks.txt; gpu-check compares.
+// primitive_checks.txt; gpu_check compares.
 //
 // Matrix products here are of small integers, exact in any order. The last three kernels accept any operands:
-// gpu-check tests with them what batch invariance relies on.
+// gpu_check tests with them what batch invariance relies on.
 
 #include "primitives.cuh"
 

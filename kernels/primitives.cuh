@@ -322,7 +322,7 @@ PRIMITIVE void wgmma_m64n64k16_bf16(float (&d)[32], const uint32_t (&a)[4], uint
                : __VA_ARGS__                                                                                           \
                : "l"(a_operand), "l"(b_operand), "r"(1))
 
-// d += a b as above for other widths: a 64x16 and b 16x`n`, both K-major in shared memory. gpu-check asks
+// d += a b as above for other widths: a 64x16 and b 16x`n`, both K-major in shared memory. gpu_check asks
 // whether an element's bits depend on the width.
 template <int n>
 PRIMITIVE void wgmma_add_bf16(float (&d)[n / 2], uint64_t a_operand, uint64_t b_operand) {

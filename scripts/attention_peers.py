@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Times other implementations of attention on this machine's GPU, for `gpu_speed speed --peers FILE`.
+"""Times other implementations of attention on this machine's GPU, for `gpu_check speed --peers FILE`.
 
     scripts/attention_peers.py FILE [--seconds-max N]
 
-Needs torch with CUDA. Measured as gpu_speed measures: medians of several passes in a row, between events, the same
+Needs torch with CUDA. Measured as gpu_check measures: medians of several passes in a row, between events, the same
 shapes. Of torch: its flash attention, with and without the deterministic backward, and cuDNN's, none of which knows
 sinks; and flex attention with sinks. What does not run is written down with its reason.
 """
@@ -14,7 +14,7 @@ import sys
 import time
 
 TOKENS = 16_384
-WARM_UPS, TIMES, PASSES = 3, 21, 5  # as in benches/gpu_speed/timing.rs
+WARM_UPS, TIMES, PASSES = 3, 21, 5  # as in benches/gpu_check/speed/timing.rs
 MODELS = [(32, 32, None), (64, 8, None), (64, 8, 128)]  # heads, key-value heads, window
 LENGTHS = [16_384, 4096, 1024, 8192, 2048]  # the most telling first: time may run out
 HEAD_DIM = 64

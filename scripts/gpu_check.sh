@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Checks the CUDA kernels on a machine with a GPU. That machine needs neither Rust nor network.
 #
-#   scripts/gpu_check.sh --build          here: builds the program and the bench, stripped and packed, target/gpu-check/*.gz
+#   scripts/gpu_check.sh --build          here: builds rloss and the checks, stripped and packed, target/gpu-check/*.gz
 #   scripts/gpu_check.sh --deadline 600   there: the first call, ten minutes at most; appends to gpu-check.md
 #   scripts/gpu_check.sh --full           there: the second call, every case
 #
-# Options there: --binary FILE, --bench FILE (the bench gpu_speed, for speed, profile and model), --out FILE (default:
-# gpu-check.md in the folder OUT, or here), --device N, --deadline SECONDS (from the start), --only PARTS
+# Options there: --binary FILE (rloss, for quickstart), --check FILE (the program gpu_check, for all other parts), --out FILE
+# (default: gpu-check.md in the folder OUT, or here), --device N, --deadline SECONDS (from the start), --only PARTS
 # (comma-separated), which run in the order of this list:
 #   the first call     device, primitives, facts, seeded, oracle, links, speed, profile, model, quickstart, memcheck
 #   --full             oracle-full, links-full, nccl, speed-full, model-full, quickstart-full
@@ -25,7 +25,7 @@ FIRST=(device primitives facts seeded oracle links speed profile model quickstar
 FULL=(oracle-full links-full nccl speed-full model-full quickstart-full)
 NAMED=(peers racecheck initcheck synccheck)
 
-binary=target/gpu-check/rloss.gz bench=target/gpu-check/gpu_speed.gz
+binary=target/gpu-check/rloss.gz check=target/gpu-check/gpu_check.gz
 out=${OUT:-.}/gpu-check.md device=0 deadline="" parts=("${FIRST[@]}")
 fail() {
     echo "gpu_check: $*" >&2
@@ -48,17 +48,15 @@ build() {
     # NCCL is checked where it was there to build with: scripts/setup_cuda.sh --nccl.
     local features=cuda
     if ls "${CUDA_HOME:-/usr/local/cuda}"/lib*/libnccl.so >/dev/null 2>&1; then features=cuda,nccl; fi
-    local built speed tree all
-    built=$(cargo build --release --features "$features" --bin rloss --bench gpu_speed --message-format json-render-diagnostics)
-    # Cargo gives a bench's name a suffix.
-    speed=$(sed -n 's|.*"executable":"\([^"]*/gpu_speed-[^"]*\)".*|\1|p' <<<"$built")
+    local tree all
+    cargo build --release --features "$features" --bin rloss --example gpu_check
     mkdir -p "$(dirname "$binary")"
     pack "${CARGO_TARGET_DIR:-target}/release/rloss" "$binary"
-    pack "$speed" "$bench"
+    pack "${CARGO_TARGET_DIR:-target}/release/examples/gpu_check" "$check"
     tree=$(git ls-files -z | xargs -0 stat -c %s | awk '{ s += $1 } END { print s }')
-    all=$((tree + $(stat -c %s "$binary") + $(stat -c %s "$bench")))
+    all=$((tree + $(stat -c %s "$binary") + $(stat -c %s "$check")))
     echo "the tree: $(mib <<<"$tree") MiB"
-    [ $all -lt 55000000 ] || fail "program, bench and tree are over 55 MB together"
+    [ $all -lt 55000000 ] || fail "both programs and the tree are over 55 MB together"
 }
 
 while [ $# -gt 0 ]; do
@@ -71,11 +69,11 @@ while [ $# -gt 0 ]; do
             parts=("${FULL[@]}")
             shift
             ;;
-        --binary | --bench | --out | --device | --deadline | --only)
+        --binary | --check | --out | --device | --deadline | --only)
             [ $# -ge 2 ] || fail "$1 needs a value"
             case $1 in
                 --binary) binary=$2 ;;
-                --bench) bench=$2 ;;
+                --check) check=$2 ;;
                 --out) out=$2 ;;
                 --device) device=$2 ;;
                 --deadline)
@@ -109,10 +107,8 @@ unpack() {
         chmod +x "$program"
     fi
 }
-unpack "$binary" && binary=$program
-if [[ " ${parts[*]}" == *" speed"* || " ${parts[*]}" == *" model"* || " ${parts[*]}" == *" profile"* ]]; then
-    unpack "$bench" && bench=$program
-fi
+unpack "$check" && check=$program
+if [[ " ${parts[*]}" == *" quickstart"* ]]; then unpack "$binary" && binary=$program; fi
 python=${PYTHON:-python3}
 command -v "$python" >/dev/null || python=""
 
@@ -131,14 +127,14 @@ for path in sys.path:
     fi
 }
 
-# What the loader says of the program. Its exit code says less than its text.
-loader() { LD_LIBRARY_PATH=$libraries ldd "$binary" 2>&1 || true; }
+# What the loader says of a program: both need the same. Its exit code says less than its text.
+loader() { LD_LIBRARY_PATH=$libraries ldd "$check" 2>&1 || true; }
 
 missing() { loader | sed -n 's/^[[:space:]]*\([^ ]*\) => not found.*/\1/p' | sort -u; }
 
 libraries=${LD_LIBRARY_PATH:-}
 too_new=$(loader | sed -n "s/.*version \`\(GLIBC[^']*\)' not found.*/\1/p" | sort -u | tail -1)
-[ -z "$too_new" ] || fail "$binary wants $too_new, which this system's C library lacks: build it on an older system"
+[ -z "$too_new" ] || fail "$check wants $too_new, which this system's C library lacks: build it on an older system"
 folders=$(library_folders | sort -u)
 for library in $(missing); do
     while read -r folder; do
@@ -155,7 +151,7 @@ case " $still" in
 esac
 
 # With eager loading no kernel is loaded while another one runs, and no first launch is slower than the next.
-rloss() { LD_LIBRARY_PATH=$libraries CUDA_MODULE_LOADING=EAGER "$@"; }
+with_libraries() { LD_LIBRARY_PATH=$libraries CUDA_MODULE_LOADING=EAGER "$@"; }
 
 failed=0
 
@@ -170,7 +166,7 @@ limit() {
 
 # Exit code 2 is refused here, before anything is written.
 limit 120 || limit=1
-described=$(rloss timeout -k 5 "$limit" "$binary" gpu-check device --device "$device") || exit 2
+described=$(with_libraries timeout -k 5 "$limit" "$check" device --device "$device") || exit 2
 name=$(sed -n 's/^| device | \([^|]*[^ |]\) *|.*/\1/p' <<<"$described")
 
 mkdir -p "$(dirname "$out")"
@@ -220,16 +216,16 @@ end() {
     if [ "$2" != 0 ]; then failed=1; fi
 }
 
-# part NAME SECONDS ARGUMENTS...: program or bench append their rows themselves. The bench has tables of its own.
+# part NAME SECONDS ARGUMENTS...: the checks append their rows themselves. Speed has tables of its own.
 part() {
-    local name=$1 code=0 program=("$binary" gpu-check)
+    local name=$1 code=0
     begin "$name" "$2" || return 0
     shift 2
     case $name in
-        speed* | model*) in_table="" program=("$bench") ;;
+        speed* | model*) in_table="" ;;
         *) [ -n "$in_table" ] || begin_table ;;
     esac
-    rloss timeout -k 5 "$limit" "${program[@]}" "$@" --device "$device" >>"$out" 2>"$scratch/errors" || code=$?
+    with_libraries timeout -k 5 "$limit" "$check" "$@" --device "$device" >>"$out" 2>"$scratch/errors" || code=$?
     cat "$scratch/errors" >&2
     if [ $code = 1 ] && ! grep -q '^error:' "$scratch/errors"; then
         failed=1 # and its rows say so
@@ -243,7 +239,7 @@ whole_run() {
     local name=$1 where=$3 run=$scratch/$1-$3 code=0 begun=$SECONDS success gap verdict=passed
     begin "$name" "$2" || return 0
     shift 3
-    rloss timeout -k 5 "$limit" "$binary" train quickstart_cuda --out "$run" --set logging.tensorboard=false "$@" >"$scratch/errors" 2>&1 || code=$?
+    with_libraries timeout -k 5 "$limit" "$binary" train quickstart_cuda --out "$run" --set logging.tensorboard=false "$@" >"$scratch/errors" 2>&1 || code=$?
     if [ $code != 0 ]; then
         end "$name on the $where" "$code" "$scratch/errors"
         return
@@ -270,8 +266,8 @@ profile() {
         row profile "not run" "no ncu"
         return
     fi
-    rloss timeout -k 5 "$limit" "$ncu" --kernel-name "regex:$KERNELS" --metrics "$METRICS" --csv \
-        "$bench" profile --device "$device" >"$scratch/profile" 2>"$scratch/errors" || code=$?
+    with_libraries timeout -k 5 "$limit" "$ncu" --kernel-name "regex:$KERNELS" --metrics "$METRICS" --csv \
+        "$check" profile --device "$device" >"$scratch/profile" 2>"$scratch/errors" || code=$?
     # A line of CSV for each kernel and metric. Fields 5 and 13 to 15 are the kernel, the metric, its unit and its value.
     while IFS=$'\t' read -r kernel metric unit value; do
         row "ncu: $kernel" "$metric" "$value $unit"
@@ -291,8 +287,8 @@ sanitizer() {
         row "compute-sanitizer $1" "not run" "no compute-sanitizer"
         return
     fi
-    rloss timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 9 \
-        "$binary" gpu-check oracle links --small --device "$device" >"$scratch/sanitizer" 2>&1 || code=$?
+    with_libraries timeout -k 5 "$limit" "$sanitizer" --tool "$1" --error-exitcode 9 \
+        "$check" oracle links --small --device "$device" >"$scratch/sanitizer" 2>&1 || code=$?
     summary=$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY|not supported' "$scratch/sanitizer" | tail -1 | sed 's/^=* *//' || true)
     if [ $code = 0 ]; then row "compute-sanitizer $1" passed "$summary"; fi
     if [ $code = 1 ] || [ $code = 9 ]; then
@@ -331,7 +327,7 @@ whole_run quickstart 100 GPU --set parallel.device_index="$device" --set cold_st
 sanitizer memcheck 60
 part oracle-full 180 oracle
 part links-full 180 links
-if rloss "$binary" gpu-check --help | grep -q nccl; then
+if with_libraries "$check" --help | grep -q nccl; then
     part nccl 120 nccl
 elif wanted nccl; then
     row nccl "not run" "built without it"

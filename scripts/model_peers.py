@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Tokens a second of transformers' GptOssForCausalLM beside `gpu_speed model`, as a table.
+"""Tokens a second of transformers' GptOssForCausalLM beside `gpu_check model`, as a table.
 
     scripts/model_peers.py [--ours FILE] [--seconds-max N] [--device cuda|cpu] [--tiny]
 
-FILE holds the rows that gpu_speed printed in the same run; a row of both has their ratio. Measured as gpu_speed measures: the
+FILE holds the rows that gpu_check printed in the same run; a row of both has their ratio. Measured as gpu_check measures: the
 shape of gpt-oss-20b with random weights made on the device, the same points, the median of five times after two. The attentions
 that transformers offers take turns within a point. Its weights are dense bf16, its cache is the static one, and what trains keeps
 no activations within layers, as ours. A point that cannot run, or crashes, or hangs is a row with the reason: models run in
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 
-WARM_UPS, TIMES = 2, 5  # as in benches/gpu_speed/model.rs, and so are the points
+WARM_UPS, TIMES = 2, 5  # as in benches/gpu_check/speed/model.rs, and so are the points
 SHAPE = {
     "vocab_size": 201_088, "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8,
     "head_dim": 64, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
@@ -332,7 +332,7 @@ class Table:
 
 
 def rows_of_ours(path):
-    """Tokens a second by (work, sequences, tokens of each) of the rows that gpu_speed printed."""
+    """Tokens a second by (work, sequences, tokens of each) of the rows that gpu_check printed."""
     ours = {}
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -346,8 +346,8 @@ def rows_of_ours(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Tokens a second of transformers' gpt-oss, beside gpu_speed model.")
-    parser.add_argument("--ours", help="the rows of gpu_speed model of the same run")
+    parser = argparse.ArgumentParser(description="Tokens a second of transformers' gpt-oss, beside gpu_check model.")
+    parser.add_argument("--ours", help="the rows of gpu_check model of the same run")
     parser.add_argument("--seconds-max", type=float, default=560, help="what is under way after so long is ended")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of two narrow layers, to try the script out")

@@ -54,10 +54,6 @@ enum Command {
     Verify(commands::verify::VerifyArgs),
     /// Print a shell completion script
     Completions(commands::completions::CompletionsArgs),
-    /// Check the CUDA kernels on this machine's GPU
-    #[cfg(feature = "cuda")]
-    #[command(hide = true)]
-    GpuCheck(commands::gpu_check::GpuCheckArgs),
 }
 
 /// The features that add capabilities to a build, and whether this build has them.
@@ -101,8 +97,6 @@ pub fn run() -> u8 {
     };
     let one_process = match &cli.command {
         Command::Train(_) | Command::Sft(_) | Command::CheckMismatch(_) => Ok(()),
-        #[cfg(feature = "cuda")]
-        Command::GpuCheck(_) => Ok(()),
         _ => require_single_process(&std::env::args().nth(1).unwrap_or_default()),
     };
     let result = one_process.and_then(|()| match cli.command {
@@ -121,8 +115,6 @@ pub fn run() -> u8 {
         Command::Report(args) => commands::report::run(&args),
         Command::Verify(args) => commands::verify::run(&args),
         Command::Completions(args) => commands::completions::run(&args, command()),
-        #[cfg(feature = "cuda")]
-        Command::GpuCheck(args) => commands::gpu_check::run(&args),
     });
     // The kernels are in a static, which is never dropped.
     unload_kernels();

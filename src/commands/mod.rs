@@ -9,8 +9,6 @@ pub mod eval;
 pub mod export;
 pub mod fetch;
 pub mod follow;
-#[cfg(feature = "cuda")]
-pub mod gpu_check;
 pub mod init;
 pub mod report;
 pub mod rollout;

@@ -1,4 +1,4 @@
-// What the host twins say to kernels/primitive_checks.cu, as the file that gpu-check compares a GPU with.
+// What the host twins say to kernels/primitive_checks.cu, as the file that gpu_check compares a GPU with.
 //   primitive_checks FILE            the twins and FILE must agree
 //   primitive_checks --write FILE    writes it anew
 #include <cinttypes>
@@ -58,7 +58,7 @@ void write_words(std::ostream& out, const std::vector<uint32_t>& words) {
   }
 }
 
-// The products of single instructions on whole numbers: the frame that gpu-check's facts rest on.
+// The products of single instructions on whole numbers: the frame that gpu_check's facts rest on.
 struct Products {
   void (*kernel)(const CheckBuffers);
   int rows, columns, threads, results;

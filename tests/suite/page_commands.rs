@@ -62,7 +62,6 @@ const LISTED: &[(&str, &str)] = &[
     ("nvidia-smi$", GPU),
     ("export LD_LIBRARY_PATH=", GPU),
     ("scripts/gpu_check.sh", GPU),
-    ("rloss gpu-check", GPU),
     ("rloss train quickstart_cuda$", GPU),
     ("rloss check-mismatch runs/quickstart_cuda$", GPU),
     ("rloss train recipes/retool.toml --set model.path=FOLDER --set device=cuda$", GPU),

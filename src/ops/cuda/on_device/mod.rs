@@ -1,6 +1,6 @@
 //! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
 //!
-//! `commands/gpu_check` has the cases that ops share (the CPU's values, a row alone), and its test
+//! `benches/gpu_check` has the cases that ops share (the CPU's values, a row alone), and its test
 //! runs them. Here are other shapes, edges and refusals.
 
 mod attention;

@@ -4,14 +4,14 @@ use super::{
     F32_SUM, ONE_ROUNDING, Output, Rows, TWO_ROUNDINGS, Tolerance, activations, f32_rows, matrix, over_rows,
     row_wise, to_host_f32,
 };
-use crate::ops::fused::{
+use anyhow::{Result, ensure};
+use candle_core::{Device, Tensor};
+use rloss::ops::fused::{
     SelectedExperts, add_and_norm, combine_and_add, expert_swiglu, joined_linear, linear_and_add,
     select_experts,
 };
-use crate::ops::weight::Weight;
-use crate::ops::{self, Dispatch, Parameter};
-use anyhow::{Result, ensure};
-use candle_core::{Device, Tensor};
+use rloss::ops::weight::Weight;
+use rloss::ops::{self, Dispatch, Parameter};
 
 /// Clamp and gain of GPT-OSS's SwiGLU.
 const UNIT: (f64, f64) = (7.0, 1.702);

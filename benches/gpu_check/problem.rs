@@ -1,12 +1,12 @@
 //! Random inputs of attention, rounded to bf16, and attention computed directly from its formulas.
 
-use crate::ops::sink_attention::kernels::{HEAD_DIMS, KernelSet, kernel_sets};
-use crate::ops::sink_attention::{Attention, NO_SINK};
-use crate::random::{Purpose, stream};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rand::Rng;
+use rloss::ops::sink_attention::kernels::{HEAD_DIMS, KernelSet, kernel_sets};
+use rloss::ops::sink_attention::{Attention, NO_SINK};
+use rloss::random::{Purpose, stream};
 
 /// The shape of an attention problem.
 #[derive(Debug, Clone)]
@@ -74,7 +74,7 @@ impl AttentionShape {
 }
 
 /// The inputs of attention, and the gradient of its output. bf16 represents all values exactly. The rows are
-/// laid out as in [`crate::ops::sink_attention()`].
+/// laid out as in [`rloss::ops::sink_attention()`].
 #[derive(Debug, Clone)]
 pub(super) struct AttentionProblem {
     pub shape: AttentionShape,

@@ -4,19 +4,19 @@
 mod fused;
 
 use super::Verdicts;
-use crate::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
-use crate::ops::graph::differentiate;
-use crate::ops::logits::SamplingParameters;
-use crate::ops::muon::{Muon, muon};
-use crate::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
-use crate::ops::parameter::GradientSink;
-use crate::ops::rope::{RopeTable, Rotation};
-use crate::ops::weight::Weight;
-use crate::ops::{self, Dispatch, Parameter};
-use crate::random::{Purpose, stream};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use rand::Rng;
+use rloss::ops::adamw_8bit::{BLOCK, Moment, adamw_8bit};
+use rloss::ops::graph::differentiate;
+use rloss::ops::logits::SamplingParameters;
+use rloss::ops::muon::{Muon, muon};
+use rloss::ops::optimizer::{AdamW, adamw, round_to_bf16, scale, sgd, sum_of_squares, update_momentum};
+use rloss::ops::parameter::GradientSink;
+use rloss::ops::rope::{RopeTable, Rotation};
+use rloss::ops::weight::Weight;
+use rloss::ops::{self, Dispatch, Parameter};
+use rloss::random::{Purpose, stream};
 use std::slice::from_ref;
 use std::sync::Arc;
 

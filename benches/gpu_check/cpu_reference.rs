@@ -4,11 +4,11 @@
 use super::Verdicts;
 use super::bitwise_equality::{AttentionBits, training_bits};
 use super::problem::{AttentionOutputs, AttentionProblem, AttentionShape, reference_attention};
-use crate::ops::cuda::kernel_set;
-use crate::ops::{SequenceRows, sink_attention};
 use anyhow::{Context, Result};
 use candle_core::{DType, Device, Tensor, Var};
 use half::bf16;
+use rloss::ops::cuda::kernel_set;
+use rloss::ops::{SequenceRows, sink_attention};
 use std::sync::Arc;
 
 /// Maximum error, as a multiple of the error of plain bf16.

@@ -9,12 +9,12 @@
 
 use super::instruction::{ALL_WAYS, DEPTH, INSTRUCTIONS, Instruction, Operands, WAYS};
 use super::{CheckResult, Verdicts};
-use crate::random::{Purpose, stream};
 use anyhow::Result;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 use rand::Rng;
 use rand::seq::SliceRandom;
+use rloss::random::{Purpose, stream};
 
 /// Number of trials for each property.
 const TRIALS: usize = 512;

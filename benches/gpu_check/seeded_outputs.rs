@@ -11,16 +11,16 @@ use super::cpu_reference::{TENSORS, decode_bits, error_bound};
 use super::model_ops::Tolerance;
 use super::model_ops::{self, Output};
 use super::problem::{AttentionProblem, AttentionShape, reference_attention};
-use crate::ops::cuda::KvPool;
 use anyhow::{Context, Result, bail};
 use candle_core::Device;
 use half::bf16;
+use rloss::ops::cuda::KvPool;
 use std::collections::HashMap;
 use std::fmt::Write;
 use std::path::Path;
 
-/// The expected outputs. `gpu-check --write-seeded FILE`, on the emulated driver, writes the file.
-const EXPECTED: &str = include_str!("../../../kernels/seeded_outputs.txt");
+/// The expected outputs. `gpu_check --write-seeded FILE`, on the emulated driver, writes the file.
+const EXPECTED: &str = include_str!("../../kernels/seeded_outputs.txt");
 
 /// Outputs by name. The words of an output are bits of f32 numbers, or counts.
 type Outputs = HashMap<String, Vec<u32>>;
@@ -105,7 +105,7 @@ pub(super) fn write(device: &Device, path: &Path) -> Result<()> {
     let mut names: Vec<&String> = outputs.keys().collect();
     names.sort();
     let mut text = String::from(
-        "# Seeded outputs of every op on the emulated driver. `gpu-check seeded` compares a GPU with them.\n",
+        "# Seeded outputs of every op on the emulated driver. `gpu_check seeded` compares a GPU with them.\n",
     );
     for name in names {
         let words = &outputs[name];

@@ -2,12 +2,12 @@
 //! the CPU.
 
 use super::Verdicts;
-use crate::ops::cuda::run_primitive_check;
 use anyhow::{Context, Result, bail};
 use candle_core::cuda_backend::CudaDevice;
+use rloss::ops::cuda::run_primitive_check;
 
 /// The outputs of the host emulation. The program in `tests/cuda_host` writes the file, and CI checks it.
-const EXPECTED: &str = include_str!("../../../kernels/primitive_checks.txt");
+const EXPECTED: &str = include_str!("../../kernels/primitive_checks.txt");
 
 /// Maximum relative difference for `ex2.approx` and `lg2.approx`. It includes the error of the GPU and that
 /// of the emulation.

@@ -4,14 +4,14 @@
 use super::cpu_reference::round_to_bf16;
 use super::problem::{AttentionProblem, AttentionShape};
 use super::{CheckResult, Verdicts};
-use crate::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, paged_sink_attention};
-use crate::ops::sink_attention::kernels::KernelSet;
-use crate::ops::sink_attention::plan::LaunchSequences;
-use crate::random::{Purpose, stream};
 use anyhow::Result;
 use candle_core::{Device, Tensor};
 use half::bf16;
 use rand::Rng;
+use rloss::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, paged_sink_attention};
+use rloss::ops::sink_attention::kernels::KernelSet;
+use rloss::ops::sink_attention::plan::LaunchSequences;
+use rloss::random::{Purpose, stream};
 use std::sync::Arc;
 
 /// Number of new tokens per sequence in each call.

@@ -1,10 +1,10 @@
 //! Runs one tensor-core instruction on given operands.
 
-use crate::ops::cuda::run_primitive_check;
 use anyhow::Result;
 use candle_core::cuda_backend::CudaDevice;
 use half::bf16;
 use rand::Rng;
+use rloss::ops::cuda::run_primitive_check;
 
 /// Number of products in the sum of each element.
 pub(super) const DEPTH: usize = 16;

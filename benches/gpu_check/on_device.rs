@@ -1,17 +1,17 @@
 //! Tests that run the checks, on a GPU or on the emulated driver.
 
-use super::{GpuCheckArgs, Part, run};
-use crate::error::EXIT_SUCCESS;
+use super::{Arguments, Part, run};
+use rloss::error::EXIT_SUCCESS;
 
 #[test]
 fn small_checks_pass() {
     let parts = vec![Part::Device, Part::Primitives, Part::Seeded, Part::Oracle, Part::Links];
-    assert_eq!(run(&GpuCheckArgs { parts, small: true, ..GpuCheckArgs::default() }).unwrap(), EXIT_SUCCESS);
+    assert_eq!(run(&Arguments { parts, small: true, ..Arguments::default() }).unwrap(), EXIT_SUCCESS);
 }
 
 #[test]
 fn a_product_is_computed_in_every_way() {
-    let device = crate::ops::cuda::open(0).unwrap();
+    let device = rloss::ops::cuda::open(0).unwrap();
     let ways = super::instruction_properties::compare_ways(device.as_cuda_device().unwrap()).unwrap();
     assert_eq!(ways.len(), 7);
     // On a GPU some may differ by roundings. Unwritten words would differ everywhere.
