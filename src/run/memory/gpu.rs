@@ -104,20 +104,11 @@ impl MemoryPlanInput<'_> {
         if !self.command.trains() {
             return items;
         }
-        let stages = [
-            (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
-            (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
-        ];
-        let stage_bytes =
-            stages.into_iter().filter(|(_, steps, _)| *steps > 0).map(|(stage, _, optimizer)| {
-                let tensors = self.trainable_tensors(stage);
-                (self.f32_shard_bytes(&tensors), self.gpu_optimizer_bytes(optimizer, &tensors))
-            });
-        let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
+        let (gradients, optimizer) = self.largest_stage(Self::gpu_optimizer_bytes);
         add("gradients", gradients);
         add("optimizer", optimizer);
-        if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.trainable.critic) {
-            let tensors = self.critic_trainable_tensors(trainable);
+        if let (Some(critic), Some(_)) = (&recipe.critic, &self.trainable.critic) {
+            let tensors = self.critic_tensors();
             let critic_specs = value_model_specs(self.config);
             let head = critic_specs.iter().filter(|spec| spec.name.starts_with("score."));
             let weights = match self.trainable.adapter {
@@ -143,20 +134,6 @@ impl MemoryPlanInput<'_> {
     /// Returns whether the command samples.
     fn samples(&self) -> bool {
         !self.command.trains() || self.recipe.train.steps > 0
-    }
-
-    /// Returns the shape of a forward pass on the GPU.
-    fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
-        let has_adapter = self.trainable.adapter.is_some();
-        PassShape {
-            config: self.config,
-            tokens,
-            targets,
-            has_adapter,
-            on_gpu: true,
-            teacher: None,
-            sequence_ranks: 1,
-        }
     }
 
     /// Returns the bytes of the products of adapters' factors in the backward pass: rows of the rank's width,

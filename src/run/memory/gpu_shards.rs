@@ -135,8 +135,7 @@ impl MemoryPlanInput<'_> {
             });
             bytes.max().unwrap_or(0)
         };
-        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
-        let total = total(self.ever_trainable_tensors()).max(total(critic.unwrap_or_default()));
+        let total = total(self.ever_trainable_tensors()).max(total(self.critic_tensors()));
         let bytes = total.saturating_sub(activation_bytes);
         self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
     }

@@ -256,15 +256,12 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the bytes that the concurrent passes save if nothing is recomputed.
     fn saved_bytes(&self) -> u64 {
-        let (tokens, has_adapter) = (self.recipe.train.micro_batch_tokens, self.trainable.adapter.is_some());
+        let tokens = self.recipe.train.micro_batch_tokens;
+        let has_adapter = self.trainable.adapter.is_some();
         let pass = PassShape {
-            config: self.config,
-            tokens,
-            targets: tokens,
-            has_adapter,
             on_gpu: false,
             teacher: self.teacher.map(|teacher| teacher.config),
-            sequence_ranks: 1,
+            ..self.pass_shape(tokens, tokens)
         };
         let saved = pass.forward_backward_bytes(false);
         match self.placement.processes {
@@ -367,21 +364,11 @@ impl MemoryPlanInput<'_> {
         items.push(weights);
         let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
         if self.command.trains() {
-            // The plan counts the gradients and the optimizer of the stage that needs more memory for them.
-            let stages = [
-                (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
-                (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
-            ];
-            let trained = stages.into_iter().filter(|(_, steps, _)| *steps > 0);
-            let stage_bytes = trained.map(|(stage, _, optimizer)| {
-                let tensors = self.trainable_tensors(stage);
-                (self.f32_shard_bytes(&tensors), self.optimizer_shard_bytes(optimizer, &tensors))
-            });
-            let (gradients, optimizer) = stage_bytes.max_by_key(|(a, b)| a + b).unwrap_or_default();
+            let (gradients, optimizer) = self.largest_stage(Self::optimizer_shard_bytes);
             add("gradients", gradients);
             add("optimizer", optimizer);
             if let (Some(critic), Some(trainable)) = (&recipe.critic, &self.trainable.critic) {
-                let tensors = self.critic_trainable_tensors(trainable);
+                let tensors = self.critic_tensors();
                 let frozen = self.critic_weight_bytes(trainable).saturating_sub(gathered_bytes(&tensors));
                 add("critic's weights", frozen + self.f32_shard_bytes(&tensors));
                 add("critic's gradients", self.f32_shard_bytes(&tensors));
@@ -428,10 +415,47 @@ impl MemoryPlanInput<'_> {
         recipe.train.steps > 0 && recipe.policy.needs_reference() && self.trainable.adapter.is_none()
     }
 
-    /// Returns the critic's trainable tensors: its own tensors, and the factors of its adapter.
-    fn critic_trainable_tensors(&self, trainable: &[bool]) -> Vec<TrainableTensor> {
+    /// Returns the critic's trainable tensors: its own tensors, and the factors of its adapter. None without
+    /// a critic.
+    fn critic_tensors(&self) -> Vec<TrainableTensor> {
+        let Some(trainable) = &self.trainable.critic else { return vec![] };
         let factors = self.trainable.adapter.iter().flat_map(|adapter| adapter.specs.iter().cloned());
         select_trainable(value_model_specs(self.config).into_iter().chain(factors), trainable, 0)
+    }
+
+    /// Returns the policy's trainable tensors and the optimizer of each stage that the recipe has.
+    fn stages(&self) -> impl Iterator<Item = (Vec<TrainableTensor>, &OptimizerSettings)> {
+        let (warm_up, train) = (&self.recipe.cold_start, &self.recipe.train);
+        let stages = [
+            (TrainingStage::ColdStart, warm_up.steps, &warm_up.optimizer),
+            (TrainingStage::ReinforcementLearning, train.steps, &train.optimizer),
+        ];
+        let trained = stages.into_iter().filter(|(_, steps, _)| *steps > 0);
+        trained.map(|(stage, _, optimizer)| (self.trainable_tensors(stage), optimizer))
+    }
+
+    /// Returns the bytes of gradients and of `optimizer_bytes` in the stage that needs more memory for both.
+    fn largest_stage(
+        &self,
+        optimizer_bytes: impl Fn(&Self, &OptimizerSettings, &[TrainableTensor]) -> u64,
+    ) -> (u64, u64) {
+        let bytes = self.stages().map(|(tensors, settings)| {
+            (self.f32_shard_bytes(&tensors), optimizer_bytes(self, settings, &tensors))
+        });
+        bytes.max_by_key(|(a, b)| a + b).unwrap_or_default()
+    }
+
+    /// Returns the shape of a pass on the plan's device, which has all rows of its sequences and no teacher.
+    fn pass_shape(&self, tokens: usize, targets: usize) -> PassShape<'_> {
+        PassShape {
+            config: self.config,
+            tokens,
+            targets,
+            has_adapter: self.trainable.adapter.is_some(),
+            on_gpu: self.choices.gpu_sequences.is_some(),
+            teacher: None,
+            sequence_ranks: 1,
+        }
     }
 
     /// Returns the length of the longest sequence in tokens: prompt, samples and tool replies, limited by the
@@ -458,13 +482,9 @@ impl MemoryPlanInput<'_> {
         }
         let tokens = self.local_micro_batch_tokens();
         let pass = PassShape {
-            config: self.config,
-            tokens,
-            targets: tokens,
-            has_adapter: self.trainable.adapter.is_some(),
-            on_gpu: false,
             teacher: self.teacher.map(|teacher| teacher.config),
             sequence_ranks: self.sequence_ranks(),
+            ..self.pass_shape(tokens, tokens)
         };
         // Passes of several processes exchange data, so each process runs only one pass at a time.
         let exchanges = self.placement.processes > 1;
@@ -477,8 +497,7 @@ impl MemoryPlanInput<'_> {
         let recomputes = self.recomputes_layers();
         let bytes = passes * pass.forward_backward_bytes(recomputes).max(self.teacher_pass_bytes(&pass));
         let name = if recomputes { "activations, recomputed" } else { "activations, all kept" };
-        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
-        let tensors = [self.ever_trainable_tensors(), critic.unwrap_or_default()];
+        let tensors = [self.ever_trainable_tensors(), self.critic_tensors()];
         let gathered =
             tensors.iter().map(|tensors| self.gathered_pass_bytes(tensors, recomputes)).max().unwrap_or(0);
         let gathered = if self.shard_ranks() > 1 { gathered } else { 0 };
@@ -510,25 +529,12 @@ impl MemoryPlanInput<'_> {
     /// Returns the bytes that the update of a tensor needs besides weights, gradient and state. Tensors are
     /// updated one by one.
     fn optimizer_scratch_bytes(&self) -> u64 {
-        let recipe = self.recipe;
         let on_gpu = self.choices.gpu_sequences.is_some();
-        let largest = |settings: &OptimizerSettings, tensors: Vec<TrainableTensor>| {
-            let bytes = |(_, spec): &TrainableTensor| update_bytes(settings, spec, on_gpu);
-            tensors.iter().map(bytes).max().unwrap_or(0)
+        let critic = self.recipe.critic.iter().map(|critic| (self.critic_tensors(), &critic.optimizer));
+        let largest = |(tensors, settings): (Vec<TrainableTensor>, &OptimizerSettings)| {
+            tensors.iter().map(|(_, spec)| update_bytes(settings, spec, on_gpu)).max()
         };
-        let stages = [
-            (TrainingStage::ColdStart, recipe.cold_start.steps, &recipe.cold_start.optimizer),
-            (TrainingStage::ReinforcementLearning, recipe.train.steps, &recipe.train.optimizer),
-        ];
-        let policy = stages
-            .into_iter()
-            .filter(|(_, steps, _)| *steps > 0)
-            .map(|(stage, _, settings)| largest(settings, self.trainable_tensors(stage)));
-        let critic =
-            recipe.critic.iter().zip(&self.trainable.critic).map(|(critic, trainable)| {
-                largest(&critic.optimizer, self.critic_trainable_tensors(trainable))
-            });
-        policy.chain(critic).max().unwrap_or(0)
+        self.stages().chain(critic).filter_map(largest).max().unwrap_or(0)
     }
 }
 

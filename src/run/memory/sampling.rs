@@ -1,8 +1,8 @@
 //! Memory of sampling: how many sequences are sampled at the same time, and what they need.
 
 use super::{
-    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape,
-    SecondWeights, WARNING_FRACTION,
+    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights,
+    WARNING_FRACTION,
 };
 use crate::dist::RolloutWeightPlacement;
 use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
@@ -201,17 +201,7 @@ impl MemoryPlanInput<'_> {
             row_copies *= 3;
         }
         let targets = sequences.div_ceil(engines);
-        let has_adapter = self.trainable.adapter.is_some();
-        let pass = PassShape {
-            config,
-            tokens,
-            targets,
-            has_adapter,
-            on_gpu: false,
-            teacher: None,
-            sequence_ranks: 1,
-        };
-        let forward = pass.forward_bytes();
+        let forward = self.pass_shape(tokens, targets).forward_bytes();
         let items = vec![
             MemoryItem {
                 name: "keys and values",

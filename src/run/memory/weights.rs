@@ -109,7 +109,6 @@ impl MemoryPlanInput<'_> {
     /// `buffers` buffers of the gradients that are exchanged together: on a host, parts that are sent and
     /// received, of gradients and of sums.
     pub(super) fn copies_phase(&self, buffers: u64) -> Option<(&'static str, Vec<MemoryItem>)> {
-        let critic = self.trainable.critic.as_ref().map(|trainable| self.critic_trainable_tensors(trainable));
         let sum = |tensors: Vec<TrainableTensor>| {
             let bytes = |rank: usize| {
                 let shard = |(index, spec): &TrainableTensor| {
@@ -119,7 +118,7 @@ impl MemoryPlanInput<'_> {
             };
             (0..self.shard_ranks()).map(bytes).max().unwrap_or(0)
         };
-        let bytes = buffers * sum(self.ever_trainable_tensors()).max(sum(critic.unwrap_or_default()));
+        let bytes = buffers * sum(self.ever_trainable_tensors()).max(sum(self.critic_tensors()));
         let item = MemoryItem { name: "gradients, exchanged", bytes };
         (self.placement.processes > self.shard_ranks()).then(|| ("sum of all copies", vec![item]))
     }
