@@ -1,7 +1,6 @@
 //! The allocator of the binary and of the benchmarks. It keeps freed memory. When an allocation fails, it
 //! prints a one-line error and exits.
 
-#[cfg(target_os = "linux")]
 #[path = "allocator/large_blocks.rs"]
 mod large_blocks;
 
@@ -73,7 +72,6 @@ impl ExitingAllocator {
 }
 
 /// The large blocks of this process. A function returns `None` or false for a block of mimalloc.
-#[cfg(target_os = "linux")]
 mod large {
     use super::large_blocks::{LARGE_BYTES_MIN, LargeBlocks};
     use std::alloc::Layout;
@@ -112,29 +110,6 @@ mod large {
     /// Resizes a large block that stays one.
     pub fn resize(pointer: *mut u8, old: usize, size: usize) -> Option<*mut u8> {
         (old.min(size) >= LARGE_BYTES_MIN).then(|| blocks().resize(pointer, size))?
-    }
-}
-
-#[cfg(not(target_os = "linux"))]
-mod large {
-    use std::alloc::Layout;
-
-    pub fn begin() {}
-
-    pub fn may_be(_: usize) -> bool {
-        false
-    }
-
-    pub fn alloc(_: Layout, _: bool) -> Option<*mut u8> {
-        None
-    }
-
-    pub fn free(_: *mut u8, _: usize) -> bool {
-        false
-    }
-
-    pub fn resize(_: *mut u8, _: usize, _: usize) -> Option<*mut u8> {
-        None
     }
 }
 
@@ -183,7 +158,6 @@ pub fn retain_freed_memory() {
 }
 
 /// Runs before any allocation, therefore before `main`.
-#[cfg(target_os = "linux")]
 #[used]
 // SAFETY: the loader calls each function of this section once. It passes arguments, which a C function may
 // ignore.
@@ -191,7 +165,6 @@ pub fn retain_freed_memory() {
 static BEFORE_MAIN: extern "C" fn() = reserve_within_limit;
 
 /// Makes mimalloc's arenas smaller if this process has a limited address space (`ulimit -v`).
-#[cfg(target_os = "linux")]
 extern "C" fn reserve_within_limit() {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
     // SAFETY: the structure outlives the call.

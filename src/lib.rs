@@ -15,6 +15,9 @@
 // CI rejects items that no command uses, so types with `len` have no `is_empty`.
 #![allow(clippy::len_without_is_empty)]
 
+#[cfg(not(target_os = "linux"))]
+compile_error!("rloss needs Linux: landlock and seccomp confine the Python tool");
+
 pub mod actor;
 pub mod agents;
 pub mod atomic_file;

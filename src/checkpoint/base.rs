@@ -8,6 +8,7 @@ use crate::error::shell_quote;
 use crate::integrity::{Manifest, file_digest};
 use anyhow::Result;
 use serde::{Deserialize, Serialize};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -121,11 +122,7 @@ impl BaseFiles {
 fn file_state(path: &Path) -> Result<FileState> {
     let state = || {
         let metadata = std::fs::metadata(path)?;
-        #[cfg(unix)]
-        let inode = std::os::unix::fs::MetadataExt::ino(&metadata);
-        #[cfg(not(unix))]
-        let inode = 0;
-        Ok((metadata.len(), inode, metadata.modified()?))
+        Ok((metadata.len(), metadata.ino(), metadata.modified()?))
     };
     state().map_err(|e: std::io::Error| {
         bad_input!(

@@ -13,14 +13,12 @@ use anyhow::{Context, Result};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-#[cfg_attr(not(target_os = "linux"), path = "cpython_unsupported.rs")]
 mod cpython;
 mod embedded_interpreter;
 mod embedded_worker;
 mod frames;
 mod output;
 mod process;
-#[cfg_attr(not(target_os = "linux"), path = "sandbox_unsupported.rs")]
 pub mod sandbox;
 mod worker_deaths;
 

@@ -16,7 +16,6 @@ const STACK_BYTES: usize = 64 << 20;
 const SPIN_MAX: Duration = Duration::from_millis(1);
 /// The niceness of threads of low priority, above that of the process. More would give them too little on a
 /// machine that other programs use too.
-#[cfg(target_os = "linux")]
 const LOW_NICENESS: i32 = 5;
 /// The error message when the system cannot start a thread.
 const THREADS_REFUSED: &str =
@@ -26,17 +25,15 @@ const THREADS_REFUSED: &str =
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Priority {
     Normal,
-    /// A third of the share of a thread of normal priority, and all that such threads leave idle. Only Linux
-    /// has it. On other systems the share is a normal one.
+    /// A third of the share of a thread of normal priority, and all that such threads leave idle.
     Low,
 }
 
 impl Priority {
     /// Gives the priority to the calling thread.
     fn set(self) {
-        #[cfg(target_os = "linux")]
         if self == Priority::Low {
-            // On Linux this changes the calling thread alone. If it is refused, the run is only slower.
+            // This changes the calling thread alone. If it is refused, the run is only slower.
             let _ = rustix::process::nice(LOW_NICENESS);
         }
     }
@@ -192,7 +189,6 @@ mod tests {
     use super::*;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
-    #[cfg(target_os = "linux")]
     #[test]
     fn only_threads_of_low_priority_are_nicer_than_the_process() {
         let own = || rustix::process::getpriority_process(None).unwrap();

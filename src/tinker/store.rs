@@ -223,7 +223,6 @@ impl Store {
 /// Writes the folder `place`. An existing one is exchanged with it in one step, so the path is complete at
 /// any moment.
 fn replace(place: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    #[cfg(target_os = "linux")]
     if place.exists() {
         use rustix::fs::{CWD, RenameFlags, renameat_with};
         let name = place.file_name().unwrap_or_default().to_string_lossy();

@@ -337,7 +337,6 @@ fn wrong_input_is_one_error() {
     place.refused(&["rollout", "small.toml", "--out", "out"], &["step-000001.jsonl: line 1"]);
 }
 
-#[cfg(unix)]
 #[test]
 fn an_interrupt_keeps_what_ended_and_the_same_command_goes_on() {
     let place = Place::new();

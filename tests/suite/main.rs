@@ -5,7 +5,6 @@ mod adapter;
 mod against;
 mod agent;
 mod agent_doors;
-#[cfg(target_os = "linux")]
 mod allocator;
 mod answer_texts;
 mod chat;

@@ -79,7 +79,6 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
 }
 
 #[test]
-#[cfg(target_os = "linux")]
 fn an_address_space_that_is_too_small_is_named() {
     // One thread: the stacks of more may be all that fits.
     let large = [

@@ -279,7 +279,6 @@ fn a_standard_output_that_takes_no_more_is_an_error() {
 
 /// Work that no pool of the run's own was asked for went to rayon's own pool, a thread a core whatever
 /// `parallel.threads` said: the optimizer's.
-#[cfg(target_os = "linux")]
 #[test]
 fn a_run_starts_no_threads_but_those_it_is_allowed() {
     let folder = TempDir::new().unwrap();

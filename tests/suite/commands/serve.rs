@@ -446,7 +446,6 @@ fn bug_requests_that_rfc_9112_forbids_were_answered() {
 }
 
 /// 24 clients with 4 MB of small objects took 5.8 GB, which the server kept.
-#[cfg(target_os = "linux")]
 #[test]
 fn bug_small_objects_took_a_hundred_times_their_text() {
     let server = Server::start(&[]);

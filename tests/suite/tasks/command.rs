@@ -395,7 +395,6 @@ fn runs(text: &str) -> bool {
         .any(|command| command.contains(text))
 }
 
-#[cfg(target_os = "linux")]
 #[test]
 fn a_hanging_program_goes_with_its_children_and_none_outlives_the_task() {
     if !skips::python3() {
