@@ -1,7 +1,6 @@
 //! GGUF, the format of llama.cpp: one file with the config, the tokenizer and the tensors of a model.
 //! Specification: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
-mod decode;
 mod file;
 mod metadata;
 mod names;

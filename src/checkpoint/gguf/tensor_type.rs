@@ -1,13 +1,12 @@
 //! The types of values in a GGUF tensor.
 
-use super::decode::{self, Decode};
 use crate::bad_input;
 use crate::ops::mxfp4;
 use crate::ops::packed_weights::BlockType;
 use anyhow::{Result, bail};
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{Device, Tensor};
-use half::f16;
+use half::{bf16, f16};
 
 /// A type of values. Two types are equal if their ids are equal.
 #[derive(Debug)]
@@ -19,7 +18,6 @@ pub struct TensorType {
     pub block: usize,
     /// Number of bytes per block.
     pub bytes: usize,
-    decode: Decode,
     /// The corresponding type of blocks that stay packed in memory, if any.
     pub packed: Option<BlockType>,
     /// The corresponding type in candle, which encodes the values. `None` for MXFP4, which candle does not
@@ -33,30 +31,39 @@ impl PartialEq for TensorType {
     }
 }
 
-macro_rules! types {
-    ($($name:ident = $id:literal $shown:literal $block:literal values in $bytes:literal $decode:ident $packed:expr, $dtype:expr;)*) => {
-        impl TensorType {
-            $(pub const $name: Self =
-                Self { id: $id, name: $shown, block: $block, bytes: $bytes, decode: decode::$decode, packed: $packed, dtype: $dtype };)*
-            /// All types that can be read.
-            pub const ALL: &'static [Self] = &[$(Self::$name),*];
-        }
-    };
-}
+impl TensorType {
+    const fn plain(id: u32, name: &'static str, bytes: usize, dtype: GgmlDType) -> Self {
+        Self { id, name, block: 1, bytes, packed: None, dtype: Some(dtype) }
+    }
 
-types! {
-    F32 = 0 "F32" 1 values in 4 f32_values None, Some(GgmlDType::F32);
-    F16 = 1 "F16" 1 values in 2 f16_values None, Some(GgmlDType::F16);
-    Q4_0 = 2 "Q4_0" 32 values in 18 q4_0 Some(BlockType::Q4_0), Some(GgmlDType::Q4_0);
-    Q4_1 = 3 "Q4_1" 32 values in 20 q4_1 Some(BlockType::Q4_1), Some(GgmlDType::Q4_1);
-    Q5_0 = 6 "Q5_0" 32 values in 22 q5_0 Some(BlockType::Q5_0), Some(GgmlDType::Q5_0);
-    Q5_1 = 7 "Q5_1" 32 values in 24 q5_1 Some(BlockType::Q5_1), Some(GgmlDType::Q5_1);
-    Q8_0 = 8 "Q8_0" 32 values in 34 q8_0 Some(BlockType::Q8_0), Some(GgmlDType::Q8_0);
-    Q4_K = 12 "Q4_K" 256 values in 144 q4_k Some(BlockType::Q4K), Some(GgmlDType::Q4K);
-    Q5_K = 13 "Q5_K" 256 values in 176 q5_k Some(BlockType::Q5K), Some(GgmlDType::Q5K);
-    Q6_K = 14 "Q6_K" 256 values in 210 q6_k Some(BlockType::Q6K), Some(GgmlDType::Q6K);
-    BF16 = 30 "BF16" 1 values in 2 bf16_values None, Some(GgmlDType::BF16);
-    MXFP4 = 39 "MXFP4" 32 values in 17 mxfp4 None, None;
+    /// Returns the type of blocks that stay packed in memory.
+    const fn blocks(id: u32, kind: BlockType, dtype: GgmlDType) -> Self {
+        let (block, bytes) = (kind.values(), kind.stored_bytes(kind.values()));
+        Self { id, name: kind.name(), block, bytes, packed: Some(kind), dtype: Some(dtype) }
+    }
+
+    pub const F32: Self = Self::plain(0, "F32", 4, GgmlDType::F32);
+    pub const F16: Self = Self::plain(1, "F16", 2, GgmlDType::F16);
+    pub const Q8_0: Self = Self::blocks(8, BlockType::Q8_0, GgmlDType::Q8_0);
+    pub const BF16: Self = Self::plain(30, "BF16", 2, GgmlDType::BF16);
+    pub const MXFP4: Self =
+        Self { id: 39, name: "MXFP4", block: mxfp4::BLOCK, bytes: MXFP4_BYTES, packed: None, dtype: None };
+
+    /// All types that can be read.
+    pub const ALL: &'static [Self] = &[
+        Self::F32,
+        Self::F16,
+        Self::blocks(2, BlockType::Q4_0, GgmlDType::Q4_0),
+        Self::blocks(3, BlockType::Q4_1, GgmlDType::Q4_1),
+        Self::blocks(6, BlockType::Q5_0, GgmlDType::Q5_0),
+        Self::blocks(7, BlockType::Q5_1, GgmlDType::Q5_1),
+        Self::Q8_0,
+        Self::blocks(12, BlockType::Q4K, GgmlDType::Q4K),
+        Self::blocks(13, BlockType::Q5K, GgmlDType::Q5K),
+        Self::blocks(14, BlockType::Q6K, GgmlDType::Q6K),
+        Self::BF16,
+        Self::MXFP4,
+    ];
 }
 
 impl TensorType {
@@ -72,7 +79,18 @@ impl TensorType {
 
     /// Decodes whole blocks. `values` must have one entry for each value of these blocks.
     pub fn decode(&self, bytes: &[u8], values: &mut [f32]) {
-        (self.decode)(bytes, values);
+        match (self.packed, self.dtype) {
+            (Some(kind), _) => kind.decode(bytes, values),
+            (None, Some(GgmlDType::F32)) => decode_each(bytes, values, f32::from_le_bytes),
+            (None, Some(GgmlDType::F16)) => decode_each(bytes, values, |b| f16::from_le_bytes(b).to_f32()),
+            (None, Some(_)) => decode_each(bytes, values, |b| bf16::from_le_bytes(b).to_f32()),
+            (None, None) => {
+                for (block, values) in bytes.as_chunks().0.iter().zip(values.as_chunks_mut().0) {
+                    let (nibbles, scale) = from_gguf_block(block);
+                    *values = mxfp4::decode_block(&nibbles, scale);
+                }
+            }
+        }
     }
 
     /// Encodes whole blocks of finite values, rounded to nearest.
@@ -96,6 +114,13 @@ impl TensorType {
         let count = values.len();
         let quantized = QTensor::quantize(&Tensor::from_vec(values, count, &Device::Cpu)?, dtype)?;
         Ok(quantized.data()?.into_owned())
+    }
+}
+
+/// Decodes values of `N` bytes.
+fn decode_each<const N: usize>(bytes: &[u8], values: &mut [f32], decode: impl Fn([u8; N]) -> f32) {
+    for (value, bytes) in values.iter_mut().zip(bytes.as_chunks().0) {
+        *value = decode(*bytes);
     }
 }
 

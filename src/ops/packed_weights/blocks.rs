@@ -21,6 +21,7 @@ mod vectors;
 
 use super::PANEL_COLUMNS;
 use half::f16;
+use multiversion::multiversion;
 
 /// Number of columns that a vector decodes at a time.
 pub(super) const GROUP: usize = 16;
@@ -123,6 +124,10 @@ struct Unpacked {
     part_mins: [u8; 8],
 }
 
+impl Unpacked {
+    const EMPTY: Self = Self { q: [0; 256], d: [0; 2], min: [0; 2], part_scales: [0; 16], part_mins: [0; 8] };
+}
+
 impl BlockLayout {
     /// Returns whether parts have scales.
     pub const fn has_parts(&self) -> bool {
@@ -179,14 +184,19 @@ impl BlockLayout {
         let half = |at: usize| f16::from_le_bytes([block[at], block[at + 1]]).to_f32();
         let d = half(2 * column);
         let min = if self.has_min { half(self.mins_at() + 2 * column) } else { -0.0 };
-        if !self.has_parts() {
-            return (d, min);
-        }
         let at = k / self.part * PANEL_COLUMNS + column;
-        let scale = block[self.part_scales_at() + at];
-        match self.has_min {
-            true => (d * f32::from(scale), -(min * f32::from(block[self.part_mins_at() + at]))),
-            false => (d * f32::from(scale as i8), -0.0),
+        let of_part = |place: usize, has: bool| if has { block[place + at] } else { 0 };
+        let scale = of_part(self.part_scales_at(), self.has_parts());
+        self.part_scale(d, min, scale, of_part(self.part_mins_at(), self.has_parts() && self.has_min))
+    }
+
+    /// Returns the scale and the offset of a part from those of its block.
+    #[inline(always)]
+    fn part_scale(&self, d: f32, min: f32, scale: u8, part_min: u8) -> (f32, f32) {
+        match (self.has_parts(), self.has_min) {
+            (false, _) => (d, min),
+            (true, true) => (d * f32::from(scale), -(min * f32::from(part_min))),
+            (true, false) => (d * f32::from(scale as i8), -0.0),
         }
     }
 
@@ -214,6 +224,12 @@ impl BlockLayout {
 }
 
 impl BlockType {
+    /// Decodes whole stored blocks, to the bits of the Python package `gguf`. `values` has one entry for each
+    /// of their values.
+    pub fn decode(self, stored: &[u8], values: &mut [f32]) {
+        decode_stored(self, stored, values);
+    }
+
     /// Reads the integers and the scales of a stored block. The integers of a type of at most 5 bits are
     /// unsigned.
     #[inline(always)]
@@ -281,14 +297,32 @@ impl BlockType {
     }
 }
 
+#[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
+fn decode_stored(kind: BlockType, stored: &[u8], values: &mut [f32]) {
+    let layout = kind.layout();
+    let half = |bytes: [u8; 2]| f16::from_le_bytes(bytes).to_f32();
+    let mut block = Unpacked::EMPTY;
+    for (stored, values) in
+        stored.chunks_exact(layout.stored_bytes).zip(values.chunks_exact_mut(layout.values))
+    {
+        kind.unpack(stored, &mut block);
+        let (d, min) = (half(block.d), if layout.has_min { half(block.min) } else { -0.0 });
+        let parts = values.chunks_exact_mut(layout.part).zip(block.q.chunks_exact(layout.part));
+        for (part, (values, q)) in parts.enumerate() {
+            let part_min = block.part_mins.get(part).copied().unwrap_or(0);
+            let (s, b) = layout.part_scale(d, min, block.part_scales[part], part_min);
+            values.iter_mut().zip(q).for_each(|(value, q)| *value = s * f32::from(q + layout.shift) + b);
+        }
+    }
+}
+
 /// Copies the stored blocks `[columns][in / values][stored_bytes]` into a panel. Missing columns become 0.
 pub(super) fn arrange(kind: BlockType, panel: &mut [u8], stored: &[u8]) {
     let layout = kind.layout();
     let blocks = panel.len() / layout.panel_block_bytes();
     let width = blocks * layout.stored_bytes;
     let columns = stored.len() / width.max(1);
-    let empty = Unpacked { q: [0; 256], d: [0; 2], min: [0; 2], part_scales: [0; 16], part_mins: [0; 8] };
-    let mut group: [Unpacked; GROUP] = std::array::from_fn(|_| Unpacked { ..empty });
+    let mut group = [const { Unpacked::EMPTY }; GROUP];
     for (index, panel) in panel.chunks_exact_mut(layout.panel_block_bytes()).enumerate() {
         let (scales, integers) = panel.split_at_mut(layout.integers_at());
         for (first, integers) in
@@ -301,7 +335,7 @@ pub(super) fn arrange(kind: BlockType, panel: &mut [u8], stored: &[u8]) {
                         let start = place * width + index * layout.stored_bytes;
                         kind.unpack(&stored[start..start + layout.stored_bytes], column);
                     }
-                    false => *column = Unpacked { ..empty },
+                    false => *column = Unpacked::EMPTY,
                 }
                 scales[2 * place..2 * place + 2].copy_from_slice(&column.d);
                 if layout.has_min {
