@@ -10,7 +10,7 @@
 
 use super::prefetch::prefetch_second;
 use super::product::{K_CHUNK, Precision};
-use super::tiles::{LINE_WORDS, vectors::SimdWords};
+use super::tiles::{LINE_WORDS, vectors::SimdVector, vectors::SimdWords};
 #[cfg(target_arch = "x86_64")]
 use super::tiles::{has_bf16_dot, vectors::x86};
 use rayon::prelude::*;
@@ -266,7 +266,7 @@ unsafe fn rows_to_words<W: SimdWords>(x: &[f32], k: usize) -> Vec<u32> {
             let at = word * W::PER_WORD;
             let to = &mut rows[row * words + word..][..W::LANES];
             // SAFETY: guaranteed by the caller. `x` has `k - at` values from `at` on in this row.
-            unsafe { W::store(to.as_mut_ptr(), W::load_contiguous(x[at..].as_ptr(), k - at)) };
+            unsafe { W::load_contiguous(x[at..].as_ptr(), k - at).store(to.as_mut_ptr()) };
         }
     }
     rows
@@ -354,7 +354,7 @@ unsafe fn add_vectors<W: SimdWords, const R: usize>(
 ) {
     // SAFETY: guaranteed by the caller.
     unsafe {
-        let mut weights = [[W::zero(); VECTORS_MAX]; R];
+        let mut weights = [[W::Vector::zero(); VECTORS_MAX]; R];
         for (i, weights) in weights.iter_mut().enumerate() {
             for (v, weights) in weights.iter_mut().enumerate().take(vectors) {
                 let at = values.as_ptr().add(i * per_word * n + column + v * W::LANES);
@@ -365,19 +365,19 @@ unsafe fn add_vectors<W: SimdWords, const R: usize>(
         for (row, sums) in sums.chunks_exact_mut(stride).enumerate() {
             let sums = &mut sums[column..column + vectors * W::LANES];
             let at = |v: usize| v * W::LANES;
-            let mut sum = [W::zero(); VECTORS_MAX];
+            let mut sum = [W::Vector::zero(); VECTORS_MAX];
             for (v, sum) in sum.iter_mut().enumerate().take(vectors) {
-                *sum = W::load(sums.as_ptr().add(at(v)).cast());
+                *sum = W::Vector::load(sums.as_ptr().add(at(v)).cast());
             }
             let x = &x.words[row * x.stride..row * x.stride + R];
             for (&x, weights) in x.iter().zip(&weights) {
-                let x = W::splat(x);
+                let x = W::Vector::splat(x);
                 for (sum, &weights) in sum.iter_mut().zip(weights).take(vectors) {
                     *sum = W::add_product(*sum, x, weights);
                 }
             }
             for (v, &sum) in sum.iter().enumerate().take(vectors) {
-                W::store(sums.as_mut_ptr().add(at(v)).cast(), sum);
+                sum.store(sums.as_mut_ptr().add(at(v)).cast());
             }
         }
     }

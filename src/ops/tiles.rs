@@ -20,9 +20,9 @@ use super::product::{K_CHUNK, Precision, StridedMatrix};
 use packed_tiles::PackedTiles;
 use rayon::prelude::*;
 use std::ops::Range;
-use vectors::SimdWords;
 #[cfg(target_arch = "x86_64")]
 use vectors::x86;
+use vectors::{SimdVector, SimdWords};
 
 /// Number of vectors of columns per tile.
 pub(super) const VECTORS: usize = 2;
@@ -298,7 +298,7 @@ unsafe fn tile<W: SimdWords, const R: usize>(
 ) {
     let TileOperands { x, w, steps, next: (next, next_lines) } = panels;
     // SAFETY: as below.
-    let mut sums = [[unsafe { W::zero() }; VECTORS]; R];
+    let mut sums = [[unsafe { W::Vector::zero() }; VECTORS]; R];
     // SAFETY: guaranteed by the caller.
     unsafe {
         if add {
@@ -311,13 +311,13 @@ unsafe fn tile<W: SimdWords, const R: usize>(
                 prefetch_second(next.wrapping_add(step));
             }
             let at = w.add(step * VECTORS * W::LANES);
-            let mut w = [W::zero(); VECTORS];
+            let mut w = [W::Vector::zero(); VECTORS];
             for (v, w) in w.iter_mut().enumerate() {
-                *w = W::load(at.add(v * W::LANES));
+                *w = W::Vector::load(at.add(v * W::LANES));
             }
             let x = x.add(step * R);
             for (row, sums) in sums.iter_mut().enumerate() {
-                let x = W::splat(*x.add(row));
+                let x = W::Vector::splat(*x.add(row));
                 for v in 0..VECTORS {
                     sums[v] = W::add_product(sums[v], x, w[v]);
                 }
@@ -327,7 +327,8 @@ unsafe fn tile<W: SimdWords, const R: usize>(
             for (row, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {
                     let to = to.first.add(row * to.stride + v * W::LANES).cast();
-                    W::store(to, if add { W::add(W::load(to), sum) } else { sum });
+                    let sum = if add { W::Vector::load(to).add(sum) } else { sum };
+                    sum.store(to);
                 }
             }
             return;
@@ -368,7 +369,7 @@ unsafe fn pack_panel<W: SimdWords>(
                 for first in (0..lines).step_by(lanes) {
                     let from = operand.at(line + first, chunk.start + k);
                     let words = W::load_strided(from, operand.stride, chunk.values - k, lines - first);
-                    W::store(to.add(step * width + first), words);
+                    words.store(to.add(step * width + first));
                 }
             }
             return;
@@ -376,14 +377,14 @@ unsafe fn pack_panel<W: SimdWords>(
         for first in (0..lines).step_by(lanes) {
             for step in (0..steps).step_by(lanes) {
                 let k = step * per_word;
-                let mut block = [W::zero(); 16];
+                let mut block = [W::Vector::zero(); 16];
                 for (i, words) in block.iter_mut().enumerate().take(lanes.min(lines - first)) {
                     *words =
                         W::load_contiguous(operand.at(line + first + i, chunk.start + k), chunk.values - k);
                 }
                 W::transpose(&mut block);
                 for (i, words) in block.into_iter().enumerate().take(lanes.min(steps - step)) {
-                    W::store(to.add((step + i) * width + first), words);
+                    words.store(to.add((step + i) * width + first));
                 }
             }
         }

@@ -16,7 +16,7 @@ use crate::ops::prefetch::prefetch;
 use crate::ops::product::K_CHUNK;
 use lanes::SimdLanes;
 #[cfg(target_arch = "x86_64")]
-use lanes::x86;
+use std::arch::x86_64::{__m256, __m512};
 use std::ops::Range;
 
 /// Number of vectors of neighbouring columns that are computed in one pass over a panel.
@@ -150,7 +150,7 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
     panel: Panel,
     rows: Range<usize>,
     column: usize,
-    mut on_weights: impl FnMut(usize, [L::Vector; VECTORS]),
+    mut on_weights: impl FnMut(usize, [L; VECTORS]),
 ) {
     let base = panel.bytes.as_ptr();
     match panel.format {
@@ -185,8 +185,8 @@ unsafe fn for_each_weight_row<L: SimdLanes>(
                         let (mut low, mut high) = (scales, scales);
                         for v in 0..VECTORS {
                             let [l, h] = L::nibbles(row.add(v * L::LANES));
-                            low[v] = L::mul(l, scales[v]);
-                            high[v] = L::mul(h, scales[v]);
+                            low[v] = l.mul(scales[v]);
+                            high[v] = h.mul(scales[v]);
                         }
                         on_weights(block * BLOCK + 2 * pair, low);
                         on_weights(block * BLOCK + 2 * pair + 1, high);
@@ -223,9 +223,9 @@ unsafe fn multiply_row_block<L: SimdLanes, const R: usize>(
                 #[inline(always)]
                 |k, weights| {
                     for (r, sums) in sums.iter_mut().enumerate() {
-                        let x = L::splat(*x.add(r * stride + k));
+                        let x = L::splat((*x.add(r * stride + k)).to_bits());
                         for v in 0..VECTORS {
-                            sums[v] = L::fma(x, weights[v], sums[v]);
+                            sums[v] = x.fma(weights[v], sums[v]);
                         }
                     }
                 },
@@ -234,7 +234,7 @@ unsafe fn multiply_row_block<L: SimdLanes, const R: usize>(
             let columns = (panel.columns - column).min(VECTORS * L::LANES);
             for (r, sums) in sums.into_iter().enumerate() {
                 for (v, sum) in sums.into_iter().enumerate() {
-                    L::store(values.as_mut_ptr().add(v * L::LANES), sum);
+                    sum.store(values.as_mut_ptr().add(v * L::LANES).cast());
                 }
                 out.write(row + r, first + column, &values[..columns], add);
             }
@@ -294,7 +294,7 @@ unsafe fn decode<L: SimdLanes>(panel: Panel, rows: Range<usize>, to: *mut f32, w
                 |k, weights| {
                     let row = to.add((k - first) * width + column);
                     for (v, weights) in weights.into_iter().enumerate() {
-                        L::store(row.add(v * L::LANES), weights);
+                        weights.store(row.add(v * L::LANES).cast());
                     }
                 },
             );
@@ -311,7 +311,7 @@ unsafe fn multiply_rows_avx512(
     accumulate: bool,
 ) {
     // SAFETY: guaranteed by the caller.
-    unsafe { multiply_rows::<x86::Avx512>(panel, x, out, accumulate) }
+    unsafe { multiply_rows::<__m512>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -323,21 +323,21 @@ unsafe fn multiply_rows_avx2(
     accumulate: bool,
 ) {
     // SAFETY: guaranteed by the caller.
-    unsafe { multiply_rows::<x86::Avx2>(panel, x, out, accumulate) }
+    unsafe { multiply_rows::<__m256>(panel, x, out, accumulate) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
 unsafe fn decode_avx512(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     // SAFETY: guaranteed by the caller.
-    unsafe { decode::<x86::Avx512>(panel, rows, to, width) }
+    unsafe { decode::<__m512>(panel, rows, to, width) }
 }
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
 unsafe fn decode_avx2(panel: Panel, rows: Range<usize>, to: *mut f32, width: usize) {
     // SAFETY: guaranteed by the caller.
-    unsafe { decode::<x86::Avx2>(panel, rows, to, width) }
+    unsafe { decode::<__m256>(panel, rows, to, width) }
 }
 
 /// The vector instructions of a processor.

@@ -2,26 +2,41 @@
 
 use super::{KRange, TileOperands, TileOutput, UnpackedOperand};
 
-/// Vectors of 32-bit words, with f32 or bf16 values.
+/// A vector of f32 values, or of 32-bit words with bf16 values.
 ///
 /// # Safety
-/// The processor must have the vector instructions. Pointers must be valid for the values that are read or
-/// written.
-pub trait SimdWords {
-    type Vector: Copy;
+/// The processor must have the vector instructions. Pointers must be valid for [`Self::LANES`] words.
+pub trait SimdVector: Copy {
     /// Number of words per vector.
     const LANES: usize;
+    unsafe fn zero() -> Self;
+    unsafe fn splat(word: u32) -> Self;
+    unsafe fn load(from: *const u32) -> Self;
+    unsafe fn store(self, to: *mut u32);
+    unsafe fn add(self, other: Self) -> Self;
+    unsafe fn mul(self, other: Self) -> Self;
+    /// Returns `self · factor + sum` with one rounding.
+    unsafe fn fma(self, factor: Self, sum: Self) -> Self;
+}
+
+/// Products of tiles with one vector width and precision.
+///
+/// # Safety
+/// As for [`SimdVector`].
+pub trait SimdWords {
+    type Vector: SimdVector;
+    /// Number of words per vector.
+    const LANES: usize = Self::Vector::LANES;
     /// Number of rows per tile. The sums of a tile and the columns of one step fit into registers.
     const ROWS: usize;
     /// Number of values of k per word.
     const PER_WORD: usize;
-    unsafe fn zero() -> Self::Vector;
-    unsafe fn splat(word: u32) -> Self::Vector;
-    unsafe fn load(from: *const u32) -> Self::Vector;
-    unsafe fn store(to: *mut u32, words: Self::Vector);
     /// Returns `sum` plus the products of the words of `x` and `w`.
-    unsafe fn add_product(sum: Self::Vector, x: Self::Vector, w: Self::Vector) -> Self::Vector;
-    unsafe fn add(a: Self::Vector, b: Self::Vector) -> Self::Vector;
+    #[inline(always)]
+    unsafe fn add_product(sum: Self::Vector, x: Self::Vector, w: Self::Vector) -> Self::Vector {
+        // SAFETY: guaranteed by the caller.
+        unsafe { x.fma(w, sum) }
+    }
     /// Writes the first `columns` sums to `to`. If `add` is true, adds them to the values there.
     unsafe fn store_columns(to: *mut f32, sums: Self::Vector, columns: usize, add: bool);
     /// Loads one vector from at most `left` values that are contiguous in memory.
@@ -53,7 +68,7 @@ pub trait SimdWords {
 #[cfg(target_arch = "x86_64")]
 pub mod x86 {
     use super::super::{pack_panel, tile};
-    use super::{KRange, SimdWords, TileOperands, TileOutput, UnpackedOperand};
+    use super::{KRange, SimdVector, SimdWords, TileOperands, TileOutput, UnpackedOperand};
     use std::arch::x86_64::*;
 
     /// Implements the two functions of the trait that are compiled for the features of a processor.
@@ -140,45 +155,94 @@ pub mod x86 {
         }
     }
 
+    // SAFETY: guaranteed by the caller, as the trait requires.
+    impl SimdVector for __m512 {
+        const LANES: usize = 16;
+
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            unsafe { _mm512_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(word: u32) -> Self {
+            unsafe { _mm512_castsi512_ps(_mm512_set1_epi32(word as i32)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const u32) -> Self {
+            unsafe { _mm512_loadu_ps(from.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut u32) {
+            unsafe { _mm512_storeu_ps(to.cast(), self) }
+        }
+
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            unsafe { _mm512_add_ps(self, other) }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            unsafe { _mm512_mul_ps(self, other) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(self, factor: Self, sum: Self) -> Self {
+            unsafe { _mm512_fmadd_ps(self, factor, sum) }
+        }
+    }
+
+    // SAFETY: guaranteed by the caller, as the trait requires.
+    impl SimdVector for __m256 {
+        const LANES: usize = 8;
+
+        #[inline(always)]
+        unsafe fn zero() -> Self {
+            unsafe { _mm256_setzero_ps() }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(word: u32) -> Self {
+            unsafe { _mm256_castsi256_ps(_mm256_set1_epi32(word as i32)) }
+        }
+
+        #[inline(always)]
+        unsafe fn load(from: *const u32) -> Self {
+            unsafe { _mm256_loadu_ps(from.cast()) }
+        }
+
+        #[inline(always)]
+        unsafe fn store(self, to: *mut u32) {
+            unsafe { _mm256_storeu_ps(to.cast(), self) }
+        }
+
+        #[inline(always)]
+        unsafe fn add(self, other: Self) -> Self {
+            unsafe { _mm256_add_ps(self, other) }
+        }
+
+        #[inline(always)]
+        unsafe fn mul(self, other: Self) -> Self {
+            unsafe { _mm256_mul_ps(self, other) }
+        }
+
+        #[inline(always)]
+        unsafe fn fma(self, factor: Self, sum: Self) -> Self {
+            unsafe { _mm256_fmadd_ps(self, factor, sum) }
+        }
+    }
+
     /// Sixteen f32 lanes (AVX-512).
     pub struct F32x16;
 
     // SAFETY: guaranteed by the caller, as the trait requires.
     impl SimdWords for F32x16 {
         type Vector = __m512;
-        const LANES: usize = 16;
         const ROWS: usize = 12;
         const PER_WORD: usize = 1;
-
-        #[inline(always)]
-        unsafe fn zero() -> __m512 {
-            unsafe { _mm512_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(word: u32) -> __m512 {
-            unsafe { _mm512_castsi512_ps(_mm512_set1_epi32(word as i32)) }
-        }
-
-        #[inline(always)]
-        unsafe fn load(from: *const u32) -> __m512 {
-            unsafe { _mm512_loadu_ps(from.cast()) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(to: *mut u32, words: __m512) {
-            unsafe { _mm512_storeu_ps(to.cast(), words) }
-        }
-
-        #[inline(always)]
-        unsafe fn add(a: __m512, b: __m512) -> __m512 {
-            unsafe { _mm512_add_ps(a, b) }
-        }
-
-        #[inline(always)]
-        unsafe fn add_product(sum: __m512, x: __m512, w: __m512) -> __m512 {
-            unsafe { _mm512_fmadd_ps(x, w, sum) }
-        }
 
         #[inline(always)]
         unsafe fn store_columns(to: *mut f32, sums: __m512, columns: usize, add: bool) {
@@ -218,39 +282,8 @@ pub mod x86 {
     // SAFETY: guaranteed by the caller, as the trait requires.
     impl SimdWords for F32x8 {
         type Vector = __m256;
-        const LANES: usize = 8;
         const ROWS: usize = 6;
         const PER_WORD: usize = 1;
-
-        #[inline(always)]
-        unsafe fn zero() -> __m256 {
-            unsafe { _mm256_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(word: u32) -> __m256 {
-            unsafe { _mm256_castsi256_ps(_mm256_set1_epi32(word as i32)) }
-        }
-
-        #[inline(always)]
-        unsafe fn load(from: *const u32) -> __m256 {
-            unsafe { _mm256_loadu_ps(from.cast()) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(to: *mut u32, words: __m256) {
-            unsafe { _mm256_storeu_ps(to.cast(), words) }
-        }
-
-        #[inline(always)]
-        unsafe fn add(a: __m256, b: __m256) -> __m256 {
-            unsafe { _mm256_add_ps(a, b) }
-        }
-
-        #[inline(always)]
-        unsafe fn add_product(sum: __m256, x: __m256, w: __m256) -> __m256 {
-            unsafe { _mm256_fmadd_ps(x, w, sum) }
-        }
 
         #[inline(always)]
         unsafe fn store_columns(to: *mut f32, sums: __m256, columns: usize, add: bool) {
@@ -313,34 +346,8 @@ pub mod x86 {
     // SAFETY: guaranteed by the caller, as the trait requires.
     impl SimdWords for Bf16x32 {
         type Vector = __m512;
-        const LANES: usize = 16;
         const ROWS: usize = 12;
         const PER_WORD: usize = 2;
-
-        #[inline(always)]
-        unsafe fn zero() -> __m512 {
-            unsafe { _mm512_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(word: u32) -> __m512 {
-            unsafe { F32x16::splat(word) }
-        }
-
-        #[inline(always)]
-        unsafe fn load(from: *const u32) -> __m512 {
-            unsafe { F32x16::load(from) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(to: *mut u32, words: __m512) {
-            unsafe { F32x16::store(to, words) }
-        }
-
-        #[inline(always)]
-        unsafe fn add(a: __m512, b: __m512) -> __m512 {
-            unsafe { _mm512_add_ps(a, b) }
-        }
 
         #[inline(always)]
         unsafe fn add_product(sum: __m512, x: __m512, w: __m512) -> __m512 {

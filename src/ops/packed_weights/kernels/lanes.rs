@@ -1,25 +1,19 @@
 //! The vector operations of the loops over packed weights, and their x86 implementations.
 
-/// Vectors of f32 of one width.
+use crate::ops::tiles::vectors::SimdVector;
+
+/// Loads of packed weights as vectors of f32.
 ///
 /// # Safety
-/// The processor must have the vector instructions. Pointers must be valid for [`Self::LANES`] elements.
-pub trait SimdLanes {
-    type Vector: Copy;
-    const LANES: usize;
+/// As for [`SimdVector`]. Pointers must be valid for [`SimdVector::LANES`] weights.
+pub trait SimdLanes: SimdVector {
     /// Number of rows whose sums fit into registers.
     const ROWS: usize;
-    unsafe fn zero() -> Self::Vector;
-    unsafe fn splat(x: f32) -> Self::Vector;
-    unsafe fn store(to: *mut f32, x: Self::Vector);
-    /// Returns `a · b + c` with one rounding.
-    unsafe fn fma(a: Self::Vector, b: Self::Vector, c: Self::Vector) -> Self::Vector;
-    unsafe fn mul(a: Self::Vector, b: Self::Vector) -> Self::Vector;
-    unsafe fn bf16(from: *const u8) -> Self::Vector;
+    unsafe fn bf16(from: *const u8) -> Self;
     /// Loads scale bytes, none of which may be 255.
-    unsafe fn scales(from: *const u8) -> Self::Vector;
+    unsafe fn scales(from: *const u8) -> Self;
     /// Loads bytes, and returns the decoded values of their low nibbles and of their high nibbles.
-    unsafe fn nibbles(from: *const u8) -> [Self::Vector; 2];
+    unsafe fn nibbles(from: *const u8) -> [Self; 2];
 }
 
 // Unsafe blocks in this module have only intrinsics. The trait requires that callers check the processor
@@ -44,38 +38,9 @@ pub mod x86 {
     /// The bits of 2^-127, the value of scale byte 0.
     const SMALLEST: i32 = 1 << 22;
 
-    pub struct Avx512;
-
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl SimdLanes for Avx512 {
-        type Vector = __m512;
-        const LANES: usize = 16;
+    impl SimdLanes for __m512 {
         const ROWS: usize = 6;
-
-        #[inline(always)]
-        unsafe fn zero() -> __m512 {
-            unsafe { _mm512_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> __m512 {
-            unsafe { _mm512_set1_ps(x) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(to: *mut f32, x: __m512) {
-            unsafe { _mm512_storeu_ps(to, x) }
-        }
-
-        #[inline(always)]
-        unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
-            unsafe { _mm512_fmadd_ps(a, b, c) }
-        }
-
-        #[inline(always)]
-        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
-            unsafe { _mm512_mul_ps(a, b) }
-        }
 
         #[inline(always)]
         unsafe fn bf16(from: *const u8) -> __m512 {
@@ -107,38 +72,9 @@ pub mod x86 {
         }
     }
 
-    pub struct Avx2;
-
     // SAFETY: guaranteed by the caller, as the trait requires.
-    impl SimdLanes for Avx2 {
-        type Vector = __m256;
-        const LANES: usize = 8;
+    impl SimdLanes for __m256 {
         const ROWS: usize = 2;
-
-        #[inline(always)]
-        unsafe fn zero() -> __m256 {
-            unsafe { _mm256_setzero_ps() }
-        }
-
-        #[inline(always)]
-        unsafe fn splat(x: f32) -> __m256 {
-            unsafe { _mm256_set1_ps(x) }
-        }
-
-        #[inline(always)]
-        unsafe fn store(to: *mut f32, x: __m256) {
-            unsafe { _mm256_storeu_ps(to, x) }
-        }
-
-        #[inline(always)]
-        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
-            unsafe { _mm256_fmadd_ps(a, b, c) }
-        }
-
-        #[inline(always)]
-        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
-            unsafe { _mm256_mul_ps(a, b) }
-        }
 
         #[inline(always)]
         unsafe fn bf16(from: *const u8) -> __m256 {
