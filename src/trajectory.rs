@@ -19,11 +19,14 @@ use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
+use strum::{IntoStaticStr, VariantArray};
 
 /// The outcome of a trajectory. The metrics count each outcome as `outcome/<snake_case name>`. No trajectory
 /// is dropped silently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[derive(IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "snake_case")]
 pub enum Outcome {
     /// The policy ended its answer with a stop token.
     Finished,
@@ -39,29 +42,19 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    pub const ALL: [Outcome; 5] = [
-        Outcome::Finished,
-        Outcome::TruncatedLength,
-        Outcome::TurnsExhausted,
-        Outcome::Malformed,
-        Outcome::TaskFailed,
-    ];
+    pub const ALL: &[Self] = Self::VARIANTS;
 
     /// Returns the name used in metrics and files.
     pub fn name(self) -> &'static str {
-        match self {
-            Outcome::Finished => "finished",
-            Outcome::TruncatedLength => "truncated_length",
-            Outcome::TurnsExhausted => "turns_exhausted",
-            Outcome::Malformed => "malformed",
-            Outcome::TaskFailed => "task_failed",
-        }
+        self.into()
     }
 }
 
 /// The outcome of one tool call. The metrics count each outcome as `tool/<snake_case name>`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[derive(IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "snake_case")]
 pub enum CallOutcome {
     /// The code ran, and the model received its output.
     Answered,
@@ -83,29 +76,11 @@ pub enum CallOutcome {
 }
 
 impl CallOutcome {
-    pub const ALL: [CallOutcome; 8] = [
-        CallOutcome::Answered,
-        CallOutcome::Raised,
-        CallOutcome::TimeLimit,
-        CallOutcome::ToolTimeout,
-        CallOutcome::MemoryLimit,
-        CallOutcome::WorkerDied,
-        CallOutcome::MalformedCall,
-        CallOutcome::UnknownRecipient,
-    ];
+    pub const ALL: &[Self] = Self::VARIANTS;
 
     /// Returns the name used in metrics and files.
     pub fn name(self) -> &'static str {
-        match self {
-            CallOutcome::Answered => "answered",
-            CallOutcome::Raised => "raised",
-            CallOutcome::TimeLimit => "time_limit",
-            CallOutcome::ToolTimeout => "tool_timeout",
-            CallOutcome::MemoryLimit => "memory_limit",
-            CallOutcome::WorkerDied => "worker_died",
-            CallOutcome::MalformedCall => "malformed_call",
-            CallOutcome::UnknownRecipient => "unknown_recipient",
-        }
+        self.into()
     }
 }
 

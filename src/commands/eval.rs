@@ -138,7 +138,7 @@ fn tables(set: &ValidationResult) -> String {
     }
     let mut outcomes = TextTable::new(["outcome", "trajectories", "right"]);
     let by_outcome: BTreeMap<Outcome, _> = totals(set, |row| row.trajectory.outcome);
-    for outcome in Outcome::ALL {
+    for &outcome in Outcome::ALL {
         let (all, right) = by_outcome.get(&outcome).copied().unwrap_or_default();
         outcomes.add_row([outcome.name().to_owned(), format_integer(all), format_integer(right)]);
     }

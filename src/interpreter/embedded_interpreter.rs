@@ -133,7 +133,7 @@ impl EmbeddedInterpreter {
         let state = worker.receive(STATE_BYTES_MAX, deadline)?;
         let malformed = || io::Error::from(io::ErrorKind::InvalidData);
         let (head, text) = reply.split_at_checked(REPLY_HEADER_BYTES).ok_or_else(malformed)?;
-        let outcome = CallOutcome::ALL.into_iter().find(|&o| o as u8 == head[0]).ok_or_else(malformed)?;
+        let outcome = CallOutcome::ALL.iter().copied().find(|&o| o as u8 == head[0]).ok_or_else(malformed)?;
         let state_change = [StateChange::Unchanged, StateChange::Replaced, StateChange::Lost]
             .into_iter()
             .find(|&k| k as u8 == head[1]);

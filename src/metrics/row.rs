@@ -3,28 +3,28 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Number, Value};
 use std::collections::BTreeMap;
+use strum::{IntoStaticStr, VariantArray};
 
 /// The part of a run to which a row belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[derive(IntoStaticStr, VariantArray)]
+#[strum(serialize_all = "snake_case")]
 pub enum Phase {
     /// `cold_start` in files.
     #[serde(rename = "cold_start")]
+    #[strum(serialize = "cold_start")]
     SftWarmUp,
     Rl,
     Eval,
 }
 
 impl Phase {
-    pub const ALL: [Phase; 3] = [Phase::SftWarmUp, Phase::Rl, Phase::Eval];
+    pub const ALL: &[Self] = Self::VARIANTS;
 
     /// Returns the name of the phase in files.
     pub fn name(self) -> &'static str {
-        match self {
-            Phase::SftWarmUp => "cold_start",
-            Phase::Rl => "rl",
-            Phase::Eval => "eval",
-        }
+        self.into()
     }
 }
 

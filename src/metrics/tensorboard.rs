@@ -35,7 +35,7 @@ impl TensorBoard {
     /// When a file cannot be written.
     pub fn resume(folder: &Path, kept: &[Row]) -> Result<Self> {
         let mut board = Self::create(folder);
-        for phase in Phase::ALL {
+        for &phase in Phase::ALL {
             let last = kept.iter().filter(|row| row.phase == phase).map(|row| row.step).max();
             board.purge.insert(phase, last.map_or(0, |step| step + 1));
             if folder.join(phase.name()).is_dir() {

@@ -59,13 +59,15 @@ pub struct UnmodifiedModel<'a> {
 }
 
 /// The outcome of the diagnosis.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, strum::IntoStaticStr)]
+#[strum(serialize_all = "snake_case")]
 pub enum Verdict {
     /// Every statistic is within f32 rounding.
     Agrees,
     /// Every statistic is within bf16 rounding, and there is no evidence for a cause.
     Rounding,
     /// This cause explains the mismatch; only rounding remains.
+    #[strum(serialize = "named")]
     Explained(Cause),
     /// Each of these causes explains the mismatch, and they cannot be distinguished.
     OneOf(Vec<Cause>),
@@ -78,14 +80,7 @@ pub enum Verdict {
 impl Verdict {
     /// Returns the verdict's name in `mismatch.json`.
     pub fn kind(&self) -> &'static str {
-        match self {
-            Verdict::Agrees => "agrees",
-            Verdict::Rounding => "rounding",
-            Verdict::Explained(_) => "named",
-            Verdict::OneOf(_) => "one_of",
-            Verdict::Unknown(_) => "unknown",
-            Verdict::Unfinished(_) => "unfinished",
-        }
+        self.into()
     }
 
     /// Returns whether the two sides differ by more than rounding.

@@ -58,7 +58,7 @@ pub(super) fn pick(folder: &Path) -> Result<Vec<SelectedTrajectory>> {
         })?;
     }
     let mut picked = Vec::new();
-    for phase in Phase::ALL {
+    for &phase in Phase::ALL {
         let of_phase = || steps.keys().filter(|key| key.0 == phase).copied();
         let mut ends: Vec<_> = of_phase().next().into_iter().chain(of_phase().next_back()).collect();
         ends.dedup();

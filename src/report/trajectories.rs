@@ -123,8 +123,8 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
     });
     Ok(Some(BrowserData {
         runs: runs.iter().map(|run| sanitize_terminal(&run.label).into_owned()).collect(),
-        phases: Phase::ALL.map(Phase::name).to_vec(),
-        outcomes: Outcome::ALL.map(Outcome::name).to_vec(),
+        phases: Phase::ALL.iter().map(|phase| phase.name()).collect(),
+        outcomes: Outcome::ALL.iter().map(|outcome| outcome.name()).collect(),
         vocabulary: packer.vocabulary,
         special: packer.special.into_iter().collect(),
         problems: packer.problems,

@@ -24,10 +24,10 @@ use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 /// | `group/greedy_samples`, `group/greedy_tokens` | number of greedy samples, and of their sampled tokens; other counts exclude greedy samples |
 pub fn metrics(groups: &[Group]) -> Accumulator {
     let mut metrics = Accumulator::new();
-    for outcome in Outcome::ALL {
+    for &outcome in Outcome::ALL {
         metrics.sum(&format!("outcome/{}", outcome.name()), 0.0);
     }
-    for outcome in CallOutcome::ALL {
+    for &outcome in CallOutcome::ALL {
         metrics.sum(&format!("tool/{}", outcome.name()), 0.0);
     }
     let mut dropped = 0;

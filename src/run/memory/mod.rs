@@ -53,7 +53,8 @@ fn concurrent_passes(weight_bytes: u64, threads: usize) -> u64 {
 }
 
 /// A command that runs the model.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, strum::IntoStaticStr)]
+#[strum(serialize_all = "kebab-case")]
 pub enum ModelCommand {
     Train,
     Rollout,
@@ -77,14 +78,7 @@ pub enum SecondWeights {
 impl ModelCommand {
     /// Returns the command's name.
     pub fn name(self) -> &'static str {
-        match self {
-            ModelCommand::Train => "train",
-            ModelCommand::Rollout => "rollout",
-            ModelCommand::Eval => "eval",
-            ModelCommand::Chat => "chat",
-            ModelCommand::Serve => "serve",
-            ModelCommand::CheckMismatch(_) => "check-mismatch",
-        }
+        self.into()
     }
 
     /// Returns whether the command trains.

@@ -77,7 +77,7 @@ fn sampled_ids_stay_although_the_tokenizer_would_write_them_otherwise() {
 #[test]
 fn every_reply_of_the_tool_counts_under_its_own_name() {
     let world = World::roomy();
-    for outcome in CallOutcome::ALL {
+    for &outcome in CallOutcome::ALL {
         let tool = Scripted(move |_, _: &str| (outcome, "what happened".into()));
         let (t, messages) = play_once(&world, &Questions::new(), Some(&tool), &[CALL, FINAL]);
         assert_eq!((calls(&t), t.outcome), (vec![Some(outcome), None], Outcome::Finished));
