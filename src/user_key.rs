@@ -11,12 +11,12 @@ pub fn key_folder() -> Option<PathBuf> {
     config.map(|config| config.join("rloss"))
 }
 
-/// Returns 32 random bytes that nobody can guess.
+/// Returns random bytes that nobody can guess.
 ///
 /// # Errors
 /// When the system gives no random bytes.
-pub fn random_bytes() -> std::io::Result<[u8; 32]> {
-    let mut bytes = [0; 32];
+pub fn random_bytes<const N: usize>() -> std::io::Result<[u8; N]> {
+    let mut bytes = [0; N];
     std::fs::File::open("/dev/urandom")?.read_exact(&mut bytes)?;
     Ok(bytes)
 }
@@ -29,7 +29,7 @@ pub fn random_bytes() -> std::io::Result<[u8; 32]> {
 pub fn user_key(folder: &Path, name: &str) -> Result<[u8; 32], String> {
     let file = folder.join(name);
     let make = || -> std::io::Result<()> {
-        let key = random_bytes()?;
+        let key = random_bytes::<32>()?;
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
         let temporary = folder.join(format!(".{name}.{}", blake3::hash(&key)));
         std::fs::OpenOptions::new()

@@ -334,7 +334,7 @@ impl Drop for AgentSession {
 /// # Errors
 /// When the system gives no random bytes.
 fn own_token() -> Result<String> {
-    let bytes = random_bytes().context("random bytes for the agent's token")?;
+    let bytes = random_bytes::<32>().context("random bytes for the agent's token")?;
     Ok(blake3::hash(&bytes).to_hex().chars().take(32).collect())
 }
 

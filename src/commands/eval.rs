@@ -11,12 +11,10 @@ use crate::rollout::accuracy;
 use crate::run::causes::{SampleFacts, sample_causes};
 use crate::run::environment::Environment;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult};
-use crate::run::header;
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::run_folder::EVAL_FILE;
 use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
-use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::run::startup::{Started, start};
 use crate::run::trust::ask_consent;
@@ -51,14 +49,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let sampling = Sampling { actor: &loaded.actor, environment };
     let collection = SamplingFolder::open(sampling, &source, args.out.as_deref(), ("eval", step))?;
     let out = &collection.path;
-    let lines = header::lines(loaded, environment, &resources.device_name, ModelCommand::Eval, out);
-    lines.iter().for_each(|line| console.print(line));
-    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let stop = StopFlag::listen()?;
-    let stop_console = console.clone();
-    stop.on_request(move || {
-        stop_console.print("stopping: finished samples are kept; a second signal stops immediately")
-    })?;
+    let stop = collection.announce(&started, ModelCommand::Eval, &console)?;
     let plan = environment.evaluation_rollout(step);
     let samples = environment.recipe().eval.samples;
     let engine = sampling.engine(sampling.policy_without_ablations()?, step, &plan.settings)?;

@@ -10,8 +10,8 @@ use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, ser
 use crate::metrics::Console;
 use crate::report::{awaited, page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
+use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
-use std::io::Read;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -48,9 +48,7 @@ fn port_in_use_error(port: u16, error: &std::io::Error) -> anyhow::Error {
 
 /// Returns 128 random bits in hexadecimal.
 fn token() -> Result<String> {
-    let mut bytes = [0u8; 16];
-    let mut source = std::fs::File::open("/dev/urandom").context("random numbers for the address")?;
-    source.read_exact(&mut bytes).context("random numbers for the address")?;
+    let bytes: [u8; 16] = random_bytes().context("random numbers for the address")?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 

@@ -9,11 +9,9 @@ use crate::mismatch::export;
 use crate::model::policy_view::PolicyView;
 use crate::recipe::{KeyScope, locate};
 use crate::run::causes::{SampleFacts, sample_causes};
-use crate::run::header;
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
-use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::run::startup::{Started, start};
 use crate::run::trust::ask_consent;
@@ -56,14 +54,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let sampling = Sampling { actor: &loaded.actor, environment };
     let folder = SamplingFolder::open(sampling, &source, args.out.as_deref(), ("rollout", step))?;
     let out = &folder.path;
-    let lines = header::lines(loaded, environment, &resources.device_name, ModelCommand::Rollout, out);
-    lines.iter().for_each(|line| console.print(line));
-    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    let stop = StopFlag::listen()?;
-    let stop_console = console.clone();
-    stop.on_request(move || {
-        stop_console.print("stopping: finished samples are kept; a second signal stops immediately")
-    })?;
+    let stop = folder.announce(&started, ModelCommand::Rollout, &console)?;
     let recipe = environment.recipe();
     let prompts = environment.training_prompts(step, 0, recipe.rollout.prompts_per_step);
     let plan = environment.training_rollout(step);

@@ -16,9 +16,9 @@ use crate::run::signals::StopFlag;
 use crate::run::startup::{Started, start};
 use crate::serve::{self, SecondApi, ServeSettings};
 use crate::tinker::{self, Door, Store, TinkerSettings};
+use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
 use clap::Args;
-use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -268,7 +268,7 @@ fn open_door<'a>(
         adapters_max: usize::from(args.adapters),
         chunk_datums: usize::from(args.chunk),
         seed: args.seed,
-        secret: random_bytes()?,
+        secret: random_bytes().context("random bytes for the server")?,
     };
     Door::new(settings, Store::open(&args.store)?)
 }
@@ -278,13 +278,5 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// Returns a random number.
 fn nonce() -> Result<u64> {
-    random_bytes().map(u64::from_le_bytes)
-}
-
-/// Returns random bytes.
-fn random_bytes<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0; N];
-    let mut source = std::fs::File::open("/dev/urandom").context("opening /dev/urandom")?;
-    source.read_exact(&mut bytes).context("reading /dev/urandom")?;
-    Ok(bytes)
+    random_bytes().map(u64::from_le_bytes).context("random bytes for a seed")
 }

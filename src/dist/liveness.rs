@@ -6,7 +6,8 @@
 //! unreachable.
 
 use super::Mesh;
-use super::tcp::{TOKEN_BYTES, Token, accept, join};
+use super::tcp::{Token, accept, join};
+use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::io::{ErrorKind, Read, Write};
@@ -60,7 +61,8 @@ impl LivenessMonitor {
                 let interface = if local { Ipv4Addr::LOCALHOST } else { Ipv4Addr::UNSPECIFIED };
                 let listener = TcpListener::bind((interface, 0)).context("listening for the other ranks")?;
                 let port = listener.local_addr().context("the port for the other ranks")?.port();
-                let address = Address { host, port, token: random_token()? };
+                let address =
+                    Address { host, port, token: random_bytes().context("random bytes for a token")? };
                 mesh.broadcast("the address of rank 0", &address)?;
                 accept(&listener, &address.token, mesh.ranks())?
             }
@@ -171,13 +173,6 @@ fn connection_end(mut stream: TcpStream, silence: Duration) -> ConnectionEnd {
             _ => return ConnectionEnd::Closed,
         }
     }
-}
-
-fn random_token() -> Result<Token> {
-    let mut token = [0; TOKEN_BYTES];
-    let mut source = std::fs::File::open("/dev/urandom").context("reading a token from /dev/urandom")?;
-    source.read_exact(&mut token).context("reading a token from /dev/urandom")?;
-    Ok(token)
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! TensorBoard event files with scalars: TFRecord frames around protobuf messages that are encoded here.
+//! TensorBoard event files with scalars: TFRecord frames around protobuf messages.
 //!
 //! Formats: `tensorflow/core/lib/io/record_writer.h` and `tensorflow/core/util/event.proto`.
 
@@ -6,6 +6,7 @@ use super::timings::{CLOCK, now};
 use super::{Phase, Row};
 use anyhow::{Context, Result};
 use crc::{CRC_32_ISCSI, Crc};
+use prost::Message;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -52,8 +53,11 @@ impl TensorBoard {
     pub fn write(&mut self, row: &Row) -> Result<()> {
         let folder = self.folder.clone();
         let wall_time = row.metrics.get(CLOCK).unwrap_or_else(now);
-        let event = Event { wall_time, step: row.step, what: EventPayload::Scalars(row) };
-        let written = self.file(row.phase)?.write_all(&frame(&event.encode()));
+        let scalars = row.metrics.iter().filter(|(tag, _)| *tag != CLOCK);
+        let scalar = |(tag, value): (&str, f64)| Scalar { tag: tag.into(), simple_value: Some(value as f32) };
+        let summary = Some(Summary { values: scalars.map(scalar).collect() });
+        let event = Event { wall_time, step: row.step, summary, ..Event::default() };
+        let written = self.file(row.phase)?.write_all(&frame(&event.encode_to_vec()));
         written.with_context(|| format!("{}: TensorBoard events cannot be written", folder.display()))
     }
 
@@ -81,11 +85,12 @@ fn start_file(folder: &Path, purge: Option<u64>) -> Result<File> {
             opened => break opened?,
         }
     };
-    let mut head = frame(&Event { wall_time: now(), step: 0, what: EventPayload::FileVersion }.encode());
-    if let Some(step) = purge {
-        head.extend(frame(&Event { wall_time: now(), step, what: EventPayload::SessionStart }.encode()));
-    }
-    file.write_all(&head)?;
+    let version = Event { file_version: Some("brain.Event:2".into()), ..Event::default() };
+    let start =
+        purge.map(|step| Event { step, session_log: Some(SessionLog { status: START }), ..Event::default() });
+    let events = [version].into_iter().chain(start);
+    let head = events.flat_map(|event| frame(&Event { wall_time: now(), ..event }.encode_to_vec()));
+    file.write_all(&head.collect::<Vec<u8>>())?;
     Ok(file)
 }
 
@@ -107,64 +112,41 @@ fn masked_crc(data: &[u8]) -> u32 {
     CRC32C.checksum(data).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// `message Event { double wall_time = 1; int64 step = 2; oneof what { string file_version = 3;
-/// Summary summary = 5; SessionLog session_log = 7; } }`
-struct Event<'a> {
+/// An event has one of a version, scalars and a status.
+#[derive(Clone, PartialEq, Message)]
+struct Event {
+    #[prost(double, tag = "1")]
     wall_time: f64,
+    #[prost(uint64, tag = "2")]
     step: u64,
-    what: EventPayload<'a>,
+    #[prost(string, optional, tag = "3")]
+    file_version: Option<String>,
+    #[prost(message, optional, tag = "5")]
+    summary: Option<Summary>,
+    #[prost(message, optional, tag = "7")]
+    session_log: Option<SessionLog>,
 }
 
-enum EventPayload<'a> {
-    FileVersion,
-    /// `message SessionLog { SessionStatus status = 1; }` with START = 1.
-    SessionStart,
-    /// `message Summary { repeated Value value = 1; }`,
-    /// `message Value { string tag = 1; float simple_value = 2; }`
-    Scalars(&'a Row),
+#[derive(Clone, PartialEq, Message)]
+struct Summary {
+    #[prost(message, repeated, tag = "1")]
+    values: Vec<Scalar>,
 }
 
-impl Event<'_> {
-    fn encode(&self) -> Vec<u8> {
-        let mut event = vec![1 << 3 | FIXED64];
-        event.extend(self.wall_time.to_le_bytes());
-        event.push(2 << 3 | VARINT);
-        varint(&mut event, self.step);
-        match self.what {
-            EventPayload::FileVersion => bytes_field(&mut event, 3, b"brain.Event:2"),
-            EventPayload::SessionStart => bytes_field(&mut event, 7, &[1 << 3 | VARINT, 1]),
-            EventPayload::Scalars(row) => {
-                let mut summary = Vec::new();
-                for (tag, value) in row.metrics.iter().filter(|(tag, _)| *tag != CLOCK) {
-                    let mut scalar = Vec::new();
-                    bytes_field(&mut scalar, 1, tag.as_bytes());
-                    scalar.push(2 << 3 | FIXED32);
-                    scalar.extend((value as f32).to_le_bytes());
-                    bytes_field(&mut summary, 1, &scalar);
-                }
-                bytes_field(&mut event, 5, &summary);
-            }
-        }
-        event
-    }
+#[derive(Clone, PartialEq, Message)]
+struct Scalar {
+    #[prost(string, tag = "1")]
+    tag: String,
+    /// Always written: a reader finds the kind of the value by it.
+    #[prost(float, optional, tag = "2")]
+    simple_value: Option<f32>,
 }
 
-/// Protobuf wire types.
-const VARINT: u8 = 0;
-const FIXED64: u8 = 1;
-const BYTES: u8 = 2;
-const FIXED32: u8 = 5;
-
-fn bytes_field(out: &mut Vec<u8>, field: u8, bytes: &[u8]) {
-    out.push(field << 3 | BYTES);
-    varint(out, bytes.len() as u64);
-    out.extend(bytes);
+#[derive(Clone, PartialEq, Message)]
+struct SessionLog {
+    #[prost(int32, tag = "1")]
+    status: i32,
 }
 
-fn varint(out: &mut Vec<u8>, mut value: u64) {
-    while value >= 0x80 {
-        out.push(value as u8 | 0x80);
-        value >>= 7;
-    }
-    out.push(value as u8);
-}
+/// The status of a session that starts.
+const START: i32 = 1;

@@ -123,18 +123,9 @@ pub fn forward_product(
     }
     if let Some(few_rows) = SkinnyGemm::for_shape(precision, (m, k, n)) {
         few_rows.product(threads.threads(m * n * k), out, x, w, (k, n), accumulate);
-    } else if precision == Precision::Bf16Dot {
-        product(
-            config,
-            out,
-            StridedMatrix::row_major(x, k),
-            StridedMatrix::row_major(w, n),
-            (m, k, n),
-            accumulate,
-        );
-    } else if n == 1 {
+    } else if n == 1 && precision == Precision::F32 {
         dot_column(out, x, w, k, accumulate);
-    } else if m == 1 {
+    } else if m == 1 && precision == Precision::F32 {
         let mut padded_x = vec![0f32; 2 * k];
         padded_x[..k].copy_from_slice(x);
         let mut padded_out = vec![0f32; 2 * n];

@@ -60,7 +60,7 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
             ));
         }
     };
-    let page = if is_csv { csv::metrics(&Run::load_all(runs, false)?) } else { page(runs, false)? };
+    let page = if is_csv { csv::metrics(&Run::load_all(runs, false)?)? } else { page(runs, false)? };
     let Some(out) = out else {
         let path = first.join(match runs.len() {
             1 => "report.html".to_owned(),

@@ -7,8 +7,12 @@
 //! OUT/trajectories/NAME.jsonl           all trajectories in order, written after the last one has finished
 //! ```
 
+use super::header;
+use super::memory::ModelCommand;
 use super::run_folder::{RunFolder, contains_run, lock, refuse_other_files};
 use super::sampling::Sampling;
+use super::signals::StopFlag;
+use super::startup::Started;
 use super::symlinks::refuse_symlink;
 use super::trust::mark_trusted;
 use crate::atomic_file::{replace_file, write_file};
@@ -133,6 +137,23 @@ impl<'a> SamplingFolder<'a> {
             write_file(&path.join("sandbox.txt"), &format!("{confinement}\n"))?;
         }
         Ok(folder)
+    }
+
+    /// Prints the header and the warnings of `command`, and listens for signals.
+    ///
+    /// # Errors
+    /// When no signal handler or thread can be created.
+    pub fn announce(&self, started: &Started, command: ModelCommand, console: &Console) -> Result<StopFlag> {
+        let Started { loaded, environment, resources } = started;
+        let lines = header::lines(loaded, environment, &resources.device_name, command, &self.path);
+        lines.iter().for_each(|line| console.print(line));
+        environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+        let stop = StopFlag::listen()?;
+        let console = console.clone();
+        stop.on_request(move || {
+            console.print("stopping: finished samples are kept; a second signal stops immediately")
+        })?;
+        Ok(stop)
     }
 
     /// Returns the path of the file `name` for finished trajectories.

@@ -1,7 +1,7 @@
 //! The messages of the Tinker API in protobuf, written from what its public SDK sends and reads. A field that
 //! is not here is ignored.
 
-use prost::Message;
+use prost::{Message, decode_length_delimiter};
 use std::collections::BTreeMap;
 
 /// The values of `Tensor::dtype`.
@@ -180,14 +180,14 @@ pub fn decode_request(body: &[u8]) -> Result<ForwardBackwardRequest, String> {
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Iterator for Fields<'a> {
-    type Item = (u64, &'a [u8]);
+    type Item = (usize, &'a [u8]);
 
     fn next(&mut self) -> Option<Self::Item> {
-        let key = varint(&mut self.0)?;
+        let key = decode_length_delimiter(&mut self.0).ok()?;
         let length = match key & 7 {
-            0 => varint(&mut self.0).map(|_| 0)?,
+            0 => decode_length_delimiter(&mut self.0).map(|_| 0).ok()?,
             1 => 8,
-            2 => usize::try_from(varint(&mut self.0)?).ok()?,
+            2 => decode_length_delimiter(&mut self.0).ok()?,
             5 => 4,
             _ => return None,
         };
@@ -195,19 +195,6 @@ impl<'a> Iterator for Fields<'a> {
         self.0 = rest;
         Some((key >> 3, field))
     }
-}
-
-fn varint(bytes: &mut &[u8]) -> Option<u64> {
-    let mut value = 0;
-    for shift in (0..64).step_by(7) {
-        let (&byte, rest) = bytes.split_first()?;
-        *bytes = rest;
-        value |= u64::from(byte & 0x7f) << shift;
-        if byte < 0x80 {
-            return Some(value);
-        }
-    }
-    None
 }
 
 /// Returns the numbers in `bytes`; `None` if their length is not a multiple of `N`.
