@@ -16,7 +16,7 @@
 use crate::chat::{Call, Chat, GivenAnswer, NextTokens, RequestMessages};
 use crate::engine::NewToken;
 use crate::harmony::Message;
-use crate::ops::token_set::TokenSet;
+use crate::rollout::TokenRecord;
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn};
 use anyhow::Result;
 use serde_json::Value;
@@ -34,14 +34,9 @@ struct KeptAnswer {
     has_ended: bool,
 }
 
-/// A trajectory in progress. All per-token lists have one length.
+/// A trajectory in progress.
 struct Path {
-    tokens: Vec<u32>,
-    prompt_tokens: usize,
-    mask: Vec<bool>,
-    log_probs: Vec<f32>,
-    /// The tokens that each sampled token was drawn from, if its distribution was truncated.
-    kept_tokens: Vec<Option<TokenSet>>,
+    record: TokenRecord,
     turns: Vec<Turn>,
     messages: Vec<Message>,
     outcome: Outcome,
@@ -129,14 +124,14 @@ impl Trace {
 
     /// Returns the index of the trajectory that `prompt` continues: the longest one that it begins with.
     fn continued(&self, prompt: &[u32]) -> Option<usize> {
-        let paths = self.paths.iter().enumerate().filter(|(_, path)| prompt.starts_with(&path.tokens));
-        paths.max_by_key(|(_, path)| path.tokens.len()).map(|(index, _)| index)
+        let paths = self.paths.iter().enumerate().filter(|(_, path)| prompt.starts_with(&path.record.tokens));
+        paths.max_by_key(|(_, path)| path.record.len()).map(|(index, _)| index)
     }
 
     /// Returns the number of tokens sampled so far in the trajectory that `prompt` continues.
     pub fn sampled_before(&self, prompt: &[u32]) -> usize {
         let path = self.continued(prompt).map(|index| &self.paths[index]);
-        path.map_or(0, |path| path.mask.iter().filter(|&&mask| mask).count())
+        path.map_or(0, |path| path.record.sampled)
     }
 
     /// Notes that there was no space for a further answer.
@@ -186,12 +181,12 @@ impl Trace {
             // The client went on after the calls of the answer before, so it answered them.
             turn.calls = vec![CallOutcome::Answered; path.open_calls];
         } else {
-            path.prompt_tokens = prompt.len();
+            path.record.prompt_tokens = prompt.len();
         }
-        path.push(&prompt[path.tokens.len()..], None);
-        let start = path.tokens.len();
-        path.push(&ids, Some(&tokens));
-        path.turns.push(Turn { start, end: path.tokens.len(), calls: vec![] });
+        path.record.insert(&prompt[path.record.len()..]);
+        let start = path.record.len();
+        tokens.iter().for_each(|token| path.record.push(token));
+        path.turns.push(Turn { start, end: path.record.len(), calls: vec![] });
         path.open_calls = calls.len();
         path.messages = messages;
         let sampled = parser.finish();
@@ -205,13 +200,14 @@ impl Trace {
     /// the one with the newest answer. All have reward 0.
     pub fn into_trajectories(self, facts: &EpisodeFacts) -> (Vec<(Trajectory, Vec<Message>)>, usize) {
         let trajectory = |(part, path): (usize, Path)| {
-            let is_truncated = path.kept_tokens.iter().any(Option::is_some);
+            let TokenRecord { tokens, prompt_tokens, mask, log_probs, kept_tokens, .. } = path.record;
+            let is_truncated = kept_tokens.iter().any(Option::is_some);
             let trajectory = Trajectory {
-                tokens: path.tokens,
-                prompt_tokens: path.prompt_tokens,
-                mask: path.mask,
-                log_probs: path.log_probs,
-                kept_tokens: if is_truncated { path.kept_tokens } else { vec![] },
+                tokens,
+                prompt_tokens,
+                mask,
+                log_probs,
+                kept_tokens: if is_truncated { kept_tokens } else { vec![] },
                 turns: path.turns,
                 outcome: path.outcome,
                 part: part as u64,
@@ -249,33 +245,9 @@ fn address_reply(known: &[KeptAnswer], value: &Value, message: &Message) -> Mess
 
 impl Path {
     fn new() -> Self {
-        Self {
-            tokens: vec![],
-            prompt_tokens: 0,
-            mask: vec![],
-            log_probs: vec![],
-            kept_tokens: vec![],
-            turns: vec![],
-            messages: vec![],
-            outcome: Outcome::Finished,
-            open_calls: 0,
-        }
-    }
-
-    /// Appends tokens: `sampled` ones, or masked ones if it is `None`.
-    fn push(&mut self, ids: &[u32], sampled: Option<&[NewToken]>) {
-        self.tokens.extend(ids);
-        self.mask.resize(self.tokens.len(), sampled.is_some());
-        match sampled {
-            Some(tokens) => {
-                self.log_probs.extend(tokens.iter().map(|token| token.log_prob));
-                self.kept_tokens.extend(tokens.iter().map(|token| token.kept.clone()));
-            }
-            None => {
-                self.log_probs.resize(self.tokens.len(), 0.0);
-                self.kept_tokens.resize(self.tokens.len(), None);
-            }
-        }
+        // One version samples an episode: that of its facts.
+        let record = TokenRecord::new(&[], 0, true);
+        Self { record, turns: vec![], messages: vec![], outcome: Outcome::Finished, open_calls: 0 }
     }
 }
 

@@ -36,7 +36,7 @@ use crate::engine::{Completion, NewToken};
 use crate::harmony::{Message, TurnEnd, TurnStep};
 use crate::tasks::{OnFailure, Problem, Reward, RewardFailure, Transcript};
 use crate::trajectory::{CallOutcome, Outcome, Trajectory, Turn, VersionRun};
-use record::TokenRecord;
+pub use record::TokenRecord;
 use requests::Coordinates;
 
 /// Number of tokens that a chat format adds around a tool's reply, at most.

@@ -17,7 +17,7 @@ mod tokens_left;
 pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
-pub use conversation::REPLY_FRAME_TOKENS;
+pub use conversation::{REPLY_FRAME_TOKENS, TokenRecord};
 pub use driver::{Observer, TokenObserver};
 pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};

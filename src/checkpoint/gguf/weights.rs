@@ -191,6 +191,7 @@ impl GgufWeights {
             if !is_transposed {
                 self.decode_rows(spec, expert, 0..output, |row, decoded| {
                     values[row * input..][..input].copy_from_slice(decoded);
+                    is_finite(decoded)
                 })?;
                 continue;
             }
@@ -198,6 +199,7 @@ impl GgufWeights {
                 let rows = first..(first + TRANSPOSED_ROWS).min(output);
                 self.decode_rows(spec, expert, rows.clone(), |row, decoded| {
                     block[row * input..][..input].copy_from_slice(decoded);
+                    is_finite(decoded)
                 })?;
                 for (i, to) in values.chunks_exact_mut(output).enumerate() {
                     let column = block[i..].iter().step_by(input);
@@ -209,26 +211,22 @@ impl GgufWeights {
     }
 
     /// Decodes the rows `rows` of one expert. The parameter has the shape `[experts, out, in]`. For each row,
-    /// `put` receives its index within `rows` and its values.
+    /// `put` receives its index within `rows` and its values, and returns whether they are finite.
     fn decode_rows(
         &self,
         spec: &ParameterSpec,
         expert: usize,
         rows: Range<usize>,
-        mut put: impl FnMut(usize, &[f32]),
+        mut put: impl FnMut(usize, &[f32]) -> bool,
     ) -> Result<()> {
         let [_, _, input] = geometry(spec);
         let mut buffer = buffer(DECODED_VALUES.max(input).min(rows.len() * input));
         self.read(spec, expert, rows, |dtype, bytes, step, first| {
             let decoded = &mut buffer[..bytes.len() / dtype.bytes * dtype.block];
             dtype.decode(bytes, decoded);
-            if !is_finite(decoded) {
-                return Err(self.not_finite(spec));
-            }
-            for (row, values) in decoded.chunks_exact(input).enumerate() {
-                put(first + row * step, values);
-            }
-            Ok(())
+            let mut rows = decoded.chunks_exact(input).enumerate();
+            let is_finite = rows.all(|(row, values)| put(first + row * step, values));
+            if is_finite { Ok(()) } else { Err(self.not_finite(spec)) }
         })
     }
 
@@ -241,17 +239,8 @@ impl GgufWeights {
         to: &mut [u8],
     ) -> Result<()> {
         let [_, _, input] = geometry(spec);
-        let mut values = buffer(DECODED_VALUES.max(input).min(rows.len() * input));
-        self.read(spec, expert, rows, |dtype, bytes, step, first| {
-            let decoded = &mut values[..bytes.len() / dtype.bytes * dtype.block];
-            dtype.decode(bytes, decoded);
-            for (row, values) in decoded.chunks_exact(input).enumerate() {
-                let to = &mut to[2 * (first + row * step) * input..][..2 * input];
-                if !write_bf16(to, values) {
-                    return Err(self.not_finite(spec));
-                }
-            }
-            Ok(())
+        self.decode_rows(spec, expert, rows, |row, values| {
+            write_bf16(&mut to[2 * row * input..][..2 * input], values)
         })
     }
 

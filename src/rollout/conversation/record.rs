@@ -6,7 +6,7 @@ use crate::trajectory::VersionRun;
 
 /// The tokens of a conversation so far, and the values of each. All lists have one length, except
 /// `kept_tokens` if it is empty, and `routed_experts`.
-pub(super) struct TokenRecord {
+pub struct TokenRecord {
     pub tokens: Vec<u32>,
     pub prompt_tokens: usize,
     /// True where the policy sampled the token.
