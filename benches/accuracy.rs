@@ -6,6 +6,7 @@ use candle_core::{Device, Tensor, Var};
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 use rloss::ops::SequenceRows;
+use rloss::ops::graph::differentiate;
 use rloss::ops::sink_attention::{Attention, sink_attention};
 use rloss::random::{Purpose, stream};
 use std::sync::Arc;
@@ -91,17 +92,16 @@ fn draw(seed: u64, tokens: usize, window: usize, width: f32) -> candle_core::Res
         sinks: true,
         sink_gradient: true,
     };
-    let o = sink_attention(
-        &q_var,
-        &kv_var,
-        &sinks_var,
-        &Arc::new(SequenceRows::from_cu_seqlens(&[0, tokens])),
-        attention,
-    )?;
-    let gradients = (&o * Tensor::from_vec(g.clone(), (tokens, HEADS * DIM), cpu)?)?.sum_all()?.backward()?;
+    let (mut o, dy) = (None, Tensor::from_vec(g.clone(), (tokens, HEADS * DIM), cpu)?);
+    let rows = Arc::new(SequenceRows::from_cu_seqlens(&[0, tokens]));
+    let gradients = differentiate(&[&q_var, &kv_var, &sinks_var], || {
+        let out = sink_attention(&q_var, &kv_var, &sinks_var, &rows, attention)?;
+        o = Some(out.clone());
+        candle_core::Result::Ok(vec![(out, dy)])
+    })?;
     let flat = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
-    let of = |v: &Var| flat(gradients.get(v).expect("a gradient"));
-    let ours = [flat(&o)?, of(&q_var)?, of(&kv_var)?, of(&sinks_var)?];
+    let of = |i: usize| flat(gradients[i].as_ref().expect("a gradient"));
+    let ours = [flat(&o.expect("an output"))?, of(0)?, of(1)?, of(2)?];
 
     let mut wanted = [vec![0f64; count], vec![0f64; count], vec![0f64; 2 * count], vec![0f64; HEADS]];
     for head in 0..HEADS {

@@ -5,9 +5,10 @@ use super::Verdicts;
 use super::bitwise_equality::{AttentionBits, training_bits};
 use super::problem::{AttentionOutputs, AttentionProblem, AttentionShape, reference_attention};
 use anyhow::{Context, Result};
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use half::bf16;
 use rloss::ops::cuda::kernel_set;
+use rloss::ops::graph::differentiate;
 use rloss::ops::{SequenceRows, sink_attention};
 use std::sync::Arc;
 
@@ -168,21 +169,19 @@ pub(super) const TENSORS: Tensors = [
     ("ds", |v| &v.dsinks),
 ];
 
-/// Computes outputs and gradients with the op and candle's backward pass.
+/// Computes outputs and gradients with the op.
 fn run_op(problem: &AttentionProblem, device: &Device) -> Result<AttentionOutputs> {
     let [q, kv, sinks, dout] = problem.tensors(device)?;
-    let (q, kv, sinks) = (Var::from_tensor(&q)?, Var::from_tensor(&kv)?, Var::from_tensor(&sinks)?);
     let rows = Arc::new(SequenceRows::from_cu_seqlens(&problem.shape.cu_seqlens()));
-    let out = sink_attention(&q, &kv, &sinks, &rows, problem.shape.attention())?;
-    let gradients = (&out * &dout)?.sum_all()?.backward()?;
-    let gradient = |var: &Var| to_host_f64(gradients.get(var).context("an input without a gradient")?);
-    Ok(AttentionOutputs {
-        out: to_host_f64(&out)?,
-        lse: vec![],
-        dq: gradient(&q)?,
-        dkv: gradient(&kv)?,
-        dsinks: gradient(&sinks)?,
-    })
+    let mut output = vec![];
+    let gradients = differentiate(&[&q, &kv, &sinks], || {
+        let out = sink_attention(&q, &kv, &sinks, &rows, problem.shape.attention())?;
+        output = to_host_f64(&out)?;
+        anyhow::Ok(vec![(out, dout)])
+    })?;
+    let gradient = |i: usize| to_host_f64(gradients[i].as_ref().context("an input without a gradient")?);
+    let [dq, dkv, dsinks] = [gradient(0)?, gradient(1)?, gradient(2)?];
+    Ok(AttentionOutputs { out: output, lse: vec![], dq, dkv, dsinks })
 }
 
 pub(super) fn round_to_bf16(values: &[f32]) -> Vec<bf16> {

@@ -1,9 +1,8 @@
 //! The trait of differentiable ops: the forward pass on a CPU and on a GPU, and the backward pass.
 
 use super::cpu::Element;
-use candle_core::{
-    CpuStorage, CudaStorage, CustomOp1, CustomOp2, CustomOp3, Layout, Result, Shape, Tensor, bail,
-};
+use candle_core::op::BackpropOp;
+use candle_core::{CpuStorage, CudaStorage, Layout, Result, Shape, Storage, Tensor, bail};
 
 /// A tensor in host memory, as an argument of a forward pass.
 #[derive(Clone, Copy)]
@@ -51,7 +50,7 @@ impl<'a> HostArgument<'a> {
 /// A tensor in GPU memory, as an argument of a forward pass.
 pub type DeviceArgument<'a> = (&'a CudaStorage, &'a Layout);
 
-/// A differentiable op with `N` input tensors. `N` is 1, 2 or 3.
+/// A differentiable op with `N` input tensors.
 pub trait Operation<const N: usize>: Send + Sync + 'static {
     /// The name of the op in messages.
     const NAME: &'static str;
@@ -81,12 +80,33 @@ pub trait Operation<const N: usize>: Send + Sync + 'static {
     }
 }
 
-/// An [`Operation`] wrapped as an op of candle's graph.
-pub(super) struct CandleOp<O, const N: usize>(pub O);
+/// Computes the result of `op`, without a record for the backward pass.
+///
+/// # Errors
+/// When the inputs are on several devices. Errors of the op.
+pub(super) fn run<O: Operation<N>, const N: usize>(op: &O, inputs: [&Tensor; N]) -> Result<Tensor> {
+    let opened = inputs.map(Tensor::storage_and_layout);
+    let on_host = opened.iter().map(|(storage, layout)| match &**storage {
+        Storage::Cpu(storage) => Some(HostArgument { storage, layout }),
+        _ => None,
+    });
+    let on_gpu = opened.iter().map(|(storage, layout)| match &**storage {
+        Storage::Cuda(storage) => Some((storage, *layout)),
+        _ => None,
+    });
+    let (storage, shape) = if let Some(inputs) = all(on_host) {
+        op.cpu(inputs).map(|(storage, shape)| (Storage::Cpu(storage), shape))?
+    } else if let Some(inputs) = all(on_gpu) {
+        op.cuda(inputs).map(|(storage, shape)| (Storage::Cuda(storage), shape))?
+    } else {
+        bail!("{}: the inputs are on several devices", O::NAME)
+    };
+    Ok(Tensor::from_storage(storage, shape, BackpropOp::none(), false))
+}
 
-/// Converts an array of `M` values to an array of `N` values. Fails if the lengths differ.
-fn into_array<T, const N: usize, const M: usize>(given: [T; M]) -> Result<[T; N]> {
-    <[T; N]>::try_from(Vec::from(given)).or_else(|given| bail!("an op of {N} tensors got {}", given.len()))
+/// Returns the `N` values, if there are as many and none is absent.
+fn all<T, const N: usize>(values: impl Iterator<Item = Option<T>>) -> Option<[T; N]> {
+    values.collect::<Option<Vec<T>>>()?.try_into().ok()
 }
 
 /// Returns the gradients of `N` inputs of which only the first has a gradient in the graph.
@@ -94,121 +114,4 @@ pub fn first_input_gradient<const N: usize>(first: Option<Tensor>) -> [Option<Te
     let mut gradients = [const { None }; N];
     gradients[0] = first;
     gradients
-}
-
-impl<O: Operation<N>, const N: usize> CandleOp<O, N> {
-    fn cpu<const M: usize>(&self, inputs: [(&CpuStorage, &Layout); M]) -> Result<(CpuStorage, Shape)> {
-        self.0.cpu(into_array(inputs.map(|(storage, layout)| HostArgument { storage, layout }))?)
-    }
-
-    fn cuda<const M: usize>(&self, inputs: [DeviceArgument; M]) -> Result<(CudaStorage, Shape)> {
-        self.0.cuda(into_array(inputs)?)
-    }
-
-    pub(super) fn backward<const M: usize>(
-        &self,
-        inputs: [&Tensor; M],
-        output: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<[Option<Tensor>; M]> {
-        into_array(self.0.backward(into_array(inputs)?, output, &gradient.contiguous()?)?)
-    }
-}
-
-impl<O: Operation<N>, const N: usize> CustomOp1 for CandleOp<O, N> {
-    fn name(&self) -> &'static str {
-        O::NAME
-    }
-
-    fn cpu_fwd(&self, x: &CpuStorage, xl: &Layout) -> Result<(CpuStorage, Shape)> {
-        self.cpu([(x, xl)])
-    }
-
-    fn cuda_fwd(&self, x: &CudaStorage, xl: &Layout) -> Result<(CudaStorage, Shape)> {
-        self.cuda([(x, xl)])
-    }
-
-    fn bwd(&self, x: &Tensor, output: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
-        let [dx] = self.backward([x], output, gradient)?;
-        Ok(dx)
-    }
-}
-
-impl<O: Operation<N>, const N: usize> CustomOp2 for CandleOp<O, N> {
-    fn name(&self) -> &'static str {
-        O::NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        y: &CpuStorage,
-        yl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.cpu([(x, xl), (y, yl)])
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        xl: &Layout,
-        y: &CudaStorage,
-        yl: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.cuda([(x, xl), (y, yl)])
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        y: &Tensor,
-        output: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let [dx, dy] = self.backward([x, y], output, gradient)?;
-        Ok((dx, dy))
-    }
-}
-
-impl<O: Operation<N>, const N: usize> CustomOp3 for CandleOp<O, N> {
-    fn name(&self) -> &'static str {
-        O::NAME
-    }
-
-    fn cpu_fwd(
-        &self,
-        x: &CpuStorage,
-        xl: &Layout,
-        y: &CpuStorage,
-        yl: &Layout,
-        z: &CpuStorage,
-        zl: &Layout,
-    ) -> Result<(CpuStorage, Shape)> {
-        self.cpu([(x, xl), (y, yl), (z, zl)])
-    }
-
-    fn cuda_fwd(
-        &self,
-        x: &CudaStorage,
-        xl: &Layout,
-        y: &CudaStorage,
-        yl: &Layout,
-        z: &CudaStorage,
-        zl: &Layout,
-    ) -> Result<(CudaStorage, Shape)> {
-        self.cuda([(x, xl), (y, yl), (z, zl)])
-    }
-
-    fn bwd(
-        &self,
-        x: &Tensor,
-        y: &Tensor,
-        z: &Tensor,
-        output: &Tensor,
-        gradient: &Tensor,
-    ) -> Result<(Option<Tensor>, Option<Tensor>, Option<Tensor>)> {
-        let [dx, dy, dz] = self.backward([x, y, z], output, gradient)?;
-        Ok((dx, dy, dz))
-    }
 }

@@ -127,13 +127,16 @@ fn over_kept_tokens_values_and_gradients_are_torchs() {
         let weight = Weight::Dense(ops::Parameter::with_gradient_sink(&w, sink, 0));
         let sets = case.kept.iter().map(|ids| ids.as_deref().map(TokenSet::from_ids)).collect();
         let (targets, kept): (_, KeptTokens) = (Arc::new(case.targets), Arc::new(sets));
-        let out = ops::log_prob_and_entropy(&h, &weight, &targets, Some(&kept), case.temperature).unwrap();
         let upstream = tensor(&case.gradient, (2, rows));
-        let store = (&out * upstream.as_tensor()).unwrap().sum_all().unwrap().backward().unwrap();
+        let (out, found) = super::run_with_gradients(
+            &[h.as_tensor()],
+            |_| upstream.as_tensor().clone(),
+            || ops::log_prob_and_entropy(&h, &weight, &targets, Some(&kept), case.temperature).unwrap(),
+        );
         let expected: Vec<f64> = case.log_probs.iter().chain(&case.entropies).copied().collect();
         for (what, got, expected) in [
             ("values", floats(&out), expected),
-            ("dh", floats(store.get(&h).unwrap()), case.dh),
+            ("dh", floats(found[0].as_ref().unwrap()), case.dh),
             ("dw", floats(&dw), case.dw),
         ] {
             assert_eq!(got.len(), expected.len());
@@ -166,11 +169,12 @@ fn run(h: &Var, w: &Var, targets: &[u32]) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
     let dw = w.zeros_like().unwrap().detach();
     let sink = Arc::new(super::Sink { buffers: vec![dw.clone()], added: Default::default() });
     let weight = ops::Parameter::with_gradient_sink(w, sink, 0);
-    let out =
+    let ones = |out: &Tensor| out.ones_like().unwrap();
+    let (out, found) = super::run_with_gradients(&[h.as_tensor()], ones, || {
         ops::log_prob_and_entropy(h, &Weight::Dense(weight.clone()), &Arc::new(targets.to_vec()), None, 1.0)
-            .unwrap();
-    let store = out.sum_all().unwrap().backward().unwrap();
-    (floats(&out), floats(store.get(h).unwrap()), floats(&dw))
+            .unwrap()
+    });
+    (floats(&out), floats(found[0].as_ref().unwrap()), floats(&dw))
 }
 
 /// A vocabulary so large that the head works in several chunks of rows.
@@ -257,10 +261,11 @@ fn a_heads_adapter_is_the_head_of_the_sum_and_rows_without_a_gradient_are_left_o
         let h = Var::from_tensor(h).unwrap();
         let targets = HeadTargets { tokens: targets, kept: None, skips_zero_gradients };
         let head = (&Weight::dense(&w), Some(&adapter));
-        let out = log_prob::adapted_log_prob_and_entropy(h.as_tensor(), head, targets, 0.7).unwrap();
-        let gradient = Tensor::from_vec(upstream.to_vec(), out.shape(), &Device::Cpu).unwrap();
-        let store = (&out * gradient).unwrap().sum_all().unwrap().backward().unwrap();
-        let dh = floats(store.get(h.as_tensor()).unwrap());
+        let gradient = |out: &Tensor| Tensor::from_vec(upstream.to_vec(), out.shape(), &Device::Cpu).unwrap();
+        let (out, found) = super::run_with_gradients(&[h.as_tensor()], gradient, || {
+            log_prob::adapted_log_prob_and_entropy(h.as_tensor(), head, targets, 0.7).unwrap()
+        });
+        let dh = floats(found[0].as_ref().unwrap());
         let [da, db] = buffers.map(|buffer| floats(buffer.as_tensor()));
         [floats(&out), dh, da, db]
     };

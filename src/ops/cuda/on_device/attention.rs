@@ -8,6 +8,7 @@ use crate::ops::cuda::{
     DeviceLaunchPlan, Inputs, KvPages, KvPool, PagedPass, kernel_set, open, paged_sink_attention,
     sink_attention_backward,
 };
+use crate::ops::graph::differentiate;
 use crate::ops::page_allocator::{PageAllocator, PagedSequence};
 use crate::ops::sink_attention::kernels::HEAD_DIMS;
 use crate::ops::sink_attention::plan::LaunchSequences;
@@ -115,12 +116,16 @@ fn run_with_backward(
         sink_attention(q, kv, &sinks, &Arc::new(SequenceRows::from_cu_seqlens(&ends)), attention).unwrap()
     };
     let none = Var::from_tensor(&Tensor::zeros((0, 4, 64), dtype, device).unwrap()).unwrap();
-    let empty = attend(&none, &Tensor::zeros((0, 2, 2, 64), dtype, device).unwrap());
-    let out = attend(&numbers(&[5, 4, 64], dtype, device), &numbers(&[5, 2, 2, 64], dtype, device));
-    let all = if with_empty { Tensor::cat(&[&empty, &out], 0).unwrap() } else { out };
-    let gradients = all.sqr().unwrap().sum_all().unwrap().backward().unwrap();
-    let of_none = gradients.get(&none).map(|g| g.dims().to_vec());
-    (gradients.get(&sinks).unwrap().to_vec1().unwrap(), of_none)
+    let gradients = differentiate(&[&none, &sinks], || {
+        let empty = attend(&none, &Tensor::zeros((0, 2, 2, 64), dtype, device)?);
+        let out = attend(&numbers(&[5, 4, 64], dtype, device), &numbers(&[5, 2, 2, 64], dtype, device));
+        let (of_empty, of_out) = (empty.zeros_like()?, (&out * 2.0)?);
+        let empty = with_empty.then_some((empty, of_empty));
+        candle_core::Result::Ok(empty.into_iter().chain([(out, of_out)]).collect())
+    });
+    let gradients = gradients.unwrap();
+    let of_none = gradients[0].as_ref().map(|g| g.dims().to_vec());
+    (gradients[1].as_ref().unwrap().to_vec1().unwrap(), of_none)
 }
 
 #[test]
