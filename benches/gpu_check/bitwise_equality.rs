@@ -8,7 +8,7 @@ use anyhow::Result;
 use candle_core::{Device, Tensor};
 use half::bf16;
 use rand::Rng;
-use rloss::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, paged_sink_attention};
+use rloss::ops::cuda::{DeviceLaunchPlan, Inputs, KvPages, KvPool, PagedPass};
 use rloss::ops::sink_attention::kernels::KernelSet;
 use rloss::ops::sink_attention::plan::LaunchSequences;
 use rloss::random::{Purpose, stream};
@@ -152,7 +152,8 @@ fn cache_with_stale_pages(
     let sinks = Tensor::from_slice(&problem.sinks, heads, device)?;
     let mut earlier = cache.new_sequence();
     let attention = problem.shape.attention();
-    paged_sink_attention(kernels, &q, &kv, &sinks, &mut [&mut earlier], &[rows], &attention)?;
+    let pass = PagedPass::with_kernels(kernels, &mut [&mut earlier], &[rows], &attention)?;
+    pass.attend(0, &q, &kv, &sinks)?;
     Ok(cache)
 }
 
@@ -201,8 +202,8 @@ fn compare_rollout_with_training(
             Tensor::from_vec(gather(&problem.kv, 2 * kv_heads * d), (tokens, 2, kv_heads, d), &Device::Cpu)?;
         let (q, kv) = (q.to_device(device)?, kv.to_device(device)?);
         let mut pages: Vec<&mut KvPages> = sequences.iter_mut().collect();
-        let (out, lse) =
-            paged_sink_attention(kernels, &q, &kv, &sinks, &mut pages, &counts, &shape.attention())?;
+        let pass = PagedPass::with_kernels(kernels, &mut pages, &counts, &shape.attention())?;
+        let (out, lse) = pass.attend(0, &q, &kv, &sinks)?;
         // As in a rollout, pages before the window are freed. Other sequences may use them.
         if let Some(window) = shape.attention().window {
             sequences.iter_mut().for_each(|sequence| sequence.forget_before(sequence.len(), window));

@@ -94,7 +94,7 @@ impl AttentionMode for CachedAttention<'_, '_> {
     fn attend(&mut self, layer: usize, inputs: AttentionInputs) -> Result<Tensor> {
         let ([q, kv], sinks, attention) = (inputs.rotate()?, inputs.sinks_or_zeros()?, inputs.attention);
         if let Some((pool, index)) = self.caches.first().and_then(|cache| cache.place(layer)) {
-            return Ok(self.pass(pool, &attention)?.attend(index, &q, &kv, &sinks)?);
+            return Ok(self.pass(pool, &attention)?.attend(index, &q, &kv, &sinks)?.0);
         }
         let layers = self.caches.iter_mut().map(|cache| cache.blocks(layer).context(ELSEWHERE));
         let mut layers = layers.collect::<Result<Vec<_>>>()?;

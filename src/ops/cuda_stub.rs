@@ -40,7 +40,7 @@ impl PagedPass {
         refuse()
     }
 
-    pub fn attend(&self, _: usize, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<Tensor> {
+    pub fn attend(&self, _: usize, _: &Tensor, _: &Tensor, _: &Tensor) -> Result<(Tensor, Tensor)> {
         match *self {}
     }
 }

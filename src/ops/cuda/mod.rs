@@ -53,7 +53,7 @@ pub use head_parts::{pack_heads, unpack_heads};
 pub use launch::kernel_set;
 pub use log_prob::{logits_gradient, row_stats};
 pub use modules::unload_kernels;
-pub use paged_attention::{KvPages, KvPool, PagedPass, kv_pages, paged_sink_attention};
+pub use paged_attention::{KvPages, KvPool, PagedPass, kv_pages};
 pub use primitive_checks::run_primitive_check;
 pub use second_stream::SecondStream;
 pub use sink_attention::{DeviceLaunchPlan, DeviceLse, Gradients, Inputs, Outputs};

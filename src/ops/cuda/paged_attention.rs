@@ -7,10 +7,10 @@ use super::sink_attention::{DeviceLaunchPlan, Inputs, OP, Outputs};
 use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
 use crate::ops::sink_attention::kernels::{BLOCK_KEYS, Kernel, KernelSet};
-use crate::ops::sink_attention::plan::{LaunchSequences, check_attention};
+use crate::ops::sink_attention::plan::LaunchSequences;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{DType, Layout, Result, StorageRef, Tensor, bail};
+use candle_core::{Layout, Result, StorageRef, Tensor, bail};
 use half::bf16;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -273,38 +273,6 @@ pub(super) unsafe fn scatter_rows<T>(
     }
 }
 
-/// Computes attention of new tokens over cached keys, and appends the keys and values of the tokens to the
-/// cache. `counts[i]` rows of bf16 `q [T, N, D]` and `kv [T, 2, M, D]` belong to `sequences[i]`. All
-/// sequences must be in one pool. `kernels` must come from [`super::kernel_set`]. Not differentiable. Returns
-/// `[T, N·D]` and log-sum-exps `[T, N]`.
-///
-/// # Errors
-/// When shapes disagree, or the cache is too small. Nothing is changed then.
-pub fn paged_sink_attention(
-    kernels: &'static KernelSet,
-    q: &Tensor,
-    kv: &Tensor,
-    sinks: &Tensor,
-    sequences: &mut [&mut KvPages],
-    counts: &[usize],
-    attention: &Attention,
-) -> Result<(Tensor, Tensor)> {
-    let Attention { heads, head_dim, .. } = *attention;
-    check_attention(attention)?;
-    let tokens = counts.iter().sum();
-    let tensors = [q, kv, sinks];
-    let opened = tensors.map(Tensor::storage_and_layout);
-    Opened::new(&opened, tokens, attention)?;
-    if tokens == 0 {
-        let empty = |width, dtype| Tensor::zeros((0, width), dtype, q.device());
-        return Ok((empty(heads * head_dim, DType::BF16)?, empty(heads, DType::F32)?));
-    }
-    let pass = PagedPass::with_kernels(kernels, sequences, counts, attention)?;
-    let Outputs { out, lse } = pass.forward(0, tensors)?;
-    let device = &pass.pool.device;
-    Ok((tensor(out, device, (tokens, heads * head_dim)), tensor(lse, device, (tokens, heads))))
-}
-
 /// The checked inputs of attention over a cache.
 struct Opened<'a> {
     /// `[T, N, D]`.
@@ -361,7 +329,11 @@ impl PagedPass {
         Ok(pass)
     }
 
-    fn with_kernels(
+    /// Works like [`Self::new`] with `kernels`, which must come from [`kernel_set`], and frees no pages.
+    ///
+    /// # Errors
+    /// As for [`Self::new`].
+    pub fn with_kernels(
         kernels: &'static KernelSet,
         sequences: &mut [&mut KvPages],
         counts: &[usize],
@@ -386,23 +358,19 @@ impl PagedPass {
     }
 
     /// Computes attention in layer `layer` of the pool for `q [T, N, D]`, and appends `kv [T, 2, M, D]` to
-    /// the cache. Returns `[T, N·D]`. Not differentiable.
+    /// the cache. Returns `[T, N·D]` and log-sum-exps `[T, N]`. Not differentiable.
     ///
     /// # Errors
     /// When shapes disagree, or there is no such layer.
-    pub fn attend(&self, layer: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor) -> Result<Tensor> {
-        let out = self.forward(layer, [q, kv, sinks])?.out;
-        let width = self.attention.heads * self.attention.head_dim;
-        Ok(tensor(out, &self.pool.device, (self.tokens, width)))
-    }
-
-    fn forward(&self, layer: usize, tensors: [&Tensor; 3]) -> Result<Outputs> {
-        let opened = tensors.map(Tensor::storage_and_layout);
+    pub fn attend(&self, layer: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor) -> Result<(Tensor, Tensor)> {
+        let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
         let Opened { q, kv, sinks } = Opened::new(&opened, self.tokens, &self.attention)?;
         self.pool.write(layer, &kv, &self.slots.as_view())?;
         let mut outputs = self.plan.outputs()?;
         let memory = self.pool.memory(layer)?;
         self.plan.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
-        Ok(outputs)
+        let (Outputs { out, lse }, device) = (outputs, &self.pool.device);
+        let Attention { heads, head_dim, .. } = self.attention;
+        Ok((tensor(out, device, (self.tokens, heads * head_dim)), tensor(lse, device, (self.tokens, heads))))
     }
 }

@@ -3,8 +3,8 @@
 use super::{assert_refused, floats, numbers, to_gpu};
 use crate::ops::cuda::arguments::output;
 use crate::ops::cuda::{
-    DecodeBatch, DecodeStep, DecodeTable, KvPages, KvPool, RecordedGraph, kernel_set, open, overwrite,
-    paged_sink_attention, upload,
+    DecodeBatch, DecodeStep, DecodeTable, KvPages, KvPool, PagedPass, RecordedGraph, kernel_set, open,
+    overwrite, upload,
 };
 use crate::ops::rope::{RopeTable, Rotation};
 use crate::ops::sink_attention::Attention;
@@ -59,7 +59,8 @@ fn begun(lengths: &[usize], gpu: &Device) -> (Vec<Arc<KvPool>>, [Vec<KvPages>; 3
         let [q, kv] = &rotate(&rows(70, count, gpu)[layer], layer);
         let mut open: Vec<_> = sequences.iter_mut().collect();
         let kernels = kernel_set(device, LAYERS[layer].head_dim).unwrap();
-        paged_sink_attention(kernels, q, kv, &sinks(layer, gpu), &mut open, lengths, &LAYERS[layer]).unwrap();
+        let pass = PagedPass::with_kernels(kernels, &mut open, lengths, &LAYERS[layer]).unwrap();
+        pass.attend(0, q, kv, &sinks(layer, gpu)).unwrap();
         sequences
     });
     (pools.into(), sequences)
@@ -88,8 +89,8 @@ fn plain(sequences: &mut [Vec<KvPages>; 3], fed: &[[Tensor; 3]; 3], gpu: &Device
         let [q, kv] = &rotate(&own, layer);
         let kernels = kernel_set(gpu.as_cuda_device().unwrap(), LAYERS[layer].head_dim).unwrap();
         let (counts, sinks) = (vec![1; count], sinks(layer, gpu));
-        let (out, _) =
-            paged_sink_attention(kernels, q, kv, &sinks, &mut open, &counts, &LAYERS[layer]).unwrap();
+        let pass = PagedPass::with_kernels(kernels, &mut open, &counts, &LAYERS[layer]).unwrap();
+        let (out, _) = pass.attend(0, q, kv, &sinks).unwrap();
         if let Some(window) = LAYERS[layer].window {
             sequences[layer].iter_mut().for_each(|pages| pages.forget_before(pages.len(), window));
         }
