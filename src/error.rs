@@ -16,31 +16,17 @@ pub const EXIT_STOPPED: u8 = 130;
 ///
 /// The message is one paragraph with the location (file and line, key path, row) and the remedy. An error
 /// with `BadInput` anywhere in its `anyhow` chain exits with code 2. Every other error exits with code 1.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
 pub struct BadInput(pub String);
-
-impl std::fmt::Display for BadInput {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
-    }
-}
-
-impl std::error::Error for BadInput {}
 
 /// The error of a process that must print nothing, because another rank prints the actual error. Both
 /// processes exit with the same code.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("another rank reports the error")]
 pub struct ErrorOnOtherRank {
     pub is_bad_input: bool,
 }
-
-impl std::fmt::Display for ErrorOnOtherRank {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("another rank reports the error")
-    }
-}
-
-impl std::error::Error for ErrorOnOtherRank {}
 
 /// Quotes `word` for a shell.
 pub fn shell_quote(word: &str) -> String {

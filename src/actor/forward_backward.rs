@@ -32,6 +32,13 @@ pub struct PassSettings {
     pub forward: ForwardOptions,
 }
 
+impl PassSettings {
+    /// Returns the settings of a pass without a load-balancing loss, whose output has no routed experts.
+    pub fn new(temperature: f64, forward: ForwardOptions) -> Self {
+        Self { temperature, load_balance_coefficient: 0.0, keeps_routed_experts: false, forward }
+    }
+}
+
 /// Computes the gradient of a loss with respect to the head's columns.
 pub type ColumnLoss<'a, C> = &'a dyn Fn(&C) -> Result<C>;
 

@@ -99,12 +99,7 @@ impl TeacherPasses<'_> {
     /// When a sequence is longer than the teacher's context, or a layer cannot be read.
     pub fn rows(&self, index: usize) -> Result<TeacherRows> {
         // Ablations do not apply to the teacher. The temperature belongs to the policy's head.
-        let settings = PassSettings {
-            temperature: 1.0,
-            load_balance_coefficient: 0.0,
-            keeps_routed_experts: false,
-            forward: ForwardOptions::default(),
-        };
+        let settings = PassSettings::new(1.0, ForwardOptions::default());
         let batch = self.batches.get(index).context("a micro-batch without a teacher's pass")?;
         let (model, weights) = (self.model, &self.weights);
         Pass { model, weights, batch, settings, recompute_layers: false, teacher: None }.teacher_rows()

@@ -133,8 +133,7 @@ pub struct ValueEstimate {
 
 /// Returns the settings of a critic's passes. Ablations do not apply to them.
 fn pass_settings() -> PassSettings {
-    let forward = ForwardOptions::default();
-    PassSettings { temperature: 1.0, load_balance_coefficient: 0.0, keeps_routed_experts: false, forward }
+    PassSettings::new(1.0, ForwardOptions::default())
 }
 
 /// Adds the gradients of the value loss over `batch`, which may be a minibatch, to those of `critic`. Returns

@@ -152,12 +152,7 @@ impl EqualityChecks<'_> {
     }
 
     fn settings(&self) -> PassSettings {
-        PassSettings {
-            temperature: self.temperature,
-            load_balance_coefficient: 0.0,
-            keeps_routed_experts: false,
-            forward: self.training,
-        }
+        PassSettings::new(self.temperature, self.training)
     }
 
     /// Runs the training forward pass in this process alone. Micro-batches have up to `tokens_max` tokens.

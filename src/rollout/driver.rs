@@ -42,6 +42,20 @@ pub(super) struct Hooks<'a> {
     pub keeps_parts: bool,
 }
 
+impl<'a> Hooks<'a> {
+    /// Returns hooks that observe nothing but the end.
+    pub fn until(stop: &'a (dyn Fn() -> bool + Sync)) -> Self {
+        Self {
+            progress: &|_| (),
+            sampled: &|_, _, _| (),
+            finished: &|_, _| (),
+            stop,
+            forced: &|_| vec![],
+            keeps_parts: false,
+        }
+    }
+}
+
 /// The conversations of one rollout, shared by the engine's workers and the tool threads.
 pub(super) struct Driver<'a> {
     rollout: &'a Rollout<'a>,

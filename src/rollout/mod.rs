@@ -255,18 +255,7 @@ impl Rollout<'_> {
         finished: &Observer<'_>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(
-            prompts,
-            samples,
-            Hooks {
-                progress,
-                sampled: &|_, _, _| (),
-                finished,
-                stop,
-                forced: &|_| vec![],
-                keeps_parts: false,
-            },
-        )
+        self.run(prompts, samples, Hooks { progress, finished, ..Hooks::until(stop) })
     }
 
     /// Samples one conversation of each prompt, and passes each token to `sampled` as it is drawn.
@@ -279,12 +268,7 @@ impl Rollout<'_> {
         sampled: &TokenObserver<'_>,
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        let forced = &|_| vec![];
-        self.run(
-            prompts,
-            1,
-            Hooks { progress: &|_| (), sampled, finished: &|_, _| (), stop, forced, keeps_parts: false },
-        )
+        self.run(prompts, 1, Hooks { sampled, ..Hooks::until(stop) })
     }
 
     /// Performs [`Self::converse`] with the first tokens of each turn given by `forced`.
@@ -300,11 +284,8 @@ impl Rollout<'_> {
         progress: &(dyn Fn(RolloutProgress) + Sync),
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
-        self.run(
-            prompts,
-            samples,
-            Hooks { progress, sampled: &|_, _, _| (), finished: &|_, _| (), stop, forced, keeps_parts: true },
-        )
+        let hooks = Hooks { progress, forced, keeps_parts: true, ..Hooks::until(stop) };
+        self.run(prompts, samples, hooks)
     }
 
     fn run(&self, prompts: &[Prompt], samples: usize, hooks: Hooks) -> Result<Option<Rollouts>> {

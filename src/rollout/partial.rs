@@ -173,14 +173,7 @@ impl Rollout<'_> {
                 ));
             }
         }
-        let hooks = Hooks {
-            progress,
-            sampled: &|_, _, _| (),
-            finished: &|_, _| (),
-            stop,
-            forced: &|_| vec![],
-            keeps_parts: true,
-        };
+        let hooks = Hooks { progress, keeps_parts: true, ..Hooks::until(stop) };
         let places: Vec<(u64, u64)> = groups.iter().map(|group| (group.prompt, group.step)).collect();
         let driver = Driver::for_groups(self, rendered, samples, hooks, groups, tokens_max);
         driver.run().context("rollout")?;

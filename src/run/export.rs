@@ -164,12 +164,7 @@ pub fn export_merged_model(
         return Ok(None);
     }
     let log_probs = |name: &str, actor: &Actor| -> Result<Vec<f32>> {
-        let settings = PassSettings {
-            temperature: recipe.rollout.temperature,
-            load_balance_coefficient: 0.0,
-            keeps_routed_experts: false,
-            forward: Default::default(),
-        };
+        let settings = PassSettings::new(recipe.rollout.temperature, Default::default());
         let input = PassInput { sequences: sequences.iter().collect(), ..PassInput::default() };
         let progress = |tokens| console.start_pass(name, tokens);
         Ok(actor.forward::<PolicyColumns>(&input, settings, &progress)?.columns.log_probs)

@@ -87,12 +87,7 @@ impl PassTask {
             targets: Some(&targets),
             ..PassInput::default()
         };
-        let settings = PassSettings {
-            temperature: 1.0,
-            load_balance_coefficient: 0.0,
-            keeps_routed_experts: false,
-            forward: ForwardOptions::default(),
-        };
+        let settings = PassSettings::new(1.0, ForwardOptions::default());
         let progress = |_| Progress::hidden();
         let loss_of = |part: &BatchPart, columns: &PolicyColumns| {
             let (mut loss, mut gradient) = (0.0, columns.zeros());

@@ -270,6 +270,5 @@ impl Trainer {
 }
 
 fn pass_settings(environment: &Environment, temperature: f64) -> PassSettings {
-    let forward = environment.training_forward();
-    PassSettings { temperature, load_balance_coefficient: 0.0, keeps_routed_experts: false, forward }
+    PassSettings::new(temperature, environment.training_forward())
 }

@@ -298,12 +298,8 @@ impl Sampler<'_> {
         let Some(first) = groups.first() else {
             return Ok(EngineAgreement { bit_equal_fraction: 1.0, log_prob_abs_diff_max: 0.0 });
         };
-        let pass = PassSettings {
-            temperature: environment.recipe().rollout.temperature,
-            load_balance_coefficient: 0.0,
-            keeps_routed_experts: false,
-            forward: environment.training_forward(),
-        };
+        let temperature = environment.recipe().rollout.temperature;
+        let pass = PassSettings::new(temperature, environment.training_forward());
         let batch = Batch::new(&[&**first]);
         let forward = || {
             let hidden = |_| Progress::hidden();
