@@ -64,7 +64,9 @@ impl MemoryPlanInput<'_> {
             MemoryPlan::new(&MemoryPlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()
         };
         let recipe = self.recipe;
-        let mut sizes: Vec<Size> = vec![
+        let computes_batches =
+            !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat | ModelCommand::Serve);
+        let sizes: [Size; 4] = [
             ("rollout.sequences_max", 1, recipe.rollout.sequences_max, |r, value| {
                 r.rollout.sequences_max = value
             }),
@@ -74,18 +76,11 @@ impl MemoryPlanInput<'_> {
             ("rollout.prompt_tokens_max", TOKENS_MIN, recipe.rollout.prompt_tokens_max, |r, value| {
                 r.rollout.prompt_tokens_max = value;
             }),
+            ("train.micro_batch_tokens", TOKENS_MIN, recipe.train.micro_batch_tokens, |r, value| {
+                r.train.micro_batch_tokens = value;
+            }),
         ];
-        if !matches!(self.command, ModelCommand::Eval | ModelCommand::Chat | ModelCommand::Serve) {
-            sizes.push((
-                "train.micro_batch_tokens",
-                TOKENS_MIN,
-                recipe.train.micro_batch_tokens,
-                |r, value| {
-                    r.train.micro_batch_tokens = value;
-                },
-            ));
-        }
-        for (key, min, mut value, set) in sizes {
+        for (key, min, mut value, set) in sizes.into_iter().take(if computes_batches { 4 } else { 3 }) {
             let mut best: Option<(usize, u64)> = None;
             while value / 2 >= min && best.is_none_or(|(_, peak)| peak > bytes) {
                 value /= 2;
