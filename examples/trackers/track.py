@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Logs a run to a tracker from its files alone: while it trains (--follow), or afterwards.
 
-    pip install trackio && examples/trackers/track.py runs/quickstart --follow
-    pip install wandb   && examples/trackers/track.py runs/quickstart --to wandb     # offline, in ./wandb
-    pip install mlflow  && examples/trackers/track.py runs/quickstart --to mlflow    # in ./mlruns.db
+    pip install trackio pandas && examples/trackers/track.py runs/quickstart --follow
+    pip install wandb          && examples/trackers/track.py runs/quickstart --to wandb     # offline, in ./wandb
+    pip install mlflow         && examples/trackers/track.py runs/quickstart --to mlflow    # in ./mlruns.db
 
 Metrics are logged with the run's steps, trajectories as one table a file.
 """
@@ -26,18 +26,17 @@ def settings(table, prefix=""):
 
 class Trackio:
     def __init__(self, project, name, config):
+        import pandas
         import trackio
 
-        self.trackio = trackio
+        self.trackio, self.frame = trackio, pandas.DataFrame
         trackio.init(project=project, name=name, config=config)
 
     def metrics(self, step, values):
         self.trackio.log(values, step=step)
 
     def table(self, name, step, rows):
-        import pandas
-
-        self.trackio.log({name: self.trackio.Table(dataframe=pandas.DataFrame(rows))}, step=step)
+        self.trackio.log({name: self.trackio.Table(dataframe=self.frame(rows))}, step=step)
 
     def finish(self):
         self.trackio.finish()
@@ -117,7 +116,10 @@ def main():
     if not metrics.is_file():
         parser.error(f"{metrics}: no such file; name the folder of a run")
     recipe = tomllib.loads((run / "recipe.toml").read_text())
-    tracker = TRACKERS[arguments.to](arguments.project, run.resolve().name, dict(settings(recipe)))
+    folder = run.resolve()
+    # The folder of an evaluation is RUN/eval/step-N.
+    names = folder.parts[-3:] if folder.parent.name in ("eval", "rollout") else folder.parts[-1:]
+    tracker = TRACKERS[arguments.to](arguments.project, "-".join(names), dict(settings(recipe)))
     steps, place, last, tables = recipe["train"]["steps"], 0, 0, set()
     while True:
         # A stopped run that is resumed may have fewer rows; those that were logged stay.

@@ -27,7 +27,7 @@ use crate::run::step_time::StepProducts;
 use crate::run::target::TargetMachine;
 use crate::run::trust::{ask_consent, program_lines};
 use crate::settings::Entry;
-use crate::tasks::{Problem, Reward, RewardFailure, Task, ToolsSettings, Transcript};
+use crate::tasks::{Problem, Reward, RewardFailure, Task, ToolsSettings, Transcript, shown_answer};
 use crate::trainer::TrainingData;
 use crate::trajectory::Outcome;
 use anyhow::Result;
@@ -232,7 +232,9 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     }
     let reward = match task.reward(problem, &transcript(&messages)) {
         // Reward functions may fail on some answers, which are then dropped.
-        Err(error) if error.is::<RewardFailure>() => Err(format!("failed: {error:#}")),
+        Err(error) if error.is::<RewardFailure>() => Err(format!(
+            "failed: {error:#}; training drops such answers, and ends if three steps have no others"
+        )),
         reward => Ok(reward.map_err(failed)?),
     };
     let Reward { value, success, named } = match reward {
@@ -245,7 +247,7 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
     let success = if success { "success" } else { "no success" };
     let named: String = named.iter().map(|(name, value)| format!(", {name} {value}")).collect();
     lines.push(("reward", format!("{value}, {success}{named}")));
-    lines.push(("answer", problem.answer.to_string()));
+    lines.push(("answer", shown_answer(&problem.answer)));
     Ok(dialogue(task, &lines))
 }
 
@@ -297,7 +299,13 @@ fn print_memory_plan(
     }
     let arms = SecondWeights::Rounded(WeightRounding::from_ablations(&startup.environment.plan.recipe.arms));
     let mismatch = ModelCommand::CheckMismatch(arms);
-    for command in [ModelCommand::Eval, ModelCommand::Rollout, mismatch, ModelCommand::Serve] {
+    let is_held_out = |(_, prompts): &(_, Vec<_>)| !prompts.is_empty();
+    let has_held_out = startup.environment.validation_prompts().iter().any(is_held_out);
+    if !has_held_out {
+        print_text("`rloss eval` has no held-out problems: task.validation_file names them.\n")?;
+    }
+    let eval = has_held_out.then_some(ModelCommand::Eval);
+    for command in eval.into_iter().chain([ModelCommand::Rollout, mismatch, ModelCommand::Serve]) {
         // These commands run in a single process.
         let peak = MemoryPlan::new(&MemoryPlanInput {
             placement: WeightPlacement {

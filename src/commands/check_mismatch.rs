@@ -24,6 +24,7 @@ use crate::run::memory::{ModelCommand, SecondWeights, explain_out_of_memory};
 use crate::run::processes;
 use crate::run::sampling::Sampling;
 use crate::run::sampling_folder::print_text;
+use crate::run::signals::StopFlag;
 use crate::run::source::pin_model;
 use crate::run::startup::{Started, start_on_mesh};
 use crate::run::trust::ask_consent;
@@ -32,7 +33,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 /// Arguments of `rloss check-mismatch`.
@@ -71,6 +72,8 @@ pub struct CheckMismatchArgs {
     #[arg(long)]
     trust: bool,
 }
+
+const JSON_FILE: &str = "mismatch.json";
 
 /// Parses a number of minutes.
 fn minutes(text: &str) -> Result<Duration, String> {
@@ -151,9 +154,14 @@ pub fn run(args: &CheckMismatchArgs) -> Result<u8> {
     for (name, text) in &result.files {
         write_file(&out.join(name), text)?;
     }
-    let file = out.join("mismatch.json");
-    write_file(&file, &to_json(&result.lines, &result.verdict, result.diagnosis, &result.bad_rows))?;
-    print_text(&sanitize_terminal(&format!("{}\n", file.display())))?;
+    write_file(
+        &out.join(JSON_FILE),
+        &to_json(&result.lines, &result.verdict, result.diagnosis, &result.bad_rows),
+    )?;
+    let pages = result.files.iter().map(|(name, _)| &**name).filter(|name| name.ends_with(".md"));
+    for name in pages.chain([JSON_FILE]) {
+        print_text(&sanitize_terminal(&format!("{}\n", out.join(name).display())))?;
+    }
     Ok(result.code)
 }
 
@@ -209,6 +217,9 @@ struct CheckResult {
     code: u8,
 }
 
+/// The signal that ends the search for a cause.
+static STOP: OnceLock<StopFlag> = OnceLock::new();
+
 /// Compares the files of `--against` with the model: the engine's log-probs and, if the files have them,
 /// those of a trainer.
 fn check_against(
@@ -236,6 +247,12 @@ fn check_against(
     let reference =
         UnmodifiedModel { earlier_weights: earlier.as_ref(), ..reference(&loaded.actor, console) };
     let sides_line = external_engine::compare_sides(&token_rows.rows, clip(recipe))?;
+    let stop = StopFlag::listen()?;
+    let stop_console = console.clone();
+    stop.on_request(move || {
+        stop_console.print("ending the search: the results follow; a second signal stops at once")
+    })?;
+    let _ = STOP.set(stop);
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
     let (mut differs, mut files) = (false, vec![]);
     let sides = external_engine::split_sides(token_rows.rows);
@@ -245,8 +262,12 @@ fn check_against(
             true => print_text(&sanitize_terminal(&format!("{side}: {text}\n"))),
             false => print_text(&sanitize_terminal(&format!("{text}\n"))),
         };
-        let search =
-            SearchSettings { limit: args.search_minutes, announce: &announce, ..SearchSettings::silent() };
+        let search = SearchSettings {
+            limit: args.search_minutes,
+            is_stopped: || STOP.get().is_some_and(StopFlag::is_requested),
+            announce: &announce,
+            ..SearchSettings::silent()
+        };
         let comparison = external_engine::compare(reference, chat, rows, tokens, clip(recipe), &search)?;
         differs |= comparison.diagnosis.verdict.differs();
         let answer = &comparison.answer;

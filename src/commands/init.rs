@@ -9,10 +9,11 @@ use crate::run::header::command_line;
 use crate::run::sampling_folder::print_text;
 use crate::run::sizing::propose_sizes;
 use crate::table_file;
-use crate::tasks::propose_columns;
+use crate::tasks::{TaskSettings, propose_columns, with_columns};
 use anyhow::Result;
 use clap::Args;
 use serde_json::json;
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fs::OpenOptions;
 use std::io::Write;
@@ -131,7 +132,7 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
         tables += "\n[task]\n";
     }
     if let Some(file) = args.train_file.as_ref().or(args.validation_file.as_ref()) {
-        let columns = propose_columns_of(file, task.name.columns)?;
+        let columns = propose_columns_of(file, task)?;
         if !columns.is_empty() {
             let columns =
                 columns.iter().map(|(name, path)| format!("{name} = {}", toml::Value::from(&**path)));
@@ -186,8 +187,12 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
         );
     }
     if args.train_file.is_some() && args.validation_file.is_none() {
-        output +=
-            &format!("\nThe validation problems stay those of {base}; --validation-file names yours.\n");
+        output += &match has_several || task.validation_file.is_some() {
+            true => {
+                format!("\nThe validation problems stay those of {base}; --validation-file names yours.\n")
+            }
+            false => "\nThere are no validation problems; --validation-file names yours.\n".to_owned(),
+        };
     }
     if !missing.is_empty() {
         output += &format!("\nno data at {}\n", missing.join(", "));
@@ -212,7 +217,8 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
 }
 
 /// Returns the columns that a task with these `names` needs to read the rows of `path`.
-fn propose_columns_of(path: &Path, names: &[&str]) -> Result<BTreeMap<String, String>> {
+fn propose_columns_of(path: &Path, task: &TaskSettings) -> Result<BTreeMap<String, String>> {
+    let names = task.name.columns;
     let unreadable =
         |e: std::io::Error| bad_input!("{}: cannot read the rows: {e}; name a file of rows", path.display());
     // The data may come later.
@@ -223,10 +229,14 @@ fn propose_columns_of(path: &Path, names: &[&str]) -> Result<BTreeMap<String, St
     let Some(file) = files.first().filter(|file| file.exists()) else { return Ok(BTreeMap::new()) };
     let first = table_file::open(file).map_err(unreadable)?.next().transpose().map_err(unreadable)?;
     let Some(row) = first else { return Err(bad_input!("{}: no rows; name a file of rows", path.display())) };
-    let columns = row.value.and_then(|row| propose_columns(&row, names));
+    // Columns that the base names stay, if the rows have them.
+    let columns = row.value.and_then(|row| {
+        let row = with_columns(&row, &task.columns).unwrap_or(Cow::Borrowed(&row));
+        propose_columns(&row, names)
+    });
     columns.map_err(|why| {
         bad_input!(
-            "{}: row {}: {why}; write the columns into the recipe, such as [task], columns = {{ {} = \"COLUMN\" }}",
+            "{}: row {}: {why}; write a recipe with [task], columns = {{ {} = \"COLUMN\" }}, and name it with --from",
             path.display(),
             row.number,
             names[0]

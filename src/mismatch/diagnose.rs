@@ -73,7 +73,7 @@ pub enum Verdict {
     OneOf(Vec<Cause>),
     /// No known cause explains the mismatch. Holds up to two causes that explain a part of it.
     Unknown(Vec<Cause>),
-    /// The time limit ended the search. Holds up to two causes that explain at least a part of the mismatch.
+    /// The time limit or a signal ended the search. Holds up to two causes that explain at least a part of the mismatch.
     Unfinished(Vec<Cause>),
 }
 
@@ -102,11 +102,11 @@ impl Verdict {
     pub fn to_text(&self) -> String {
         match self {
             Verdict::Agrees => "agrees".into(),
-            Verdict::Rounding => "rounding: the mismatch is no larger than that of bf16 rounding".into(),
+            Verdict::Rounding => "rounding: the mismatch has the size of bf16 rounding".into(),
             Verdict::Explained(cause) => cause.description(),
             Verdict::OneOf(causes) => format!("one of: {}", join_causes(causes)),
             Verdict::Unknown(_) => "unknown: no known cause explains the mismatch".into(),
-            Verdict::Unfinished(_) => "differs: the time limit ended the search".into(),
+            Verdict::Unfinished(_) => "differs: the search ended early".into(),
         }
     }
 }
@@ -225,7 +225,7 @@ impl UnmodifiedModel<'_> {
         // few that differ.
         let is_rounding = diagnosis.within_bf16 && !baseline.bounds.is_f32_rounding(&stats_without_ties);
         (settings.announce)(&diagnosis.to_text_before_search(is_rounding))?;
-        search.start_limit(settings.limit);
+        search.start_limit(settings);
         let result = search.try_causes(settings)?;
         let mut coverage = result.coverage;
         diagnosis.without_effect = result.without_effect;
@@ -409,7 +409,9 @@ impl Diagnosis {
     /// Returns the verdict before the search, as text.
     fn to_text_before_search(&self, is_rounding: bool) -> String {
         let verdict = match is_rounding {
-            true => "Verdict: rounding; the mismatch is no larger than that of this model in bf16.",
+            true => {
+                "Verdict: rounding; bf16 makes a mismatch of this size in this model, up to a few times its figures."
+            }
             false => "Verdict: differs.",
         };
         format!(

@@ -275,7 +275,8 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
             )
         }
         Verdict::Rounding => format!(
-            "No mistake found: over {tokens} tokens the mismatch is no larger than that of bf16 rounding in this model."
+            "No mistake found: over {tokens} tokens the mismatch has the size of bf16 rounding in this model, up to a few \
+             times its figures."
         ),
         Verdict::Explained(cause) => format!("Cause found: {}.", cause.description()),
         Verdict::OneOf(causes) => format!(
@@ -292,6 +293,10 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
                 }
                 text.push_str(&format!(". To decide: {}.", first.deciding_experiment));
             }
+            text.push_str(
+                " Check that the ids of the prompt are those that the engine saw: its template, system message and last \
+                 newline.",
+            );
             text
         }
         Verdict::Unfinished(partial_causes) => {
@@ -303,10 +308,13 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
         }
     };
     if let Some(search) = diagnosis.search.filter(|search| search.ended_by_limit) {
-        text.push_str(&format!(
-            " The time limit ended the search for a cause: {} of {} causes were tried.",
-            search.tried, search.causes
-        ));
+        text.push_str(&match search.tried {
+            0 => " There was no search for a cause.".to_owned(),
+            tried => format!(
+                " The search for a cause ended early: {tried} of {} causes were tried.",
+                search.causes
+            ),
+        });
     }
     text.push_str(&format!(
         " |Δlogp| has median {}, mean {}, 99% {}, maximum {max}; bf16 rounding of this model alone gives {} (median) and {} (maximum).",
@@ -334,7 +342,8 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
     if diagnosis.verdict.differs() && diagnosis.within_bf16 {
         text.push_str(" By its size alone the mismatch could be bf16 rounding.");
     }
-    if diagnosis.verdict != Verdict::Agrees {
+    // A found cause says more than where it has the largest effect.
+    if !matches!(diagnosis.verdict, Verdict::Agrees | Verdict::Explained(_)) {
         text.push_str(&describe_location(diagnosis, location_result, lines));
     }
     text
@@ -347,7 +356,8 @@ fn describe_location(
     lines: &[ResultLine],
 ) -> String {
     let share = 100.0 * location_result.differing as f64 / location_result.targets as f64;
-    let mut text = format!(" {:.3}% of the tokens differ by more than rounding", share);
+    let usual = if diagnosis.verdict == Verdict::Rounding { " usually makes" } else { "" };
+    let mut text = format!(" {share:.3}% of the tokens differ by more than rounding{usual}");
     if let Some(location) = &location_result.location {
         text.push_str(&format!(
             ": {} ({:.0}% of these {} differ, {:.1}% of the others)",

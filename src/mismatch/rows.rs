@@ -126,8 +126,8 @@ impl<'a> RowReader<'a> {
             if let Some(format) = format {
                 let mut line = format!("{}: {}", path.display(), format.name);
                 if rows_from_texts > 0 {
-                    let how = "each text belongs to exactly one id, so the ids are certain";
-                    line.push_str(&format!("; text without ids in {rows_from_texts} rows: {how}"));
+                    let how = "each text has exactly one form in ids, so they are certain";
+                    line.push_str(&format!("; ids from the texts of {rows_from_texts} rows: {how}"));
                 }
                 token_rows.formats.push(line);
             }

@@ -140,6 +140,8 @@ impl HeadInput {
 pub struct SearchSettings<'a> {
     /// Time limit, measured from the verdict on; `None` means that all causes are tried.
     pub limit: Option<Duration>,
+    /// Ends the search when it returns true, as the time limit does.
+    pub is_stopped: fn() -> bool,
     /// Receives text for the user: first the verdict, then the number of causes and the expected time.
     pub announce: &'a dyn Fn(&str) -> Result<()>,
     /// Models with at most this number of parameters are searched on all rows, larger models on a sample.
@@ -149,7 +151,12 @@ pub struct SearchSettings<'a> {
 impl SearchSettings<'_> {
     /// Returns settings without a time limit and without text for the user.
     pub fn silent() -> Self {
-        Self { limit: None, announce: &|_| Ok(()), whole_rows_parameters_max: SMALL_PARAMETERS_MAX }
+        Self {
+            limit: None,
+            is_stopped: || false,
+            announce: &|_| Ok(()),
+            whole_rows_parameters_max: SMALL_PARAMETERS_MAX,
+        }
     }
 }
 
@@ -160,7 +167,7 @@ pub struct SearchCoverage {
     pub causes: usize,
     /// Number of causes that were tried.
     pub tried: usize,
-    /// Whether the time limit ended the search.
+    /// Whether the time limit or a signal ended the search.
     pub ended_by_limit: bool,
 }
 
@@ -174,6 +181,7 @@ pub struct CauseSearch<'a> {
     /// Measured time of the unchanged model's forward pass, divided by the number of targets.
     seconds_per_target: f64,
     deadline: Option<Instant>,
+    is_stopped: fn() -> bool,
 }
 
 impl<'a> CauseSearch<'a> {
@@ -198,6 +206,7 @@ impl<'a> CauseSearch<'a> {
             unmodified_log_probs,
             seconds_per_target,
             deadline: None,
+            is_stopped: || false,
         })
     }
 
@@ -274,17 +283,19 @@ impl<'a> CauseSearch<'a> {
             unmodified_log_probs: indices.iter().map(|&index| self.unmodified_log_probs[index]).collect(),
             seconds_per_target: self.seconds_per_target,
             deadline: self.deadline,
+            is_stopped: self.is_stopped,
         })
     }
 
     /// Starts the time limit of the search.
-    pub fn start_limit(&mut self, limit: Option<Duration>) {
-        self.deadline = limit.and_then(|limit| Instant::now().checked_add(limit));
+    pub fn start_limit(&mut self, settings: &SearchSettings) {
+        self.deadline = settings.limit.and_then(|limit| Instant::now().checked_add(limit));
+        self.is_stopped = settings.is_stopped;
     }
 
-    /// Returns whether the time limit has passed.
+    /// Returns whether the time limit has passed, or the search was stopped.
     pub fn is_over(&self) -> bool {
-        self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
+        (self.is_stopped)() || self.deadline.is_some_and(|deadline| Instant::now() >= deadline)
     }
 
     /// Returns the number of experts per token; 0 for a model without experts.
@@ -363,7 +374,8 @@ impl<'a> CauseSearch<'a> {
         let (subset, indices) = self.representative_subset(SUBSET_TARGETS)?;
         let targets = self.unmodified_log_probs.len();
         (settings.announce)(&format!(
-            "Search: {} causes on {} tokens, {} each; then the best on {targets} tokens, {} each.",
+            "Search: {} causes on {} tokens, {} each; then the best on {targets} tokens, {} each. Ctrl-C ends it \
+             with what was found.",
             causes_to_try.len(),
             indices.len(),
             self.pass_time(indices.len()),

@@ -112,15 +112,20 @@ fn mismatch_of_steps(run: &Run) -> Option<String> {
     })
 }
 
-/// Returns the task. For the task `command`, returns the file names in its command.
+/// Returns the task of reward functions with the name of its file. For the task `command`, returns the file
+/// names in its command.
 fn task(run: &Run) -> Option<String> {
-    let words = run.recipe.get("task")?.get("command")?.as_array()?;
+    let task = run.recipe.get("task")?;
     let name = |word: &toml::Value| {
         let word = word.as_str().unwrap_or_default().trim();
         let line = word.lines().next().unwrap_or_default();
         let cut = if line.len() < word.len() { " …" } else { "" };
         format!("{}{cut}", line.rsplit('/').next().unwrap_or_default())
     };
+    if let Some(file) = task.get("file") {
+        return Some(format!("{} {}", task.get("name")?.as_str()?, name(file)));
+    }
+    let words = task.get("command")?.as_array()?;
     (!words.is_empty()).then(|| words.iter().map(name).collect::<Vec<_>>().join(" "))
 }
 

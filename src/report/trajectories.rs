@@ -10,6 +10,7 @@ use crate::harmony::Role;
 use crate::metrics::{Phase, sanitize_terminal};
 use crate::model::families::Family;
 use crate::settings::Choice;
+use crate::tasks::shown_answer;
 use crate::trajectory::{Outcome, Trajectory, TrajectoryRow};
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
@@ -271,8 +272,7 @@ impl Packer {
     fn problem_index(&mut self, row: &TrajectoryRow) -> usize {
         let text = match &row.answer {
             serde_json::Value::Null => None,
-            serde_json::Value::String(text) => Some(text.clone()),
-            other => Some(other.to_string()),
+            answer => Some(shown_answer(answer)),
         };
         let sanitize = |text: &str| sanitize_terminal(text).into_owned();
         let problem = (sanitize(&row.trajectory.problem_id), text.as_deref().map(sanitize));

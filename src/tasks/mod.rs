@@ -13,7 +13,7 @@ mod settings;
 
 pub use arithmetic::{Arithmetic, VALIDATION_PROBLEMS};
 pub use arithmetic_single::ArithmeticSingle;
-pub use columns::propose_columns;
+pub use columns::{propose_columns, shown_answer, with_columns};
 pub use command::CommandTask;
 pub use format_rules::FormatRules;
 pub use gsm8k::Gsm8k;

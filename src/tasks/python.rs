@@ -5,7 +5,7 @@
 
 use super::columns::Question;
 use super::process::ProcessPool;
-use super::rows::EpochOrder;
+use super::rows::{EpochOrder, refuse_overlap};
 use super::{
     Problem, Reward, RewardFailure, Task, TaskContext, TaskEntry, TaskSettings, Transcript, ValidationSet,
     command,
@@ -19,6 +19,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
@@ -71,6 +72,8 @@ pub struct PythonTask {
     weights: BTreeMap<String, f32>,
     steps: u64,
     console: Console,
+    /// Whether the tracebacks of functions are no longer shown.
+    quiet: AtomicBool,
 }
 
 impl PythonTask {
@@ -80,10 +83,12 @@ impl PythonTask {
     /// [`crate::error::BadInput`] with the file and every broken row, and for a Python file that cannot be
     /// loaded or lacks a function.
     pub fn start(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
-        let (_, train) = settings.training_rows(context, EXAMPLE, Row::read)?;
+        let (train_file, train) = settings.training_rows(context, EXAMPLE, Row::read)?;
         let mut validation = vec![];
         if settings.validation_file.is_some() && context.reads_held_out {
-            let (_, rows) = settings.held_out_rows(context, EXAMPLE, Row::read)?;
+            let (file, rows) = settings.held_out_rows(context, EXAMPLE, Row::read)?;
+            let held_out = rows.iter().zip(1..).map(|(row, number)| (number, row.prompt.text()));
+            refuse_overlap((train_file, train.iter().map(|row| row.prompt.text())), (file, held_out))?;
             let problems = rows.iter().enumerate();
             let problems = problems.map(|(i, row)| row.problem(format!("python/validation/{i}"))).collect();
             validation.push(ValidationSet { name: "python".to_owned(), problems });
@@ -106,6 +111,7 @@ impl PythonTask {
             weights,
             steps: context.steps,
             console: context.console.clone(),
+            quiet: AtomicBool::new(false),
         })
     }
 
@@ -122,6 +128,7 @@ impl PythonTask {
             "completion_ids": transcript.completion_ids,
             "step": transcript.step,
             "steps": self.steps,
+            "quiet": self.quiet.load(Ordering::Relaxed),
         });
         let of_process = |error: anyhow::Error| {
             // Only the one function can have ended the process.
@@ -271,6 +278,7 @@ impl Task for PythonTask {
         }
         self.grade(problem, transcript).inspect_err(|error| {
             if !self.console.report_failure(&format!("task.file: problem {}: {error:#}", problem.id)) {
+                self.quiet.store(true, Ordering::Relaxed);
                 self.pool.discard_failures();
             }
         })

@@ -38,6 +38,7 @@ pub fn read<T>(
     };
     let (mut rows, mut broken, mut more, mut no_json) = (Vec::new(), Vec::new(), 0, 0);
     let mut left = rows_max.unwrap_or(usize::MAX);
+    let mut columns = String::new();
     let files = table_file::files(path).map_err(|e| unreadable(path, e))?;
     for file in &files {
         if left == 0 {
@@ -55,6 +56,9 @@ pub fn read<T>(
             }
             left -= 1;
             no_json += usize::from(row.value.is_err());
+            if let (true, Ok(Value::Object(values))) = (columns.is_empty(), &row.value) {
+                columns = values.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            }
             match row.value.and_then(|value| parse(&value)) {
                 Ok(row) => rows.push(row),
                 Err(reason) if broken.len() < BROKEN_ROWS_SHOWN => {
@@ -72,10 +76,17 @@ pub fn read<T>(
         ));
     }
     if let Some((row, reason)) = broken.first() {
-        // A mistake of the recipe breaks every row in the same way.
+        // A mistake of the recipe, or another name of a column, breaks every row in the same way.
         let is_columns = reason.starts_with(COLUMNS_KEY);
-        let remedy = if is_columns { "Correct the recipe" } else { "Correct or delete these lines" };
-        let list = if is_columns && broken.iter().all(|(_, other)| other == reason) {
+        let is_same = broken.iter().all(|(_, other)| other == reason);
+        let of_every_row = rows.is_empty() && is_same && broken.len() > 1 && !columns.is_empty();
+        let of_every_row = of_every_row && reason.ends_with("is missing");
+        let remedy = match (is_columns, of_every_row) {
+            (true, _) => "Correct the recipe".to_owned(),
+            (_, true) => format!("The rows have {columns}; name the columns to read in {COLUMNS_KEY}"),
+            _ => "Correct or delete these lines".to_owned(),
+        };
+        let list = if (is_columns || of_every_row) && is_same {
             more += broken.len() - 1;
             format!("{row}: {reason}")
         } else {

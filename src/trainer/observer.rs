@@ -149,6 +149,8 @@ impl Observer {
         let last = u64::from(every > 0 && steps > rl_done && !steps.is_multiple_of(every.max(1)));
         let first = u64::from(recipe.eval.before_training && rl_done == 0 && steps > 0);
         let evaluations = evaluations_up_to(steps).saturating_sub(evaluations_up_to(rl_done)) + last + first;
+        let held_out = evaluation_trajectories(environment);
+        let evaluations = if held_out > 0 { evaluations } else { 0 };
         let conversations = recipe.rollout.prompts_per_step * recipe.rollout.samples_per_prompt;
         self.console.set_plan(&[
             (
@@ -160,7 +162,7 @@ impl Observer {
             // cost 6 times that in the quickstart, 3 times at 0.5B; 4 is between. Measured times replace
             // this guess.
             ("rl", steps.saturating_sub(rl_done), conversations as f64),
-            ("evaluation", evaluations, 0.25 * evaluation_trajectories(environment) as f64),
+            ("evaluation", evaluations, 0.25 * held_out as f64),
         ]);
     }
 

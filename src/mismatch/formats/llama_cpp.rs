@@ -64,6 +64,9 @@ fn strip_token<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&
     bytes.strip_prefix(token_bytes).or_else(|| tokenizer.is_special(id).then_some(bytes))
 }
 
+/// The key of the server's own response, within one in OpenAI's form.
+pub(super) const VERBOSE: &str = "__verbose";
+
 pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
     let response: Response = parse(value, "a response of llama.cpp")?;
     let (prompt, from_texts) = match response.prompt {

@@ -53,7 +53,14 @@ pub struct RecordFormat {
 }
 
 /// The formats, in the order in which a record is compared with them.
-static FORMATS: [RecordFormat; 9] = [
+static FORMATS: [RecordFormat; 10] = [
+    RecordFormat {
+        name: "verbose responses of llama.cpp's /v1 endpoints",
+        matches: |value| has(&value[llama_cpp::VERBOSE], "completion_probabilities"),
+        read: |mut value, texts| {
+            llama_cpp::row(value[llama_cpp::VERBOSE].take(), &texts.tokenizer).map(single_row)
+        },
+    },
     RecordFormat {
         name: "responses of /v1/chat/completions (vLLM)",
         matches: openai::is_chat,

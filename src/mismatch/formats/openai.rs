@@ -47,7 +47,8 @@ struct Content {
 }
 
 const NO_PROMPT: &str = "the prompt is missing, but log-probs depend on it; request it from vLLM with \"return_token_ids\": true, \
-                         or from llama-cpp-python with echo=True";
+                         from llama.cpp with \"verbose\": true, from llama-cpp-python with echo=True, or add its ids \
+                         as \"prompt_token_ids\"";
 
 /// Returns whether the value is the response to a chat. Its first choice has log-probs in `content`, or it
 /// has a message and the prompt's log-probs are given ([`has_prompt`]).

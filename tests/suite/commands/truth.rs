@@ -313,3 +313,52 @@ fn a_recipe_with_nothing_but_steps_runs() {
     assert!(stderr(&refused).contains("system_message = false"), "{}", stderr(&refused));
     assert!(!folder.path().join("no").exists());
 }
+
+/// Tracebacks of reward functions ran on after the last that was said to be shown, a column's other name was
+/// called a broken line, the same problems were trained on and held out, and the page showed whole rows.
+#[test]
+fn a_file_of_rewards_is_told_in_the_words_of_its_user() {
+    if !skips::python3() {
+        return;
+    }
+    let folder = TempDir::new().unwrap();
+    let path = |name: &str| folder.path().join(name);
+    let rows: String = (0..16)
+        .map(|gold| {
+            format!("{{\"talk\": [{{\"role\": \"user\", \"content\": \"{gold}\"}}], \"gold\": {gold}}}\n")
+        })
+        .collect();
+    std::fs::write(path("rows.jsonl"), rows).unwrap();
+    let file = |key: &str, name: &str| format!("task.{key}={}", path(name).display());
+    let run = |name: &str, function: &str, more: &[&str]| {
+        std::fs::write(
+            path("rewards.py"),
+            format!("def right(completions, **row):\n    return [{function}]\n"),
+        )
+        .unwrap();
+        let files = [file("train_file", "rows.jsonl"), file("file", "rewards.py")];
+        let sets = ["task.name=python", "task.command_processes=1", "cold_start.steps=0", "train.steps=2"];
+        let sets: Vec<&str> =
+            sets.into_iter().chain(files.iter().map(String::as_str)).chain(more.iter().copied()).collect();
+        let output = output(&mut small(&path(name), &sets));
+        (output.status.code(), stderr(&output))
+    };
+    let (code, told) = run("unnamed", "1.0", &[]);
+    assert_eq!(code, Some(2), "{told}");
+    let remedy = "row 1: `prompt` is missing; and 15 more. The rows have talk, gold; name the columns to read in task.columns";
+    assert!(told.contains(remedy), "{told}");
+    let columns = "task.columns.prompt=talk";
+    let (code, told) = run("failing", "completions[0].strip()", &[columns]);
+    assert_eq!(code, Some(1), "{told}");
+    assert!((9..=10).contains(&told.matches("Traceback").count()), "{told}");
+    assert!(told.contains("(the row's prompt is messages, so a completion is a list of messages)"), "{told}");
+    let (code, told) = run("same", "1.0", &[columns, &file("validation_file", "rows.jsonl")]);
+    assert_eq!(code, Some(2), "{told}");
+    assert!(told.contains("row 1 has the prompt of"), "{told}");
+    let (code, told) = run("good", "float(str(row['gold'][0]) in str(completions[0]))", &[columns]);
+    assert_eq!(code, Some(0), "{told}");
+    assert!(!told.contains("left: evaluation"), "{told}");
+    done(rloss().arg("report").arg(path("good")));
+    let page = std::fs::read_to_string(path("good").join("report.html")).unwrap();
+    assert!(page.contains("python rewards.py") && page.contains("{\\\"gold\\\":"), "{page}");
+}
