@@ -11,6 +11,7 @@ use crate::rollout::accuracy;
 use crate::run::causes::{SampleFacts, sample_causes};
 use crate::run::environment::Environment;
 use crate::run::evaluation::{Evaluation, ProblemResult, ValidationResult};
+use crate::run::header::command_line;
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::run_folder::EVAL_FILE;
 use crate::run::sampling::Sampling;
@@ -34,6 +35,11 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve_for(KeyScope::Eval, &args.sets)?;
     refuse_run_without_task(&source, &plan.recipe, &args.sets)?;
+    let task = &plan.recipe.task;
+    let names_no_file = task.validation_file.is_none() && task.validation_files.is_empty();
+    if task.name.reads_files && !task.is_agent() && names_no_file {
+        return Err(without_held_out(task.name.name));
+    }
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
@@ -41,10 +47,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let Started { loaded, environment, resources } = &started;
     let sets = environment.validation_prompts();
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
-        return Err(bad_input!(
-            "the task {} has no held-out problems; set task.validation_file",
-            environment.task.name()
-        ));
+        return Err(without_held_out(environment.task.name()));
     }
     let sampling = Sampling { actor: &loaded.actor, environment };
     let collection = SamplingFolder::open(sampling, &source, args.out.as_deref(), ("eval", step))?;
@@ -76,6 +79,13 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join(EVAL_FILE), &(text + "\n"))?;
     print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
     console.print(&format!("done: {}", out.display()));
+    let shown = out.display().to_string();
+    let run = match &source {
+        RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => Some(run.display().to_string()),
+        _ => None,
+    };
+    let words: Vec<&str> = ["report"].into_iter().chain(run.as_deref()).chain([&*shown]).collect();
+    console.print(&format!("to see the results: {}", command_line(&words)));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
     collection.warn(
         sample_causes(&SampleFacts::new(loaded, environment), environment, rows),
@@ -84,6 +94,11 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         &console,
     )?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
+}
+
+/// The error for a task without held-out problems.
+fn without_held_out(task: &str) -> anyhow::Error {
+    bad_input!("the task {task} has no held-out problems; name them: --set task.validation_file=FILE")
 }
 
 /// Refuses a run of `rloss sft` on a model's folder. Its recipe names a task only because a recipe must.

@@ -73,7 +73,8 @@ pub enum Verdict {
     OneOf(Vec<Cause>),
     /// No known cause explains the mismatch. Holds up to two causes that explain a part of it.
     Unknown(Vec<Cause>),
-    /// The time limit or a signal ended the search. Holds up to two causes that explain at least a part of the mismatch.
+    /// The time limit or a signal ended the search. Holds up to two causes that explain at least a part of
+    /// the mismatch.
     Unfinished(Vec<Cause>),
 }
 

@@ -19,7 +19,6 @@ use anyhow::{Context, Result, anyhow, bail};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 pub(super) const ENTRY: TaskEntry = TaskEntry {
@@ -72,8 +71,6 @@ pub struct PythonTask {
     weights: BTreeMap<String, f32>,
     steps: u64,
     console: Console,
-    /// Whether the tracebacks of functions are no longer shown.
-    quiet: AtomicBool,
 }
 
 impl PythonTask {
@@ -111,7 +108,6 @@ impl PythonTask {
             weights,
             steps: context.steps,
             console: context.console.clone(),
-            quiet: AtomicBool::new(false),
         })
     }
 
@@ -128,15 +124,16 @@ impl PythonTask {
             "completion_ids": transcript.completion_ids,
             "step": transcript.step,
             "steps": self.steps,
-            "quiet": self.quiet.load(Ordering::Relaxed),
         });
         let of_process = |error: anyhow::Error| {
             // Only the one function can have ended the process.
             let names = if self.weights.len() == 1 { self.weights.keys().cloned().collect() } else { vec![] };
             error.context(RewardFailure { names })
         };
-        let reply = self.pool.ask(&request, Ok).map_err(of_process)?;
-        if let Some(failed) = reply["failed"].as_object().filter(|failed| !failed.is_empty()) {
+        let failures = |reply: &Value| reply["failed"].as_object().filter(|failed| !failed.is_empty()).cloned();
+        let is_answer = |reply: &Value| failures(reply).is_none();
+        let reply = self.pool.ask_and_show(&request, Ok, is_answer).map_err(of_process)?;
+        if let Some(failed) = failures(&reply) {
             let reasons: Vec<String> =
                 failed.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or("?"))).collect();
             let names = failed.keys().cloned().collect();
@@ -278,7 +275,6 @@ impl Task for PythonTask {
         }
         self.grade(problem, transcript).inspect_err(|error| {
             if !self.console.report_failure(&format!("task.file: problem {}: {error:#}", problem.id)) {
-                self.quiet.store(true, Ordering::Relaxed);
                 self.pool.discard_failures();
             }
         })

@@ -255,6 +255,11 @@ fn a_token_without_an_entry_of_llama_cpp_has_no_log_prob() {
     assert_eq!(found.rows[0].log_probs, [None, None, Some(-1.0), None, None, Some(-2.0)]);
     let error = read_text(&row("[]")).unwrap_err().to_string();
     assert!(error.contains("return_tokens"), "{error}");
+    // A chat's answer was refused: the prompt is in the server's own response within it.
+    let choices = r#"{"choices": [{"message": {}, "logprobs": {"content": []}}]"#;
+    let chat = read_text(&format!(r#"{choices}, "__verbose": {}}}"#, row("[113, 211, 185]"))).unwrap();
+    assert_eq!(chat.rows[0].log_probs, [None, None, Some(-1.0), None, Some(-2.0)]);
+    assert!(read_text(&format!("{choices}}}")).unwrap_err().to_string().contains("\"verbose\": true"));
 }
 
 #[test]

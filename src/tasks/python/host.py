@@ -108,8 +108,7 @@ def grade(functions, ask):
             else:
                 rewards[name] = trl_reward(functions[name], ask)
         except Exception as error:
-            if not ask["quiet"]:
-                traceback.print_exc()
+            traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {error}"[:500]
             if ask["conversational"] and not is_verl(functions[name]):
                 failed[name] += " (the row's prompt is messages, so a completion is a list of messages)"
