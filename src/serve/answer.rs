@@ -86,7 +86,7 @@ struct Choice<'r> {
 /// An answer that is being sampled.
 pub(crate) struct Answer<'r> {
     chat: &'r Chat,
-    head: AnswerHead<'r>,
+    pub(super) head: AnswerHead<'r>,
     prompts: Vec<Prompt>,
     samples: usize,
     choices: Vec<Choice<'r>>,

@@ -250,12 +250,13 @@ impl Server<'_> {
         let fields = Fields::new(&body)?;
         let name = fields.text("model")?;
         let name = name.ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?;
-        let version = self.named_version(name, request)?;
+        let (version, name) = (self.named_version(name, request)?, name.to_owned());
         let (mut answer, mut requests, streams) = match kind {
             AnswerKind::Chat => self.read_chat(&fields)?,
             AnswerKind::Text => self.read_completion(&fields)?,
         };
         drop(body);
+        answer.head.model = name;
         requests.requests.iter_mut().for_each(|request| request.version.clone_from(&version));
         let ticket = self.hub.submit(requests)?;
         if !streams {

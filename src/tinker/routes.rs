@@ -234,28 +234,25 @@ impl Door<'_> {
     }
 
     fn load_weights(&self, owner: KeyDigest, body: LoadBody) -> Answer {
-        let path = SavedPath::parse(&body.path)?;
-        let saved = self.read_saved(&path, owner)?;
-        if body.optimizer && path.kind != WEIGHTS {
-            return Err(TinkerError::invalid(format!(
-                "{path} has no optimizer state; load a path of save_state, or load without the optimizer"
-            )));
-        }
-        let work = |creates| Work::Load { path: path.clone(), optimizer: body.optimizer, creates };
+        let read = |creates| {
+            let path = SavedPath::parse(&body.path)?;
+            let saved = self.read_saved(&path, owner)?;
+            if body.optimizer && path.kind != WEIGHTS {
+                return Err(TinkerError::invalid(format!(
+                    "{path} has no optimizer state; load a path of save_state, or load without the optimizer"
+                )));
+            }
+            Ok((saved.rank, Work::Load { path, optimizer: body.optimizer, creates }))
+        };
         if let (Some(session), Some(number)) = (&body.session_id, body.model_seq_id) {
-            let bytes = adapter_bytes(self.settings.base, saved.rank)?;
-            return self.add_model(
-                owner,
-                (session, number),
-                (saved.rank, bytes),
-                body.user_metadata,
-                work(true),
-            );
+            let (rank, work) = read(true)?;
+            let bytes = adapter_bytes(self.settings.base, rank)?;
+            return self.add_model(owner, (session, number), (rank, bytes), body.user_metadata, work);
         }
         let (Some(model), Some(number)) = (body.model_id, body.seq_id) else {
             return Err(TinkerError::invalid("load_weights needs session_id and model_seq_id"));
         };
-        self.submit(owner, &model, number, JSON_RESULT_BYTES, None, || Ok(work(false)))
+        self.submit(owner, &model, number, JSON_RESULT_BYTES, None, || read(false).map(|(_, work)| work))
     }
 
     fn get_info(&self, owner: KeyDigest, body: ModelBody) -> Answer {

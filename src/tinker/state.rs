@@ -16,6 +16,8 @@ use std::time::{Duration, Instant};
 
 /// A session without a heartbeat for this time is over. The SDK sends one every ten seconds.
 pub const SESSION_SECONDS_MAX: Duration = Duration::from_secs(120);
+/// When the adapters of a client that has ended are free again, for errors.
+const FREED: &str = "and those of a client that ended without close() stay for two minutes";
 /// A session without a heartbeat for this time may be over soon.
 const SESSION_SECONDS_QUIET: Duration = Duration::from_secs(25);
 /// How far a `seq_id` may be ahead of the one that runs next.
@@ -176,10 +178,15 @@ impl State {
     ) -> Result<(), TinkerError> {
         let used: u64 = self.models.values().map(|model| model.bytes).sum();
         let problem = if self.models.len() >= adapters_max {
-            format!("all {adapters_max} adapters are in use; start the server with a larger --adapters")
+            format!(
+                "all {adapters_max} adapters are in use, {FREED}; start the server with a larger --adapters"
+            )
         } else if used + bytes > bytes_max {
             format!(
-                "adapters take {used} of {bytes_max} bytes, and this one would take {bytes}; choose a smaller rank, or start the server with a larger --adapters"
+                "adapters take {:.2} of {:.2} GB, and this one would take {:.2} GB; {FREED}; choose a smaller rank, or start the server with a larger --adapters",
+                used as f64 / 1e9,
+                bytes_max as f64 / 1e9,
+                bytes as f64 / 1e9
             )
         } else {
             let model = TrainedModel {
@@ -236,7 +243,8 @@ impl State {
         let sampler = self.samplers.get_mut(id).filter(|sampler| sampler.owner == owner);
         let sampler = sampler.ok_or_else(|| {
             TinkerError::not_found(format!(
-                "there is no sampler {id:?}; samplers of the last weights are kept, so make a new one"
+                "there is no sampler {id:?}; samplers of the last weights are kept, so make a new one; after a restart of the server, \
+                 go on from a saved path"
             ))
         })?;
         sampler.used = self.uses;

@@ -46,6 +46,13 @@ pub struct SavedState {
     pub user_metadata: Value,
 }
 
+/// The error for a path that is not there, or that another key made.
+fn missing(path: &SavedPath) -> anyhow::Error {
+    bad_input!(
+        "there is no {path} in this store, or another API key made it; `rloss export` takes the store as --store"
+    )
+}
+
 /// The folder of all saved paths.
 pub struct Store {
     folder: PathBuf,
@@ -168,7 +175,7 @@ impl Store {
     /// [`crate::error::BadInput`] when there is no such path.
     pub fn read(&self, path: &SavedPath) -> Result<SavedState> {
         let state = read_state(&self.place(path)).ok().filter(|state| !is_over(state));
-        state.ok_or_else(|| bad_input!("there is no {path}; it was never saved here, or it was deleted"))
+        state.ok_or_else(|| missing(path))
     }
 
     /// Returns what is saved beside the weights of `path`, if `owner` may read it.
@@ -179,7 +186,7 @@ impl Store {
         let state = self.read(path)?;
         match state.owner == hex(owner) {
             true => Ok(state),
-            false => Err(bad_input!("there is no {path}; it was never saved here, or it was deleted")),
+            false => Err(missing(path)),
         }
     }
 

@@ -147,7 +147,8 @@ pub fn write_adapter(
     for target in &lora.targets {
         if target == HEAD && config.tie_word_embeddings {
             return Err(bad_input!(
-                "the adapter has factors of a tied head, which this form of llama.cpp does not hold; add --merged"
+                "the adapter has factors of a tied head, which this form of llama.cpp does not hold; add --merged, or \
+                 train without the head (train_unembed=False)"
             ));
         }
         let spec = specs.iter().find(|spec| spec.name == *target);

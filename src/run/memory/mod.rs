@@ -183,14 +183,13 @@ impl MemoryPlan {
     ) -> Result<Option<String>> {
         let Some(AvailableMemory { bytes, limit }) = available else { return Ok(None) };
         let peak = self.peak_bytes();
-        let comparison =
-            format!("needs {} of memory, but {} are {limit}", gigabytes(peak), gigabytes(*bytes));
+        let (needed, free) = (gigabytes(peak), gigabytes(*bytes));
         if peak > *bytes {
             let remedies = join_remedies(remedies);
-            return Err(bad_input!("{comparison}; remedies: {remedies}"));
+            return Err(bad_input!("needs {needed} of memory, but {free} are {limit}; remedies: {remedies}"));
         }
         Ok((peak as f64 > WARNING_FRACTION * *bytes as f64)
-            .then(|| format!("{comparison}; this may not be enough")))
+            .then(|| format!("needs {needed} of the {free} that are {limit}; this may not be enough")))
     }
 }
 

@@ -271,6 +271,20 @@ fn a_client_beside_others_has_what_it_has_alone_with_and_without_seeds() {
     });
 }
 
+/// After a refused load every later request of the client waited for ever: its number was never answered.
+#[test]
+fn a_refused_load_is_a_failed_result_and_the_next_request_is_answered() {
+    let store = TempDir::new().unwrap();
+    let server = Server::start(store.path(), &[]);
+    let mut model = server.model(&server.session(), 0, None);
+    for path in ["tinker://nope/weights/x", "no path"] {
+        let result = model.next("load_weights", json!({"path": path, "optimizer": false}));
+        assert!(result["error"].as_str().is_some_and(|text| !text.is_empty()), "{result}");
+    }
+    model.pass(vec![supervised(&[5, 6, 7, 8])], "cross_entropy", false);
+    assert!(model.step(1e-2)["metrics"]["optim/grad_norm"].as_f64().is_some_and(|norm| norm > 0.0));
+}
+
 /// The remedy named a value that changed nothing.
 #[test]
 fn the_remedy_of_a_plan_that_does_not_fit_fits() {
