@@ -272,7 +272,8 @@ impl Packer {
     fn problem_index(&mut self, row: &TrajectoryRow) -> usize {
         let text = match &row.answer {
             serde_json::Value::Null => None,
-            answer => Some(shown_answer(answer)),
+            serde_json::Value::String(text) => Some(text.clone()),
+            row => Some(shown_answer(row)),
         };
         let sanitize = |text: &str| sanitize_terminal(text).into_owned();
         let problem = (sanitize(&row.trajectory.problem_id), text.as_deref().map(sanitize));

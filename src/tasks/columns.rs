@@ -95,10 +95,9 @@ pub fn reference(row: &Value) -> Option<&Value> {
     row.get("answer").or_else(|| value_at(row, "reward_model.ground_truth"))
 }
 
-/// Returns the reference answer of a problem as text. If it is a whole row, its prompt is left out.
+/// Returns the reference answer of a problem as JSON. If it is a whole row, its prompt is left out.
 pub fn shown_answer(answer: &Value) -> String {
     match answer {
-        Value::String(text) => text.clone(),
         Value::Object(row) => {
             let is_prompt = |value: &Value| row.get(PROMPT) == Some(value);
             let shown = row.iter().filter(|(_, value)| !is_prompt(value));

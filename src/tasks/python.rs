@@ -130,26 +130,45 @@ impl PythonTask {
             let names = if self.weights.len() == 1 { self.weights.keys().cloned().collect() } else { vec![] };
             error.context(RewardFailure { names })
         };
-        let failures = |reply: &Value| reply["failed"].as_object().filter(|failed| !failed.is_empty()).cloned();
-        let is_answer = |reply: &Value| failures(reply).is_none();
-        let reply = self.pool.ask_and_show(&request, Ok, is_answer).map_err(of_process)?;
-        if let Some(failed) = failures(&reply) {
-            let reasons: Vec<String> =
-                failed.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or("?"))).collect();
+        let failure = |reply: &Value| {
+            let failed = reply["failed"].as_object().filter(|failed| !failed.is_empty())?;
+            let reasons = failed.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or("?")));
             let names = failed.keys().cloned().collect();
-            return Err(anyhow!("{}", reasons.join("; ")).context(RewardFailure { names }));
+            Some(anyhow!("{}", reasons.collect::<Vec<_>>().join("; ")).context(RewardFailure { names }))
+        };
+        // Failures are counted before the process takes another request, whose traceback may be one too many.
+        let is_shown = |reply: &Value| match failure(reply) {
+            Some(error) => {
+                self.report(problem, &error);
+                false
+            }
+            None => true,
+        };
+        let reply = self.pool.ask_and_show(&request, Ok, is_shown).map_err(of_process);
+        let reply = reply.inspect_err(|error| self.report(problem, error))?;
+        if let Some(error) = failure(&reply) {
+            return Err(error);
         }
         let named = reply["rewards"].as_object().context("the answer has no rewards")?;
         let named: BTreeMap<String, f32> =
             named.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()? as f32))).collect();
         if named.is_empty() {
             let names = self.weights.keys().cloned().collect();
-            return Err(anyhow!("every function returned None").context(RewardFailure { names }));
+            let error = anyhow!("every function returned None").context(RewardFailure { names });
+            self.report(problem, &error);
+            return Err(error);
         }
         let value = named.iter().map(|(name, value)| self.weights.get(name).unwrap_or(&0.0) * value).sum();
         let success = reply["success"].as_bool().unwrap_or_else(|| self.succeeds(&named));
         let named = if self.weights.len() == 1 { BTreeMap::new() } else { named };
         Ok(Reward { value, success, named })
+    }
+
+    /// Counts a failure, and prints the first ones.
+    fn report(&self, problem: &Problem, error: &anyhow::Error) {
+        if !self.console.report_failure(&format!("task.file: problem {}: {error:#}", problem.id)) {
+            self.pool.discard_failures();
+        }
     }
 
     /// Returns whether a reward of the largest weight is above 0.
@@ -273,10 +292,6 @@ impl Task for PythonTask {
         if self.weights.is_empty() {
             bail!("{}: no reward function", problem.id);
         }
-        self.grade(problem, transcript).inspect_err(|error| {
-            if !self.console.report_failure(&format!("task.file: problem {}: {error:#}", problem.id)) {
-                self.pool.discard_failures();
-            }
-        })
+        self.grade(problem, transcript)
     }
 }

@@ -355,7 +355,7 @@ fn what_was_answered_loads_after_a_kill_and_goes_on_bit_for_bit() {
         child: rloss().arg("--version").spawn().unwrap(),
         address: server.address.clone(),
     };
-    assert!(other.refused("weights_info", &json!({"tinker_path": saved}), 404).contains("never saved"));
+    assert!(other.refused("weights_info", &json!({"tinker_path": saved}), 404).contains("in this store"));
     let run = saved.split('/').nth(2).unwrap();
     // The report and the export read the store.
     let folder = store.path().join(run.replace(':', "-"));

@@ -125,7 +125,7 @@ fn check_mismatch_finds_truncated_samples_equal_and_an_ablation_different() {
     command.args(["--search-minutes", "0"]);
     done(&mut command);
     let file = std::fs::read_to_string(folder.path().join("out/mismatch.json")).unwrap();
-    assert!(file.contains("training: differs: the time limit ended the search"), "{file}");
+    assert!(file.contains("training: differs: the search ended early"), "{file}");
 }
 
 #[test]
