@@ -252,9 +252,17 @@ mod tests {
     fn the_outputs_with_masked_elements_are_those_with_zeros() {
         let expected = parse(EXPECTED).unwrap();
         for output in model_ops::seeded_outputs(&Device::Cpu).unwrap() {
-            let has_zeros = decode_f32(&expected[&join_words(&output.name)]).contains(&0.0);
+            let values = decode_f32(&expected[&join_words(&output.name)]);
+            let zeros = values.iter().filter(|&&x| x == 0.0).count();
+            // A bf16 sum cancels now and then: one of the 80 values of "product and residual" does.
+            let has_zeros = zeros * 64 > values.len();
             let is_exact = matches!(output.tolerance, Tolerance::BitEqual);
-            assert!(output.has_masked == has_zeros || is_exact && !output.has_masked, "{}", output.name);
+            assert!(
+                output.has_masked == has_zeros || is_exact && !output.has_masked,
+                "{}: {zeros} zeros of {}",
+                output.name,
+                values.len()
+            );
         }
     }
 }

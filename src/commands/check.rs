@@ -302,7 +302,7 @@ fn print_memory_plan(
     let is_held_out = |(_, prompts): &(_, Vec<_>)| !prompts.is_empty();
     let has_held_out = startup.environment.validation_prompts().iter().any(is_held_out);
     if !has_held_out {
-        print_text("`rloss eval` has no held-out problems: task.validation_file names them.\n")?;
+        print_text("`rloss eval`: the task has no held-out problems\n")?;
     }
     let eval = has_held_out.then_some(ModelCommand::Eval);
     for command in eval.into_iter().chain([ModelCommand::Rollout, mismatch, ModelCommand::Serve]) {

@@ -38,7 +38,10 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let task = &plan.recipe.task;
     let names_no_file = task.validation_file.is_none() && task.validation_files.is_empty();
     if task.name.reads_files && !task.is_agent() && names_no_file {
-        return Err(without_held_out(task.name.name));
+        return Err(bad_input!(
+            "the task {} has no held-out problems; name them: --set task.validation_file=FILE",
+            task.name
+        ));
     }
     let step = pin_model(&mut plan, &source, &args.sets)?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
@@ -47,7 +50,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let Started { loaded, environment, resources } = &started;
     let sets = environment.validation_prompts();
     if sets.iter().all(|(_, prompts)| prompts.is_empty()) {
-        return Err(without_held_out(environment.task.name()));
+        return Err(bad_input!("the task {} has no held-out problems", environment.task.name()));
     }
     let sampling = Sampling { actor: &loaded.actor, environment };
     let collection = SamplingFolder::open(sampling, &source, args.out.as_deref(), ("eval", step))?;
@@ -94,11 +97,6 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         &console,
     )?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
-}
-
-/// The error for a task without held-out problems.
-fn without_held_out(task: &str) -> anyhow::Error {
-    bad_input!("the task {task} has no held-out problems; name them: --set task.validation_file=FILE")
 }
 
 /// Refuses a run of `rloss sft` on a model's folder. Its recipe names a task only because a recipe must.

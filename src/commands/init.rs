@@ -216,7 +216,7 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
     Ok(EXIT_SUCCESS)
 }
 
-/// Returns the columns that a task with these `names` needs to read the rows of `path`.
+/// Returns the columns that `task` needs, beside its own, to read the rows of `path`.
 fn propose_columns_of(path: &Path, task: &TaskSettings) -> Result<BTreeMap<String, String>> {
     let names = task.name.columns;
     let unreadable =

@@ -216,17 +216,18 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
     }
     let response = started.environment.recipe().rollout.response_tokens_max;
     let halves = std::iter::successors(Some(tokens / 2), |tokens| Some(tokens / 2));
-    let mut fewer = halves.take_while(|&tokens| tokens > response);
-    let remedy = match fewer.find(|&tokens| needed(tokens) <= bytes) {
-        _ if needed_with(tokens, true) <= bytes => "add --set train.recompute_layers=true".to_owned(),
-        Some(tokens) => {
-            let prompt = (longest > tokens).then(|| ("rollout.prompt_tokens_max", tokens - response));
-            let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
-            let set = |(key, tokens)| format!(" --set {key}={tokens}");
-            format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>())
-        }
-        None if args.adapters > 1 => "lower --adapters".to_owned(),
-        None => "serve a smaller model".to_owned(),
+    let mut halves = halves.take_while(|&tokens| tokens > response);
+    let remedy = if needed_with(tokens, true) <= bytes {
+        "add --set train.recompute_layers=true".to_owned()
+    } else if let Some(tokens) = halves.find(|&tokens| needed(tokens) <= bytes) {
+        let prompt = (longest > tokens).then(|| ("rollout.prompt_tokens_max", tokens - response));
+        let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
+        let set = |(key, tokens)| format!(" --set {key}={tokens}");
+        format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>())
+    } else if args.adapters > 1 {
+        "lower --adapters".to_owned()
+    } else {
+        "serve a smaller model".to_owned()
     };
     Err(bad_input!(
         "--train needs {} beside the model, of which {} are for {} adapters of rank {} and {} for passes of {tokens} \

@@ -83,10 +83,16 @@ impl Console {
     /// Counts a failure for which the policy is not responsible, and prints the first ones. Returns whether
     /// the next one will be printed.
     pub fn report_failure(&self, text: &str) -> bool {
+        self.report_failure_after("", text)
+    }
+
+    /// Counts a failure as [`Self::report_failure`] does, and prints `details`, such as a traceback, before it.
+    pub fn report_failure_after(&self, details: &str, text: &str) -> bool {
         let text = sanitize_line(text).into_owned();
         let mut failures = self.failures();
         failures.count += 1;
         if failures.count <= FAILURES_SHOWN_MAX {
+            details.lines().for_each(|line| self.print(&sanitize_line(line)));
             self.print(&format!("warning: {text}"));
         }
         if failures.count == FAILURES_SHOWN_MAX {

@@ -62,25 +62,11 @@ impl ProcessPool {
     /// When the program does not start, ends, takes too long, prints without a request, or answers with
     /// something other than a JSON object. Also the errors of `read`.
     pub fn ask<T>(&self, request: &Value, read: impl FnOnce(Value) -> Result<T>) -> Result<T> {
-        self.ask_and_show(request, read, |_| true)
-    }
-
-    /// Returns the answer as [`Self::ask`] does. Once the standard error of failures is discarded, that of an
-    /// answer is shown only if `is_shown` says so.
-    ///
-    /// # Errors
-    /// The errors of [`Self::ask`].
-    pub fn ask_and_show<T>(
-        &self,
-        request: &Value,
-        read: impl FnOnce(Value) -> Result<T>,
-        is_shown: impl FnOnce(&T) -> bool,
-    ) -> Result<T> {
         let start = || Process::start(&self.command, &self.quiet, exchange);
         let mut process = self.processes.acquire_running(start, Process::has_ended)?;
         let answer = process.ask(format!("{request}\n"), self.timeout).and_then(read);
         let lines = process.take_stderr();
-        if answer.as_ref().is_ok_and(is_shown) {
+        if answer.is_ok() {
             show(&lines);
         }
         match answer {

@@ -130,33 +130,29 @@ impl PythonTask {
             let names = if self.weights.len() == 1 { self.weights.keys().cloned().collect() } else { vec![] };
             error.context(RewardFailure { names })
         };
-        let failure = |reply: &Value| {
-            let failed = reply["failed"].as_object().filter(|failed| !failed.is_empty())?;
-            let reasons = failed.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or("?")));
+        let reply = self.pool.ask(&request, Ok).map_err(of_process);
+        let reply = reply.inspect_err(|error| self.report(problem, "", error))?;
+        let traceback = reply["traceback"].as_str().unwrap_or_default();
+        self.read_rewards(&reply).inspect_err(|error| self.report(problem, traceback, error))
+    }
+
+    /// Reads the rewards of a reply.
+    ///
+    /// # Errors
+    /// [`RewardFailure`] when a function failed, or all returned `None`.
+    fn read_rewards(&self, reply: &Value) -> Result<Reward> {
+        if let Some(failed) = reply["failed"].as_object().filter(|failed| !failed.is_empty()) {
+            let reasons: Vec<String> =
+                failed.iter().map(|(name, why)| format!("{name}: {}", why.as_str().unwrap_or("?"))).collect();
             let names = failed.keys().cloned().collect();
-            Some(anyhow!("{}", reasons.collect::<Vec<_>>().join("; ")).context(RewardFailure { names }))
-        };
-        // Failures are counted before the process takes another request, whose traceback may be one too many.
-        let is_shown = |reply: &Value| match failure(reply) {
-            Some(error) => {
-                self.report(problem, &error);
-                false
-            }
-            None => true,
-        };
-        let reply = self.pool.ask_and_show(&request, Ok, is_shown).map_err(of_process);
-        let reply = reply.inspect_err(|error| self.report(problem, error))?;
-        if let Some(error) = failure(&reply) {
-            return Err(error);
+            return Err(anyhow!("{}", reasons.join("; ")).context(RewardFailure { names }));
         }
         let named = reply["rewards"].as_object().context("the answer has no rewards")?;
         let named: BTreeMap<String, f32> =
             named.iter().filter_map(|(name, value)| Some((name.clone(), value.as_f64()? as f32))).collect();
         if named.is_empty() {
             let names = self.weights.keys().cloned().collect();
-            let error = anyhow!("every function returned None").context(RewardFailure { names });
-            self.report(problem, &error);
-            return Err(error);
+            return Err(anyhow!("every function returned None").context(RewardFailure { names }));
         }
         let value = named.iter().map(|(name, value)| self.weights.get(name).unwrap_or(&0.0) * value).sum();
         let success = reply["success"].as_bool().unwrap_or_else(|| self.succeeds(&named));
@@ -164,9 +160,10 @@ impl PythonTask {
         Ok(Reward { value, success, named })
     }
 
-    /// Counts a failure, and prints the first ones.
-    fn report(&self, problem: &Problem, error: &anyhow::Error) {
-        if !self.console.report_failure(&format!("task.file: problem {}: {error:#}", problem.id)) {
+    /// Counts a failure, and prints the first ones, each after its traceback.
+    fn report(&self, problem: &Problem, traceback: &str, error: &anyhow::Error) {
+        let text = format!("task.file: problem {}: {error:#}", problem.id);
+        if !self.console.report_failure_after(traceback, &text) {
             self.pool.discard_failures();
         }
     }

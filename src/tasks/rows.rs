@@ -79,14 +79,14 @@ pub fn read<T>(
         // A mistake of the recipe, or another name of a column, breaks every row in the same way.
         let is_columns = reason.starts_with(COLUMNS_KEY);
         let is_same = broken.iter().all(|(_, other)| other == reason);
-        let of_every_row = rows.is_empty() && is_same && broken.len() > 1 && !columns.is_empty();
-        let of_every_row = of_every_row && reason.ends_with("is missing");
-        let remedy = match (is_columns, of_every_row) {
+        let is_whole_file = rows.is_empty() && is_same && broken.len() > 1;
+        let has_other_names = is_whole_file && reason.ends_with("is missing") && !columns.is_empty();
+        let remedy = match (is_columns, has_other_names) {
             (true, _) => "Correct the recipe".to_owned(),
             (_, true) => format!("The rows have {columns}; name the columns to read in {COLUMNS_KEY}"),
             _ => "Correct or delete these lines".to_owned(),
         };
-        let list = if (is_columns || of_every_row) && is_same {
+        let list = if is_same && (is_columns || has_other_names) {
             more += broken.len() - 1;
             format!("{row}: {reason}")
         } else {

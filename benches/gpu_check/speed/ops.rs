@@ -5,15 +5,14 @@
 //! a graph of one op.
 
 use super::timing::{median_milliseconds, random_values};
+use crate::model_ops::trainable_parameter;
 use anyhow::Result;
 use candle_core::cuda_backend::WrapErr;
-use candle_core::{DType, Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor};
 use rloss::ops::graph::differentiate;
 use rloss::ops::muon::{Muon, iteration_flop, muon};
 use rloss::ops::optimizer::{AdamW, adamw};
-use rloss::ops::parameter::GradientSink;
 use rloss::ops::{self, Dispatch, Parameter};
-use std::sync::Arc;
 
 /// A model's sizes.
 struct Sizes {
@@ -50,24 +49,6 @@ fn random_bf16(device: &Device, shape: &[usize]) -> Result<Tensor> {
 
 fn ones_f32(device: &Device, shape: &[usize]) -> Result<Tensor> {
     Ok(Tensor::ones(shape, DType::F32, &Device::Cpu)?.to_device(device)?)
-}
-
-/// A gradient sink with one buffer.
-struct GradientBuffer(Tensor);
-
-impl GradientSink for GradientBuffer {
-    fn add(
-        &self,
-        _: usize,
-        add: &mut dyn FnMut(&Tensor) -> candle_core::Result<()>,
-    ) -> candle_core::Result<()> {
-        add(&self.0)
-    }
-}
-
-fn trainable_parameter(values: &Tensor) -> Result<Parameter> {
-    let sink = Arc::new(GradientBuffer(ones_f32(values.device(), values.dims())?));
-    Ok(Parameter::with_gradient_sink(Var::from_tensor(values)?.as_tensor(), sink, 0))
 }
 
 pub fn run(device: &Device, small: bool) -> Result<()> {
@@ -152,9 +133,9 @@ pub fn launch_once(device: &Device, small: bool) -> Result<()> {
 fn measure_matmuls(device: &Device, s: &Sizes, tokens: usize) -> Result<()> {
     let plan = dispatch_plan(device, s, tokens)?;
     let (k, up) = (s.hidden, 2 * s.intermediate);
-    let dense = trainable_parameter(&random_bf16(device, &[k, s.queries])?)?;
-    let grouped = trainable_parameter(&random_bf16(device, &[s.experts, k, up])?)?;
-    let bias = trainable_parameter(&ones_f32(device, &[s.experts, up])?)?;
+    let dense = trainable_parameter(&random_bf16(device, &[k, s.queries])?)?.0;
+    let grouped = trainable_parameter(&random_bf16(device, &[s.experts, k, up])?)?.0;
+    let bias = trainable_parameter(&ones_f32(device, &[s.experts, up])?)?.0;
     type Op<'a> = &'a dyn Fn(&Tensor) -> candle_core::Result<Tensor>;
     let linear: Op = &|x| ops::linear(x, &dense, None);
     let expert_product: Op = &|x| ops::grouped_linear(x, &grouped, Some(&bias), &plan);

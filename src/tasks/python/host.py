@@ -16,6 +16,8 @@ requests = os.fdopen(os.dup(0), "r", encoding="utf-8")
 os.dup2(2, 1)
 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
+# The end of a traceback that is shown.
+TRACE_CHARS_MAX = 4000
 NEVER_A_COLUMN = ("prompt", "completion", "completion_ids")
 
 
@@ -100,7 +102,7 @@ def trl_reward(function, ask):
 
 
 def grade(functions, ask):
-    rewards, failed, success = {}, {}, None
+    rewards, failed, success, traces = {}, {}, None, []
     for name in ask["rewards"]:
         try:
             if is_verl(functions[name]):
@@ -108,11 +110,11 @@ def grade(functions, ask):
             else:
                 rewards[name] = trl_reward(functions[name], ask)
         except Exception as error:
-            traceback.print_exc()
+            traces.append(traceback.format_exc()[-TRACE_CHARS_MAX:])
             failed[name] = f"{type(error).__name__}: {error}"[:500]
             if ask["conversational"] and not is_verl(functions[name]):
                 failed[name] += " (the row's prompt is messages, so a completion is a list of messages)"
-    return {"rewards": rewards, "failed": failed, "success": success}
+    return {"rewards": rewards, "failed": failed, "success": success, "traceback": "".join(traces)}
 
 
 def main():

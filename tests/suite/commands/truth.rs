@@ -350,7 +350,7 @@ fn a_file_of_rewards_is_told_in_the_words_of_its_user() {
     let columns = "task.columns.prompt=talk";
     let (code, told) = run("failing", "completions[0].strip()", &[columns]);
     assert_eq!(code, Some(1), "{told}");
-    assert!((9..=10).contains(&told.matches("Traceback").count()), "{told}");
+    assert_eq!(told.matches("Traceback").count(), 10, "{told}");
     assert!(told.contains("(the row's prompt is messages, so a completion is a list of messages)"), "{told}");
     let (code, told) = run("same", "1.0", &[columns, &file("validation_file", "rows.jsonl")]);
     assert_eq!(code, Some(2), "{told}");
