@@ -132,6 +132,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
         address,
         token,
         nonce: nonce()?,
+        tell: &|line| console.print(line),
         second: door.as_ref().map(|door| door as &dyn SecondApi),
     };
     let stop = StopFlag::listen()?;

@@ -86,7 +86,7 @@ impl Console {
         self.report_failure_after("", text)
     }
 
-    /// Counts a failure as [`Self::report_failure`] does, and prints `details`, such as a traceback, before it.
+    /// Counts a failure as [`Self::report_failure`] does. Prints `details`, such as a traceback, before it.
     pub fn report_failure_after(&self, details: &str, text: &str) -> bool {
         let text = sanitize_line(text).into_owned();
         let mut failures = self.failures();

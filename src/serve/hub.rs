@@ -6,7 +6,7 @@ use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleR
 use crate::http::{Budget, Share};
 use crate::random::{Purpose, stream};
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -52,6 +52,10 @@ pub(crate) struct Hub<'a> {
     nonce: u64,
     state: Mutex<State>,
     closed: AtomicBool,
+    /// Number of finished samples.
+    samples: AtomicU64,
+    /// Number of sampled tokens.
+    tokens: AtomicU64,
 }
 
 #[derive(Default)]
@@ -89,7 +93,8 @@ impl Drop for CloseAtEnd<'_, '_> {
 impl<'a> Hub<'a> {
     pub fn new(engine: &'a Engine<'a>, open_samples_max: usize, answer_bytes_max: usize, nonce: u64) -> Self {
         let (answers, closed) = (Budget::new(answer_bytes_max), AtomicBool::new(false));
-        Self { engine, open_samples_max, answers, nonce, state: Mutex::default(), closed }
+        let (samples, tokens) = Default::default();
+        Self { engine, open_samples_max, answers, nonce, state: Mutex::default(), closed, samples, tokens }
     }
 
     /// Ends the engine's work. Waiting answers get an error.
@@ -110,6 +115,11 @@ impl<'a> Hub<'a> {
     /// Returns the number of samples that wait or are being sampled.
     pub fn open_samples(&self) -> usize {
         self.lock().open.len()
+    }
+
+    /// Returns the number of finished samples, and of sampled tokens.
+    pub fn sampled(&self) -> (u64, u64) {
+        (self.samples.load(Ordering::Relaxed), self.tokens.load(Ordering::Relaxed))
     }
 
     /// Returns a new number. No other call returns the same one.
@@ -218,6 +228,7 @@ impl<'a> Hub<'a> {
 
 impl Client for Hub<'_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
+        self.tokens.fetch_add(1, Ordering::Relaxed);
         let sink = {
             let state = self.lock();
             match state.open.get(&sample) {
@@ -232,6 +243,7 @@ impl Client for Hub<'_> {
     }
 
     fn finished(&self, sample: u64, completion: Completion) {
+        self.samples.fetch_add(1, Ordering::Relaxed);
         // A sink is called without the lock.
         let listener = self.lock().open.remove(&sample);
         match listener {

@@ -32,6 +32,14 @@ impl Metrics {
         self.left.fetch_add(1, Ordering::Relaxed);
     }
 
+    /// Returns the number of responses with an error.
+    pub fn refused(&self) -> u64 {
+        let responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
+        // 408 asks to wait for longer.
+        let refused = responses.iter().filter(|(code, _)| !code.starts_with('2') && **code != "408");
+        refused.map(|(_, count)| count).sum()
+    }
+
     /// Returns all counters as text.
     pub fn text(&self, open_samples: usize, prefill: PrefillCounts) -> String {
         let mut out =

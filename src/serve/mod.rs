@@ -11,6 +11,7 @@ mod hub;
 mod log_probs;
 mod messages;
 mod metrics;
+mod news;
 mod request;
 
 pub(crate) use access::{Access, bearer};
@@ -20,6 +21,7 @@ pub(crate) use fields::{Fields, Form};
 pub(crate) use hub::{Event, Hub, Requests, SampleSink};
 pub(crate) use messages::read_conversation;
 pub(crate) use metrics::Metrics;
+use news::{News, Work};
 pub(crate) use request::{ANSWER_TOKEN_BYTES, SCORE_BYTES, TEMPERATURE_MIN, read_stop};
 
 use crate::chat::{Chat, SystemPromptSettings};
@@ -29,6 +31,7 @@ use crate::ops::logits::SamplingParameters;
 use anyhow::{Result, anyhow};
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
+use std::cell::RefCell;
 use std::net::{SocketAddr, TcpListener};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -72,6 +75,9 @@ pub(crate) trait SecondApi: Sync {
     /// When there are no such weights.
     fn version(&self, name: &str, key: &str) -> Option<Result<PolicyVersion, ApiError>>;
 
+    /// Returns the number of passes and updates so far.
+    fn trained(&self) -> u64;
+
     /// Works in the background until `is_closed` returns true.
     fn work(&self, is_closed: &dyn Fn() -> bool);
 }
@@ -98,6 +104,8 @@ pub struct ServeSettings<'a> {
     pub token: Option<String>,
     /// A random number, drawn when the server starts. It makes ids, and the seeds of requests that give none.
     pub nonce: u64,
+    /// Prints a line about the server's work.
+    pub tell: &'a (dyn Fn(&str) + Sync),
     /// A second API at the same address, if any.
     pub(crate) second: Option<&'a dyn SecondApi>,
 }
@@ -138,7 +146,12 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
             let is_closed = || hub.is_closed();
             scope.spawn(move || second.work(&is_closed));
         }
-        let served = http::serve(listener, limits, &server, &|| stopped() || hub.is_closed());
+        let news = RefCell::new(News::new());
+        let is_stopped = || {
+            news.borrow_mut().tell(&server);
+            stopped() || hub.is_closed()
+        };
+        let served = http::serve(listener, limits, &server, &is_stopped);
         hub.close();
         work.join().map_err(|_| anyhow!("the engine's thread panicked; this is a bug"))??;
         served
@@ -184,6 +197,13 @@ impl Handler for Server<'_> {
 }
 
 impl Server<'_> {
+    /// Returns what the server has done so far.
+    fn work(&self) -> Work {
+        let (samples, tokens) = self.hub.sampled();
+        let trained = self.settings.second.map_or(0, |second| second.trained());
+        Work { samples, tokens, refused: self.metrics.refused(), trained }
+    }
+
     fn route<'r>(&'r self, request: &'r HttpRequest, peer: Peer<'r>) -> Result<Response<'r>, ApiError> {
         let path = request.path_alone();
         let method = if ["/v1/chat/completions", "/v1/completions"].contains(&path) { "POST" } else { "GET" };

@@ -96,6 +96,8 @@ pub struct Door<'a> {
     wakes: Condvar,
     waiting: Arc<Budget>,
     ids: AtomicU64,
+    /// Number of passes and updates so far.
+    trained: AtomicU64,
     /// The weights of the base.
     base_version: PolicyVersion,
 }
@@ -150,6 +152,7 @@ impl<'a> Door<'a> {
             wakes: Condvar::new(),
             waiting: Budget::new(WAITING_BYTES_MAX),
             ids: AtomicU64::new(0),
+            trained: AtomicU64::new(0),
             base_version,
         })
     }
@@ -229,6 +232,10 @@ impl SecondApi for Door<'_> {
             Ok(version)
         });
         Some(version.map_err(|error| ApiError::refused(error.status, error.detail())))
+    }
+
+    fn trained(&self) -> u64 {
+        self.trained.load(Ordering::Relaxed)
     }
 
     fn work(&self, is_closed: &dyn Fn() -> bool) {

@@ -17,6 +17,7 @@ use serde_json::json;
 use std::collections::HashMap;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 /// Interval between checks for vanished clients, and for the end.
@@ -114,6 +115,9 @@ impl Door<'_> {
     }
 
     fn run_on(&self, id: &str, trained: &mut Trained, work: &Work) -> Result<FutureReply> {
+        if matches!(work, Work::Pass(_) | Work::Step(_)) {
+            self.trained.fetch_add(1, Ordering::Relaxed);
+        }
         match work {
             Work::Pass(pass) => {
                 let result = self.pass(id, trained, pass)?;

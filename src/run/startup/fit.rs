@@ -8,7 +8,7 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
-use crate::run::memory::{AvailableMemory, MemoryPlan, WeightPlacement, gigabytes};
+use crate::run::memory::{AvailableMemory, MemoryPlan, ModelCommand, WeightPlacement, gigabytes};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -58,7 +58,7 @@ impl Startup {
         let needs_recomputation =
             |startup: &Self| available.map(|memory| startup.memory_plan_input().needs_recomputation(memory));
         self.choices.recompute_layers = needs_recomputation(self);
-        let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
+        let peak = self.peak_bytes();
         let is_too_large = available.is_some_and(|available| peak > available.bytes);
         if let Some(teacher) = self.teacher.as_mut().filter(|teacher| is_too_large && teacher.has_files()) {
             teacher.on_disk = true;
@@ -82,7 +82,7 @@ impl Startup {
             self.placement.rollout_weights = rollout;
             self.choices.gpu_sequences =
                 available.map(|memory| self.memory_plan_input().sequence_capacity(memory));
-            let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
+            let peak = self.peak_bytes();
             if available.is_none_or(|memory| peak <= memory.bytes) {
                 break;
             }
@@ -136,6 +136,34 @@ impl Startup {
         packed_options.into_iter().flat_map(pairs).collect()
     }
 
+    fn peak_bytes(&self) -> u64 {
+        MemoryPlan::new(&self.memory_plan_input()).peak_bytes()
+    }
+
+    /// Lowers the number of sequences that are sampled at the same time, if the plan fits into the
+    /// `available` memory then. Answers keep their bits; requests wait for longer.
+    fn lower_sequences(&mut self, available: Option<&AvailableMemory>) {
+        let Some(AvailableMemory { bytes, limit }) = available else { return };
+        let (before, needed) = (self.environment.recipe().rollout.sequences_max, self.peak_bytes());
+        let halves = std::iter::successors(Some(before), |sequences| Some(sequences / 2));
+        for sequences in halves.take_while(|&sequences| sequences > 0) {
+            self.environment.plan.recipe.rollout.sequences_max = sequences;
+            if self.peak_bytes() > *bytes {
+                continue;
+            }
+            if sequences < before {
+                self.environment.plan.warnings.push(format!(
+                    "rollout.sequences_max is {sequences}: {before} sequences at a time would need {} of memory, but {} \
+                     are {limit}",
+                    gigabytes(needed),
+                    gigabytes(*bytes)
+                ));
+            }
+            return;
+        }
+        self.environment.plan.recipe.rollout.sequences_max = before;
+    }
+
     /// Checks the host memory that a process of a GPU needs.
     ///
     /// # Errors
@@ -163,7 +191,10 @@ impl Startup {
         let available = self.available_memory(host);
         let available = available.as_ref();
         self.choose_sharding(self.placement.processes, available);
-        let peak = MemoryPlan::new(&self.memory_plan_input()).peak_bytes();
+        if self.command == ModelCommand::Serve && self.choices.gpu_sequences.is_none() {
+            self.lower_sequences(available);
+        }
+        let peak = self.peak_bytes();
         if available.is_some_and(|available| peak > available.bytes)
             && self.command.can_read_layers_on_demand()
             && self.choices.gpu_sequences.is_none()
@@ -206,7 +237,6 @@ mod tests {
     use crate::dist::ExpertPlacement;
     use crate::metrics::Console;
     use crate::recipe::resolve;
-    use crate::run::memory::ModelCommand;
     use std::path::Path;
 
     /// Returns a run of `processes` GPUs with 16 experts of 11 million values in 16 layers.
@@ -271,6 +301,31 @@ mod tests {
         };
         assert!(has_graphs(1, "whole") && has_graphs(2, "whole") && has_graphs(8, "auto"));
         assert!(!has_graphs(2, "by_expert"));
+    }
+
+    /// A 1.5B file was refused for 37 GB, because 64 sequences of 9,216 tokens were planned.
+    #[test]
+    fn a_server_samples_fewer_sequences_at_a_time_if_memory_is_short() {
+        let text = "[task]\nname = \"arithmetic_single\"\n[rollout]\nturns_max = 1\nprompt_tokens_max = 900\n\
+                    sequences_max = 64";
+        let open = |sequences: usize| {
+            let sets = [format!("rollout.sequences_max={sequences}")];
+            let plan = resolve(Path::new("a.toml"), text, &sets).unwrap();
+            Startup::open(plan, ModelCommand::Serve, &Console::silent()).unwrap()
+        };
+        let serve_with = |bytes: u64| {
+            let mut startup = open(64);
+            let available = AvailableMemory { bytes, limit: "free".into() };
+            let error = startup.check_memory(Some(available)).err().map(|error| error.to_string());
+            let plan = &startup.environment.plan;
+            let warned = plan.warnings.iter().any(|warning| warning.contains("rollout.sequences_max is"));
+            (error, plan.recipe.rollout.sequences_max, warned)
+        };
+        for (sequences, warned) in [(64, false), (16, true), (1, true)] {
+            assert_eq!(serve_with(open(sequences).peak_bytes()), (None, sequences, warned));
+        }
+        let (error, sequences, warned) = serve_with(open(1).peak_bytes() - 1);
+        assert!(error.unwrap().contains("remedies: ") && (sequences, warned) == (64, false));
     }
 
     /// 8 GPUs have two of 16 experts each. In training they hold received rows instead of gathered experts.
