@@ -195,7 +195,8 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
     let (micro_batch, longest) = (execution.micro_batch_tokens, longest_sequence(started));
     let passes =
         if runs_in_parallel(actor.parameters.bytes()) { execution.threads.count() as u64 } else { 1 };
-    let adapters = u64::from(args.adapters) * tinker::adapter_bytes(actor, tinker::PLANNED_RANK)?;
+    let one = tinker::adapter_bytes(actor, tinker::PLANNED_RANK)?;
+    let adapters = u64::from(args.adapters) * one;
     let requests = (tinker::WAITING_BYTES_MAX + tinker::RESULT_BYTES_MAX) as u64;
     let needed_with = |tokens: usize, recompute_layers: bool| {
         let pass = PassShape {
@@ -225,14 +226,15 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
         let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
         let set = |(key, tokens)| format!(" --set {key}={tokens}");
         format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>())
-    } else if args.adapters > 1 {
-        "lower --adapters".to_owned()
     } else {
         "serve a smaller model".to_owned()
     };
+    // Fewer adapters may be enough by themselves.
+    let fewer = (bytes + adapters).saturating_sub(needed(tokens)) / one.max(1);
+    let fewer = if fewer > 0 { format!(", or --adapters {fewer}") } else { String::new() };
     Err(bad_input!(
         "--train needs {} beside the model, of which {} are for {} adapters of rank {} and {} for passes of {tokens} \
-         tokens, but {} are {limit}; {remedy}",
+         tokens, but {} are {limit}; {remedy}{fewer}",
         gigabytes(needed(tokens)),
         gigabytes(adapters),
         args.adapters,

@@ -116,7 +116,7 @@ impl SumLoss {
     ///
     /// # Errors
     /// When a slice that the loss reads has another length than the log-probs; [`crate::error::BadInput`]
-    /// when a mask of `gspo` selects no token.
+    /// when a mask of `gspo` selects no token, and when a gradient is not finite.
     pub fn compute(self, input: &SumLossInput) -> Result<(f64, Vec<f32>)> {
         let SumLossInput { log_probs, weights, sampled_log_probs, advantages, ratio_mask } = *input;
         let read: &[&[f32]] = match self {
@@ -174,8 +174,16 @@ impl SumLoss {
             loss += value;
             gradient as f32
         });
-        let gradient = gradient.collect();
-        Ok((loss, gradient))
+        let gradient: Vec<f32> = gradient.collect();
+        match gradient.iter().position(|slope| !slope.is_finite()) {
+            None => Ok((loss, gradient)),
+            Some(token) => Err(bad_input!(
+                "target {token}: its log-prob is {} here and {} in logprobs, too far apart for a ratio; send what the sampler \
+                 gave for the same targets",
+                log_probs[token],
+                sampled_log_probs.get(token).unwrap_or(&0.0),
+            )),
+        }
     }
 }
 
@@ -206,5 +214,18 @@ mod tests {
         };
         let error = SumLoss::Gspo([0.8, 1.2]).compute(&input).unwrap_err();
         assert!(error.to_string().contains("sequence_ratio_mask"), "{error}");
+        // A ratio of e^200 has no f32.
+        let (far, ones) = ([-1.0, -200.0], [1.0, 1.0]);
+        let input = SumLossInput {
+            log_probs: &[-1.0, 0.0],
+            sampled_log_probs: &far,
+            advantages: &ones,
+            ..SumLossInput::default()
+        };
+        let error = SumLoss::new("importance_sampling", &config(&[])).unwrap().compute(&input).unwrap_err();
+        assert!(
+            error.to_string().contains("target 1: its log-prob is 0 here and -200 in logprobs"),
+            "{error}"
+        );
     }
 }

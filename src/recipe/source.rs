@@ -4,6 +4,7 @@ use super::key_scope::KeyScope;
 use super::plan::{Plan, resolve_for, resolve_run_recipe};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
+use crate::checkpoint::gguf::is_gguf;
 use crate::integrity::ChecksumStatus;
 use crate::settings::{Mistakes, did_you_mean};
 use crate::tasks::absolute_words;
@@ -57,6 +58,11 @@ pub enum RecipeSource {
 /// checkpoint of a run.
 pub fn locate(argument: &Path) -> Result<RecipeSource> {
     let shown = argument.display();
+    let model_alone = || {
+        bad_input!(
+            "{shown}: a model that is not part of a run; name a recipe, and the model with --set model.path={shown}"
+        )
+    };
     if argument.join("recipe.toml").is_file() {
         return Ok(RecipeSource::Run(argument.to_owned()));
     }
@@ -67,13 +73,14 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
             Some(run) if folder.join("config.json").is_file() => {
                 Ok(RecipeSource::Checkpoint { run: run.to_owned(), folder })
             }
-            _ if folder.join("config.json").is_file() => Err(bad_input!(
-                "{shown}: holds a model that is not part of a run; name a recipe, and the model with --set model.path={shown}"
-            )),
+            _ if folder.join("config.json").is_file() => Err(model_alone()),
             _ => Err(bad_input!(
                 "{shown}: this folder has no recipe.toml, so it is not a run folder; name a recipe file or a run folder"
             )),
         };
+    }
+    if is_gguf(argument) && argument.exists() {
+        return Err(model_alone());
     }
     if argument.exists() {
         return Ok(RecipeSource::File(argument.to_owned()));

@@ -10,7 +10,7 @@ use crate::bad_input;
 use crate::metrics::Progress;
 use crate::model::forward::ForwardOptions;
 use crate::policy::sum_loss::SumLoss;
-use anyhow::Result;
+use anyhow::{Context, Result};
 use prost::Message;
 use std::collections::BTreeMap;
 
@@ -94,7 +94,8 @@ impl PassTask {
             for (index, bounds) in part.sequences.clone().zip(part.cu_targets.windows(2)) {
                 let own = bounds[0]..bounds[1];
                 let input = self.data[index].loss_input(&columns.log_probs[own.clone()]);
-                let (value, slope) = self.loss.compute(&input)?;
+                let computed = self.loss.compute(&input);
+                let (value, slope) = computed.with_context(|| format!("datum {index}"))?;
                 loss += value;
                 gradient.log_probs[own].copy_from_slice(&slope);
             }

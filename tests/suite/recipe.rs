@@ -394,6 +394,12 @@ fn a_recipe_argument_is_a_file_or_a_run_folder() {
         "{error}"
     );
 
+    // A model's file was read as a recipe: "larger than 1 MiB".
+    let model = folder.path().join("model.gguf");
+    std::fs::write(&model, b"GGUF").expect("write");
+    let message = locate(&model).expect_err("a model").to_string();
+    assert!(message.contains("--set model.path="), "{message}");
+
     let error = locate(&folder.path().join("none.toml")).expect_err("nothing there");
     assert!(
         error.downcast_ref::<BadInput>().expect("bad input").0.contains("no such file or folder"),

@@ -407,6 +407,7 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
         error["error"].as_str().unwrap().to_owned()
     };
     let good = || supervised(&[1, 2, 3]);
+    let good_sample = || datum(&[1, 2, 3], &[("logprobs", &[0.0, -1.0]), ("advantages", &[0.0, 1.0])]);
     assert!(failed(&mut model, vec![good()], "stable_reinforce").contains("importance_sampling"));
     assert!(failed(&mut model, vec![], "cross_entropy").contains("at least one"));
     assert!(failed(&mut model, vec![supervised(&[1, 2, 1 << 30])], "cross_entropy").contains("below"));
@@ -415,6 +416,12 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
     let mut huge = good();
     huge.loss_fn_inputs.get_mut("weights").unwrap().shape = vec![1 << 50, 1 << 50];
     assert!(failed(&mut model, vec![huge], "cross_entropy").contains("shape"));
+    let far = datum(&[1, 2, 3], &[("logprobs", &[0.0, -1000.0]), ("advantages", &[0.0, 1.0])]);
+    let error = failed(&mut model, vec![good_sample(), far], "importance_sampling");
+    assert!(
+        error.contains("datum 1: target 1: its log-prob is") && error.contains("-1000 in logprobs"),
+        "{error}"
+    );
     let refusal = model.next("save_weights", json!({"path": "../../x"}));
     assert!(refusal["error"].as_str().unwrap().contains("not usable"), "{refusal}");
     let refusal = model.next(
