@@ -27,6 +27,9 @@ PANELS = {
     "rollout_corr/k3_kl": ("KL, rollout to training, k3 estimate", "nats per token", True),
     "mismatch/log_ppl_abs_diff_max": ("Max log-ppl mismatch", "nats per token", False),
     "staleness/steps/mean": ("Staleness of trained tokens", "training steps", False),
+    "response_length/mean": ("Length of an answer", "sampled tokens, mean", False),
+    "outcome/truncated_length": ("Cut answers", "number in a step", False),
+    "mismatch/logprob_abs_diff_max": ("Mismatch of rollout and training", "nats per token, maximum", False),
     "engine/logprob_abs_diff_max": ("Mismatch of the same weights", "nats per token, maximum", False),
 }
 COLOURS = ["#1f66b3", "#d1540a", "#12866a", "#a8418f", "#b08405", "#2b93b8", "#5a4bb0", "#7a6552"]

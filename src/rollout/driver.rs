@@ -4,7 +4,7 @@
 use super::conversation::{Conversation, NextAction};
 use super::partial::{GroupInProgress, TrajectoryInProgress};
 use super::prompt::RenderedPrompt;
-use super::tokens_left::tokens_left;
+use super::tokens_left::{LastEstimate, tokens_left};
 use super::{ForcedTokens, Rollout, RolloutProgress, Rollouts, TurnPosition};
 use crate::engine::{Client, Completion, NewToken};
 use crate::harmony::Message;
@@ -18,10 +18,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::Scope;
-use std::time::{Duration, Instant};
-
-/// Time between two estimates of the tokens left.
-const ESTIMATE_INTERVAL: Duration = Duration::from_millis(500);
+use std::time::Instant;
 
 /// Called with each trajectory as it ends, in any order and from any thread.
 pub type Observer<'a> = dyn Fn(&Trajectory, &[Message]) + Sync + 'a;
@@ -83,8 +80,7 @@ struct State<'a> {
     /// Number of tokens that this driver sampled of each finished trajectory.
     lengths: Vec<usize>,
     progress: RolloutProgress,
-    /// When the tokens left were last estimated.
-    estimated: Option<Instant>,
+    last_estimate: LastEstimate,
     failed: bool,
     stopped: bool,
 }
@@ -111,7 +107,7 @@ impl<'a> Driver<'a> {
             unfinished: trajectories,
             lengths: vec![],
             progress: RolloutProgress { trajectories, reads_prompts: true, ..RolloutProgress::default() },
-            estimated: None,
+            last_estimate: LastEstimate::default(),
             failed: false,
             stopped: false,
         };
@@ -343,9 +339,7 @@ impl<'a> Driver<'a> {
 
     /// Estimates the tokens left, if the last estimate is old.
     fn estimate_tokens_left(&self) {
-        let now = Instant::now();
-        let is_recent = |at: Instant| now.saturating_duration_since(at) < ESTIMATE_INTERVAL;
-        if self.lock().estimated.replace(now).is_some_and(is_recent) {
+        if !self.lock().last_estimate.is_due(Instant::now()) {
             return;
         }
         // A conversation that waits for a tool is not in its place. It counts as one that waits to begin.

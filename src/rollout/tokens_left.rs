@@ -1,5 +1,25 @@
 //! Estimates how many tokens a rollout still samples.
 
+use std::time::{Duration, Instant};
+
+/// Minimum time between two estimates.
+const INTERVAL: Duration = Duration::from_millis(500);
+
+/// The time of the last estimate.
+#[derive(Default)]
+pub(super) struct LastEstimate(Option<Instant>);
+
+impl LastEstimate {
+    /// Returns whether an estimate is due at `now`. If so, it is the last one from now on.
+    pub fn is_due(&mut self, now: Instant) -> bool {
+        let is_due = self.0.is_none_or(|last| now.saturating_duration_since(last) >= INTERVAL);
+        if is_due {
+            self.0 = Some(now);
+        }
+        is_due
+    }
+}
+
 /// Estimates the number of tokens still to sample, from the lengths of `finished` and `unfinished`
 /// trajectories and the number of those `waiting` for their first token. A trajectory has at most
 /// `length_max` tokens. `None` before one has finished.
@@ -105,6 +125,15 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Each question moved the time of the last estimate, so a rollout that asked at every token kept its
+    /// first estimate: 19 s left, from two thirds of it to its end.
+    #[test]
+    fn an_estimate_is_due_again_however_often_it_is_asked_for() {
+        let (mut last, start) = (LastEstimate::default(), Instant::now());
+        let due = (0..100).filter(|i| last.is_due(start + INTERVAL / 10 * *i));
+        assert_eq!(due.collect::<Vec<_>>(), [0, 10, 20, 30, 40, 50, 60, 70, 80, 90]);
     }
 
     #[test]
