@@ -243,14 +243,16 @@ impl Console {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.state), now)));
         }
         let Some(line) = self.format_current_stages(&open, now) else { return };
+        // A stage that advances locks its own state, then `stages`: here the state is read first.
+        let newest = open.last().map(|stage| (&stage.name, lock(&stage.state).start));
         let mut stages = lock(&self.0.stages);
         if let Some(status) = &mut stages.status {
             status.update(&line, now);
         }
         let ConsoleOutput::Lines { every_steps: 1.., .. } = self.0.output else { return };
         let is_due = |at: Instant, after: Duration| now.saturating_duration_since(at) >= after;
-        let newest = open.last().filter(|stage| !stages.told.contains(&stage.name));
-        let is_first = newest.is_some_and(|stage| is_due(lock(&stage.state).start, FIRST_LINE));
+        let is_first =
+            newest.is_some_and(|(name, start)| !stages.told.contains(name) && is_due(start, FIRST_LINE));
         if is_first || stages.printed.is_none_or(|at| is_due(at, LINE_INTERVAL_MAX)) {
             stages.told.extend(open.iter().map(|stage| stage.name.clone()));
             stages.printed = Some(now);

@@ -35,6 +35,29 @@ fn every_step_prints_a_line_without_an_interval() {
     assert_eq!(lines[1], "rl 3/3  reward 0.5");
 }
 
+/// A tick locked the stages, then the newest one. A step that printed a line locked them in the other order,
+/// and the run hung.
+#[test]
+fn bug_a_tick_and_a_step_at_the_same_time_waited_for_each_other() {
+    let console = Console::lines(std::io::sink(), Duration::ZERO, 1);
+    let (done, ended) = std::sync::mpsc::channel();
+    let ticking = console.clone();
+    let steps = std::thread::spawn(move || {
+        for number in 0..5000 {
+            let stage = console.start_stage(&format!("stage {number}"), 20, 0);
+            (0..20).for_each(|_| stage.advance(1, 0, &[]));
+            stage.finish();
+        }
+    });
+    std::thread::spawn(move || {
+        while !steps.is_finished() {
+            ticking.tick(Instant::now() + LINE_INTERVAL_MAX);
+        }
+        done.send(()).unwrap();
+    });
+    ended.recv_timeout(Duration::from_secs(300)).expect("the stages end");
+}
+
 #[test]
 fn an_interval_keeps_the_first_and_the_last_line_and_inner_stages_are_silent() {
     let out = Shared::default();
