@@ -216,6 +216,10 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
     if needed(tokens) <= bytes {
         return Ok(());
     }
+    // The number of adapters that fit if nothing else changes but `recompute_layers`.
+    let adapters_max = |recompute_layers| {
+        (bytes + adapters).saturating_sub(needed_with(tokens, recompute_layers)) / one.max(1)
+    };
     let response = started.environment.recipe().rollout.response_tokens_max;
     let halves = std::iter::successors(Some(tokens / 2), |tokens| Some(tokens / 2));
     let mut halves = halves.take_while(|&tokens| tokens > response);
@@ -226,12 +230,17 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
         let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
         let set = |(key, tokens)| format!(" --set {key}={tokens}");
         format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>())
+    } else if adapters_max(true) > 0 {
+        format!("use --adapters {} and --set train.recompute_layers=true", adapters_max(true))
+    } else if args.adapters > 1 {
+        "lower --adapters".to_owned()
     } else {
         "serve a smaller model".to_owned()
     };
-    // Fewer adapters may be enough by themselves.
-    let fewer = (bytes + adapters).saturating_sub(needed(tokens)) / one.max(1);
-    let fewer = if fewer > 0 { format!(", or --adapters {fewer}") } else { String::new() };
+    let fewer = match adapters_max(execution.recompute_layers) {
+        0 => String::new(),
+        count => format!(", or --adapters {count}"),
+    };
     Err(bad_input!(
         "--train needs {} beside the model, of which {} are for {} adapters of rank {} and {} for passes of {tokens} \
          tokens, but {} are {limit}; {remedy}{fewer}",
