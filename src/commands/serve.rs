@@ -223,33 +223,35 @@ fn check_memory(args: &ServeArgs, started: &Started) -> Result<()> {
     let response = started.environment.recipe().rollout.response_tokens_max;
     let halves = std::iter::successors(Some(tokens / 2), |tokens| Some(tokens / 2));
     let mut halves = halves.take_while(|&tokens| tokens > response);
-    let remedy = if needed_with(tokens, true) <= bytes {
-        "add --set train.recompute_layers=true".to_owned()
+    let (now, recomputed) = (adapters_max(execution.recompute_layers), adapters_max(true));
+    let mut remedies = vec![];
+    if needed_with(tokens, true) <= bytes {
+        remedies.push("add --set train.recompute_layers=true".to_owned());
     } else if let Some(tokens) = halves.find(|&tokens| needed(tokens) <= bytes) {
         let prompt = (longest > tokens).then(|| ("rollout.prompt_tokens_max", tokens - response));
         let batch = (micro_batch > tokens).then_some(("train.micro_batch_tokens", tokens));
         let set = |(key, tokens)| format!(" --set {key}={tokens}");
-        format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>())
-    } else if adapters_max(true) > 0 {
-        format!("use --adapters {} and --set train.recompute_layers=true", adapters_max(true))
-    } else if args.adapters > 1 {
-        "lower --adapters".to_owned()
-    } else {
-        "serve a smaller model".to_owned()
-    };
-    let fewer = match adapters_max(execution.recompute_layers) {
-        0 => String::new(),
-        count => format!(", or --adapters {count}"),
-    };
+        remedies.push(format!("add{}", prompt.into_iter().chain(batch).map(set).collect::<String>()));
+    } else if recomputed > now {
+        remedies.push(format!("use --adapters {recomputed} and --set train.recompute_layers=true"));
+    }
+    if now > 0 {
+        remedies.push(format!("use --adapters {now}"));
+    }
+    if remedies.is_empty() {
+        remedies
+            .push(if args.adapters > 1 { "lower --adapters" } else { "serve a smaller model" }.to_owned());
+    }
     Err(bad_input!(
         "--train needs {} beside the model, of which {} are for {} adapters of rank {} and {} for passes of {tokens} \
-         tokens, but {} are {limit}; {remedy}{fewer}",
+         tokens, but {} are {limit}; {}",
         gigabytes(needed(tokens)),
         gigabytes(adapters),
         args.adapters,
         tinker::PLANNED_RANK,
         gigabytes(needed(tokens) - adapters - requests),
         gigabytes(bytes),
+        remedies.join(", or "),
     ))
 }
 
