@@ -119,7 +119,10 @@ def main():
     folder = run.resolve()
     # The folder of an evaluation is RUN/eval/step-N.
     names = folder.parts[-3:] if folder.parent.name in ("eval", "rollout") else folder.parts[-1:]
-    tracker = TRACKERS[arguments.to](arguments.project, "-".join(names), dict(settings(recipe)))
+    try:
+        tracker = TRACKERS[arguments.to](arguments.project, "-".join(names), dict(settings(recipe)))
+    except ModuleNotFoundError as error:
+        parser.error(f"{error}; pip install {arguments.to}{' pandas' if arguments.to == 'trackio' else ''}, or name another with --to")
     steps, place, last, tables = recipe["train"]["steps"], 0, 0, set()
     while True:
         # A stopped run that is resumed may have fewer rows; those that were logged stay.

@@ -57,8 +57,8 @@ pub struct RunArgs {
     /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
     pub sets: Vec<String>,
-    /// Folder for the results [default: runs/NAME; eval and rollout: runs/NAME-COMMAND, of a run
-    /// RUN/COMMAND/CHECKPOINT]
+    /// Folder for the results [default: runs/NAME; eval and rollout: runs/NAME-COMMAND, or in the
+    /// folder of a run COMMAND/CHECKPOINT]
     #[arg(long)]
     pub out: Option<PathBuf>,
     /// Start the programs named in another user's run folder

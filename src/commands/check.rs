@@ -201,7 +201,10 @@ fn rows_per_step(environment: &Environment) -> String {
 fn first_prompt(startup: &Startup, problem: &Problem) -> Result<String> {
     let (text, tokens) = startup.prompt(problem)?;
     let tokens = format_count(tokens as u64, "token");
-    Ok(format!("\nFirst prompt of {}, {tokens}:\n\n{text}\n", startup.environment.task.name()))
+    Ok(format!(
+        "\nFirst prompt of {} in the order of training, {tokens}:\n\n{text}\n",
+        startup.environment.task.name()
+    ))
 }
 
 /// Runs a program of an answer, and shows what is inserted after it. Empty if programs do not run.

@@ -80,7 +80,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     write_file(&out.join("metrics.jsonl"), &(row.to_json() + "\n"))?;
     let text = serde_json::to_string_pretty(&document(environment, step, &evaluation))?;
     write_file(&out.join(EVAL_FILE), &(text + "\n"))?;
-    print_text(&evaluation.sets.iter().map(tables).collect::<String>())?;
+    print_text(&evaluation.sets.iter().map(tables).collect::<Result<String>>()?)?;
     console.print(&format!("done: {}", out.display()));
     let shown = out.display().to_string();
     let run = match &source {
@@ -133,12 +133,16 @@ fn calls(set: &ValidationResult) -> BTreeMap<CallOutcome, usize> {
 }
 
 /// Returns the tables of a validation set for the terminal.
-fn tables(set: &ValidationResult) -> String {
+fn tables(set: &ValidationResult) -> Result<String> {
     let (problems, trajectories) = (set.problems.len(), set.rows().count());
     let mut table = TextTable::new(["measure", "value", "95% from", "to"]);
     for (measure, e) in set.estimates() {
         let cells = [e.mean, e.low, e.high].map(|value| format!("{value:.3}"));
         table.add_row(std::iter::once(set.key(&measure)).chain(cells));
+    }
+    let rewards = set.reward_metrics()?;
+    for (name, mean) in rewards.iter().filter(|_| set.rows().any(|row| !row.trajectory.rewards.is_empty())) {
+        table.add_row([name.to_owned(), format!("{mean:.3}"), String::new(), String::new()]);
     }
     let mut outcomes = TextTable::new(["outcome", "trajectories", "right"]);
     let by_outcome: BTreeMap<Outcome, _> = totals(set, |row| row.trajectory.outcome);
@@ -166,7 +170,7 @@ fn tables(set: &ValidationResult) -> String {
         calls.iter().for_each(|(call, n)| table.add_row([call.name().to_owned(), format_integer(*n)]));
         text.push_str(&format!("{table}\n"));
     }
-    text
+    Ok(text)
 }
 
 fn format_integer(n: usize) -> String {

@@ -140,9 +140,11 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     stop.on_request(move || notice.print("stopping after the open answers; a second signal stops at once"))?;
     console.print(&format!("serving {:?} at http://{address}/v1", settings.model_name));
     if args.train {
-        let store = args.store.display();
-        console
-            .print(&format!("training at TINKER_BASE_URL=http://{address}, with saved weights in {store}"));
+        let store = std::path::absolute(&args.store)?;
+        console.print(&format!(
+            "training at TINKER_BASE_URL=http://{address}; Ctrl-C stops, and keeps the weights that clients saved in {}",
+            store.display()
+        ));
     }
     serve::run(&listener, settings, &|| stop.is_requested())?;
     Ok(EXIT_SUCCESS)

@@ -147,11 +147,11 @@ pub(super) fn run_source(
 
 /// Returns the last message of a run that a second signal ends within a step.
 fn stopped_at_once(run: &Path) -> String {
+    let resume = command_line(&["train", &run.display().to_string(), "--resume"]);
     let Ok(Some(checkpoint)) = newest_checkpoint(run) else {
-        return "stopped at once: there is no checkpoint yet, so nothing can be resumed".to_owned();
+        return format!("stopped at once: there is no checkpoint yet\nto start again: {resume}");
     };
     let name = checkpoint.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let resume = command_line(&["train", &run.display().to_string(), "--resume"]);
     format!("stopped at once: the work after {name} is lost\nto resume: {resume}")
 }
 
@@ -216,8 +216,10 @@ fn prepare(
     let (resume_notes, resume_point) = match resumes {
         true => {
             let _stage = console.start_inner_stage("reading the checkpoint", 0);
+            // Another file in a key of the recipe is the recipe's mistake, which nobody can accept.
+            let resumed = prepare_resume(&out, &mut plan)?;
             inputs.compare(&out, accepts_changes)?;
-            prepare_resume(&out, &mut plan)?
+            resumed
         }
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };

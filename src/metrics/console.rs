@@ -490,6 +490,7 @@ impl ProgressStage {
             _ => state.tokens_left,
         };
         if self.kind.unit != Unit::Steps
+            && state.done < self.total.max(1)
             && let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && state.tokens > 0.0)
         {
             return StageSpeed::seconds_left(

@@ -69,7 +69,12 @@ const KEYS: &[OtherTrainerName] = &[
     ),
     same_meaning("gradient_checkpointing", &["train.recompute_layers"]),
     same_meaning("bf16", &["model.dtype"]),
-    with_note("report_to", &["logging.tensorboard"], "; `rloss report` writes a page"),
+    with_note(
+        "report_to",
+        &["logging.tensorboard"],
+        "; `rloss report` writes a page; for trackio, wandb and mlflow: examples/trackers/track.py",
+    ),
+    same_meaning("log_completions", &["logging.trajectories_per_step"]),
     with_note(
         "reward_funcs",
         &["task.file", "task.rewards"],

@@ -98,7 +98,8 @@ pub fn locate(argument: &Path) -> Result<RecipeSource> {
         false => did_you_mean(stem, names()),
     };
     Err(bad_input!(
-        "{shown}: no such file or folder;{suggestion} name a recipe file, a run folder, or a built-in recipe: {}",
+        "{shown}: no such file or folder;{suggestion} name a recipe file, a run folder, a model (`rloss fetch` downloads some), or a \
+         built-in recipe: {}",
         names().collect::<Vec<_>>().join(", ")
     ))
 }

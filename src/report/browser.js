@@ -95,6 +95,12 @@ const startBrowser = () => {
     extend();
   };
 
+  // The reward and, after it, the rewards with a name.
+  const rewards = row => {
+    const named = Object.entries(row.w ?? {}).map(([name, value]) => `${name} ${show(value)}`);
+    return show(row.reward) + (named.length ? ` (${named.join(", ")})` : "");
+  };
+
   const extend = () => {
     const next = hits.slice(shown, shown + PAGE);
     list.append(...next.map(row => {
@@ -104,7 +110,7 @@ const startBrowser = () => {
       line.setAttribute("aria-selected", String(row === open));
       line.append(node("td", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"),
         node("td", data.runs.length > 1 ? `${data.runs[row.r]}: ${data.phases[row.h]}` : data.phases[row.h]),
-        ...[row.t, row.p, row.s, show(row.reward), row.change === undefined ? "–" : (row.change > 0 ? "+" : "") + show(row.change)]
+        ...[row.t, row.p, row.s, rewards(row), row.change === undefined ? "–" : (row.change > 0 ? "+" : "") + show(row.change)]
           .map(text => node("td", text, "n")), node("td", data.outcomes[row.o]),
         node("td", row.n, "n"), node("td", problem, "path"), node("td", answer ?? "–", "path"));
       [...line.children].forEach((cell, i) => { cell.dataset.name = columns[i]; });
@@ -165,7 +171,7 @@ const startBrowser = () => {
     const head = node("p");
     head.append(node("b", `${data.runs[row.r]}: ${data.phases[row.h]}, step ${row.t}, prompt ${row.p}, sample ${row.s}`), " ",
       node("span", row.success ? "✓ right" : "✗ wrong", row.success ? "good" : "bad"), " ", node("code", data.outcomes[row.o]));
-    const about = node("p", `${problem} · reward ${show(row.reward)} · right answer ${answer ?? "not recorded"}`, "note");
+    const about = node("p", `${problem} · reward ${rewards(row)} · right answer ${answer ?? "not recorded"}`, "note");
     const text = node("pre");
     if (row.k === undefined) {
       text.append(...(row.m ?? []).map(([role, content]) => `${role}: ${content}\n\n`));

@@ -35,7 +35,7 @@ pub fn model_card(folder: &Path, library: &str) -> Result<String> {
             &format!("| {} | {} | {} |\n", result.name, result.first.as_deref().unwrap_or("–"), result.last);
     }
     card += "\n## Data\n\n";
-    for key in ["task.name", "task.train_file", "task.validation_file", "task.command"] {
+    for key in ["task.name", "task.train_file", "task.validation_file", "task.command", "task.file"] {
         if let Some(value) = run.setting(key).filter(|value| !value.is_empty()) {
             card += &format!("- `{key}`: `{}`\n", sanitize_line(&value).replace('`', "'"));
         }

@@ -115,6 +115,7 @@ pub fn state_digest(runs: &[PathBuf]) -> String {
             .to_vec();
         // A folder's modification time changes with each new file.
         files.push(run.join("recipe.toml"));
+        files.extend(run::evaluation_folders(run));
         for file in files {
             let metadata = std::fs::metadata(&file).ok();
             let modified = metadata.as_ref().and_then(|metadata| metadata.modified().ok());

@@ -4,7 +4,7 @@ use super::conversation::{self, SelectedTrajectory};
 use super::plot::Points;
 use crate::bad_input;
 use crate::bounded_file::{self, SMALL_FILE_BYTES_MAX, TOKENIZER_BYTES_MAX, TOML_BYTES_MAX};
-use crate::metrics::{Phase, Row, Warning, read_rows, read_warnings};
+use crate::metrics::{Metrics, Phase, Row, Warning, read_rows, read_warnings};
 use anyhow::Result;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -55,7 +55,7 @@ impl Run {
             curve: 0,
             seeds: String::new(),
             model: None,
-            rows: read_rows(&folder.join("metrics.jsonl"))?,
+            rows: [read_rows(&folder.join("metrics.jsonl"))?, later_evaluations(folder)?].concat(),
             warnings: read_warnings(folder),
             recipe: read_recipe(&folder.join("recipe.toml"))?,
             sample_trajectories: Vec::new(),
@@ -107,6 +107,31 @@ impl Run {
 /// Returns whether the run in `folder` has written its metrics file.
 pub(super) fn has_begun(folder: &Path) -> bool {
     folder.join("metrics.jsonl").is_file()
+}
+
+/// Returns the folders that `rloss eval` wrote into the run in `folder`, sorted.
+pub(super) fn evaluation_folders(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder.join("eval")).into_iter().flatten().flatten();
+    let mut folders: Vec<PathBuf> =
+        entries.map(|entry| entry.path()).filter(|path| has_begun(path)).collect();
+    folders.sort();
+    folders
+}
+
+/// Returns the held-out success that `rloss eval` measured of the run in `folder`. Its name differs from that
+/// of the run's own evaluations, which may have other settings.
+fn later_evaluations(folder: &Path) -> Result<Vec<Row>> {
+    let mut rows = vec![];
+    for folder in evaluation_folders(folder) {
+        for Row { step, phase, metrics } in read_rows(&folder.join("metrics.jsonl"))? {
+            let renamed = metrics.iter().filter_map(|(name, value)| {
+                let (set, measure) = name.strip_prefix("val-core/")?.split_once("/acc/")?;
+                Some((format!("val-core/{set} by rloss eval/acc/{measure}"), value))
+            });
+            rows.push(Row { step, phase, metrics: Metrics::from_iter(renamed) });
+        }
+    }
+    Ok(rows)
 }
 
 /// Returns the kind of samples that the marker file at `path` names, if the file exists.

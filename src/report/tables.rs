@@ -47,10 +47,19 @@ fn format_reward_change(run: &Run) -> Option<Change> {
     Some(Change { name, first, last })
 }
 
-/// Returns the changes of held-out success.
+/// Returns the changes of held-out success, the last value with its 95% interval. For merged seeds, the
+/// interval is from the lowest to the highest seed.
 fn held_out_changes(run: &Run) -> Vec<Change> {
-    let names = names(run, is_held_out);
-    names.iter().filter_map(|name| format_change(run, Phase::Eval, name, &held_out_name(name))).collect()
+    let change = |name: &&str| {
+        let change = format_change(run, Phase::Eval, name, &held_out_name(name))?;
+        let ends = ["low", "high"].map(|end| run.series(Phase::Eval, &format!("{name}/ci95_{end}")));
+        let [Some(low), Some(high)] = ends.map(|series| series.last().map(|point| format_number(point.1)))
+        else {
+            return Some(change);
+        };
+        Some(Change { last: format!("{} ({low} to {high})", change.last), ..change })
+    };
+    names(run, is_held_out).iter().filter_map(change).collect()
 }
 
 /// Returns the results of a run: held-out success, reward and mismatch.

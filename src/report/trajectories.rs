@@ -67,6 +67,9 @@ struct PackedTrajectory {
     /// Its sample's index.
     s: u64,
     reward: f32,
+    /// The rewards with a name.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    w: BTreeMap<String, f32>,
     success: bool,
     /// Index of its outcome.
     o: usize,
@@ -230,6 +233,7 @@ impl Packer {
             p: t.prompt,
             s: t.sample,
             reward: t.reward,
+            w: t.rewards.clone(),
             success: t.success,
             o: Outcome::ALL.iter().position(|outcome| *outcome == t.outcome).unwrap_or_default(),
             q: self.problem_index(row),

@@ -160,15 +160,14 @@ impl Rollouts {
 
     /// Iterates over rows of `trajectories/*.jsonl`, one per trajectory.
     pub fn rows(&self, phase: Phase) -> impl Iterator<Item = TrajectoryRow> {
-        let groups = self.groups.iter().zip(&self.messages).zip(&self.answers);
-        let conversations = groups.flat_map(|((group, messages), answer)| {
-            group
-                .trajectories
-                .iter()
-                .zip(messages)
-                .map(move |(trajectory, messages)| (trajectory, messages, answer))
-        });
-        conversations.map(move |(trajectory, messages, answer)| TrajectoryRow {
+        (0..self.groups.len()).flat_map(move |index| self.group_rows(index, phase))
+    }
+
+    /// Iterates over the rows of the group at `index`.
+    pub fn group_rows(&self, index: usize, phase: Phase) -> impl Iterator<Item = TrajectoryRow> {
+        let answer = &self.answers[index];
+        let conversations = self.groups[index].trajectories.iter().zip(&self.messages[index]);
+        conversations.map(move |(trajectory, messages)| TrajectoryRow {
             phase,
             trajectory: trajectory.clone(),
             messages: messages.clone(),

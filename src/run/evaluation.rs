@@ -108,7 +108,10 @@ impl ValidationResult {
 
     /// Computes the mean reward, `val-aux/<set>/reward/mean@<k>`, and the mean of each named reward,
     /// `val-aux/<set>/reward/<name>/mean@<k>`. Trajectories without a reward of the name do not count.
-    fn reward_metrics(&self) -> Accumulator {
+    ///
+    /// # Errors
+    /// When a reward is NaN.
+    pub fn reward_metrics(&self) -> Result<Metrics> {
         let mut metrics = Accumulator::new();
         let (set, k) = (&self.name, self.samples);
         for trajectory in self.rows().map(|row| &row.trajectory).filter(|t| t.begins_episode()) {
@@ -117,7 +120,7 @@ impl ValidationResult {
                 metrics.mean(&format!("val-aux/{set}/reward/{name}/mean@{k}"), f64::from(value), 1.0);
             }
         }
-        metrics
+        metrics.finish()
     }
 
     /// Iterates over all sampled conversations.
@@ -156,7 +159,7 @@ impl Evaluation {
                 metrics.set(format!("{key}/ci95_high"), high);
                 metrics.set(key, mean);
             }
-            metrics.extend(set.reward_metrics().finish()?);
+            metrics.extend(set.reward_metrics()?);
         }
         Ok(metrics)
     }

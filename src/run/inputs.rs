@@ -132,14 +132,16 @@ impl Inputs {
     }
 
     /// Returns overrides that give the recipe of the run in `run` the data files of `recipe`, because digests
-    /// identify them.
+    /// identify them. Held-out problems may be new.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the digests are damaged.
     pub(super) fn overrides(run: &Path, recipe: &Recipe) -> Result<Vec<String>> {
         let Some(before) = Self::stored(run)? else { return Ok(vec![]) };
         let is_data = |name: &str, key: &str| !key.ends_with(COMMAND) && name.split('[').next() == Some(key);
-        let stored = values(recipe).filter(|(key, _)| before.names().any(|name| is_data(name, key)));
+        let is_held_out = |key: &str| key.starts_with("task.validation_file");
+        let stored = values(recipe)
+            .filter(|(key, _)| is_held_out(key) || before.names().any(|name| is_data(name, key)));
         Ok(stored.map(|(key, value)| format!("{key}={value}")).collect())
     }
 }

@@ -58,12 +58,13 @@ impl StepProducts<'_> {
         }
         Ok(Some(format!(
             "up to {} if every answer is as long as allowed: sampling {}, training {} ({} of {} tokens; products \
-             measured here, without attention)",
+             measured here, without attention{})",
             format_duration(sampling + training),
             format_duration(sampling),
             format_duration(training),
             format_count(samples as u64, "sample"),
-            rollout.response_tokens_max
+            rollout.response_tokens_max,
+            if rollout.resample_rounds_max > 0 { " and extra rounds of sampling" } else { "" }
         )))
     }
 

@@ -39,7 +39,7 @@ const HOST: &str = include_str!("python/host.py");
 /// The name of verl's function, which needs no `task.rewards`.
 const COMPUTE_SCORE: &str = "compute_score";
 /// An example row for messages.
-const EXAMPLE: &str = r#"{"prompt": "...", "answer": "..."}; other names in task.columns"#;
+const EXAMPLE: &str = r#"{"prompt": "...", "any other column of your functions": "..."}"#;
 
 /// A row: its prompt, and all its values, which the functions get.
 struct Row {
@@ -168,10 +168,12 @@ impl PythonTask {
         }
     }
 
-    /// Returns whether a reward of the largest weight is above 0.
+    /// Returns whether every reward of the largest weight is above 0, and there is one.
     fn succeeds(&self, named: &BTreeMap<String, f32>) -> bool {
         let largest = self.weights.values().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
-        named.iter().any(|(name, value)| *value > 0.0 && self.weights.get(name) == Some(&largest))
+        let is_main = |name: &String| self.weights.get(name) == Some(&largest);
+        let lowest = named.iter().filter(|(name, _)| is_main(name)).map(|(_, &value)| value).reduce(f32::min);
+        lowest.is_some_and(|lowest| lowest > 0.0)
     }
 }
 

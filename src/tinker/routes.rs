@@ -252,7 +252,15 @@ impl Door<'_> {
         let (Some(model), Some(number)) = (body.model_id, body.seq_id) else {
             return Err(TinkerError::invalid("load_weights needs session_id and model_seq_id"));
         };
-        self.submit(owner, &model, number, JSON_RESULT_BYTES, None, || read(false).map(|(_, work)| work))
+        let own = self.lock().model(&model, owner)?.rank;
+        let read = || match read(false)? {
+            (rank, work) if rank == own => Ok(work),
+            (rank, _) => Err(TinkerError::invalid(format!(
+                "{} has rank {rank}, and this model {own}; use create_training_client_from_state",
+                body.path
+            ))),
+        };
+        self.submit(owner, &model, number, JSON_RESULT_BYTES, None, read)
     }
 
     fn get_info(&self, owner: KeyDigest, body: ModelBody) -> Answer {

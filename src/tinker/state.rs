@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 /// A session without a heartbeat for this time is over. The SDK sends one every ten seconds.
 pub const SESSION_SECONDS_MAX: Duration = Duration::from_secs(120);
 /// When the adapters of a client that has ended are free again, for errors.
-const FREED: &str = "and those of a client that ended without close() stay for two minutes";
+const FREED: &str = "ServiceClient.close(\"success\") frees a client's adapters, and without it they stay for two minutes after its \
+     end";
 /// A session without a heartbeat for this time may be over soon.
 const SESSION_SECONDS_QUIET: Duration = Duration::from_secs(25);
 /// How far a `seq_id` may be ahead of the one that runs next.
@@ -179,7 +180,7 @@ impl State {
         let used: u64 = self.models.values().map(|model| model.bytes).sum();
         let problem = if self.models.len() >= adapters_max {
             format!(
-                "all {adapters_max} adapters are in use, {FREED}; start the server with a larger --adapters"
+                "all {adapters_max} adapters are in use; {FREED}; start the server with a larger --adapters"
             )
         } else if used + bytes > bytes_max {
             format!(

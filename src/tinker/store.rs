@@ -48,9 +48,7 @@ pub struct SavedState {
 
 /// The error for a path that is not there, or that another key made.
 fn missing(path: &SavedPath) -> anyhow::Error {
-    bad_input!(
-        "there is no {path} in this store, or another API key made it; `rloss export` takes the store as --store"
-    )
+    bad_input!("there is no {path} in this store, or another API key made it")
 }
 
 /// The folder of all saved paths.

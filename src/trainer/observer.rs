@@ -5,7 +5,7 @@ use super::gradient_norms::GradientNorms;
 use super::monitor::Monitor;
 use super::sample::SampleOutput;
 use crate::checkpoint::ResumePoint;
-use crate::metrics::{Console, Metrics, Phase, Progress, Row, Timings, Warning, read_rows};
+use crate::metrics::{Console, Metrics, Phase, Progress, Row, Timings, Warning, read_rows, read_warnings};
 use crate::ops::cuda::{DeviceMemory, device_memory, reset_memory_peaks};
 use crate::recipe::Recipe;
 use crate::rollout::Rollouts;
@@ -79,6 +79,11 @@ pub(super) struct FinishedStep<'a> {
     pub started: Instant,
 }
 
+/// Returns a warning without its numbers, which differ from step to step.
+fn without_digits(text: &str) -> String {
+    text.replace(|c: char| c.is_ascii_digit(), "")
+}
+
 impl Observer {
     /// Observes a run in `folder`. The rows of a resumed run are read first: warnings about earlier steps are
     /// not repeated.
@@ -91,8 +96,10 @@ impl Observer {
         (facts, device): (SampleFacts, Device),
         resume_point: Option<&ResumePoint>,
     ) -> Result<Self> {
-        let mut monitor = Monitor::new(recipe);
+        let (mut monitor, mut told_causes) = (Monitor::new(recipe), vec![]);
         if resume_point.is_some() {
+            let earlier = read_warnings(&folder.path).into_iter();
+            told_causes.extend(earlier.filter_map(|told| Some((told.phase?, without_digits(&told.text)))));
             let earlier_rows = read_rows(&folder.path.join("metrics.jsonl"))?;
             earlier_rows.iter().for_each(|row| match row.phase {
                 Phase::Rl => drop(monitor.record(row.step, &row.metrics)),
@@ -108,7 +115,7 @@ impl Observer {
             facts,
             device,
             has_tool_timeout: false,
-            told_causes: vec![],
+            told_causes,
             activity: Arc::default(),
         })
     }
@@ -293,7 +300,7 @@ impl Observer {
     /// Warns about the samples of a step. A warning that differs from an earlier one of this phase only in
     /// its numbers is left out: its advice is long, and does not change.
     fn warn_of_cause(&mut self, phase: Phase, step: u64, cause: String) -> Result<()> {
-        let words = cause.replace(|c: char| c.is_ascii_digit(), "");
+        let words = without_digits(&cause);
         if self.told_causes.contains(&(phase, words.clone())) {
             return Ok(());
         }

@@ -115,23 +115,22 @@ impl SampleOutput {
         self.training_indices.iter().map(|&index| self.rollouts.groups[index].kept()).collect()
     }
 
-    /// Returns the first `count` rows of the step. `token_stats` has one entry for each trajectory used for
-    /// training, in order. Each entry is added to the row of its trajectory.
+    /// Returns the first `count` rows of the step: groups that were trained on, then the others.
+    /// `token_stats` has one entry for each trajectory used for training, in order. Each entry is added to
+    /// the row of its trajectory.
     pub fn rows(&self, count: usize, token_stats: &[TokenStats]) -> Vec<TrajectoryRow> {
-        let mut rows: Vec<TrajectoryRow> = self.rollouts.rows(Phase::Rl).take(count).collect();
-        let sizes: Vec<usize> = self.rollouts.groups.iter().map(|group| group.trajectories.len()).collect();
-        let start = |group: usize| -> usize { sizes[..group].iter().sum() };
-        let row_indices = self.training_indices.iter().flat_map(|&group| {
-            let trajectories = self.rollouts.groups[group].trajectories.iter().enumerate();
-            let kept = trajectories.filter(|(_, trajectory)| !trajectory.dropped);
-            kept.map(move |(index, _)| start(group) + index)
+        let mut stats = token_stats.iter();
+        let trained = self.training_indices.iter().map(|&index| (index, true));
+        let others = (0..self.rollouts.groups.len()).filter(|index| !self.training_indices.contains(index));
+        let rows = trained.chain(others.map(|index| (index, false))).flat_map(|(index, is_trained)| {
+            self.rollouts.group_rows(index, Phase::Rl).map(move |row| (row, is_trained))
         });
-        for (row_index, stats) in row_indices.zip(token_stats) {
-            if let Some(row) = rows.get_mut(row_index) {
-                row.token_stats = Some(stats.clone());
-            }
-        }
-        rows
+        let with_stats = rows.map(|(mut row, is_trained)| {
+            let is_trained = is_trained && !row.trajectory.dropped;
+            row.token_stats = is_trained.then(|| stats.next().cloned()).flatten();
+            row
+        });
+        with_stats.take(count).collect()
     }
 
     /// Returns the rollout's metrics for training step `step`.

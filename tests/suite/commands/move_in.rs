@@ -23,10 +23,14 @@ fn rows(path: &Path) -> Vec<Value> {
 
 /// Writes `rewards.py` and `r.toml`, and trains.
 fn train(folder: &Path, rewards: &str, task: &str, rest: &str) -> std::process::Output {
+    train_with(folder, rewards, task, rest, &[])
+}
+
+fn train_with(folder: &Path, rewards: &str, task: &str, rest: &str, more: &[&str]) -> std::process::Output {
     std::fs::write(folder.join("rewards.py"), rewards).unwrap();
     let recipe = format!("[task]\nname = \"python\"\nfile = \"rewards.py\"\n{task}\n{SMALL}{rest}");
     std::fs::write(folder.join("r.toml"), recipe).unwrap();
-    output(rloss().current_dir(folder).args(["train", "r.toml", "--out", "run"]))
+    output(rloss().current_dir(folder).args(["train", "r.toml", "--out", "run"]).args(more))
 }
 
 /// The failures of a reward function were trained as rewards of 0.
@@ -80,6 +84,51 @@ def short(completions, **kwargs):
     assert_eq!(run.status.code(), Some(0), "{}", stderr(&run));
     let all = rows(&other.path().join("run/trajectories/step-000001.jsonl"));
     assert!(all.iter().all(|row| row["dropped"].is_null() && !row["learned"].is_null()));
+}
+
+/// The stored trajectories were those of discarded groups, so nobody saw what the step learned from.
+#[test]
+fn the_stored_trajectories_begin_with_those_that_were_trained_on() {
+    let rewards =
+        "def rare(completions, **k):\n    return [float(sum(str(completions).encode()) % 24 == 0)]\n";
+    let folder = TempDir::new().unwrap();
+    let task = format!("train_file = {:?}", tables().join("rows.jsonl.gz"));
+    let sets =
+        ["rollout.prompts_per_step=2", "rollout.resample_rounds_max=6", "logging.trajectories_per_step=12"];
+    let sets: Vec<&str> = sets.iter().flat_map(|set| ["--set", set]).collect();
+    let run = train_with(folder.path(), rewards, &task, "[train]\nsteps = 2\n", &sets);
+    assert_eq!(run.status.code(), Some(0), "{}", stderr(&run));
+    let metrics = rows(&folder.path().join("run/metrics.jsonl"));
+    assert!(metrics.iter().any(|row| row["group/discarded"].as_f64() > Some(0.0)), "{metrics:?}");
+    for step in 1..=2 {
+        let stored = rows(&folder.path().join(format!("run/trajectories/step-{step:06}.jsonl")));
+        assert!(stored.iter().all(|row| !row["learned"].is_null()), "all 12 of a step: {stored:?}");
+    }
+}
+
+/// Held-out problems could not join a run: one message asked for --accept-changes, and the next refused it.
+#[test]
+fn held_out_problems_may_join_a_run_if_the_user_accepts_it() {
+    let rewards = "def a(completions, **k):\n    return [float(len(str(completions)) % 5)]\n";
+    let folder = TempDir::new().unwrap();
+    let task = format!("train_file = {:?}", tables().join("rows.jsonl.gz"));
+    let run = train(folder.path(), rewards, &task, "[train]\nsteps = 1\n");
+    assert_eq!(run.status.code(), Some(0), "{}", stderr(&run));
+    std::fs::write(folder.path().join("held.jsonl"), "{\"prompt\": \"new?\", \"answer\": \"1\"}\n").unwrap();
+    let resume = |more: &[&str]| {
+        let mut command = rloss();
+        command.current_dir(folder.path()).args(["train", "run", "--resume", "--set", "train.steps=2"]);
+        output(command.args(["--set", "task.validation_file=held.jsonl"]).args(more))
+    };
+    let refused = resume(&[]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(
+        stderr(&refused).contains("task.validation_file (") && stderr(&refused).contains("--accept-changes")
+    );
+    let accepted = resume(&["--accept-changes"]);
+    assert_eq!(accepted.status.code(), Some(0), "{}", stderr(&accepted));
+    let metrics = rows(&folder.path().join("run/metrics.jsonl"));
+    assert!(metrics.iter().any(|row| row["phase"] == "eval" && row["step"] == 2), "{metrics:?}");
 }
 
 #[test]

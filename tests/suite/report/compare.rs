@@ -70,6 +70,24 @@ fn a_run_that_has_not_begun_is_awaited_by_a_server_alone() {
     assert!(rloss::report::page(&later, true).unwrap().contains("1.25 → <b>16.25</b>"));
 }
 
+/// The page of a run had no place for what `rloss eval` measured of it later.
+#[test]
+fn later_evaluations_of_a_run_stand_on_its_page() {
+    let folder = tempfile::tempdir().unwrap();
+    let success = |value| [("val-core/gsm8k/acc/mean@1", value), ("val-core/gsm8k/acc/mean@1/ci95_low", 0.1)];
+    let own = row(40, Phase::Eval, &success(0.25));
+    let mine = run(folder.path(), "mine", &[rising(0.5), vec![own]].concat());
+    let before = rloss::report::state_digest(std::slice::from_ref(&mine));
+    run(&mine.join("eval"), "step-000040", &[row(40, Phase::Eval, &success(0.75))]);
+    assert_ne!(rloss::report::state_digest(std::slice::from_ref(&mine)), before);
+    let text = page(&[mine]);
+    for (name, value) in [("gsm8k mean@1, step 40", "0.25"), ("gsm8k by rloss eval mean@1, step 40", "0.75")]
+    {
+        let (_, rest) = text.split_once(name).unwrap_or_else(|| panic!("{name} is not in {text}"));
+        assert!(rest.get(..60).unwrap().contains(value), "{name}: {}", &rest[..60]);
+    }
+}
+
 #[test]
 fn a_model_card_has_results_data_and_recipe() {
     let folder = tempfile::tempdir().unwrap();

@@ -103,6 +103,10 @@ async def slow(prompts, completions, completion_ids, trainer_state, **kwargs):
     let task = files.task(&[("correct", 1.0), ("math_only", 1.0)]);
     let (value, _, named) = grade(task.as_ref(), r"\boxed{5}").unwrap();
     assert_eq!((value, named.get("math_only"), named["correct"]), (0.0, None, 0.0), "None leaves it out");
+    // One of two functions of the largest weight made a wrong answer a success.
+    let files = Files::new(rewards, &[row("math")]);
+    let task = files.task(&[("correct", 1.0), ("math_only", 1.0), ("slow", 0.5)]);
+    assert!(!grade(task.as_ref(), r"\boxed{5}").unwrap().1 && grade(task.as_ref(), r"\boxed{4}").unwrap().1);
     // A row with a text as prompt has texts as completions.
     let files = Files::new(rewards, &[json!({"prompt": "2+2?"})]);
     let (value, ..) = grade(files.task(&[("reward_len", 1.0)]).as_ref(), "four").unwrap();
