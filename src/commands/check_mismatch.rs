@@ -3,10 +3,11 @@
 
 use crate::actor::Actor;
 use crate::atomic_file::write_file;
+use crate::commands::arguments::{locate_recipe_or_model, name_of};
 use crate::dist::Mesh;
 use crate::dist::launch::require_single_process;
 use crate::error::{EXIT_BAD_INPUT, EXIT_DIFFERS, EXIT_SUCCESS};
-use crate::metrics::{Console, format_count, sanitize_terminal};
+use crate::metrics::{Console, format_count, format_number, sanitize_terminal};
 use crate::mismatch::bitwise_equality::EqualityChecks;
 use crate::mismatch::measure::AblationMeasurement;
 use crate::mismatch::output::{ResultLine, equality_table, mismatch_table, to_json};
@@ -15,7 +16,7 @@ use crate::mismatch::{ablations, diagnose::UnmodifiedModel, external_engine, pag
 use crate::model::ablations::Ablations;
 use crate::model::policy_view::PolicyView;
 use crate::model::rounding::WeightRounding;
-use crate::recipe::{KeyScope, Plan, Recipe, RecipeSource, locate};
+use crate::recipe::{KeyScope, Plan, Recipe, RecipeSource, locate, resolve_for};
 use crate::rollout::{Prompt, RolloutProgress};
 use crate::run::environment::Environment;
 use crate::run::header;
@@ -40,8 +41,8 @@ use std::time::Duration;
 #[derive(Args, Debug, Clone)]
 #[command(after_help = ablations::help())]
 pub struct CheckMismatchArgs {
-    /// A recipe file, a built-in recipe, a run folder (its last checkpoint) or a checkpoint [default:
-    /// quickstart]
+    /// A recipe file, a built-in recipe, a run folder (its last checkpoint) or a checkpoint; with --against
+    /// also a model folder or GGUF file [default: quickstart]
     recipe: Option<PathBuf>,
     /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
@@ -83,16 +84,28 @@ fn minutes(text: &str) -> Result<Duration, String> {
 }
 
 impl CheckMismatchArgs {
-    fn source(&self) -> Result<RecipeSource> {
-        locate(self.recipe.as_deref().unwrap_or(Path::new("quickstart")))
+    fn path(&self) -> &Path {
+        self.recipe.as_deref().unwrap_or(Path::new("quickstart"))
+    }
+
+    /// Returns the recipe; `None` for a model alone, which `--against` takes.
+    fn source(&self) -> Result<Option<RecipeSource>> {
+        if self.against.is_empty() {
+            locate(self.path()).map(Some)
+        } else {
+            locate_recipe_or_model(self.path())
+        }
     }
 
     /// Resolves the recipe with the command line's settings and `more_sets`.
     fn plan(&self, more_sets: &[String]) -> Result<Plan> {
         let sets: Vec<String> = self.sets.iter().chain(more_sets).cloned().collect();
-        let source = self.source()?;
         let scope =
             if self.against.is_empty() { KeyScope::CheckMismatch } else { KeyScope::CheckMismatchAgainst };
+        let Some(source) = self.source()? else {
+            let sets = [&[format!("model.path={}", self.path().display())], &sets[..]].concat();
+            return Ok(resolve_for(scope, Path::new("rloss check-mismatch"), "", &sets)?);
+        };
         let mut plan = source.resolve_for(scope, &sets)?;
         // If a --set names a model, the check uses that model.
         pin_model(&mut plan, &source, &sets)?;
@@ -112,12 +125,10 @@ impl CheckMismatchArgs {
             return Ok(out.clone());
         }
         let folder = |stem: &str| PathBuf::from("runs").join(format!("{stem}-mismatch"));
-        Ok(match &self.recipe {
-            None => folder("quickstart"),
-            Some(argument) => match locate(argument)? {
-                RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
-                source => folder(&source.stem()),
-            },
+        Ok(match self.source()? {
+            None => folder(&name_of(self.path())),
+            Some(RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) => run,
+            Some(source) => folder(&source.stem()),
         })
     }
 }
@@ -176,7 +187,9 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Started, Vec<(Str
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.overrides)?))).collect::<Result<_>>()?;
     let console = console(&plan, mesh);
     if mesh.is_rank_zero() {
-        ask_consent(&args.source()?, &plan.recipe, &args.sets, args.trust, &console)?;
+        if let Some(source) = args.source()? {
+            ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
+        }
     }
     let other_weights = match args.against.as_slice() {
         [] => {
@@ -232,9 +245,15 @@ fn check_against(
     let (config, tokens_max) = (loaded.config(), loaded.actor.model.context_tokens_max());
     let token_rows =
         RowReader::new(config, tokens_max, chat.vocabulary(), args.temperature).read(&args.against)?;
-    let (rows, tokens): (usize, usize) =
-        (token_rows.rows.len(), token_rows.rows.iter().map(|row| row.tokens.len()).sum());
-    let counts = [format_count(rows as u64, "row"), format_count(tokens as u64, "token")].join(" of ");
+    let tokens: usize = token_rows.rows.iter().map(|row| row.tokens.len()).sum();
+    let log_probs: usize =
+        token_rows.rows.iter().map(|row| row.log_probs.iter().skip(1).flatten().count()).sum();
+    let counts = format!(
+        "{}, {}, {} with a log-prob",
+        format_count(token_rows.rows.len() as u64, "row"),
+        format_count(tokens as u64, "token"),
+        format_number(log_probs as f64)
+    );
     let files: Vec<String> = args.against.iter().map(|file| file.display().to_string()).collect();
     print_note(&format!("data     {}: {counts}", files.join(", ")));
     token_rows.formats.iter().for_each(|format| print_note(format));
@@ -281,11 +300,21 @@ fn check_against(
         }));
     }
     lines.extend(sides_line);
-    let answer = answers.join("\n\n");
-    let table = |columns| mismatch_table("comparison", &lines, columns);
+    let mut answer = answers.join("\n\n");
+    if !token_rows.bad_rows.is_empty() {
+        let count = format_count(token_rows.bad_rows.len() as u64, "row");
+        answer.push_str(&format!("\n\n{count} could not be compared."));
+    }
+    // The answer has the causes.
+    let plain: Vec<ResultLine> =
+        lines.iter().map(|line| ResultLine { cause: None, ..line.clone() }).collect();
+    let table = |columns| mismatch_table("comparison", &plain, columns);
     print_text(&format!("{}\n\n{}\n", sanitize_terminal(&answer), table(stdout_columns())))?;
     if args.out.is_some() {
-        let page = page::page(&answer, &table(usize::MAX), &token_rows.formats);
+        let model =
+            recipe.model.path.as_deref().map_or("random weights".into(), |path| path.display().to_string());
+        let read = [&[format!("{model}: the model, f32; {counts}")], &token_rows.formats[..]].concat();
+        let page = page::page(&answer, &table(usize::MAX), &read);
         files.push(("mismatch.md".to_owned(), page));
     }
     let code = match (token_rows.bad_rows.is_empty(), differs) {

@@ -38,7 +38,8 @@ impl Comparison {
         let Diagnosis { verdict, stats, remaining, f32_bound, bf16_bound, within_bf16, .. } = &self.diagnosis;
         let Diagnosis { without_effect, search, .. } = &self.diagnosis;
         let stats_json = |stats: &DifferenceStats| {
-            Value::Object(stats.with_names().map(|(k, v)| (k.to_owned(), json!(v))).into_iter().collect())
+            let named = stats.with_names().into_iter().filter(|(name, _)| *name != "effective_sample_share");
+            Value::Object(named.map(|(k, v)| (k.to_owned(), json!(v))).collect())
         };
         let causes = verdict.causes().iter();
         let causes = causes.map(|cause| json!({"causes": [cause.name], "words": cause.description()}));
@@ -95,7 +96,7 @@ pub fn compare(
     let window = config.sliding_window;
     let mut lines = vec![];
     let position_ranges: [(_, &dyn Fn(usize) -> bool); 3] = [
-        ("rollout_equals_training", &|_| true),
+        ("all positions", &|_| true),
         ("… positions within the window", &|position| position <= window),
         ("… positions past the window", &|position| position > window),
     ];
@@ -107,7 +108,7 @@ pub fn compare(
         first.cause = Some(diagnosis.verdict.to_text());
     }
     let routed_experts = ExpertComparison::from_rows(rows, &target_positions, &diagnosis.differences);
-    let mut answer = answer(&diagnosis, &location_result, &lines);
+    let mut answer = answer(&diagnosis, (&location_result, &target_positions), &lines);
     if let Some(comparison) = &routed_experts {
         answer.push_str(&comparison.to_text());
     }
@@ -261,7 +262,11 @@ fn malformed_rows(chat: &Chat, rows: &[TokenRow]) -> Vec<(String, String)> {
 }
 
 /// Returns the answer as one paragraph: the verdict, the size of the mismatch, and its location.
-fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[ResultLine]) -> String {
+fn answer(
+    diagnosis: &Diagnosis,
+    (location_result, target_positions): (&LocationResult, &TargetPositions),
+    lines: &[ResultLine],
+) -> String {
     let number = |value: f64| format_number(value);
     let stats = &diagnosis.stats;
     let (tokens, max) = (location_result.targets, number(stats.max));
@@ -300,7 +305,12 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
             text
         }
         Verdict::Unfinished(partial_causes) => {
-            let mut text = "Cause not found yet.".to_owned();
+            let is_searched = diagnosis.search.is_some_and(|search| search.tried > 0);
+            let mut text = if is_searched {
+                "Cause not found yet.".to_owned()
+            } else {
+                "The log-probs differ by more than rounding.".to_owned()
+            };
             if !partial_causes.is_empty() {
                 text.push_str(&format!(" Nearest so far: {}.", join_causes(partial_causes)));
             }
@@ -309,7 +319,7 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
     };
     if let Some(search) = diagnosis.search.filter(|search| search.ended_by_limit) {
         text.push_str(&match search.tried {
-            0 => " There was no search for a cause.".to_owned(),
+            0 => " No cause was searched for.".to_owned(),
             tried => format!(
                 " The search for a cause ended early: {tried} of {} causes were tried.",
                 search.causes
@@ -346,7 +356,18 @@ fn answer(diagnosis: &Diagnosis, location_result: &LocationResult, lines: &[Resu
     if !matches!(diagnosis.verdict, Verdict::Agrees | Verdict::Explained(_)) {
         text.push_str(&describe_location(diagnosis, location_result, lines));
     }
+    if diagnosis.verdict.differs() {
+        text.push_str(&describe_largest(&diagnosis.differences, target_positions));
+    }
     text
+}
+
+/// Returns the sentence about the largest difference.
+fn describe_largest(differences: &[f64], targets: &TargetPositions) -> String {
+    let by_size = |&a: &usize, &b: &usize| differences[a].abs().total_cmp(&differences[b].abs());
+    let Some(at) = (0..differences.len()).max_by(by_size) else { return String::new() };
+    let (row, position) = (&targets.names[targets.rows[at]], targets.positions[at]);
+    format!(" Largest: row {row} token {position}, engine - model = {:+.3}.", differences[at])
 }
 
 /// Returns the text that says how many tokens differ, and which.

@@ -20,7 +20,7 @@ const DIFFERENCE_MIN: f64 = 1e-7;
 pub fn page(answer: &str, table: &str, formats: &[String]) -> String {
     let formats_list: String = formats.iter().map(|line| format!("- {line}\n")).collect();
     format!(
-        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, all values are in mismatch.json.\n",
+        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, the numbers are in mismatch.json.\n",
         table.trim_end(),
         env!("CARGO_PKG_VERSION")
     )

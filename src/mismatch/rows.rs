@@ -127,7 +127,7 @@ impl<'a> RowReader<'a> {
                 let mut line = format!("{}: {}", path.display(), format.name);
                 if rows_from_texts > 0 {
                     let how = "each text has exactly one form in ids, so they are certain";
-                    line.push_str(&format!("; ids from the texts of {rows_from_texts} rows: {how}"));
+                    line.push_str(&format!("; ids from the texts of {rows_from_texts} rows (prompts, and answers without ids): {how}"));
                 }
                 token_rows.formats.push(line);
             }

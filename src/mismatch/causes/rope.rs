@@ -68,7 +68,7 @@ pub(super) fn causes(config: &Config) -> Vec<Cause> {
         ]);
     }
     causes.extend(other_values(&BASES, config.rope.theta).map(|theta| {
-        let detail = format!("rope_theta is {theta}");
+        let detail = format!("rope_theta is {theta} instead of {}", config.rope.theta);
         Cause::in_forward("other RoPE base", detail, LONGER_ROWS, move |variant| {
             variant.config.rope.theta = theta
         })

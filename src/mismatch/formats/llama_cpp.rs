@@ -97,7 +97,7 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     log_probs.resize(ids.len(), None);
     let stated = response.generation_settings.and_then(|settings| settings.temperature);
     Ok(RawRow {
-        temperature: stated.filter(|_| after_sampling),
+        temperature: if after_sampling { stated } else { Some(1.0) },
         texts,
         from_texts,
         ..prompt_and_response(prompt, ids, log_probs)

@@ -28,7 +28,6 @@ const PLACEHOLDERS: &[(&str, &str, &str)] = &[
     ("", "TINY", GPT_OSS),
     ("", "FILE.gguf", "qwen.gguf"),
     ("", "qwen2.5-0.5b-instruct-q8_0.gguf", "qwen.gguf"),
-    ("--against", "RECIPE", "model.toml"),
     ("--against", "FILE...", "rows.jsonl"),
     ("train_file", "FILE", "conversations.jsonl"),
     ("--from", "RECIPE", "gsm8k"),
@@ -121,7 +120,6 @@ impl StandIns {
         fs::write(folder.join("conversations.jsonl"), conversations(0..20)).unwrap();
         fs::write(folder.join("gsm8k-calls.jsonl"), conversations(0..4)).unwrap();
         fs::write(folder.join("held_out_conversations.jsonl"), conversations(20..24)).unwrap();
-        fs::write(folder.join("model.toml"), format!("[model]\npath = {GPT_OSS:?}\n")).unwrap();
 
         for (recipe, model) in [("quickstart", GPT_OSS), ("quickstart_dense", QWEN)] {
             let run = format!("made/{recipe}");
