@@ -216,10 +216,8 @@ fn prepare(
     let (resume_notes, resume_point) = match resumes {
         true => {
             let _stage = console.start_inner_stage("reading the checkpoint", 0);
-            // Another file in a key of the recipe is the recipe's mistake, which nobody can accept.
-            let resumed = prepare_resume(&out, &mut plan)?;
             inputs.compare(&out, accepts_changes)?;
-            resumed
+            prepare_resume(&out, &mut plan)?
         }
         false => RunFolder::refuse_existing(&out).map(|()| (vec![], None))?,
     };

@@ -487,7 +487,13 @@ fn the_exit_code_says_whether_they_differ() {
     assert_eq!(code(&file).0, 3);
     let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
     // The model's folder is enough.
-    command.arg("check-mismatch").arg(folder.path().join("model")).arg("--out").arg(&out).arg("--against").arg(&file);
+    command
+        .arg("check-mismatch")
+        .arg(folder.path().join("model"))
+        .arg("--out")
+        .arg(&out)
+        .arg("--against")
+        .arg(&file);
     let output = command.args(["--search-minutes", "0"]).output().unwrap();
     let stdout = String::from_utf8_lossy(&output.stdout);
     assert_eq!(output.status.code(), Some(3), "{stdout}");
