@@ -1,6 +1,6 @@
 //! The language-model head at the real vocabulary size: log-probabilities and entropies of 1,024 rows,
-//! forward and backward. Prints one JSON line, seconds of every round and peak memory;
-//! `scripts/peer_head.py` prints PyTorch's. `cargo bench --bench head -- [THREADS]`.
+//! forward and backward. Prints one JSON line, seconds of every round and peak memory.
+//! `cargo bench --bench head -- [THREADS]`.
 
 #[path = "../src/allocator.rs"]
 mod allocator;

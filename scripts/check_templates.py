@@ -22,7 +22,7 @@ from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from make_chat_fixtures import TEXTS
-from make_tool_fixtures import parameters, words
+from make_chat_fixtures import parameters, words
 
 OWN = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "templates"
 CONVERSATIONS, DATE = 100, datetime(2026, 1, 2)

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Conversations of our own and how Qwen2.5-Instruct's chat template writes them: tests/fixtures/chatml.jsonl.
+"""Conversations and tools of our own, and how published chat templates write them.
 
-    scripts/make_chat_fixtures.py --template FILE
+    scripts/make_chat_fixtures.py --template FILE       tests/fixtures/chatml.jsonl, by Qwen2.5-Instruct's template
+    scripts/make_chat_fixtures.py --templates FOLDER    tools.jsonl.gz, by three families; thoughts.jsonl.gz, by Qwen3's
     scripts/make_chat_fixtures.py --check FOLDER
 
 FILE holds the template, which is Apache-2.0 and not part of this project: the value of `chat_template` in
@@ -10,7 +11,9 @@ tokenizer_config.json of the Qwen2.5-Instruct models. It was taken from a quotat
 unescaped as JSON. The models' own file could not be had, but the quotation is whole: its length, 2,507 bytes, and its digest
 are those that public repositories record for Qwen/Qwen2.5-7B-Instruct. A template of another digest is refused.
 
-Each row holds `messages`, `tools`, `add_generation_prompt` and the `text`. --check loads the tokenizer of a checkpoint that
+Each row holds `messages`, `tools`, `add_generation_prompt` and the `text`. FOLDER of --templates holds gpt-oss.jinja,
+qwen2.5.jinja and qwen3.jinja as published with the models; a row of tools.jsonl.gz holds `tools`, `instructions` or null, and
+the prompt's text by family, one of thoughts.jsonl.gz also `enable_thinking`. --check loads the tokenizer of a checkpoint that
 rloss saved (its embedded ChatML vocabulary) in transformers and compares `apply_chat_template` on every conversation that
 begins with a system message: rloss's own template makes up no other.
 
@@ -18,6 +21,7 @@ Needs transformers 5 and jinja2.
 """
 
 import argparse
+import gzip
 import hashlib
 import json
 import random
@@ -26,9 +30,16 @@ from pathlib import Path
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-FIXTURE = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "chatml.jsonl"
+FIXTURES = Path(__file__).resolve().parent.parent / "tests" / "fixtures"
+FIXTURE = FIXTURES / "chatml.jsonl"
 TEMPLATE_SHA256 = "cd8e9439f0570856fd70470bf8889ebd8b5d1107207f67a5efb46e342330527f"
 CONVERSATIONS = 50
+
+
+ROWS, DATE = 200, "2026-01-02"
+WORDS = ["city", "Länge", "unit of \"length\"", "days < 7 & more", "a\\b", "世界", "price", "kind", "x", "two\nlines"]
+NAMES = ["city", "days", "unit", "route", "größe", "items", "properties", "values", "x1", "default", "type"]
+SCALARS = ["string", "number", "integer", "boolean"]
 
 
 def function(name, description, required=(), **properties):
@@ -93,6 +104,99 @@ def render(row, template):
     return texts[0]
 
 
+def words(rng):
+    return " ".join(rng.sample(WORDS, rng.randint(1, 3)))
+
+
+def schema(rng, depth=0):
+    kind = rng.choice(SCALARS * 2 + (["array", "object", "oneOf", "types", "any"] if depth < 3 else []))
+    drawn = {}
+    if kind == "oneOf":
+        drawn["oneOf"] = [schema(rng, depth + 1) for _ in range(rng.randint(1, 3))]
+    elif kind == "types":
+        drawn["type"] = rng.sample(SCALARS + ["object", "null"], rng.randint(1, 3))
+    elif kind != "any":
+        drawn["type"] = kind
+    if kind == "array" and rng.random() < 0.8:
+        drawn["items"] = schema(rng, depth + 1) if rng.random() < 0.9 else {}
+    if kind == "object" and rng.random() < 0.8:
+        drawn.update(parameters(rng, depth + 1))
+    if kind == "string" and rng.random() < 0.4:
+        drawn["enum"] = rng.sample(WORDS, rng.randint(1, 3))
+        if rng.random() < 0.5:
+            drawn["default"] = rng.choice(drawn["enum"])
+    elif rng.random() < 0.3:
+        drawn["default"] = words(rng) if kind == "oneOf" else rng.choice([1, -2.5, 1e-7, 1e20, True, None, words(rng), [], {"a": [1, None]}])
+    if rng.random() < 0.5:
+        drawn["description"] = rng.choice([words(rng), ""])
+    if rng.random() < 0.2:
+        drawn["nullable"] = rng.random() < 0.7
+    keys = list(drawn)
+    rng.shuffle(keys)
+    return {key: drawn[key] for key in keys}
+
+
+def parameters(rng, depth=0):
+    names = rng.sample(NAMES, rng.randint(0, 4 - min(depth, 2)))
+    drawn = {"type": "object", "properties": {name: schema(rng, depth) for name in names}}
+    if rng.random() < 0.7:
+        drawn["required"] = [name for name in names if rng.random() < 0.5]
+    return drawn
+
+
+def drawn_function(rng, i):
+    drawn = {"name": f"{rng.choice(['look_up', 'route', 'noop', 'get-price'])}{i}", "description": words(rng)}
+    if rng.random() < 0.9:
+        drawn["parameters"] = parameters(rng)
+    if rng.random() < 0.1:
+        drawn["strict"] = True
+    return {"type": "function", "function": drawn}
+
+
+def thoughtful(rng):
+    """A conversation whose assistant thinks in some turns: in a key of its own, or in the text."""
+    row = conversation(rng)
+    for message in row["messages"]:
+        thought = rng.choice(TEXTS)
+        if message["role"] == "assistant" and rng.random() < 0.3:
+            message["reasoning_content"] = thought
+        elif message["role"] == "assistant" and rng.random() < 0.4:
+            message["content"] = f"<think>\n{thought}\n</think>\n\n{message['content']}"
+    return row | {"enable_thinking": rng.random() < 0.5}
+
+
+def write(name, rows):
+    with open(FIXTURES / name, "wb") as file, gzip.GzipFile(fileobj=file, mode="wb", mtime=0, filename="") as packed:
+        packed.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    print(f"{name}: {len(rows)} rows, {(FIXTURES / name).stat().st_size} bytes")
+
+
+def make_tools_and_thoughts(folder):
+    # The date of GPT-OSS's system message is that of the clock.
+    templates = {name: (folder / name).read_text().replace('strftime_now("%Y-%m-%d")', f'"{DATE}"')
+                 for name in ["gpt-oss.jinja", "qwen2.5.jinja", "qwen3.jinja"]}
+    rng, rows = random.Random(1), []
+    for i in range(ROWS):
+        tools = [drawn_function(rng, j) for j in range(rng.randint(1, 4))]
+        instructions = words(rng) if rng.random() < 0.5 else None
+        messages = ([{"role": "system", "content": instructions}] if instructions else []) + [{"role": "user", "content": words(rng)}]
+        row = {"tools": tools, "instructions": instructions, "user": messages[-1]["content"]}
+        for name, template in templates.items():
+            (text,), _ = render_jinja_template([messages], tools=tools, chat_template=template, add_generation_prompt=True)
+            row[name.removesuffix(".jinja")] = text
+        rows.append(row)
+    write("tools.jsonl.gz", rows)
+    rng, rows = random.Random(2), []
+    for _ in range(ROWS):
+        row = thoughtful(rng)
+        (text,), _ = render_jinja_template(
+            [row["messages"]], tools=row["tools"] or None, chat_template=templates["qwen3.jinja"],
+            add_generation_prompt=row["add_generation_prompt"], enable_thinking=row["enable_thinking"],
+        )
+        rows.append(row | {"text": text})
+    write("thoughts.jsonl.gz", rows)
+
+
 def check(folder):
     from transformers import AutoTokenizer
 
@@ -115,12 +219,15 @@ def check(folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--template", type=Path, help="file with Qwen2.5-Instruct's chat template")
+    parser.add_argument("--templates", type=Path, metavar="FOLDER", help="folder with three published templates")
     parser.add_argument("--check", type=Path, metavar="FOLDER", help="compare a checkpoint's template")
     options = parser.parse_args()
     if options.check:
         return check(options.check)
+    if options.templates:
+        return make_tools_and_thoughts(options.templates)
     if not options.template:
-        parser.error("give --template or --check")
+        parser.error("give --template, --templates or --check")
     template = options.template.read_text()
     digest = hashlib.sha256(template.encode()).hexdigest()
     if digest != TEMPLATE_SHA256:

@@ -267,7 +267,7 @@ fn what_follows_a_turn_continues_the_conversation() {
 }
 
 /// Two hundred prompts with drawn tools, as transformers rendered them by the published templates:
-/// `scripts/make_tool_fixtures.py`.
+/// `scripts/make_chat_fixtures.py`.
 #[test]
 fn prompts_with_tools_are_those_of_the_published_templates() {
     let thinking = Chat::ChatMl(ChatMl::from_embedded_with_thoughts().unwrap());
@@ -312,7 +312,7 @@ fn unpacked(name: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Two hundred conversations, as transformers rendered them by Qwen3's template: `scripts/make_tool_fixtures.py`.
+/// Two hundred conversations, as transformers rendered them by Qwen3's template: `scripts/make_chat_fixtures.py`.
 #[test]
 fn conversations_with_thoughts_are_those_of_qwen3s_template() {
     let rows = unpacked("thoughts.jsonl.gz");

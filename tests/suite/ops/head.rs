@@ -90,7 +90,7 @@ fn over_kept_tokens_values_and_gradients_are_those_of_their_formulas() {
     }
 }
 
-/// A case of `scripts/make_truncated_head.py`.
+/// A case of `scripts/make_reference_values.py`.
 #[derive(Deserialize)]
 struct TorchCase {
     temperature: f64,

@@ -28,7 +28,7 @@ fn tensor(values: &[f32], shape: &[usize]) -> Tensor {
     Tensor::from_slice(values, shape, &Device::Cpu).unwrap()
 }
 
-/// `scripts/make_muon_fixture.py` ran the reference.
+/// `scripts/make_reference_values.py` ran the reference.
 #[test]
 fn muon_follows_its_authors_reference_over_ten_steps() {
     let traces: Vec<Trace> = serde_json::from_str(include_str!("../../fixtures/muon.json")).unwrap();

@@ -1,4 +1,4 @@
-//! The losses of the Tinker API, against torch: `scripts/make_sum_losses.py`.
+//! The losses of the Tinker API, against torch: `scripts/make_reference_values.py`.
 
 use rloss::policy::sum_loss::{SumLoss, SumLossInput};
 use std::collections::BTreeMap;

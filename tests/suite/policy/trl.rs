@@ -177,7 +177,7 @@ fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Ve
     (means, extremes)
 }
 
-/// `scripts/make_gdpo_fixture.py` has the formula of TRL's `normalize_then_sum`.
+/// `scripts/make_reference_values.py` has the formula of TRL's `normalize_then_sum`.
 #[test]
 fn gdpo_has_the_advantages_of_trls_normalize_then_sum() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gdpo.json");
