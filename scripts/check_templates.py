@@ -21,8 +21,7 @@ import jinja2
 from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from make_chat_fixtures import TEXTS
-from make_chat_fixtures import parameters, words
+from make_chat_fixtures import TEXTS, parameters, words
 
 OWN = Path(__file__).resolve().parent.parent / "tests" / "fixtures" / "templates"
 CONVERSATIONS, DATE = 100, datetime(2026, 1, 2)
