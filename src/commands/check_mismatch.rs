@@ -186,10 +186,10 @@ fn open(args: &CheckMismatchArgs, mesh: &Arc<Mesh>) -> Result<(Started, Vec<(Str
     let ablation_plans: Vec<(String, Plan)> =
         rows.into_iter().map(|row| Ok((row.name, args.plan(&row.overrides)?))).collect::<Result<_>>()?;
     let console = console(&plan, mesh);
-    if mesh.is_rank_zero() {
-        if let Some(source) = args.source()? {
-            ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
-        }
+    if mesh.is_rank_zero()
+        && let Some(source) = args.source()?
+    {
+        ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     }
     let other_weights = match args.against.as_slice() {
         [] => {
