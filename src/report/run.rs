@@ -125,8 +125,9 @@ fn later_evaluations(folder: &Path) -> Result<Vec<Row>> {
     for folder in evaluation_folders(folder) {
         for Row { step, phase, metrics } in read_rows(&folder.join("metrics.jsonl"))? {
             let renamed = metrics.iter().filter_map(|(name, value)| {
-                let (set, measure) = name.strip_prefix("val-core/")?.split_once("/acc/")?;
-                Some((format!("val-core/{set} by rloss eval/acc/{measure}"), value))
+                let (_, measure) = name.strip_prefix("val-core/")?.split_once("/acc/")?;
+                let end = measure.find('/').map_or("", |at| &measure[at..]);
+                Some((format!("{} by rloss eval{end}", name.strip_suffix(end)?), value))
             });
             rows.push(Row { step, phase, metrics: Metrics::from_iter(renamed) });
         }

@@ -81,7 +81,7 @@ fn later_evaluations_of_a_run_stand_on_its_page() {
     run(&mine.join("eval"), "step-000040", &[row(40, Phase::Eval, &success(0.75))]);
     assert_ne!(rloss::report::state_digest(std::slice::from_ref(&mine)), before);
     let text = page(&[mine]);
-    for (name, value) in [("gsm8k mean@1, step 40", "0.25"), ("gsm8k by rloss eval mean@1, step 40", "0.75")]
+    for (name, value) in [("gsm8k mean@1, step 40", "0.25"), ("gsm8k mean@1 by rloss eval, step 40", "0.75")]
     {
         let (_, rest) = text.split_once(name).unwrap_or_else(|| panic!("{name} is not in {text}"));
         assert!(rest.get(..60).unwrap().contains(value), "{name}: {}", &rest[..60]);
