@@ -313,7 +313,7 @@ fn check_against(
     if args.out.is_some() {
         let model =
             recipe.model.path.as_deref().map_or("random weights".into(), |path| path.display().to_string());
-        let read = [&[format!("{model}: the model, f32; {counts}")], &token_rows.formats[..]].concat();
+        let read = [&[format!("{counts}, computed with {model}")], &token_rows.formats[..]].concat();
         let page = page::page(&answer, &table(usize::MAX), &read);
         files.push(("mismatch.md".to_owned(), page));
     }
