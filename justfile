@@ -161,6 +161,10 @@ quickstart:
 words:
     scripts/words.py
 
+# Lines of code of each folder.
+code:
+    scripts/words.py --code
+
 # Every curve of docs/FIGURES.md for three seeds, and its figures drawn anew.
 figures:
     scripts/reproduce_figures.sh

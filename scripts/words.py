@@ -1,16 +1,21 @@
 #!/usr/bin/env python3
-"""Counts words and long sentences of the README and the pages in docs/.
+"""Counts words and long sentences of the README and the pages in docs/, or lines of code.
 
     scripts/words.py [PAGE...]    without PAGE: README.md and docs/*.md
+    scripts/words.py --code       lines of code of each folder in src/; of benches, kernels, scripts and tests beside them
 
 Prints, for each page, its words as `wc -w` counts them, the number of its sentences, and the share of sentences over 25
 words. docs/recipes.md is generated and is left out unless it is named. Sentences are those of prose: headings, tables, code
 blocks and images do not count. A link counts as its text, and code within a line as its words.
+
+Lines of code are those with more than white space and a comment. In src/, tests do not count: modules and files of tests, and
+on_device, the tests that need a GPU.
 """
 
 import argparse
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,11 +58,44 @@ def sentences(text):
     return [sentence for sentence in found if re.search(r"\w", sentence)]
 
 
+TEST_MODULE = re.compile(
+    r"^( *)#\[cfg\((?:all\()?test\b.*\n(?:\1#.*\n)*\1(?:pub(?:\(.*\))? )?mod \w+ \{\n(?:.*\n)*?\1\}\n", re.MULTILINE
+)
+
+
+def code_lines(file):
+    """Returns the number of lines of code of a Rust, C++, CUDA, Python or shell file; of Rust's without modules of tests."""
+    text, comment = file.read_text(encoding="utf-8"), "#"
+    if file.suffix != ".py" and file.suffix != ".sh":
+        text, comment = TEST_MODULE.sub("", text), "//"
+    lines = (line.strip() for line in text.splitlines())
+    return sum(1 for line in lines if line and not line.startswith(comment))
+
+
+def print_code():
+    counts = Counter()
+    for folder in ("src", "benches", "kernels", "scripts", "tests"):
+        suffixes = {".rs"} if folder == "src" else {".rs", ".cu", ".cuh", ".cpp", ".h", ".py", ".sh"}
+        for file in sorted((ROOT / folder).rglob("*")):
+            inside = file.relative_to(ROOT / folder)
+            is_test = folder == "src" and ("on_device" in str(inside) or file.name == "tests.rs")
+            if file.suffix in suffixes and not is_test:
+                name = f"src/{inside.parts[0].removesuffix('.rs')}" if folder == "src" else folder
+                counts[name] += code_lines(file)
+    counts["src"] = sum(count for name, count in counts.items() if name.startswith("src/"))
+    for name, count in sorted(counts.items(), key=lambda entry: (entry[0].startswith("src/"), -entry[1])):
+        print(f"{name:<18}  {count:>6}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pages", nargs="*", type=Path, metavar="PAGE")
     parser.add_argument("--long", action="store_true", help="print the long sentences too")
+    parser.add_argument("--code", action="store_true", help="lines of code instead")
     arguments = parser.parse_args()
+    if arguments.code:
+        print_code()
+        return
     pages = arguments.pages
     if not pages:
         docs = (page for page in sorted((ROOT / "docs").glob("*.md")) if page.name not in GENERATED)
