@@ -292,8 +292,9 @@ fn check_against(
         let answer = &comparison.answer;
         answers.push(if has_several { format!("{side}: {answer}") } else { answer.clone() });
         diagnoses.insert((*side).to_owned(), comparison.to_json());
-        let name = if has_several { format!("mismatch-{side}.svg") } else { "mismatch.svg".to_owned() };
-        files.push((name, page::chart(&comparison)));
+        let name = if has_several { format!("mismatch-{side}") } else { "mismatch".to_owned() };
+        files.push((format!("{name}.svg"), page::chart(&comparison)));
+        files.push((format!("{name}.csv"), page::token_table(&comparison, chat.vocabulary())?));
         lines.extend(comparison.lines.into_iter().map(|line| match has_several {
             true => ResultLine { name: format!("{side}: {}", line.name), ..line },
             false => line,

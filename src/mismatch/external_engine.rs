@@ -28,6 +28,8 @@ pub struct Comparison {
     pub diagnosis: Diagnosis,
     pub location_result: LocationResult,
     pub target_positions: TargetPositions,
+    /// The engine's log-prob of each target.
+    pub engine_log_probs: Vec<f32>,
     /// Present if the rows have routed experts.
     pub routed_experts: Option<ExpertComparison>,
 }
@@ -120,7 +122,16 @@ pub fn compare(
             chat.name()
         ));
     }
-    Ok(Comparison { lines, answer, diagnosis, location_result, target_positions, routed_experts })
+    let engine_log_probs = observed.log_probs;
+    Ok(Comparison {
+        lines,
+        answer,
+        diagnosis,
+        location_result,
+        target_positions,
+        engine_log_probs,
+        routed_experts,
+    })
 }
 
 /// Returns the sides of `rows` with their names: the engine's rows and, if the file has a trainer's

@@ -24,7 +24,7 @@ pub struct TargetPositions {
     pub positions: Vec<usize>,
     /// Routed experts at the position that predicts the target, `[layer][target]`.
     experts: Vec<Vec<Vec<u32>>>,
-    tokens: Vec<u32>,
+    pub tokens: Vec<u32>,
 }
 
 impl TargetPositions {

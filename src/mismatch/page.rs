@@ -1,7 +1,10 @@
-//! Writes a Markdown page that can be pasted into an issue, and a chart of |Δlogp| by position.
+//! Writes a Markdown page that can be pasted into an issue, a chart of |Δlogp| by position, and a table of all
+//! tokens.
 
 use super::distance::DifferenceStats;
 use super::external_engine::Comparison;
+use crate::vocabulary::Vocabulary;
+use anyhow::Result;
 use std::fmt::Write;
 
 /// Size and margins of the chart, in SVG user units.
@@ -20,10 +23,37 @@ const DIFFERENCE_MIN: f64 = 1e-7;
 pub fn page(answer: &str, table: &str, formats: &[String]) -> String {
     let formats_list: String = formats.iter().map(|line| format!("- {line}\n")).collect();
     format!(
-        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, the numbers are in mismatch.json.\n",
+        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, statistics are in mismatch.json, single tokens in mismatch.csv.\n",
         table.trim_end(),
         env!("CARGO_PKG_VERSION")
     )
+}
+
+/// Returns `mismatch.csv`: a line for each token with a log-prob, in the order of rows and positions. `engine`,
+/// `model` and their `difference` are in nats.
+///
+/// # Errors
+/// Errors of the writer.
+pub fn token_table(comparison: &Comparison, vocabulary: &Vocabulary) -> Result<String> {
+    let targets = &comparison.target_positions;
+    let diagnosis = &comparison.diagnosis;
+    let mut order: Vec<usize> = (0..targets.tokens.len()).collect();
+    order.sort_by_key(|&target| (targets.rows[target], targets.positions[target]));
+    let mut table = csv::Writer::from_writer(vec![]);
+    table.write_record(["row", "position", "id", "text", "engine", "model", "difference"])?;
+    for target in order {
+        let id = targets.tokens[target];
+        table.write_record([
+            targets.names[targets.rows[target]].clone(),
+            targets.positions[target].to_string(),
+            id.to_string(),
+            vocabulary.decode(&[id]),
+            comparison.engine_log_probs[target].to_string(),
+            diagnosis.unmodified_log_probs[target].to_string(),
+            format!("{:.3e}", diagnosis.differences[target]),
+        ])?;
+    }
+    Ok(String::from_utf8(table.into_inner()?)?)
 }
 
 /// Returns `mismatch.svg`: the median and the maximum of |Δlogp| for each range of positions, on a

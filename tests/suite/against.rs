@@ -472,6 +472,17 @@ fn the_exit_code_says_whether_they_differ() {
     let page = std::fs::read_to_string(out.join("mismatch.md")).unwrap();
     assert!(page.contains("Agrees: 220 tokens"), "{page}");
     assert!(std::fs::read_to_string(out.join("mismatch.svg")).unwrap().ends_with("</svg>\n"));
+    let table = std::fs::read_to_string(out.join("mismatch.csv")).unwrap();
+    assert_eq!(table.lines().next(), Some("row,position,id,text,engine,model,difference"));
+    let mut places = vec![];
+    for record in csv::Reader::from_reader(table.as_bytes()).records() {
+        let record = record.unwrap();
+        let number = |column: usize| record[column].parse::<f64>().unwrap();
+        assert!((number(4) - number(5) - number(6)).abs() <= 1e-3 * number(6).abs() + 1e-12, "{record:?}");
+        places.push((record[0].parse::<usize>().unwrap(), number(1) as usize));
+    }
+    assert_eq!(places.len(), 220);
+    assert!(places.is_sorted());
 
     let (status, found) = code(&fixtures().join("prime_rl.jsonl"));
     assert_eq!((status, found["trainer"]["verdict"].as_str()), (0, Some("agrees")));
