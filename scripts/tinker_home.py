@@ -3,11 +3,12 @@
 
     scripts/tinker_home.py HOME [--name Qwen/Qwen3-4B-Instruct-2507] [--seed N]
 
-Needs numpy, tokenizers and tinker-cookbook. The cookbook finds renderer and tokenizer by the model's name, and transformers and
-datasets take a relative folder of that name before the hub. Run the recipes in HOME.
+Needs numpy and tokenizers. The cookbook finds renderer and tokenizer by the model's name, and transformers and datasets take a
+relative folder of that name before the hub. Run the recipes in HOME. Where tinker-cookbook is installed, the chats have its prompt.
 """
 
 import argparse
+import importlib.util
 import json
 import random
 import struct
@@ -97,9 +98,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     # The prompt of the cookbook's recipe for GSM8K, so that the SFT warm-up teaches what RL asks.
-    from tinker_cookbook.recipes.math_rl.math_env import MathEnv
+    suffix, shots = "", []
+    if importlib.util.find_spec("tinker_cookbook"):
+        from tinker_cookbook.recipes.math_rl.math_env import MathEnv
 
-    suffix, shots = MathEnv.question_suffix(), MathEnv.standard_fewshot_prefix()
+        suffix, shots = MathEnv.question_suffix(), MathEnv.standard_fewshot_prefix()
     rng = random.Random(args.seed)
     chats = []
     for index in range(2048):

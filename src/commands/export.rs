@@ -87,9 +87,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
             (Some(source), plan)
         }
         Some(path) => {
-            let store = args.store.display();
-            let folder = saved_folder(&args.store, path)
-                .map_err(|e| bad_input!("{e:#}; the store is {store}, name another with --store"))?;
+            let folder = saved_folder(&args.store, path)?;
             let sets = [&[format!("model.path={}", folder.display())], &args.sets[..]].concat();
             (None, resolve_for(KeyScope::Export, Path::new("rloss export"), SAVED_RECIPE, &sets)?)
         }

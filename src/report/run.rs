@@ -68,7 +68,7 @@ impl Run {
         let path_text = folder.display();
         if !folder.is_dir() {
             return Err(bad_input!(
-                "{path_text}: no such run folder. Name a folder that `rloss train` wrote."
+                "{path_text}: no such run folder. Name a folder that `rloss train` wrote, or a model's folder in a Tinker store."
             ));
         }
         if !has_begun(folder) {

@@ -1,6 +1,8 @@
 //! Counters in Prometheus' text format.
 
 use crate::engine::PrefillCounts;
+use crate::http::{Body, Response};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,16 +13,34 @@ use std::sync::{Mutex, PoisonError};
 pub(crate) struct Metrics {
     /// Responses by status code.
     responses: Mutex<BTreeMap<&'static str, u64>>,
+    /// The message of the last error.
+    last_error: Mutex<String>,
     prompt_tokens: AtomicU64,
     sampled_tokens: AtomicU64,
     /// Number of answers whose client left.
     left: AtomicU64,
 }
 
+/// Returns whether a response with this status code is an error. 408 asks to wait for longer.
+fn is_error(code: &str) -> bool {
+    !code.starts_with('2') && code != "408"
+}
+
 impl Metrics {
-    pub fn count_response(&self, status: &'static str) {
-        let code = status.split(' ').next().unwrap_or_default();
+    pub fn count_response(&self, response: &Response) {
+        let code = response.status.split(' ').next().unwrap_or_default();
         *self.responses.lock().unwrap_or_else(PoisonError::into_inner).entry(code).or_default() += 1;
+        if let (true, Body::Whole(text)) = (is_error(code), &response.body) {
+            // As OpenAI's error object has it, or the Tinker SDK's.
+            let body: Value = serde_json::from_str(text).unwrap_or_default();
+            let message = body["error"]["message"].as_str().or(body["detail"].as_str()).unwrap_or_default();
+            *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = message.to_owned();
+        }
+    }
+
+    /// Returns the message of the last error; "" before the first.
+    pub fn last_error(&self) -> String {
+        self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub fn count_tokens(&self, prompt: usize, sampled: usize) {
@@ -35,8 +55,7 @@ impl Metrics {
     /// Returns the number of responses with an error.
     pub fn refused(&self) -> u64 {
         let responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
-        // 408 asks to wait for longer.
-        let refused = responses.iter().filter(|(code, _)| !code.starts_with('2') && **code != "408");
+        let refused = responses.iter().filter(|(code, _)| is_error(code));
         refused.map(|(_, count)| count).sum()
     }
 
@@ -72,5 +91,26 @@ impl Metrics {
                 writeln!(out, "# HELP rloss_{name} {help}\n# TYPE rloss_{name} gauge\nrloss_{name} {value}");
         }
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_error_is_kept_in_both_forms() {
+        let metrics = Metrics::default();
+        let answers = [
+            ("200 OK", r#"{"detail": "fine"}"#, ""),
+            ("429 Too Many Requests", r#"{"detail": "all adapters are in use"}"#, "all adapters are in use"),
+            ("408 Request Timeout", r#"{"detail": "wait"}"#, "all adapters are in use"),
+            ("404 Not Found", r#"{"error": {"message": "no such model"}}"#, "no such model"),
+        ];
+        for (status, body, last) in answers {
+            metrics.count_response(&Response::whole(status, "application/json", body.into()));
+            assert_eq!(metrics.last_error(), last, "{status}");
+        }
+        assert_eq!(metrics.refused(), 2);
     }
 }

@@ -181,7 +181,7 @@ pub(crate) fn respond<'r>(
 impl Handler for Server<'_> {
     fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>> {
         let checked = self.access.check_head(head, key(head));
-        checked.inspect_err(|response| self.metrics.count_response(response.status))
+        checked.inspect_err(|response| self.metrics.count_response(response))
     }
 
     fn answer<'r>(&'r self, request: Result<&'r HttpRequest, Refusal>, peer: Peer<'r>) -> Response<'r> {
@@ -191,7 +191,7 @@ impl Handler for Server<'_> {
             Some(second) => second.answer(self.hub, request),
             None => respond(request, |request| self.route(request, peer)),
         };
-        self.metrics.count_response(response.status);
+        self.metrics.count_response(&response);
         response
     }
 }

@@ -1,11 +1,13 @@
 //! A line about the server's work now and then, if there was any.
 
 use super::Server;
-use crate::metrics::{format_count, format_number};
+use crate::metrics::{format_count, format_number, sanitize_terminal};
 use std::time::{Duration, Instant};
 
 /// Interval between two lines.
 const INTERVAL: Duration = Duration::from_secs(30);
+/// Maximum number of characters of an error that are shown.
+const ERROR_CHARS_MAX: usize = 200;
 
 /// The work of a server so far.
 #[derive(Clone, Copy, PartialEq, Eq, Default)]
@@ -36,7 +38,13 @@ impl News {
             let work = server.work();
             if work != self.told {
                 let open = server.hub.open_samples();
-                (server.settings.tell)(&describe(work, self.told, elapsed.as_secs_f64(), open));
+                let mut text = describe(work, self.told, elapsed.as_secs_f64(), open);
+                let error = server.metrics.last_error();
+                if work.refused > self.told.refused && !error.is_empty() {
+                    let short: String = error.chars().take(ERROR_CHARS_MAX).collect();
+                    text += &format!("; the last error: {}", sanitize_terminal(&short));
+                }
+                (server.settings.tell)(&text);
             }
             *self = Self { told: work, at: Instant::now() };
         }

@@ -86,6 +86,9 @@ pub struct TinkerSettings<'a> {
     pub secret: [u8; 32],
 }
 
+/// Maximum number of saved paths that an error names.
+const PATHS_SHOWN: usize = 3;
+
 /// The Tinker API of one base model.
 pub struct Door<'a> {
     settings: TinkerSettings<'a>,
@@ -105,10 +108,23 @@ pub struct Door<'a> {
 /// Returns the folder of the saved path `path` in the store `folder`.
 ///
 /// # Errors
-/// [`crate::error::BadInput`] when there is no such path.
+/// [`crate::error::BadInput`] when there is no such path. It names the newest paths of the store.
 pub fn saved_folder(folder: &Path, path: &str) -> Result<PathBuf> {
     let (store, path) = (Store::at(folder), SavedPath::parse(path)?);
-    store.read(&path)?;
+    if store.read(&path).is_err() {
+        let shown = std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned());
+        let paths = store.paths();
+        let newest: Vec<&str> = paths.iter().rev().take(PATHS_SHOWN).map(String::as_str).collect();
+        let has = if paths.is_empty() {
+            "it has no saved path".into()
+        } else {
+            format!("its newest are {}", newest.join(", "))
+        };
+        return Err(bad_input!(
+            "there is no {path} in the store {}: {has}; name another store with --store",
+            shown.display()
+        ));
+    }
     Ok(store.place(&path))
 }
 

@@ -137,7 +137,15 @@ impl Door<'_> {
                 let state = self.read_saved(&path, owner)?;
                 ok(&json!({"base_model": state.base_model, "is_lora": true, "lora_rank": state.rank}))
             }
-            _ => Err(TinkerError::not_found(format!("this server has no {} {PREFIX}{path}", request.method))),
+            _ => {
+                // Where the official service's command-line tool looks for saved weights.
+                let about_paths =
+                    ["checkpoint", "weights", "training_runs"].iter().any(|part| path.contains(part));
+                let remedy =
+                    if about_paths { "; `rloss export PATH --out FOLDER` writes a saved path" } else { "" };
+                let text = format!("this server has no {} {PREFIX}{path}{remedy}", request.method);
+                Err(TinkerError::not_found(text))
+            }
         }
     }
 

@@ -176,6 +176,25 @@ impl Store {
         state.ok_or_else(|| missing(path))
     }
 
+    /// Returns the saved paths, the oldest first.
+    pub fn paths(&self) -> Vec<String> {
+        let runs = folders(&self.folder).unwrap_or_default();
+        let kinds = runs.iter().flat_map(|run| [WEIGHTS, SAMPLER_WEIGHTS].map(|kind| run.join(kind)));
+        let saved = kinds.flat_map(|folder| folders(&folder).unwrap_or_default());
+        let mut states: Vec<_> = saved
+            .filter_map(|folder| Some((folder.join(STATE_FILE).metadata().ok()?.modified().ok()?, folder)))
+            .collect();
+        states.sort();
+        let name = |folder: &Path| folder.file_name().map(|name| name.to_string_lossy().into_owned());
+        let path = |folder: &Path| {
+            let kind = folder.parent()?;
+            // See run_folder.
+            let run = name(kind.parent()?)?.replace("-train-", ":train:");
+            Some(format!("{SCHEME}{run}/{}/{}", name(kind)?, name(folder)?))
+        };
+        states.iter().filter_map(|(_, folder)| path(folder)).collect()
+    }
+
     /// Returns what is saved beside the weights of `path`, if `owner` may read it.
     ///
     /// # Errors
@@ -301,5 +320,24 @@ mod tests {
         ] {
             assert!(SavedPath::parse(path).is_err(), "{path}");
         }
+    }
+
+    #[test]
+    fn a_wrong_path_is_answered_with_the_paths_that_are_there() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = Store::at(folder.path());
+        assert!(store.paths().is_empty());
+        let paths = ["tinker://0a:train:0/weights/first", "tinker://0a:train:0/sampler_weights/b"];
+        for path in paths {
+            let saved = store.place(&SavedPath::parse(path).unwrap());
+            std::fs::create_dir_all(&saved).unwrap();
+            std::fs::write(saved.join(STATE_FILE), "{}").unwrap();
+        }
+        let mut found = store.paths();
+        found.sort();
+        assert_eq!(found, [paths[1], paths[0]]);
+        let error = crate::tinker::saved_folder(folder.path(), "tinker://0b:train:0/weights/first");
+        let text = format!("{:#}", error.unwrap_err());
+        assert!(paths.iter().all(|path| text.contains(path)) && text.contains("--store"), "{text}");
     }
 }
