@@ -145,7 +145,8 @@ def main():
             break
         time.sleep(2)
     tracker.finish()
-    print(f"{run}: {last} of {steps} steps, {len(tables)} tables of trajectories")
+    done = f"{last} of {steps} steps" if last else "no step of training"
+    print(f"{run}: {done}, {len(tables)} tables of trajectories")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ pub struct CheckMismatchArgs {
     /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Folder for mismatch.json [default: the run folder, or runs/<recipe's name>-mismatch]
+    /// Folder for mismatch.json; with --against also for mismatch.md, .svg and .csv [default: the run folder, or runs/<recipe's name>-mismatch]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Ablations to measure: a comma starts a new row, a plus combines ablations in one row
@@ -273,7 +273,7 @@ fn check_against(
     })?;
     let _ = STOP.set(stop);
     let (mut lines, mut answers, mut diagnoses) = (vec![], vec![], serde_json::Map::new());
-    let (mut differs, mut files) = (false, vec![]);
+    let (mut differs, mut files, mut largest) = (false, vec![], vec![]);
     let sides = external_engine::split_sides(token_rows.rows);
     let has_several = sides.len() > 1;
     for (side, rows) in &sides {
@@ -295,6 +295,7 @@ fn check_against(
         let name = if has_several { format!("mismatch-{side}") } else { "mismatch".to_owned() };
         files.push((format!("{name}.svg"), page::chart(&comparison)));
         files.push((format!("{name}.csv"), page::token_table(&comparison, chat.vocabulary())?));
+        largest.push(page::largest_table(&comparison, chat.vocabulary()));
         lines.extend(comparison.lines.into_iter().map(|line| match has_several {
             true => ResultLine { name: format!("{side}: {}", line.name), ..line },
             false => line,
@@ -315,7 +316,7 @@ fn check_against(
         let model =
             recipe.model.path.as_deref().map_or("random weights".into(), |path| path.display().to_string());
         let read = [&[format!("{counts}, computed with {model}")], &token_rows.formats[..]].concat();
-        let page = page::page(&answer, &table(usize::MAX), &read);
+        let page = page::page(&answer, &table(usize::MAX), &largest.join("\n"), &read);
         files.push(("mismatch.md".to_owned(), page));
     }
     let code = match (token_rows.bad_rows.is_empty(), differs) {

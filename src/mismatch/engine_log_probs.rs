@@ -38,6 +38,11 @@ impl EngineLogProbs {
         positions.max().map_or(0, |&last| last as usize + 1)
     }
 
+    /// Returns the number of input tokens.
+    pub fn tokens(&self) -> u64 {
+        self.batches.iter().map(|batch| batch.micro_batch.tokens.len() as u64).sum()
+    }
+
     /// Returns the range of the targets of each sequence.
     pub fn target_ranges(&self) -> Vec<Range<usize>> {
         let counts = self

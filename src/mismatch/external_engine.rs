@@ -349,10 +349,11 @@ fn answer(
         && matches!(diagnosis.verdict, Verdict::Explained(_) | Verdict::OneOf(_))
     {
         text.push_str(&format!(
-            " Computed with this cause, the mismatch is {} (median) and {} (maximum).",
+            " Computed with this cause, only rounding is left: {} (median) and {} (maximum).",
             number(remaining.median),
             number(remaining.max)
         ));
+        text.push_str(" The engines' options for it: docs/MISMATCH.md, Causes.");
     }
     if diagnosis.ties > 0 {
         text.push_str(&format!(

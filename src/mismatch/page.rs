@@ -3,6 +3,7 @@
 
 use super::distance::DifferenceStats;
 use super::external_engine::Comparison;
+use crate::metrics::TextTable;
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use std::fmt::Write;
@@ -15,45 +16,69 @@ const TOP: f64 = 14.0;
 const FOOT: f64 = 36.0;
 /// Maximum number of position ranges; the chart shows the median and the maximum of each.
 const RANGES_MAX: usize = 80;
+/// Number of tokens that the page shows.
+const LARGEST_SHOWN: usize = 10;
 /// Lower end of the axis. Smaller values are drawn at this value.
 const DIFFERENCE_MIN: f64 = 1e-7;
 
-/// Returns `mismatch.md`: the answer, the table and the rounding bounds. `table` is the text of the
-/// terminal's table. `formats` lists the formats that were read.
-pub fn page(answer: &str, table: &str, formats: &[String]) -> String {
+/// Returns `mismatch.md`: the answer, the table and the tokens that are furthest off. `table` is the text of
+/// the terminal's table, `largest` that of [`largest_table`]. `formats` lists the formats that were read.
+pub fn page(answer: &str, table: &str, largest: &str, formats: &[String]) -> String {
     let formats_list: String = formats.iter().map(|line| format!("- {line}\n")).collect();
     format!(
-        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n```\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, statistics are in mismatch.json, single tokens in mismatch.csv.\n",
+        "## rloss check-mismatch --against\n\n{answer}\n\n```text\n{}\n\n{largest}```\n\nRows count from 1, tokens from 0, the prompt's included. \
+         docs/AGAINST.md defines the columns.\n\nRead:\n{formats_list}\nrloss {}; |Δlogp| by position is drawn in mismatch.svg, statistics are in mismatch.json, single tokens in mismatch.csv.\n",
         table.trim_end(),
         env!("CARGO_PKG_VERSION")
     )
 }
 
-/// Returns `mismatch.csv`: a line for each token with a log-prob, in the order of rows and positions. `engine`,
-/// `model` and their `difference` are in nats.
+/// The columns of a token: its row, position, id and text, both log-probs and their difference, in nats.
+const TOKEN_COLUMNS: [&str; 7] = ["row", "token", "id", "text", "engine", "model", "difference"];
+
+/// Returns the [`TOKEN_COLUMNS`] of `target`.
+fn token_cells(comparison: &Comparison, vocabulary: &Vocabulary, target: usize) -> [String; 7] {
+    let (targets, diagnosis) = (&comparison.target_positions, &comparison.diagnosis);
+    let id = targets.tokens[target];
+    [
+        targets.names[targets.rows[target]].clone(),
+        targets.positions[target].to_string(),
+        id.to_string(),
+        vocabulary.decode(&[id]),
+        comparison.engine_log_probs[target].to_string(),
+        diagnosis.unmodified_log_probs[target].to_string(),
+        format!("{:.3e}", diagnosis.differences[target]),
+    ]
+}
+
+/// Returns `mismatch.csv`: a line for each token with a log-prob, in the order of rows and positions.
 ///
 /// # Errors
 /// Errors of the writer.
 pub fn token_table(comparison: &Comparison, vocabulary: &Vocabulary) -> Result<String> {
     let targets = &comparison.target_positions;
-    let diagnosis = &comparison.diagnosis;
     let mut order: Vec<usize> = (0..targets.tokens.len()).collect();
     order.sort_by_key(|&target| (targets.rows[target], targets.positions[target]));
     let mut table = csv::Writer::from_writer(vec![]);
-    table.write_record(["row", "position", "id", "text", "engine", "model", "difference"])?;
+    table.write_record(TOKEN_COLUMNS)?;
     for target in order {
-        let id = targets.tokens[target];
-        table.write_record([
-            targets.names[targets.rows[target]].clone(),
-            targets.positions[target].to_string(),
-            id.to_string(),
-            vocabulary.decode(&[id]),
-            comparison.engine_log_probs[target].to_string(),
-            diagnosis.unmodified_log_probs[target].to_string(),
-            format!("{:.3e}", diagnosis.differences[target]),
-        ])?;
+        table.write_record(token_cells(comparison, vocabulary, target))?;
     }
     Ok(String::from_utf8(table.into_inner()?)?)
+}
+
+/// Returns the text of a table of the tokens that are furthest off, the furthest first.
+pub fn largest_table(comparison: &Comparison, vocabulary: &Vocabulary) -> String {
+    let differences = &comparison.diagnosis.differences;
+    let mut order: Vec<usize> = (0..differences.len()).collect();
+    order.sort_by(|&a, &b| differences[b].abs().total_cmp(&differences[a].abs()));
+    let mut table = TextTable::new(TOKEN_COLUMNS);
+    for target in order.into_iter().take(LARGEST_SHOWN) {
+        let mut cells = token_cells(comparison, vocabulary, target);
+        cells[3] = format!("{:?}", cells[3]);
+        table.add_row(cells);
+    }
+    table.to_string()
 }
 
 /// Returns `mismatch.svg`: the median and the maximum of |Δlogp| for each range of positions, on a

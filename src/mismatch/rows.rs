@@ -126,8 +126,8 @@ impl<'a> RowReader<'a> {
             if let Some(format) = format {
                 let mut line = format!("{}: {}", path.display(), format.name);
                 if rows_from_texts > 0 {
-                    let how = "each text has exactly one form in ids, so they are certain";
-                    line.push_str(&format!("; ids from the texts of {rows_from_texts} rows (prompts, and answers without ids): {how}"));
+                    let how = "a text that fits several ids would be refused";
+                    line.push_str(&format!("; {rows_from_texts} rows have a text without ids, which the model's tokenizer gave: {how}"));
                 }
                 token_rows.formats.push(line);
             }

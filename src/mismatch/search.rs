@@ -7,7 +7,7 @@ use super::diagnose::{EVIDENCE_MIN, UnmodifiedModel};
 use super::distance::{DifferenceStats, StudentTFit, log_prob_differences};
 use super::engine_log_probs::{EngineBatch, EngineLogProbs};
 use super::head::{FitRows, HeadSettings};
-use crate::metrics::format_number;
+use crate::metrics::{Progress, format_number};
 use crate::model::forward::{ForwardOptions, Model};
 use crate::model::layer::LayerOutput;
 use crate::model::names::parameter_count;
@@ -192,7 +192,9 @@ impl<'a> CauseSearch<'a> {
     pub fn new(unmodified_model: UnmodifiedModel<'a>, observed: &'a EngineLogProbs) -> Result<Self> {
         let start = Instant::now();
         let forward = || -> Result<_> {
-            let head_input = unmodified_model.run_forward(None, observed)?;
+            let stage = unmodified_model.console.start_pass("the model's log-probs", observed.tokens());
+            let head_input = unmodified_model.run_forward(None, observed, &stage)?;
+            stage.finish();
             let log_probs = head_input.log_probs(HeadSettings::default())?;
             Ok((head_input, log_probs))
         };
@@ -316,6 +318,7 @@ impl<'a> CauseSearch<'a> {
         let model = variant.model(self.observed.sequence_tokens_max());
         let policy = variant.policy(&model, parameters, earlier_weights)?;
         let mut trace = LogProbTrace { log_probs: vec![], scores: vec![] };
+        let stage = self.start_pass("rounding");
         for batch in &self.observed.batches {
             let (micro_batch, _) = variant.change_batch(&batch.micro_batch);
             let batch = EngineBatch { micro_batch, ..batch.clone() };
@@ -329,7 +332,9 @@ impl<'a> CauseSearch<'a> {
             };
             let normed = threads.run_on_all(|| policy.head_input(&batch.micro_batch, keep))?;
             trace.log_probs.extend(threads.run_on_all(|| variant.head.log_probs(&policy, &normed, &batch))?);
+            stage.advance_tokens(batch.micro_batch.tokens.len() as f64);
         }
+        stage.finish();
         Ok(trace)
     }
 
@@ -409,6 +414,11 @@ impl<'a> CauseSearch<'a> {
         Ok(result)
     }
 
+    /// Starts a stage of a pass over all tokens.
+    pub fn start_pass(&self, name: &str) -> Progress {
+        self.unmodified_model.console.start_pass(name, self.observed.tokens())
+    }
+
     /// Returns, as text, the expected time of a forward pass over `targets` targets.
     pub fn pass_time(&self, targets: usize) -> String {
         let seconds = self.seconds_per_target * targets as f64;
@@ -443,7 +453,9 @@ impl<'a> CauseSearch<'a> {
         let (head_input, head) = match cause.head_settings() {
             Some(head) => (&self.unmodified_input, head),
             None => {
-                let head_input = self.unmodified_model.run_forward(Some(cause), &self.observed);
+                let stage = self.start_pass("with a cause");
+                let head_input = self.unmodified_model.run_forward(Some(cause), &self.observed, &stage);
+                stage.finish();
                 changed_input = head_input.with_context(|| cause.description())?;
                 (&changed_input, HeadSettings::default())
             }
@@ -472,7 +484,12 @@ pub fn elementwise_differences(a: &[f32], b: &[f32]) -> Vec<f64> {
 
 impl UnmodifiedModel<'_> {
     /// Runs the forward pass of `observed` under `cause`, up to the head.
-    fn run_forward(&self, cause: Option<&Cause>, observed: &EngineLogProbs) -> Result<HeadInput> {
+    fn run_forward(
+        &self,
+        cause: Option<&Cause>,
+        observed: &EngineLogProbs,
+        stage: &Progress,
+    ) -> Result<HeadInput> {
         let variant = Variant::new(&self.model.config, cause);
         let model = variant.model(observed.sequence_tokens_max());
         let (mut batches, mut has_value, mut normed) = (vec![], vec![], vec![]);
@@ -490,6 +507,7 @@ impl UnmodifiedModel<'_> {
                 Ok(())
             };
             normed.push(policy.head_input(&micro_batch, keep)?);
+            stage.advance_tokens(micro_batch.tokens.len() as f64);
             batches.push(EngineBatch { micro_batch, ..batch.clone() });
             has_value.extend(has_values);
         }

@@ -57,6 +57,9 @@ const KEYS: &[OtherTrainerName] = &[
     same_meaning("eval_steps", &["eval.every_steps"]),
     same_meaning("logging_steps", &["logging.console_every_steps"]),
     same_meaning("model_name_or_path", &["model.path"]),
+    same_meaning("torch_dtype", &["model.dtype"]),
+    same_meaning("max_new_tokens", &["rollout.response_tokens_max"]),
+    with_note("eval_strategy", &["eval.every_steps"], "; 0 means none"),
     with_note(
         "batch_size",
         &["rollout.prompts_per_step"],

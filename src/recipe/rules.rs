@@ -122,7 +122,7 @@ impl Rules<'_> {
         if model.architecture.is_some() {
             self.refuse(
                 &["model.architecture", "model.path"],
-                "config.json in the folder of model.path already defines the architecture; remove one of the two",
+                "the model at model.path defines the architecture (config.json, or the header of a GGUF file); remove one of the two",
             );
         }
         if model.tokenizer.is_some() {

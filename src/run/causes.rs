@@ -143,7 +143,7 @@ impl SampleCounts {
             is_most(truncated, count).then(|| {
                 format!(
                     "{truncated} of {count} trajectories reached response_tokens_max = {response_tokens_max}; raise \
-                     rollout.response_tokens_max, or ask for shorter answers"
+                     rollout.response_tokens_max, or ask for shorter answers in chat.developer_instructions"
                 )
             }),
             is_most(out_of_context, count).then(|| {

@@ -28,7 +28,7 @@ pub(super) const ENTRY: TaskEntry = TaskEntry {
     data: "",
     columns: &["prompt"],
     reward_min: 0.0,
-    keys: &["columns", "file", "rewards", "command", "command_timeout_s", "command_processes"],
+    keys: &["columns", "file", "rewards", "success", "command", "command_timeout_s", "command_processes"],
     make: |settings, context| Ok(Box::new(PythonTask::start(settings, context)?)),
 };
 
@@ -69,6 +69,8 @@ pub struct PythonTask {
     pool: ProcessPool,
     /// The weight of each function. One function without a weight has 1.
     weights: BTreeMap<String, f32>,
+    /// The functions that must all return more than 0 for a success.
+    success: Vec<String>,
     steps: u64,
     console: Console,
 }
@@ -100,12 +102,20 @@ impl PythonTask {
         let processes = settings.command_processes.unwrap_or(command::PROCESSES);
         let pool = ProcessPool::new(command, processes, timeout);
         let weights = weights(&pool, file, &settings.rewards)?;
+        let success = success(&weights, &settings.success)?;
+        if settings.success.is_empty() && success.len() > 1 {
+            context.console.print(&format!(
+                "note: an answer is a success if {} all return more than 0; task.success = [\"NAME\"] names others",
+                success.join(", ")
+            ));
+        }
         Ok(Self {
             order: EpochOrder::new(train.len(), Purpose::Shuffle),
             train,
             validation,
             pool,
             weights,
+            success,
             steps: context.steps,
             console: context.console.clone(),
         })
@@ -168,13 +178,25 @@ impl PythonTask {
         }
     }
 
-    /// Returns whether every reward of the largest weight is above 0, and there is one.
+    /// Returns whether the rewards that decide are all above 0, and there is one. A function that returned
+    /// `None` has no reward.
     fn succeeds(&self, named: &BTreeMap<String, f32>) -> bool {
-        let largest = self.weights.values().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
-        let is_main = |name: &String| self.weights.get(name) == Some(&largest);
-        let lowest = named.iter().filter(|(name, _)| is_main(name)).map(|(_, &value)| value).reduce(f32::min);
+        let lowest = self.success.iter().filter_map(|name| named.get(name).copied()).reduce(f32::min);
         lowest.is_some_and(|lowest| lowest > 0.0)
     }
+}
+
+/// Returns the functions that decide on success: those that are `named`, or of the largest weight.
+fn success(weights: &BTreeMap<String, f32>, named: &[String]) -> Result<Vec<String>> {
+    if let Some(name) = named.iter().find(|name| !weights.contains_key(*name)) {
+        let known: Vec<&str> = weights.keys().map(String::as_str).collect();
+        return Err(bad_input!("task.success names `{name}`, which is no reward; the rewards are {}", known.join(", ")));
+    }
+    if !named.is_empty() {
+        return Ok(named.to_vec());
+    }
+    let largest = weights.values().fold(f32::NEG_INFINITY, |a, &b| a.max(b));
+    Ok(weights.iter().filter(|(_, weight)| **weight == largest).map(|(name, _)| name.clone()).collect())
 }
 
 /// Asks a process for the functions of the file. Returns the weight of each that is used.

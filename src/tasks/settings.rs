@@ -87,6 +87,9 @@ table! {
         /// The reward functions of `file` and their weights, such as `{ correct = 1.0, format = 0.2 }`.
         /// Absent means the only function, or `compute_score`.
         pub rewards: BTreeMap<String, f64> = BTreeMap::new() => from(-1e6).to(1e6),
+        /// Names of the functions of `rewards` that must all return more than 0 for a success. An empty list
+        /// means those of the largest weight.
+        pub success: Vec<String> = Vec::new(),
         /// The program of the task `command` or `agent` and its arguments; for `python`, the Python that runs
         /// `file`, by default `python3`. The program runs with your own
         /// rights, outside any sandbox. A word that names a file is a path relative to the working

@@ -32,6 +32,7 @@ pub use sample::Decode;
 pub use store::Store;
 
 use crate::actor::Actor;
+use crate::bad_input;
 use crate::checkpoint::ModelFiles;
 use crate::engine::PolicyVersion;
 use crate::http::{Budget, HttpRequest, Refusal, Response};

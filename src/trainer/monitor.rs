@@ -158,7 +158,7 @@ impl Monitor {
         let range = ["min", "max"]
             .map(|end| metrics.get(&format!("critic/rewards/{end}")).map_or("?".to_owned(), format_number));
         Some(format!(
-            "no group has two different rewards{span} (rewards from {} to {}), so the policy cannot learn from this step; look at what is \
+            "no group has two different rewards{span} (between groups they go from {} to {}), so the policy cannot learn from this step; look at what is \
              rewarded in trajectories/, and try easier or harder problems, more rollout.samples_per_prompt or \
              rollout.resample_rounds_max",
             range[0], range[1]
@@ -256,7 +256,10 @@ mod tests {
         let mut monitor = monitor();
         assert!(monitor.record(1, &step(0.0, 0.9, 0.5)).is_empty());
         let first = monitor.record(2, &step(0.0, 1.0, 0.5));
-        assert!(first[0].contains("no group has two different rewards (rewards from 0 to 1)"), "{first:?}");
+        assert!(
+            first[0].contains("no group has two different rewards (between groups they go from 0 to 1)"),
+            "{first:?}"
+        );
         assert!(monitor.record(3, &step(0.0, 1.0, 0.5)).is_empty());
         let third = monitor.record(4, &step(0.0, 1.0, 0.5));
         assert!(third[0].contains("for 3 steps now") && third[0].contains("samples_per_prompt"), "{third:?}");

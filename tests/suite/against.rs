@@ -114,7 +114,7 @@ fn every_engines_shape_is_read_as_the_same_rows() {
         }
     }
     let formats = read(&[fixtures().join("llama_cpp_python.jsonl")]).unwrap().formats;
-    assert!(formats[0].contains("ids from the texts of 3 rows"), "{formats:?}");
+    assert!(formats[0].contains("; 3 rows have a text without ids"), "{formats:?}");
 }
 
 /// The response of a scoring request is one token without a log-prob; it ends the row.
@@ -473,7 +473,7 @@ fn the_exit_code_says_whether_they_differ() {
     assert!(page.contains("Agrees: 220 tokens"), "{page}");
     assert!(std::fs::read_to_string(out.join("mismatch.svg")).unwrap().ends_with("</svg>\n"));
     let table = std::fs::read_to_string(out.join("mismatch.csv")).unwrap();
-    assert_eq!(table.lines().next(), Some("row,position,id,text,engine,model,difference"));
+    assert_eq!(table.lines().next(), Some("row,token,id,text,engine,model,difference"));
     let mut places = vec![];
     for record in csv::Reader::from_reader(table.as_bytes()).records() {
         let record = record.unwrap();

@@ -195,8 +195,8 @@ fn broken_recipes_are_refused_with_place_key_and_remedy() {
         ),
         (
             "[model]\npath = \"src\"\narchitecture.hidden_size = 8",
-            "r.toml:3: model.architecture: config.json in the folder of model.path already defines the architecture; remove one of the \
-             two",
+            "r.toml:3: model.architecture: the model at model.path defines the architecture (config.json, or the header of a GGUF \
+             file); remove one of the two",
         ),
         (
             "[model]\npath = \"src\"\ntokenizer = \"embedded\"",

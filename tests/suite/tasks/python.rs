@@ -107,6 +107,17 @@ async def slow(prompts, completions, completion_ids, trainer_state, **kwargs):
     let files = Files::new(rewards, &[row("math")]);
     let task = files.task(&[("correct", 1.0), ("math_only", 1.0), ("slow", 0.5)]);
     assert!(!grade(task.as_ref(), r"\boxed{5}").unwrap().1 && grade(task.as_ref(), r"\boxed{4}").unwrap().1);
+    // Named functions decide instead.
+    let mut settings = files.settings(&[("correct", 1.0), ("math_only", 1.0), ("slow", 0.5)]);
+    settings.success = vec!["math_only".to_owned()];
+    let task = build(&settings, &TaskContext::default()).unwrap();
+    assert!(grade(task.as_ref(), r"\boxed{5}").unwrap().1);
+    settings.success = vec!["other".to_owned()];
+    let error = build(&settings, &TaskContext::default()).err().unwrap().to_string();
+    assert_eq!(
+        error,
+        "task.success names `other`, which is no reward; the rewards are correct, math_only, slow"
+    );
     // A row with a text as prompt has texts as completions.
     let files = Files::new(rewards, &[json!({"prompt": "2+2?"})]);
     let (value, ..) = grade(files.task(&[("reward_len", 1.0)]).as_ref(), "four").unwrap();
