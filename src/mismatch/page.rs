@@ -3,7 +3,7 @@
 
 use super::distance::DifferenceStats;
 use super::external_engine::Comparison;
-use crate::metrics::TextTable;
+use crate::metrics::{TextTable, format_number};
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use std::fmt::Write;
@@ -47,7 +47,7 @@ fn token_cells(comparison: &Comparison, vocabulary: &Vocabulary, target: usize) 
         vocabulary.decode(&[id]),
         comparison.engine_log_probs[target].to_string(),
         diagnosis.unmodified_log_probs[target].to_string(),
-        format!("{:.3e}", diagnosis.differences[target]),
+        format_number(diagnosis.differences[target]),
     ]
 }
 
