@@ -7,7 +7,7 @@
 //! Locks: whoever holds the state may lock an episode's `play`, never the other way round.
 
 use super::episode::Episode;
-use super::trace::{EpisodeFacts, Trace};
+use super::trace::Trace;
 use crate::chat::ChatTurnParser;
 use crate::engine::{Completion, EngineRequest, NewToken};
 use crate::harmony::TurnStep;
@@ -16,6 +16,7 @@ use crate::ops::logits::SamplingParameters;
 use crate::random::Purpose;
 use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutProgress};
 use crate::serve::{ApiError, Event};
+use crate::trajectory::{Outcome, Trajectory};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -43,14 +44,17 @@ pub(super) struct RoundPlan {
 }
 
 impl RoundPlan {
-    /// Returns the facts of the episode that is sample `sample` of `prompt`.
-    fn facts(&self, prompt: &Prompt, sample: u64) -> EpisodeFacts {
-        EpisodeFacts {
+    /// Returns the facts of the episode that is sample `sample` of `prompt`, as a trajectory without tokens
+    /// that failed.
+    fn facts(&self, prompt: &Prompt, sample: u64) -> Trajectory {
+        Trajectory {
             step: self.step,
-            policy_version: self.policy_version,
+            policy_version: Some(self.policy_version),
             prompt: prompt.index,
             sample,
             problem_id: prompt.problem.id.clone(),
+            outcome: Outcome::TaskFailed,
+            ..Trajectory::default()
         }
     }
 }
@@ -71,7 +75,8 @@ pub(super) type Place = (usize, u64);
 
 /// The result of an episode. A failed one has no trace.
 pub(super) struct EpisodeResult {
-    pub facts: EpisodeFacts,
+    /// What all trajectories of the episode share; it has no tokens.
+    pub facts: Trajectory,
     pub given: Result<(GivenReward, Trace), EpisodeFailure>,
 }
 

@@ -5,10 +5,11 @@
 //! its place: an equal request gets the same random stream and the same prompt, so the same answer.
 
 use super::board::{Place, RoundPlan, over};
-use super::trace::{EpisodeFacts, SampledAnswer, Trace};
+use super::trace::{SampledAnswer, Trace};
 use crate::chat::{Chat, RequestMessages};
 use crate::http::PeerHandle;
 use crate::serve::ApiError;
+use crate::trajectory::Trajectory;
 use blake3::Hash;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -24,7 +25,8 @@ pub(super) struct Episode {
     pub id: String,
     /// Phase, step, prompt and sample as a text, equal in every run of a recipe. It names answers and calls.
     pub name: String,
-    pub facts: EpisodeFacts,
+    /// What all trajectories of the episode share; it has no tokens.
+    pub facts: Trajectory,
     pub round: RoundPlan,
     pub place: Place,
     /// Number of times that it was begun before.

@@ -404,7 +404,7 @@ fn trajectories(
     let (given, trace) = match (result.given, kept) {
         (Ok(given), _) => given,
         (Err(_), EpisodeTrajectories::All) => return vec![],
-        (Err(_), EpisodeTrajectories::OneEach(_)) => return vec![(result.facts.without_tokens(), vec![])],
+        (Err(_), EpisodeTrajectories::OneEach(_)) => return vec![(result.facts, vec![])],
     };
     counts.rewarded += 1;
     counts.answers += trace.answers() as u64;

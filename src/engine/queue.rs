@@ -30,6 +30,7 @@ struct WaitingRequest {
 }
 
 /// Requests and sequences that no worker holds.
+#[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<WaitingRequest>,
     /// Sequences that wait for a worker: after their prefill, or with new tokens to read.
@@ -46,16 +47,7 @@ pub(super) struct Queue {
 
 impl Queue {
     pub(super) fn new(slots: usize) -> Self {
-        Self {
-            waiting: VecDeque::new(),
-            ready: VecDeque::new(),
-            kept: HashMap::new(),
-            admission: CacheAdmission::new(slots),
-            groups: 0,
-            unfinished: HashSet::new(),
-            cancelled: HashSet::new(),
-            failure: None,
-        }
+        Self { admission: CacheAdmission::new(slots), ..Self::default() }
     }
 
     pub(super) fn submit(&mut self, version: PolicyVersion, request: EngineRequest) {
