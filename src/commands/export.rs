@@ -121,10 +121,7 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
         print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
         return Ok(EXIT_SUCCESS);
     }
-    let run = match &source {
-        Some(RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) => Some(run.as_path()),
-        Some(RecipeSource::File(_) | RecipeSource::BuiltIn { .. }) | None => None,
-    };
+    let run = source.as_ref().and_then(RecipeSource::run);
     if !args.merged {
         export::export_adapter(&plan.recipe, run, out)?;
         print_text(&format!("{path_text}: the adapter, in PEFT's format\n"))?;

@@ -1,5 +1,6 @@
 //! The bar chart of the mismatch table: the difference between rollout and training for each ablation.
 
+use super::plot::range;
 use crate::metrics::format_number;
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
@@ -37,11 +38,7 @@ impl Decades {
     /// at least one decade.
     fn covering(values: impl Iterator<Item = f64>) -> Self {
         let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
-        let range = logs.fold(None, |range, v| match range {
-            None => Some((v, v)),
-            Some((low, high)) => Some((v.min(low), v.max(high))),
-        });
-        let (low, high) = range.map_or(DEFAULT_DECADES, |(low, high)| (low.ceil() - 1.0, high));
+        let (low, high) = range(logs).map_or(DEFAULT_DECADES, |(low, high)| (low.ceil() - 1.0, high));
         Self(low, high.max(low + 1.0))
     }
 

@@ -52,15 +52,11 @@ impl Run {
         Ok(Run {
             label,
             folder: folder.to_owned(),
-            curve: 0,
-            seeds: String::new(),
-            model: None,
             rows: [read_rows(&folder.join("metrics.jsonl"))?, later_evaluations(folder)?].concat(),
             warnings: read_warnings(folder),
             recipe: read_recipe(&folder.join("recipe.toml"))?,
-            sample_trajectories: Vec::new(),
-            mismatch: None,
             sampling: sampling_kind(&folder.join("sampling.json")),
+            ..Run::default()
         })
     }
 

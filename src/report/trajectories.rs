@@ -110,7 +110,7 @@ struct PackedTrajectory {
 pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
     let mut packer = Packer { per_step_max: usize::MAX, ..Packer::default() };
     for (index, run) in runs.iter().enumerate() {
-        packer.begin_run(index, tokenizer(run));
+        (packer.run, packer.tokenizer) = (index, tokenizer(run));
         for file in super::conversation::files(&run.folder.join("trajectories"))? {
             super::conversation::read_file(&file, |row| packer.add(&row))?;
         }
@@ -184,10 +184,6 @@ struct Packer {
 }
 
 impl Packer {
-    fn begin_run(&mut self, run: usize, tokenizer: Option<Vocabulary>) {
-        (self.run, self.tokenizer) = (run, tokenizer);
-    }
-
     fn add(&mut self, row: &TrajectoryRow) {
         self.total += 1;
         let count = self.counts.entry((self.run, row.phase, row.trajectory.step)).or_default();
