@@ -141,11 +141,6 @@ impl Peer<'_> {
         self.shows(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Returns whether the client reset the connection, as it does if it closes before it has read all bytes.
-    fn has_reset(&self) -> bool {
-        self.shows(PollFlags::ERR)
-    }
-
     fn shows(&self, flags: PollFlags) -> bool {
         let mut polled = [PollFd::new(self.0, PollFlags::RDHUP)];
         // A failed call says nothing about the client.
@@ -389,7 +384,8 @@ fn send_body(
             return None;
         }
         write(stream, body, deadline)?;
-        (!is_watched || !Peer(stream).has_reset()).then_some(())
+        // A client resets the connection if it closes before it has read all bytes.
+        (!is_watched || !Peer(stream).shows(PollFlags::ERR)).then_some(())
     };
     match body {
         Body::Whole(body) => whole(body.as_bytes()),

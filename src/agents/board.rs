@@ -16,6 +16,7 @@ use crate::ops::logits::SamplingParameters;
 use crate::random::Purpose;
 use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutProgress};
 use crate::serve::{ApiError, Event};
+use crate::tasks::Reward;
 use crate::trajectory::{Outcome, Trajectory};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -59,16 +60,8 @@ impl RoundPlan {
     }
 }
 
-/// A reward with its metrics, as the program gave it.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct GivenReward {
-    pub reward: f32,
-    pub success: bool,
-    pub metrics: BTreeMap<String, f32>,
-}
-
-/// A reward, or why an episode failed, with the description.
-type Given = Result<GivenReward, (EpisodeFailure, String)>;
+/// A reward with its metrics as the program gave it, or why an episode failed, with the description.
+type Given = Result<Reward, (EpisodeFailure, String)>;
 
 /// Where an episode stands in its rollout: prompt, then sample.
 pub(super) type Place = (usize, u64);
@@ -77,7 +70,7 @@ pub(super) type Place = (usize, u64);
 pub(super) struct EpisodeResult {
     /// What all trajectories of the episode share; it has no tokens.
     pub facts: Trajectory,
-    pub given: Result<(GivenReward, Trace), EpisodeFailure>,
+    pub given: Result<(Reward, Trace), EpisodeFailure>,
 }
 
 /// An episode that is not handed out yet.
@@ -417,7 +410,7 @@ impl Board {
         state.progress.finished += 1;
         let given = match given {
             Ok(given) => {
-                state.progress.reward_sum += f64::from(given.reward);
+                state.progress.reward_sum += f64::from(given.value);
                 Ok((given, trace))
             }
             Err((failure, why)) => {

@@ -411,9 +411,9 @@ fn trajectories(
     let (mut all, newest) = trace.into_trajectories(&result.facts);
     counts.trajectories += all.len() as u64;
     for (trajectory, _) in &mut all {
-        trajectory.reward = given.reward;
+        trajectory.reward = given.value;
         trajectory.success = given.success;
-        trajectory.rewards.clone_from(&given.metrics);
+        trajectory.rewards.clone_from(&given.named);
     }
     if matches!(kept, EpisodeTrajectories::OneEach(_)) {
         let mut only = all.swap_remove(newest);

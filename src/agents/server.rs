@@ -1,6 +1,6 @@
 //! The HTTP interface for an agent program: the queue of episodes, and OpenAI's chat completions.
 
-use super::board::{Board, GivenReward, NextEpisode, over};
+use super::board::{Board, NextEpisode, over};
 use super::episode::{ChatRequest, Delivery, Episode};
 use super::trace::SampledAnswer;
 use crate::chat::{Chat, SystemPromptSettings, TurnReader};
@@ -11,9 +11,10 @@ use crate::ops::logits::SamplingParameters;
 use crate::random::stream;
 use crate::rollout::EpisodeFailure;
 use crate::serve::{
-    Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, Form, JSON, Metrics, Reporting,
-    SampleSource, bearer, read_conversation, read_stop, respond,
+    Access, Answer, AnswerHead, ApiError, Event, Fields, Form, JSON, Metrics, Reporting, SampleSource,
+    bearer, read_conversation, read_stop, respond,
 };
+use crate::tasks::Reward;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -276,7 +277,7 @@ impl Server {
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         };
         let report = Reporting {
-            kind: AnswerKind::Chat,
+            form: Form::Chat,
             token_ids: request.token_ids,
             log_probs: request.top_log_probs,
             stream_usage: request.stream_usage,
@@ -354,35 +355,35 @@ fn model() -> Value {
 
 /// Reads `{"reward": 1.0, "success": true, "metrics": {"name": 0.5}}`, or `{"error": "why"}`, which is
 /// returned as the inner error.
-fn read_reward(body: &Value) -> Result<Result<GivenReward, String>, String> {
+fn read_reward(body: &Value) -> Result<Result<Reward, String>, String> {
     if let Some(error) = body["error"].as_str() {
         return Ok(Err(error.chars().take(300).collect()));
     }
     let number = |value: &Value| value.as_f64().map(|n| n as f32).filter(|n| n.is_finite());
-    let reward = number(&body["reward"]).ok_or("\"reward\" must be a finite number")?;
+    let value = number(&body["reward"]).ok_or("\"reward\" must be a finite number")?;
     let success = match &body["success"] {
-        Value::Null => reward > 0.0,
+        Value::Null => value > 0.0,
         Value::Bool(success) => *success,
         _ => return Err("\"success\" must be true or false".to_owned()),
     };
-    let mut metrics = BTreeMap::new();
+    let mut named = BTreeMap::new();
     let none = serde_json::Map::new();
     let given = match &body["metrics"] {
         Value::Null => &none,
         Value::Object(given) if given.len() <= METRICS_MAX => given,
         _ => return Err(format!("\"metrics\" must be an object of up to {METRICS_MAX} numbers")),
     };
-    for (name, value) in given {
+    for (name, metric) in given {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
         if name.is_empty() || name.len() > NAME_CHARS_MAX || !name.chars().all(is_plain) {
             return Err(format!(
                 "the metric {name:?} must have a name of up to {NAME_CHARS_MAX} letters, digits, _, - and ."
             ));
         }
-        let value = number(value).ok_or_else(|| format!("the metric {name:?} must be a finite number"))?;
-        metrics.insert(name.clone(), value);
+        let metric = number(metric).ok_or_else(|| format!("the metric {name:?} must be a finite number"))?;
+        named.insert(name.clone(), metric);
     }
-    Ok(Ok(GivenReward { reward, success, metrics }))
+    Ok(Ok(Reward { value, success, named }))
 }
 
 #[cfg(test)]
@@ -394,7 +395,7 @@ mod tests {
         let read_reward =
             |text: &[u8]| read_reward(&serde_json::from_slice(text).map_err(|e| e.to_string())?);
         let given = read_reward(br#"{"reward": -0.5, "metrics": {"format.ok": 1}}"#).unwrap().unwrap();
-        assert_eq!((given.reward, given.success, given.metrics["format.ok"]), (-0.5, false, 1.0));
+        assert_eq!((given.value, given.success, given.named["format.ok"]), (-0.5, false, 1.0));
         assert!(read_reward(br#"{"reward": 1}"#).unwrap().unwrap().success);
         assert!(!read_reward(br#"{"reward": 1, "success": false}"#).unwrap().unwrap().success);
         assert_eq!(read_reward(br#"{"error": "no disk"}"#).unwrap(), Err("no disk".to_owned()));

@@ -5,7 +5,6 @@
 //! no other user without the token, can read a run.
 
 use crate::bad_input;
-use crate::error::EXIT_SUCCESS;
 use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, serve};
 use crate::metrics::Console;
 use crate::report::{awaited, page, stages_under_way, state_digest};
@@ -21,7 +20,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// # Errors
 /// [`crate::error::BadInput`] when no page can be made from `runs`, or when the port is not available. The
 /// message about the port names a free one.
-pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
+pub fn run(runs: &[PathBuf], port: u16) -> Result<()> {
     page(runs, true)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| port_in_use_error(port, &e))?;
     let address = listener.local_addr().context("the server's address")?;
@@ -34,8 +33,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
         console.print(&format!("waiting for a run in {}", folder.display()));
     }
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0, memory_bytes_max: 0 };
-    serve(&listener, limits, &follower, &|| stop.is_requested())?;
-    Ok(EXIT_SUCCESS)
+    serve(&listener, limits, &follower, &|| stop.is_requested())
 }
 
 /// Returns the error for a port in use, which names a free port.

@@ -1,11 +1,11 @@
 //! `rloss serve RECIPE|RUN|FOLDER`: OpenAI's HTTP interface to a model.
 
 use crate::actor::batch_runner::runs_in_parallel;
+use crate::agents::TOKEN_VARIABLE;
 use crate::bad_input;
 use crate::checkpoint::{BASE_FOLDER, BaseModel, ModelFiles};
 use crate::commands::arguments::{name_of, recipe_help};
-use crate::commands::chat::open_model;
-use crate::error::EXIT_SUCCESS;
+use crate::commands::chat::{open_model, print_warnings};
 use crate::metrics::Console;
 use crate::model::config::WeightFormat;
 use crate::ops::logits::SamplingParameters;
@@ -63,9 +63,6 @@ pub struct ServeArgs {
     chunk: u16,
 }
 
-/// The environment variable with the token.
-const TOKEN_VARIABLE: &str = "RLOSS_SERVE_TOKEN";
-
 /// The recipe for a model folder or a GGUF file.
 const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"
 rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
@@ -82,7 +79,7 @@ rollout = { turns_max = 1, prompt_tokens_max = 3072, response_tokens_max = 1024 
 /// # Errors
 /// [`crate::error::BadInput`] for a model that cannot be opened, for an address that is not available, and
 /// for an address that is not a loopback one if there is no token.
-pub fn run(args: &ServeArgs) -> Result<u8> {
+pub fn run(args: &ServeArgs) -> Result<()> {
     let token = std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.trim().is_empty());
     if !args.address.is_loopback() && token.is_none() {
         return Err(bad_input!(
@@ -102,11 +99,8 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     let (plan, step) = opened;
     let started = start(plan, ModelCommand::Serve, &console)?;
     let Started { loaded, environment, .. } = &started;
-    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    print_warnings(environment, &console);
     let recipe = environment.recipe();
-    if recipe.model.path.is_none() {
-        console.print("warning: this recipe's model is random and untrained; name a run's folder");
-    }
     let sampling = Sampling { actor: &loaded.actor, environment };
     let engine = sampling.engine(sampling.policy_without_ablations()?, step, &recipe.rollout)?;
     let model_name = args.name.clone().unwrap_or_else(|| name_of(&args.recipe));
@@ -131,7 +125,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
         open_samples_max: args.queue,
         address,
         token,
-        nonce: nonce()?,
+        nonce: random_bytes().map(u64::from_le_bytes).context("random bytes for a seed")?,
         tell: &|line| console.print(line),
         second: door.as_ref().map(|door| door as &dyn SecondApi),
     };
@@ -146,8 +140,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
             store.display()
         ));
     }
-    serve::run(&listener, settings, &|| stop.is_requested())?;
-    Ok(EXIT_SUCCESS)
+    serve::run(&listener, settings, &|| stop.is_requested())
 }
 
 /// Returns the maximum number of tokens of a prompt with its answer.
@@ -292,8 +285,3 @@ fn open_door<'a>(
 
 /// Ends a document in the published vocabularies.
 const END_OF_TEXT: &str = "<|endoftext|>";
-
-/// Returns a random number.
-fn nonce() -> Result<u64> {
-    random_bytes().map(u64::from_le_bytes).context("random bytes for a seed")
-}

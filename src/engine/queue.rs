@@ -95,11 +95,6 @@ impl Queue {
         }
     }
 
-    /// Adds a sequence whose prompt was read.
-    pub(super) fn add_ready(&mut self, sequence: Box<Sequence>) {
-        self.ready.push_back(sequence);
-    }
-
     /// Returns the index in `ready` of the first sequence that can be admitted to the KV cache.
     fn next_ready(&self) -> Option<usize> {
         self.ready
@@ -231,7 +226,7 @@ impl Engine<'_> {
 
     /// Queues a sequence whose prompt was read, for any worker.
     pub(super) fn make_ready(&self, sequence: Box<Sequence>) {
-        self.lock().add_ready(sequence);
+        self.lock().ready.push_back(sequence);
         self.work.notify_one();
     }
 

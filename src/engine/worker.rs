@@ -89,16 +89,10 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// takes part with no tokens. Ends once the client of every rank has ended the work.
     pub(super) fn run_on_mesh(mut self, mesh: &Mesh) {
         let _guard = PanicGuard(self.engine);
-        loop {
-            match self.step_on_mesh(mesh) {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(error) => {
-                    self.engine.fail(error);
-                    break;
-                }
-            }
-        }
+        while self.step_on_mesh(mesh).unwrap_or_else(|error| {
+            self.engine.fail(error);
+            false
+        }) {}
     }
 
     /// Runs one forward on all ranks, if any has work. Returns whether to continue.

@@ -197,7 +197,7 @@ impl Console {
         bar.set_prefix(name.clone());
         // Show the bar at once, before the first unit of work.
         bar.tick();
-        let state = StageState { start: Instant::now(), done_at_start: done, done, ..StageState::default() };
+        let state = Mutex::new(StageState { done, ..StageState::default() });
         let earlier = lock(&self.0.stages).earlier.get(&name).copied();
         let stage = Arc::new(ProgressStage {
             console: self.clone(),
@@ -205,8 +205,10 @@ impl Console {
             name,
             total,
             kind,
+            start: Instant::now(),
+            done_at_start: done,
             earlier,
-            state: Mutex::new(state),
+            state,
         });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
         let is_shown = !matches!(self.0.output, ConsoleOutput::Lines { every_steps: 0, .. });
@@ -243,8 +245,8 @@ impl Console {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.state), now)));
         }
         let Some(line) = self.format_current_stages(&open, now) else { return };
-        // A stage that advances locks its own state, then `stages`: here the state is read first.
-        let newest = open.last().map(|stage| (&stage.name, lock(&stage.state).start));
+        // A stage that advances locks its own state, then `stages`: the states were read above.
+        let newest = open.last().map(|stage| (&stage.name, stage.start));
         let mut stages = lock(&self.0.stages);
         if let Some(status) = &mut stages.status {
             status.update(&line, now);
@@ -341,15 +343,16 @@ struct ProgressStage {
     name: String,
     total: u64,
     kind: StageKind,
+    start: Instant,
+    /// Number of steps that were done when this process started.
+    done_at_start: u64,
     /// The speed of the last finished stage with the same name.
     earlier: Option<StageSpeed>,
     state: Mutex<StageState>,
 }
 
+#[derive(Default)]
 struct StageState {
-    start: Instant,
-    /// Number of steps that were done when this process started.
-    done_at_start: u64,
     done: u64,
     /// Number of tokens so far. In a running pass, each finished layer counts as a fraction of the batch's
     /// tokens.
@@ -361,23 +364,6 @@ struct StageState {
     note: Option<String>,
     values: Vec<(String, f64)>,
     printed: Option<Instant>,
-}
-
-impl Default for StageState {
-    fn default() -> Self {
-        let (start, values) = (Instant::now(), vec![]);
-        Self {
-            start,
-            done_at_start: 0,
-            done: 0,
-            tokens: 0.0,
-            tokens_left: None,
-            advanced: None,
-            note: None,
-            values,
-            printed: None,
-        }
-    }
 }
 
 impl Progress {
@@ -479,7 +465,7 @@ impl ProgressStage {
 
     /// Returns the seconds left at `now`. For a planned stage, these are the seconds left of the whole plan.
     fn seconds_left(&self, state: &StageState, now: Instant) -> Option<f64> {
-        let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
+        let elapsed = now.saturating_duration_since(self.start).as_secs_f64();
         if self.kind.unit == Unit::Steps
             && let Some(eta) = &*lock(&self.console.0.eta)
         {
@@ -500,7 +486,7 @@ impl ProgressStage {
                 self.earlier,
             );
         }
-        let done_here = state.done.saturating_sub(state.done_at_start);
+        let done_here = state.done.saturating_sub(self.done_at_start);
         // The time per finished trajectory does not predict the time left, because long trajectories finish
         // last.
         let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
@@ -518,8 +504,8 @@ impl ProgressStage {
 
     /// Returns the finished items, the tokens and the seconds of this stage so far.
     fn speed(&self, state: &StageState, now: Instant) -> StageSpeed {
-        let seconds = now.saturating_duration_since(state.start).as_secs_f64();
-        let items = state.done.saturating_sub(state.done_at_start) as f64;
+        let seconds = now.saturating_duration_since(self.start).as_secs_f64();
+        let items = state.done.saturating_sub(self.done_at_start) as f64;
         StageSpeed { items, tokens: state.tokens, seconds }
     }
 
@@ -541,13 +527,13 @@ impl ProgressStage {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
         let mut parts: Vec<String> =
             state.note.iter().cloned().chain(state.values.iter().map(value)).collect();
-        let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
+        let elapsed = now.saturating_duration_since(self.start).as_secs_f64();
         let tokens = state.tokens.round();
         // A step adds its tokens at its end.
         let measured_until = state.advanced.filter(|_| self.kind.unit == Unit::Steps).unwrap_or(now);
-        let token_seconds = measured_until.saturating_duration_since(state.start).as_secs_f64();
+        let token_seconds = measured_until.saturating_duration_since(self.start).as_secs_f64();
         if tokens > 0.0 && token_seconds > 0.0 {
-            if self.kind.unit == Unit::Items && tokens != (state.done - state.done_at_start) as f64 {
+            if self.kind.unit == Unit::Items && tokens != (state.done - self.done_at_start) as f64 {
                 parts.push(format!("{} tokens", format_number(tokens)));
             }
             let rate = tokens / token_seconds;

@@ -83,18 +83,12 @@ fn is_number(cell: &str) -> bool {
 /// Formats `value` with four significant digits. Whole numbers keep all digits and have thousands separators.
 pub fn format_number(value: f64) -> String {
     let magnitude = value.abs();
-    if !value.is_finite() {
-        return if value.is_nan() {
-            "NaN"
-        } else if value > 0.0 {
-            "∞"
-        } else {
-            "-∞"
-        }
-        .to_owned();
-    }
-    if value == 0.0 {
-        return "0".to_owned();
+    match value {
+        _ if value.is_nan() => return "NaN".to_owned(),
+        f64::INFINITY => return "∞".to_owned(),
+        f64::NEG_INFINITY => return "-∞".to_owned(),
+        0.0 => return "0".to_owned(),
+        _ => {}
     }
     if !(1e-3..1e9).contains(&magnitude) {
         let text = format!("{value:.3e}");

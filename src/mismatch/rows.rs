@@ -230,10 +230,7 @@ impl<'a> RowReader<'a> {
             file.rows_from_texts += usize::from(raw.from_texts);
             match self.row(raw, name.clone()) {
                 Ok(row) => file.token_rows.rows.push(row),
-                Err(reason) => {
-                    let message = format!("{}: row {name}: {reason}", file.path.display());
-                    file.token_rows.bad_rows.push(message);
-                }
+                Err(reason) => file.add_bad_row(name, reason),
             }
         }
     }
@@ -388,8 +385,8 @@ impl FileState<'_> {
         }
     }
 
-    fn add_bad_row(&mut self, number: usize, reason: String) {
-        self.token_rows.bad_rows.push(format!("{}: row {number}: {reason}", self.path.display()));
+    fn add_bad_row(&mut self, row: impl std::fmt::Display, reason: String) {
+        self.token_rows.bad_rows.push(format!("{}: row {row}: {reason}", self.path.display()));
     }
 
     fn check_bad_row_limit(&self) -> Result<(), String> {

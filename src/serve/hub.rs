@@ -71,18 +71,12 @@ pub(super) struct Ticket<'a> {
     first: u64,
     count: usize,
     news: Receiver<(usize, Event)>,
-    memory: Arc<Share>,
-}
-
-impl Ticket<'_> {
-    /// Returns the answer's share of the memory. It must be kept until the answer is sent.
-    pub fn memory(&self) -> Arc<Share> {
-        self.memory.clone()
-    }
+    /// The answer's share of the memory. It must be kept until the answer is sent.
+    pub memory: Arc<Share>,
 }
 
 /// Closes the hub when it is dropped.
-pub(super) struct CloseAtEnd<'h, 'a>(&'h Hub<'a>);
+pub(super) struct CloseAtEnd<'h, 'a>(pub &'h Hub<'a>);
 
 impl Drop for CloseAtEnd<'_, '_> {
     fn drop(&mut self) {
@@ -102,10 +96,6 @@ impl<'a> Hub<'a> {
         self.closed.store(true, Ordering::Relaxed);
         self.lock().open.clear();
         self.engine.wake();
-    }
-
-    pub(super) fn close_at_end(&self) -> CloseAtEnd<'_, 'a> {
-        CloseAtEnd(self)
     }
 
     pub fn is_closed(&self) -> bool {

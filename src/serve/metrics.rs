@@ -50,26 +50,29 @@ impl Metrics {
             let _ = writeln!(out, "rloss_responses_total{{code=\"{code}\"}} {count}");
         }
         let load = |value: &AtomicU64| value.load(Ordering::Relaxed);
-        let counters = [
-            ("prompt_tokens_total", "Tokens of prompts.", load(&self.prompt_tokens)),
-            ("prefilled_tokens_total", "Prompt tokens that passed through the model.", prefill.read),
-            ("reused_tokens_total", "Prompt tokens that another request had read.", prefill.reused),
-            ("sampled_tokens_total", "Tokens sampled.", load(&self.sampled_tokens)),
-            ("clients_left_total", "Answers whose client closed the connection.", load(&self.left)),
+        let (kept, left) = (prefill.kept as u64, load(&self.left));
+        let metrics = [
+            ("prompt_tokens_total", "counter", "Tokens of prompts.", load(&self.prompt_tokens)),
+            (
+                "prefilled_tokens_total",
+                "counter",
+                "Prompt tokens that passed through the model.",
+                prefill.read,
+            ),
+            (
+                "reused_tokens_total",
+                "counter",
+                "Prompt tokens that another request had read.",
+                prefill.reused,
+            ),
+            ("sampled_tokens_total", "counter", "Tokens sampled.", load(&self.sampled_tokens)),
+            ("clients_left_total", "counter", "Answers whose client closed the connection.", left),
+            ("open_samples", "gauge", "Samples that wait or are being sampled.", open_samples as u64),
+            ("kept_tokens", "gauge", "Tokens whose keys and values are kept for later requests.", kept),
         ];
-        for (name, help, value) in counters {
-            let _ = writeln!(
-                out,
-                "# HELP rloss_{name} {help}\n# TYPE rloss_{name} counter\nrloss_{name} {value}"
-            );
-        }
-        let gauges = [
-            ("open_samples", "Samples that wait or are being sampled.", open_samples),
-            ("kept_tokens", "Tokens whose keys and values are kept for later requests.", prefill.kept),
-        ];
-        for (name, help, value) in gauges {
-            let _ =
-                writeln!(out, "# HELP rloss_{name} {help}\n# TYPE rloss_{name} gauge\nrloss_{name} {value}");
+        for (name, kind, help, value) in metrics {
+            let head = format!("# HELP rloss_{name} {help}\n# TYPE rloss_{name} {kind}");
+            let _ = writeln!(out, "{head}\nrloss_{name} {value}");
         }
         out
     }

@@ -15,9 +15,10 @@ mod news;
 mod request;
 
 pub(crate) use access::{Access, bearer};
-pub(crate) use answer::{Answer, AnswerHead, AnswerKind, Reporting, SampleSource};
+pub(crate) use answer::{Answer, AnswerHead, Reporting, SampleSource};
 pub(crate) use api_error::ApiError;
 pub(crate) use fields::{Fields, Form};
+use hub::CloseAtEnd;
 pub(crate) use hub::{Event, Hub, Requests, SampleSink};
 pub(crate) use messages::read_conversation;
 pub(crate) use metrics::Metrics;
@@ -139,7 +140,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
             // Closes the hub, also after a panic, so that no request waits for the engine in vain.
-            let _closed = hub.close_at_end();
+            let _closed = CloseAtEnd(&hub);
             engine.run(&hub)
         });
         if let Some(second) = server.settings.second {
@@ -226,8 +227,8 @@ impl Server<'_> {
             }
             ("/v1/models", _) => Ok(ok(json!({"object": "list", "data": [self.model()]}))),
             (_, Some(name)) => self.check_model(&name).map(|()| ok(self.model())),
-            ("/v1/chat/completions", _) => self.complete(request, peer, AnswerKind::Chat),
-            _ => self.complete(request, peer, AnswerKind::Text),
+            ("/v1/chat/completions", _) => self.complete(request, peer, Form::Chat),
+            _ => self.complete(request, peer, Form::Text),
         }
     }
 
@@ -264,16 +265,16 @@ impl Server<'_> {
         &'r self,
         request: &HttpRequest,
         peer: Peer<'r>,
-        kind: AnswerKind,
+        form: Form,
     ) -> Result<Response<'r>, ApiError> {
         let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
         let name = fields.text("model")?;
         let name = name.ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?;
         let (version, name) = (self.named_version(name, request)?, name.to_owned());
-        let (mut answer, mut requests, streams) = match kind {
-            AnswerKind::Chat => self.read_chat(&fields)?,
-            AnswerKind::Text => self.read_completion(&fields)?,
+        let (mut answer, mut requests, streams) = match form {
+            Form::Chat => self.read_chat(&fields)?,
+            Form::Text => self.read_completion(&fields)?,
         };
         drop(body);
         answer.head.model = name;
@@ -281,7 +282,7 @@ impl Server<'_> {
         let ticket = self.hub.submit(requests)?;
         if !streams {
             let text = answer.whole(&ticket, &peer, &self.metrics)?;
-            let memory = ticket.memory();
+            let memory = ticket.memory.clone();
             let body = Body::Watched(Body::Whole(text.into()).into(), Box::new(move |_| drop(memory)));
             return Ok(Response { status: "200 OK", content_type: JSON, body });
         }

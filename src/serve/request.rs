@@ -1,7 +1,7 @@
 //! Converts the bodies of the two completion endpoints to requests to the engine.
 
 use super::Server;
-use super::answer::{Answer, AnswerHead, AnswerKind, Prompt, Reporting};
+use super::answer::{Answer, AnswerHead, Prompt, Reporting};
 use super::api_error::ApiError;
 use super::fields::{Fields, Form, TOP_MAX};
 use super::hub::Requests;
@@ -67,7 +67,7 @@ impl Server<'_> {
             TurnReader::chat(chat, stop.to_vec()).with_stop_tokens(ids.clone()).with_calls(takes_calls)
         };
         let report = Reporting {
-            kind: AnswerKind::Chat,
+            form: Form::Chat,
             token_ids: common.token_ids,
             log_probs: top,
             stream_usage: common.stream_usage,
@@ -101,7 +101,7 @@ impl Server<'_> {
         let ids = self.stop_token_ids(fields)?;
         let reader = |stop: &[String]| TurnReader::text(chat, stop.to_vec()).with_stop_tokens(ids.clone());
         let report = Reporting {
-            kind: AnswerKind::Text,
+            form: Form::Text,
             token_ids: common.token_ids,
             log_probs: top,
             stream_usage: common.stream_usage,

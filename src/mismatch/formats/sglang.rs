@@ -1,7 +1,7 @@
 //! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` for each token in `meta_info`.
 
 use super::npy::base64_bytes;
-use super::{RawRoutedExperts, RawRow, parse};
+use super::{RawRoutedExperts, RawRow, TokenTexts, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -21,7 +21,7 @@ struct MetaInfo {
     routed_experts: Option<Value>,
 }
 
-pub(super) fn row(value: Value) -> Result<RawRow, String> {
+pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let meta = parse::<Response>(value, "a response of SGLang")?.meta_info;
     let Some(output) = meta.output_token_logprobs else {
         return Err(
@@ -49,7 +49,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         }
         _ => None,
     };
-    Ok(row)
+    Ok(vec![row])
 }
 
 /// Reads one entry, whose text is optional.
