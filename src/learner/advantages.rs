@@ -52,7 +52,8 @@ impl AdvantageEstimator<'_> {
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let episode_rewards =
             || anyhow::Ok(episodes.rewards(&rewards, &sequences.sequence_sums(&penalties)?));
-        let group_advantages = |estimate: &dyn Fn(&[f32], &[usize]) -> Result<Vec<f32>>| {
+        type GroupEstimator<'e> = &'e dyn Fn(&[f32], &[usize]) -> Result<Vec<f32>>;
+        let group_advantages = |estimate: GroupEstimator| {
             let rewards = episode_rewards()?;
             sequences.broadcast(&episodes.spread(&estimate(&rewards, &episodes.group_sizes)?))
         };

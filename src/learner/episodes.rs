@@ -80,7 +80,6 @@ impl Episodes {
 pub(super) mod tests {
     use super::*;
     use crate::policy::advantage::grpo;
-    use crate::trajectory::Outcome;
 
     /// Returns an empty trajectory, the part `part` of its episode.
     pub(in crate::learner) fn trajectory(part: u64) -> Trajectory {

@@ -213,7 +213,7 @@ mod tests {
             Recipe::default().entries().iter().map(|entry| entry.path().to_owned()).collect();
         for foreign in KEYS.iter().chain(WORDS) {
             for key in foreign.keys {
-                assert!(known.iter().any(|known| known == key), "{}: {key}", foreign.name);
+                assert!(known.iter().any(|known| known == key), "{}: {key}", foreign.names);
             }
         }
     }
