@@ -92,8 +92,8 @@ impl AdvantageEstimator<'_> {
             }
             Advantage::Gae => {
                 let (critic, values) = self.critic.zip(batch.values.as_ref()).context("no critic")?;
-                let estimate = critic.estimate(&sequences, &per_token(), values)?;
-                metrics.extend(estimate.metrics);
+                let (estimate, of_values) = critic.estimate(&sequences, &per_token(), values)?;
+                metrics.extend(of_values);
                 returns = Some(estimate.returns);
                 estimate.advantages
             }
@@ -127,11 +127,11 @@ impl AdvantageEstimator<'_> {
         let training = batch.training_log_probs.as_deref().unwrap_or(rollout);
         let old_log_probs = self.old_log_prob_source.select(training, rollout, Some(training), 1)?;
         let divergence = self.policy.kl.estimator;
-        let penalty =
+        let (rewards, kl) =
             kl_in_reward(sequences, &zeros, old_log_probs, reference, divergence, self.kl_coefficient)?;
-        metrics.set("actor/reward_kl_penalty", penalty.kl);
+        metrics.set("actor/reward_kl_penalty", kl);
         metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
-        Ok(penalty.rewards)
+        Ok(rewards)
     }
 }
 

@@ -64,16 +64,9 @@ impl KlController {
     }
 }
 
-/// Token rewards after the penalty, and the measured divergence.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PenalisedRewards {
-    pub rewards: Vec<f32>,
-    /// `actor/reward_kl_penalty`: mean over all sequences of the mean over their valid tokens.
-    pub kl: f64,
-}
-
 /// Subtracts the penalty from the rewards: r_t − β·kl_t for every valid token. Rewards of masked tokens do
-/// not change.
+/// not change. Also returns the measured divergence, `actor/reward_kl_penalty`: the mean over all sequences
+/// of the mean over their valid tokens.
 pub fn kl_in_reward(
     sequences: &Sequences,
     rewards: &[f32],
@@ -81,7 +74,7 @@ pub fn kl_in_reward(
     reference: &[f32],
     estimator: KlEstimator,
     coefficient: f64,
-) -> Result<PenalisedRewards> {
+) -> Result<(Vec<f32>, f64)> {
     sequences.check("rewards", rewards)?;
     sequences.check("old_log_prob", old_log_prob)?;
     sequences.check("reference log_prob", reference)?;
@@ -90,5 +83,5 @@ pub fn kl_in_reward(
     for t in sequences.all_valid_indices() {
         penalised[t] = (f64::from(rewards[t]) - coefficient * kl(t)) as f32;
     }
-    Ok(PenalisedRewards { rewards: penalised, kl: mean(sequences.sequence_means(kl).into_iter()) })
+    Ok((penalised, mean(sequences.sequence_means(kl).into_iter())))
 }

@@ -115,15 +115,7 @@ pub struct ImportanceSettings {
     pub batch_normalize: bool,
 }
 
-/// Weights and their metrics; the metric names have no prefix.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ImportanceWeights {
-    /// One weight per token; 0 where the mask is false.
-    pub weights: Vec<f32>,
-    pub metrics: MetricMap,
-}
-
-/// Computes the weight of every token of a whole batch. `log_ratio` is T − R, where T are the log-probs of
+/// Computes the weight of every token of a whole batch, 0 where the mask is false, and metrics without prefix. `log_ratio` is T − R, where T are the log-probs of
 /// training and R those of the rollout.
 ///
 /// The metrics describe the bounded weights before batch normalisation:
@@ -142,7 +134,7 @@ pub fn importance_weights(
     sequences: &Sequences,
     log_ratio: &[f32],
     settings: &ImportanceSettings,
-) -> Result<ImportanceWeights> {
+) -> Result<(Vec<f32>, MetricMap)> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let log_ratio = |t: usize| f64::from(log_ratio[t]);
@@ -174,7 +166,7 @@ pub fn importance_weights(
         weights.iter_mut().for_each(|w| *w /= factor);
         metrics.insert("rollout_is_batch_norm_factor".into(), factor);
     }
-    Ok(ImportanceWeights { weights: weights.into_iter().map(|w| w as f32).collect(), metrics })
+    Ok((weights.into_iter().map(|w| w as f32).collect(), metrics))
 }
 
 struct ImportanceContext<'a> {
