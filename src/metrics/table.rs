@@ -1,6 +1,7 @@
 //! A text table with aligned columns.
 
 use super::terminal::sanitize_line;
+use indicatif::HumanCount;
 use unicode_width::UnicodeWidthStr;
 
 /// Rows under a header. A column of numbers is aligned to the right.
@@ -96,7 +97,8 @@ pub fn format_number(value: f64) -> String {
         return format!("{}e{exponent}", trim_zeros(digits));
     }
     if value.fract() == 0.0 || magnitude >= 1e3 {
-        return thousands(value.round() as i64);
+        let sign = if value < 0.0 { "-" } else { "" };
+        return format!("{sign}{}", HumanCount(magnitude.round() as u64));
     }
     let decimals = (3 - magnitude.log10().floor() as i32).clamp(0, 6) as usize;
     trim_zeros(&format!("{value:.decimals$}")).to_owned()
@@ -109,16 +111,4 @@ pub fn format_count(count: u64, noun: &str) -> String {
 
 fn trim_zeros(digits: &str) -> &str {
     if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
-}
-
-fn thousands(value: i64) -> String {
-    let digits = value.unsigned_abs().to_string();
-    let mut out = String::from(if value < 0 { "-" } else { "" });
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }

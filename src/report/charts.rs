@@ -36,22 +36,51 @@ struct Chart {
 
 /// A chart that the report draws if a run has values for it. In a chart of several metrics, all curves but
 /// the first metric's are dashed.
-struct ChartSpec {
-    title: &'static str,
-    metrics: &'static [&'static str],
+struct ChartSpec<'a> {
+    title: &'a str,
+    metrics: &'a [&'a str],
     unit: &'static str,
     scale: Scale,
 }
 
-const fn linear(title: &'static str, metrics: &'static [&'static str], unit: &'static str) -> ChartSpec {
+const fn linear<'a>(title: &'a str, metrics: &'a [&'a str], unit: &'static str) -> ChartSpec<'a> {
     ChartSpec { title, metrics, unit, scale: Scale::Linear }
 }
 
-const fn log(title: &'static str, metrics: &'static [&'static str], unit: &'static str) -> ChartSpec {
+const fn log<'a>(title: &'a str, metrics: &'a [&'a str], unit: &'static str) -> ChartSpec<'a> {
     ChartSpec { title, metrics, unit, scale: Scale::LogWhenWide }
 }
 
-const LEARNING: &[ChartSpec] = &[
+impl ChartSpec<'_> {
+    /// Lays out the chart. Returns `None` if no run has a value.
+    fn chart(&self, runs: &[Run], phase: Phase) -> Option<Chart> {
+        let mut series = Vec::new();
+        for (i, run) in runs.iter().enumerate() {
+            for (nth, metric) in self.metrics.iter().enumerate() {
+                let points = run.series(phase, metric);
+                if points.is_empty() {
+                    continue;
+                }
+                let interval_end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
+                let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
+                let name =
+                    if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
+                let interval = (interval_end("ci95_low"), interval_end("ci95_high"));
+                series.push(Series { run: i, name, dashed: nth > 0, points, interval });
+            }
+        }
+        let mut plot = Plot::new(series, self.scale)?;
+        let bounds = self.metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
+        let healthy = bounds.map(|(healthy, levels)| {
+            plot.add_levels(&levels);
+            healthy
+        });
+        let (title, metric) = (self.title.to_owned(), self.metrics.join(", "));
+        Some(Chart { id: 0, title, metric, unit: self.unit, healthy, plot })
+    }
+}
+
+const LEARNING: &[ChartSpec<'static>] = &[
     linear("Reward", &["critic/rewards/mean"], "mean reward"),
     linear("Response length", &["response_length/mean"], "tokens"),
     linear("Turns", &["num_turns/mean"], "turns per trajectory"),
@@ -59,7 +88,7 @@ const LEARNING: &[ChartSpec] = &[
     linear("Loss of a client", &["tinker/loss"], "sum over tokens"),
 ];
 
-const STABILITY: &[ChartSpec] = &[
+const STABILITY: &[ChartSpec<'static>] = &[
     log("Gradient norm", &["actor/grad_norm"], "norm before clipping"),
     linear("Entropy", &["actor/entropy"], "nats per token"),
     linear("KL to the reference, in the loss", &["actor/kl_loss"], "nats, aggregated like the loss"),
@@ -73,7 +102,7 @@ const STABILITY: &[ChartSpec] = &[
     linear("Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
 ];
 
-const CRITIC: &[ChartSpec] = &[
+const CRITIC: &[ChartSpec<'static>] = &[
     linear("Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
     linear("Values and returns", &["critic/values/mean", "critic/returns/mean"], "mean over tokens"),
     log("Value loss", &["critic/vf_loss"], "half the squared error"),
@@ -81,13 +110,13 @@ const CRITIC: &[ChartSpec] = &[
     linear("Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
 ];
 
-const SFT_WARM_UP: &[ChartSpec] = &[
+const SFT_WARM_UP: &[ChartSpec<'static>] = &[
     log("Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"),
     log("Gradient norm, SFT warm-up", &["cold_start/grad_norm"], "norm before clipping"),
 ];
 
 const MEMORY: &[&str] = &["perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"];
-const SPEED: &[ChartSpec] = &[
+const SPEED: &[ChartSpec<'static>] = &[
     linear("Throughput", &["perf/throughput"], "tokens/s"),
     linear("Rollout time", &["timing_s/gen"], "seconds per step"),
     linear("GPU memory", MEMORY, "GB, maximum in a step"),
@@ -95,7 +124,7 @@ const SPEED: &[ChartSpec] = &[
 ];
 
 /// The sections in the page's order, with the phase whose metrics they draw.
-const SECTIONS: [(&str, Phase, &[ChartSpec]); 5] = [
+const SECTIONS: [(&str, Phase, &[ChartSpec<'static>]); 5] = [
     ("Learning", Phase::Rl, LEARNING),
     ("Stability", Phase::Rl, STABILITY),
     ("Critic", Phase::Rl, CRITIC),
@@ -123,11 +152,11 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut sections: Vec<Section> = Vec::new();
     for (title, phase, specs) in SECTIONS {
         let mut section = Section { title, ..Section::default() };
-        for ChartSpec { title, metrics, unit, scale } in specs {
-            drawn.extend(metrics.iter().map(|metric| (phase, (*metric).to_owned())));
-            match chart(runs, title, metrics, unit, phase, *scale) {
+        for spec in specs {
+            drawn.extend(spec.metrics.iter().map(|metric| (phase, (*metric).to_owned())));
+            match spec.chart(runs, phase) {
                 Some(chart) => section.charts.push(chart),
-                None => section.absent.push(title),
+                None => section.absent.push(spec.title),
             }
         }
         sections.push(section);
@@ -143,7 +172,7 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     });
     let charts = others.filter_map(|(phase, metric)| {
         let title = if *phase == Phase::Rl { metric.clone() } else { format!("{metric} ({})", phase.name()) };
-        chart(runs, &title, &[metric.as_str()], "", *phase, Scale::LogWhenWide)
+        log(&title, &[metric], "").chart(runs, *phase)
     });
     let title = "All other metrics";
     sections.push(Section { title, folded: true, charts: charts.collect(), ..Section::default() });
@@ -175,7 +204,7 @@ fn insert_reward_charts(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, lear
     let mut charts: Vec<Chart> = held_out
         .filter_map(|(phase, metric)| {
             let title = format!("Held-out {}", held_out_name(metric));
-            chart(runs, &title, &[metric.as_str()], "success", *phase, Scale::Unit)
+            ChartSpec { scale: Scale::Unit, ..linear(&title, &[metric], "success") }.chart(runs, *phase)
         })
         .collect();
     if charts.is_empty() {
@@ -183,42 +212,10 @@ fn insert_reward_charts(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, lear
     }
     charts.extend(recorded.iter().filter_map(|(phase, metric)| {
         let title = format!("Reward {}", named_reward(metric)?);
-        chart(runs, &title, &[metric.as_str()], "mean, unweighted", *phase, Scale::Linear)
+        linear(&title, &[metric], "mean, unweighted").chart(runs, *phase)
     }));
     let at = learning.charts.iter().take_while(|chart| chart.title == "Reward").count();
     learning.charts.splice(at..at, charts);
-}
-
-/// Lays out one chart. Returns `None` if no run has a value.
-fn chart(
-    runs: &[Run],
-    title: &str,
-    metrics: &[&str],
-    unit: &'static str,
-    phase: Phase,
-    scale: Scale,
-) -> Option<Chart> {
-    let mut series = Vec::new();
-    for (i, run) in runs.iter().enumerate() {
-        for (nth, metric) in metrics.iter().enumerate() {
-            let points = run.series(phase, metric);
-            if points.is_empty() {
-                continue;
-            }
-            let interval_end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
-            let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
-            let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
-            let interval = (interval_end("ci95_low"), interval_end("ci95_high"));
-            series.push(Series { run: i, name, dashed: nth > 0, points, interval });
-        }
-    }
-    let mut plot = Plot::new(series, scale)?;
-    let bounds = metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
-    let healthy = bounds.map(|(healthy, levels)| {
-        plot.add_levels(&levels);
-        healthy
-    });
-    Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
 /// Numbers the charts and collects their data. The data has only numbers, so that no text of a run reaches
