@@ -13,6 +13,7 @@ use crate::engine::{Completion, EngineRequest, NewToken};
 use crate::harmony::TurnStep;
 use crate::metrics::{Console, sanitize_line};
 use crate::ops::logits::SamplingParameters;
+use crate::panics::lock;
 use crate::random::Purpose;
 use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutProgress};
 use crate::serve::{ApiError, Event};
@@ -21,7 +22,7 @@ use crate::trajectory::{Outcome, Trajectory};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest time that a request for an episode waits. Then the program asks again.
@@ -178,7 +179,7 @@ impl Board {
 
     /// Begins a rollout: `samples` episodes for each of `prompts`.
     pub fn begin_round(&self, round: RoundPlan, prompts: &[Prompt], samples: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let places = (0..prompts.len()).flat_map(|prompt| (0..samples as u64).map(move |s| (prompt, s)));
         state.waiting = places.map(|place| Waiting { place, attempt: 0 }).collect();
         state.expected = state.waiting.len();
@@ -191,7 +192,7 @@ impl Board {
 
     /// Ends the rollout and returns its results. Episodes that are still open are dropped.
     pub fn end_round(&self) -> (BTreeMap<Place, EpisodeResult>, EpisodeCounts) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for episode in state.open_episodes() {
             self.close(&mut state, &episode);
         }
@@ -205,20 +206,20 @@ impl Board {
 
     /// Tells the program that there are no further episodes.
     pub fn end_run(&self) {
-        self.lock().is_over = true;
+        lock(&self.state).is_over = true;
         self.episodes.notify_all();
     }
 
     /// Returns whether every episode of the rollout has a result.
     pub fn is_round_over(&self) -> bool {
-        let state = self.lock();
+        let state = lock(&self.state);
         state.results.len() >= state.expected
     }
 
     /// Waits for an episode to hand out. `has_left` tells whether the client is gone.
     pub fn next_episode(&self, has_left: impl Fn() -> bool) -> NextEpisode {
         let until = Instant::now() + NEXT_WAIT;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.asked += 1;
         loop {
             if state.is_over {
@@ -270,7 +271,7 @@ impl Board {
     /// # Errors
     /// When there is no such episode, or it is over.
     pub fn episode(&self, id: &str) -> Result<Arc<Episode>, ApiError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         match state.open.get(id) {
             Some(episode) => Ok(episode.clone()),
             None => Err(self.refuse_unknown(&mut state, id)),
@@ -291,7 +292,7 @@ impl Board {
 
     /// Counts a request that was refused for another reason.
     pub fn count_refused(&self, why: &str) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.counts.refused += 1;
         self.tell(&mut state, "refused", &format!("a request was refused: {why}"));
     }
@@ -308,7 +309,7 @@ impl Board {
         whole: Option<ChatTurnParser>,
         request: impl FnOnce(u64) -> EngineRequest,
     ) -> Result<(u64, Receiver<(usize, Event)>), ApiError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if !state.open.contains_key(&episode.id) {
             return Err(self.refuse_unknown(&mut state, &episode.id));
         }
@@ -324,7 +325,7 @@ impl Board {
 
     /// Passes a token of the engine to the request that waits for it. Returns whether the sample goes on.
     pub fn token(&self, sample: u64, token: &NewToken) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let Some(open) = state.samples.get_mut(&sample) else { return false };
         match &mut open.whole {
             Some(parser) => !matches!(parser.push(token.id), TurnStep::Ended(_)),
@@ -334,7 +335,7 @@ impl Board {
 
     /// Passes the end of a sample to the request that waits for it.
     pub fn finish(&self, sample: u64, completion: Completion) {
-        let open = self.lock().samples.remove(&sample);
+        let open = lock(&self.state).samples.remove(&sample);
         if let Some(open) = open {
             // Sending fails if the client has left. Then nobody needs the answer.
             let _ = open.events.send((0, Event::Finished(completion)));
@@ -343,7 +344,7 @@ impl Board {
 
     /// Ends a sample that nobody waits for any more.
     pub fn cancel(&self, sample: u64) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.samples.remove(&sample).is_some() {
             state.commands.push(Command::Cancel(sample));
             self.work.notify_one();
@@ -356,11 +357,11 @@ impl Board {
     /// # Errors
     /// When the episode is unknown or over, and when it was given something else before, which stays.
     pub fn reward(&self, id: &str, given: Given) -> Result<(), ApiError> {
-        let open = self.lock().open.get(id).cloned();
+        let open = lock(&self.state).open.get(id).cloned();
         if let Some(episode) = open {
             episode.settle();
         }
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(episode) = state.open.get(id).cloned() {
             state.ended.insert(id.to_owned(), Some(given.clone()));
             self.end_episode(&mut state, &episode, given);
@@ -434,7 +435,7 @@ impl Board {
 
     /// Waits up to `wait` for commands, and fails the episodes whose time is over.
     pub fn take_commands(&self, wait: Duration) -> Vec<Command> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.commands.is_empty() && state.results.len() < state.expected {
             state = self.work.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -469,7 +470,7 @@ impl Board {
 
     /// Puts back an episode that the program did not receive. It then gets another id.
     pub fn take_back(&self, id: &str) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(episode) = state.open.get(id).cloned() {
             self.put_back(&mut state, &episode, episode.attempt);
             state.progress.started -= 1;
@@ -484,7 +485,7 @@ impl Board {
 
     /// Puts open episodes back, because their program has ended. An episode that was begun twice fails.
     pub fn begin_again(&self) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for episode in state.open_episodes().into_iter().rev() {
             if episode.attempt > 0 {
                 let why = "the program ended during it, twice".to_owned();
@@ -500,13 +501,13 @@ impl Board {
 
     /// Returns the number of finished episodes and of requests for one, over all rounds.
     pub fn activity(&self) -> (u64, u64) {
-        let state = self.lock();
+        let state = lock(&self.state);
         (state.finished, state.asked)
     }
 
     /// Adds sampled tokens to the progress and returns it.
     pub fn progress(&self, sampled: u64) -> RolloutProgress {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let progress = &mut state.progress;
         progress.sampled_tokens += sampled;
         // An unfinished episode counts as half an episode.
@@ -519,7 +520,7 @@ impl Board {
 
     /// Prints `text` as a warning if no message of this `kind` was printed before.
     pub fn tell_once(&self, kind: &str, text: &str) {
-        self.tell(&mut self.lock(), kind, text);
+        self.tell(&mut lock(&self.state), kind, text);
     }
 
     fn tell_failure(&self, state: &mut State, id: &str, failure: EpisodeFailure, why: &str) {
@@ -534,10 +535,6 @@ impl Board {
         if state.told.insert(kind.to_owned()) {
             self.console.print(&sanitize_line(&format!("warning: agent: {text}")));
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

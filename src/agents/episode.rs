@@ -8,6 +8,7 @@ use super::board::{Place, RoundPlan, over};
 use super::trace::{SampledAnswer, Trace};
 use crate::chat::{Chat, RequestMessages};
 use crate::http::PeerHandle;
+use crate::panics::lock;
 use crate::serve::ApiError;
 use crate::trajectory::Trajectory;
 use blake3::Hash;
@@ -101,15 +102,11 @@ pub(super) struct Delivery<'r> {
 }
 
 impl Episode {
-    fn play(&self) -> MutexGuard<'_, Play> {
-        self.play.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until no answer is being written. The writes have time limits.
     fn settled_play(&self) -> MutexGuard<'_, Play> {
         let is_writing = |asked: &Asked| matches!(asked.state, AskedState::Written(_));
         let waits = |play: &mut Play| !play.is_over && play.asked.values().any(is_writing);
-        self.settled.wait_while(self.play(), waits).unwrap_or_else(PoisonError::into_inner)
+        self.settled.wait_while(lock(&self.play), waits).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until no answer is being written. A client may know its answer slightly before the server knows
@@ -120,7 +117,7 @@ impl Episode {
 
     /// Notes that the prompt of a request does not fit.
     pub fn end_of_space(&self) {
-        self.play().trace.end_of_space();
+        lock(&self.play).trace.end_of_space();
     }
 
     /// Adds a request. Returns its place, its prompt and its limit.
@@ -186,7 +183,7 @@ impl Episode {
 
     /// Ends the episode. Returns its trace and the number of its answers that were not delivered.
     pub fn close(&self) -> (Trace, u64) {
-        let mut play = self.play();
+        let mut play = lock(&self.play);
         play.is_over = true;
         let is_undelivered =
             |asked: &&Asked| matches!(asked.state, AskedState::Written(_)) || asked.has_left();
@@ -229,7 +226,7 @@ impl Delivery<'_> {
     /// # Errors
     /// When the episode is over, or the client left before.
     pub fn begin(&self, answer: SampledAnswer) -> Result<(), ApiError> {
-        let mut play = self.episode.play();
+        let mut play = lock(&self.episode.play);
         if play.is_over {
             return Err(over(&self.episode.id));
         }
@@ -242,7 +239,7 @@ impl Delivery<'_> {
 
     /// Ends the delivery. The answer becomes a part of the trace, or is lost.
     pub fn end(&self, was_delivered: bool) {
-        let mut play = self.episode.play();
+        let mut play = lock(&self.episode.play);
         let Some(asked) = play.asked(self.position, self.request) else { return };
         match (std::mem::replace(&mut asked.state, AskedState::Lost), was_delivered) {
             (AskedState::Written(answer), true) => {

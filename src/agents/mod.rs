@@ -26,6 +26,7 @@ use crate::engine::{Client, Completion, Engine, NewToken};
 use crate::harmony::Message;
 use crate::http::{self, HttpLimits};
 use crate::metrics::Console;
+use crate::panics::lock;
 use crate::rollout::{EpisodeCounts, Observer, Prompt, RolloutPlan, RolloutProgress, Rollouts};
 use crate::serve::{Access, Metrics, REQUEST_BYTES_MAX};
 use crate::tasks::TaskSettings;
@@ -39,7 +40,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -184,7 +185,7 @@ impl AgentSession {
     /// # Errors
     /// When the file cannot be opened.
     pub fn log_to(&self, path: PathBuf) -> Result<()> {
-        program::lock(&self.output).log_to(path)
+        lock(&self.output).log_to(path)
     }
 
     /// Has the program play `samples` episodes of each of `prompts` against `engine`. `progress` is called
@@ -270,7 +271,7 @@ impl AgentSession {
                 Command::Cancel(sample) => engine.cancel(sample),
             }
         }
-        match &mut *self.program() {
+        match &mut *lock(&self.program) {
             Some(program) => self.keep_running(program),
             None => Ok(()),
         }
@@ -308,16 +309,12 @@ impl AgentSession {
             "task.command: the program ended ({status}) {when}; correct it, then start or resume the run; {last}"
         )
     }
-
-    fn program(&self) -> MutexGuard<'_, Option<RunningProgram>> {
-        self.program.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for AgentSession {
     fn drop(&mut self) {
         self.server.board.end_run();
-        if let Some(running) = &mut *self.program() {
+        if let Some(running) = &mut *lock(&self.program) {
             running.program.end(END_WAIT);
         }
         self.stopped.store(true, Ordering::Relaxed);

@@ -2,6 +2,7 @@
 
 use crate::bad_input;
 use crate::metrics::Console;
+use crate::panics::lock;
 use crate::process_group::{ProcessGroup, watch};
 use anyhow::{Context, Result};
 use std::fs::{File, OpenOptions};
@@ -9,7 +10,7 @@ use std::io::{PipeReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Maximum bytes of the program's output that are kept. Later output is dropped.
@@ -171,8 +172,4 @@ fn copy_output(mut reader: PipeReader, output: &Mutex<ProgramOutput>) {
     {
         lock(output).write(bytes);
     }
-}
-
-pub(super) fn lock(output: &Mutex<ProgramOutput>) -> MutexGuard<'_, ProgramOutput> {
-    output.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,6 +7,7 @@ use crate::commands::arguments::{locate_recipe_or_model, recipe_help};
 use crate::engine::Engine;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
+use crate::panics::lock;
 use crate::recipe::{KeyScope, Plan, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, TurnPosition};
 use crate::run::environment::Environment;
@@ -23,7 +24,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Arguments of `rloss chat`.
@@ -204,7 +205,7 @@ impl<'a> LiveAnswer<'a> {
 
     /// Takes the next token. `messages` are those of the turns before.
     fn push(&self, turn: u64, token: u32, messages: &[Message]) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if turn != state.turn {
             self.end_turn(&mut state, messages);
             state.turn = turn;
@@ -223,7 +224,7 @@ impl<'a> LiveAnswer<'a> {
 
     /// Shows the rest. `messages` are all messages of the answer.
     fn finish(&self, messages: &[Message]) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         self.end_turn(&mut state, messages);
     }
 
@@ -269,10 +270,6 @@ impl<'a> LiveAnswer<'a> {
             // A failed write is ignored, because the count is only a display.
             let _ = write!(std::io::stderr(), "\r\x1b[K{text}");
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LiveState<'a>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

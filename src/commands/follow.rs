@@ -7,13 +7,14 @@
 use crate::bad_input;
 use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, serve};
 use crate::metrics::Console;
+use crate::panics::lock;
 use crate::report::{awaited, page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
 use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Serves the page of `runs` on `port` of this machine until a signal. A run that has not begun is awaited.
 ///
@@ -97,7 +98,7 @@ impl Handler for Follower<'_> {
 impl Follower<'_> {
     /// Returns the page of the runs' current state, from the cache if the state has not changed.
     fn page(&self) -> Result<Arc<str>> {
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = lock(&self.cache);
         let now = state_digest(self.runs);
         if let Some((of, page)) = &*cache
             && *of == now

@@ -4,6 +4,7 @@ use super::cache_admission::CacheAdmission;
 use super::request::{Completion, Continuation, EngineRequest, FinishReason};
 use super::work::{Prefill, Sequence, Work};
 use super::{Client, Engine, PolicyVersion};
+use crate::panics::lock;
 use anyhow::{Context, Error, Result, ensure};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -185,7 +186,7 @@ impl Engine<'_> {
         sampled: u64,
     ) -> RefillResult {
         let goes_on = client.goes_on(sampled);
-        let mut queue = self.lock();
+        let mut queue = lock(&self.queue);
         if queue.failure.is_some() {
             return RefillResult::Failure;
         }
@@ -202,7 +203,7 @@ impl Engine<'_> {
             never_begun
                 .into_iter()
                 .for_each(|(id, version)| client.finished(id, Completion::cancelled(version)));
-            queue = self.lock();
+            queue = lock(&self.queue);
         }
         let share = self.limits.sequences_max.max(1).min(queue.unfinished.len().div_ceil(self.workers));
         let mut load: usize = batch.iter().map(Work::samples).sum();
@@ -226,7 +227,7 @@ impl Engine<'_> {
 
     /// Queues a sequence whose prompt was read, for any worker.
     pub(super) fn make_ready(&self, sequence: Box<Sequence>) {
-        self.lock().ready.push_back(sequence);
+        lock(&self.queue).ready.push_back(sequence);
         self.work.notify_one();
     }
 
@@ -240,7 +241,7 @@ impl Engine<'_> {
 
     /// Waits until there may be work, but not longer than [`IDLE_POLL`].
     pub(super) fn wait_for_work(&self) {
-        let queue = self.lock();
+        let queue = lock(&self.queue);
         let has_work =
             queue.next_ready().is_some() || (!queue.waiting.is_empty() && queue.admission.has_free_slot());
         if !has_work && queue.failure.is_none() {

@@ -21,6 +21,7 @@ use crate::model::weights::Weights;
 use crate::ops::kv_cache::BLOCK;
 use crate::ops::logits::{Logits, SampledToken, SamplingParameters, sampled_rows_max};
 use crate::ops::threads::with_spinning_threads;
+use crate::panics::lock;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::collections::HashSet;
@@ -454,7 +455,7 @@ impl Engine<'_> {
             routed_experts: std::mem::take(&mut sequence.routed_experts),
             prompt_scores: std::mem::take(&mut sequence.prompt_scores),
         };
-        self.lock().end(sequence);
+        lock(&self.queue).end(sequence);
         client.finished(id, completion);
     }
 }

@@ -6,11 +6,12 @@ use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
 use super::warnings::FailureCount;
+use crate::panics::lock;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::collections::{HashMap, HashSet};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// Minimum time between two plain lines of steps.
@@ -308,10 +309,6 @@ fn style(kind: StageKind, total: u64) -> ProgressStyle {
     };
     let template = ProgressStyle::with_template(template);
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
-}
-
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The kind of a stage. It decides where and when the stage is shown.

@@ -4,11 +4,12 @@ use super::answer::SampleSource;
 use super::api_error::ApiError;
 use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
 use crate::http::{Budget, Share};
+use crate::panics::lock;
 use crate::random::{Purpose, stream};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// An event of one sample.
@@ -94,7 +95,7 @@ impl<'a> Hub<'a> {
     /// Ends the engine's work. Waiting answers get an error.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
-        self.lock().open.clear();
+        lock(&self.state).open.clear();
         self.engine.wake();
     }
 
@@ -104,7 +105,7 @@ impl<'a> Hub<'a> {
 
     /// Returns the number of samples that wait or are being sampled.
     pub fn open_samples(&self) -> usize {
-        self.lock().open.len()
+        lock(&self.state).open.len()
     }
 
     /// Returns the number of finished samples, and of sampled tokens.
@@ -114,7 +115,7 @@ impl<'a> Hub<'a> {
 
     /// Returns a new number. No other call returns the same one.
     pub fn next_number(&self) -> u64 {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.next_id += 1;
         state.next_id - 1
     }
@@ -177,7 +178,7 @@ impl<'a> Hub<'a> {
         let full = || ApiError::full("the memory for open answers is in use; try again later".to_owned());
         let memory = self.answers.take(bytes, Duration::ZERO).ok_or_else(full)?;
         let count = requests.requests.len() * samples;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if self.is_closed() {
             return Err(ApiError::ending());
         }
@@ -210,17 +211,13 @@ impl<'a> Hub<'a> {
         }
         Ok(())
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Client for Hub<'_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
         self.tokens.fetch_add(1, Ordering::Relaxed);
         let sink = {
-            let state = self.lock();
+            let state = lock(&self.state);
             match state.open.get(&sample) {
                 None => return false,
                 Some((index, Listener::Channel(sender))) => {
@@ -235,7 +232,7 @@ impl Client for Hub<'_> {
     fn finished(&self, sample: u64, completion: Completion) {
         self.samples.fetch_add(1, Ordering::Relaxed);
         // A sink is called without the lock.
-        let listener = self.lock().open.remove(&sample);
+        let listener = lock(&self.state).open.remove(&sample);
         match listener {
             None => {}
             // Sending fails if the HTTP client has left. Then nobody needs the event.
@@ -266,7 +263,7 @@ impl SampleSource for Ticket<'_> {
 
     fn end(&self, index: usize) {
         let id = self.first + index as u64;
-        if self.hub.lock().open.remove(&id).is_some() {
+        if lock(&self.hub.state).open.remove(&id).is_some() {
             self.hub.engine.cancel(id);
         }
     }

@@ -1,10 +1,11 @@
 //! Counters in Prometheus' text format.
 
 use crate::engine::PrefillCounts;
+use crate::panics::lock;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// Counters of a server.
 #[derive(Default)]
@@ -20,7 +21,7 @@ pub(crate) struct Metrics {
 impl Metrics {
     pub fn count_response(&self, status: &'static str) {
         let code = status.split(' ').next().unwrap_or_default();
-        *self.responses.lock().unwrap_or_else(PoisonError::into_inner).entry(code).or_default() += 1;
+        *lock(&self.responses).entry(code).or_default() += 1;
     }
 
     pub fn count_tokens(&self, prompt: usize, sampled: usize) {
@@ -34,7 +35,7 @@ impl Metrics {
 
     /// Returns the number of responses with an error.
     pub fn refused(&self) -> u64 {
-        let responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
+        let responses = lock(&self.responses);
         // 408 asks to wait for longer.
         let refused = responses.iter().filter(|(code, _)| !code.starts_with('2') && **code != "408");
         refused.map(|(_, count)| count).sum()
@@ -45,7 +46,7 @@ impl Metrics {
         let mut out =
             "# HELP rloss_responses_total Responses by status.\n# TYPE rloss_responses_total counter\n"
                 .to_owned();
-        for (code, count) in &*self.responses.lock().unwrap_or_else(PoisonError::into_inner) {
+        for (code, count) in &*lock(&self.responses) {
             // Writing to a string cannot fail.
             let _ = writeln!(out, "rloss_responses_total{{code=\"{code}\"}} {count}");
         }
