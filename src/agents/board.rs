@@ -12,10 +12,9 @@ use crate::chat::ChatTurnParser;
 use crate::engine::{Completion, EngineRequest, NewToken};
 use crate::harmony::TurnStep;
 use crate::metrics::{Console, sanitize_line};
-use crate::ops::logits::SamplingParameters;
 use crate::panics::lock;
 use crate::random::Purpose;
-use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutProgress};
+use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutPlan, RolloutProgress};
 use crate::serve::{ApiError, Event};
 use crate::tasks::Reward;
 use crate::trajectory::{Outcome, Trajectory};
@@ -31,17 +30,10 @@ const NEXT_WAIT: Duration = Duration::from_secs(20);
 const PEER_POLL: Duration = Duration::from_millis(200);
 
 /// The rollout that is being played.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct RoundPlan {
-    pub seed: u64,
-    pub purpose: Purpose,
-    pub step: u64,
+    pub plan: RolloutPlan,
     pub policy_version: u64,
-    pub sampling: SamplingParameters,
-    /// Whether to keep, with each token, the tokens that it was drawn from.
-    pub keeps_token_sets: bool,
-    pub prompt_tokens_max: usize,
-    pub response_tokens_max: usize,
     pub context_tokens_max: usize,
 }
 
@@ -50,7 +42,7 @@ impl RoundPlan {
     /// that failed.
     fn facts(&self, prompt: &Prompt, sample: u64) -> Trajectory {
         Trajectory {
-            step: self.step,
+            step: self.plan.step,
             policy_version: Some(self.policy_version),
             prompt: prompt.index,
             sample,
@@ -121,7 +113,7 @@ pub(super) struct Board {
 
 #[derive(Default)]
 struct State {
-    round: Option<RoundPlan>,
+    round: Option<Arc<RoundPlan>>,
     prompts: Vec<Prompt>,
     is_over: bool,
     waiting: VecDeque<Waiting>,
@@ -185,7 +177,7 @@ impl Board {
         state.expected = state.waiting.len();
         state.progress = RolloutProgress { trajectories: state.expected, ..Default::default() };
         state.prompts = prompts.to_vec();
-        state.round = Some(round);
+        state.round = Some(round.into());
         state.last_activity = Some(Instant::now());
         self.episodes.notify_all();
     }
@@ -230,7 +222,7 @@ impl Board {
                 return NextEpisode::Later;
             }
             if state.open.len() < self.open_max
-                && let Some(round) = state.round
+                && let Some(round) = state.round.clone()
                 && let Some(waiting) = state.waiting.pop_front()
             {
                 return NextEpisode::Episode(self.hand_out(&mut state, round, waiting));
@@ -240,20 +232,20 @@ impl Board {
         }
     }
 
-    fn hand_out(&self, state: &mut State, round: RoundPlan, waiting: Waiting) -> Value {
+    fn hand_out(&self, state: &mut State, round: Arc<RoundPlan>, waiting: Waiting) -> Value {
         let Waiting { place: (index, sample), attempt } = waiting;
         let prompt = &state.prompts[index];
-        let (letter, phase) = match round.purpose {
+        let (letter, phase) = match round.plan.purpose {
             Purpose::Evaluation => ('v', "validation"),
             _ => ('t', "train"),
         };
         let again = if attempt == 0 { String::new() } else { format!("-again{attempt}") };
-        let name = format!("{letter}{}-{}-{sample}{again}", round.step, prompt.index);
+        let name = format!("{letter}{}-{}-{sample}{again}", round.plan.step, prompt.index);
         state.handed_out += 1;
         let secret = blake3::keyed_hash(&self.secret, &state.handed_out.to_le_bytes());
         let id = format!("{name}-{}", &secret.to_hex()[..32]);
         let value = json!({
-            "id": id, "phase": phase, "step": round.step, "seed": round.seed, "index": prompt.index,
+            "id": id, "phase": phase, "step": round.plan.step, "seed": round.plan.seed, "index": prompt.index,
             "sample": sample, "problem_id": prompt.problem.id, "problem": prompt.problem.answer,
         });
         let facts = round.facts(prompt, sample);
@@ -451,21 +443,19 @@ impl Board {
             self.end_episode(state, &episode, Err((EpisodeFailure::Timeout, why)));
         }
         let is_idle = state.last_activity.is_some_and(|last| now.duration_since(last) >= self.timeout);
-        let Some(round) = state.round.filter(|_| is_idle && state.open.is_empty()) else { return };
-        while let Some(waiting) = state.waiting.pop_front() {
-            self.fail_waiting(state, round, &waiting, seconds);
+        if !is_idle || !state.open.is_empty() {
+            return;
         }
-        self.work.notify_one();
-    }
-
-    fn fail_waiting(&self, state: &mut State, round: RoundPlan, waiting: &Waiting, seconds: f64) {
-        let (index, sample) = waiting.place;
-        let facts = round.facts(&state.prompts[index], sample);
+        let Some(round) = state.round.clone() else { return };
         let why = format!("the program did not ask for it within task.episode_timeout_s = {seconds} s");
         let failure = EpisodeFailure::NotAsked;
-        self.tell_failure(state, &facts.problem_id, failure, &why);
-        state.progress.finished += 1;
-        state.results.insert(waiting.place, EpisodeResult { facts, given: Err(failure) });
+        while let Some(Waiting { place, .. }) = state.waiting.pop_front() {
+            let facts = round.facts(&state.prompts[place.0], place.1);
+            self.tell_failure(state, &facts.problem_id, failure, &why);
+            state.progress.finished += 1;
+            state.results.insert(place, EpisodeResult { facts, given: Err(failure) });
+        }
+        self.work.notify_one();
     }
 
     /// Puts back an episode that the program did not receive. It then gets another id.
@@ -546,6 +536,7 @@ pub(super) fn over(id: &str) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rollout::RolloutSettings;
     use crate::tasks::Problem;
 
     /// An episode whose client left while it was handed out stayed open until its time was over.
@@ -553,14 +544,8 @@ mod tests {
     fn bug_an_episode_that_nobody_received_was_lost() {
         let board = Board::new(Duration::from_secs(600), 4, [7; 32], Console::plain());
         let round = RoundPlan {
-            seed: 1,
-            purpose: Purpose::Sampling,
-            step: 1,
+            plan: RolloutPlan::for_training(&RolloutSettings::default(), 1, 1),
             policy_version: 0,
-            sampling: SamplingParameters { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 },
-            keeps_token_sets: false,
-            prompt_tokens_max: 8,
-            response_tokens_max: 8,
             context_tokens_max: 16,
         };
         let problem = Problem { id: "p".into(), messages: vec![], answer: Value::Null };

@@ -28,7 +28,7 @@ pub(super) struct Episode {
     pub name: String,
     /// What all trajectories of the episode share; it has no tokens.
     pub facts: Trajectory,
-    pub round: RoundPlan,
+    pub round: Arc<RoundPlan>,
     pub place: Place,
     /// Number of times that it was begun before.
     pub attempt: u64,
@@ -160,18 +160,19 @@ impl Episode {
         prompt: &[u32],
         asked_tokens_max: Option<usize>,
     ) -> Result<TokenLimit, ApiError> {
-        let (round, prompt_tokens) = (&self.round, prompt.len());
+        let (settings, prompt_tokens) = (&self.round.plan.settings, prompt.len());
+        let context_tokens_max = self.round.context_tokens_max;
         let sampled = play.trace.sampled_before(prompt);
-        let space = round.context_tokens_max.saturating_sub(prompt_tokens);
-        let left = round.response_tokens_max.saturating_sub(sampled).min(space);
-        let why = if prompt_tokens > round.prompt_tokens_max {
-            let max = round.prompt_tokens_max;
+        let space = context_tokens_max.saturating_sub(prompt_tokens);
+        let left = settings.response_tokens_max.saturating_sub(sampled).min(space);
+        let why = if prompt_tokens > settings.prompt_tokens_max {
+            let max = settings.prompt_tokens_max;
             format!("the prompt has {prompt_tokens} tokens, more than rollout.prompt_tokens_max = {max}")
         } else if left == 0 {
             format!(
                 "no token is left: rollout.response_tokens_max = {} and {sampled} tokens were sampled; the prompt has \
-                 {prompt_tokens} tokens and the model's context {}",
-                round.response_tokens_max, round.context_tokens_max
+                 {prompt_tokens} tokens and the model's context {context_tokens_max}",
+                settings.response_tokens_max
             )
         } else {
             let new_tokens_max = asked_tokens_max.unwrap_or(left).min(left);

@@ -223,10 +223,11 @@ impl Server {
     ) -> Result<(Answer<'r>, Ticket<'r>, bool), ApiError> {
         let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
-        let (chat, round) = (&self.chat, &episode.round);
-        let request = self.read_fields(&fields, &round.sampling)?;
+        let (chat, plan) = (&self.chat, &episode.round.plan);
+        let sampling = plan.settings.sampling();
+        let request = self.read_fields(&fields, &sampling)?;
         let conversation = read_conversation(&fields, chat, &self.system_prompt)?;
-        let prompt_max = round.prompt_tokens_max;
+        let prompt_max = plan.settings.prompt_tokens_max;
         if !chat.vocabulary().may_fit(conversation.bytes(), prompt_max) {
             let bytes = conversation.bytes();
             episode.end_of_space();
@@ -252,20 +253,20 @@ impl Server {
             tokens: prompt.clone(),
             samples: vec![SampleRequest {
                 id: sample,
-                random: stream(round.seed, round.purpose, &coordinates),
+                random: stream(plan.seed, plan.purpose, &coordinates),
                 forced: vec![],
             }],
-            sampling: round.sampling,
+            sampling,
             stop_tokens: chat.stop_tokens(),
             new_tokens_max: limit.new_tokens_max,
-            top_log_probs: request.top_log_probs,
+            top_log_probs: request.report.log_probs,
             prompt_log_probs: None,
             keep_routed_experts: false,
-            keep_token_sets: round.keeps_token_sets,
+            keep_token_sets: plan.keeps_token_sets(),
             keep_sequence: false,
         };
         // A stop text and the end of the first call are found in the text of the answer so far.
-        let is_whole = !request.streams && request.stop.is_empty() && request.parallel_calls;
+        let is_whole = !request.streams && request.stop.is_empty() && request.report.parallel_calls;
         let whole = is_whole.then(|| chat.turn_parser());
         let (sample, events) = self.board.submit(episode, whole, engine_request)?;
         let (prompts, reader) = (vec![(prompt.clone(), None)], TurnReader::chat(chat, request.stop));
@@ -273,18 +274,10 @@ impl Server {
         let head = AnswerHead {
             chat,
             model: request.model,
-            version: round.policy_version,
+            version: episode.round.policy_version,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         };
-        let report = Reporting {
-            form: Form::Chat,
-            token_ids: request.token_ids,
-            log_probs: request.top_log_probs,
-            stream_usage: request.stream_usage,
-            echo: false,
-            parallel_calls: request.parallel_calls,
-        };
-        let answer = Answer::new(head, prompts, 1, vec![reader], report);
+        let answer = Answer::new(head, prompts, 1, vec![reader], request.report);
         let (delivery, messages) = (delivery.into(), conversation.into_messages());
         let has_recipe_limit = limit.is_recipes;
         let ticket = Ticket { server: self, delivery, sample, events, prompt, messages, has_recipe_limit };
@@ -302,11 +295,15 @@ impl Server {
             model: fields.text("model")?.unwrap_or("rloss").to_owned(),
             new_tokens_max: fields.new_tokens_max(1)?,
             stop: read_stop(fields)?,
-            top_log_probs: fields.chat_log_probs()?,
-            token_ids: fields.flag("return_token_ids")?,
             streams,
-            stream_usage,
-            parallel_calls: fields.flag_or("parallel_tool_calls", true)?,
+            report: Reporting {
+                form: Form::Chat,
+                log_probs: fields.chat_log_probs()?,
+                token_ids: fields.flag("return_token_ids")?,
+                stream_usage,
+                echo: false,
+                parallel_calls: fields.flag_or("parallel_tool_calls", true)?,
+            },
         })
     }
 
@@ -342,11 +339,8 @@ struct ChatFields {
     model: String,
     new_tokens_max: Option<usize>,
     stop: Vec<String>,
-    top_log_probs: Option<usize>,
-    token_ids: bool,
     streams: bool,
-    stream_usage: bool,
-    parallel_calls: bool,
+    report: Reporting,
 }
 
 fn model() -> Value {

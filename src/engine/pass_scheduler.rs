@@ -61,7 +61,7 @@ mod tests {
                 order.lock().unwrap().push(version);
             };
             let wait_for = |passes: usize| {
-                while scheduler.lock().waiting.len() < passes {
+                while lock(&scheduler.state).waiting.len() < passes {
                     std::thread::yield_now();
                 }
             };
@@ -75,8 +75,8 @@ mod tests {
         assert_eq!(*order.lock().unwrap(), [7, 8]);
         drop(second);
         let all = [scheduler.start(8, 2), scheduler.start(8, 2)];
-        assert_eq!(scheduler.lock().running, 2);
+        assert_eq!(lock(&scheduler.state).running, 2);
         drop(all);
-        assert_eq!(scheduler.lock().running, 0);
+        assert_eq!(lock(&scheduler.state).running, 0);
     }
 }

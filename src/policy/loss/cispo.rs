@@ -27,8 +27,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 /// Metrics: `actor/pg_clipfrac` is the fraction of tokens with r outside the bounds.
 /// `actor/pg_clipfrac_lower` is always 0. `actor/ppo_kl` is the mean of the clamped O − T.
 impl LossFunction for CispoClip {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         Ok(token_loss(input, normalizer, |_, token| {
             let log_ratio = input.log_ratio(token);
             let ratio = clamped_ratio(log_ratio);

@@ -100,8 +100,7 @@ impl DppoBounds {
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
 impl LossFunction for DppoBounds {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         Ok(token_loss(input, normalizer, |_, token| {
             let (log_prob, old) = (f64::from(input.log_prob[token]), f64::from(input.old_log_prob[token]));
             let log_ratio = input.log_ratio(token);

@@ -45,8 +45,7 @@ pub struct GeoMean(pub ClipRange);
 /// When a slice does not fit its sequences, or `batch_sequences` is smaller than the number of sequences of
 /// the micro-batch.
 impl LossFunction for GeoMean {
-    fn loss(&self, input: &LossInput, _: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, _: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
         ensure!(
             batch_sequences >= input.sequences.len(),
             "a micro-batch of {} sequences is larger than its batch of {batch_sequences}",

@@ -34,8 +34,7 @@ pub struct Gspo(pub ClipRange);
 /// Metrics: `actor/pg_clipfrac` is the fraction of tokens in clipped sequences. `actor/pg_clipfrac_lower` is
 /// always 0, because there is no dual clip. `actor/ppo_kl` is the token mean of O − T, not clamped.
 impl LossFunction for Gspo {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         let means = input.sequences.sequence_means(|token| input.log_ratio(token));
         Ok(token_loss(input, normalizer, |sequence, token| {
             let advantage = input.advantage(token);

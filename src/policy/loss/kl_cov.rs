@@ -47,8 +47,7 @@ table! {
 /// # Errors
 /// When a slice of `input` does not fit its sequences, or no selection was made.
 impl LossFunction for KlCovSettings {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         let selected = input.selection()?;
         Ok(token_loss(input, normalizer, |_, token| {
             let log_ratio = input.log_ratio(token);

@@ -34,8 +34,7 @@ pub(super) const ENTRY: LossEntry = LossEntry {
 /// `actor/pg_clipfrac_lower` is the fraction of tokens with an active dual clip. `actor/ppo_kl` is the mean
 /// of −x.
 impl LossFunction for PpoClip {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         Ok(token_loss(input, normalizer, |_, token| {
             let log_ratio = input.log_ratio(token);
             let advantage = input.advantage(token);

@@ -26,8 +26,7 @@ pub struct Reinforce;
 ///
 /// Only the metric `actor/ppo_kl`, the token mean of O − T, uses O. Pass the rollout's log-probs as O.
 impl LossFunction for Reinforce {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         let mut loss = token_loss(input, normalizer, |_, token| {
             let derivative = -input.advantage(token);
             Term {

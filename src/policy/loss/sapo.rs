@@ -42,8 +42,7 @@ table! {
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
 impl LossFunction for SapoSettings {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         Ok(token_loss(input, normalizer, |_, token| {
             let log_ratio = input.log_ratio(token);
             let advantage = input.advantage(token);

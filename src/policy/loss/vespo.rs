@@ -48,8 +48,7 @@ table! {
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
 impl LossFunction for VespoSettings {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        input.check()?;
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
         let log_ratio = |token| input.log_ratio(token).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
         let sequences = &input.sequences;
         let log_ratios: Vec<f64> = sequences

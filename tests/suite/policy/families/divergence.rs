@@ -49,7 +49,7 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
     let settings = &row.params["controller"];
     let setting = |key: &str| settings[key].as_f64().expect("a number");
     let mut controller = match settings["type"].as_str() {
-        Some("fixed") => KlController::Fixed { coefficient: setting("kl_coef") },
+        Some("fixed") => KlController::fixed(setting("kl_coef")),
         Some("adaptive") => {
             KlController::adaptive(setting("kl_coef"), setting("target_kl"), setting("horizon"))?
         }
