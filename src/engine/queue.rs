@@ -60,7 +60,7 @@ impl Queue {
     pub(super) fn continue_sequence(&mut self, continuation: Continuation) -> Result<()> {
         let id = continuation.sample.id;
         let kept = self.kept.get(&id).with_context(|| format!("no sequence {id} is kept"))?;
-        let context = kept.options.version.model().context_tokens_max();
+        let context = kept.reading.version.model().context_tokens_max();
         let length = kept.len().saturating_add(continuation.tokens.len());
         ensure!(
             length.saturating_add(continuation.new_tokens_max) <= context,
@@ -75,7 +75,7 @@ impl Queue {
 
     pub(super) fn release(&mut self, id: u64) {
         if let Some(sequence) = self.kept.remove(&id) {
-            self.admission.end_sample(sequence.group, sequence.has_slot);
+            self.admission.end_sample(sequence.reading.group, sequence.has_slot);
         }
     }
 
@@ -89,10 +89,10 @@ impl Queue {
     pub(super) fn end(&mut self, sequence: Box<Sequence>) {
         self.unfinished.remove(&sequence.id);
         self.cancelled.remove(&sequence.id);
-        if sequence.options.keep_sequence {
+        if sequence.reading.options.keep_sequence {
             self.kept.insert(sequence.id, sequence);
         } else {
-            self.admission.end_sample(sequence.group, sequence.has_slot);
+            self.admission.end_sample(sequence.reading.group, sequence.has_slot);
         }
     }
 
@@ -100,14 +100,14 @@ impl Queue {
     fn next_ready(&self) -> Option<usize> {
         self.ready
             .iter()
-            .position(|sequence| sequence.has_slot || self.admission.can_begin_sample(sequence.group))
+            .position(|sequence| sequence.has_slot || self.admission.can_begin_sample(sequence.reading.group))
     }
 
     /// Takes the sequence that [`Self::next_ready`] selects.
     fn take_ready(&mut self) -> Option<Box<Sequence>> {
         let mut sequence = self.ready.remove(self.next_ready()?)?;
         if !std::mem::replace(&mut sequence.has_slot, true) {
-            self.admission.begin_sample(sequence.group);
+            self.admission.begin_sample(sequence.reading.group);
         }
         Some(sequence)
     }

@@ -30,8 +30,8 @@ pub struct Console(Arc<ConsoleState>);
 
 struct ConsoleState {
     output: ConsoleOutput,
-    /// The estimate of the remaining time of all planned stages, if there is a plan.
-    eta: Mutex<Option<Eta>>,
+    /// The estimate of the remaining time of all planned stages.
+    eta: Mutex<Eta>,
     /// Current stages, the outermost first.
     stages: Mutex<Stages>,
     failures: Mutex<FailureCount>,
@@ -91,7 +91,7 @@ impl Console {
     fn with_output(output: ConsoleOutput) -> Self {
         Self(Arc::new(ConsoleState {
             output,
-            eta: Mutex::new(None),
+            eta: Mutex::new(Eta::new(&[])),
             stages: Mutex::default(),
             failures: Mutex::default(),
         }))
@@ -106,30 +106,24 @@ impl Console {
     /// together. Each stage has a name, the number of steps left, and the work of one step in a unit that all
     /// stages share.
     pub fn set_plan(&self, stages: &[(&str, u64, f64)]) {
-        *lock(&self.0.eta) = Some(Eta::new(stages));
+        *lock(&self.0.eta) = Eta::new(stages);
     }
 
     /// Counts a step of the planned stage `name`, which has no [`Progress`] of its own.
     pub fn count_step(&self, name: &str) {
-        if let Some(eta) = &mut *lock(&self.0.eta) {
-            eta.advance(name, 1);
-        }
+        lock(&self.0.eta).advance(name, 1);
     }
 
     /// Records that a step of the planned stage `name` begins inside a step of another stage, such as an
     /// evaluation during training. [`Self::count_step`] ends it.
     pub fn begin_step(&self, name: &str) {
-        if let Some(eta) = &mut *lock(&self.0.eta) {
-            eta.begin(name);
-        }
+        lock(&self.0.eta).begin(name);
     }
 
     /// Sets the expected seconds of a step of the planned stage `name`. They are used until a step is
     /// measured.
     pub fn expect_step(&self, name: &str, seconds: f64) {
-        if let Some(eta) = &mut *lock(&self.0.eta) {
-            eta.expect(name, seconds);
-        }
+        lock(&self.0.eta).expect(name, seconds);
     }
 
     /// Writes the current stage to a file in `folder` again and again, until [`Self::remove_status_file`] is
@@ -388,8 +382,8 @@ impl Progress {
         }
         state.values =
             values.iter().map(|(name, value)| (sanitize_line(name).into_owned(), *value)).collect();
-        if let (Unit::Steps, Some(eta)) = (stage.kind.unit, &mut *lock(&stage.console.0.eta)) {
-            eta.advance(&stage.name, steps);
+        if stage.kind.unit == Unit::Steps {
+            lock(&stage.console.0.eta).advance(&stage.name, steps);
         }
         match &stage.console.0.output {
             ConsoleOutput::Bars(_) => {
@@ -463,11 +457,11 @@ impl ProgressStage {
     /// Returns the seconds left at `now`. For a planned stage, these are the seconds left of the whole plan.
     fn seconds_left(&self, state: &StageState, now: Instant) -> Option<f64> {
         let elapsed = now.saturating_duration_since(self.start).as_secs_f64();
-        if self.kind.unit == Unit::Steps
-            && let Some(eta) = &*lock(&self.console.0.eta)
-        {
+        let eta = lock(&self.console.0.eta);
+        if self.kind.unit == Unit::Steps && eta.has_plan() {
             return eta.seconds_left(&self.name, now);
         }
+        drop(eta);
         let tokens_left = match self.kind.unit {
             Unit::Tokens => Some(self.total as f64 - state.tokens),
             _ => state.tokens_left,
@@ -493,10 +487,9 @@ impl ProgressStage {
 
     /// Returns the stages of the run that have steps left, such as `: evaluation`.
     fn stages_left(&self) -> String {
-        match &*lock(&self.console.0.eta) {
-            Some(eta) if self.kind.unit == Unit::Steps => format!(": {}", eta.stages_left().join(", ")),
-            _ => String::new(),
-        }
+        let eta = lock(&self.console.0.eta);
+        let is_planned = self.kind.unit == Unit::Steps && eta.has_plan();
+        if is_planned { format!(": {}", eta.stages_left().join(", ")) } else { String::new() }
     }
 
     /// Returns the finished items, the tokens and the seconds of this stage so far.

@@ -113,24 +113,23 @@ impl<'a> RowReader<'a> {
     pub fn read(&self, files: &[PathBuf]) -> Result<TokenRows> {
         let mut token_rows = TokenRows::default();
         for path in files {
-            let has_several = files.len() > 1;
             let mut file = FileState {
                 format: None,
                 rows_from_texts: 0,
-                has_several,
+                has_several: files.len() > 1,
                 path,
                 token_rows: &mut token_rows,
             };
             self.read_file(&mut file)?;
-            let (format, rows_from_texts) = (file.format, file.rows_from_texts);
-            if let Some(format) = format {
-                let mut line = format!("{}: {}", path.display(), format.name);
-                if rows_from_texts > 0 {
-                    let how = "each text has exactly one form in ids, so they are certain";
-                    line.push_str(&format!("; ids from the texts of {rows_from_texts} rows (prompts, and answers without ids): {how}"));
-                }
-                token_rows.formats.push(line);
+            let FileState { format: Some(format), rows_from_texts, .. } = file else { continue };
+            let mut line = format!("{}: {}", path.display(), format.name);
+            if rows_from_texts > 0 {
+                let how = "each text has exactly one form in ids, so they are certain";
+                line.push_str(&format!(
+                    "; ids from the texts of {rows_from_texts} rows (prompts, and answers without ids): {how}"
+                ));
             }
+            token_rows.formats.push(line);
         }
         if token_rows.rows.is_empty() {
             let paths = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");

@@ -8,11 +8,6 @@ use serde_json::Value;
 type Entry = (Option<f64>, u64, Option<String>);
 
 #[derive(Deserialize)]
-struct Response {
-    meta_info: MetaInfo,
-}
-
-#[derive(Deserialize)]
 struct MetaInfo {
     input_token_logprobs: Option<Vec<Value>>,
     output_token_logprobs: Option<Vec<Value>>,
@@ -21,8 +16,8 @@ struct MetaInfo {
     routed_experts: Option<Value>,
 }
 
-pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
-    let meta = parse::<Response>(value, "a response of SGLang")?.meta_info;
+pub(super) fn rows(mut value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
+    let meta: MetaInfo = parse(value["meta_info"].take(), "a response of SGLang")?;
     let Some(output) = meta.output_token_logprobs else {
         return Err(
             "meta_info has no output_token_logprobs; request them with \"return_logprob\": true".into()
