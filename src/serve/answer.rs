@@ -79,7 +79,6 @@ struct Choice<'r> {
 
 /// An answer that is being sampled.
 pub(crate) struct Answer<'r> {
-    chat: &'r Chat,
     pub(super) head: AnswerHead<'r>,
     prompts: Vec<Prompt>,
     samples: usize,
@@ -104,14 +103,7 @@ impl<'r> Answer<'r> {
             sent: Texts::default(),
             sent_tokens: 0,
         };
-        Self {
-            chat: head.chat,
-            head,
-            prompts,
-            samples,
-            choices: readers.into_iter().map(choice).collect(),
-            report,
-        }
+        Self { head, prompts, samples, choices: readers.into_iter().map(choice).collect(), report }
     }
 
     /// Waits for all samples and returns the answer as JSON's text.
@@ -248,7 +240,7 @@ impl<'r> Answer<'r> {
             choice.tokens.push(token);
             if one_call
                 && !ends
-                && let Some(end) = end_of_call(self.chat, &choice.tokens)
+                && let Some(end) = end_of_call(self.head.chat, &choice.tokens)
             {
                 ends = choice.reader.push(end);
             }
@@ -418,14 +410,14 @@ impl<'r> Answer<'r> {
 
     fn prompt_text(&self, index: usize) -> String {
         let (tokens, text) = self.prompt(index);
-        text.clone().unwrap_or_else(|| self.chat.vocabulary().decode(tokens))
+        text.clone().unwrap_or_else(|| self.head.chat.vocabulary().decode(tokens))
     }
 
     /// Returns log-probabilities, those of an echoed prompt first; `None` if the request does not ask for
     /// them. `first` is the index within the sample of the first of `tokens`.
     fn log_probs<'s>(&'s self, index: usize, tokens: &'s [NewToken], first: usize) -> Option<LogProbs<'s>> {
         self.report.log_probs?;
-        let vocabulary = self.chat.vocabulary();
+        let vocabulary = self.head.chat.vocabulary();
         if self.report.form == Form::Chat {
             return Some(LogProbs::Chat { content: ChatLogProbs { vocabulary, tokens } });
         }

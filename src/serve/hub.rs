@@ -27,10 +27,15 @@ pub(crate) trait SampleSink: Send + Sync {
     fn finished(&self, index: usize, completion: Completion);
 }
 
-/// The receiver of a sample's events.
-enum Listener {
-    Channel(Sender<(usize, Event)>),
-    Sink(Arc<dyn SampleSink>),
+/// Sending fails if the HTTP client has left. Then nobody needs the event.
+impl SampleSink for Sender<(usize, Event)> {
+    fn token(&self, index: usize, token: &NewToken) -> bool {
+        self.send((index, Event::Token(token.clone()))).is_ok()
+    }
+
+    fn finished(&self, index: usize, completion: Completion) {
+        let _ = self.send((index, Event::Finished(completion)));
+    }
 }
 
 /// The requests to the engine for one answer. Their field `samples` is empty; [`Hub::submit`] fills it.
@@ -63,7 +68,7 @@ pub(crate) struct Hub<'a> {
 struct State {
     next_id: u64,
     /// For each open sample: its index within its answer, and the receiver of its events.
-    open: HashMap<u64, (usize, Listener)>,
+    open: HashMap<u64, (usize, Arc<dyn SampleSink>)>,
 }
 
 /// The samples of one answer. When it is dropped, the samples that are still open are cancelled.
@@ -141,8 +146,7 @@ impl<'a> Hub<'a> {
     pub(super) fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
         let count = requests.requests.len() * requests.samples;
         let (sender, news) = channel();
-        let reserved = self.reserve(&requests, || Listener::Channel(sender.clone()))?;
-        let (first, memory) = reserved;
+        let (first, memory) = self.reserve(&requests, Arc::new(sender))?;
         let ticket = Ticket { hub: self, first, count, news, memory: Arc::new(memory) };
         self.start(requests, first)?;
         Ok(ticket)
@@ -154,17 +158,13 @@ impl<'a> Hub<'a> {
     /// # Errors
     /// Errors of [`Self::submit`].
     pub fn submit_to(&self, requests: Requests, sink: &Arc<dyn SampleSink>) -> Result<Share, ApiError> {
-        let (first, memory) = self.reserve(&requests, || Listener::Sink(sink.clone()))?;
+        let (first, memory) = self.reserve(&requests, sink.clone())?;
         self.start(requests, first)?;
         Ok(memory)
     }
 
     /// Takes the memory and the ids of an answer. Returns the first id.
-    fn reserve(
-        &self,
-        requests: &Requests,
-        listener: impl Fn() -> Listener,
-    ) -> Result<(u64, Share), ApiError> {
+    fn reserve(&self, requests: &Requests, sink: Arc<dyn SampleSink>) -> Result<(u64, Share), ApiError> {
         let &Requests { bytes, samples, .. } = requests;
         if bytes > self.answers.bytes() {
             return Err(ApiError::invalid(
@@ -192,7 +192,7 @@ impl<'a> Hub<'a> {
         let first = state.next_id;
         state.next_id += count as u64;
         for index in 0..count {
-            state.open.insert(first + index as u64, (index, listener()));
+            state.open.insert(first + index as u64, (index, sink.clone()));
         }
         Ok((first, memory))
     }
@@ -216,30 +216,16 @@ impl<'a> Hub<'a> {
 impl Client for Hub<'_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
         self.tokens.fetch_add(1, Ordering::Relaxed);
-        let sink = {
-            let state = lock(&self.state);
-            match state.open.get(&sample) {
-                None => return false,
-                Some((index, Listener::Channel(sender))) => {
-                    return sender.send((*index, Event::Token(token.clone()))).is_ok();
-                }
-                Some((index, Listener::Sink(sink))) => (*index, sink.clone()),
-            }
-        };
-        sink.1.token(sink.0, token)
+        // A sink is called without the lock.
+        let open = lock(&self.state).open.get(&sample).cloned();
+        open.is_some_and(|(index, sink)| sink.token(index, token))
     }
 
     fn finished(&self, sample: u64, completion: Completion) {
         self.samples.fetch_add(1, Ordering::Relaxed);
-        // A sink is called without the lock.
-        let listener = lock(&self.state).open.remove(&sample);
-        match listener {
-            None => {}
-            // Sending fails if the HTTP client has left. Then nobody needs the event.
-            Some((index, Listener::Channel(sender))) => {
-                let _ = sender.send((index, Event::Finished(completion)));
-            }
-            Some((index, Listener::Sink(sink))) => sink.finished(index, completion),
+        let open = lock(&self.state).open.remove(&sample);
+        if let Some((index, sink)) = open {
+            sink.finished(index, completion);
         }
     }
 

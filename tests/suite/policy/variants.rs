@@ -1,8 +1,8 @@
 //! What other tools offer under a name of their own and the recipe's keys already say: docs/POLICY.md
 //! lists it.
 
+use rloss::policy::Aggregation;
 use rloss::policy::loss::{CispoClip, ClipRange, Gspo, LossFunction, LossInput, PpoClip};
-use rloss::policy::{Aggregation, Normalizer};
 
 use super::fixture::{AGGREGATIONS, Fixture, whole_batch};
 use super::trl::{TrlConfig, TrlObjective, trl};
