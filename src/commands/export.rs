@@ -107,10 +107,9 @@ pub fn run(args: &ExportArgs) -> Result<()> {
     let path_text = out.display().to_string();
     let path_text = sanitize_terminal(&path_text);
     if args.gguf.is_some() && !args.merged && export::write_gguf_adapter(&plan.recipe, out)? {
-        print_text(&format!(
+        return print_text(&format!(
             "{path_text}: the adapter, for llama.cpp (--lora); --merged writes a whole model\n"
-        ))?;
-        return Ok(());
+        ));
     }
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);

@@ -8,7 +8,6 @@ use crate::commands::arguments::{name_of, recipe_help};
 use crate::commands::chat::{open_model, print_warnings};
 use crate::metrics::Console;
 use crate::model::config::WeightFormat;
-use crate::ops::logits::SamplingParameters;
 use crate::ops::threads::Threads;
 use crate::run::memory::{AvailableMemory, ModelCommand, PassShape, gigabytes, remaining_memory};
 use crate::run::sampling::Sampling;
@@ -104,7 +103,6 @@ pub fn run(args: &ServeArgs) -> Result<()> {
     let sampling = Sampling { actor: &loaded.actor, environment };
     let engine = sampling.engine(sampling.policy_without_ablations()?, step, &recipe.rollout)?;
     let model_name = args.name.clone().unwrap_or_else(|| name_of(&args.recipe));
-    let eval = &recipe.eval;
     let tokens_max = longest_sequence(&started);
     let base = if args.train { Some(training_base(args, &started)?) } else { None };
     let door = base.as_ref().map(|base| open_door(args, &started, base, (&model_name, tokens_max)));
@@ -114,12 +112,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         chat: &environment.chat,
         system_prompt: &recipe.chat,
         model_name,
-        sampling: SamplingParameters {
-            temperature: eval.temperature,
-            top_p: eval.top_p,
-            top_k: eval.top_k,
-            min_p: eval.min_p,
-        },
+        sampling: environment.evaluation_rollout(step).settings.sampling(),
         answer_tokens_max: recipe.rollout.response_tokens_max,
         tokens_max,
         open_samples_max: args.queue,
