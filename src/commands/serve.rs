@@ -13,7 +13,7 @@ use crate::run::memory::{AvailableMemory, ModelCommand, PassShape, gigabytes, re
 use crate::run::sampling::Sampling;
 use crate::run::signals::StopFlag;
 use crate::run::startup::{Started, start};
-use crate::serve::{self, SecondApi, ServeSettings};
+use crate::serve::{self, Access, SecondApi, ServeSettings};
 use crate::tinker::{self, Door, Store, TinkerSettings};
 use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
@@ -116,8 +116,7 @@ pub fn run(args: &ServeArgs) -> Result<()> {
         answer_tokens_max: recipe.rollout.response_tokens_max,
         tokens_max,
         open_samples_max: args.queue,
-        address,
-        token,
+        access: Access { address, token },
         nonce: random_bytes().map(u64::from_le_bytes).context("random bytes for a seed")?,
         tell: &|line| console.print(line),
         second: door.as_ref().map(|door| door as &dyn SecondApi),

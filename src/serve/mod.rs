@@ -33,7 +33,7 @@ use anyhow::{Result, anyhow};
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 use std::cell::RefCell;
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -99,10 +99,7 @@ pub struct ServeSettings<'a> {
     pub tokens_max: usize,
     /// Maximum number of samples that wait or are being sampled. A further request gets status 429.
     pub open_samples_max: usize,
-    /// The server's address.
-    pub address: SocketAddr,
-    /// The token that requests must carry, if any.
-    pub token: Option<String>,
+    pub(crate) access: Access,
     /// A random number, drawn when the server starts. It makes ids, and the seeds of requests that give none.
     pub nonce: u64,
     /// Prints a line about the server's work.
@@ -114,7 +111,6 @@ pub struct ServeSettings<'a> {
 /// A running server.
 struct Server<'a> {
     settings: ServeSettings<'a>,
-    access: Access,
     hub: &'a Hub<'a>,
     metrics: Metrics,
     /// Seconds since 1970 at the start.
@@ -130,8 +126,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     let hub =
         Hub::new(engine, settings.open_samples_max, answer_bytes_max(settings.tokens_max), settings.nonce);
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let access = Access { address: settings.address, token: settings.token.clone() };
-    let server = Server { settings, access, hub: &hub, metrics: Metrics::default(), started };
+    let server = Server { settings, hub: &hub, metrics: Metrics::default(), started };
     let limits = HttpLimits {
         connections_max: CONNECTIONS_MAX,
         body_bytes_max: BODY_BYTES_MAX,
@@ -181,7 +176,7 @@ pub(crate) fn respond<'r>(
 
 impl Handler for Server<'_> {
     fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>> {
-        let checked = self.access.check_head(head, key(head));
+        let checked = self.settings.access.check_head(head, key(head));
         checked.inspect_err(|response| self.metrics.count_response(response.status))
     }
 
