@@ -99,22 +99,23 @@ pub fn run() -> u8 {
         Command::Train(_) | Command::Sft(_) | Command::CheckMismatch(_) => Ok(()),
         _ => require_single_process(&std::env::args().nth(1).unwrap_or_default()),
     };
+    let success = |()| EXIT_SUCCESS;
     let result = one_process.and_then(|()| match cli.command {
-        Command::Init(args) => commands::init::run(&args),
+        Command::Init(args) => commands::init::run(&args).map(success),
         Command::Train(args) => commands::train::run(&args),
         Command::Sft(args) => commands::sft::run(&args),
-        Command::Check(args) => commands::check::run(&args),
-        Command::Chat(args) => commands::chat::run(&args),
-        Command::Serve(args) => commands::serve::run(&args),
+        Command::Check(args) => commands::check::run(&args).map(success),
+        Command::Chat(args) => commands::chat::run(&args).map(success),
+        Command::Serve(args) => commands::serve::run(&args).map(success),
         Command::Rollout(args) => commands::rollout::run(&args),
         Command::Eval(args) => commands::eval::run(&args),
         Command::CheckMismatch(args) => commands::check_mismatch::run(&args),
-        Command::Export(args) => commands::export::run(&args),
+        Command::Export(args) => commands::export::run(&args).map(success),
         Command::Fetch(args) => commands::fetch::run(&args),
-        Command::Schema => commands::schema::run(),
-        Command::Report(args) => commands::report::run(&args),
+        Command::Schema => commands::schema::run().map(success),
+        Command::Report(args) => commands::report::run(&args).map(success),
         Command::Verify(args) => commands::verify::run(&args),
-        Command::Completions(args) => commands::completions::run(&args, command()),
+        Command::Completions(args) => commands::completions::run(&args, command()).map(success),
     });
     // The kernels are in a static, which is never dropped.
     unload_kernels();

@@ -8,6 +8,7 @@ mod read;
 pub use budget::{Budget, Share};
 pub use json::Json;
 
+use crate::panics::lock;
 use anyhow::{Context, Result};
 use json::RequestBody;
 use read::{BodyFormat, Input, Memory};
@@ -16,7 +17,7 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
@@ -141,11 +142,6 @@ impl Peer<'_> {
         self.shows(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR)
     }
 
-    /// Returns whether the client reset the connection, as it does if it closes before it has read all bytes.
-    fn has_reset(&self) -> bool {
-        self.shows(PollFlags::ERR)
-    }
-
     fn shows(&self, flags: PollFlags) -> bool {
         let mut polled = [PollFd::new(self.0, PollFlags::RDHUP)];
         // A failed call says nothing about the client.
@@ -226,18 +222,13 @@ struct State {
 }
 
 impl Connections {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while the lock is held.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Adds a connection. At `connections_max` open ones it closes the first idle one. Returns false if twice
     /// as many stay open for [`ROOM_WAIT`].
     fn begin(&self, number: u64, stream: &TcpStream) -> bool {
         let Ok(kept) = stream.try_clone() else { return false };
         let begun = Instant::now();
         loop {
-            let mut state = self.lock();
+            let mut state = lock(&self.state);
             if state.open >= self.connections_max
                 && let Some((_, oldest)) = state.idle.pop_front()
             {
@@ -259,19 +250,19 @@ impl Connections {
 
     /// Marks the connection as busy: its response is in progress.
     fn mark_busy(&self, number: u64) {
-        self.lock().idle.retain(|(other, _)| *other != number);
+        lock(&self.state).idle.retain(|(other, _)| *other != number);
     }
 
     /// Marks the connection as idle after its response. It is then the first to be closed.
     fn mark_idle(&self, number: u64, stream: &TcpStream) {
         if let Ok(kept) = stream.try_clone() {
-            self.lock().idle.push_front((number, kept));
+            lock(&self.state).idle.push_front((number, kept));
         }
     }
 
     fn end(&self, number: u64) {
         self.mark_busy(number);
-        self.lock().open -= 1;
+        lock(&self.state).open -= 1;
     }
 }
 
@@ -316,7 +307,7 @@ pub fn serve(
             }
         }
         // Do not wait for clients that send nothing.
-        connections.lock().idle.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
+        lock(&connections.state).idle.iter().for_each(|(_, stream)| drop(stream.shutdown(Shutdown::Both)));
         Ok(())
     })
 }
@@ -389,7 +380,8 @@ fn send_body(
             return None;
         }
         write(stream, body, deadline)?;
-        (!is_watched || !Peer(stream).has_reset()).then_some(())
+        // A client resets the connection if it closes before it has read all bytes.
+        (!is_watched || !Peer(stream).shows(PollFlags::ERR)).then_some(())
     };
     match body {
         Body::Whole(body) => whole(body.as_bytes()),

@@ -4,6 +4,7 @@
 use std::cell::Cell;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// The panic message of the standard library when a new thread gets no memory for the stack of its signal
 /// handlers.
@@ -55,6 +56,11 @@ fn message(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
     text.unwrap_or("a panic without a message").to_owned()
+}
+
+/// Locks `mutex`, also after a thread panicked while it held the lock.
+pub fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]

@@ -25,10 +25,11 @@ use strum::{IntoStaticStr, VariantArray};
 /// is dropped silently.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-#[derive(IntoStaticStr, VariantArray)]
+#[derive(IntoStaticStr, VariantArray, Default)]
 #[strum(serialize_all = "snake_case")]
 pub enum Outcome {
     /// The policy ended its answer with a stop token.
+    #[default]
     Finished,
     /// The trajectory reached its maximum of sampled tokens, or the end of the context.
     TruncatedLength,
@@ -121,7 +122,7 @@ pub struct VersionRun {
 }
 
 /// One sampled conversation. All per-token vectors have the length of `tokens`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Trajectory {
     /// Training step. For an evaluation, the step after which it runs.
     pub step: u64,

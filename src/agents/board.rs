@@ -7,19 +7,21 @@
 //! Locks: whoever holds the state may lock an episode's `play`, never the other way round.
 
 use super::episode::Episode;
-use super::trace::{EpisodeFacts, Trace};
+use super::trace::Trace;
 use crate::chat::ChatTurnParser;
 use crate::engine::{Completion, EngineRequest, NewToken};
 use crate::harmony::TurnStep;
 use crate::metrics::{Console, sanitize_line};
-use crate::ops::logits::SamplingParameters;
+use crate::panics::lock;
 use crate::random::Purpose;
-use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutProgress};
+use crate::rollout::{EpisodeCounts, EpisodeFailure, Prompt, RolloutPlan, RolloutProgress};
 use crate::serve::{ApiError, Event};
+use crate::tasks::Reward;
+use crate::trajectory::{Outcome, Trajectory};
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest time that a request for an episode waits. Then the program asks again.
@@ -28,51 +30,40 @@ const NEXT_WAIT: Duration = Duration::from_secs(20);
 const PEER_POLL: Duration = Duration::from_millis(200);
 
 /// The rollout that is being played.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct RoundPlan {
-    pub seed: u64,
-    pub purpose: Purpose,
-    pub step: u64,
+    pub plan: RolloutPlan,
     pub policy_version: u64,
-    pub sampling: SamplingParameters,
-    /// Whether to keep, with each token, the tokens that it was drawn from.
-    pub keeps_token_sets: bool,
-    pub prompt_tokens_max: usize,
-    pub response_tokens_max: usize,
     pub context_tokens_max: usize,
 }
 
 impl RoundPlan {
-    /// Returns the facts of the episode that is sample `sample` of `prompt`.
-    fn facts(&self, prompt: &Prompt, sample: u64) -> EpisodeFacts {
-        EpisodeFacts {
-            step: self.step,
-            policy_version: self.policy_version,
+    /// Returns the facts of the episode that is sample `sample` of `prompt`, as a trajectory without tokens
+    /// that failed.
+    fn facts(&self, prompt: &Prompt, sample: u64) -> Trajectory {
+        Trajectory {
+            step: self.plan.step,
+            policy_version: Some(self.policy_version),
             prompt: prompt.index,
             sample,
             problem_id: prompt.problem.id.clone(),
+            outcome: Outcome::TaskFailed,
+            ..Trajectory::default()
         }
     }
 }
 
-/// A reward with its metrics, as the program gave it.
-#[derive(Debug, Clone, PartialEq)]
-pub(super) struct GivenReward {
-    pub reward: f32,
-    pub success: bool,
-    pub metrics: BTreeMap<String, f32>,
-}
-
-/// A reward, or why an episode failed, with the description.
-type Given = Result<GivenReward, (EpisodeFailure, String)>;
+/// A reward with its metrics as the program gave it, or why an episode failed, with the description.
+type Given = Result<Reward, (EpisodeFailure, String)>;
 
 /// Where an episode stands in its rollout: prompt, then sample.
 pub(super) type Place = (usize, u64);
 
 /// The result of an episode. A failed one has no trace.
 pub(super) struct EpisodeResult {
-    pub facts: EpisodeFacts,
-    pub given: Result<(GivenReward, Trace), EpisodeFailure>,
+    /// What all trajectories of the episode share; it has no tokens.
+    pub facts: Trajectory,
+    pub given: Result<(Reward, Trace), EpisodeFailure>,
 }
 
 /// An episode that is not handed out yet.
@@ -122,7 +113,7 @@ pub(super) struct Board {
 
 #[derive(Default)]
 struct State {
-    round: Option<RoundPlan>,
+    round: Option<Arc<RoundPlan>>,
     prompts: Vec<Prompt>,
     is_over: bool,
     waiting: VecDeque<Waiting>,
@@ -180,20 +171,20 @@ impl Board {
 
     /// Begins a rollout: `samples` episodes for each of `prompts`.
     pub fn begin_round(&self, round: RoundPlan, prompts: &[Prompt], samples: usize) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let places = (0..prompts.len()).flat_map(|prompt| (0..samples as u64).map(move |s| (prompt, s)));
         state.waiting = places.map(|place| Waiting { place, attempt: 0 }).collect();
         state.expected = state.waiting.len();
         state.progress = RolloutProgress { trajectories: state.expected, ..Default::default() };
         state.prompts = prompts.to_vec();
-        state.round = Some(round);
+        state.round = Some(round.into());
         state.last_activity = Some(Instant::now());
         self.episodes.notify_all();
     }
 
     /// Ends the rollout and returns its results. Episodes that are still open are dropped.
     pub fn end_round(&self) -> (BTreeMap<Place, EpisodeResult>, EpisodeCounts) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for episode in state.open_episodes() {
             self.close(&mut state, &episode);
         }
@@ -207,20 +198,20 @@ impl Board {
 
     /// Tells the program that there are no further episodes.
     pub fn end_run(&self) {
-        self.lock().is_over = true;
+        lock(&self.state).is_over = true;
         self.episodes.notify_all();
     }
 
     /// Returns whether every episode of the rollout has a result.
     pub fn is_round_over(&self) -> bool {
-        let state = self.lock();
+        let state = lock(&self.state);
         state.results.len() >= state.expected
     }
 
     /// Waits for an episode to hand out. `has_left` tells whether the client is gone.
     pub fn next_episode(&self, has_left: impl Fn() -> bool) -> NextEpisode {
         let until = Instant::now() + NEXT_WAIT;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.asked += 1;
         loop {
             if state.is_over {
@@ -231,7 +222,7 @@ impl Board {
                 return NextEpisode::Later;
             }
             if state.open.len() < self.open_max
-                && let Some(round) = state.round
+                && let Some(round) = state.round.clone()
                 && let Some(waiting) = state.waiting.pop_front()
             {
                 return NextEpisode::Episode(self.hand_out(&mut state, round, waiting));
@@ -241,20 +232,20 @@ impl Board {
         }
     }
 
-    fn hand_out(&self, state: &mut State, round: RoundPlan, waiting: Waiting) -> Value {
+    fn hand_out(&self, state: &mut State, round: Arc<RoundPlan>, waiting: Waiting) -> Value {
         let Waiting { place: (index, sample), attempt } = waiting;
         let prompt = &state.prompts[index];
-        let (letter, phase) = match round.purpose {
+        let (letter, phase) = match round.plan.purpose {
             Purpose::Evaluation => ('v', "validation"),
             _ => ('t', "train"),
         };
         let again = if attempt == 0 { String::new() } else { format!("-again{attempt}") };
-        let name = format!("{letter}{}-{}-{sample}{again}", round.step, prompt.index);
+        let name = format!("{letter}{}-{}-{sample}{again}", round.plan.step, prompt.index);
         state.handed_out += 1;
         let secret = blake3::keyed_hash(&self.secret, &state.handed_out.to_le_bytes());
         let id = format!("{name}-{}", &secret.to_hex()[..32]);
         let value = json!({
-            "id": id, "phase": phase, "step": round.step, "seed": round.seed, "index": prompt.index,
+            "id": id, "phase": phase, "step": round.plan.step, "seed": round.plan.seed, "index": prompt.index,
             "sample": sample, "problem_id": prompt.problem.id, "problem": prompt.problem.answer,
         });
         let facts = round.facts(prompt, sample);
@@ -272,7 +263,7 @@ impl Board {
     /// # Errors
     /// When there is no such episode, or it is over.
     pub fn episode(&self, id: &str) -> Result<Arc<Episode>, ApiError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         match state.open.get(id) {
             Some(episode) => Ok(episode.clone()),
             None => Err(self.refuse_unknown(&mut state, id)),
@@ -293,7 +284,7 @@ impl Board {
 
     /// Counts a request that was refused for another reason.
     pub fn count_refused(&self, why: &str) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.counts.refused += 1;
         self.tell(&mut state, "refused", &format!("a request was refused: {why}"));
     }
@@ -310,7 +301,7 @@ impl Board {
         whole: Option<ChatTurnParser>,
         request: impl FnOnce(u64) -> EngineRequest,
     ) -> Result<(u64, Receiver<(usize, Event)>), ApiError> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if !state.open.contains_key(&episode.id) {
             return Err(self.refuse_unknown(&mut state, &episode.id));
         }
@@ -326,7 +317,7 @@ impl Board {
 
     /// Passes a token of the engine to the request that waits for it. Returns whether the sample goes on.
     pub fn token(&self, sample: u64, token: &NewToken) -> bool {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let Some(open) = state.samples.get_mut(&sample) else { return false };
         match &mut open.whole {
             Some(parser) => !matches!(parser.push(token.id), TurnStep::Ended(_)),
@@ -336,7 +327,7 @@ impl Board {
 
     /// Passes the end of a sample to the request that waits for it.
     pub fn finish(&self, sample: u64, completion: Completion) {
-        let open = self.lock().samples.remove(&sample);
+        let open = lock(&self.state).samples.remove(&sample);
         if let Some(open) = open {
             // Sending fails if the client has left. Then nobody needs the answer.
             let _ = open.events.send((0, Event::Finished(completion)));
@@ -345,7 +336,7 @@ impl Board {
 
     /// Ends a sample that nobody waits for any more.
     pub fn cancel(&self, sample: u64) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.samples.remove(&sample).is_some() {
             state.commands.push(Command::Cancel(sample));
             self.work.notify_one();
@@ -358,11 +349,11 @@ impl Board {
     /// # Errors
     /// When the episode is unknown or over, and when it was given something else before, which stays.
     pub fn reward(&self, id: &str, given: Given) -> Result<(), ApiError> {
-        let open = self.lock().open.get(id).cloned();
+        let open = lock(&self.state).open.get(id).cloned();
         if let Some(episode) = open {
             episode.settle();
         }
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(episode) = state.open.get(id).cloned() {
             state.ended.insert(id.to_owned(), Some(given.clone()));
             self.end_episode(&mut state, &episode, given);
@@ -412,7 +403,7 @@ impl Board {
         state.progress.finished += 1;
         let given = match given {
             Ok(given) => {
-                state.progress.reward_sum += f64::from(given.reward);
+                state.progress.reward_sum += f64::from(given.value);
                 Ok((given, trace))
             }
             Err((failure, why)) => {
@@ -436,7 +427,7 @@ impl Board {
 
     /// Waits up to `wait` for commands, and fails the episodes whose time is over.
     pub fn take_commands(&self, wait: Duration) -> Vec<Command> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if state.commands.is_empty() && state.results.len() < state.expected {
             state = self.work.wait_timeout(state, wait).unwrap_or_else(PoisonError::into_inner).0;
         }
@@ -452,26 +443,24 @@ impl Board {
             self.end_episode(state, &episode, Err((EpisodeFailure::Timeout, why)));
         }
         let is_idle = state.last_activity.is_some_and(|last| now.duration_since(last) >= self.timeout);
-        let Some(round) = state.round.filter(|_| is_idle && state.open.is_empty()) else { return };
-        while let Some(waiting) = state.waiting.pop_front() {
-            self.fail_waiting(state, round, &waiting, seconds);
+        if !is_idle || !state.open.is_empty() {
+            return;
+        }
+        let Some(round) = state.round.clone() else { return };
+        let why = format!("the program did not ask for it within task.episode_timeout_s = {seconds} s");
+        let failure = EpisodeFailure::NotAsked;
+        while let Some(Waiting { place, .. }) = state.waiting.pop_front() {
+            let facts = round.facts(&state.prompts[place.0], place.1);
+            self.tell_failure(state, &facts.problem_id, failure, &why);
+            state.progress.finished += 1;
+            state.results.insert(place, EpisodeResult { facts, given: Err(failure) });
         }
         self.work.notify_one();
     }
 
-    fn fail_waiting(&self, state: &mut State, round: RoundPlan, waiting: &Waiting, seconds: f64) {
-        let (index, sample) = waiting.place;
-        let facts = round.facts(&state.prompts[index], sample);
-        let why = format!("the program did not ask for it within task.episode_timeout_s = {seconds} s");
-        let failure = EpisodeFailure::NotAsked;
-        self.tell_failure(state, &facts.problem_id, failure, &why);
-        state.progress.finished += 1;
-        state.results.insert(waiting.place, EpisodeResult { facts, given: Err(failure) });
-    }
-
     /// Puts back an episode that the program did not receive. It then gets another id.
     pub fn take_back(&self, id: &str) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if let Some(episode) = state.open.get(id).cloned() {
             self.put_back(&mut state, &episode, episode.attempt);
             state.progress.started -= 1;
@@ -486,7 +475,7 @@ impl Board {
 
     /// Puts open episodes back, because their program has ended. An episode that was begun twice fails.
     pub fn begin_again(&self) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         for episode in state.open_episodes().into_iter().rev() {
             if episode.attempt > 0 {
                 let why = "the program ended during it, twice".to_owned();
@@ -502,13 +491,13 @@ impl Board {
 
     /// Returns the number of finished episodes and of requests for one, over all rounds.
     pub fn activity(&self) -> (u64, u64) {
-        let state = self.lock();
+        let state = lock(&self.state);
         (state.finished, state.asked)
     }
 
     /// Adds sampled tokens to the progress and returns it.
     pub fn progress(&self, sampled: u64) -> RolloutProgress {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         let progress = &mut state.progress;
         progress.sampled_tokens += sampled;
         // An unfinished episode counts as half an episode.
@@ -521,7 +510,7 @@ impl Board {
 
     /// Prints `text` as a warning if no message of this `kind` was printed before.
     pub fn tell_once(&self, kind: &str, text: &str) {
-        self.tell(&mut self.lock(), kind, text);
+        self.tell(&mut lock(&self.state), kind, text);
     }
 
     fn tell_failure(&self, state: &mut State, id: &str, failure: EpisodeFailure, why: &str) {
@@ -537,10 +526,6 @@ impl Board {
             self.console.print(&sanitize_line(&format!("warning: agent: {text}")));
         }
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 /// Returns the error of a request to an episode that is over.
@@ -551,6 +536,7 @@ pub(super) fn over(id: &str) -> ApiError {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rollout::RolloutSettings;
     use crate::tasks::Problem;
 
     /// An episode whose client left while it was handed out stayed open until its time was over.
@@ -558,14 +544,8 @@ mod tests {
     fn bug_an_episode_that_nobody_received_was_lost() {
         let board = Board::new(Duration::from_secs(600), 4, [7; 32], Console::plain());
         let round = RoundPlan {
-            seed: 1,
-            purpose: Purpose::Sampling,
-            step: 1,
+            plan: RolloutPlan::for_training(&RolloutSettings::default(), 1, 1),
             policy_version: 0,
-            sampling: SamplingParameters { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 },
-            keeps_token_sets: false,
-            prompt_tokens_max: 8,
-            response_tokens_max: 8,
             context_tokens_max: 16,
         };
         let problem = Problem { id: "p".into(), messages: vec![], answer: Value::Null };

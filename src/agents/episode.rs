@@ -5,10 +5,12 @@
 //! its place: an equal request gets the same random stream and the same prompt, so the same answer.
 
 use super::board::{Place, RoundPlan, over};
-use super::trace::{EpisodeFacts, SampledAnswer, Trace};
+use super::trace::{SampledAnswer, Trace};
 use crate::chat::{Chat, RequestMessages};
 use crate::http::PeerHandle;
+use crate::panics::lock;
 use crate::serve::ApiError;
+use crate::trajectory::Trajectory;
 use blake3::Hash;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -24,8 +26,9 @@ pub(super) struct Episode {
     pub id: String,
     /// Phase, step, prompt and sample as a text, equal in every run of a recipe. It names answers and calls.
     pub name: String,
-    pub facts: EpisodeFacts,
-    pub round: RoundPlan,
+    /// What all trajectories of the episode share; it has no tokens.
+    pub facts: Trajectory,
+    pub round: Arc<RoundPlan>,
     pub place: Place,
     /// Number of times that it was begun before.
     pub attempt: u64,
@@ -99,15 +102,11 @@ pub(super) struct Delivery<'r> {
 }
 
 impl Episode {
-    fn play(&self) -> MutexGuard<'_, Play> {
-        self.play.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until no answer is being written. The writes have time limits.
     fn settled_play(&self) -> MutexGuard<'_, Play> {
         let is_writing = |asked: &Asked| matches!(asked.state, AskedState::Written(_));
         let waits = |play: &mut Play| !play.is_over && play.asked.values().any(is_writing);
-        self.settled.wait_while(self.play(), waits).unwrap_or_else(PoisonError::into_inner)
+        self.settled.wait_while(lock(&self.play), waits).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until no answer is being written. A client may know its answer slightly before the server knows
@@ -118,7 +117,7 @@ impl Episode {
 
     /// Notes that the prompt of a request does not fit.
     pub fn end_of_space(&self) {
-        self.play().trace.end_of_space();
+        lock(&self.play).trace.end_of_space();
     }
 
     /// Adds a request. Returns its place, its prompt and its limit.
@@ -161,18 +160,19 @@ impl Episode {
         prompt: &[u32],
         asked_tokens_max: Option<usize>,
     ) -> Result<TokenLimit, ApiError> {
-        let (round, prompt_tokens) = (&self.round, prompt.len());
+        let (settings, prompt_tokens) = (&self.round.plan.settings, prompt.len());
+        let context_tokens_max = self.round.context_tokens_max;
         let sampled = play.trace.sampled_before(prompt);
-        let space = round.context_tokens_max.saturating_sub(prompt_tokens);
-        let left = round.response_tokens_max.saturating_sub(sampled).min(space);
-        let why = if prompt_tokens > round.prompt_tokens_max {
-            let max = round.prompt_tokens_max;
+        let space = context_tokens_max.saturating_sub(prompt_tokens);
+        let left = settings.response_tokens_max.saturating_sub(sampled).min(space);
+        let why = if prompt_tokens > settings.prompt_tokens_max {
+            let max = settings.prompt_tokens_max;
             format!("the prompt has {prompt_tokens} tokens, more than rollout.prompt_tokens_max = {max}")
         } else if left == 0 {
             format!(
                 "no token is left: rollout.response_tokens_max = {} and {sampled} tokens were sampled; the prompt has \
-                 {prompt_tokens} tokens and the model's context {}",
-                round.response_tokens_max, round.context_tokens_max
+                 {prompt_tokens} tokens and the model's context {context_tokens_max}",
+                settings.response_tokens_max
             )
         } else {
             let new_tokens_max = asked_tokens_max.unwrap_or(left).min(left);
@@ -184,7 +184,7 @@ impl Episode {
 
     /// Ends the episode. Returns its trace and the number of its answers that were not delivered.
     pub fn close(&self) -> (Trace, u64) {
-        let mut play = self.play();
+        let mut play = lock(&self.play);
         play.is_over = true;
         let is_undelivered =
             |asked: &&Asked| matches!(asked.state, AskedState::Written(_)) || asked.has_left();
@@ -227,7 +227,7 @@ impl Delivery<'_> {
     /// # Errors
     /// When the episode is over, or the client left before.
     pub fn begin(&self, answer: SampledAnswer) -> Result<(), ApiError> {
-        let mut play = self.episode.play();
+        let mut play = lock(&self.episode.play);
         if play.is_over {
             return Err(over(&self.episode.id));
         }
@@ -240,7 +240,7 @@ impl Delivery<'_> {
 
     /// Ends the delivery. The answer becomes a part of the trace, or is lost.
     pub fn end(&self, was_delivered: bool) {
-        let mut play = self.episode.play();
+        let mut play = lock(&self.episode.play);
         let Some(asked) = play.asked(self.position, self.request) else { return };
         match (std::mem::replace(&mut asked.state, AskedState::Lost), was_delivered) {
             (AskedState::Written(answer), true) => {

@@ -26,6 +26,7 @@ use crate::engine::{Client, Completion, Engine, NewToken};
 use crate::harmony::Message;
 use crate::http::{self, HttpLimits};
 use crate::metrics::Console;
+use crate::panics::lock;
 use crate::rollout::{EpisodeCounts, Observer, Prompt, RolloutPlan, RolloutProgress, Rollouts};
 use crate::serve::{Access, Metrics, REQUEST_BYTES_MAX};
 use crate::tasks::TaskSettings;
@@ -39,7 +40,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -74,18 +75,10 @@ pub struct AgentSession {
     server: Arc<Server>,
     output: Arc<Mutex<ProgramOutput>>,
     /// `None` if the user starts the program elsewhere.
-    program: Mutex<Option<RunningProgram>>,
+    program: Mutex<Option<Program>>,
     stopped: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
     console: Console,
-}
-
-/// The program, and its success since the last start.
-struct RunningProgram {
-    program: Program,
-    /// Number of finished episodes at the last start.
-    finished_before: u64,
-    fruitless_starts: u64,
 }
 
 /// Binds the address of `task.serve_on`.
@@ -153,11 +146,10 @@ impl AgentSession {
                 (EPISODES_VARIABLE, format!("{base}/episodes")),
                 ("PYTHONUNBUFFERED", "1".to_owned()),
             ];
-            let program = Program::new(settings.command.clone(), environment, output.clone());
-            RunningProgram { program, finished_before: 0, fruitless_starts: 0 }
+            Program::new(settings.command.clone(), environment, output.clone())
         });
-        if let Some(running) = &program {
-            running.program.check()?;
+        if let Some(program) = &program {
+            program.check()?;
         }
         if program.is_none() {
             console.print(&format!("waiting for an agent program at {base}/episodes/next"));
@@ -184,7 +176,7 @@ impl AgentSession {
     /// # Errors
     /// When the file cannot be opened.
     pub fn log_to(&self, path: PathBuf) -> Result<()> {
-        program::lock(&self.output).log_to(path)
+        lock(&self.output).log_to(path)
     }
 
     /// Has the program play `samples` episodes of each of `prompts` against `engine`. `progress` is called
@@ -203,17 +195,8 @@ impl AgentSession {
         stop: &(dyn Fn() -> bool + Sync),
     ) -> Result<Option<Rollouts>> {
         let board = &self.server.board;
-        let round = RoundPlan {
-            seed: plan.seed,
-            purpose: plan.purpose,
-            step: plan.step,
-            policy_version: engine.version(),
-            sampling: plan.settings.sampling(),
-            keeps_token_sets: plan.keeps_token_sets(),
-            prompt_tokens_max: plan.settings.prompt_tokens_max,
-            response_tokens_max: plan.settings.response_tokens_max,
-            context_tokens_max: engine.context_tokens_max(),
-        };
+        let (policy_version, context_tokens_max) = (engine.version(), engine.context_tokens_max());
+        let round = RoundPlan { plan: plan.clone(), policy_version, context_tokens_max };
         board.begin_round(round, prompts, samples);
         let (is_over, is_stopped) = (AtomicBool::new(false), AtomicBool::new(false));
         let client = RoundClient { board, progress, is_over: &is_over };
@@ -270,21 +253,21 @@ impl AgentSession {
                 Command::Cancel(sample) => engine.cancel(sample),
             }
         }
-        match &mut *self.program() {
+        match &mut *lock(&self.program) {
             Some(program) => self.keep_running(program),
             None => Ok(()),
         }
     }
 
     /// Starts the program, also again after its end. Its open episodes begin again.
-    fn keep_running(&self, running: &mut RunningProgram) -> Result<()> {
+    fn keep_running(&self, program: &mut Program) -> Result<()> {
         let board = &self.server.board;
         let (finished, asked) = board.activity();
-        if let Some(status) = running.program.take_ended() {
-            let is_fruitless = finished == running.finished_before;
-            running.fruitless_starts = if is_fruitless { running.fruitless_starts + 1 } else { 0 };
-            let last = running.program.last_output();
-            if asked == 0 || running.fruitless_starts >= FRUITLESS_STARTS_MAX {
+        if let Some(status) = program.take_ended() {
+            let is_fruitless = finished == program.finished_before;
+            program.fruitless_starts = if is_fruitless { program.fruitless_starts + 1 } else { 0 };
+            let last = program.last_output();
+            if asked == 0 || program.fruitless_starts >= FRUITLESS_STARTS_MAX {
                 return Err(self.gives_up(asked, status, &last));
             }
             let text = format!(
@@ -294,9 +277,9 @@ impl AgentSession {
             board.tell_once("ended", &text);
             board.begin_again();
             // Episodes that fail because the program ended are no progress.
-            running.finished_before = board.activity().0;
+            program.finished_before = board.activity().0;
         }
-        running.program.start()
+        program.start()
     }
 
     fn gives_up(&self, asked: u64, status: std::process::ExitStatus, last: &str) -> Error {
@@ -308,17 +291,13 @@ impl AgentSession {
             "task.command: the program ended ({status}) {when}; correct it, then start or resume the run; {last}"
         )
     }
-
-    fn program(&self) -> MutexGuard<'_, Option<RunningProgram>> {
-        self.program.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for AgentSession {
     fn drop(&mut self) {
         self.server.board.end_run();
-        if let Some(running) = &mut *self.program() {
-            running.program.end(END_WAIT);
+        if let Some(program) = &mut *lock(&self.program) {
+            program.end(END_WAIT);
         }
         self.stopped.store(true, Ordering::Relaxed);
         if let Some(thread) = self.thread.take()
@@ -404,16 +383,16 @@ fn trajectories(
     let (given, trace) = match (result.given, kept) {
         (Ok(given), _) => given,
         (Err(_), EpisodeTrajectories::All) => return vec![],
-        (Err(_), EpisodeTrajectories::OneEach(_)) => return vec![(result.facts.without_tokens(), vec![])],
+        (Err(_), EpisodeTrajectories::OneEach(_)) => return vec![(result.facts, vec![])],
     };
     counts.rewarded += 1;
     counts.answers += trace.answers() as u64;
     let (mut all, newest) = trace.into_trajectories(&result.facts);
     counts.trajectories += all.len() as u64;
     for (trajectory, _) in &mut all {
-        trajectory.reward = given.reward;
+        trajectory.reward = given.value;
         trajectory.success = given.success;
-        trajectory.rewards.clone_from(&given.metrics);
+        trajectory.rewards.clone_from(&given.named);
     }
     if matches!(kept, EpisodeTrajectories::OneEach(_)) {
         let mut only = all.swap_remove(newest);

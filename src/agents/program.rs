@@ -2,6 +2,7 @@
 
 use crate::bad_input;
 use crate::metrics::Console;
+use crate::panics::lock;
 use crate::process_group::{ProcessGroup, watch};
 use anyhow::{Context, Result};
 use std::fs::{File, OpenOptions};
@@ -9,7 +10,7 @@ use std::io::{PipeReader, Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Maximum bytes of the program's output that are kept. Later output is dropped.
@@ -72,13 +73,12 @@ pub(super) struct Program {
     command: Vec<String>,
     environment: Vec<(&'static str, String)>,
     output: Arc<Mutex<ProgramOutput>>,
-    process: Option<Process>,
-}
-
-struct Process {
-    group: ProcessGroup,
-    /// Kills the process group when this process ends.
-    _watcher: ProcessGroup,
+    /// The process group, and the watcher that kills it when this process ends.
+    process: Option<(ProcessGroup, ProcessGroup)>,
+    /// Number of finished episodes at the last start.
+    pub finished_before: u64,
+    /// Number of starts in a row without a finished episode.
+    pub fruitless_starts: u64,
 }
 
 impl Program {
@@ -88,7 +88,7 @@ impl Program {
         environment: Vec<(&'static str, String)>,
         output: Arc<Mutex<ProgramOutput>>,
     ) -> Self {
-        Self { command, environment, output, process: None }
+        Self { command, environment, output, process: None, finished_before: 0, fruitless_starts: 0 }
     }
 
     /// Checks that the program is a file, or is found on the `PATH`.
@@ -130,21 +130,21 @@ impl Program {
         let output = self.output.clone();
         let copy = std::thread::Builder::new().name("agent-output".into());
         copy.spawn(move || copy_output(reader, &output)).context("cannot start a thread")?;
-        self.process = Some(Process { group, _watcher: watcher });
+        self.process = Some((group, watcher));
         Ok(())
     }
 
     /// Returns the exit status of a program that has ended by itself, and removes it.
     pub fn take_ended(&mut self) -> Option<ExitStatus> {
-        let status = self.process.as_ref()?.group.exit_status(Duration::ZERO)?;
+        let status = self.process.as_ref()?.0.exit_status(Duration::ZERO)?;
         self.process = None;
         Some(status)
     }
 
     /// Waits for the program's end up to `wait`, then kills its process group.
     pub fn end(&mut self, wait: Duration) {
-        if let Some(process) = self.process.take() {
-            process.group.exit_status(wait);
+        if let Some((group, _watcher)) = self.process.take() {
+            group.exit_status(wait);
         }
     }
 
@@ -171,8 +171,4 @@ fn copy_output(mut reader: PipeReader, output: &Mutex<ProgramOutput>) {
     {
         lock(output).write(bytes);
     }
-}
-
-pub(super) fn lock(output: &Mutex<ProgramOutput>) -> MutexGuard<'_, ProgramOutput> {
-    output.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -1,6 +1,6 @@
 //! The HTTP interface for an agent program: the queue of episodes, and OpenAI's chat completions.
 
-use super::board::{Board, GivenReward, NextEpisode, over};
+use super::board::{Board, NextEpisode, over};
 use super::episode::{ChatRequest, Delivery, Episode};
 use super::trace::SampledAnswer;
 use crate::chat::{Chat, SystemPromptSettings, TurnReader};
@@ -11,9 +11,10 @@ use crate::ops::logits::SamplingParameters;
 use crate::random::stream;
 use crate::rollout::EpisodeFailure;
 use crate::serve::{
-    Access, Answer, AnswerHead, AnswerKind, ApiError, Event, Fields, Form, JSON, Metrics, Reporting,
-    SampleSource, bearer, read_conversation, read_stop, respond,
+    Access, Answer, AnswerHead, ApiError, Event, Fields, Form, JSON, Metrics, Reporting, SampleSource,
+    bearer, read_conversation, read_stop, respond,
 };
+use crate::tasks::Reward;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -222,10 +223,11 @@ impl Server {
     ) -> Result<(Answer<'r>, Ticket<'r>, bool), ApiError> {
         let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
-        let (chat, round) = (&self.chat, &episode.round);
-        let request = self.read_fields(&fields, &round.sampling)?;
+        let (chat, plan) = (&self.chat, &episode.round.plan);
+        let sampling = plan.settings.sampling();
+        let request = self.read_fields(&fields, &sampling)?;
         let conversation = read_conversation(&fields, chat, &self.system_prompt)?;
-        let prompt_max = round.prompt_tokens_max;
+        let prompt_max = plan.settings.prompt_tokens_max;
         if !chat.vocabulary().may_fit(conversation.bytes(), prompt_max) {
             let bytes = conversation.bytes();
             episode.end_of_space();
@@ -251,20 +253,20 @@ impl Server {
             tokens: prompt.clone(),
             samples: vec![SampleRequest {
                 id: sample,
-                random: stream(round.seed, round.purpose, &coordinates),
+                random: stream(plan.seed, plan.purpose, &coordinates),
                 forced: vec![],
             }],
-            sampling: round.sampling,
+            sampling,
             stop_tokens: chat.stop_tokens(),
             new_tokens_max: limit.new_tokens_max,
-            top_log_probs: request.top_log_probs,
+            top_log_probs: request.report.log_probs,
             prompt_log_probs: None,
             keep_routed_experts: false,
-            keep_token_sets: round.keeps_token_sets,
+            keep_token_sets: plan.keeps_token_sets(),
             keep_sequence: false,
         };
         // A stop text and the end of the first call are found in the text of the answer so far.
-        let is_whole = !request.streams && request.stop.is_empty() && request.parallel_calls;
+        let is_whole = !request.streams && request.stop.is_empty() && request.report.parallel_calls;
         let whole = is_whole.then(|| chat.turn_parser());
         let (sample, events) = self.board.submit(episode, whole, engine_request)?;
         let (prompts, reader) = (vec![(prompt.clone(), None)], TurnReader::chat(chat, request.stop));
@@ -272,18 +274,10 @@ impl Server {
         let head = AnswerHead {
             chat,
             model: request.model,
-            version: round.policy_version,
+            version: episode.round.policy_version,
             created: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
         };
-        let report = Reporting {
-            kind: AnswerKind::Chat,
-            token_ids: request.token_ids,
-            log_probs: request.top_log_probs,
-            stream_usage: request.stream_usage,
-            echo: false,
-            parallel_calls: request.parallel_calls,
-        };
-        let answer = Answer::new(head, prompts, 1, vec![reader], report);
+        let answer = Answer::new(head, prompts, 1, vec![reader], request.report);
         let (delivery, messages) = (delivery.into(), conversation.into_messages());
         let has_recipe_limit = limit.is_recipes;
         let ticket = Ticket { server: self, delivery, sample, events, prompt, messages, has_recipe_limit };
@@ -301,11 +295,15 @@ impl Server {
             model: fields.text("model")?.unwrap_or("rloss").to_owned(),
             new_tokens_max: fields.new_tokens_max(1)?,
             stop: read_stop(fields)?,
-            top_log_probs: fields.chat_log_probs()?,
-            token_ids: fields.flag("return_token_ids")?,
             streams,
-            stream_usage,
-            parallel_calls: fields.flag_or("parallel_tool_calls", true)?,
+            report: Reporting {
+                form: Form::Chat,
+                log_probs: fields.chat_log_probs()?,
+                token_ids: fields.flag("return_token_ids")?,
+                stream_usage,
+                echo: false,
+                parallel_calls: fields.flag_or("parallel_tool_calls", true)?,
+            },
         })
     }
 
@@ -341,11 +339,8 @@ struct ChatFields {
     model: String,
     new_tokens_max: Option<usize>,
     stop: Vec<String>,
-    top_log_probs: Option<usize>,
-    token_ids: bool,
     streams: bool,
-    stream_usage: bool,
-    parallel_calls: bool,
+    report: Reporting,
 }
 
 fn model() -> Value {
@@ -354,35 +349,35 @@ fn model() -> Value {
 
 /// Reads `{"reward": 1.0, "success": true, "metrics": {"name": 0.5}}`, or `{"error": "why"}`, which is
 /// returned as the inner error.
-fn read_reward(body: &Value) -> Result<Result<GivenReward, String>, String> {
+fn read_reward(body: &Value) -> Result<Result<Reward, String>, String> {
     if let Some(error) = body["error"].as_str() {
         return Ok(Err(error.chars().take(300).collect()));
     }
     let number = |value: &Value| value.as_f64().map(|n| n as f32).filter(|n| n.is_finite());
-    let reward = number(&body["reward"]).ok_or("\"reward\" must be a finite number")?;
+    let value = number(&body["reward"]).ok_or("\"reward\" must be a finite number")?;
     let success = match &body["success"] {
-        Value::Null => reward > 0.0,
+        Value::Null => value > 0.0,
         Value::Bool(success) => *success,
         _ => return Err("\"success\" must be true or false".to_owned()),
     };
-    let mut metrics = BTreeMap::new();
+    let mut named = BTreeMap::new();
     let none = serde_json::Map::new();
     let given = match &body["metrics"] {
         Value::Null => &none,
         Value::Object(given) if given.len() <= METRICS_MAX => given,
         _ => return Err(format!("\"metrics\" must be an object of up to {METRICS_MAX} numbers")),
     };
-    for (name, value) in given {
+    for (name, metric) in given {
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_-.".contains(c);
         if name.is_empty() || name.len() > NAME_CHARS_MAX || !name.chars().all(is_plain) {
             return Err(format!(
                 "the metric {name:?} must have a name of up to {NAME_CHARS_MAX} letters, digits, _, - and ."
             ));
         }
-        let value = number(value).ok_or_else(|| format!("the metric {name:?} must be a finite number"))?;
-        metrics.insert(name.clone(), value);
+        let metric = number(metric).ok_or_else(|| format!("the metric {name:?} must be a finite number"))?;
+        named.insert(name.clone(), metric);
     }
-    Ok(Ok(GivenReward { reward, success, metrics }))
+    Ok(Ok(Reward { value, success, named }))
 }
 
 #[cfg(test)]
@@ -394,7 +389,7 @@ mod tests {
         let read_reward =
             |text: &[u8]| read_reward(&serde_json::from_slice(text).map_err(|e| e.to_string())?);
         let given = read_reward(br#"{"reward": -0.5, "metrics": {"format.ok": 1}}"#).unwrap().unwrap();
-        assert_eq!((given.reward, given.success, given.metrics["format.ok"]), (-0.5, false, 1.0));
+        assert_eq!((given.value, given.success, given.named["format.ok"]), (-0.5, false, 1.0));
         assert!(read_reward(br#"{"reward": 1}"#).unwrap().unwrap().success);
         assert!(!read_reward(br#"{"reward": 1, "success": false}"#).unwrap().unwrap().success);
         assert_eq!(read_reward(br#"{"error": "no disk"}"#).unwrap(), Err("no disk".to_owned()));

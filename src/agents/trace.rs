@@ -56,16 +56,6 @@ pub(super) struct SampledAnswer {
     pub is_full: bool,
 }
 
-/// The facts about an episode that all of its trajectories share.
-#[derive(Debug, Clone)]
-pub(super) struct EpisodeFacts {
-    pub step: u64,
-    pub policy_version: u64,
-    pub prompt: u64,
-    pub sample: u64,
-    pub problem_id: String,
-}
-
 /// The answers and trajectories of an episode.
 #[derive(Default)]
 pub(super) struct Trace {
@@ -198,7 +188,7 @@ impl Trace {
 
     /// Returns the trajectories in the order of their first answers, each with its messages, and the index of
     /// the one with the newest answer. All have reward 0.
-    pub fn into_trajectories(self, facts: &EpisodeFacts) -> (Vec<(Trajectory, Vec<Message>)>, usize) {
+    pub fn into_trajectories(self, facts: &Trajectory) -> (Vec<(Trajectory, Vec<Message>)>, usize) {
         let trajectory = |(part, path): (usize, Path)| {
             let TokenRecord { tokens, prompt_tokens, mask, log_probs, kept_tokens, .. } = path.record;
             let is_truncated = kept_tokens.iter().any(Option::is_some);
@@ -211,7 +201,7 @@ impl Trace {
                 turns: path.turns,
                 outcome: path.outcome,
                 part: part as u64,
-                ..facts.without_tokens()
+                ..facts.clone()
             };
             (trajectory, path.messages)
         };
@@ -248,35 +238,6 @@ impl Path {
         // One version samples an episode: that of its facts.
         let record = TokenRecord::new(&[], 0, true);
         Self { record, turns: vec![], messages: vec![], outcome: Outcome::Finished, open_calls: 0 }
-    }
-}
-
-impl EpisodeFacts {
-    /// Returns a trajectory without tokens, as of an episode that failed.
-    pub fn without_tokens(&self) -> Trajectory {
-        Trajectory {
-            step: self.step,
-            policy_version: Some(self.policy_version),
-            policy_versions: vec![],
-            prompt: self.prompt,
-            sample: self.sample,
-            part: 0,
-            problem_id: self.problem_id.clone(),
-            tokens: vec![],
-            prompt_tokens: 0,
-            mask: vec![],
-            log_probs: vec![],
-            kept_tokens: vec![],
-            routed_experts: vec![],
-            turns: vec![],
-            outcome: Outcome::TaskFailed,
-            reward: 0.0,
-            success: false,
-            rewards: Default::default(),
-            failed_rewards: vec![],
-            dropped: false,
-            tool_s: 0.0,
-        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Arguments that several commands share.
 
+use crate::bad_input;
 use crate::checkpoint::gguf::is_gguf;
 use crate::checkpoint::hub;
 use crate::recipe::{BUILT_IN, RecipeSource, locate};
@@ -34,6 +35,14 @@ pub(super) fn name_of(path: &Path) -> String {
     let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
     let name = if path.is_dir() { path.file_name() } else { path.file_stem() };
     name.map_or_else(|| "model".to_owned(), |name| name.to_string_lossy().into_owned())
+}
+
+/// Returns the absolute form of `path` as text for a recipe. An error says that this file or folder, `what`,
+/// must be renamed.
+pub(super) fn absolute_path_text(path: &Path, what: &str) -> Result<String> {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let text = path.to_str().map(str::to_owned);
+    text.ok_or_else(|| bad_input!("{}: a path in a recipe must be UTF-8; rename the {what}", path.display()))
 }
 
 /// The RECIPE argument and its options.

@@ -5,9 +5,9 @@ use crate::bounded_file;
 use crate::chat::{Chat, Texts, TurnReader};
 use crate::commands::arguments::{locate_recipe_or_model, recipe_help};
 use crate::engine::Engine;
-use crate::error::EXIT_SUCCESS;
 use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
+use crate::panics::lock;
 use crate::recipe::{KeyScope, Plan, resolve_for};
 use crate::rollout::{Prompt, Rollout, RolloutPlan, TurnPosition};
 use crate::run::environment::Environment;
@@ -24,7 +24,7 @@ use anyhow::{Context, Result};
 use clap::Args;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Arguments of `rloss chat`.
@@ -54,17 +54,15 @@ eval.temperature = 0.7
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before the first line is read; errors of the rollout.
-pub fn run(args: &ChatArgs) -> Result<u8> {
+pub fn run(args: &ChatArgs) -> Result<()> {
     let console = Console::plain();
     let at_terminal = std::io::stdin().is_terminal();
-    let plan = open(args, &console)?;
+    let ChatArgs { recipe, sets, trust } = args;
+    let (plan, _) = open_model(("rloss chat", recipe, TALK), sets, *trust, &console)?;
     // At a terminal, progress shows how much of the model has been read.
     let started = start(plan, ModelCommand::Chat, &Console::stderr(u64::from(at_terminal)))?;
     let Started { loaded, environment, .. } = &started;
-    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
-    if environment.recipe().model.path.is_none() {
-        console.print("warning: this recipe's model is random and untrained; name a run's folder");
-    }
+    print_warnings(environment, &console);
     if let Some(confinement) = environment.sandbox_description() {
         console.print(&format!("the Python tool: {confinement}"));
     }
@@ -90,7 +88,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     for line in bounded_file::lines(std::io::stdin().lock()) {
         match String::from_utf8_lossy(&line.context("reading standard input")?).trim() {
             "" => {}
-            "/quit" => return Ok(EXIT_SUCCESS),
+            "/quit" => return Ok(()),
             "/new" => talk.messages.clear(),
             text if at_terminal && is_command(text) => console.print(HELP.trim_end()),
             text => {
@@ -108,7 +106,7 @@ pub fn run(args: &ChatArgs) -> Result<u8> {
     if at_terminal {
         print_text("\n")?
     }
-    Ok(EXIT_SUCCESS)
+    Ok(())
 }
 
 /// Returns whether a line looks like a command, such as /help.
@@ -116,11 +114,12 @@ fn is_command(line: &str) -> bool {
     line.strip_prefix('/').is_some_and(|word| !word.is_empty() && word.chars().all(char::is_alphanumeric))
 }
 
-/// Resolves the recipe or the run; the user must trust a run's programs. With a model folder or a GGUF file
-/// the chat has no task and no tool.
-fn open(args: &ChatArgs, console: &Console) -> Result<Plan> {
-    let ChatArgs { recipe, sets, trust } = args;
-    Ok(open_model(("rloss chat", recipe, TALK), sets, *trust, console)?.0)
+/// Prints the warnings of the recipe and, for random weights, one about the model.
+pub(super) fn print_warnings(environment: &Environment, console: &Console) {
+    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    if environment.recipe().model.path.is_none() {
+        console.print("warning: this recipe's model is random and untrained; name a run's folder");
+    }
 }
 
 /// Resolves a recipe, a run, a model folder or a GGUF file for the command `name`. `usual` is the text of the
@@ -206,7 +205,7 @@ impl<'a> LiveAnswer<'a> {
 
     /// Takes the next token. `messages` are those of the turns before.
     fn push(&self, turn: u64, token: u32, messages: &[Message]) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if turn != state.turn {
             self.end_turn(&mut state, messages);
             state.turn = turn;
@@ -225,7 +224,7 @@ impl<'a> LiveAnswer<'a> {
 
     /// Shows the rest. `messages` are all messages of the answer.
     fn finish(&self, messages: &[Message]) {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         self.end_turn(&mut state, messages);
     }
 
@@ -271,10 +270,6 @@ impl<'a> LiveAnswer<'a> {
             // A failed write is ignored, because the count is only a display.
             let _ = write!(std::io::stderr(), "\r\x1b[K{text}");
         }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, LiveState<'a>> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -3,7 +3,6 @@
 use crate::bad_input;
 use crate::commands::arguments::RecipeArgs;
 use crate::dist::{Mesh, RolloutWeightPlacement};
-use crate::error::EXIT_SUCCESS;
 use crate::harmony::Message;
 use crate::interpreter::SessionId;
 use crate::learner::CriticSettings;
@@ -66,7 +65,7 @@ const ANSWER: &str = "I do not know.";
 /// # Errors
 /// [`crate::error::BadInput`] with every mistake in the recipe, its model and its task. Also when training
 /// does not fit in memory. If the recipe does not train: when sampling does not fit.
-pub fn run(args: &CheckArgs) -> Result<u8> {
+pub fn run(args: &CheckArgs) -> Result<()> {
     let CheckArgs { recipe: args, all, processes, no_run, target } = args;
     let processes = &target.as_ref().map_or(*processes, |target| target.gpus as u32);
     let source = locate(&args.recipe)?;
@@ -75,8 +74,7 @@ pub fn run(args: &CheckArgs) -> Result<u8> {
     if *no_run {
         print_text(&sanitize_terminal(&format_recipe(&plan, *all)?))?;
         let lines: String = program_lines(&plan.recipe).iter().map(|line| format!("\n{line}")).collect();
-        print_text(&format!("{lines}\n"))?;
-        return Ok(EXIT_SUCCESS);
+        return print_text(&format!("{lines}\n"));
     }
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &Console::plain())?;
     // The first failure of the task becomes the error of this command.
@@ -233,33 +231,25 @@ fn sample_dialogue(task: &dyn Task, problem: &Problem) -> Result<String> {
         lines.extend([("user", next.content.clone()), ("model", ANSWER.to_owned())]);
         messages.extend([next, Message::assistant("final", ANSWER)]);
     }
-    let reward = match task.reward(problem, &transcript(&messages)) {
+    match task.reward(problem, &transcript(&messages)) {
         // Reward functions may fail on some answers, which are then dropped.
-        Err(error) if error.is::<RewardFailure>() => Err(format!(
-            "failed: {error:#}; training drops such answers, and ends if three steps have no others"
-        )),
-        reward => Ok(reward.map_err(failed)?),
-    };
-    let Reward { value, success, named } = match reward {
-        Ok(reward) => reward,
-        Err(why) => {
-            lines.push(("reward", why));
-            return Ok(dialogue(task, &lines));
+        Err(error) if error.is::<RewardFailure>() => {
+            let end = "training drops such answers, and ends if three steps have no others";
+            lines.push(("reward", format!("failed: {error:#}; {end}")));
         }
-    };
-    let success = if success { "success" } else { "no success" };
-    let named: String = named.iter().map(|(name, value)| format!(", {name} {value}")).collect();
-    lines.push(("reward", format!("{value}, {success}{named}")));
-    lines.push(("answer", shown_answer(&problem.answer)));
-    Ok(dialogue(task, &lines))
-}
-
-fn dialogue(task: &dyn Task, lines: &[(&str, String)]) -> String {
+        reward => {
+            let Reward { value, success, named } = reward.map_err(failed)?;
+            let success = if success { "success" } else { "no success" };
+            let named: String = named.iter().map(|(name, value)| format!(", {name} {value}")).collect();
+            lines.push(("reward", format!("{value}, {success}{named}")));
+            lines.push(("answer", shown_answer(&problem.answer)));
+        }
+    }
     let lines: String = lines.iter().map(|(who, text)| format!("{who:<8}{text}\n")).collect();
-    format!(
+    Ok(format!(
         "\nDialogue with the task {} for a wrong answer, then the reward and the reference answer:\n\n{lines}",
         task.name()
-    )
+    ))
 }
 
 /// Prints the memory plan of training (of sampling, if the recipe does not train), and the peak memory of the
@@ -269,7 +259,7 @@ fn print_memory_plan(
     processes: u32,
     available: Option<&AvailableMemory>,
     host: Option<&AvailableMemory>,
-) -> Result<u8> {
+) -> Result<()> {
     let first =
         if startup.environment.plan.recipe.trains() { ModelCommand::Train } else { ModelCommand::Rollout };
     let subject = startup.memory_plan_input_for(first);
@@ -333,5 +323,5 @@ fn print_memory_plan(
     {
         print_text(&format!("warning: {warning}\n"))?;
     }
-    Ok(EXIT_SUCCESS)
+    Ok(())
 }

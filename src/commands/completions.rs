@@ -1,6 +1,5 @@
 //! `rloss completions SHELL`: prints the shell completions of this program.
 
-use crate::error::EXIT_SUCCESS;
 use crate::run::sampling_folder::print_text;
 use anyhow::Result;
 use clap::Args;
@@ -18,9 +17,8 @@ pub struct CompletionsArgs {
 ///
 /// # Errors
 /// When standard output cannot be written.
-pub fn run(args: &CompletionsArgs, mut command: clap::Command) -> Result<u8> {
+pub fn run(args: &CompletionsArgs, mut command: clap::Command) -> Result<()> {
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut command, "rloss", &mut text);
-    print_text(&String::from_utf8_lossy(&text))?;
-    Ok(EXIT_SUCCESS)
+    print_text(&String::from_utf8_lossy(&text))
 }

@@ -83,10 +83,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     print_text(&evaluation.sets.iter().map(tables).collect::<Result<String>>()?)?;
     console.print(&format!("done: {}", out.display()));
     let shown = out.display().to_string();
-    let run = match &source {
-        RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => Some(run.display().to_string()),
-        _ => None,
-    };
+    let run = source.run().map(|run| run.display().to_string());
     let words: Vec<&str> = ["report"].into_iter().chain(run.as_deref()).chain([&*shown]).collect();
     console.print(&format!("to see the results: {}", command_line(&words)));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
@@ -101,7 +98,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
 
 /// Refuses a run of `rloss sft` on a model's folder. Its recipe names a task only because a recipe must.
 fn refuse_run_without_task(source: &RecipeSource, recipe: &Recipe, sets: &[String]) -> Result<()> {
-    let (RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) = source else { return Ok(()) };
+    let Some(run) = source.run() else { return Ok(()) };
     let is_set = sets.iter().filter_map(|set| override_key(set)).any(|key| key.starts_with("task."));
     if is_set || recipe.train.steps > 0 || recipe.task != sft::unused_task()? {
         return Ok(());

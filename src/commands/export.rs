@@ -3,7 +3,6 @@
 
 use crate::bad_input;
 use crate::checkpoint::gguf::GgufFormat;
-use crate::error::EXIT_SUCCESS;
 use crate::metrics::{Console, format_number, sanitize_terminal};
 use crate::model::settings::DeviceKind;
 use crate::recipe::{KeyScope, RecipeSource, locate, resolve_for};
@@ -74,7 +73,7 @@ fn parse_matrix_type(word: &str) -> Result<GgufFormat, String> {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] before anything is written.
-pub fn run(args: &ExportArgs) -> Result<u8> {
+pub fn run(args: &ExportArgs) -> Result<()> {
     let Some(out) = args.out.as_ref().or(args.gguf.as_ref()) else {
         return Err(bad_input!("give a folder with --out, or a file with --gguf"));
     };
@@ -106,27 +105,21 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
     let path_text = out.display().to_string();
     let path_text = sanitize_terminal(&path_text);
     if args.gguf.is_some() && !args.merged && export::write_gguf_adapter(&plan.recipe, out)? {
-        print_text(&format!(
+        return print_text(&format!(
             "{path_text}: the adapter, for llama.cpp (--lora); --merged writes a whole model\n"
-        ))?;
-        return Ok(EXIT_SUCCESS);
+        ));
     }
     if args.gguf.is_some() {
         let console = Console::stderr(plan.recipe.logging.console_every_steps);
         let Started { loaded, environment, .. } = start(plan, ModelCommand::Chat, &console)?;
         export::write_gguf_file(&loaded, &environment, args.format, args.merged, out, &console)?;
         let adapter = if args.merged { " with its adapter merged" } else { "" };
-        print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format))?;
-        return Ok(EXIT_SUCCESS);
+        return print_text(&format!("{path_text}: the model{adapter}, {}\n", args.format));
     }
-    let run = match &source {
-        Some(RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. }) => Some(run.as_path()),
-        Some(RecipeSource::File(_) | RecipeSource::BuiltIn { .. }) | None => None,
-    };
+    let run = source.as_ref().and_then(RecipeSource::run);
     if !args.merged {
         export::export_adapter(&plan.recipe, run, out)?;
-        print_text(&format!("{path_text}: the adapter, in PEFT's format\n"))?;
-        return Ok(EXIT_SUCCESS);
+        return print_text(&format!("{path_text}: the adapter, in PEFT's format\n"));
     }
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     let Started { loaded, environment, .. } = start(plan, ModelCommand::Chat, &console)?;
@@ -159,6 +152,5 @@ pub fn run(args: &ExportArgs) -> Result<u8> {
             "{path_text}: the model with its adapter merged, {dtype}; the rounding error is not measured{}\n",
             if args.no_compare { "" } else { ", because the run stores no trajectories" }
         ),
-    })?;
-    Ok(EXIT_SUCCESS)
+    })
 }

@@ -5,23 +5,23 @@
 //! no other user without the token, can read a run.
 
 use crate::bad_input;
-use crate::error::EXIT_SUCCESS;
 use crate::http::{Handler, HttpLimits, HttpRequest, Peer, Refusal, Response, serve};
 use crate::metrics::Console;
+use crate::panics::lock;
 use crate::report::{awaited, page, stages_under_way, state_digest};
 use crate::run::signals::StopFlag;
 use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener};
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 /// Serves the page of `runs` on `port` of this machine until a signal. A run that has not begun is awaited.
 ///
 /// # Errors
 /// [`crate::error::BadInput`] when no page can be made from `runs`, or when the port is not available. The
 /// message about the port names a free one.
-pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
+pub fn run(runs: &[PathBuf], port: u16) -> Result<()> {
     page(runs, true)?;
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).map_err(|e| port_in_use_error(port, &e))?;
     let address = listener.local_addr().context("the server's address")?;
@@ -34,8 +34,7 @@ pub fn run(runs: &[PathBuf], port: u16) -> Result<u8> {
         console.print(&format!("waiting for a run in {}", folder.display()));
     }
     let limits = HttpLimits { connections_max: CONNECTIONS_MAX, body_bytes_max: 0, memory_bytes_max: 0 };
-    serve(&listener, limits, &follower, &|| stop.is_requested())?;
-    Ok(EXIT_SUCCESS)
+    serve(&listener, limits, &follower, &|| stop.is_requested())
 }
 
 /// Returns the error for a port in use, which names a free port.
@@ -99,7 +98,7 @@ impl Handler for Follower<'_> {
 impl Follower<'_> {
     /// Returns the page of the runs' current state, from the cache if the state has not changed.
     fn page(&self) -> Result<Arc<str>> {
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut cache = lock(&self.cache);
         let now = state_digest(self.runs);
         if let Some((of, page)) = &*cache
             && *of == now

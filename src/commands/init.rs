@@ -3,7 +3,7 @@
 
 use crate::bad_input;
 use crate::checkpoint::hub;
-use crate::error::EXIT_SUCCESS;
+use crate::commands::arguments::absolute_path_text;
 use crate::recipe::{KeyScope, RecipeSource, locate, resolve_for};
 use crate::run::header::command_line;
 use crate::run::sampling_folder::print_text;
@@ -52,7 +52,7 @@ pub struct InitArgs {
 ///
 /// # Errors
 /// [`crate::error::BadInput`] for an invalid name, and for a file that exists or cannot be written.
-pub fn run(args: &InitArgs) -> Result<u8> {
+pub fn run(args: &InitArgs) -> Result<()> {
     let name = &args.name;
     let allowed = |c: char| c.is_ascii_alphanumeric() || c == '_' || c == '-';
     if name.is_empty() || name.starts_with('-') || !name.chars().all(allowed) {
@@ -78,8 +78,7 @@ pub fn run(args: &InitArgs) -> Result<u8> {
         output += &format!("{file:<24} {what}\n");
     }
     output += &format!("\nnext: {}\n", command_line(&["train", &recipe]));
-    print_text(&output)?;
-    Ok(EXIT_SUCCESS)
+    print_text(&output)
 }
 
 fn refuse_existing(file: &str) -> Result<()> {
@@ -91,13 +90,13 @@ fn refuse_existing(file: &str) -> Result<()> {
 
 /// Writes a recipe that is based on `from` and trains `model` with sizes for this machine, on the data files
 /// of `args`.
-fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8> {
+fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<()> {
     let file = format!("{}.toml", args.name);
     refuse_existing(&file)?;
     let source = locate(from)?;
     let base = match &source {
         RecipeSource::BuiltIn { name, .. } => (*name).to_owned(),
-        source => absolute_path_text(&source.recipe_file())?,
+        source => absolute_path_text(&source.recipe_file(), "folder")?,
     };
     if !model.exists() && hub::find(model).is_none() {
         return Err(bad_input!(
@@ -212,8 +211,7 @@ fn write_derived_recipe(args: &InitArgs, from: &Path, model: &Path) -> Result<u8
         );
     }
     output += &format!("\nnext: {}\n", command_line(&["check", &file]));
-    print_text(&output)?;
-    Ok(EXIT_SUCCESS)
+    print_text(&output)
 }
 
 /// Returns the columns that `task` needs, beside its own, to read the rows of `path`.
@@ -246,15 +244,7 @@ fn propose_columns_of(path: &Path, task: &TaskSettings) -> Result<BTreeMap<Strin
 
 /// Returns the absolute path of `path` as a TOML string.
 fn path_value(path: &Path) -> Result<String> {
-    Ok(toml::Value::String(absolute_path_text(path)?).to_string())
-}
-
-/// Returns the absolute path of `path` as text.
-fn absolute_path_text(path: &Path) -> Result<String> {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    path.to_str()
-        .map(str::to_owned)
-        .ok_or_else(|| bad_input!("{}: a path in a recipe must be UTF-8; rename the folder", path.display()))
+    Ok(toml::Value::String(absolute_path_text(path, "folder")?).to_string())
 }
 
 /// Returns conversations in JSON lines. One answer in three is right.

@@ -1,7 +1,6 @@
 //! `rloss report RUN...`: writes or serves one page about runs.
 
 use crate::commands::follow;
-use crate::error::EXIT_SUCCESS;
 use crate::metrics::sanitize_terminal;
 use crate::report::write_report;
 use crate::run::sampling_folder::print_text;
@@ -31,11 +30,10 @@ pub struct ReportArgs {
 ///
 /// # Errors
 /// The errors of [`write_report`] and of [`follow::run`].
-pub fn run(args: &ReportArgs) -> Result<u8> {
+pub fn run(args: &ReportArgs) -> Result<()> {
     if args.follow {
         return follow::run(&args.runs, args.port);
     }
     let page = write_report(&args.runs, args.out.as_deref())?;
-    print_text(&sanitize_terminal(&format!("{}\n", page.display())))?;
-    Ok(EXIT_SUCCESS)
+    print_text(&sanitize_terminal(&format!("{}\n", page.display())))
 }

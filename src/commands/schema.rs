@@ -1,6 +1,5 @@
 //! `rloss schema`: the JSON Schema of recipes. Editors use it to complete and check recipes.
 
-use crate::error::EXIT_SUCCESS;
 use crate::recipe::Recipe;
 use crate::run::sampling_folder::print_text;
 use crate::settings::Entry;
@@ -11,9 +10,8 @@ use serde_json::{Value, json};
 ///
 /// # Errors
 /// When standard output cannot be written.
-pub fn run() -> Result<u8> {
-    print_text(&format!("{}\n", serde_json::to_string_pretty(&schema(&Recipe::default().entries()))?))?;
-    Ok(EXIT_SUCCESS)
+pub fn run() -> Result<()> {
+    print_text(&format!("{}\n", serde_json::to_string_pretty(&schema(&Recipe::default().entries()))?))
 }
 
 /// Builds the schema from the declared keys. It allows no other keys in any table.

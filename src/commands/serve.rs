@@ -1,20 +1,19 @@
 //! `rloss serve RECIPE|RUN|FOLDER`: OpenAI's HTTP interface to a model.
 
 use crate::actor::batch_runner::runs_in_parallel;
+use crate::agents::TOKEN_VARIABLE;
 use crate::bad_input;
 use crate::checkpoint::{BASE_FOLDER, BaseModel, ModelFiles};
 use crate::commands::arguments::{name_of, recipe_help};
-use crate::commands::chat::open_model;
-use crate::error::EXIT_SUCCESS;
+use crate::commands::chat::{open_model, print_warnings};
 use crate::metrics::Console;
 use crate::model::config::WeightFormat;
-use crate::ops::logits::SamplingParameters;
 use crate::ops::threads::Threads;
 use crate::run::memory::{AvailableMemory, ModelCommand, PassShape, gigabytes, remaining_memory};
 use crate::run::sampling::Sampling;
 use crate::run::signals::StopFlag;
 use crate::run::startup::{Started, start};
-use crate::serve::{self, SecondApi, ServeSettings};
+use crate::serve::{self, Access, SecondApi, ServeSettings};
 use crate::tinker::{self, Door, Store, TinkerSettings};
 use crate::user_key::random_bytes;
 use anyhow::{Context, Result};
@@ -63,9 +62,6 @@ pub struct ServeArgs {
     chunk: u16,
 }
 
-/// The environment variable with the token.
-const TOKEN_VARIABLE: &str = "RLOSS_SERVE_TOKEN";
-
 /// The recipe for a model folder or a GGUF file.
 const MODEL_RECIPE: &str = "task.name = \"arithmetic_single\"
 rollout = { turns_max = 1, prompt_tokens_max = 8192, response_tokens_max = 1024 }
@@ -82,7 +78,7 @@ rollout = { turns_max = 1, prompt_tokens_max = 3072, response_tokens_max = 1024 
 /// # Errors
 /// [`crate::error::BadInput`] for a model that cannot be opened, for an address that is not available, and
 /// for an address that is not a loopback one if there is no token.
-pub fn run(args: &ServeArgs) -> Result<u8> {
+pub fn run(args: &ServeArgs) -> Result<()> {
     let token = std::env::var(TOKEN_VARIABLE).ok().filter(|token| !token.trim().is_empty());
     if !args.address.is_loopback() && token.is_none() {
         return Err(bad_input!(
@@ -102,15 +98,11 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
     let (plan, step) = opened;
     let started = start(plan, ModelCommand::Serve, &console)?;
     let Started { loaded, environment, .. } = &started;
-    environment.plan.warnings.iter().for_each(|warning| console.print(&format!("warning: {warning}")));
+    print_warnings(environment, &console);
     let recipe = environment.recipe();
-    if recipe.model.path.is_none() {
-        console.print("warning: this recipe's model is random and untrained; name a run's folder");
-    }
     let sampling = Sampling { actor: &loaded.actor, environment };
     let engine = sampling.engine(sampling.policy_without_ablations()?, step, &recipe.rollout)?;
     let model_name = args.name.clone().unwrap_or_else(|| name_of(&args.recipe));
-    let eval = &recipe.eval;
     let tokens_max = longest_sequence(&started);
     let base = if args.train { Some(training_base(args, &started)?) } else { None };
     let door = base.as_ref().map(|base| open_door(args, &started, base, (&model_name, tokens_max)));
@@ -120,18 +112,12 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
         chat: &environment.chat,
         system_prompt: &recipe.chat,
         model_name,
-        sampling: SamplingParameters {
-            temperature: eval.temperature,
-            top_p: eval.top_p,
-            top_k: eval.top_k,
-            min_p: eval.min_p,
-        },
+        sampling: environment.evaluation_rollout(step).settings.sampling(),
         answer_tokens_max: recipe.rollout.response_tokens_max,
         tokens_max,
         open_samples_max: args.queue,
-        address,
-        token,
-        nonce: nonce()?,
+        access: Access { address, token },
+        nonce: random_bytes().map(u64::from_le_bytes).context("random bytes for a seed")?,
         tell: &|line| console.print(line),
         second: door.as_ref().map(|door| door as &dyn SecondApi),
     };
@@ -146,8 +132,7 @@ pub fn run(args: &ServeArgs) -> Result<u8> {
             store.display()
         ));
     }
-    serve::run(&listener, settings, &|| stop.is_requested())?;
-    Ok(EXIT_SUCCESS)
+    serve::run(&listener, settings, &|| stop.is_requested())
 }
 
 /// Returns the maximum number of tokens of a prompt with its answer.
@@ -292,8 +277,3 @@ fn open_door<'a>(
 
 /// Ends a document in the published vocabularies.
 const END_OF_TEXT: &str = "<|endoftext|>";
-
-/// Returns a random number.
-fn nonce() -> Result<u64> {
-    random_bytes().map(u64::from_le_bytes).context("random bytes for a seed")
-}

@@ -4,7 +4,7 @@
 use super::train::{Resume, StartingWeights, run_source};
 use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
-use crate::commands::arguments::{RunArgs, locate_recipe_or_model, name_of, recipe_help};
+use crate::commands::arguments::{RunArgs, absolute_path_text, locate_recipe_or_model, name_of, recipe_help};
 use crate::dist::Mesh;
 use crate::recipe::{RecipeSource, override_key};
 use crate::tasks::{TaskSettings, rows};
@@ -130,9 +130,5 @@ fn resolve(args: &SftArgs) -> Result<(RecipeSource, RunArgs)> {
 
 /// Returns the argument of `--set` that sets `key` to the absolute form of `path`.
 fn file_set(key: &str, path: &Path) -> Result<String> {
-    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
-    match path.to_str() {
-        Some(text) => Ok(format!("{key}={text}")),
-        None => Err(bad_input!("{}: a path in a recipe must be UTF-8; rename the file", path.display())),
-    }
+    Ok(format!("{key}={}", absolute_path_text(path, "file")?))
 }

@@ -7,6 +7,7 @@
 use std::collections::HashMap;
 
 /// The slots of a cache and their use by groups.
+#[derive(Default)]
 pub(super) struct CacheAdmission {
     slots: usize,
     used: usize,

@@ -19,7 +19,7 @@ pub(super) fn draw_tokens(
     let draws: Vec<(usize, f64)> =
         sequences.iter_mut().map(|(row, sequence, _)| (*row, sequence.random.random())).collect();
     let keeps: Vec<bool> =
-        sequences.iter().map(|(_, sequence, _)| sequence.options.keep_token_sets).collect();
+        sequences.iter().map(|(_, sequence, _)| sequence.reading.options.keep_token_sets).collect();
     let (mut drawn, mut kept) = match keeps.contains(&true) {
         true => logits.draw_with_kept(sampling, &draws)?.into_iter().unzip(),
         false => (logits.draw(sampling, &draws)?, vec![None; draws.len()]),

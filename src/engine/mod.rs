@@ -24,12 +24,13 @@ pub use request::{
 use crate::model::cache::{CacheCapacity, CacheFactory};
 use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
+use crate::panics::lock;
 use anyhow::{Error, Result, ensure};
 use pass_scheduler::RunningPass;
 use prefix_cache::PrefixCache;
 use queue::Queue;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard};
 use worker::Worker;
 
 /// Maximum tokens per forward pass. Decode has priority; long prompts take the rest, so they are fed in
@@ -199,7 +200,7 @@ impl<'m> Engine<'m> {
         let version = request.version.take().unwrap_or_else(|| self.version.clone());
         self.check_version(&version)?;
         check_length(&version, request.tokens.len(), request.new_tokens_max)?;
-        self.lock().submit(version, request);
+        lock(&self.queue).submit(version, request);
         self.work.notify_one();
         Ok(())
     }
@@ -209,26 +210,26 @@ impl<'m> Engine<'m> {
     /// # Errors
     /// When no kept sequence has that id, or the sequence might outgrow the model's context.
     pub fn continue_sequence(&self, continuation: Continuation) -> Result<()> {
-        self.lock().continue_sequence(continuation)?;
+        lock(&self.queue).continue_sequence(continuation)?;
         self.work.notify_one();
         Ok(())
     }
 
     /// Removes a kept sequence. Does nothing if no kept sequence has that id.
     pub fn release(&self, id: u64) {
-        self.lock().release(id);
+        lock(&self.queue).release(id);
         self.work.notify_one();
     }
 
     /// Ends a sample before its next token. Its completion has what was drawn so far.
     pub fn cancel(&self, id: u64) {
-        self.lock().cancel(id);
+        lock(&self.queue).cancel(id);
         self.work.notify_one();
     }
 
     /// Ends the work of all workers with `error`. Only the first error is kept; [`Self::run`] returns it.
     pub fn fail(&self, error: Error) {
-        self.lock().failure.get_or_insert(error);
+        lock(&self.queue).failure.get_or_insert(error);
         self.work.notify_all();
     }
 
@@ -241,7 +242,7 @@ impl<'m> Engine<'m> {
     /// [`Self::run`] must not be active.
     pub fn clear(&self) {
         let slots = self.slots();
-        *self.lock() = Queue::new(slots);
+        *lock(&self.queue) = Queue::new(slots);
     }
 
     /// Works on requests until [`Client::goes_on`] returns false. If the ranks of a mesh run every forward
@@ -263,7 +264,7 @@ impl<'m> Engine<'m> {
         } else {
             self.threads.run_on_all(run);
         }
-        self.lock().failure.take().map_or(Ok(()), Err)
+        lock(&self.queue).failure.take().map_or(Ok(()), Err)
     }
 
     /// Returns the number of sequences whose caches fit in memory together. On the host it is unlimited.
@@ -291,11 +292,7 @@ impl<'m> Engine<'m> {
     }
 
     fn prefixes(&self) -> Option<MutexGuard<'_, PrefixCache>> {
-        self.prefixes.as_ref().map(|prefixes| prefixes.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.prefixes.as_ref().map(|prefixes| lock(prefixes))
     }
 }
 

@@ -1,6 +1,7 @@
 //! Which forward pass starts next, of engines that share the processors: older weights go first.
 
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use crate::panics::lock;
+use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Lets only as many forward passes run as one engine has workers. Among passes that wait, those of the
 /// oldest weights go first.
@@ -24,7 +25,7 @@ pub(super) struct RunningPass<'a>(&'a PassScheduler);
 impl PassScheduler {
     /// Waits until fewer than `passes_max` passes run and none of older weights than `version` waits.
     pub(super) fn start(&self, version: u64, passes_max: usize) -> RunningPass<'_> {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.waiting.push(version);
         while state.running >= passes_max || state.waiting.iter().any(|&waiting| waiting < version) {
             state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
@@ -37,15 +38,11 @@ impl PassScheduler {
         self.changed.notify_all();
         RunningPass(self)
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Drop for RunningPass<'_> {
     fn drop(&mut self) {
-        self.0.lock().running -= 1;
+        lock(&self.0.state).running -= 1;
         self.0.changed.notify_all();
     }
 }
@@ -64,7 +61,7 @@ mod tests {
                 order.lock().unwrap().push(version);
             };
             let wait_for = |passes: usize| {
-                while scheduler.lock().waiting.len() < passes {
+                while lock(&scheduler.state).waiting.len() < passes {
                     std::thread::yield_now();
                 }
             };
@@ -78,8 +75,8 @@ mod tests {
         assert_eq!(*order.lock().unwrap(), [7, 8]);
         drop(second);
         let all = [scheduler.start(8, 2), scheduler.start(8, 2)];
-        assert_eq!(scheduler.lock().running, 2);
+        assert_eq!(lock(&scheduler.state).running, 2);
         drop(all);
-        assert_eq!(scheduler.lock().running, 0);
+        assert_eq!(lock(&scheduler.state).running, 0);
     }
 }

@@ -4,6 +4,7 @@ use super::cache_admission::CacheAdmission;
 use super::request::{Completion, Continuation, EngineRequest, FinishReason};
 use super::work::{Prefill, Sequence, Work};
 use super::{Client, Engine, PolicyVersion};
+use crate::panics::lock;
 use anyhow::{Context, Error, Result, ensure};
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
@@ -30,6 +31,7 @@ struct WaitingRequest {
 }
 
 /// Requests and sequences that no worker holds.
+#[derive(Default)]
 pub(super) struct Queue {
     waiting: VecDeque<WaitingRequest>,
     /// Sequences that wait for a worker: after their prefill, or with new tokens to read.
@@ -46,16 +48,7 @@ pub(super) struct Queue {
 
 impl Queue {
     pub(super) fn new(slots: usize) -> Self {
-        Self {
-            waiting: VecDeque::new(),
-            ready: VecDeque::new(),
-            kept: HashMap::new(),
-            admission: CacheAdmission::new(slots),
-            groups: 0,
-            unfinished: HashSet::new(),
-            cancelled: HashSet::new(),
-            failure: None,
-        }
+        Self { admission: CacheAdmission::new(slots), ..Self::default() }
     }
 
     pub(super) fn submit(&mut self, version: PolicyVersion, request: EngineRequest) {
@@ -67,7 +60,7 @@ impl Queue {
     pub(super) fn continue_sequence(&mut self, continuation: Continuation) -> Result<()> {
         let id = continuation.sample.id;
         let kept = self.kept.get(&id).with_context(|| format!("no sequence {id} is kept"))?;
-        let context = kept.options.version.model().context_tokens_max();
+        let context = kept.reading.version.model().context_tokens_max();
         let length = kept.len().saturating_add(continuation.tokens.len());
         ensure!(
             length.saturating_add(continuation.new_tokens_max) <= context,
@@ -82,7 +75,7 @@ impl Queue {
 
     pub(super) fn release(&mut self, id: u64) {
         if let Some(sequence) = self.kept.remove(&id) {
-            self.admission.end_sample(sequence.group, sequence.has_slot);
+            self.admission.end_sample(sequence.reading.group, sequence.has_slot);
         }
     }
 
@@ -96,30 +89,25 @@ impl Queue {
     pub(super) fn end(&mut self, sequence: Box<Sequence>) {
         self.unfinished.remove(&sequence.id);
         self.cancelled.remove(&sequence.id);
-        if sequence.options.keep_sequence {
+        if sequence.reading.options.keep_sequence {
             self.kept.insert(sequence.id, sequence);
         } else {
-            self.admission.end_sample(sequence.group, sequence.has_slot);
+            self.admission.end_sample(sequence.reading.group, sequence.has_slot);
         }
-    }
-
-    /// Adds a sequence whose prompt was read.
-    pub(super) fn add_ready(&mut self, sequence: Box<Sequence>) {
-        self.ready.push_back(sequence);
     }
 
     /// Returns the index in `ready` of the first sequence that can be admitted to the KV cache.
     fn next_ready(&self) -> Option<usize> {
         self.ready
             .iter()
-            .position(|sequence| sequence.has_slot || self.admission.can_begin_sample(sequence.group))
+            .position(|sequence| sequence.has_slot || self.admission.can_begin_sample(sequence.reading.group))
     }
 
     /// Takes the sequence that [`Self::next_ready`] selects.
     fn take_ready(&mut self) -> Option<Box<Sequence>> {
         let mut sequence = self.ready.remove(self.next_ready()?)?;
         if !std::mem::replace(&mut sequence.has_slot, true) {
-            self.admission.begin_sample(sequence.group);
+            self.admission.begin_sample(sequence.reading.group);
         }
         Some(sequence)
     }
@@ -198,7 +186,7 @@ impl Engine<'_> {
         sampled: u64,
     ) -> RefillResult {
         let goes_on = client.goes_on(sampled);
-        let mut queue = self.lock();
+        let mut queue = lock(&self.queue);
         if queue.failure.is_some() {
             return RefillResult::Failure;
         }
@@ -215,7 +203,7 @@ impl Engine<'_> {
             never_begun
                 .into_iter()
                 .for_each(|(id, version)| client.finished(id, Completion::cancelled(version)));
-            queue = self.lock();
+            queue = lock(&self.queue);
         }
         let share = self.limits.sequences_max.max(1).min(queue.unfinished.len().div_ceil(self.workers));
         let mut load: usize = batch.iter().map(Work::samples).sum();
@@ -239,7 +227,7 @@ impl Engine<'_> {
 
     /// Queues a sequence whose prompt was read, for any worker.
     pub(super) fn make_ready(&self, sequence: Box<Sequence>) {
-        self.lock().add_ready(sequence);
+        lock(&self.queue).ready.push_back(sequence);
         self.work.notify_one();
     }
 
@@ -253,7 +241,7 @@ impl Engine<'_> {
 
     /// Waits until there may be work, but not longer than [`IDLE_POLL`].
     pub(super) fn wait_for_work(&self) {
-        let queue = self.lock();
+        let queue = lock(&self.queue);
         let has_work =
             queue.next_ready().is_some() || (!queue.waiting.is_empty() && queue.admission.has_free_slot());
         if !has_work && queue.failure.is_none() {

@@ -12,7 +12,7 @@ use super::policy_version::VersionTokens;
 use super::prefix_cache::BlockKey;
 use super::queue::RefillResult;
 use super::request::{Completion, FinishReason, NewToken, TokenScores};
-use super::work::{Sequence, Work};
+use super::work::{Reading, Sequence, Work};
 use super::{Client, Engine, EngineLimits, FORWARD_TOKENS_MAX, PanicGuard, PolicyVersion};
 use crate::dist::Mesh;
 use crate::model::cache::CacheCapacity;
@@ -21,6 +21,7 @@ use crate::model::weights::Weights;
 use crate::ops::kv_cache::BLOCK;
 use crate::ops::logits::{Logits, SampledToken, SamplingParameters, sampled_rows_max};
 use crate::ops::threads::with_spinning_threads;
+use crate::panics::lock;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::collections::HashSet;
@@ -89,16 +90,10 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// takes part with no tokens. Ends once the client of every rank has ended the work.
     pub(super) fn run_on_mesh(mut self, mesh: &Mesh) {
         let _guard = PanicGuard(self.engine);
-        loop {
-            match self.step_on_mesh(mesh) {
-                Ok(true) => {}
-                Ok(false) => break,
-                Err(error) => {
-                    self.engine.fail(error);
-                    break;
-                }
-            }
-        }
+        while self.step_on_mesh(mesh).unwrap_or_else(|error| {
+            self.engine.fail(error);
+            false
+        }) {}
     }
 
     /// Runs one forward on all ranks, if any has work. Returns whether to continue.
@@ -209,8 +204,8 @@ impl<'e, 'm> Worker<'e, 'm> {
         for work in &mut self.batch {
             if let Work::Prefill(prefill) = work {
                 let count = prefill.reusable_keys().len();
-                let tokens = &prefill.request.tokens;
-                reused += prefixes.extend(&prefill.keys[..count], tokens, &mut prefill.cache);
+                let Reading { keys, tokens, cache, .. } = &mut prefill.reading;
+                reused += prefixes.extend(&keys[..count], tokens, cache);
             }
         }
         self.engine.prefill.reused.fetch_add(reused as u64, Ordering::Relaxed);
@@ -224,7 +219,7 @@ impl<'e, 'm> Worker<'e, 'm> {
             if !keeps_samples && matches!(work, Work::Sequence(_)) {
                 continue;
             }
-            let (keys, blocks) = work.filled_blocks();
+            let (keys, blocks) = work.reading_mut().filled_blocks();
             if !blocks.is_empty() {
                 prefixes.insert(keys, keys.len() - blocks.len(), blocks);
             }
@@ -234,7 +229,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     /// Selects the tokens of the next forward: first the single tokens of decode, then chunks of longer
     /// inputs. A prompt waits if its next block is read in this forward for another prompt.
     fn select_tokens(&self) -> ForwardInputs {
-        let pending: Vec<&[u32]> = self.batch.iter().map(Work::pending).collect();
+        let pending: Vec<&[u32]> = self.batch.iter().map(|work| work.reading().pending()).collect();
         let decode = pending.iter().filter(|tokens| tokens.len() == 1).count();
         let mut prefilled = 0;
         let mut token_budget = FORWARD_TOKENS_MAX.saturating_sub(decode).max(1);
@@ -243,13 +238,14 @@ impl<'e, 'm> Worker<'e, 'm> {
         for (index, tokens) in pending.iter().enumerate() {
             let mut count = if tokens.len() == 1 { 1 } else { tokens.len().min(token_budget) };
             if let Work::Prefill(prefill) = &self.batch[index] {
-                let read = prefill.cache.len();
+                let Reading { cache, keys, .. } = &prefill.reading;
+                let read = cache.len();
                 let next = prefill.reusable_keys().get(read / BLOCK).filter(|_| read.is_multiple_of(BLOCK));
                 if next.is_some_and(|next| being_read.contains(next)) {
                     count = 0;
                 }
-                let blocks = read / BLOCK..(read + count).div_ceil(BLOCK).min(prefill.keys.len());
-                being_read.extend(prefill.keys.get(blocks).unwrap_or_default());
+                let blocks = read / BLOCK..(read + count).div_ceil(BLOCK).min(keys.len());
+                being_read.extend(keys.get(blocks).unwrap_or_default());
                 prefilled += count;
             }
             if tokens.len() > 1 {
@@ -271,7 +267,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         for &(index, count) in &entries {
             let (work, tokens) = (&self.batch[index], pending[index]);
             if let Work::Prefill(prefill) = work
-                && prefill.request.prompt_log_probs.is_some()
+                && prefill.reading.options.prompt_log_probs.is_some()
                 && tokens.len() > 1
             {
                 let targets = tokens[1..].iter().take(count).copied().collect();
@@ -308,11 +304,11 @@ impl<'e, 'm> Worker<'e, 'm> {
         let weights = self.weights(&feed.versions)?;
         let stack = version.decoder_stack_with(&weights);
         let counts: Vec<usize> = feed.entries.iter().map(|(_, count)| *count).collect();
-        let mut batch: Vec<Option<&mut Work>> = self.batch.iter_mut().map(Some).collect();
+        let mut batch: Vec<_> = self.batch.iter_mut().map(|work| Some(work.reading_mut())).collect();
         let fed_entries = feed.entries.iter().filter_map(|&(index, _)| batch[index].take());
-        let mut fed_entries: Vec<&mut Work> = fed_entries.collect();
-        let keeps_routed_experts = fed_entries.iter_mut().any(|work| work.routed_experts().is_some());
-        let mut caches: Vec<_> = fed_entries.iter_mut().map(|work| work.cache()).collect();
+        let mut fed_entries: Vec<&mut Reading> = fed_entries.collect();
+        let keeps_routed_experts = fed_entries.iter().any(|reading| reading.options.keep_routed_experts);
+        let mut caches: Vec<_> = fed_entries.iter_mut().map(|reading| &mut reading.cache).collect();
         let tokens = std::mem::take(&mut feed.tokens);
         if let Some(decoder) = &mut self.decoder
             && *version == self.engine.version
@@ -333,11 +329,11 @@ impl<'e, 'm> Worker<'e, 'm> {
         if keeps_routed_experts {
             let top_k = version.model().config.num_experts_per_tok;
             let mut token = 0;
-            for (work, count) in fed_entries.into_iter().zip(counts) {
-                if let Some(kept) = work.routed_experts() {
+            for (reading, count) in fed_entries.into_iter().zip(counts) {
+                if reading.options.keep_routed_experts {
                     for t in token..token + count {
                         let experts = layers.iter().flat_map(|layer| &layer[t * top_k..(t + 1) * top_k]);
-                        kept.push(experts.map(|&expert| expert as u16).collect());
+                        reading.routed_experts.push(experts.map(|&expert| expert as u16).collect());
                     }
                 }
                 token += count;
@@ -352,7 +348,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         let rows_max = sampled_rows_max(version.model().config.vocab_size, version.weights().device());
         let Work::Prefill(prefill) = &mut self.batch[index] else { return Ok(()) };
         let stack = version.decoder_stack();
-        let top = prefill.request.prompt_log_probs.unwrap_or_default();
+        let top = prefill.reading.options.prompt_log_probs.unwrap_or_default();
         let raw = SamplingParameters::with_temperature(1.0);
         for (chunk, targets) in targets.chunks(rows_max).enumerate() {
             let start = first + (chunk * rows_max) as u32;
@@ -361,7 +357,7 @@ impl<'e, 'm> Worker<'e, 'm> {
             let logits = stack.logits(&normed, &raw)?;
             let tokens: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
             let rows: Vec<(usize, usize)> = (0..targets.len()).map(|row| (row, top)).collect();
-            prefill.scores.extend(scores(&logits, &tokens, &rows)?);
+            prefill.reading.prompt_scores.extend(scores(&logits, &tokens, &rows)?);
         }
         Ok(())
     }
@@ -383,7 +379,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         for (row, work) in ready.into_iter().enumerate() {
             match work {
                 Work::Sequence(sequence) => sequences.push((row, sequence, false)),
-                Work::Prefill(prefill) if prefill.request.new_tokens_max == 0 => {
+                Work::Prefill(prefill) if prefill.reading.options.new_tokens_max == 0 => {
                     let ended = prefill.into_sequences();
                     ended.for_each(|sequence| engine.end(self.client, sequence, FinishReason::Length));
                 }
@@ -402,7 +398,7 @@ impl<'e, 'm> Worker<'e, 'm> {
         for (((_, mut sequence, is_new), drawn), kept) in sequences.into_iter().zip(drawn).zip(kept) {
             self.sampled += 1;
             let SampledToken { token: id, log_prob } = drawn;
-            let scores = sequence.options.top_log_probs.and_then(|_| scores.next());
+            let scores = sequence.reading.options.top_log_probs.and_then(|_| scores.next());
             match sequence.push(NewToken { id, log_prob, kept, scores }, self.client) {
                 None if is_new => engine.make_ready(sequence),
                 None => self.batch.push(Work::Sequence(sequence)),
@@ -424,7 +420,7 @@ impl<'e, 'm> Worker<'e, 'm> {
     ) -> Result<Vec<TokenScores>> {
         let (mut tokens, mut rows) = (vec![], vec![]);
         for ((row, sequence, _), drawn) in sequences.iter().zip(drawn) {
-            if let Some(top) = sequence.options.top_log_probs {
+            if let Some(top) = sequence.reading.options.top_log_probs {
                 tokens.push((*row, drawn.token));
                 rows.push((*row, top));
             }
@@ -449,18 +445,18 @@ impl Engine<'_> {
         let id = sequence.id;
         if let Some(mut prefixes) = self.prefixes()
             && client.keeps_samples()
-            && !sequence.options.keep_sequence
+            && !sequence.reading.options.keep_sequence
         {
-            prefixes.keep_tail(&sequence.keys, &sequence.tokens, &sequence.cache);
+            prefixes.keep_tail(&sequence.reading.keys, &sequence.reading.tokens, &sequence.reading.cache);
         }
         let completion = Completion {
             tokens: std::mem::take(&mut sequence.new_tokens),
             finish_reason: reason,
-            policy_version: sequence.options.version.number(),
-            routed_experts: std::mem::take(&mut sequence.routed_experts),
-            prompt_scores: std::mem::take(&mut sequence.prompt_scores),
+            policy_version: sequence.reading.version.number(),
+            routed_experts: std::mem::take(&mut sequence.reading.routed_experts),
+            prompt_scores: std::mem::take(&mut sequence.reading.prompt_scores),
         };
-        self.lock().end(sequence);
+        lock(&self.queue).end(sequence);
         client.finished(id, completion);
     }
 }

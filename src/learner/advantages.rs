@@ -52,22 +52,18 @@ impl AdvantageEstimator<'_> {
         let per_token = || token_rewards(&sequences, &rewards, penalties.clone());
         let episode_rewards =
             || anyhow::Ok(episodes.rewards(&rewards, &sequences.sequence_sums(&penalties)?));
-        type GroupEstimator = fn(&[f32], &[usize]) -> Result<Vec<f32>>;
+        type GroupEstimator<'e> = &'e dyn Fn(&[f32], &[usize]) -> Result<Vec<f32>>;
         let group_advantages = |estimate: GroupEstimator| {
             let rewards = episode_rewards()?;
             sequences.broadcast(&episodes.spread(&estimate(&rewards, &episodes.group_sizes)?))
         };
         let mut returns = None;
         let advantages = match self.policy.advantage {
-            Advantage::Grpo => group_advantages(grpo)?,
-            Advantage::DrGrpo => group_advantages(dr_grpo)?,
-            Advantage::GrpoBatchStd => group_advantages(grpo_batch_std)?,
-            Advantage::Rloo => group_advantages(rloo)?,
-            Advantage::Maxrl => {
-                let rewards = episode_rewards()?;
-                let advantages = maxrl(&rewards, &episodes.group_sizes, self.reward_min)?;
-                sequences.broadcast(&episodes.spread(&advantages))?
-            }
+            Advantage::Grpo => group_advantages(&grpo)?,
+            Advantage::DrGrpo => group_advantages(&dr_grpo)?,
+            Advantage::GrpoBatchStd => group_advantages(&grpo_batch_std)?,
+            Advantage::Rloo => group_advantages(&rloo)?,
+            Advantage::Maxrl => group_advantages(&|rewards, sizes| maxrl(rewards, sizes, self.reward_min))?,
             Advantage::Gdpo => {
                 let shaped = episode_rewards()?;
                 let mut named = episodes.named_rewards(groups, self.reward_weights, truncated);
@@ -85,20 +81,19 @@ impl AdvantageEstimator<'_> {
             Advantage::Opo => {
                 let rows = sequences.token_ranges();
                 let lengths: Vec<usize> = rows.map(|row| sequences.valid_indices(row).count()).collect();
-                let rewards = episode_rewards()?;
-                let advantages = opo(&rewards, &episodes.group_sizes, &episodes.sums(&lengths))?;
-                sequences.broadcast(&episodes.spread(&advantages))?
+                let lengths = episodes.sums(&lengths);
+                group_advantages(&|rewards, sizes| opo(rewards, sizes, &lengths))?
             }
             Advantage::ReinforcePlusPlus => reinforce_plus_plus(&sequences, &per_token())?.advantages,
-            Advantage::ReinforcePlusPlusBaseline => whiten(&sequences, &group_advantages(dr_grpo)?)?,
+            Advantage::ReinforcePlusPlusBaseline => whiten(&sequences, &group_advantages(&dr_grpo)?)?,
             Advantage::Remax => {
                 let greedy = greedy_rewards(groups, shaping.as_ref(), truncated)?;
                 remax(&sequences, &per_token(), &greedy)?.advantages
             }
             Advantage::Gae => {
                 let (critic, values) = self.critic.zip(batch.values.as_ref()).context("no critic")?;
-                let estimate = critic.estimate(&sequences, &per_token(), values)?;
-                metrics.extend(estimate.metrics);
+                let (estimate, of_values) = critic.estimate(&sequences, &per_token(), values)?;
+                metrics.extend(of_values);
                 returns = Some(estimate.returns);
                 estimate.advantages
             }
@@ -132,11 +127,11 @@ impl AdvantageEstimator<'_> {
         let training = batch.training_log_probs.as_deref().unwrap_or(rollout);
         let old_log_probs = self.old_log_prob_source.select(training, rollout, Some(training), 1)?;
         let divergence = self.policy.kl.estimator;
-        let penalty =
+        let (rewards, kl) =
             kl_in_reward(sequences, &zeros, old_log_probs, reference, divergence, self.kl_coefficient)?;
-        metrics.set("actor/reward_kl_penalty", penalty.kl);
+        metrics.set("actor/reward_kl_penalty", kl);
         metrics.set("actor/reward_kl_penalty_coeff", self.kl_coefficient);
-        Ok(penalty.rewards)
+        Ok(rewards)
     }
 }
 

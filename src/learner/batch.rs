@@ -15,7 +15,7 @@ use std::borrow::Cow;
 use std::sync::Arc;
 
 /// A batch, or the minibatch of one update.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Default)]
 pub struct Batch {
     pub sequences: Vec<Arc<Sequence>>,
     /// Start of each sequence in the columns, followed by the length of the columns.
@@ -60,15 +60,7 @@ impl Batch {
             sequences,
             cu_seqlens,
             rollout_log_probs,
-            training_log_probs: None,
-            reference_log_probs: None,
-            values: None,
-            advantages: vec![],
-            returns: None,
-            weights: None,
-            selected: None,
-            rollout_experts: None,
-            replayed_experts: None,
+            ..Self::default()
         }
     }
 

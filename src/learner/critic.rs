@@ -14,7 +14,7 @@ use crate::model::init::value_model;
 use crate::model::names::value_model_specs;
 use crate::model::parameters::Parameters;
 use crate::model::storage::TensorStorage;
-use crate::policy::advantage::{gae, whiten};
+use crate::policy::advantage::{TokenAdvantages, gae, whiten};
 use crate::policy::value::{ValueLoss, explained_variance, value_loss};
 use crate::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use anyhow::{Context, Result};
@@ -102,11 +102,17 @@ impl Critic {
         Ok(forward.columns.values)
     }
 
-    /// Returns advantages and returns from `rewards` and `values`, which have one value per token.
+    /// Returns advantages, normalised over the batch, and returns from `rewards` and `values`, which have one
+    /// value per token. Also returns metrics.
     ///
     /// # Errors
     /// When a value is NaN, or the batch has too few tokens to normalise the advantages.
-    pub fn estimate(&self, sequences: &Sequences, rewards: &[f32], values: &[f32]) -> Result<ValueEstimate> {
+    pub fn estimate(
+        &self,
+        sequences: &Sequences,
+        rewards: &[f32],
+        values: &[f32],
+    ) -> Result<(TokenAdvantages, Metrics)> {
         let estimate = gae(sequences, rewards, values, self.settings.gamma, self.settings.lambda)?;
         let advantages = whiten(sequences, &estimate.advantages)?;
         let mut metrics = Metrics::new();
@@ -119,16 +125,8 @@ impl Critic {
         if let Some(explained_var) = explained_variance(sequences, values, &estimate.returns)? {
             metrics.set("critic/vf_explained_var", explained_var);
         }
-        Ok(ValueEstimate { advantages, returns: estimate.returns, metrics })
+        Ok((TokenAdvantages { advantages, ..estimate }, metrics))
     }
-}
-
-/// The critic's advantages and returns, with one value per token.
-pub struct ValueEstimate {
-    /// Normalised over the batch.
-    pub advantages: Vec<f32>,
-    pub returns: Vec<f32>,
-    pub metrics: Metrics,
 }
 
 /// Returns the settings of a critic's passes. Ablations do not apply to them.

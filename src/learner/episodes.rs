@@ -80,33 +80,10 @@ impl Episodes {
 pub(super) mod tests {
     use super::*;
     use crate::policy::advantage::grpo;
-    use crate::trajectory::Outcome;
 
     /// Returns an empty trajectory, the part `part` of its episode.
     pub(in crate::learner) fn trajectory(part: u64) -> Trajectory {
-        Trajectory {
-            step: 1,
-            policy_version: None,
-            policy_versions: vec![],
-            prompt: 0,
-            sample: 0,
-            part,
-            problem_id: String::new(),
-            tokens: vec![],
-            prompt_tokens: 0,
-            mask: vec![],
-            log_probs: vec![],
-            kept_tokens: vec![],
-            routed_experts: vec![],
-            turns: vec![],
-            outcome: Outcome::Finished,
-            reward: 0.0,
-            success: false,
-            rewards: Default::default(),
-            failed_rewards: vec![],
-            dropped: false,
-            tool_s: 0.0,
-        }
+        Trajectory { step: 1, part, ..Trajectory::default() }
     }
 
     #[test]

@@ -82,18 +82,15 @@ impl Examples {
             .map(|index| match self {
                 Examples::Rows { sequences, order } => Ok(sequences[order.row(seed, index)].clone()),
                 Examples::Demonstrations => {
-                    let demonstration =
-                        task.demonstration(seed, index).ok_or_else(|| no_demonstrations(task))?;
+                    let demonstration = task.demonstration(seed, index).ok_or_else(|| {
+                        bad_input!(
+                            "cold_start.train_file: the task {} has no demonstrations; name a JSONL file, or set cold_start.steps = 0",
+                            task.name()
+                        )
+                    })?;
                     renderer.render_demonstration(&demonstration.messages).map(Sequence::from)
                 }
             })
             .collect()
     }
-}
-
-fn no_demonstrations(task: &dyn Task) -> anyhow::Error {
-    bad_input!(
-        "cold_start.train_file: the task {} has no demonstrations; name a JSONL file, or set cold_start.steps = 0",
-        task.name()
-    )
 }

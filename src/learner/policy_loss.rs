@@ -82,10 +82,11 @@ impl<'a> UpdateLoss<'a> {
         }
         let mut kl = 0.0;
         if let (KlPlacement::Loss, Some(reference)) = (policy.kl.place, of_part(&batch.reference_log_probs)) {
-            let term = kl_loss(&input.sequences, log_probs, reference, policy.kl.estimator, normalizer)?;
-            kl = term.loss;
-            for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(&term.grad_log_prob) {
-                *sum += (policy.kl.coefficient * f64::from(*gradient)) as f32;
+            let gradients;
+            (kl, gradients) =
+                kl_loss(&input.sequences, log_probs, reference, policy.kl.estimator, normalizer)?;
+            for (sum, gradient) in loss.grad_log_prob.iter_mut().zip(gradients) {
+                *sum += (policy.kl.coefficient * f64::from(gradient)) as f32;
             }
         }
         // A higher entropy must lower the loss, so the gradient of the bonus is negative.
@@ -96,10 +97,10 @@ impl<'a> UpdateLoss<'a> {
         };
         let (mut distill, mut grad_divergences) = (0.0, None);
         if let (Some(settings), Some(divergences)) = (&policy.distill, divergences) {
-            let term = distill_loss(&input.sequences, divergences, normalizer)?;
-            distill = term.loss;
-            let scaled = |gradient: &f32| (settings.coefficient * f64::from(*gradient)) as f32;
-            grad_divergences = Some(term.grad_divergences.iter().map(scaled).collect());
+            let gradients;
+            (distill, gradients) = distill_loss(&input.sequences, divergences, normalizer)?;
+            let scaled = |gradient: f32| (settings.coefficient * f64::from(gradient)) as f32;
+            grad_divergences = Some(gradients.into_iter().map(scaled).collect());
         }
         let log_probs = std::mem::take(&mut loss.grad_log_prob);
         let gradient = PolicyColumns { log_probs, entropies, divergences: grad_divergences };

@@ -3,7 +3,7 @@
 use super::batch::Batch;
 use crate::metrics::Metrics;
 use crate::policy::CorrectionSettings;
-use crate::policy::correction::{OffPolicyMask, correct, off_policy_mask};
+use crate::policy::correction::{correct, off_policy_mask};
 use anyhow::{Context, Result};
 
 /// Computes the importance weights of `batch` from its training and rollout log-probabilities, and masks
@@ -25,8 +25,7 @@ pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Resu
     let mut metrics: Metrics = correction.metrics.into_iter().collect();
     if let Some(bound) = settings.off_policy_mask {
         let (rollout, advantages) = (&batch.rollout_log_probs, &batch.advantages);
-        let OffPolicyMask { masked, metrics: of_mask } =
-            off_policy_mask(&sequences, training, rollout, advantages, bound)?;
+        let (masked, of_mask) = off_policy_mask(&sequences, training, rollout, advantages, bound)?;
         let weights = correction.weights.get_or_insert_with(|| vec![1.0; sequences.tokens()]);
         for (range, _) in sequences.token_ranges().zip(masked).filter(|(_, masked)| *masked) {
             weights[range].fill(0.0);

@@ -6,11 +6,12 @@ use super::status::StatusFile;
 use super::table::format_number;
 use super::terminal::{sanitize_line, sanitize_terminal, wrap_lines};
 use super::warnings::FailureCount;
+use crate::panics::lock;
 use indicatif::{MultiProgress, ProgressBar, ProgressStyle};
 use std::collections::{HashMap, HashSet};
 use std::io::{IsTerminal, Write};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 /// Minimum time between two plain lines of steps.
@@ -29,8 +30,8 @@ pub struct Console(Arc<ConsoleState>);
 
 struct ConsoleState {
     output: ConsoleOutput,
-    /// The estimate of the remaining time of all planned stages, if there is a plan.
-    eta: Mutex<Option<Eta>>,
+    /// The estimate of the remaining time of all planned stages.
+    eta: Mutex<Eta>,
     /// Current stages, the outermost first.
     stages: Mutex<Stages>,
     failures: Mutex<FailureCount>,
@@ -90,7 +91,7 @@ impl Console {
     fn with_output(output: ConsoleOutput) -> Self {
         Self(Arc::new(ConsoleState {
             output,
-            eta: Mutex::new(None),
+            eta: Mutex::new(Eta::new(&[])),
             stages: Mutex::default(),
             failures: Mutex::default(),
         }))
@@ -105,30 +106,24 @@ impl Console {
     /// together. Each stage has a name, the number of steps left, and the work of one step in a unit that all
     /// stages share.
     pub fn set_plan(&self, stages: &[(&str, u64, f64)]) {
-        *lock(&self.0.eta) = Some(Eta::new(stages));
+        *lock(&self.0.eta) = Eta::new(stages);
     }
 
     /// Counts a step of the planned stage `name`, which has no [`Progress`] of its own.
     pub fn count_step(&self, name: &str) {
-        if let Some(eta) = &mut *lock(&self.0.eta) {
-            eta.advance(name, 1);
-        }
+        lock(&self.0.eta).advance(name, 1);
     }
 
     /// Records that a step of the planned stage `name` begins inside a step of another stage, such as an
     /// evaluation during training. [`Self::count_step`] ends it.
     pub fn begin_step(&self, name: &str) {
-        if let Some(eta) = &mut *lock(&self.0.eta) {
-            eta.begin(name);
-        }
+        lock(&self.0.eta).begin(name);
     }
 
     /// Sets the expected seconds of a step of the planned stage `name`. They are used until a step is
     /// measured.
     pub fn expect_step(&self, name: &str, seconds: f64) {
-        if let Some(eta) = &mut *lock(&self.0.eta) {
-            eta.expect(name, seconds);
-        }
+        lock(&self.0.eta).expect(name, seconds);
     }
 
     /// Writes the current stage to a file in `folder` again and again, until [`Self::remove_status_file`] is
@@ -197,7 +192,7 @@ impl Console {
         bar.set_prefix(name.clone());
         // Show the bar at once, before the first unit of work.
         bar.tick();
-        let state = StageState { start: Instant::now(), done_at_start: done, done, ..StageState::default() };
+        let state = Mutex::new(StageState { done, ..StageState::default() });
         let earlier = lock(&self.0.stages).earlier.get(&name).copied();
         let stage = Arc::new(ProgressStage {
             console: self.clone(),
@@ -205,8 +200,10 @@ impl Console {
             name,
             total,
             kind,
+            start: Instant::now(),
+            done_at_start: done,
             earlier,
-            state: Mutex::new(state),
+            state,
         });
         lock(&self.0.stages).open.push(Arc::downgrade(&stage));
         let is_shown = !matches!(self.0.output, ConsoleOutput::Lines { every_steps: 0, .. });
@@ -243,8 +240,8 @@ impl Console {
             open.iter().for_each(|stage| stage.bar.set_message(stage.message(&lock(&stage.state), now)));
         }
         let Some(line) = self.format_current_stages(&open, now) else { return };
-        // A stage that advances locks its own state, then `stages`: here the state is read first.
-        let newest = open.last().map(|stage| (&stage.name, lock(&stage.state).start));
+        // A stage that advances locks its own state, then `stages`: the states were read above.
+        let newest = open.last().map(|stage| (&stage.name, stage.start));
         let mut stages = lock(&self.0.stages);
         if let Some(status) = &mut stages.status {
             status.update(&line, now);
@@ -308,10 +305,6 @@ fn style(kind: StageKind, total: u64) -> ProgressStyle {
     template.unwrap_or_else(|_| ProgressStyle::default_bar()).progress_chars("━╸─")
 }
 
-fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 /// The kind of a stage. It decides where and when the stage is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct StageKind {
@@ -341,15 +334,16 @@ struct ProgressStage {
     name: String,
     total: u64,
     kind: StageKind,
+    start: Instant,
+    /// Number of steps that were done when this process started.
+    done_at_start: u64,
     /// The speed of the last finished stage with the same name.
     earlier: Option<StageSpeed>,
     state: Mutex<StageState>,
 }
 
+#[derive(Default)]
 struct StageState {
-    start: Instant,
-    /// Number of steps that were done when this process started.
-    done_at_start: u64,
     done: u64,
     /// Number of tokens so far. In a running pass, each finished layer counts as a fraction of the batch's
     /// tokens.
@@ -361,23 +355,6 @@ struct StageState {
     note: Option<String>,
     values: Vec<(String, f64)>,
     printed: Option<Instant>,
-}
-
-impl Default for StageState {
-    fn default() -> Self {
-        let (start, values) = (Instant::now(), vec![]);
-        Self {
-            start,
-            done_at_start: 0,
-            done: 0,
-            tokens: 0.0,
-            tokens_left: None,
-            advanced: None,
-            note: None,
-            values,
-            printed: None,
-        }
-    }
 }
 
 impl Progress {
@@ -405,8 +382,8 @@ impl Progress {
         }
         state.values =
             values.iter().map(|(name, value)| (sanitize_line(name).into_owned(), *value)).collect();
-        if let (Unit::Steps, Some(eta)) = (stage.kind.unit, &mut *lock(&stage.console.0.eta)) {
-            eta.advance(&stage.name, steps);
+        if stage.kind.unit == Unit::Steps {
+            lock(&stage.console.0.eta).advance(&stage.name, steps);
         }
         match &stage.console.0.output {
             ConsoleOutput::Bars(_) => {
@@ -479,12 +456,12 @@ impl ProgressStage {
 
     /// Returns the seconds left at `now`. For a planned stage, these are the seconds left of the whole plan.
     fn seconds_left(&self, state: &StageState, now: Instant) -> Option<f64> {
-        let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
-        if self.kind.unit == Unit::Steps
-            && let Some(eta) = &*lock(&self.console.0.eta)
-        {
+        let elapsed = now.saturating_duration_since(self.start).as_secs_f64();
+        let eta = lock(&self.console.0.eta);
+        if self.kind.unit == Unit::Steps && eta.has_plan() {
             return eta.seconds_left(&self.name, now);
         }
+        drop(eta);
         let tokens_left = match self.kind.unit {
             Unit::Tokens => Some(self.total as f64 - state.tokens),
             _ => state.tokens_left,
@@ -500,7 +477,7 @@ impl ProgressStage {
                 self.earlier,
             );
         }
-        let done_here = state.done.saturating_sub(state.done_at_start);
+        let done_here = state.done.saturating_sub(self.done_at_start);
         // The time per finished trajectory does not predict the time left, because long trajectories finish
         // last.
         let counts = self.kind.unit == Unit::Steps || state.tokens == 0.0;
@@ -510,16 +487,15 @@ impl ProgressStage {
 
     /// Returns the stages of the run that have steps left, such as `: evaluation`.
     fn stages_left(&self) -> String {
-        match &*lock(&self.console.0.eta) {
-            Some(eta) if self.kind.unit == Unit::Steps => format!(": {}", eta.stages_left().join(", ")),
-            _ => String::new(),
-        }
+        let eta = lock(&self.console.0.eta);
+        let is_planned = self.kind.unit == Unit::Steps && eta.has_plan();
+        if is_planned { format!(": {}", eta.stages_left().join(", ")) } else { String::new() }
     }
 
     /// Returns the finished items, the tokens and the seconds of this stage so far.
     fn speed(&self, state: &StageState, now: Instant) -> StageSpeed {
-        let seconds = now.saturating_duration_since(state.start).as_secs_f64();
-        let items = state.done.saturating_sub(state.done_at_start) as f64;
+        let seconds = now.saturating_duration_since(self.start).as_secs_f64();
+        let items = state.done.saturating_sub(self.done_at_start) as f64;
         StageSpeed { items, tokens: state.tokens, seconds }
     }
 
@@ -541,13 +517,13 @@ impl ProgressStage {
         let value = |(name, value): &(String, f64)| format!("{name} {}", format_number(*value));
         let mut parts: Vec<String> =
             state.note.iter().cloned().chain(state.values.iter().map(value)).collect();
-        let elapsed = now.saturating_duration_since(state.start).as_secs_f64();
+        let elapsed = now.saturating_duration_since(self.start).as_secs_f64();
         let tokens = state.tokens.round();
         // A step adds its tokens at its end.
         let measured_until = state.advanced.filter(|_| self.kind.unit == Unit::Steps).unwrap_or(now);
-        let token_seconds = measured_until.saturating_duration_since(state.start).as_secs_f64();
+        let token_seconds = measured_until.saturating_duration_since(self.start).as_secs_f64();
         if tokens > 0.0 && token_seconds > 0.0 {
-            if self.kind.unit == Unit::Items && tokens != (state.done - state.done_at_start) as f64 {
+            if self.kind.unit == Unit::Items && tokens != (state.done - self.done_at_start) as f64 {
                 parts.push(format!("{} tokens", format_number(tokens)));
             }
             let rate = tokens / token_seconds;

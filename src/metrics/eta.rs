@@ -45,6 +45,10 @@ impl Eta {
         }
     }
 
+    pub fn has_plan(&self) -> bool {
+        !self.stages.is_empty()
+    }
+
     /// Sets the expected `seconds` of a step of stage `name`. They are used until a step is measured.
     pub fn expect(&mut self, name: &str, seconds: f64) {
         if let Some(stage) = self.stages.iter_mut().find(|stage| stage.name == name) {

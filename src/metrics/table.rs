@@ -1,6 +1,7 @@
 //! A text table with aligned columns.
 
 use super::terminal::sanitize_line;
+use indicatif::HumanCount;
 use unicode_width::UnicodeWidthStr;
 
 /// Rows under a header. A column of numbers is aligned to the right.
@@ -83,18 +84,12 @@ fn is_number(cell: &str) -> bool {
 /// Formats `value` with four significant digits. Whole numbers keep all digits and have thousands separators.
 pub fn format_number(value: f64) -> String {
     let magnitude = value.abs();
-    if !value.is_finite() {
-        return if value.is_nan() {
-            "NaN"
-        } else if value > 0.0 {
-            "∞"
-        } else {
-            "-∞"
-        }
-        .to_owned();
-    }
-    if value == 0.0 {
-        return "0".to_owned();
+    match value {
+        _ if value.is_nan() => return "NaN".to_owned(),
+        f64::INFINITY => return "∞".to_owned(),
+        f64::NEG_INFINITY => return "-∞".to_owned(),
+        0.0 => return "0".to_owned(),
+        _ => {}
     }
     if !(1e-3..1e9).contains(&magnitude) {
         let text = format!("{value:.3e}");
@@ -102,7 +97,8 @@ pub fn format_number(value: f64) -> String {
         return format!("{}e{exponent}", trim_zeros(digits));
     }
     if value.fract() == 0.0 || magnitude >= 1e3 {
-        return thousands(value.round() as i64);
+        let sign = if value < 0.0 { "-" } else { "" };
+        return format!("{sign}{}", HumanCount(magnitude.round() as u64));
     }
     let decimals = (3 - magnitude.log10().floor() as i32).clamp(0, 6) as usize;
     trim_zeros(&format!("{value:.decimals$}")).to_owned()
@@ -115,16 +111,4 @@ pub fn format_count(count: u64, noun: &str) -> String {
 
 fn trim_zeros(digits: &str) -> &str {
     if digits.contains('.') { digits.trim_end_matches('0').trim_end_matches('.') } else { digits }
-}
-
-fn thousands(value: i64) -> String {
-    let digits = value.unsigned_abs().to_string();
-    let mut out = String::from(if value < 0 { "-" } else { "" });
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            out.push(',');
-        }
-        out.push(digit);
-    }
-    out
 }

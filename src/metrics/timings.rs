@@ -1,8 +1,9 @@
 //! Wall-clock seconds of the named stages of a step.
 
 use super::Metrics;
+use crate::panics::lock;
 use std::collections::BTreeMap;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 /// The metric with a row's time of day, in seconds since 1970. It is a timing: comparisons of runs leave it
@@ -34,17 +35,13 @@ impl Timings {
 
     /// Adds seconds that the caller measured.
     pub fn add(&self, stage: &str, seconds: f64) {
-        *self.lock().entry(format!("timing_s/{stage}")).or_default() += seconds;
+        *lock(&self.0).entry(format!("timing_s/{stage}")).or_default() += seconds;
     }
 
     /// Returns the seconds so far as `timing_s/<stage>` with [`CLOCK`], and resets them for the next step.
     pub fn take(&self) -> Metrics {
-        let mut metrics: Metrics = std::mem::take(&mut *self.lock()).into_iter().collect();
+        let mut metrics: Metrics = std::mem::take(&mut *lock(&self.0)).into_iter().collect();
         metrics.set(CLOCK, now());
         metrics
-    }
-
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, f64>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

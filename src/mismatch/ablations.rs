@@ -2,7 +2,6 @@
 //! with the ablations `b` and `c`.
 
 use crate::model::ablations::Ablations;
-use std::fmt::Write;
 
 /// Default standard deviation of router noise. It is larger than real noise, so that the effect is clear.
 const ROUTER_NOISE: &str = "0.3";
@@ -42,16 +41,12 @@ fn setting(ablation: &str, recipe: &Ablations) -> Option<String> {
 
 /// Returns the list of ablations for a help text.
 pub fn help() -> String {
-    let mut text = "Ablations (each is also a key of the recipe's table [arms]):\n".to_owned();
-    for (key, what) in Ablations::descriptions() {
-        // Writing to a String cannot fail.
-        let _ = writeln!(text, "  {key:<28} {what}");
-    }
-    let _ = write!(
-        text,
-        "Strengths and their defaults: router_noise=0.3 (standard deviation), rollout_mantissa_bits=3."
-    );
-    text
+    let descriptions = Ablations::descriptions().into_iter();
+    let lines: String = descriptions.map(|(key, what)| format!("  {key:<28} {what}\n")).collect();
+    format!(
+        "Ablations (each is also a key of the recipe's table [arms]):\n{lines}Strengths and their defaults: \
+         router_noise=0.3 (standard deviation), rollout_mantissa_bits=3."
+    )
 }
 
 #[cfg(test)]

@@ -84,11 +84,11 @@ impl EqualityChecks<'_> {
     /// When a forward pass fails.
     pub fn run_checks(&self, trajectories: &[&Trajectory]) -> Result<[EqualityCheck; 4]> {
         let all_targets = |t: &&Trajectory| Sequence {
-            tokens: t.tokens.clone(),
             mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
-            kept_tokens: vec![],
+            ..Sequence::from(*t)
         };
-        let sequences: Vec<Sequence> = trajectories.iter().map(all_targets).collect();
+        let untruncated = |t| Sequence { kept_tokens: vec![], ..all_targets(t) };
+        let sequences: Vec<Sequence> = trajectories.iter().map(untruncated).collect();
         // All processes compute `training` together. The batch-invariance check uses it as one of the
         // packings.
         let training = self.distributed_log_probs(&sequences)?;
@@ -128,7 +128,7 @@ impl EqualityChecks<'_> {
         let mut rollout = EqualityCheck::new("rollout_equals_training");
         let is_truncated = trajectories.iter().any(|t| !t.kept_tokens.is_empty());
         let training = match is_truncated {
-            true => self.distributed_log_probs(&with_kept_tokens(trajectories))?,
+            true => self.distributed_log_probs(&trajectories.iter().map(all_targets).collect::<Vec<_>>())?,
             false => training,
         };
         for (t, training) in trajectories.iter().zip(&training) {
@@ -187,15 +187,6 @@ impl EqualityChecks<'_> {
         let tokens: usize = sequences.iter().map(|sequence| input_count(&sequence.tokens)).sum();
         self.console.start_token_stage(name, tokens as u64)
     }
-}
-
-/// Returns sequences with targets at all tokens but the first, as they were sampled.
-fn with_kept_tokens(trajectories: &[&Trajectory]) -> Vec<Sequence> {
-    let sequence = |t: &&Trajectory| Sequence {
-        mask: (0..t.tokens.len()).map(|i| i > 0).collect(),
-        ..Sequence::from(*t)
-    };
-    trajectories.iter().map(sequence).collect()
 }
 
 /// Returns the number of input tokens, which are all tokens but the last.

@@ -57,7 +57,7 @@ impl LogProbPair<'_> {
             bound: WeightBound::Truncate { max: WEIGHT_MAX },
             batch_normalize: false,
         };
-        for (name, value) in importance_weights(&sequences, &log_ratio, &settings)?.metrics {
+        for (name, value) in importance_weights(&sequences, &log_ratio, &settings)?.1 {
             metrics.push((format!("rollout_corr/{name}"), value));
         }
         let difference_sum = log_ratio.iter().map(|difference| f64::from(difference.abs())).sum::<f64>();

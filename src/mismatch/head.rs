@@ -1,6 +1,6 @@
 //! Causes in the head: log-probs at another temperature, after a filter, or from rounded logits.
 
-use super::causes::Cause;
+use super::causes::{Cause, Change};
 use super::engine_log_probs::EngineBatch;
 use crate::actor::micro_batch::MicroBatch;
 use crate::model::policy_view::PolicyView;
@@ -29,7 +29,7 @@ fn filter_cause(filter: Filter) -> Cause {
     };
     let settings = HeadSettings { filter: Some(filter), ..HeadSettings::default() };
     let detail = format!("renormalised over the tokens that {setting} keeps");
-    Cause::in_head(name, detail, TOP_LOG_PROBS, settings)
+    Cause::new(name, detail, TOP_LOG_PROBS, Change::Head(settings))
 }
 
 /// The computation of log-probabilities from logits.
@@ -260,7 +260,7 @@ impl FitRows {
         if factor.ln().abs() > TEMPERATURE_TOLERANCE {
             let detail = format!("the log-probs have {factor:.3} times the stated temperature");
             let settings = HeadSettings { temperature_factor: factor, ..HeadSettings::default() };
-            causes.push(Cause::in_head("another temperature", detail, TOP_LOG_PROBS, settings));
+            causes.push(Cause::new("another temperature", detail, TOP_LOG_PROBS, Change::Head(settings)));
         }
         causes
     }

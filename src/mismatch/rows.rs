@@ -113,24 +113,23 @@ impl<'a> RowReader<'a> {
     pub fn read(&self, files: &[PathBuf]) -> Result<TokenRows> {
         let mut token_rows = TokenRows::default();
         for path in files {
-            let has_several = files.len() > 1;
             let mut file = FileState {
                 format: None,
                 rows_from_texts: 0,
-                has_several,
+                has_several: files.len() > 1,
                 path,
                 token_rows: &mut token_rows,
             };
             self.read_file(&mut file)?;
-            let (format, rows_from_texts) = (file.format, file.rows_from_texts);
-            if let Some(format) = format {
-                let mut line = format!("{}: {}", path.display(), format.name);
-                if rows_from_texts > 0 {
-                    let how = "a text that fits several ids would be refused";
-                    line.push_str(&format!("; {rows_from_texts} rows have a text without ids, which the model's tokenizer gave: {how}"));
-                }
-                token_rows.formats.push(line);
+            let FileState { format: Some(format), rows_from_texts, .. } = file else { continue };
+            let mut line = format!("{}: {}", path.display(), format.name);
+            if rows_from_texts > 0 {
+                let how = "a text that fits several ids would be refused";
+                line.push_str(&format!(
+                    "; {rows_from_texts} rows have a text without ids, which the model's tokenizer gave: {how}"
+                ));
             }
+            token_rows.formats.push(line);
         }
         if token_rows.rows.is_empty() {
             let paths = files.iter().map(|f| f.display().to_string()).collect::<Vec<_>>().join(", ");
@@ -230,10 +229,7 @@ impl<'a> RowReader<'a> {
             file.rows_from_texts += usize::from(raw.from_texts);
             match self.row(raw, name.clone()) {
                 Ok(row) => file.token_rows.rows.push(row),
-                Err(reason) => {
-                    let message = format!("{}: row {name}: {reason}", file.path.display());
-                    file.token_rows.bad_rows.push(message);
-                }
+                Err(reason) => file.add_bad_row(name, reason),
             }
         }
     }
@@ -388,8 +384,8 @@ impl FileState<'_> {
         }
     }
 
-    fn add_bad_row(&mut self, number: usize, reason: String) {
-        self.token_rows.bad_rows.push(format!("{}: row {number}: {reason}", self.path.display()));
+    fn add_bad_row(&mut self, row: impl std::fmt::Display, reason: String) {
+        self.token_rows.bad_rows.push(format!("{}: row {row}: {reason}", self.path.display()));
     }
 
     fn check_bad_row_limit(&self) -> Result<(), String> {

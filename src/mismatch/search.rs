@@ -279,13 +279,10 @@ impl<'a> CauseSearch<'a> {
             routed_experts: vec![],
         };
         Ok(CauseSearch {
-            unmodified_model: self.unmodified_model,
             observed: Cow::Owned(observed),
             unmodified_input,
             unmodified_log_probs: indices.iter().map(|&index| self.unmodified_log_probs[index]).collect(),
-            seconds_per_target: self.seconds_per_target,
-            deadline: self.deadline,
-            is_stopped: self.is_stopped,
+            ..*self
         })
     }
 

@@ -73,16 +73,9 @@ impl DistillSettings {
     }
 }
 
-/// The divergence of one micro-batch, before its coefficient. The terms of all micro-batches add up to the
-/// term of the batch.
-#[derive(Debug, Clone, PartialEq)]
-pub struct DistillLoss {
-    pub loss: f64,
-    /// ∂loss/∂KL, one value per token; 0 where the mask is false.
-    pub grad_divergences: Vec<f32>,
-}
-
-/// Aggregates the divergences of all positions like a policy loss.
+/// Aggregates the divergences of all positions of a micro-batch like a policy loss. Returns this loss and
+/// ∂loss/∂KL, one value per token; 0 where the mask is false. The terms of all micro-batches add up to the
+/// term of the batch. The caller multiplies both by its coefficient.
 ///
 /// # Errors
 /// When the lengths disagree, or a divergence is not finite where the mask is true.
@@ -90,8 +83,7 @@ pub fn distill_loss(
     sequences: &Sequences,
     divergences: &[f32],
     normalizer: &Normalizer,
-) -> Result<DistillLoss> {
+) -> Result<(f64, Vec<f32>)> {
     sequences.check("divergences", divergences)?;
-    let (loss, grad_divergences) = normalizer.reduce(sequences, |_, t| (f64::from(divergences[t]), 1.0));
-    Ok(DistillLoss { loss, grad_divergences })
+    Ok(normalizer.reduce(sequences, |_, t| (f64::from(divergences[t]), 1.0)))
 }

@@ -65,27 +65,17 @@ impl KlEstimator {
     }
 }
 
-/// The divergence term of one micro-batch, before its coefficient. The terms of all micro-batches add up to
-/// the term of the batch.
-#[derive(Debug, Clone, PartialEq)]
-pub struct KlLoss {
-    pub loss: f64,
-    /// ∂loss/∂log π, one value per token; 0 where the mask is false.
-    pub grad_log_prob: Vec<f32>,
-}
-
-/// Computes the divergence from the reference, aggregated like the policy loss. The caller multiplies the
-/// result by its coefficient.
+/// Computes the divergence of a micro-batch from the reference, aggregated like the policy loss, and
+/// ∂loss/∂log π, one value per token; 0 where the mask is false. The terms of all micro-batches add up to
+/// the term of the batch. The caller multiplies both by its coefficient.
 pub fn kl_loss(
     sequences: &Sequences,
     log_prob: &[f32],
     reference: &[f32],
     estimator: KlEstimator,
     normalizer: &Normalizer,
-) -> Result<KlLoss> {
+) -> Result<(f64, Vec<f32>)> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("reference log_prob", reference)?;
-    let (loss, grad_log_prob) =
-        normalizer.reduce(sequences, |_, t| estimator.estimate(log_prob[t], reference[t]));
-    Ok(KlLoss { loss, grad_log_prob })
+    Ok(normalizer.reduce(sequences, |_, t| estimator.estimate(log_prob[t], reference[t])))
 }

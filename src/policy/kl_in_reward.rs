@@ -11,20 +11,24 @@ const ERROR_MAX: f64 = 0.2;
 
 /// The coefficient β of the penalty.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum KlController {
-    Fixed {
-        coefficient: f64,
-    },
-    /// Changes the coefficient so that the divergence approaches `target`, over about `horizon` samples
-    /// (Ziegler et al. 2019).
-    Adaptive {
-        coefficient: f64,
-        target: f64,
-        horizon: f64,
-    },
+pub struct KlController {
+    coefficient: f64,
+    adaptation: Option<Adaptation>,
+}
+
+/// An adaptive coefficient changes so that the divergence approaches `target`, over about `horizon` samples
+/// (Ziegler et al. 2019).
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct Adaptation {
+    target: f64,
+    horizon: f64,
 }
 
 impl KlController {
+    pub fn fixed(coefficient: f64) -> Self {
+        Self { coefficient, adaptation: None }
+    }
+
     /// Creates an adaptive coefficient.
     ///
     /// # Errors
@@ -37,43 +41,31 @@ impl KlController {
                  the values are target {target}, horizon {horizon}, coefficient {coefficient}"
             ));
         }
-        Ok(KlController::Adaptive { coefficient, target, horizon })
+        Ok(Self { coefficient, adaptation: Some(Adaptation { target, horizon }) })
     }
 
     pub fn coefficient(&self) -> f64 {
-        match *self {
-            KlController::Fixed { coefficient } | KlController::Adaptive { coefficient, .. } => coefficient,
-        }
+        self.coefficient
     }
 
     /// Returns the coefficient if it is adaptive, because a checkpoint must then store it.
     pub fn adaptive_coefficient(&self) -> Option<f64> {
-        match *self {
-            KlController::Fixed { .. } => None,
-            KlController::Adaptive { coefficient, .. } => Some(coefficient),
-        }
+        self.adaptation.map(|_| self.coefficient)
     }
 
     /// Updates β after a batch of `samples` with the divergence `kl`: β ← β·(1 + clip(kl/target − 1,
     /// ±0.2)·samples/horizon).
     pub fn update(&mut self, kl: f64, samples: usize) {
-        if let KlController::Adaptive { coefficient, target, horizon } = self {
-            let error = (kl / *target - 1.0).clamp(-ERROR_MAX, ERROR_MAX);
-            *coefficient *= 1.0 + error * samples as f64 / *horizon;
+        if let Some(Adaptation { target, horizon }) = self.adaptation {
+            let error = (kl / target - 1.0).clamp(-ERROR_MAX, ERROR_MAX);
+            self.coefficient *= 1.0 + error * samples as f64 / horizon;
         }
     }
 }
 
-/// Token rewards after the penalty, and the measured divergence.
-#[derive(Debug, Clone, PartialEq)]
-pub struct PenalisedRewards {
-    pub rewards: Vec<f32>,
-    /// `actor/reward_kl_penalty`: mean over all sequences of the mean over their valid tokens.
-    pub kl: f64,
-}
-
 /// Subtracts the penalty from the rewards: r_t − β·kl_t for every valid token. Rewards of masked tokens do
-/// not change.
+/// not change. Also returns the measured divergence, `actor/reward_kl_penalty`: the mean over all sequences
+/// of the mean over their valid tokens.
 pub fn kl_in_reward(
     sequences: &Sequences,
     rewards: &[f32],
@@ -81,7 +73,7 @@ pub fn kl_in_reward(
     reference: &[f32],
     estimator: KlEstimator,
     coefficient: f64,
-) -> Result<PenalisedRewards> {
+) -> Result<(Vec<f32>, f64)> {
     sequences.check("rewards", rewards)?;
     sequences.check("old_log_prob", old_log_prob)?;
     sequences.check("reference log_prob", reference)?;
@@ -90,5 +82,5 @@ pub fn kl_in_reward(
     for t in sequences.all_valid_indices() {
         penalised[t] = (f64::from(rewards[t]) - coefficient * kl(t)) as f32;
     }
-    Ok(PenalisedRewards { rewards: penalised, kl: mean(sequences.sequence_means(kl).into_iter()) })
+    Ok((penalised, mean(sequences.sequence_means(kl).into_iter())))
 }

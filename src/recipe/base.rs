@@ -34,22 +34,19 @@ pub(crate) struct Bases {
 /// Reads all bases of the recipe `text` in the file `path`.
 pub(crate) fn read_all(path: &Path, text: &str) -> Bases {
     let mut bases = Bases::default();
-    loop {
+    while bases.error.is_none() {
         let (path, text) = bases.chain.last().map_or((path, text), |base| (&*base.file, &*base.text));
         match read(path, text) {
-            Ok(None) => return bases,
-            Ok(Some(_)) if bases.chain.len() == BASES_MAX => {
+            Ok(None) => break,
+            Ok(Some(base)) if bases.chain.len() < BASES_MAX => bases.chain.push(base),
+            Ok(Some(_)) => {
                 bases.error =
                     Some("the chain of base recipes is circular or too long; remove a `base`".to_owned());
-                return bases;
             }
-            Ok(Some(base)) => bases.chain.push(base),
-            Err(error) => {
-                bases.error = Some(error);
-                return bases;
-            }
+            Err(error) => bases.error = Some(error),
         }
     }
+    bases
 }
 
 /// Reads the base of the recipe `text` in the file `path`, if it has one.

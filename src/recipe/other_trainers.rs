@@ -3,16 +3,16 @@
 
 use crate::settings::OtherTrainerName;
 
-const fn same_meaning(name: &'static str, keys: &'static [&'static str]) -> OtherTrainerName {
-    with_note(name, keys, "")
+const fn same_meaning(names: &'static str, keys: &'static [&'static str]) -> OtherTrainerName {
+    with_note(names, keys, "")
 }
 
 const fn with_note(
-    name: &'static str,
+    names: &'static str,
     keys: &'static [&'static str],
     note: &'static str,
 ) -> OtherTrainerName {
-    OtherTrainerName { name, keys, note }
+    OtherTrainerName { names, keys, note }
 }
 
 const CLIP: &[&str] = &["policy.clip_low", "policy.clip_high"];
@@ -20,9 +20,9 @@ const KL: &[&str] = &["policy.kl.place", "policy.kl.coefficient"];
 
 /// Keys of TRL, PEFT and verl.
 const KEYS: &[OtherTrainerName] = &[
-    // TRL
-    same_meaning("num_generations", &["rollout.samples_per_prompt"]),
-    same_meaning("max_completion_length", &["rollout.response_tokens_max"]),
+    // TRL, with the names of PEFT and verl for the same.
+    same_meaning("num_generations n", &["rollout.samples_per_prompt"]),
+    same_meaning("max_completion_length max_response_length", &["rollout.response_tokens_max"]),
     same_meaning("max_prompt_length", &["rollout.prompt_tokens_max"]),
     same_meaning("per_device_train_batch_size", &["rollout.prompts_per_step", "train.micro_batch_tokens"]),
     with_note(
@@ -31,30 +31,29 @@ const KEYS: &[OtherTrainerName] = &[
         "; the gradients of a step are always summed",
     ),
     same_meaning("steps_per_generation", &["train.minibatches"]),
-    same_meaning("num_iterations", &["train.epochs"]),
+    same_meaning("num_iterations ppo_epochs", &["train.epochs"]),
     with_note("beta", KL, "; TRL adds it to the loss (place = \"loss\")"),
-    same_meaning("epsilon", CLIP),
-    same_meaning("epsilon_high", &["policy.clip_high"]),
-    same_meaning("delta", &["policy.dual_clip"]),
+    same_meaning("epsilon clip_ratio", CLIP),
+    same_meaning("epsilon_high clip_ratio_high", &["policy.clip_high"]),
+    same_meaning("delta clip_ratio_c", &["policy.dual_clip"]),
     with_note("scale_rewards", &["policy.advantage"], ": \"grpo\", \"dr_grpo\" or \"grpo_batch_std\""),
     same_meaning("loss_type", &["policy.loss", "policy.aggregation"]),
     with_note("importance_sampling_level", &["policy.loss"], "; \"gspo\" has one ratio per sequence"),
-    same_meaning("sapo_temperature_pos", &["policy.sapo.temperature_positive"]),
-    same_meaning("sapo_temperature_neg", &["policy.sapo.temperature_negative"]),
+    same_meaning("sapo_temperature_pos tau_pos", &["policy.sapo.temperature_positive"]),
+    same_meaning("sapo_temperature_neg tau_neg", &["policy.sapo.temperature_negative"]),
     same_meaning("vespo_k_pos", &["policy.vespo.power_positive"]),
     same_meaning("vespo_lambda_pos", &["policy.vespo.decay_positive"]),
     same_meaning("vespo_k_neg", &["policy.vespo.power_negative"]),
     same_meaning("vespo_lambda_neg", &["policy.vespo.decay_negative"]),
     same_meaning("off_policy_mask_threshold", &["policy.correction.off_policy_mask"]),
-    same_meaning("learning_rate", &["train.optimizer.lr"]),
-    same_meaning("lr_scheduler_type", &["train.optimizer.schedule"]),
-    same_meaning("warmup_ratio", &["train.optimizer.warmup_steps"]),
-    same_meaning("max_grad_norm", &["train.optimizer.grad_norm_max"]),
-    same_meaning("steps", &["train.steps"]),
-    same_meaning("max_steps", &["train.steps"]),
-    same_meaning("num_train_epochs", &["train.data_epochs"]),
-    same_meaning("save_steps", &["checkpoint.every_steps"]),
-    same_meaning("eval_steps", &["eval.every_steps"]),
+    same_meaning("learning_rate lr", &["train.optimizer.lr"]),
+    same_meaning("lr_scheduler_type warmup_style", &["train.optimizer.schedule"]),
+    same_meaning("warmup_ratio lr_warmup_steps", &["train.optimizer.warmup_steps"]),
+    same_meaning("max_grad_norm clip_grad", &["train.optimizer.grad_norm_max"]),
+    same_meaning("steps max_steps total_training_steps", &["train.steps"]),
+    same_meaning("num_train_epochs total_epochs", &["train.data_epochs"]),
+    same_meaning("save_steps save_freq", &["checkpoint.every_steps"]),
+    same_meaning("eval_steps test_freq", &["eval.every_steps"]),
     same_meaning("logging_steps", &["logging.console_every_steps"]),
     same_meaning("model_name_or_path", &["model.path"]),
     same_meaning("torch_dtype", &["model.dtype"]),
@@ -85,36 +84,35 @@ const KEYS: &[OtherTrainerName] = &[
     ),
     same_meaning("reward_weights", &["task.rewards"]),
     with_note("multi_objective_aggregation", &["policy.advantage"], "; \"normalize_then_sum\" is \"gdpo\""),
-    same_meaning("save_total_limit", &["checkpoint.keep"]),
-    with_note("run_name", &["logging"], ": `rloss train --out FOLDER` names the folder"),
-    with_note("output_dir", &["logging"], ": `rloss train --out FOLDER` names the folder"),
+    same_meaning("save_total_limit max_actor_ckpt_to_keep max_critic_ckpt_to_keep", &["checkpoint.keep"]),
+    with_note(
+        "run_name output_dir project_name experiment_name default_local_dir",
+        &["logging"],
+        ": `rloss train --out FOLDER` names the folder",
+    ),
     same_meaning("optim", &["train.optimizer.kind"]),
     same_meaning("generation_batch_size", &["rollout.prompts_per_step", "rollout.samples_per_prompt"]),
     with_note("mask_truncated_completions", &["policy.truncated"], " = \"mask\""),
-    // PEFT
+    // PEFT, with the names of verl for the same.
     same_meaning("use_peft", &["adapter"]),
-    same_meaning("r", &["adapter.rank"]),
+    same_meaning("r lora_r lora_rank", &["adapter.rank"]),
     same_meaning("use_rslora", &["adapter.rslora"]),
-    same_meaning("lora_target_parameters", &["adapter.targets"]),
-    same_meaning("target_parameters", &["adapter.targets"]),
+    same_meaning(
+        "lora_target_parameters target_parameters target_modules lora_target_modules",
+        &["adapter.targets"],
+    ),
     with_note("exclude_modules", &["adapter.targets"], ", which names the matrices to adapt"),
     with_note("layers_to_transform", &["adapter.targets"], ", such as \"model.layers.3.*\""),
     with_note("modules_to_save", &["adapter"], ", which trains low-rank factors of matrices only"),
     with_note("init_lora_weights", &["adapter"], ", which always starts as PEFT does: A at random, B at 0"),
     with_note("use_dora", &["adapter"], ", which is LoRA, or rsLoRA with adapter.rslora"),
-    same_meaning("lora_r", &["adapter.rank"]),
     same_meaning("lora_alpha", &["adapter.alpha"]),
     same_meaning("lora_dropout", &["adapter.dropout"]),
-    same_meaning("target_modules", &["adapter.targets"]),
-    same_meaning("lora_target_modules", &["adapter.targets"]),
     same_meaning("system_prompt", &["chat.model_identity", "chat.developer_instructions"]),
     // verl
-    same_meaning("max_response_length", &["rollout.response_tokens_max"]),
-    same_meaning("lr", &["train.optimizer.lr"]),
     same_meaning("coef", &["policy.kl.coefficient"]),
-    same_meaning("lora_rank", &["adapter.rank"]),
     with_note(
-        "tensor_model_parallel_size",
+        "tensor_model_parallel_size n_gpus_per_node nnodes",
         &["parallel"],
         ": one process per GPU, started by torchrun, srun or mpirun",
     ),
@@ -125,54 +123,35 @@ const KEYS: &[OtherTrainerName] = &[
         ", with task.name = \"python\": its compute_score stays as it is",
     ),
     with_note("logger", &["logging.tensorboard"], "; `rloss report` writes a page"),
-    same_meaning("max_actor_ckpt_to_keep", &["checkpoint.keep"]),
-    same_meaning("max_critic_ckpt_to_keep", &["checkpoint.keep"]),
-    with_note("project_name", &["logging"], ": `rloss train --out FOLDER` names the folder"),
-    with_note("experiment_name", &["logging"], ": `rloss train --out FOLDER` names the folder"),
-    with_note("n_gpus_per_node", &["parallel"], ": one process per GPU, started by torchrun, srun or mpirun"),
-    with_note("nnodes", &["parallel"], ": one process per GPU, started by torchrun, srun or mpirun"),
     with_note("filter_overlong_prompts", &["task.long_prompts"], ", by default \"drop\""),
     with_note("truncation", &["task.long_prompts"], "; \"error\" is \"refuse\", and no prompt is cut"),
     same_meaning("prompt_key", &["task.columns"]),
-    same_meaning("lr_warmup_steps", &["train.optimizer.warmup_steps"]),
     with_note("lr_warmup_steps_ratio", &["train.optimizer.warmup_steps"], ", a number of steps"),
     same_meaning("min_lr_ratio", &["train.optimizer.lr_final_fraction"]),
-    same_meaning("clip_grad", &["train.optimizer.grad_norm_max"]),
     same_meaning("adam_beta1", &["train.optimizer.beta1"]),
     same_meaning("adam_beta2", &["train.optimizer.beta2"]),
     same_meaning("adam_epsilon", &["train.optimizer.eps"]),
-    same_meaning("warmup_style", &["train.optimizer.schedule"]),
     same_meaning("val_before_train", &["eval.before_training"]),
     with_note("resume_mode", &["checkpoint"], ": `rloss train RUN --resume`, or `--resume=auto`"),
-    with_note("default_local_dir", &["logging"], ": `rloss train --out FOLDER` names the folder"),
     same_meaning("val_files", &["task.validation_file"]),
     same_meaning("adv_estimator", &["policy.advantage"]),
     with_note("norm_adv_by_std_in_grpo", &["policy.advantage"], "; false is \"dr_grpo\""),
     same_meaning("loss_agg_mode", &["policy.aggregation"]),
     same_meaning("loss_mode", &["policy.loss"]),
-    same_meaning("clip_ratio", CLIP),
     same_meaning("clip_ratio_low", &["policy.clip_low"]),
-    same_meaning("clip_ratio_high", &["policy.clip_high"]),
-    same_meaning("clip_ratio_c", &["policy.dual_clip"]),
-    same_meaning("tau_pos", &["policy.sapo.temperature_positive"]),
-    same_meaning("tau_neg", &["policy.sapo.temperature_negative"]),
     same_meaning("clip_cov_ratio", &["policy.clip_cov.fraction"]),
     same_meaning("clip_cov_lb", &["policy.clip_cov.covariance_min"]),
     same_meaning("clip_cov_ub", &["policy.clip_cov.covariance_max"]),
     same_meaning("kl_cov_ratio", &["policy.kl_cov.fraction"]),
     same_meaning("ppo_kl_coef", &["policy.kl_cov.coefficient"]),
     same_meaning("train_batch_size", &["rollout.prompts_per_step"]),
-    same_meaning("n", &["rollout.samples_per_prompt"]),
     with_note("ppo_mini_batch_size", &["train.minibatches"], ", the number of minibatches (not their size)"),
-    same_meaning("ppo_epochs", &["train.epochs"]),
-    same_meaning("ppo_micro_batch_size_per_gpu", &["train.micro_batch_tokens"]),
-    same_meaning("ppo_max_token_len_per_gpu", &["train.micro_batch_tokens"]),
+    same_meaning("ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu", &["train.micro_batch_tokens"]),
     with_note("use_kl_loss", &["policy.kl.place"], " = \"loss\""),
     with_note("use_kl_in_reward", &["policy.kl.place"], " = \"reward\""),
     with_note("kl_loss_coef", &["policy.kl.coefficient"], " with policy.kl.place = \"loss\""),
     with_note("kl_coef", &["policy.kl.coefficient"], " with policy.kl.place = \"reward\""),
-    same_meaning("kl_loss_type", &["policy.kl.estimator"]),
-    same_meaning("kl_penalty", &["policy.kl.estimator"]),
+    same_meaning("kl_loss_type kl_penalty", &["policy.kl.estimator"]),
     same_meaning("target_kl", &["policy.kl.target"]),
     same_meaning("entropy_coeff", &["policy.entropy_coefficient"]),
     same_meaning("rollout_is", &["policy.correction.is"]),
@@ -182,10 +161,6 @@ const KEYS: &[OtherTrainerName] = &[
     with_note("filter_groups", &["rollout.resample_rounds_max"], "; 0 means off"),
     same_meaning("overlong_buffer", &["policy.overlong.buffer_tokens"]),
     same_meaning("penalty_factor", &["policy.overlong.penalty"]),
-    same_meaning("total_training_steps", &["train.steps"]),
-    same_meaning("total_epochs", &["train.data_epochs"]),
-    same_meaning("test_freq", &["eval.every_steps"]),
-    same_meaning("save_freq", &["checkpoint.every_steps"]),
     same_meaning("train_files", &["task.train_file"]),
 ];
 
@@ -220,7 +195,9 @@ const WORDS: &[OtherTrainerName] = &[
 
 /// Returns the entry for the value `word` of another trainer or, without a `word`, for its key `name`.
 pub(super) fn find_name(name: &str, word: Option<&str>) -> Option<&'static OtherTrainerName> {
-    let find = |list: &'static [OtherTrainerName], name: &str| list.iter().find(|entry| entry.name == name);
+    let find = |list: &'static [OtherTrainerName], name: &str| {
+        list.iter().find(|entry| entry.names.split(' ').any(|known| known == name))
+    };
     match word {
         Some(word) => find(WORDS, word),
         None => find(KEYS, name),
@@ -239,7 +216,7 @@ mod tests {
             Recipe::default().entries().iter().map(|entry| entry.path().to_owned()).collect();
         for foreign in KEYS.iter().chain(WORDS) {
             for key in foreign.keys {
-                assert!(known.iter().any(|known| known == key), "{}: {key}", foreign.name);
+                assert!(known.iter().any(|known| known == key), "{}: {key}", foreign.names);
             }
         }
     }

@@ -6,9 +6,9 @@ use super::key_scope::KeyScope;
 use super::other_trainers::{TABLES, find_name};
 use super::removed_keys::{blank_removed_keys, removed_key_error};
 use super::rules::{self, Findings};
+use crate::bad_input;
 use crate::chat::{SystemPromptSettings, ToolForm};
 use crate::checkpoint::hub;
-use crate::error::BadInput;
 use crate::model::settings::{Architecture, Tokenizer};
 use crate::policy::advantage::Advantage;
 use crate::settings::{
@@ -319,19 +319,13 @@ fn set_document(set: &str) -> Option<String> {
 
 impl From<Mistake> for anyhow::Error {
     fn from(mistake: Mistake) -> anyhow::Error {
-        anyhow::Error::new(BadInput(mistake.to_string()))
-    }
-}
-
-impl From<Mistakes> for BadInput {
-    fn from(mistakes: Mistakes) -> BadInput {
-        BadInput(mistakes.to_string())
+        bad_input!("{mistake}")
     }
 }
 
 impl From<Mistakes> for anyhow::Error {
     fn from(mistakes: Mistakes) -> anyhow::Error {
-        anyhow::Error::new(BadInput::from(mistakes))
+        bad_input!("{mistakes}")
     }
 }
 

@@ -52,10 +52,8 @@ pub(super) fn blank_removed_keys(recipe: &str) -> String {
             table = name;
         }
         let is_neutral = line.split_once(" = ").is_some_and(|(name, value)| {
-            let matches = |removed: &&RemovedKey| {
-                removed.ignorable_value == value && removed.key.rsplit_once('.') == Some((table, name))
-            };
-            REMOVED.iter().any(|removed| matches(&removed))
+            let is_key = |removed: &RemovedKey| removed.key.rsplit_once('.') == Some((table, name));
+            REMOVED.iter().any(|removed| is_key(removed) && removed.ignorable_value == value)
         });
         if !is_neutral {
             text.push_str(line);

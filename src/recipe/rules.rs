@@ -19,7 +19,7 @@ use crate::policy::advantage::Advantage;
 use crate::settings::{Choice, KeyLocations, Mistake, SourceLocation, changed_entries};
 use crate::table_file;
 use crate::tasks::TaskName;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The mistakes and warnings of all rules.
 #[derive(Default)]
@@ -220,9 +220,7 @@ impl Rules<'_> {
             }
         }
         if may_have_several_files {
-            for file in &task.validation_files {
-                self.check_file("task.validation_files", file);
-            }
+            self.check_files("task.validation_files", &task.validation_files);
         }
         self.refuse_keys_of_other_tasks();
         self.check_reward_file();
@@ -264,6 +262,11 @@ impl Rules<'_> {
             ),
             None => {}
         }
+    }
+
+    /// Checks that the files of a key exist.
+    fn check_files<'f>(&mut self, key: &str, files: impl IntoIterator<Item = &'f PathBuf>) {
+        files.into_iter().for_each(|file| self.check_file(key, file));
     }
 
     /// Checks that a file exists.
@@ -371,15 +374,8 @@ impl Rules<'_> {
 
     fn check_cold_start(&mut self) {
         let cold_start = &self.recipe.cold_start;
-        let files = [
-            ("cold_start.train_file", &cold_start.train_file),
-            ("cold_start.validation_file", &cold_start.validation_file),
-        ];
-        for (key, file) in files {
-            if let Some(file) = file {
-                self.check_file(key, file);
-            }
-        }
+        self.check_files("cold_start.train_file", &cold_start.train_file);
+        self.check_files("cold_start.validation_file", &cold_start.validation_file);
         self.check_optimizer(
             "cold_start.optimizer",
             &cold_start.optimizer,
@@ -398,9 +394,7 @@ impl Rules<'_> {
             self.refuse(&[epochs, steps], "both count the run's steps; remove one of the two");
         }
         self.check_optimizer("train.optimizer", &train.optimizer, "train.steps", train.steps);
-        if let Some(file) = &train.trajectories {
-            self.check_file("train.trajectories", file);
-        }
+        self.check_files("train.trajectories", &train.trajectories);
         self.check_patterns("train.freeze", &train.freeze, "*.self_attn.*");
     }
 

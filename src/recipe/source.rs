@@ -6,9 +6,10 @@ use crate::bad_input;
 use crate::bounded_file::{self, TOML_BYTES_MAX};
 use crate::checkpoint::gguf::is_gguf;
 use crate::integrity::ChecksumStatus;
-use crate::settings::{Mistakes, did_you_mean};
+use crate::settings::did_you_mean;
 use crate::tasks::absolute_words;
 use anyhow::Result;
+use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
 /// The built-in recipes by name.
@@ -116,6 +117,14 @@ impl RecipeSource {
         }
     }
 
+    /// Returns the folder of the run that stored the recipe, if one did.
+    pub fn run(&self) -> Option<&Path> {
+        match self {
+            RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => Some(run),
+            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => None,
+        }
+    }
+
     /// Returns the stem of the default run folder `runs/<stem>`.
     pub fn stem(&self) -> String {
         let path = match self {
@@ -146,27 +155,21 @@ impl RecipeSource {
     /// [`BadInput`](crate::error::BadInput) when the file cannot be read or the recipe has mistakes.
     pub fn resolve_for(&self, scope: KeyScope, sets: &[String]) -> Result<Plan> {
         let file = self.recipe_file();
-        let make_command_absolute = |plan: Result<Plan, Mistakes>| -> Result<Plan> {
-            let mut plan = plan?;
+        let text = match self {
+            RecipeSource::BuiltIn { text, .. } => Cow::Borrowed(*text),
+            _ => Cow::Owned(bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
+                bad_input!(
+                    "{}: cannot read the recipe: {e}; a recipe is a TOML file, saved as UTF-8",
+                    file.display()
+                )
+            })?),
+        };
+        let Some(folder) = self.run() else {
+            let mut plan = resolve_for(scope, &file, &text, sets)?;
             plan.recipe.task.make_command_absolute();
             plan.recipe.tools.iter_mut().for_each(|tools| tools.mcp.make_command_absolute());
             absolute_words(std::slice::from_mut(&mut plan.recipe.interpreter.python));
-            Ok(plan)
-        };
-        if let RecipeSource::BuiltIn { text, .. } = self {
-            return make_command_absolute(resolve_for(scope, &file, text, sets));
-        }
-        let text = bounded_file::read_text(&file, TOML_BYTES_MAX).map_err(|e| {
-            bad_input!(
-                "{}: cannot read the recipe: {e}; a recipe is a TOML file, saved as UTF-8",
-                file.display()
-            )
-        })?;
-        let folder = match self {
-            RecipeSource::Run(run) | RecipeSource::Checkpoint { run, .. } => run,
-            RecipeSource::File(_) | RecipeSource::BuiltIn { .. } => {
-                return make_command_absolute(resolve_for(scope, &file, &text, sets));
-            }
+            return Ok(plan);
         };
         let scope = if scope == KeyScope::Train { KeyScope::TrainStoredRun } else { scope };
         let plan = resolve_run_recipe(scope, &file, &text, sets);

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
 /// A group of charts under one heading. Its field names are keys of the template.
-#[derive(Serialize)]
+#[derive(Serialize, Default)]
 pub(super) struct Section {
     title: &'static str,
     /// Whether the section is collapsed when the page opens.
@@ -34,106 +34,103 @@ struct Chart {
     plot: Plot,
 }
 
-/// A chart that the report draws if a run has values for it.
-struct ChartSpec {
-    section: &'static str,
-    title: &'static str,
-    metrics: &'static [&'static str],
+/// A chart that the report draws if a run has values for it. In a chart of several metrics, all curves but
+/// the first metric's are dashed.
+struct ChartSpec<'a> {
+    title: &'a str,
+    metrics: &'a [&'a str],
     unit: &'static str,
-    phase: Phase,
     scale: Scale,
 }
 
-/// The charts in the page's order. The charts of a section are consecutive. In a chart of several metrics,
-/// all curves but the first metric's are dashed.
-const SPECS: [ChartSpec; 27] = {
-    const fn spec(
-        section: &'static str,
-        title: &'static str,
-        metrics: &'static [&'static str],
-        unit: &'static str,
-    ) -> ChartSpec {
-        ChartSpec { section, title, metrics, unit, phase: Phase::Rl, scale: Scale::Linear }
+const fn linear<'a>(title: &'a str, metrics: &'a [&'a str], unit: &'static str) -> ChartSpec<'a> {
+    ChartSpec { title, metrics, unit, scale: Scale::Linear }
+}
+
+const fn log<'a>(title: &'a str, metrics: &'a [&'a str], unit: &'static str) -> ChartSpec<'a> {
+    ChartSpec { title, metrics, unit, scale: Scale::LogWhenWide }
+}
+
+impl ChartSpec<'_> {
+    /// Lays out the chart. Returns `None` if no run has a value.
+    fn chart(&self, runs: &[Run], phase: Phase) -> Option<Chart> {
+        let mut series = Vec::new();
+        for (i, run) in runs.iter().enumerate() {
+            for (nth, metric) in self.metrics.iter().enumerate() {
+                let points = run.series(phase, metric);
+                if points.is_empty() {
+                    continue;
+                }
+                let interval_end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
+                let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
+                let name =
+                    if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
+                let interval = (interval_end("ci95_low"), interval_end("ci95_high"));
+                series.push(Series { run: i, name, dashed: nth > 0, points, interval });
+            }
+        }
+        let mut plot = Plot::new(series, self.scale)?;
+        let bounds = self.metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
+        let healthy = bounds.map(|(healthy, levels)| {
+            plot.add_levels(&levels);
+            healthy
+        });
+        let (title, metric) = (self.title.to_owned(), self.metrics.join(", "));
+        Some(Chart { id: 0, title, metric, unit: self.unit, healthy, plot })
     }
-    const fn log(spec: ChartSpec) -> ChartSpec {
-        ChartSpec { scale: Scale::LogWhenWide, ..spec }
-    }
-    const LEARNING: &str = "Learning";
-    const STABILITY: &str = "Stability";
-    const CRITIC: &str = "Critic";
-    const WARM_UP: &str = "SFT warm-up";
-    const SPEED: &str = "Speed";
-    [
-        spec(LEARNING, "Reward", &["critic/rewards/mean"], "mean reward"),
-        spec(LEARNING, "Response length", &["response_length/mean"], "tokens"),
-        spec(LEARNING, "Turns", &["num_turns/mean"], "turns per trajectory"),
-        spec(LEARNING, "KL to the teacher", &["actor/distill_kl"], "nats, aggregated like the loss"),
-        spec(LEARNING, "Loss of a client", &["tinker/loss"], "sum over tokens"),
-        log(spec(STABILITY, "Gradient norm", &["actor/grad_norm"], "norm before clipping")),
-        spec(STABILITY, "Entropy", &["actor/entropy"], "nats per token"),
-        spec(
-            STABILITY,
-            "KL to the reference, in the loss",
-            &["actor/kl_loss"],
-            "nats, aggregated like the loss",
-        ),
-        spec(STABILITY, "KL to the reference, in the reward", &["actor/reward_kl_penalty"], "nats per token"),
-        spec(STABILITY, "Max log-ppl mismatch", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
-        spec(STABILITY, "KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
-        spec(
-            STABILITY,
-            "Difference of probabilities",
-            &["training/rollout_probs_diff_mean"],
-            "mean per token",
-        ),
-        spec(
-            STABILITY,
-            "Staleness of trained tokens",
-            &["staleness/steps/mean", "staleness/steps/max"],
-            "training steps",
-        ),
-        spec(
-            STABILITY,
-            "Mismatch of the same weights",
-            &["engine/logprob_abs_diff_max"],
-            "nats per token, maximum",
-        ),
-        spec(STABILITY, "KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
-        spec(STABILITY, "Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
-        spec(CRITIC, "Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
-        spec(
-            CRITIC,
-            "Values and returns",
-            &["critic/values/mean", "critic/returns/mean"],
-            "mean over tokens",
-        ),
-        log(spec(CRITIC, "Value loss", &["critic/vf_loss"], "half the squared error")),
-        log(spec(CRITIC, "Gradient norm, critic", &["critic/grad_norm"], "norm before clipping")),
-        spec(CRITIC, "Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
-        ChartSpec {
-            phase: Phase::SftWarmUp,
-            ..log(spec(WARM_UP, "Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"))
-        },
-        ChartSpec {
-            phase: Phase::SftWarmUp,
-            ..log(spec(
-                WARM_UP,
-                "Gradient norm, SFT warm-up",
-                &["cold_start/grad_norm"],
-                "norm before clipping",
-            ))
-        },
-        spec(SPEED, "Throughput", &["perf/throughput"], "tokens/s"),
-        spec(SPEED, "Rollout time", &["timing_s/gen"], "seconds per step"),
-        spec(
-            SPEED,
-            "GPU memory",
-            &["perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"],
-            "GB, maximum in a step",
-        ),
-        spec(SPEED, "Step time", &["timing_s/step"], "seconds per step"),
-    ]
-};
+}
+
+const LEARNING: &[ChartSpec<'static>] = &[
+    linear("Reward", &["critic/rewards/mean"], "mean reward"),
+    linear("Response length", &["response_length/mean"], "tokens"),
+    linear("Turns", &["num_turns/mean"], "turns per trajectory"),
+    linear("KL to the teacher", &["actor/distill_kl"], "nats, aggregated like the loss"),
+    linear("Loss of a client", &["tinker/loss"], "sum over tokens"),
+];
+
+const STABILITY: &[ChartSpec<'static>] = &[
+    log("Gradient norm", &["actor/grad_norm"], "norm before clipping"),
+    linear("Entropy", &["actor/entropy"], "nats per token"),
+    linear("KL to the reference, in the loss", &["actor/kl_loss"], "nats, aggregated like the loss"),
+    linear("KL to the reference, in the reward", &["actor/reward_kl_penalty"], "nats per token"),
+    linear("Max log-ppl mismatch", &["mismatch/log_ppl_abs_diff_max"], "nats per token"),
+    linear("KL, rollout to training", &["rollout_corr/kl"], "nats per token"),
+    linear("Difference of probabilities", &["training/rollout_probs_diff_mean"], "mean per token"),
+    linear("Staleness of trained tokens", &["staleness/steps/mean", "staleness/steps/max"], "training steps"),
+    linear("Mismatch of the same weights", &["engine/logprob_abs_diff_max"], "nats per token, maximum"),
+    linear("KL, old to new policy", &["actor/ppo_kl"], "nats per token"),
+    linear("Clip fraction", &["actor/pg_clipfrac"], "share of tokens"),
+];
+
+const CRITIC: &[ChartSpec<'static>] = &[
+    linear("Explained variance", &["critic/vf_explained_var"], "share of the returns' variance"),
+    linear("Values and returns", &["critic/values/mean", "critic/returns/mean"], "mean over tokens"),
+    log("Value loss", &["critic/vf_loss"], "half the squared error"),
+    log("Gradient norm, critic", &["critic/grad_norm"], "norm before clipping"),
+    linear("Clip fraction, critic", &["critic/vf_clipfrac"], "share of tokens"),
+];
+
+const SFT_WARM_UP: &[ChartSpec<'static>] = &[
+    log("Loss", &["cold_start/loss", "cold_start/held_out_loss"], "nats per token"),
+    log("Gradient norm, SFT warm-up", &["cold_start/grad_norm"], "norm before clipping"),
+];
+
+const MEMORY: &[&str] = &["perf/max_memory_allocated_gb", "perf/max_memory_reserved_gb"];
+const SPEED: &[ChartSpec<'static>] = &[
+    linear("Throughput", &["perf/throughput"], "tokens/s"),
+    linear("Rollout time", &["timing_s/gen"], "seconds per step"),
+    linear("GPU memory", MEMORY, "GB, maximum in a step"),
+    linear("Step time", &["timing_s/step"], "seconds per step"),
+];
+
+/// The sections in the page's order, with the phase whose metrics they draw.
+const SECTIONS: [(&str, Phase, &[ChartSpec<'static>]); 5] = [
+    ("Learning", Phase::Rl, LEARNING),
+    ("Stability", Phase::Rl, STABILITY),
+    ("Critic", Phase::Rl, CRITIC),
+    ("SFT warm-up", Phase::SftWarmUp, SFT_WARM_UP),
+    ("Speed", Phase::Rl, SPEED),
+];
 
 /// Returns whether the value 0 at every step is an alarm for `metric`: it means that the run learned nothing.
 fn is_alarm_at_zero(metric: &str) -> bool {
@@ -153,22 +150,16 @@ fn is_result_at_zero(metric: &str) -> bool {
 pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     let mut drawn: BTreeSet<(Phase, String)> = BTreeSet::new();
     let mut sections: Vec<Section> = Vec::new();
-    for spec in &SPECS {
-        if sections.last().is_none_or(|last| last.title != spec.section) {
-            sections.push(Section {
-                title: spec.section,
-                folded: false,
-                charts: Vec::new(),
-                zeros: Vec::new(),
-                absent: Vec::new(),
-            });
+    for (title, phase, specs) in SECTIONS {
+        let mut section = Section { title, ..Section::default() };
+        for spec in specs {
+            drawn.extend(spec.metrics.iter().map(|metric| (phase, (*metric).to_owned())));
+            match spec.chart(runs, phase) {
+                Some(chart) => section.charts.push(chart),
+                None => section.absent.push(spec.title),
+            }
         }
-        let Some(section) = sections.last_mut() else { continue };
-        drawn.extend(spec.metrics.iter().map(|metric| (spec.phase, (*metric).to_owned())));
-        match chart(runs, spec.title, spec.metrics, spec.unit, spec.phase, spec.scale) {
-            Some(chart) => section.charts.push(chart),
-            None => section.absent.push(spec.title),
-        }
+        sections.push(section);
     }
     let recorded = recorded_metrics(runs);
     insert_reward_charts(runs, &recorded, &mut sections[0]);
@@ -181,16 +172,10 @@ pub(super) fn sections(runs: &[Run]) -> (Vec<Section>, Value) {
     });
     let charts = others.filter_map(|(phase, metric)| {
         let title = if *phase == Phase::Rl { metric.clone() } else { format!("{metric} ({})", phase.name()) };
-        chart(runs, &title, &[metric.as_str()], "", *phase, Scale::LogWhenWide)
+        log(&title, &[metric], "").chart(runs, *phase)
     });
-    let others = Section {
-        title: "All other metrics",
-        folded: true,
-        charts: charts.collect(),
-        zeros: Vec::new(),
-        absent: Vec::new(),
-    };
-    sections.push(others);
+    let title = "All other metrics";
+    sections.push(Section { title, folded: true, charts: charts.collect(), ..Section::default() });
     sections.retain(|section| !section.charts.is_empty());
     for section in &mut sections {
         let (zeros, charts) = std::mem::take(&mut section.charts)
@@ -219,7 +204,7 @@ fn insert_reward_charts(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, lear
     let mut charts: Vec<Chart> = held_out
         .filter_map(|(phase, metric)| {
             let title = format!("Held-out {}", held_out_name(metric));
-            chart(runs, &title, &[metric.as_str()], "success", *phase, Scale::Unit)
+            ChartSpec { scale: Scale::Unit, ..linear(&title, &[metric], "success") }.chart(runs, *phase)
         })
         .collect();
     if charts.is_empty() {
@@ -227,42 +212,10 @@ fn insert_reward_charts(runs: &[Run], recorded: &BTreeSet<(Phase, String)>, lear
     }
     charts.extend(recorded.iter().filter_map(|(phase, metric)| {
         let title = format!("Reward {}", named_reward(metric)?);
-        chart(runs, &title, &[metric.as_str()], "mean, unweighted", *phase, Scale::Linear)
+        linear(&title, &[metric], "mean, unweighted").chart(runs, *phase)
     }));
     let at = learning.charts.iter().take_while(|chart| chart.title == "Reward").count();
     learning.charts.splice(at..at, charts);
-}
-
-/// Lays out one chart. Returns `None` if no run has a value.
-fn chart(
-    runs: &[Run],
-    title: &str,
-    metrics: &[&str],
-    unit: &'static str,
-    phase: Phase,
-    scale: Scale,
-) -> Option<Chart> {
-    let mut series = Vec::new();
-    for (i, run) in runs.iter().enumerate() {
-        for (nth, metric) in metrics.iter().enumerate() {
-            let points = run.series(phase, metric);
-            if points.is_empty() {
-                continue;
-            }
-            let interval_end = |end: &str| run.series(phase, &format!("{metric}/{end}"));
-            let stem = metric.split_once('/').map_or(*metric, |(_, stem)| stem).replace(['_', '/'], " ");
-            let name = if nth > 0 { format!("{}, {stem} (dashed)", run.label) } else { run.label.clone() };
-            let interval = (interval_end("ci95_low"), interval_end("ci95_high"));
-            series.push(Series { run: i, name, dashed: nth > 0, points, interval });
-        }
-    }
-    let mut plot = Plot::new(series, scale)?;
-    let bounds = metrics.first().and_then(|metric| alarms::healthy_bounds(metric));
-    let healthy = bounds.map(|(healthy, levels)| {
-        plot.add_levels(&levels);
-        healthy
-    });
-    Some(Chart { id: 0, title: title.to_owned(), metric: metrics.join(", "), unit, healthy, plot })
 }
 
 /// Numbers the charts and collects their data. The data has only numbers, so that no text of a run reaches

@@ -1,5 +1,6 @@
 //! The bar chart of the mismatch table: the difference between rollout and training for each ablation.
 
+use super::plot::range;
 use crate::metrics::format_number;
 use minijinja::{Value, context};
 use serde_json::{Map, Value as Json};
@@ -37,11 +38,7 @@ impl Decades {
     /// at least one decade.
     fn covering(values: impl Iterator<Item = f64>) -> Self {
         let logs = values.filter(|v| *v > 0.0 && v.is_finite()).map(f64::log10);
-        let range = logs.fold(None, |range, v| match range {
-            None => Some((v, v)),
-            Some((low, high)) => Some((v.min(low), v.max(high))),
-        });
-        let (low, high) = range.map_or(DEFAULT_DECADES, |(low, high)| (low.ceil() - 1.0, high));
+        let (low, high) = range(logs).map_or(DEFAULT_DECADES, |(low, high)| (low.ceil() - 1.0, high));
         Self(low, high.max(low + 1.0))
     }
 
@@ -73,7 +70,26 @@ pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
         let same_bits = number(row, LOGP_MAX) == Some(0.0);
         let bars = METRICS.iter().enumerate().map(|(nth, &(key, metric, colour))| {
             let y = top + nth as f64 * BAR_HEIGHT;
-            bar(metric, colour, y, number(row, key), same_bits, &decades)
+            let value = number(row, key);
+            let end = value.filter(|v| *v > 0.0).map(|v| decades.x_of(v.log10()));
+            let zero = value == Some(0.0);
+            let label = match value {
+                // The value alone does not show equal bits: differences that cancel within a sequence also
+                // give 0.
+                Some(_) if zero && same_bits => "0: same bits".to_owned(),
+                value => value.map_or("–".to_owned(), format_number),
+            };
+            context! {
+                metric,
+                colour,
+                y,
+                height => BAR_HEIGHT - 2.0,
+                // `None` if there is no bar: the value is 0 or not a number.
+                width => end.map(|end| format!("{:.1}", end - PLOT_LEFT)),
+                zero,
+                label_x => format!("{:.1}", end.unwrap_or(PLOT_LEFT + 4.0) + 5.0),
+                label,
+            }
         });
         let name = row.get("name").and_then(Json::as_str).unwrap_or("–");
         // The full name, and the name truncated to the available width.
@@ -91,34 +107,6 @@ pub(super) fn chart(rows: &[&Map<String, Json>]) -> Option<Value> {
         ablations => ablations.collect::<Vec<_>>(),
         legend => METRICS.map(|(key, metric, colour)| context! { key, metric, colour }),
     })
-}
-
-fn bar(
-    metric: &'static str,
-    colour: usize,
-    y: f64,
-    value: Option<f64>,
-    same_bits: bool,
-    axis: &Decades,
-) -> Value {
-    let end = value.filter(|v| *v > 0.0).map(|v| axis.x_of(v.log10()));
-    let zero = value == Some(0.0);
-    let label = match value {
-        // The value alone does not show equal bits: differences that cancel within a sequence also give 0.
-        Some(_) if zero && same_bits => "0: same bits".to_owned(),
-        value => value.map_or("–".to_owned(), format_number),
-    };
-    context! {
-        metric,
-        colour,
-        y,
-        height => BAR_HEIGHT - 2.0,
-        // `None` if there is no bar: the value is 0 or not a number.
-        width => end.map(|end| format!("{:.1}", end - PLOT_LEFT)),
-        zero,
-        label_x => format!("{:.1}", end.unwrap_or(PLOT_LEFT + 4.0) + 5.0),
-        label,
-    }
 }
 
 fn truncate_name(name: &str) -> String {

@@ -199,7 +199,7 @@ impl Plot {
     }
 }
 
-fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
+pub(super) fn range(values: impl Iterator<Item = f64>) -> Option<(f64, f64)> {
     values.filter(|v| v.is_finite()).fold(None, |range, v| match range {
         None => Some((v, v)),
         Some((low, high)) => Some((low.min(v), high.max(v))),
@@ -360,14 +360,7 @@ fn notes(lines: &[Line]) -> Vec<Note> {
         let count = line.points.len();
         let (_, first) = line.points.first().copied().unwrap_or_default();
         if count > 1 && first.is_finite() && line.points.iter().all(|p| p.1 == first) {
-            note(
-                line,
-                format!(
-                    "exactly {} at {}",
-                    format_number(first),
-                    if count == 1 { "the one step".to_owned() } else { format!("all {count} steps") }
-                ),
-            );
+            note(line, format!("exactly {} at all {count} steps", format_number(first)));
         }
         let broken = line.points.iter().filter(|p| !p.1.is_finite()).count();
         if broken > 0 {

@@ -52,15 +52,11 @@ impl Run {
         Ok(Run {
             label,
             folder: folder.to_owned(),
-            curve: 0,
-            seeds: String::new(),
-            model: None,
             rows: [read_rows(&folder.join("metrics.jsonl"))?, later_evaluations(folder)?].concat(),
             warnings: read_warnings(folder),
             recipe: read_recipe(&folder.join("recipe.toml"))?,
-            sample_trajectories: Vec::new(),
-            mismatch: None,
             sampling: sampling_kind(&folder.join("sampling.json")),
+            ..Run::default()
         })
     }
 
@@ -157,13 +153,16 @@ fn labels(folders: &[PathBuf]) -> Vec<String> {
         .collect()
 }
 
+/// Returns the text of a file; `None` if there is no file.
+fn read_optional(path: &Path, bytes_max: u64) -> Result<Option<String>> {
+    let read = || bounded_file::read_text(path, bytes_max);
+    let text = path.exists().then(read).transpose();
+    text.map_err(|e| bad_input!("{}: cannot be read ({e}).", path.display()))
+}
+
 fn read_recipe(path: &Path) -> Result<toml::Table> {
-    if !path.exists() {
-        return Ok(toml::Table::new());
-    }
+    let Some(text) = read_optional(path, TOML_BYTES_MAX)? else { return Ok(toml::Table::new()) };
     let path_text = path.display();
-    let text = bounded_file::read_text(path, TOML_BYTES_MAX)
-        .map_err(|e| bad_input!("{path_text}: cannot be read ({e})."))?;
     text.parse().map_err(|e: toml::de::Error| {
         let line = e.span().map_or(1, |span| text.get(..span.start).unwrap_or("").matches('\n').count() + 1);
         bad_input!("{path_text}: line {line}: {}. Restore the run's recipe, or remove the file.", e.message())
@@ -171,12 +170,8 @@ fn read_recipe(path: &Path) -> Result<toml::Table> {
 }
 
 fn read_mismatch(path: &Path) -> Result<Option<serde_json::Value>> {
-    if !path.exists() {
-        return Ok(None);
-    }
+    let Some(text) = read_optional(path, TOKENIZER_BYTES_MAX)? else { return Ok(None) };
     let path_text = path.display();
-    let text = bounded_file::read_text(path, TOKENIZER_BYTES_MAX)
-        .map_err(|e| bad_input!("{path_text}: cannot be read ({e})."))?;
     let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| {
         bad_input!("{path_text}: line {}: {e}. Run check-mismatch again, or remove the file.", e.line())
     })?;

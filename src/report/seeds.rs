@@ -50,20 +50,14 @@ fn without_seed(recipe: &toml::Table) -> toml::Table {
 /// Merges runs into one. At each step, the value of a metric is the mean over the runs that have it. The
 /// lowest and the highest value become the ends of the band that charts draw.
 fn merge_runs(runs: &[&Run]) -> Run {
-    let [only] = runs else {
-        let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
-        let (first, rows) = (runs[0], mean_rows(runs));
-        let seeds: Vec<String> = runs.iter().filter_map(|run| run.setting("train.seed")).collect();
-        return Run {
-            label: format!("{} ({} seeds)", labels.join(", "), runs.len()),
-            rows,
-            seeds: seeds.join(", "),
-            sample_trajectories: vec![],
-            mismatch: None,
-            ..first.clone()
-        };
-    };
-    Run { sample_trajectories: vec![], mismatch: None, ..(*only).clone() }
+    let first = Run { sample_trajectories: vec![], mismatch: None, ..runs[0].clone() };
+    if runs.len() == 1 {
+        return first;
+    }
+    let labels: Vec<&str> = runs.iter().map(|run| run.label.as_str()).collect();
+    let label = format!("{} ({} seeds)", labels.join(", "), runs.len());
+    let seeds: Vec<String> = runs.iter().filter_map(|run| run.setting("train.seed")).collect();
+    Run { label, rows: mean_rows(runs), seeds: seeds.join(", "), ..first }
 }
 
 fn mean_rows(runs: &[&Run]) -> Vec<Row> {

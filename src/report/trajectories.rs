@@ -17,7 +17,7 @@ use anyhow::Result;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// Maximum size of a page's packed trajectories, in bytes.
@@ -110,33 +110,24 @@ struct PackedTrajectory {
 pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
     let mut packer = Packer { per_step_max: usize::MAX, ..Packer::default() };
     for (index, run) in runs.iter().enumerate() {
-        packer.begin_run(index, tokenizer(run));
+        (packer.run, packer.tokenizer) = (index, tokenizer(run));
         for file in super::conversation::files(&run.folder.join("trajectories"))? {
             super::conversation::read_file(&file, |row| packer.add(&row))?;
         }
     }
-    if packer.rows.is_empty() {
-        return Ok(None);
-    }
-    let left_out = (packer.total > packer.rows.len()).then(|| {
-        format!(
-            "the page has {} of {} stored trajectories, the first of each step, so that it stays below 60 MB.",
-            packer.rows.len(),
-            packer.total
-        )
+    let (total, packed) = (packer.total, packer.data.rows.len());
+    let left_out = (total > packed).then(|| {
+        format!("the page has {packed} of {total} stored trajectories, the first of each step, so that it stays below 60 MB.")
     });
-    Ok(Some(BrowserData {
+    Ok((packed > 0).then(|| BrowserData {
         runs: runs.iter().map(|run| sanitize_terminal(&run.label).into_owned()).collect(),
         phases: Phase::ALL.iter().map(|phase| phase.name()).collect(),
         outcomes: Outcome::ALL.iter().map(|outcome| outcome.name()).collect(),
-        vocabulary: packer.vocabulary,
-        special: packer.special.into_iter().collect(),
-        problems: packer.problems,
-        rows: packer.rows,
         log_prob_min: LOG_PROB_MIN,
         mismatch_min: MISMATCH_MIN,
         mismatch_steps: STEPS_PER_DECADE,
         left_out,
+        ..packer.data
     }))
 }
 
@@ -167,13 +158,10 @@ fn tokenizer(run: &Run) -> Option<Vocabulary> {
 struct Packer {
     run: usize,
     tokenizer: Option<Vocabulary>,
-    vocabulary: Vec<String>,
-    special: BTreeSet<usize>,
-    /// Index in `vocabulary` for each pair of run and token.
+    data: BrowserData,
+    /// Index in the vocabulary for each pair of run and token.
     token_indices: BTreeMap<(usize, u32), usize>,
-    problems: Vec<(String, Option<String>)>,
     problem_indices: BTreeMap<(String, Option<String>), usize>,
-    rows: Vec<PackedTrajectory>,
     /// Number of trajectories so far, by run, phase and step.
     counts: BTreeMap<(usize, Phase, u64), usize>,
     bytes: usize,
@@ -184,10 +172,6 @@ struct Packer {
 }
 
 impl Packer {
-    fn begin_run(&mut self, run: usize, tokenizer: Option<Vocabulary>) {
-        (self.run, self.tokenizer) = (run, tokenizer);
-    }
-
     fn add(&mut self, row: &TrajectoryRow) {
         self.total += 1;
         let count = self.counts.entry((self.run, row.phase, row.trajectory.step)).or_default();
@@ -198,12 +182,12 @@ impl Packer {
         }
         let packed = self.pack_row(row, step_index);
         self.bytes += packed.bytes;
-        self.rows.push(packed);
+        self.data.rows.push(packed);
         while self.bytes > BYTES_MAX && self.per_step_max > 1 {
-            let largest_step = self.rows.iter().map(|row| row.step_index + 1).max().unwrap_or(1);
+            let largest_step = self.data.rows.iter().map(|row| row.step_index + 1).max().unwrap_or(1);
             self.per_step_max = (largest_step / 2).max(1);
-            self.rows.retain(|row| row.step_index < self.per_step_max);
-            self.bytes = self.rows.iter().map(|row| row.bytes).sum();
+            self.data.rows.retain(|row| row.step_index < self.per_step_max);
+            self.bytes = self.data.rows.iter().map(|row| row.bytes).sum();
         }
         if self.bytes > BYTES_MAX {
             self.per_step_max = 0;
@@ -260,11 +244,12 @@ impl Packer {
         let mut bytes = Vec::with_capacity(3 * t.tokens.len());
         for &token in &t.tokens {
             let index = *self.token_indices.entry((self.run, token)).or_insert_with(|| {
+                let vocabulary = &mut self.data.vocabulary;
                 if tokenizer.is_special(token) {
-                    self.special.insert(self.vocabulary.len());
+                    self.data.special.push(vocabulary.len());
                 }
-                self.vocabulary.push(token_text(&tokenizer, token));
-                self.vocabulary.len() - 1
+                vocabulary.push(token_text(&tokenizer, token));
+                vocabulary.len() - 1
             });
             bytes.extend_from_slice(&index.to_le_bytes()[..3]);
         }
@@ -282,8 +267,8 @@ impl Packer {
         let sanitize = |text: &str| sanitize_terminal(text).into_owned();
         let problem = (sanitize(&row.trajectory.problem_id), text.as_deref().map(sanitize));
         *self.problem_indices.entry(problem.clone()).or_insert_with(|| {
-            self.problems.push(problem);
-            self.problems.len() - 1
+            self.data.problems.push(problem);
+            self.data.problems.len() - 1
         })
     }
 }

@@ -1,6 +1,7 @@
 //! Answers in OpenAI's form: whole, or as a stream of events.
 
 use super::api_error::ApiError;
+use super::fields::Form;
 use super::hub::Event;
 use super::log_probs::{ChatLogProbs, LogProbs, text_log_probs};
 use super::metrics::Metrics;
@@ -21,16 +22,9 @@ const THOUGHT: [&[u8]; 2] = [b"<think>", b"</think>"];
 /// A prompt's tokens, and its text if the request gave a text.
 pub(crate) type Prompt = (Vec<u32>, Option<String>);
 
-/// The endpoint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum AnswerKind {
-    Chat,
-    Text,
-}
-
 /// The parts of an answer, beside the text, that the request asks for.
 pub(crate) struct Reporting {
-    pub kind: AnswerKind,
+    pub form: Form,
     pub token_ids: bool,
     /// Number of likeliest tokens to report with each token's log-probability; `None` reports neither.
     pub log_probs: Option<usize>,
@@ -85,7 +79,6 @@ struct Choice<'r> {
 
 /// An answer that is being sampled.
 pub(crate) struct Answer<'r> {
-    chat: &'r Chat,
     pub(super) head: AnswerHead<'r>,
     prompts: Vec<Prompt>,
     samples: usize,
@@ -110,14 +103,7 @@ impl<'r> Answer<'r> {
             sent: Texts::default(),
             sent_tokens: 0,
         };
-        Self {
-            chat: head.chat,
-            head,
-            prompts,
-            samples,
-            choices: readers.into_iter().map(choice).collect(),
-            report,
-        }
+        Self { head, prompts, samples, choices: readers.into_iter().map(choice).collect(), report }
     }
 
     /// Waits for all samples and returns the answer as JSON's text.
@@ -144,7 +130,7 @@ impl<'r> Answer<'r> {
         let id = ticket.id();
         let mut answer = self.head_json(&id, false);
         answer["usage"] = self.usage();
-        if self.report.token_ids && self.report.kind == AnswerKind::Chat {
+        if self.report.token_ids && self.report.form == Form::Chat {
             answer["prompt_token_ids"] = json!(self.prompts[0].0);
         }
         // A value takes far more memory than its text. So there is one choice at a time, without its
@@ -254,7 +240,7 @@ impl<'r> Answer<'r> {
             choice.tokens.push(token);
             if one_call
                 && !ends
-                && let Some(end) = end_of_call(self.chat, &choice.tokens)
+                && let Some(end) = end_of_call(self.head.chat, &choice.tokens)
             {
                 ends = choice.reader.push(end);
             }
@@ -289,10 +275,10 @@ impl<'r> Answer<'r> {
     }
 
     fn head_json(&self, id: &str, is_chunk: bool) -> Value {
-        let (prefix, object) = match (self.report.kind, is_chunk) {
-            (AnswerKind::Chat, false) => ("chatcmpl", "chat.completion"),
-            (AnswerKind::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
-            (AnswerKind::Text, _) => ("cmpl", "text_completion"),
+        let (prefix, object) = match (self.report.form, is_chunk) {
+            (Form::Chat, false) => ("chatcmpl", "chat.completion"),
+            (Form::Chat, true) => ("chatcmpl", "chat.completion.chunk"),
+            (Form::Text, _) => ("cmpl", "text_completion"),
         };
         let mut head = json!({
             "id": format!("{prefix}-{id}"),
@@ -312,8 +298,8 @@ impl<'r> Answer<'r> {
         let choice = &self.choices[index];
         let Texts { content, reasoning } = choice.reader.last();
         let mut value = json!({"index": index, "finish_reason": choice.finish});
-        match self.report.kind {
-            AnswerKind::Chat => {
+        match self.report.form {
+            Form::Chat => {
                 let calls = calls_json(&choice.reader, self.calls_max(), &format!("{id}{index}"));
                 let text = if content.is_empty() && !calls.is_empty() { Value::Null } else { content.into() };
                 let mut message = json!({"role": "assistant", "content": text});
@@ -325,7 +311,7 @@ impl<'r> Answer<'r> {
                 }
                 value["message"] = message;
             }
-            AnswerKind::Text => {
+            Form::Text => {
                 let prompt = if self.report.echo { self.prompt_text(index) } else { String::new() };
                 value["text"] = (prompt + &content).into();
                 if self.report.token_ids {
@@ -342,9 +328,9 @@ impl<'r> Answer<'r> {
     /// Returns the first event of a choice.
     fn first_chunk(&self, index: usize, id: &str) -> Value {
         let mut choice = json!({"index": index, "finish_reason": null, "logprobs": null});
-        match self.report.kind {
-            AnswerKind::Chat => choice["delta"] = json!({"role": "assistant", "content": ""}),
-            AnswerKind::Text => {
+        match self.report.form {
+            Form::Chat => choice["delta"] = json!({"role": "assistant", "content": ""}),
+            Form::Text => {
                 choice["text"] = if self.report.echo { self.prompt_text(index).into() } else { "".into() };
                 if self.report.token_ids {
                     choice["prompt_token_ids"] = json!(self.prompt(index).0);
@@ -352,7 +338,7 @@ impl<'r> Answer<'r> {
             }
         }
         let mut chunk = self.head_json(id, true);
-        if self.report.token_ids && self.report.kind == AnswerKind::Chat {
+        if self.report.token_ids && self.report.form == Form::Chat {
             chunk["prompt_token_ids"] = json!(self.prompt(index).0);
         }
         chunk["choices"] = json!([choice]);
@@ -387,8 +373,8 @@ impl<'r> Answer<'r> {
             return None;
         }
         let mut value = json!({"index": index, "finish_reason": choice.finish});
-        match self.report.kind {
-            AnswerKind::Chat => {
+        match self.report.form {
+            Form::Chat => {
                 let mut delta = Map::new();
                 if !content.is_empty() {
                     delta.insert("content".into(), content.into());
@@ -407,7 +393,7 @@ impl<'r> Answer<'r> {
                 }
                 value["delta"] = delta.into();
             }
-            AnswerKind::Text => value["text"] = content.into(),
+            Form::Text => value["text"] = content.into(),
         }
         value["logprobs"] = json!(self.log_probs(index, tokens, first));
         if self.report.token_ids {
@@ -424,15 +410,15 @@ impl<'r> Answer<'r> {
 
     fn prompt_text(&self, index: usize) -> String {
         let (tokens, text) = self.prompt(index);
-        text.clone().unwrap_or_else(|| self.chat.vocabulary().decode(tokens))
+        text.clone().unwrap_or_else(|| self.head.chat.vocabulary().decode(tokens))
     }
 
     /// Returns log-probabilities, those of an echoed prompt first; `None` if the request does not ask for
     /// them. `first` is the index within the sample of the first of `tokens`.
     fn log_probs<'s>(&'s self, index: usize, tokens: &'s [NewToken], first: usize) -> Option<LogProbs<'s>> {
         self.report.log_probs?;
-        let vocabulary = self.chat.vocabulary();
-        if self.report.kind == AnswerKind::Chat {
+        let vocabulary = self.head.chat.vocabulary();
+        if self.report.form == Form::Chat {
             return Some(LogProbs::Chat { content: ChatLogProbs { vocabulary, tokens } });
         }
         let choice = &self.choices[index];

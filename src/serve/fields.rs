@@ -12,7 +12,7 @@ pub(crate) const TOP_MAX: i64 = 20;
 /// Maximum bytes of an unknown name for which similar names are searched.
 const NAME_BYTES_MAX: usize = 64;
 
-/// The form of a request.
+/// The endpoint, which decides the form of a request and of its answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Form {
     Chat,

@@ -4,11 +4,12 @@ use super::answer::SampleSource;
 use super::api_error::ApiError;
 use crate::engine::{Client, Completion, Engine, EngineRequest, NewToken, SampleRequest};
 use crate::http::{Budget, Share};
+use crate::panics::lock;
 use crate::random::{Purpose, stream};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// An event of one sample.
@@ -26,10 +27,15 @@ pub(crate) trait SampleSink: Send + Sync {
     fn finished(&self, index: usize, completion: Completion);
 }
 
-/// The receiver of a sample's events.
-enum Listener {
-    Channel(Sender<(usize, Event)>),
-    Sink(Arc<dyn SampleSink>),
+/// Sending fails if the HTTP client has left. Then nobody needs the event.
+impl SampleSink for Sender<(usize, Event)> {
+    fn token(&self, index: usize, token: &NewToken) -> bool {
+        self.send((index, Event::Token(token.clone()))).is_ok()
+    }
+
+    fn finished(&self, index: usize, completion: Completion) {
+        let _ = self.send((index, Event::Finished(completion)));
+    }
 }
 
 /// The requests to the engine for one answer. Their field `samples` is empty; [`Hub::submit`] fills it.
@@ -62,7 +68,7 @@ pub(crate) struct Hub<'a> {
 struct State {
     next_id: u64,
     /// For each open sample: its index within its answer, and the receiver of its events.
-    open: HashMap<u64, (usize, Listener)>,
+    open: HashMap<u64, (usize, Arc<dyn SampleSink>)>,
 }
 
 /// The samples of one answer. When it is dropped, the samples that are still open are cancelled.
@@ -71,18 +77,12 @@ pub(super) struct Ticket<'a> {
     first: u64,
     count: usize,
     news: Receiver<(usize, Event)>,
-    memory: Arc<Share>,
-}
-
-impl Ticket<'_> {
-    /// Returns the answer's share of the memory. It must be kept until the answer is sent.
-    pub fn memory(&self) -> Arc<Share> {
-        self.memory.clone()
-    }
+    /// The answer's share of the memory. It must be kept until the answer is sent.
+    pub memory: Arc<Share>,
 }
 
 /// Closes the hub when it is dropped.
-pub(super) struct CloseAtEnd<'h, 'a>(&'h Hub<'a>);
+pub(super) struct CloseAtEnd<'h, 'a>(pub &'h Hub<'a>);
 
 impl Drop for CloseAtEnd<'_, '_> {
     fn drop(&mut self) {
@@ -100,12 +100,8 @@ impl<'a> Hub<'a> {
     /// Ends the engine's work. Waiting answers get an error.
     pub fn close(&self) {
         self.closed.store(true, Ordering::Relaxed);
-        self.lock().open.clear();
+        lock(&self.state).open.clear();
         self.engine.wake();
-    }
-
-    pub(super) fn close_at_end(&self) -> CloseAtEnd<'_, 'a> {
-        CloseAtEnd(self)
     }
 
     pub fn is_closed(&self) -> bool {
@@ -114,7 +110,7 @@ impl<'a> Hub<'a> {
 
     /// Returns the number of samples that wait or are being sampled.
     pub fn open_samples(&self) -> usize {
-        self.lock().open.len()
+        lock(&self.state).open.len()
     }
 
     /// Returns the number of finished samples, and of sampled tokens.
@@ -124,7 +120,7 @@ impl<'a> Hub<'a> {
 
     /// Returns a new number. No other call returns the same one.
     pub fn next_number(&self) -> u64 {
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         state.next_id += 1;
         state.next_id - 1
     }
@@ -150,8 +146,7 @@ impl<'a> Hub<'a> {
     pub(super) fn submit(&'a self, requests: Requests) -> Result<Ticket<'a>, ApiError> {
         let count = requests.requests.len() * requests.samples;
         let (sender, news) = channel();
-        let reserved = self.reserve(&requests, || Listener::Channel(sender.clone()))?;
-        let (first, memory) = reserved;
+        let (first, memory) = self.reserve(&requests, Arc::new(sender))?;
         let ticket = Ticket { hub: self, first, count, news, memory: Arc::new(memory) };
         self.start(requests, first)?;
         Ok(ticket)
@@ -163,17 +158,13 @@ impl<'a> Hub<'a> {
     /// # Errors
     /// Errors of [`Self::submit`].
     pub fn submit_to(&self, requests: Requests, sink: &Arc<dyn SampleSink>) -> Result<Share, ApiError> {
-        let (first, memory) = self.reserve(&requests, || Listener::Sink(sink.clone()))?;
+        let (first, memory) = self.reserve(&requests, sink.clone())?;
         self.start(requests, first)?;
         Ok(memory)
     }
 
     /// Takes the memory and the ids of an answer. Returns the first id.
-    fn reserve(
-        &self,
-        requests: &Requests,
-        listener: impl Fn() -> Listener,
-    ) -> Result<(u64, Share), ApiError> {
+    fn reserve(&self, requests: &Requests, sink: Arc<dyn SampleSink>) -> Result<(u64, Share), ApiError> {
         let &Requests { bytes, samples, .. } = requests;
         if bytes > self.answers.bytes() {
             return Err(ApiError::invalid(
@@ -187,7 +178,7 @@ impl<'a> Hub<'a> {
         let full = || ApiError::full("the memory for open answers is in use; try again later".to_owned());
         let memory = self.answers.take(bytes, Duration::ZERO).ok_or_else(full)?;
         let count = requests.requests.len() * samples;
-        let mut state = self.lock();
+        let mut state = lock(&self.state);
         if self.is_closed() {
             return Err(ApiError::ending());
         }
@@ -201,7 +192,7 @@ impl<'a> Hub<'a> {
         let first = state.next_id;
         state.next_id += count as u64;
         for index in 0..count {
-            state.open.insert(first + index as u64, (index, listener()));
+            state.open.insert(first + index as u64, (index, sink.clone()));
         }
         Ok((first, memory))
     }
@@ -220,39 +211,21 @@ impl<'a> Hub<'a> {
         }
         Ok(())
     }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl Client for Hub<'_> {
     fn token(&self, sample: u64, token: &NewToken) -> bool {
         self.tokens.fetch_add(1, Ordering::Relaxed);
-        let sink = {
-            let state = self.lock();
-            match state.open.get(&sample) {
-                None => return false,
-                Some((index, Listener::Channel(sender))) => {
-                    return sender.send((*index, Event::Token(token.clone()))).is_ok();
-                }
-                Some((index, Listener::Sink(sink))) => (*index, sink.clone()),
-            }
-        };
-        sink.1.token(sink.0, token)
+        // A sink is called without the lock.
+        let open = lock(&self.state).open.get(&sample).cloned();
+        open.is_some_and(|(index, sink)| sink.token(index, token))
     }
 
     fn finished(&self, sample: u64, completion: Completion) {
         self.samples.fetch_add(1, Ordering::Relaxed);
-        // A sink is called without the lock.
-        let listener = self.lock().open.remove(&sample);
-        match listener {
-            None => {}
-            // Sending fails if the HTTP client has left. Then nobody needs the event.
-            Some((index, Listener::Channel(sender))) => {
-                let _ = sender.send((index, Event::Finished(completion)));
-            }
-            Some((index, Listener::Sink(sink))) => sink.finished(index, completion),
+        let open = lock(&self.state).open.remove(&sample);
+        if let Some((index, sink)) = open {
+            sink.finished(index, completion);
         }
     }
 
@@ -276,7 +249,7 @@ impl SampleSource for Ticket<'_> {
 
     fn end(&self, index: usize) {
         let id = self.first + index as u64;
-        if self.hub.lock().open.remove(&id).is_some() {
+        if lock(&self.hub.state).open.remove(&id).is_some() {
             self.hub.engine.cancel(id);
         }
     }

@@ -2,11 +2,12 @@
 
 use crate::engine::PrefillCounts;
 use crate::http::{Body, Response};
+use crate::panics::lock;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt::Write;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 
 /// Counters of a server.
 #[derive(Default)]
@@ -29,18 +30,18 @@ fn is_error(code: &str) -> bool {
 impl Metrics {
     pub fn count_response(&self, response: &Response) {
         let code = response.status.split(' ').next().unwrap_or_default();
-        *self.responses.lock().unwrap_or_else(PoisonError::into_inner).entry(code).or_default() += 1;
+        *lock(&self.responses).entry(code).or_default() += 1;
         if let (true, Body::Whole(text)) = (is_error(code), &response.body) {
             // As OpenAI's error object has it, or the Tinker SDK's.
             let body: Value = serde_json::from_str(text).unwrap_or_default();
             let message = body["error"]["message"].as_str().or(body["detail"].as_str()).unwrap_or_default();
-            *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = message.to_owned();
+            *lock(&self.last_error) = message.to_owned();
         }
     }
 
     /// Returns the message of the last error; "" before the first.
     pub fn last_error(&self) -> String {
-        self.last_error.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        lock(&self.last_error).clone()
     }
 
     pub fn count_tokens(&self, prompt: usize, sampled: usize) {
@@ -54,7 +55,7 @@ impl Metrics {
 
     /// Returns the number of responses with an error.
     pub fn refused(&self) -> u64 {
-        let responses = self.responses.lock().unwrap_or_else(PoisonError::into_inner);
+        let responses = lock(&self.responses);
         let refused = responses.iter().filter(|(code, _)| is_error(code));
         refused.map(|(_, count)| count).sum()
     }
@@ -64,31 +65,34 @@ impl Metrics {
         let mut out =
             "# HELP rloss_responses_total Responses by status.\n# TYPE rloss_responses_total counter\n"
                 .to_owned();
-        for (code, count) in &*self.responses.lock().unwrap_or_else(PoisonError::into_inner) {
+        for (code, count) in &*lock(&self.responses) {
             // Writing to a string cannot fail.
             let _ = writeln!(out, "rloss_responses_total{{code=\"{code}\"}} {count}");
         }
         let load = |value: &AtomicU64| value.load(Ordering::Relaxed);
-        let counters = [
-            ("prompt_tokens_total", "Tokens of prompts.", load(&self.prompt_tokens)),
-            ("prefilled_tokens_total", "Prompt tokens that passed through the model.", prefill.read),
-            ("reused_tokens_total", "Prompt tokens that another request had read.", prefill.reused),
-            ("sampled_tokens_total", "Tokens sampled.", load(&self.sampled_tokens)),
-            ("clients_left_total", "Answers whose client closed the connection.", load(&self.left)),
+        let (kept, left) = (prefill.kept as u64, load(&self.left));
+        let metrics = [
+            ("prompt_tokens_total", "counter", "Tokens of prompts.", load(&self.prompt_tokens)),
+            (
+                "prefilled_tokens_total",
+                "counter",
+                "Prompt tokens that passed through the model.",
+                prefill.read,
+            ),
+            (
+                "reused_tokens_total",
+                "counter",
+                "Prompt tokens that another request had read.",
+                prefill.reused,
+            ),
+            ("sampled_tokens_total", "counter", "Tokens sampled.", load(&self.sampled_tokens)),
+            ("clients_left_total", "counter", "Answers whose client closed the connection.", left),
+            ("open_samples", "gauge", "Samples that wait or are being sampled.", open_samples as u64),
+            ("kept_tokens", "gauge", "Tokens whose keys and values are kept for later requests.", kept),
         ];
-        for (name, help, value) in counters {
-            let _ = writeln!(
-                out,
-                "# HELP rloss_{name} {help}\n# TYPE rloss_{name} counter\nrloss_{name} {value}"
-            );
-        }
-        let gauges = [
-            ("open_samples", "Samples that wait or are being sampled.", open_samples),
-            ("kept_tokens", "Tokens whose keys and values are kept for later requests.", prefill.kept),
-        ];
-        for (name, help, value) in gauges {
-            let _ =
-                writeln!(out, "# HELP rloss_{name} {help}\n# TYPE rloss_{name} gauge\nrloss_{name} {value}");
+        for (name, kind, help, value) in metrics {
+            let head = format!("# HELP rloss_{name} {help}\n# TYPE rloss_{name} {kind}");
+            let _ = writeln!(out, "{head}\nrloss_{name} {value}");
         }
         out
     }

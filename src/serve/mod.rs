@@ -15,9 +15,10 @@ mod news;
 mod request;
 
 pub(crate) use access::{Access, bearer};
-pub(crate) use answer::{Answer, AnswerHead, AnswerKind, Reporting, SampleSource};
+pub(crate) use answer::{Answer, AnswerHead, Reporting, SampleSource};
 pub(crate) use api_error::ApiError;
 pub(crate) use fields::{Fields, Form};
+use hub::CloseAtEnd;
 pub(crate) use hub::{Event, Hub, Requests, SampleSink};
 pub(crate) use messages::read_conversation;
 pub(crate) use metrics::Metrics;
@@ -32,7 +33,7 @@ use anyhow::{Result, anyhow};
 use percent_encoding::percent_decode_str;
 use serde_json::{Value, json};
 use std::cell::RefCell;
-use std::net::{SocketAddr, TcpListener};
+use std::net::TcpListener;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -98,10 +99,7 @@ pub struct ServeSettings<'a> {
     pub tokens_max: usize,
     /// Maximum number of samples that wait or are being sampled. A further request gets status 429.
     pub open_samples_max: usize,
-    /// The server's address.
-    pub address: SocketAddr,
-    /// The token that requests must carry, if any.
-    pub token: Option<String>,
+    pub(crate) access: Access,
     /// A random number, drawn when the server starts. It makes ids, and the seeds of requests that give none.
     pub nonce: u64,
     /// Prints a line about the server's work.
@@ -113,7 +111,6 @@ pub struct ServeSettings<'a> {
 /// A running server.
 struct Server<'a> {
     settings: ServeSettings<'a>,
-    access: Access,
     hub: &'a Hub<'a>,
     metrics: Metrics,
     /// Seconds since 1970 at the start.
@@ -129,8 +126,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     let hub =
         Hub::new(engine, settings.open_samples_max, answer_bytes_max(settings.tokens_max), settings.nonce);
     let started = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let access = Access { address: settings.address, token: settings.token.clone() };
-    let server = Server { settings, access, hub: &hub, metrics: Metrics::default(), started };
+    let server = Server { settings, hub: &hub, metrics: Metrics::default(), started };
     let limits = HttpLimits {
         connections_max: CONNECTIONS_MAX,
         body_bytes_max: BODY_BYTES_MAX,
@@ -139,7 +135,7 @@ pub fn run(listener: &TcpListener, settings: ServeSettings, stopped: &dyn Fn() -
     std::thread::scope(|scope| {
         let work = scope.spawn(|| {
             // Closes the hub, also after a panic, so that no request waits for the engine in vain.
-            let _closed = hub.close_at_end();
+            let _closed = CloseAtEnd(&hub);
             engine.run(&hub)
         });
         if let Some(second) = server.settings.second {
@@ -180,7 +176,7 @@ pub(crate) fn respond<'r>(
 
 impl Handler for Server<'_> {
     fn check_head(&self, head: &HttpRequest) -> Result<(), Response<'static>> {
-        let checked = self.access.check_head(head, key(head));
+        let checked = self.settings.access.check_head(head, key(head));
         checked.inspect_err(|response| self.metrics.count_response(response))
     }
 
@@ -226,8 +222,8 @@ impl Server<'_> {
             }
             ("/v1/models", _) => Ok(ok(json!({"object": "list", "data": [self.model()]}))),
             (_, Some(name)) => self.check_model(&name).map(|()| ok(self.model())),
-            ("/v1/chat/completions", _) => self.complete(request, peer, AnswerKind::Chat),
-            _ => self.complete(request, peer, AnswerKind::Text),
+            ("/v1/chat/completions", _) => self.complete(request, peer, Form::Chat),
+            _ => self.complete(request, peer, Form::Text),
         }
     }
 
@@ -264,16 +260,16 @@ impl Server<'_> {
         &'r self,
         request: &HttpRequest,
         peer: Peer<'r>,
-        kind: AnswerKind,
+        form: Form,
     ) -> Result<Response<'r>, ApiError> {
         let body = request.json().map_err(|(status, why)| ApiError::refused(status, &why))?;
         let fields = Fields::new(&body)?;
         let name = fields.text("model")?;
         let name = name.ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?;
         let (version, name) = (self.named_version(name, request)?, name.to_owned());
-        let (mut answer, mut requests, streams) = match kind {
-            AnswerKind::Chat => self.read_chat(&fields)?,
-            AnswerKind::Text => self.read_completion(&fields)?,
+        let (mut answer, mut requests, streams) = match form {
+            Form::Chat => self.read_chat(&fields)?,
+            Form::Text => self.read_completion(&fields)?,
         };
         drop(body);
         answer.head.model = name;
@@ -281,7 +277,7 @@ impl Server<'_> {
         let ticket = self.hub.submit(requests)?;
         if !streams {
             let text = answer.whole(&ticket, &peer, &self.metrics)?;
-            let memory = ticket.memory();
+            let memory = ticket.memory.clone();
             let body = Body::Watched(Body::Whole(text.into()).into(), Box::new(move |_| drop(memory)));
             return Ok(Response { status: "200 OK", content_type: JSON, body });
         }

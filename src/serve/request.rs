@@ -1,7 +1,7 @@
 //! Converts the bodies of the two completion endpoints to requests to the engine.
 
 use super::Server;
-use super::answer::{Answer, AnswerHead, AnswerKind, Prompt, Reporting};
+use super::answer::{Answer, AnswerHead, Prompt, Reporting};
 use super::api_error::ApiError;
 use super::fields::{Fields, Form, TOP_MAX};
 use super::hub::Requests;
@@ -38,14 +38,13 @@ struct Common {
     seed: Option<i64>,
     stop: Vec<String>,
     streams: bool,
-    stream_usage: bool,
-    token_ids: bool,
+    report: Reporting,
 }
 
 impl Server<'_> {
     pub(super) fn read_chat<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
         let chat = self.settings.chat;
-        let common = self.read_common(fields, Form::Chat)?;
+        let mut common = self.read_common(fields, Form::Chat)?;
         let messages = read_conversation(fields, chat, self.settings.system_prompt)?.into_messages();
         let bytes: usize = messages.iter().map(|message| message.content.len()).sum();
         self.check_bytes(bytes, "messages")?;
@@ -66,20 +65,13 @@ impl Server<'_> {
         let reader = |stop: &[String]| {
             TurnReader::chat(chat, stop.to_vec()).with_stop_tokens(ids.clone()).with_calls(takes_calls)
         };
-        let report = Reporting {
-            kind: AnswerKind::Chat,
-            token_ids: common.token_ids,
-            log_probs: top,
-            stream_usage: common.stream_usage,
-            echo: false,
-            parallel_calls,
-        };
-        self.assemble(common, vec![request], vec![(tokens, None)], &reader, report)
+        (common.report.log_probs, common.report.parallel_calls) = (top, parallel_calls);
+        self.assemble(common, vec![request], vec![(tokens, None)], &reader)
     }
 
     pub(super) fn read_completion<'r>(&'r self, fields: &Fields) -> Result<Read<'r>, ApiError> {
         let chat = self.settings.chat;
-        let common = self.read_common(fields, Form::Text)?;
+        let mut common = self.read_common(fields, Form::Text)?;
         let top = fields.whole("logprobs", 0, TOP_MAX)?.map(|top| top as usize);
         let echo = fields.flag("echo")?;
         if common.streams && echo && top.is_some() {
@@ -100,15 +92,8 @@ impl Server<'_> {
         }
         let ids = self.stop_token_ids(fields)?;
         let reader = |stop: &[String]| TurnReader::text(chat, stop.to_vec()).with_stop_tokens(ids.clone());
-        let report = Reporting {
-            kind: AnswerKind::Text,
-            token_ids: common.token_ids,
-            log_probs: top,
-            stream_usage: common.stream_usage,
-            echo,
-            parallel_calls: true,
-        };
-        self.assemble(common, requests, prompts, &reader, report)
+        (common.report.log_probs, common.report.echo) = (top, echo);
+        self.assemble(common, requests, prompts, &reader)
     }
 
     fn assemble<'r>(
@@ -117,7 +102,6 @@ impl Server<'_> {
         requests: Vec<EngineRequest>,
         prompts: Vec<Prompt>,
         reader: &dyn Fn(&[String]) -> TurnReader<'r>,
-        report: Reporting,
     ) -> Result<Read<'r>, ApiError> {
         self.hub.check_count(requests.len() * common.samples)?;
         let seed = common.seed.map_or_else(
@@ -137,7 +121,7 @@ impl Server<'_> {
             version: self.settings.engine.version(),
             created: self.started,
         };
-        let answer = Answer::new(head, prompts, common.samples, readers, report);
+        let answer = Answer::new(head, prompts, common.samples, readers, common.report);
         let bytes = requests.iter().map(|request| answer_bytes_max(request, common.samples)).sum();
         Ok((answer, Requests { requests, samples: common.samples, bytes, seed }, common.streams))
     }
@@ -161,8 +145,14 @@ impl Server<'_> {
             seed: fields.whole("seed", i64::MIN, i64::MAX)?,
             stop: read_stop(fields)?,
             streams,
-            stream_usage,
-            token_ids: fields.flag("return_token_ids")?,
+            report: Reporting {
+                form,
+                token_ids: fields.flag("return_token_ids")?,
+                log_probs: None,
+                stream_usage,
+                echo: false,
+                parallel_calls: true,
+            },
         })
     }
 

@@ -20,10 +20,11 @@ pub(crate) enum Origin<'a> {
     Set(usize),
 }
 
-/// A key or value of another trainer, and the recipe keys with the same meaning.
+/// Keys or values of other trainers, and the recipe keys with the same meaning.
 #[derive(Debug)]
 pub(crate) struct OtherTrainerName {
-    pub name: &'static str,
+    /// The names, divided by spaces.
+    pub names: &'static str,
     pub keys: &'static [&'static str],
     /// Text after the keys in a message: their value, or a difference in meaning.
     pub note: &'static str,

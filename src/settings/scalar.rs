@@ -214,13 +214,10 @@ impl Scalar for String {
     }
 
     fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {
-        match (value.value, value.unquoted) {
-            (DeValue::String(text), _) => Ok(text.to_string()),
-            (_, Some(text)) => Ok(text.to_owned()),
-            (other, None) => Err(match show(other) {
-                ValueExcerpt::Plain(text) => format!("found {text} without quotes; write \"{text}\""),
-                ValueExcerpt::Other(_) => wrong_type::<Self>(value, limits),
-            }),
+        match (value.word(), value.value) {
+            (Some(text), _) => Ok(text.to_owned()),
+            (None, DeValue::Array(_) | DeValue::Table(_)) => Err(wrong_type::<Self>(value, limits)),
+            (None, other) => Err(format!("found {0} without quotes; write \"{0}\"", show(other))),
         }
     }
 
@@ -329,11 +326,7 @@ impl<T: Scalar> Scalar for BTreeMap<String, T> {
 /// Returns the index of the parsed word in `words`.
 pub(crate) fn word_index(value: &ParsedValue, words: &[&str]) -> Result<usize, String> {
     let give = alternatives(words);
-    let text = match (value.value, value.unquoted) {
-        (DeValue::String(text), _) => text.as_ref(),
-        (_, Some(text)) => text,
-        (value, None) => return Err(format!("found {}; give {give}", show(value))),
-    };
+    let text = value.word().ok_or_else(|| format!("found {}; give {give}", show(value.value)))?;
     words.iter().position(|word| *word == text).ok_or_else(|| {
         match closest_word(text, words.iter().copied()).filter(|_| !value.is_other_trainers_word) {
             Some(word) => format!("no such value {text:?}, did you mean \"{word}\"? Give {give}"),
@@ -359,27 +352,15 @@ fn out_of_range<T: Scalar>(number: &dyn std::fmt::Display, limits: Option<Limits
     format!("{number} is out of range; give {}", T::describe_type(limits))
 }
 
-/// A value as it appears in a message: a scalar as written, anything else by its type.
-enum ValueExcerpt {
-    Plain(String),
-    Other(String),
-}
-
-fn show(value: &DeValue) -> ValueExcerpt {
+/// Returns a value as it appears in a message: a number, a flag or a date as written, others by their type.
+fn show(value: &DeValue) -> String {
     match value {
-        DeValue::Integer(integer) => ValueExcerpt::Plain(integer.to_string()),
-        DeValue::Float(number) => ValueExcerpt::Plain(number.to_string()),
-        DeValue::Boolean(flag) => ValueExcerpt::Plain(flag.to_string()),
-        DeValue::Datetime(date) => ValueExcerpt::Plain(date.to_string()),
-        DeValue::String(text) => ValueExcerpt::Other(format!("the string {text:?}")),
-        DeValue::Array(_) => ValueExcerpt::Other("an array".to_owned()),
-        DeValue::Table(_) => ValueExcerpt::Other("a table".to_owned()),
-    }
-}
-
-impl std::fmt::Display for ValueExcerpt {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let (ValueExcerpt::Plain(text) | ValueExcerpt::Other(text)) = self;
-        f.write_str(text)
+        DeValue::Integer(integer) => integer.to_string(),
+        DeValue::Float(number) => number.to_string(),
+        DeValue::Boolean(flag) => flag.to_string(),
+        DeValue::Datetime(date) => date.to_string(),
+        DeValue::String(text) => format!("the string {text:?}"),
+        DeValue::Array(_) => "an array".to_owned(),
+        DeValue::Table(_) => "a table".to_owned(),
     }
 }

@@ -115,7 +115,7 @@ impl Trainer {
     /// run, it starts with `adapted_coefficient`.
     pub(super) fn kl_controller(kl: &KlSettings, adapted_coefficient: Option<f64>) -> Result<KlController> {
         match kl.target {
-            None => Ok(KlController::Fixed { coefficient: kl.coefficient }),
+            None => Ok(KlController::fixed(kl.coefficient)),
             Some(target) => {
                 KlController::adaptive(adapted_coefficient.unwrap_or(kl.coefficient), target, kl.horizon)
             }

@@ -130,7 +130,7 @@ fn versions_of_one_base_are_one_forward_and_another_base_is_one_more() {
         for (work, end) in std::mem::take(&mut worker.batch).into_iter().zip(ends) {
             let version = work.version().clone();
             let Work::Prefill(prefill) = work else { panic!("a sequence without a prompt") };
-            let prompt = prefill.request.tokens.clone();
+            let prompt = prefill.reading.tokens.clone();
             let stack = version.decoder_stack();
             let mut cache = engine.caches.sequence();
             let count = prompt.len();

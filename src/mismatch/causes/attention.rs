@@ -1,6 +1,6 @@
 //! Causes in attention: sinks, windows, biases.
 
-use super::{Cause, WeightEdit, missing_biases, select_columns};
+use super::{Cause, Change, WeightEdit, missing_biases, select_columns};
 use crate::model::config::{Config, LayerType};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, TensorRole};
@@ -72,7 +72,8 @@ fn sinks(config: &Config) -> Vec<Cause> {
     let other_layers = layers.saturating_sub(1);
     causes.extend([1, other_layers].into_iter().take(other_layers).map(|offset| {
         let detail = format!("layer i has the sinks of layer (i + {offset}) mod {layers}");
-        Cause::in_weights("sinks of another layer", detail, FIRST_TOKENS, sinks_of_layer(offset, layers))
+        let change = Change::Weights(sinks_of_layer(offset, layers));
+        Cause::new("sinks of another layer", detail, FIRST_TOKENS, change)
     }));
     causes
 }

@@ -1,6 +1,6 @@
 //! Causes in experts, norms and the head's matrix.
 
-use super::{Cause, F32_RUN, RELOADED_WEIGHTS, WeightEdit, missing_biases, rope::other_values};
+use super::{Cause, Change, F32_RUN, RELOADED_WEIGHTS, WeightEdit, missing_biases, rope::other_values};
 use crate::model::config::{Config, SWIGLU_ALPHA};
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::TensorRole;
@@ -67,5 +67,6 @@ fn tied_head() -> Cause {
         });
         Ok(change)
     });
-    Cause::in_weights("tied head", "the embedding is used as lm_head", RELOADED_WEIGHTS, edit)
+    let detail = "the embedding is used as lm_head";
+    Cause::new("tied head", detail, RELOADED_WEIGHTS, Change::Weights(edit))
 }

@@ -37,15 +37,18 @@ pub struct Cause {
 /// Reads the original weights and returns the function that changes each tensor.
 pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + Sync>;
 
+/// What a cause changes.
 #[derive(Clone)]
-enum Change {
+pub enum Change {
+    /// The configuration, the forward pass or the batch.
     Forward(Arc<dyn Fn(&mut Variant) + Send + Sync>),
     Weights(WeightEdit),
+    /// The step from logits to log-probs.
     Head(HeadSettings),
 }
 
 impl Cause {
-    fn new(
+    pub fn new(
         name: &'static str,
         detail: impl Into<String>,
         deciding_experiment: &'static str,
@@ -76,27 +79,8 @@ impl Cause {
             true => Ok(Weight::dense(&change(&weight.decode(&spec.working_shape())?)?)),
             false => Ok(weight),
         });
-        Self::in_weights(name, detail, deciding_experiment, Arc::new(move |_| Ok(weight_change.clone())))
-    }
-
-    /// Declares a cause that changes the weights.
-    pub fn in_weights(
-        name: &'static str,
-        detail: impl Into<String>,
-        deciding_experiment: &'static str,
-        edit: WeightEdit,
-    ) -> Self {
+        let edit: WeightEdit = Arc::new(move |_| Ok(weight_change.clone()));
         Self::new(name, detail, deciding_experiment, Change::Weights(edit))
-    }
-
-    /// Declares a cause in the step from logits to log-probs.
-    pub fn in_head(
-        name: &'static str,
-        detail: impl Into<String>,
-        deciding_experiment: &'static str,
-        settings: HeadSettings,
-    ) -> Self {
-        Self::new(name, detail, deciding_experiment, Change::Head(settings))
     }
 
     /// Returns the description.

@@ -1,6 +1,6 @@
 //! Causes in precision: weights in a shorter format, and shorter mantissas everywhere.
 
-use super::{Cause, F32_RUN, RELOADED_WEIGHTS};
+use super::{Cause, Change, F32_RUN, RELOADED_WEIGHTS};
 use crate::model::config::Config;
 use crate::model::names::ParameterSpec;
 use crate::model::rounding::WeightRounding;
@@ -14,7 +14,8 @@ pub(super) const REDUCED_MANTISSA: &str = "short mantissas";
 
 pub(super) fn causes(config: &Config) -> Vec<Cause> {
     let weight_rounding = |name, detail, rounding: WeightRounding| {
-        Cause::in_weights(name, detail, RELOADED_WEIGHTS, Arc::new(move |_| Ok(rounding.weight_change())))
+        let change = Change::Weights(Arc::new(move |_| Ok(rounding.weight_change())));
+        Cause::new(name, detail, RELOADED_WEIGHTS, change)
     };
     let bf16 = WeightRounding { mxfp4: false, bits: Some(7) };
     let mut causes = vec![weight_rounding(BF16_WEIGHTS, "every tensor is rounded", bf16)];

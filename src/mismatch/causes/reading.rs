@@ -1,7 +1,7 @@
 //! Causes in the input tokens, or in the choice of the rows whose log-probs are read.
 
-use super::Cause;
 use super::variant::Shift;
+use super::{Cause, Change};
 use crate::mismatch::head::{self, HeadSettings};
 
 pub(super) fn causes() -> Vec<Cause> {
@@ -23,11 +23,11 @@ pub(super) fn causes() -> Vec<Cause> {
             variant.shift = shift
         }));
     }
-    causes.push(Cause::in_head(
+    causes.push(Cause::new(
         "bf16 logits",
         "the head's output is rounded before the softmax",
         head::TOP_LOG_PROBS,
-        HeadSettings { bf16_logits: true, ..HeadSettings::default() },
+        Change::Head(HeadSettings { bf16_logits: true, ..HeadSettings::default() }),
     ));
     causes
 }

@@ -1,6 +1,6 @@
 //! llama.cpp's `/completion` with `n_probs`: sampled tokens with their ids, and the prompt as text.
 
-use super::{RawRow, parse, prompt_and_response};
+use super::{RawRow, TokenTexts, parse, prompt_and_response};
 use crate::vocabulary::Vocabulary;
 use serde::Deserialize;
 use serde_json::Value;
@@ -67,7 +67,8 @@ fn strip_token<'a>(bytes: &'a [u8], id: u64, tokenizer: &Vocabulary) -> Option<&
 /// The key of the server's own response, within one in OpenAI's form.
 pub(super) const VERBOSE: &str = "__verbose";
 
-pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String> {
+pub(super) fn rows(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, String> {
+    let tokenizer = &texts.tokenizer;
     let response: Response = parse(value, "a response of llama.cpp")?;
     let (prompt, from_texts) = match response.prompt {
         Some(Value::String(text)) => (encode_prompt(&text, response.tokens_evaluated, tokenizer)?, true),
@@ -96,12 +97,12 @@ pub(super) fn row(value: Value, tokenizer: &Vocabulary) -> Result<RawRow, String
     }
     log_probs.resize(ids.len(), None);
     let stated = response.generation_settings.and_then(|settings| settings.temperature);
-    Ok(RawRow {
+    Ok(vec![RawRow {
         temperature: if after_sampling { stated } else { Some(1.0) },
         texts,
         from_texts,
         ..prompt_and_response(prompt, ids, log_probs)
-    })
+    }])
 }
 
 /// Encodes the prompt. The ids are certain if they decode to `text`, and their number is the server's

@@ -52,68 +52,50 @@ pub struct RecordFormat {
     read: fn(Value, &TokenTexts) -> Result<Vec<RawRow>, String>,
 }
 
+const fn format(
+    name: &'static str,
+    matches: fn(&Value) -> bool,
+    read: fn(Value, &TokenTexts) -> Result<Vec<RawRow>, String>,
+) -> RecordFormat {
+    RecordFormat { name, matches, read }
+}
+
 /// The formats, in the order in which a record is compared with them.
 static FORMATS: [RecordFormat; 10] = [
-    RecordFormat {
-        name: "verbose responses of llama.cpp's /v1 endpoints",
-        matches: |value| has(&value[llama_cpp::VERBOSE], "completion_probabilities"),
-        read: |mut value, texts| {
-            llama_cpp::row(value[llama_cpp::VERBOSE].take(), &texts.tokenizer).map(single_row)
-        },
-    },
-    RecordFormat {
-        name: "responses of /v1/chat/completions (vLLM)",
-        matches: openai::is_chat,
-        read: openai::chat,
-    },
-    RecordFormat {
-        name: "responses of /v1/completions (vLLM, llama-cpp-python)",
-        matches: openai::is_completion,
-        read: openai::completions,
-    },
-    RecordFormat {
-        name: "responses of SGLang's /generate",
-        matches: |value| has(value, "meta_info"),
-        read: |value, _| sglang::row(value).map(single_row),
-    },
-    RecordFormat {
-        name: "responses of llama.cpp's /completion",
-        matches: |value| has(value, "completion_probabilities"),
-        read: |value, texts| llama_cpp::row(value, &texts.tokenizer).map(single_row),
-    },
-    RecordFormat {
-        name: "prime-rl's token exports",
-        matches: |value| has(value, "inference_logprobs"),
-        read: |value, _| prime_rl::row(value).map(single_row),
-    },
-    RecordFormat {
-        name: "verifiers' traces",
-        matches: |value| has(value, "nodes"),
-        read: |value, _| verifiers::rows(value),
-    },
-    RecordFormat {
-        name: "rows of tokens and logprobs",
-        matches: |value| has(value, "tokens") && has(value, "logprobs"),
-        read: |value, _| rloss::row(value).map(single_row),
-    },
-    RecordFormat {
-        name: "slime's samples",
-        matches: |value| has(value, "tokens") && has(value, "rollout_log_probs"),
-        read: |value, _| verl::slime_row(value).map(single_row),
-    },
-    RecordFormat {
-        name: "verl's agent-loop rows",
-        matches: |value| has(value, "response_logprobs") || has(value, "rollout_log_probs"),
-        read: |value, _| verl::row(value).map(single_row),
-    },
+    format(
+        "verbose responses of llama.cpp's /v1 endpoints",
+        |value| has(&value[llama_cpp::VERBOSE], "completion_probabilities"),
+        |mut value, texts| llama_cpp::rows(value[llama_cpp::VERBOSE].take(), texts),
+    ),
+    format("responses of /v1/chat/completions (vLLM)", openai::is_chat, openai::chat),
+    format(
+        "responses of /v1/completions (vLLM, llama-cpp-python)",
+        openai::is_completion,
+        openai::completions,
+    ),
+    format("responses of SGLang's /generate", |value| has(value, "meta_info"), sglang::rows),
+    format(
+        "responses of llama.cpp's /completion",
+        |value| has(value, "completion_probabilities"),
+        llama_cpp::rows,
+    ),
+    format("prime-rl's token exports", |value| has(value, "inference_logprobs"), prime_rl::rows),
+    format("verifiers' traces", |value| has(value, "nodes"), verifiers::rows),
+    format("rows of tokens and logprobs", |value| has_all(value, ["tokens", "logprobs"]), rloss::rows),
+    format("slime's samples", |value| has_all(value, ["tokens", "rollout_log_probs"]), verl::slime_rows),
+    format(
+        "verl's agent-loop rows",
+        |value| has(value, "response_logprobs") || has(value, "rollout_log_probs"),
+        verl::rows,
+    ),
 ];
+
+fn has_all(value: &Value, keys: [&str; 2]) -> bool {
+    keys.iter().all(|key| has(value, key))
+}
 
 fn has(value: &Value, key: &str) -> bool {
     value.get(key).is_some()
-}
-
-fn single_row(row: RawRow) -> Vec<RawRow> {
-    vec![row]
 }
 
 impl RecordFormat {

@@ -93,7 +93,7 @@ pub(super) fn completions(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow
         let (token_texts, values) =
             (log_probs.tokens.unwrap_or_default(), log_probs.token_logprobs.unwrap_or_default());
         join_sequence(
-            Prompt { ids: choice.prompt_token_ids, log_probs: choice.prompt_logprobs },
+            (choice.prompt_token_ids, choice.prompt_logprobs),
             choice.token_ids,
             token_texts,
             values,
@@ -117,10 +117,9 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
             prompts.last().map(|(ids, _)| (ids.clone(), None))
         };
         let (ids, log_probs) = shared.unwrap_or_default();
-        let prompt =
-            Prompt { ids: choice.prompt_token_ids.or(ids), log_probs: choice.prompt_logprobs.or(log_probs) };
+        let (ids, log_probs) = (choice.prompt_token_ids.or(ids), choice.prompt_logprobs.or(log_probs));
         let content = match choice.logprobs.and_then(|l| l.content) {
-            None if prompt.log_probs.is_none() => return Err("a choice has no logprobs.content".to_owned()),
+            None if log_probs.is_none() => return Err("a choice has no logprobs.content".to_owned()),
             content => content.unwrap_or_default(),
         };
         let values = content.iter().map(|c| c.logprob).collect();
@@ -129,7 +128,7 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
             None => c.token,
         });
         rows.push(join_sequence(
-            prompt,
+            (ids, log_probs),
             choice.token_ids,
             token_texts.collect(),
             values,
@@ -140,15 +139,10 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
     Ok(rows)
 }
 
-struct Prompt {
-    ids: Option<Vec<u64>>,
-    log_probs: Option<PromptLogProbs>,
-}
-
-/// Joins prompt and response into a row. `values` are the log-probs of the response. With `echo` they include
+/// Joins prompt and response into a row. The prompt has ids and log-probs. `values` are the log-probs of the response. With `echo` they include
 /// those of the prompt; for a scoring request there are none.
 fn join_sequence(
-    prompt: Prompt,
+    (prompt_ids, prompt_log_probs): (Option<Vec<u64>>, Option<PromptLogProbs>),
     ids: Option<Vec<u64>>,
     token_texts: Vec<String>,
     mut values: Vec<Option<f64>>,
@@ -165,14 +159,14 @@ fn join_sequence(
         values = vec![None; response.len()];
     }
     let routed_experts = routed_experts.map(|text| npy::read_routed_experts(&text)).transpose()?;
-    let prompt_ids = match (prompt.ids, echoed) {
+    let prompt_ids = match (prompt_ids, echoed) {
         // Without prompt ids, an echoed response also holds the prompt. With prompt ids, only the response's
         // values include the prompt.
         (_, true) if from_texts || values.len() == response.len() => vec![],
         (Some(ids), _) => ids,
         (None, _) => return Err(NO_PROMPT.into()),
     };
-    let mut log_probs = match prompt.log_probs {
+    let mut log_probs = match prompt_log_probs {
         Some(entries) if !prompt_ids.is_empty() => select_log_probs(&prompt_ids, entries)?,
         _ => vec![None; prompt_ids.len()],
     };

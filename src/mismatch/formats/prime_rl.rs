@@ -2,7 +2,7 @@
 //! token. It has the log-probs of the inference engine and of the trainer. Values where `loss_mask` is false
 //! are ignored.
 
-use super::{RawRow, parse};
+use super::{RawRow, TokenTexts, parse};
 use crate::trajectory::Trajectory;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -18,7 +18,7 @@ struct Export {
     trainer_logprobs: Option<Vec<Option<f64>>>,
 }
 
-pub(super) fn row(value: Value) -> Result<RawRow, String> {
+pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let export: Export = parse(value, "a line of prime-rl's token export")?;
     if let Some(version) = export.schema_version.filter(|version| *version != SCHEMA_VERSION) {
         return Err(format!("schema_version = {version} is not supported; use version {SCHEMA_VERSION}"));
@@ -34,12 +34,12 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
             .map(|(value, &is_sampled)| value.filter(|_| is_sampled))
             .collect()
     };
-    Ok(RawRow {
+    Ok(vec![RawRow {
         log_probs: select_sampled(export.inference_logprobs),
         trainer_log_probs: export.trainer_logprobs.map(select_sampled),
         tokens: export.token_ids,
         ..RawRow::default()
-    })
+    }])
 }
 
 /// A line of the export, as `rloss rollout --format prime-rl` writes it. It has all columns of prime-rl. A

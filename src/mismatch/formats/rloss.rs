@@ -1,7 +1,7 @@
 //! rloss's own rows: `{"tokens", "logprobs", "temperature"?, "mask"?, "kept_tokens"?}`. Trajectories of rloss
 //! have this format too.
 
-use super::{RawRow, parse};
+use super::{RawRow, TokenTexts, parse};
 use crate::ops::token_set::TokenSet;
 use serde::Deserialize;
 use serde_json::Value;
@@ -19,7 +19,7 @@ struct Row {
     kept_tokens: Vec<Option<TokenSet>>,
 }
 
-pub(super) fn row(value: Value) -> Result<RawRow, String> {
+pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let row: Row = parse(value, "a row")?;
     let mut log_probs = row.logprobs;
     if let Some(mask) = row.mask {
@@ -33,5 +33,5 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         log_probs.iter_mut().zip(mask).filter(|(_, sampled)| !sampled).for_each(|(l, _)| *l = None);
     }
     let Row { tokens, temperature, kept_tokens, .. } = row;
-    Ok(RawRow { tokens, log_probs, temperature, kept_tokens, ..RawRow::default() })
+    Ok(vec![RawRow { tokens, log_probs, temperature, kept_tokens, ..RawRow::default() }])
 }

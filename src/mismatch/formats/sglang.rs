@@ -1,16 +1,11 @@
 //! SGLang's `/generate` with `return_logprob`: `[log-prob, id, text]` for each token in `meta_info`.
 
 use super::npy::base64_bytes;
-use super::{RawRoutedExperts, RawRow, parse};
+use super::{RawRoutedExperts, RawRow, TokenTexts, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
 type Entry = (Option<f64>, u64, Option<String>);
-
-#[derive(Deserialize)]
-struct Response {
-    meta_info: MetaInfo,
-}
 
 #[derive(Deserialize)]
 struct MetaInfo {
@@ -21,8 +16,8 @@ struct MetaInfo {
     routed_experts: Option<Value>,
 }
 
-pub(super) fn row(value: Value) -> Result<RawRow, String> {
-    let meta = parse::<Response>(value, "a response of SGLang")?.meta_info;
+pub(super) fn rows(mut value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
+    let meta: MetaInfo = parse(value["meta_info"].take(), "a response of SGLang")?;
     let Some(output) = meta.output_token_logprobs else {
         return Err(
             "meta_info has no output_token_logprobs; request them with \"return_logprob\": true".into()
@@ -49,7 +44,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         }
         _ => None,
     };
-    Ok(row)
+    Ok(vec![row])
 }
 
 /// Reads one entry, whose text is optional.

@@ -1,7 +1,7 @@
 //! verifiers' `traces.jsonl`: messages as a tree of nodes, each with the tokens that it adds. Each leaf gives
 //! one row.
 
-use super::{RawRow, parse};
+use super::{RawRow, TokenTexts, parse};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ struct Node {
     logprobs: Vec<f64>,
 }
 
-pub(super) fn rows(value: Value) -> Result<Vec<RawRow>, String> {
+pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let nodes = parse::<Trace>(value, "a trace of verifiers")?.nodes;
     if nodes.iter().all(|node| node.token_ids.is_empty()) {
         return Err("the nodes hold no token_ids; sample with a client that returns token ids".into());

@@ -1,6 +1,6 @@
 //! verl's rows with token ids, and slime's samples. Files that hold only text are an error.
 
-use super::{RawRoutedExperts, RawRow, parse, prompt_and_response};
+use super::{RawRoutedExperts, RawRow, TokenTexts, parse, prompt_and_response};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -21,7 +21,7 @@ struct Verl {
     response_logprobs: Vec<Option<f64>>,
 }
 
-pub(super) fn row(value: Value) -> Result<RawRow, String> {
+pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let verl: Verl = parse(value, "a row of verl with prompt_ids, response_ids and response_logprobs")?;
     let count = verl.response_ids.len();
     let mask = verl.response_mask.unwrap_or_else(|| vec![1; count]);
@@ -33,7 +33,7 @@ pub(super) fn row(value: Value) -> Result<RawRow, String> {
         ));
     }
     let log_probs = verl.response_logprobs.into_iter().zip(mask).map(|(l, m)| l.filter(|_| m != 0));
-    Ok(prompt_and_response(verl.prompt_ids, verl.response_ids, log_probs.collect()))
+    Ok(vec![prompt_and_response(verl.prompt_ids, verl.response_ids, log_probs.collect())])
 }
 
 #[derive(Deserialize)]
@@ -47,7 +47,7 @@ struct Slime {
 }
 
 /// Reads slime's sample as JSON. It has log-probs of the response only.
-pub(super) fn slime_row(value: Value) -> Result<RawRow, String> {
+pub(super) fn slime_rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> {
     let slime: Slime = parse(value, "a sample of slime")?;
     let (count, response) = (slime.tokens.len(), slime.response_length);
     let mask = slime.loss_mask.unwrap_or_else(|| vec![1; response]);
@@ -70,5 +70,6 @@ pub(super) fn slime_row(value: Value) -> Result<RawRow, String> {
             experts: tokens.into_iter().flatten().flatten().collect(),
         }
     });
-    Ok(RawRow { routed_experts, ..prompt_and_response(tokens, response_tokens, log_probs.collect()) })
+    let row = prompt_and_response(tokens, response_tokens, log_probs.collect());
+    Ok(vec![RawRow { routed_experts, ..row }])
 }

@@ -115,15 +115,7 @@ pub struct ImportanceSettings {
     pub batch_normalize: bool,
 }
 
-/// Weights and their metrics; the metric names have no prefix.
-#[derive(Debug, Clone, PartialEq)]
-pub struct ImportanceWeights {
-    /// One weight per token; 0 where the mask is false.
-    pub weights: Vec<f32>,
-    pub metrics: MetricMap,
-}
-
-/// Computes the weight of every token of a whole batch. `log_ratio` is T − R, where T are the log-probs of
+/// Computes the weight of every token of a whole batch, 0 where the mask is false, and metrics without prefix. `log_ratio` is T − R, where T are the log-probs of
 /// training and R those of the rollout.
 ///
 /// The metrics describe the bounded weights before batch normalisation:
@@ -142,7 +134,7 @@ pub fn importance_weights(
     sequences: &Sequences,
     log_ratio: &[f32],
     settings: &ImportanceSettings,
-) -> Result<ImportanceWeights> {
+) -> Result<(Vec<f32>, MetricMap)> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let log_ratio = |t: usize| f64::from(log_ratio[t]);
@@ -168,14 +160,13 @@ pub fn importance_weights(
         raw: &raw,
         weights: &weights,
     };
-    let mut metrics = context.token_metrics();
-    metrics.extend(context.sequence_metrics());
+    let mut metrics = context.metrics();
     if settings.batch_normalize {
         let factor = context.normalisation_factor();
         weights.iter_mut().for_each(|w| *w /= factor);
         metrics.insert("rollout_is_batch_norm_factor".into(), factor);
     }
-    Ok(ImportanceWeights { weights: weights.into_iter().map(|w| w as f32).collect(), metrics })
+    Ok((weights.into_iter().map(|w| w as f32).collect(), metrics))
 }
 
 struct ImportanceContext<'a> {
@@ -188,7 +179,7 @@ struct ImportanceContext<'a> {
 }
 
 impl ImportanceContext<'_> {
-    fn token_metrics(&self) -> MetricMap {
+    fn metrics(&self) -> MetricMap {
         let tokens = || self.sequences.all_valid_indices();
         let weights = || tokens().map(|t| self.weights[t]);
         let average = mean(weights());
@@ -210,6 +201,8 @@ impl ImportanceContext<'_> {
                 fraction(logs(), |log| log > high.ln()),
             ),
         };
+        let means = self.sequences.sequence_means(|t| self.weights[t]);
+        let raw = self.sequences.sequence_means(|t| self.raw[t]);
         let mut metrics = MetricMap::from([
             ("rollout_is_mean".into(), average),
             ("rollout_is_std".into(), variance.sqrt()),
@@ -222,19 +215,6 @@ impl ImportanceContext<'_> {
             ),
             ("rollout_is_ratio_fraction_low".into(), below),
             ("rollout_is_ratio_fraction_high".into(), above),
-        ]);
-        if matches!(self.settings.bound, WeightBound::Mask { .. }) {
-            let dropped = fraction(tokens(), |t| self.settings.bound.rejects(self.raw[t]));
-            metrics.insert("rollout_is_oob_ratio".into(), dropped);
-        }
-        metrics
-    }
-
-    fn sequence_metrics(&self) -> MetricMap {
-        let means = self.sequences.sequence_means(|t| self.weights[t]);
-        let raw = self.sequences.sequence_means(|t| self.raw[t]);
-        let (low, high) = self.settings.bound.limits();
-        MetricMap::from([
             ("rollout_is_seq_mean".into(), mean(means.iter().copied())),
             ("rollout_is_seq_std".into(), sample_std(&means)),
             ("rollout_is_seq_max".into(), max(means.iter().copied())),
@@ -242,7 +222,12 @@ impl ImportanceContext<'_> {
             ("rollout_is_seq_max_deviation".into(), max(means.iter().map(|m| (m - 1.0).abs()))),
             ("rollout_is_seq_fraction_low".into(), fraction(raw.iter(), |&r| r < low)),
             ("rollout_is_seq_fraction_high".into(), fraction(raw.iter(), |&r| r > high)),
-        ])
+        ]);
+        if matches!(self.settings.bound, WeightBound::Mask { .. }) {
+            let dropped = fraction(tokens(), |t| self.settings.bound.rejects(self.raw[t]));
+            metrics.insert("rollout_is_oob_ratio".into(), dropped);
+        }
+        metrics
     }
 
     /// Returns the mean weight over valid tokens, or over sequences with a valid token if the weights are

@@ -9,11 +9,9 @@ mod off_policy_mask;
 mod rejection;
 mod rule;
 
-pub use importance::{
-    ImportanceSampling, ImportanceSettings, ImportanceWeights, RatioLevel, WeightBound, importance_weights,
-};
-pub use off_policy_mask::{OffPolicyMask, off_policy_mask};
-pub use rejection::{Rejection, reject};
+pub use importance::{ImportanceSampling, ImportanceSettings, RatioLevel, WeightBound, importance_weights};
+pub use off_policy_mask::off_policy_mask;
+pub use rejection::reject;
 pub use rule::{RejectOption, RejectionRule};
 
 use anyhow::Result;
@@ -60,18 +58,18 @@ pub fn correct(
     let log_ratio: Vec<f32> = log_prob.iter().zip(rollout_log_prob).map(|(t, r)| t - r).collect();
     let weights = match &config.importance {
         Some(importance) => {
-            let result = importance_weights(sequences, &log_ratio, importance)?;
-            metrics.extend(result.metrics);
-            Some(result.weights)
+            let (weights, of_weights) = importance_weights(sequences, &log_ratio, importance)?;
+            metrics.extend(of_weights);
+            Some(weights)
         }
         None => None,
     };
     let mask = if config.reject.is_empty() {
         sequences.mask().to_vec()
     } else {
-        let rejection = reject(sequences, &log_ratio, &config.reject)?;
-        metrics.extend(rejection.metrics);
-        rejection.mask
+        let (mask, of_rejection) = reject(sequences, &log_ratio, &config.reject)?;
+        metrics.extend(of_rejection);
+        mask
     };
     let metrics = metrics.into_iter().map(|(name, value)| (format!("rollout_corr/{name}"), value)).collect();
     Ok(Correction { weights, mask, metrics })

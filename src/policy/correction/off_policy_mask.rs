@@ -7,14 +7,6 @@ use crate::policy::MetricMap;
 use crate::policy::off_policy::check_any_valid;
 use crate::policy::sequences::Sequences;
 
-/// The masked responses of a batch, and the metrics without prefix.
-#[derive(Debug, Clone, PartialEq)]
-pub struct OffPolicyMask {
-    /// Whether the response is masked; one flag per sequence.
-    pub masked: Vec<bool>,
-    pub metrics: MetricMap,
-}
-
 /// Computes the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1), as in TRL at
 /// f2cd577 and slime's `compute_opsm_mask`.
 ///
@@ -28,7 +20,7 @@ pub struct OffPolicyMask {
 /// The loss weight of a masked response is 0. It still counts in the denominators of the loss, as in both
 /// sources. `geo_mean` keeps 1e-10 of its loss.
 ///
-/// Metrics:
+/// Returns whether each response is masked, one flag per sequence, and the metrics without prefix:
 /// - `off_policy_mask_fraction`: fraction of valid tokens that are masked.
 /// - `off_policy_mask_seq_fraction`: fraction of all responses that are masked.
 ///
@@ -40,7 +32,7 @@ pub fn off_policy_mask(
     rollout_log_prob: &[f32],
     advantages: &[f32],
     bound: f64,
-) -> Result<OffPolicyMask> {
+) -> Result<(Vec<bool>, MetricMap)> {
     sequences.check("log_prob", log_prob)?;
     sequences.check("rollout_log_prob", rollout_log_prob)?;
     sequences.check("advantages", advantages)?;
@@ -55,5 +47,5 @@ pub fn off_policy_mask(
         ("off_policy_mask_fraction".into(), fraction(tokens, |masked| masked)),
         ("off_policy_mask_seq_fraction".into(), fraction(masked.iter(), |&masked| masked)),
     ]);
-    Ok(OffPolicyMask { masked, metrics })
+    Ok((masked, metrics))
 }

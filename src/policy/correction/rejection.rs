@@ -9,20 +9,12 @@ use crate::policy::off_policy::check_any_valid;
 use crate::policy::ratio::LOG_RATIO_MAX;
 use crate::policy::sequences::{Sequences, mean, sample_std};
 
-/// The mask after rejection, and the metrics of every rule. The metric names have no prefix.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Rejection {
-    /// True where the token was valid and every rule accepts the token.
-    pub mask: Vec<bool>,
-    pub metrics: MetricMap,
-}
-
 /// Applies `rules` to `log_ratio` = T − R, where T are the log-probs of training and R those of the rollout.
 /// Every rule sees the mask before rejection. A token is kept if all rules accept it.
 ///
 /// The log ratio of each token is clamped to ±20 before a statistic is computed.
 ///
-/// Metrics:
+/// Returns the mask, true where the token was valid and every rule accepts it, and the metrics without prefix:
 /// - `rollout_rs_masked_fraction`: fraction of valid tokens that are rejected.
 /// - `rollout_rs_seq_masked_fraction`: fraction of all sequences that lost a token.
 /// - `rollout_rs_<option>_{mean,max,min,std}`: the rule's statistic over valid tokens. `std` is computed
@@ -35,7 +27,11 @@ pub struct Rejection {
 ///
 /// # Errors
 /// [`BadInput`](crate::error::BadInput) when no token is valid.
-pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule]) -> Result<Rejection> {
+pub fn reject(
+    sequences: &Sequences,
+    log_ratio: &[f32],
+    rules: &[RejectionRule],
+) -> Result<(Vec<bool>, MetricMap)> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
     let mut mask = sequences.mask().to_vec();
@@ -51,7 +47,7 @@ pub fn reject(sequences: &Sequences, log_ratio: &[f32], rules: &[RejectionRule])
     metrics.insert("rollout_rs_masked_fraction".into(), fraction(sequences.all_valid_indices(), rejected));
     let lost_any = |range| sequences.valid_indices(range).any(rejected);
     metrics.insert("rollout_rs_seq_masked_fraction".into(), fraction(sequences.token_ranges(), lost_any));
-    Ok(Rejection { mask, metrics })
+    Ok((mask, metrics))
 }
 
 /// Returns the rule's statistic of every token; 0 where the mask is false. With a sequence scope, every token

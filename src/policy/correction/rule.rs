@@ -120,19 +120,11 @@ impl RejectionRule {
     /// # Errors
     /// [`crate::error::BadInput`] for bounds with a [`RejectOption::bounds_error`].
     pub fn new(option: RejectOption, bounds: &[f64]) -> Result<Self> {
-        if let Some(wrong) = option.bounds_error(bounds) {
-            return Err(bad_input!("the bounds of {option}: {wrong}"));
-        }
-        let (low, high) = match (option.statistic(), bounds) {
-            (Statistic::K1, &[bound]) => (-bound.ln(), bound.ln()),
-            (Statistic::K1, &[low, high]) => (-high.ln(), -low.ln()),
-            (Statistic::K2 | Statistic::K3, &[max]) => (0.0, max),
-            _ => {
-                return Err(bad_input!(
-                    "the bounds of {option}: there are too many or too few ({})",
-                    bounds.len()
-                ));
-            }
+        let (low, high) = match (option.bounds_error(bounds), option.statistic(), bounds) {
+            (None, Statistic::K1, &[bound]) => (-bound.ln(), bound.ln()),
+            (None, Statistic::K1, &[low, high]) => (-high.ln(), -low.ln()),
+            (None, Statistic::K2 | Statistic::K3, &[max]) => (0.0, max),
+            (wrong, ..) => return Err(bad_input!("the bounds of {option}: {}", wrong.unwrap_or_default())),
         };
         Ok(Self { option, low, high })
     }

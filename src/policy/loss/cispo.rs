@@ -15,9 +15,32 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::DEFAULT
 };
 
+/// Computes the loss of CISPO, clipped importance-sampling policy optimisation (MiniMax-M1, 2025). The ratio
+/// is clipped on both sides, as in verl.
+///
+/// ```text
+/// l = −sg(clip(r, 1 − low, 1 + high))·A·T,   r = exp(clamp(T − O, ±20))
+/// ```
+///
+/// sg means stop-gradient: only the last factor depends on T. So l' = −clip(r)·A, which is 0 only if A is 0.
+///
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with r outside the bounds.
+/// `actor/pg_clipfrac_lower` is always 0. `actor/ppo_kl` is the mean of the clamped O − T.
 impl LossFunction for CispoClip {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        cispo(input, self, normalizer)
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        Ok(token_loss(input, normalizer, |_, token| {
+            let log_ratio = input.log_ratio(token);
+            let ratio = clamped_ratio(log_ratio);
+            let weight = ratio.clamp(1.0 - self.low, 1.0 + self.high);
+            let derivative = -weight * input.advantage(token);
+            Term {
+                loss: derivative * f64::from(input.log_prob[token]),
+                derivative,
+                kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+                clipped: weight != ratio,
+                clipped_lower: false,
+            }
+        }))
     }
 }
 
@@ -45,32 +68,4 @@ impl CispoClip {
         }
         Ok(Self { low, high })
     }
-}
-
-/// Computes the loss of CISPO, clipped importance-sampling policy optimisation (MiniMax-M1, 2025). The ratio
-/// is clipped on both sides, as in verl.
-///
-/// ```text
-/// l = −sg(clip(r, 1 − low, 1 + high))·A·T,   r = exp(clamp(T − O, ±20))
-/// ```
-///
-/// sg means stop-gradient: only the last factor depends on T. So l' = −clip(r)·A, which is 0 only if A is 0.
-///
-/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with r outside the bounds.
-/// `actor/pg_clipfrac_lower` is always 0. `actor/ppo_kl` is the mean of the clamped O − T.
-pub fn cispo(input: &LossInput, clip: &CispoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    Ok(token_loss(input, normalizer, |_, token| {
-        let log_ratio = input.log_ratio(token);
-        let ratio = clamped_ratio(log_ratio);
-        let weight = ratio.clamp(1.0 - clip.low, 1.0 + clip.high);
-        let derivative = -weight * input.advantage(token);
-        Term {
-            loss: derivative * f64::from(input.log_prob[token]),
-            derivative,
-            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
-            clipped: weight != ratio,
-            clipped_lower: false,
-        }
-    }))
 }

@@ -35,29 +35,11 @@ table! {
     }
 }
 
-/// The loss [`clip_cov`] with its clip range and its selection.
+/// The loss Clip-Cov with its clip range and its selection.
 #[derive(Debug)]
 pub struct ClipCov {
     pub range: ClipRange,
     pub settings: ClipCovSettings,
-}
-
-impl LossFunction for ClipCov {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        clip_cov(input, &self.range, normalizer)
-    }
-
-    /// Selects tokens at random among those whose covariance lies in the range.
-    fn select_tokens(&self, batch: &SelectionInput, random: &mut dyn RngCore) -> Result<Vec<bool>> {
-        let ClipCovSettings { fraction, covariance_min, covariance_max } = self.settings;
-        let covariances = batch.covariances()?;
-        let count = selected_count(covariances.len(), fraction);
-        let candidates = covariances
-            .iter()
-            .filter(|(_, covariance)| covariance_min < *covariance && *covariance < covariance_max);
-        let selected = candidates.map(|(token, _)| *token).choose_multiple(random, count);
-        Ok(batch.flags(selected.into_iter()))
-    }
 }
 
 /// Computes the loss of Clip-Cov (Cui et al. 2025, arXiv 2505.22617), as in verl at b178a3c.
@@ -76,24 +58,37 @@ impl LossFunction for ClipCov {
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences, or no selection was made.
-pub fn clip_cov(input: &LossInput, range: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    let selected = input.selection()?;
-    Ok(token_loss(input, normalizer, |_, token| {
-        let log_ratio = input.log_ratio(token);
-        let kl = -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
-        if selected[token] {
-            return Term { kl, clipped: true, ..Term::default() };
-        }
-        let advantage = input.advantage(token);
-        let ratio = clamped_ratio(log_ratio);
-        let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * range.clip(ratio));
-        let has_zero_gradient = clipped_loss > unclipped_loss || log_ratio.abs() > LOG_RATIO_MAX;
-        Term {
-            loss: unclipped_loss.max(clipped_loss),
-            derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
-            kl,
-            ..Term::default()
-        }
-    }))
+impl LossFunction for ClipCov {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        let selected = input.selection()?;
+        Ok(token_loss(input, normalizer, |_, token| {
+            let log_ratio = input.log_ratio(token);
+            let kl = -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
+            if selected[token] {
+                return Term { kl, clipped: true, ..Term::default() };
+            }
+            let advantage = input.advantage(token);
+            let ratio = clamped_ratio(log_ratio);
+            let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * self.range.clip(ratio));
+            let has_zero_gradient = clipped_loss > unclipped_loss || log_ratio.abs() > LOG_RATIO_MAX;
+            Term {
+                loss: unclipped_loss.max(clipped_loss),
+                derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
+                kl,
+                ..Term::default()
+            }
+        }))
+    }
+
+    /// Selects tokens at random among those whose covariance lies in the range.
+    fn select_tokens(&self, batch: &SelectionInput, random: &mut dyn RngCore) -> Result<Vec<bool>> {
+        let ClipCovSettings { fraction, covariance_min, covariance_max } = self.settings;
+        let covariances = batch.covariances()?;
+        let count = selected_count(covariances.len(), fraction);
+        let candidates = covariances
+            .iter()
+            .filter(|(_, covariance)| covariance_min < *covariance && *covariance < covariance_max);
+        let selected = candidates.map(|(token, _)| *token).choose_multiple(random, count);
+        Ok(batch.flags(selected.into_iter()))
+    }
 }

@@ -81,12 +81,6 @@ impl DppoBounds {
     }
 }
 
-impl LossFunction for DppoBounds {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        dppo(input, self, normalizer)
-    }
-}
-
 /// Computes the loss of DPPO, divergence proximal policy optimisation (Qi et al. 2026, arXiv 2602.04879), as
 /// in verl of 2026-02.
 ///
@@ -105,21 +99,22 @@ impl LossFunction for DppoBounds {
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
-pub fn dppo(input: &LossInput, bounds: &DppoBounds, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    Ok(token_loss(input, normalizer, |_, token| {
-        let (log_prob, old) = (f64::from(input.log_prob[token]), f64::from(input.old_log_prob[token]));
-        let log_ratio = input.log_ratio(token);
-        let advantage = input.advantage(token);
-        let ratio = clamped_ratio(log_ratio);
-        let clipped = bounds.masks(log_prob, old, advantage);
-        let derivative = if clipped { 0.0 } else { -advantage * ratio.min(bounds.ratio_max) };
-        Term {
-            loss: derivative * log_prob,
-            derivative,
-            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
-            clipped,
-            clipped_lower: !clipped && ratio > bounds.ratio_max,
-        }
-    }))
+impl LossFunction for DppoBounds {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        Ok(token_loss(input, normalizer, |_, token| {
+            let (log_prob, old) = (f64::from(input.log_prob[token]), f64::from(input.old_log_prob[token]));
+            let log_ratio = input.log_ratio(token);
+            let advantage = input.advantage(token);
+            let ratio = clamped_ratio(log_ratio);
+            let clipped = self.masks(log_prob, old, advantage);
+            let derivative = if clipped { 0.0 } else { -advantage * ratio.min(self.ratio_max) };
+            Term {
+                loss: derivative * log_prob,
+                derivative,
+                kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+                clipped,
+                clipped_lower: !clipped && ratio > self.ratio_max,
+            }
+        }))
+    }
 }

@@ -14,7 +14,21 @@ pub trait LossFunction: std::fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// When a slice of `input` does not fit its sequences.
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss>;
+    fn loss(&self, input: &LossInput, normalizer: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
+        input.check()?;
+        self.compute(input, normalizer, batch_sequences)
+    }
+
+    /// Computes [`Self::loss`] of an input that is checked.
+    ///
+    /// # Errors
+    /// Those of the loss itself, such as a missing selection.
+    fn compute(
+        &self,
+        input: &LossInput,
+        normalizer: &Normalizer,
+        batch_sequences: usize,
+    ) -> Result<PolicyLoss>;
 
     /// Selects tokens of the whole batch before its first update; one flag per token, false where the mask is
     /// false. Only losses with [`LossEntry::selects_tokens`] select tokens.

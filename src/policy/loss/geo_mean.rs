@@ -20,15 +20,9 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::DEFAULT
 };
 
-/// The loss [`geo_mean`] with its clip range.
+/// The loss GMPO with its clip range.
 #[derive(Debug)]
-struct GeoMean(ClipRange);
-
-impl LossFunction for GeoMean {
-    fn loss(&self, input: &LossInput, _: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
-        geo_mean(input, &self.0, batch_sequences)
-    }
-}
+pub struct GeoMean(pub ClipRange);
 
 /// Computes the loss of GMPO, geometric-mean policy optimisation (Zhao et al. 2025).
 ///
@@ -50,47 +44,48 @@ impl LossFunction for GeoMean {
 /// # Errors
 /// When a slice does not fit its sequences, or `batch_sequences` is smaller than the number of sequences of
 /// the micro-batch.
-pub fn geo_mean(input: &LossInput, clip: &ClipRange, batch_sequences: usize) -> Result<PolicyLoss> {
-    input.check()?;
-    ensure!(
-        batch_sequences >= input.sequences.len(),
-        "a micro-batch of {} sequences is larger than its batch of {batch_sequences}",
-        input.sequences.len()
-    );
-    let mut counts = ClipCounts::default();
-    let mut total = 0.0;
-    let mut gradient = vec![0.0; input.sequences.tokens()];
-    for range in input.sequences.token_ranges() {
-        let valid = input.sequences.valid_indices(range);
-        let tokens = valid.clone().count();
-        if tokens == 0 {
-            continue;
-        }
-        let ratio = mean(valid.clone().map(|t| clip_log_ratio(input, clip, t).0)).exp();
-        let weight = mean(valid.clone().map(|t| (input.weight(t) + WEIGHT_EPSILON).ln()));
-        let weight = if input.weights.is_some() { weight.exp() } else { 1.0 };
-        let loss = -mean(valid.clone().map(|t| input.advantage(t))) * ratio * weight;
-        total += loss;
-        for token in valid {
-            let (_, depends_on_log_prob) = clip_log_ratio(input, clip, token);
-            let (log_ratio, advantage) = (input.log_ratio(token), input.advantage(token));
-            let outside = log_ratio != log_ratio.clamp(-clip.low(), clip.high());
-            counts.add(&Term {
-                kl: -log_ratio,
-                clipped: outside && advantage > 0.0,
-                clipped_lower: outside && advantage < 0.0,
-                ..Term::default()
-            });
-            if depends_on_log_prob {
-                gradient[token] = (loss / (tokens * batch_sequences) as f64) as f32;
+impl LossFunction for GeoMean {
+    fn compute(&self, input: &LossInput, _: &Normalizer, batch_sequences: usize) -> Result<PolicyLoss> {
+        ensure!(
+            batch_sequences >= input.sequences.len(),
+            "a micro-batch of {} sequences is larger than its batch of {batch_sequences}",
+            input.sequences.len()
+        );
+        let mut counts = ClipCounts::default();
+        let mut total = 0.0;
+        let mut gradient = vec![0.0; input.sequences.tokens()];
+        for range in input.sequences.token_ranges() {
+            let valid = input.sequences.valid_indices(range);
+            let tokens = valid.clone().count();
+            if tokens == 0 {
+                continue;
+            }
+            let ratio = mean(valid.clone().map(|t| clip_log_ratio(input, &self.0, t).0)).exp();
+            let weight = mean(valid.clone().map(|t| (input.weight(t) + WEIGHT_EPSILON).ln()));
+            let weight = if input.weights.is_some() { weight.exp() } else { 1.0 };
+            let loss = -mean(valid.clone().map(|t| input.advantage(t))) * ratio * weight;
+            total += loss;
+            for token in valid {
+                let (_, depends_on_log_prob) = clip_log_ratio(input, &self.0, token);
+                let (log_ratio, advantage) = (input.log_ratio(token), input.advantage(token));
+                let outside = log_ratio != log_ratio.clamp(-self.0.low(), self.0.high());
+                counts.add(&Term {
+                    kl: -log_ratio,
+                    clipped: outside && advantage > 0.0,
+                    clipped_lower: outside && advantage < 0.0,
+                    ..Term::default()
+                });
+                if depends_on_log_prob {
+                    gradient[token] = (loss / (tokens * batch_sequences) as f64) as f32;
+                }
             }
         }
+        Ok(PolicyLoss {
+            loss: total / batch_sequences as f64,
+            grad_log_prob: gradient,
+            metrics: counts.metrics(),
+        })
     }
-    Ok(PolicyLoss {
-        loss: total / batch_sequences as f64,
-        grad_log_prob: gradient,
-        metrics: counts.metrics(),
-    })
 }
 
 /// Returns y of a token, and whether y depends on T.

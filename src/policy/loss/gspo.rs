@@ -16,18 +16,9 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::DEFAULT
 };
 
-/// The loss [`gspo`] with its clip range.
+/// The loss GSPO with its clip range.
 #[derive(Debug)]
-struct Gspo(ClipRange);
-
-impl LossFunction for Gspo {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        gspo(input, &self.0, normalizer)
-    }
-}
-
-/// Upper limit of the logarithm of the sequence ratio. There is no lower limit.
-const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
+pub struct Gspo(pub ClipRange);
 
 /// Computes the loss of GSPO, group sequence policy optimisation (Zheng et al. 2025), in its token form.
 ///
@@ -42,21 +33,25 @@ const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;
 ///
 /// Metrics: `actor/pg_clipfrac` is the fraction of tokens in clipped sequences. `actor/pg_clipfrac_lower` is
 /// always 0, because there is no dual clip. `actor/ppo_kl` is the token mean of O − T, not clamped.
-pub fn gspo(input: &LossInput, clip: &ClipRange, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    let means = input.sequences.sequence_means(|token| input.log_ratio(token));
-    Ok(token_loss(input, normalizer, |sequence, token| {
-        let advantage = input.advantage(token);
-        let ratio = means[sequence].min(LOG_SEQUENCE_RATIO_MAX).exp();
-        let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * clip.clip(ratio));
-        let clipped = clipped_loss > unclipped_loss;
-        let has_zero_gradient = clipped || means[sequence] > LOG_SEQUENCE_RATIO_MAX;
-        Term {
-            loss: unclipped_loss.max(clipped_loss),
-            derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
-            kl: -input.log_ratio(token),
-            clipped,
-            clipped_lower: false,
-        }
-    }))
+impl LossFunction for Gspo {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        let means = input.sequences.sequence_means(|token| input.log_ratio(token));
+        Ok(token_loss(input, normalizer, |sequence, token| {
+            let advantage = input.advantage(token);
+            let ratio = means[sequence].min(LOG_SEQUENCE_RATIO_MAX).exp();
+            let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * self.0.clip(ratio));
+            let clipped = clipped_loss > unclipped_loss;
+            let has_zero_gradient = clipped || means[sequence] > LOG_SEQUENCE_RATIO_MAX;
+            Term {
+                loss: unclipped_loss.max(clipped_loss),
+                derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
+                kl: -input.log_ratio(token),
+                clipped,
+                clipped_lower: false,
+            }
+        }))
+    }
 }
+
+/// Upper limit of the logarithm of the sequence ratio. There is no lower limit.
+const LOG_SEQUENCE_RATIO_MAX: f64 = 10.0;

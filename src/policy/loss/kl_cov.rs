@@ -30,21 +30,6 @@ table! {
     }
 }
 
-impl LossFunction for KlCovSettings {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        kl_cov(input, self.coefficient, normalizer)
-    }
-
-    /// Selects the tokens with the highest covariance. Of tokens with equal covariances, the first ones are
-    /// selected.
-    fn select_tokens(&self, batch: &SelectionInput, _: &mut dyn RngCore) -> Result<Vec<bool>> {
-        let mut covariances = batch.covariances()?;
-        covariances.sort_by(|(_, a), (_, b)| b.total_cmp(a));
-        let count = selected_count(covariances.len(), self.fraction);
-        Ok(batch.flags(covariances.into_iter().take(count).map(|(token, _)| token)))
-    }
-}
-
 /// Computes the loss of KL-Cov (Cui et al. 2025, arXiv 2505.22617), as in verl at b178a3c.
 ///
 /// Let x = clamp(T − O, ±20) and r = eˣ. β is the coefficient. The selection is made over the whole batch,
@@ -61,21 +46,31 @@ impl LossFunction for KlCovSettings {
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences, or no selection was made.
-pub fn kl_cov(input: &LossInput, coefficient: f64, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    let selected = input.selection()?;
-    Ok(token_loss(input, normalizer, |_, token| {
-        let log_ratio = input.log_ratio(token);
-        let clamped = log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
-        let unpenalised = -input.advantage(token) * clamped_ratio(log_ratio);
-        let penalty = if selected[token] { coefficient } else { 0.0 };
-        let sign = if clamped == 0.0 { 0.0 } else { clamped.signum() };
-        let is_clamped = log_ratio.abs() > LOG_RATIO_MAX;
-        Term {
-            loss: unpenalised + penalty * clamped.abs(),
-            derivative: if is_clamped { 0.0 } else { unpenalised + penalty * sign },
-            kl: -clamped,
-            ..Term::default()
-        }
-    }))
+impl LossFunction for KlCovSettings {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        let selected = input.selection()?;
+        Ok(token_loss(input, normalizer, |_, token| {
+            let log_ratio = input.log_ratio(token);
+            let clamped = log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
+            let unpenalised = -input.advantage(token) * clamped_ratio(log_ratio);
+            let penalty = if selected[token] { self.coefficient } else { 0.0 };
+            let sign = if clamped == 0.0 { 0.0 } else { clamped.signum() };
+            let is_clamped = log_ratio.abs() > LOG_RATIO_MAX;
+            Term {
+                loss: unpenalised + penalty * clamped.abs(),
+                derivative: if is_clamped { 0.0 } else { unpenalised + penalty * sign },
+                kl: -clamped,
+                ..Term::default()
+            }
+        }))
+    }
+
+    /// Selects the tokens with the highest covariance. Of tokens with equal covariances, the first ones are
+    /// selected.
+    fn select_tokens(&self, batch: &SelectionInput, _: &mut dyn RngCore) -> Result<Vec<bool>> {
+        let mut covariances = batch.covariances()?;
+        covariances.sort_by(|(_, a), (_, b)| b.total_cmp(a));
+        let count = selected_count(covariances.len(), self.fraction);
+        Ok(batch.flags(covariances.into_iter().take(count).map(|(token, _)| token)))
+    }
 }

@@ -12,18 +12,18 @@ mod covariance;
 mod dppo;
 mod entry;
 
-pub use cispo::{CispoClip, cispo};
-pub use clip_cov::{ClipCov, ClipCovSettings, clip_cov};
+pub use cispo::CispoClip;
+pub use clip_cov::{ClipCov, ClipCovSettings};
 pub use covariance::SelectionInput;
-pub use dppo::{BinaryDivergence, DppoBounds, dppo};
+pub use dppo::{BinaryDivergence, DppoBounds};
 pub use entry::{LossEntry, LossFunction, TokenWeights};
-pub use geo_mean::geo_mean;
-pub use gspo::gspo;
-pub use kl_cov::{KlCovSettings, kl_cov};
-pub use ppo::{PpoClip, ppo};
-pub use reinforce::reinforce;
-pub use sapo::{SapoSettings, sapo};
-pub use vespo::{VespoSettings, vespo};
+pub use geo_mean::GeoMean;
+pub use gspo::Gspo;
+pub use kl_cov::KlCovSettings;
+pub use ppo::PpoClip;
+pub use reinforce::Reinforce;
+pub use sapo::SapoSettings;
+pub use vespo::VespoSettings;
 
 use anyhow::{Context, Result, ensure};
 

@@ -17,9 +17,42 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::DEFAULT
 };
 
+/// Computes the clipped surrogate of PPO (Schulman et al. 2017), with clip-higher (DAPO) and dual clip (Ye et
+/// al. 2020).
+///
+/// With x = clamp(T − O, ±20) and r = eˣ:
+///
+/// ```text
+/// l = max(−A·r, −A·clip(r, 1 − low, 1 + high)),   and for A < 0   l = min(l, −A·c)
+/// ```
+///
+/// dr/dT is r if |T − O| ≤ 20, else 0. The first branch of the max gives l' = −A·r. The second branch is
+/// chosen only where the ratio is clipped, and is constant there. −A·c is constant too. So l' = −A·r, or 0
+/// for a token that is clipped, dual-clipped or clamped.
+///
+/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with a clipped ratio, before the dual clip.
+/// `actor/pg_clipfrac_lower` is the fraction of tokens with an active dual clip. `actor/ppo_kl` is the mean
+/// of −x.
 impl LossFunction for PpoClip {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        ppo(input, self, normalizer)
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        Ok(token_loss(input, normalizer, |_, token| {
+            let log_ratio = input.log_ratio(token);
+            let advantage = input.advantage(token);
+            let ratio = clamped_ratio(log_ratio);
+            let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * self.range.clip(ratio));
+            let clipped = clipped_loss > unclipped_loss;
+            let loss = if clipped { clipped_loss } else { unclipped_loss };
+            let ceiling = self.dual.filter(|_| advantage < 0.0).map_or(f64::INFINITY, |c| -advantage * c);
+            let clipped_lower = loss > ceiling;
+            let has_zero_gradient = clipped || clipped_lower || log_ratio.abs() > LOG_RATIO_MAX;
+            Term {
+                loss: loss.min(ceiling),
+                derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
+                kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+                clipped,
+                clipped_lower,
+            }
+        }))
     }
 }
 
@@ -45,42 +78,4 @@ impl PpoClip {
             _ => Ok(Self { range, dual }),
         }
     }
-}
-
-/// Computes the clipped surrogate of PPO (Schulman et al. 2017), with clip-higher (DAPO) and dual clip (Ye et
-/// al. 2020).
-///
-/// With x = clamp(T − O, ±20) and r = eˣ:
-///
-/// ```text
-/// l = max(−A·r, −A·clip(r, 1 − low, 1 + high)),   and for A < 0   l = min(l, −A·c)
-/// ```
-///
-/// dr/dT is r if |T − O| ≤ 20, else 0. The first branch of the max gives l' = −A·r. The second branch is
-/// chosen only where the ratio is clipped, and is constant there. −A·c is constant too. So l' = −A·r, or 0
-/// for a token that is clipped, dual-clipped or clamped.
-///
-/// Metrics: `actor/pg_clipfrac` is the fraction of tokens with a clipped ratio, before the dual clip.
-/// `actor/pg_clipfrac_lower` is the fraction of tokens with an active dual clip. `actor/ppo_kl` is the mean
-/// of −x.
-pub fn ppo(input: &LossInput, clip: &PpoClip, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    Ok(token_loss(input, normalizer, |_, token| {
-        let log_ratio = input.log_ratio(token);
-        let advantage = input.advantage(token);
-        let ratio = clamped_ratio(log_ratio);
-        let (unclipped_loss, clipped_loss) = (-advantage * ratio, -advantage * clip.range.clip(ratio));
-        let clipped = clipped_loss > unclipped_loss;
-        let loss = if clipped { clipped_loss } else { unclipped_loss };
-        let ceiling = clip.dual.filter(|_| advantage < 0.0).map_or(f64::INFINITY, |c| -advantage * c);
-        let clipped_lower = loss > ceiling;
-        let has_zero_gradient = clipped || clipped_lower || log_ratio.abs() > LOG_RATIO_MAX;
-        Term {
-            loss: loss.min(ceiling),
-            derivative: if has_zero_gradient { 0.0 } else { unclipped_loss },
-            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
-            clipped,
-            clipped_lower,
-        }
-    }))
 }

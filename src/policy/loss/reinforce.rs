@@ -13,15 +13,9 @@ pub(super) const ENTRY: LossEntry = LossEntry {
     ..LossEntry::DEFAULT
 };
 
-/// The loss [`reinforce`], which has no settings.
+/// The plain policy gradient, which has no settings.
 #[derive(Debug)]
-struct Reinforce;
-
-impl LossFunction for Reinforce {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        reinforce(input, normalizer)
-    }
-}
+pub struct Reinforce;
 
 /// Computes the loss of the plain policy gradient (Williams 1992). If the data is off-policy, the loss is
 /// weighted by w.
@@ -31,17 +25,18 @@ impl LossFunction for Reinforce {
 /// ```
 ///
 /// Only the metric `actor/ppo_kl`, the token mean of O − T, uses O. Pass the rollout's log-probs as O.
-pub fn reinforce(input: &LossInput, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    let mut loss = token_loss(input, normalizer, |_, token| {
-        let derivative = -input.advantage(token);
-        Term {
-            loss: derivative * f64::from(input.log_prob[token]),
-            derivative,
-            kl: -input.log_ratio(token),
-            ..Term::default()
-        }
-    });
-    loss.metrics.retain(|metric| metric.name == "actor/ppo_kl");
-    Ok(loss)
+impl LossFunction for Reinforce {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        let mut loss = token_loss(input, normalizer, |_, token| {
+            let derivative = -input.advantage(token);
+            Term {
+                loss: derivative * f64::from(input.log_prob[token]),
+                derivative,
+                kl: -input.log_ratio(token),
+                ..Term::default()
+            }
+        });
+        loss.metrics.retain(|metric| metric.name == "actor/ppo_kl");
+        Ok(loss)
+    }
 }

@@ -25,12 +25,6 @@ table! {
     }
 }
 
-impl LossFunction for SapoSettings {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        sapo(input, self, normalizer)
-    }
-}
-
 /// Computes the loss of SAPO, soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347), as in
 /// verl at b178a3c and TRL at f2cd577.
 ///
@@ -47,22 +41,22 @@ impl LossFunction for SapoSettings {
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
-pub fn sapo(input: &LossInput, settings: &SapoSettings, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    Ok(token_loss(input, normalizer, |_, token| {
-        let log_ratio = input.log_ratio(token);
-        let advantage = input.advantage(token);
-        let ratio = clamped_ratio(log_ratio);
-        let temperature =
-            if advantage > 0.0 { settings.temperature_positive } else { settings.temperature_negative };
-        let gate = 1.0 / (1.0 + (-temperature * (ratio - 1.0)).exp());
-        let is_clamped = log_ratio.abs() > LOG_RATIO_MAX;
-        Term {
-            loss: -advantage * gate * 4.0 / temperature,
-            derivative: if is_clamped { 0.0 } else { -advantage * 4.0 * gate * (1.0 - gate) * ratio },
-            kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
-            clipped: false,
-            clipped_lower: false,
-        }
-    }))
+impl LossFunction for SapoSettings {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        Ok(token_loss(input, normalizer, |_, token| {
+            let log_ratio = input.log_ratio(token);
+            let advantage = input.advantage(token);
+            let ratio = clamped_ratio(log_ratio);
+            let temperature =
+                if advantage > 0.0 { self.temperature_positive } else { self.temperature_negative };
+            let gate = 1.0 / (1.0 + (-temperature * (ratio - 1.0)).exp());
+            let is_clamped = log_ratio.abs() > LOG_RATIO_MAX;
+            Term {
+                loss: -advantage * gate * 4.0 / temperature,
+                derivative: if is_clamped { 0.0 } else { -advantage * 4.0 * gate * (1.0 - gate) * ratio },
+                kl: -log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX),
+                ..Term::default()
+            }
+        }))
+    }
 }

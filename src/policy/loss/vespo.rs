@@ -32,15 +32,6 @@ table! {
     }
 }
 
-impl LossFunction for VespoSettings {
-    fn loss(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
-        vespo(input, self, normalizer)
-    }
-}
-
-/// Minimum ratio of a sequence. The maximum is e^20.
-const SEQUENCE_RATIO_MIN: f64 = 1e-8;
-
 /// Computes the loss of VESPO, variational sequence-level soft policy optimisation, as in TRL at f2cd577.
 ///
 /// w is the ratio of the whole sequence, not normalised by its length:
@@ -56,29 +47,32 @@ const SEQUENCE_RATIO_MIN: f64 = 1e-8;
 ///
 /// # Errors
 /// When a slice of `input` does not fit its sequences.
-pub fn vespo(input: &LossInput, settings: &VespoSettings, normalizer: &Normalizer) -> Result<PolicyLoss> {
-    input.check()?;
-    let log_ratio = |token| input.log_ratio(token).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
-    let sequences = &input.sequences;
-    let log_ratios: Vec<f64> = sequences
-        .token_ranges()
-        .map(|range| sequences.valid_indices(range).map(log_ratio).sum::<f64>())
-        .map(|sum| sum.clamp(SEQUENCE_RATIO_MIN.ln(), LOG_RATIO_MAX))
-        .collect();
-    Ok(token_loss(input, normalizer, |sequence, token| {
-        let advantage = input.advantage(token);
-        let (power, decay) = match advantage >= 0.0 {
-            true => (settings.power_positive, settings.decay_positive),
-            false => (settings.power_negative, settings.decay_negative),
-        };
-        let log_weight = power * log_ratios[sequence] + decay * (1.0 - log_ratios[sequence].exp());
-        let derivative = -log_weight.exp() * advantage;
-        Term {
-            loss: derivative * f64::from(input.log_prob[token]),
-            derivative,
-            kl: -log_ratio(token),
-            clipped: false,
-            clipped_lower: false,
-        }
-    }))
+impl LossFunction for VespoSettings {
+    fn compute(&self, input: &LossInput, normalizer: &Normalizer, _: usize) -> Result<PolicyLoss> {
+        let log_ratio = |token| input.log_ratio(token).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX);
+        let sequences = &input.sequences;
+        let log_ratios: Vec<f64> = sequences
+            .token_ranges()
+            .map(|range| sequences.valid_indices(range).map(log_ratio).sum::<f64>())
+            .map(|sum| sum.clamp(SEQUENCE_RATIO_MIN.ln(), LOG_RATIO_MAX))
+            .collect();
+        Ok(token_loss(input, normalizer, |sequence, token| {
+            let advantage = input.advantage(token);
+            let (power, decay) = match advantage >= 0.0 {
+                true => (self.power_positive, self.decay_positive),
+                false => (self.power_negative, self.decay_negative),
+            };
+            let log_weight = power * log_ratios[sequence] + decay * (1.0 - log_ratios[sequence].exp());
+            let derivative = -log_weight.exp() * advantage;
+            Term {
+                loss: derivative * f64::from(input.log_prob[token]),
+                derivative,
+                kl: -log_ratio(token),
+                ..Term::default()
+            }
+        }))
+    }
 }
+
+/// Minimum ratio of a sequence. The maximum is e^20.
+const SEQUENCE_RATIO_MIN: f64 = 1e-8;

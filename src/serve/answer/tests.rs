@@ -28,7 +28,7 @@ fn answer(format: ChatFormat, text: &str, parallel_calls: bool) -> (Value, Vec<V
     let chat = format.from_embedded().unwrap();
     let head = AnswerHead { chat: &chat, model: "m".into(), version: 0, created: 0 };
     let report = Reporting {
-        kind: AnswerKind::Chat,
+        form: Form::Chat,
         token_ids: true,
         log_probs: None,
         stream_usage: false,

@@ -5,7 +5,7 @@ use anyhow::Result;
 
 use super::fixture::starts;
 use rloss::policy::correction::{CorrectionRules, correct};
-use rloss::policy::loss::{LossInput, PolicyLoss, PpoClip, ppo, reinforce};
+use rloss::policy::loss::{LossFunction, LossInput, PolicyLoss, PpoClip, Reinforce};
 use rloss::policy::{Aggregation, BatchSize, MetricMap, Normalizer, Sequences};
 
 /// The loss under the correction.
@@ -44,8 +44,10 @@ pub fn bypass(
         selected: None,
     };
     let result = match loss {
-        BypassLoss::PpoClip(clip) => ppo(&input(None), clip, &normalizer)?,
-        BypassLoss::Reinforce => reinforce(&input(corrected.weights.as_deref()), &normalizer)?,
+        BypassLoss::PpoClip(clip) => clip.loss(&input(None), &normalizer, kept.len())?,
+        BypassLoss::Reinforce => {
+            Reinforce.loss(&input(corrected.weights.as_deref()), &normalizer, kept.len())?
+        }
     };
     Ok((result, corrected.metrics))
 }

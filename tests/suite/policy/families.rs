@@ -6,9 +6,9 @@ mod divergence;
 use anyhow::{Result, anyhow, bail};
 use rloss::policy::advantage::{dr_grpo, gae, grpo, maxrl, opo, reinforce_plus_plus, remax, rloo, whiten};
 use rloss::policy::loss::{
-    BinaryDivergence, CispoClip, ClipCov, ClipCovSettings, ClipRange, DppoBounds, KlCovSettings,
-    LossFunction, LossInput, PolicyLoss, PpoClip, SapoSettings, SelectionInput, VespoSettings, cispo,
-    clip_cov, dppo, geo_mean, gspo, kl_cov, ppo, reinforce, sapo, vespo,
+    BinaryDivergence, CispoClip, ClipCov, ClipCovSettings, ClipRange, DppoBounds, GeoMean, Gspo,
+    KlCovSettings, LossFunction, LossInput, PolicyLoss, PpoClip, Reinforce, SapoSettings, SelectionInput,
+    VespoSettings,
 };
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use serde_json::Value;
@@ -210,36 +210,32 @@ fn loss(row: &Row) -> Outcome {
     let range = || ClipRange::new(param("clip_ratio_low"), param("clip_ratio_high"));
     let mode = row.params["loss_agg_mode"].as_str().expect("a mode");
     let normalizer = normalizer(mode, &row.params["global_batch_info"], &sequences, batch.width)?;
-    let result = match row.family() {
-        "vanilla" => ppo(&input, &PpoClip::new(range()?, Some(param("clip_ratio_c")))?, &normalizer)?,
-        "gspo" => gspo(&input, &range()?, &normalizer)?,
-        "cispo" => {
-            cispo(&input, &CispoClip::new(param("clip_ratio_low"), param("clip_ratio_high"))?, &normalizer)?
-        }
-        "geo_mean" => geo_mean(&input, &range()?, sequences.len())?,
+    let loss: Box<dyn LossFunction> = match row.family() {
+        "vanilla" => Box::new(PpoClip::new(range()?, Some(param("clip_ratio_c")))?),
+        "gspo" => Box::new(Gspo(range()?)),
+        "cispo" => Box::new(CispoClip::new(param("clip_ratio_low"), param("clip_ratio_high"))?),
+        "geo_mean" => Box::new(GeoMean(range()?)),
         "dppo_tv" | "dppo_kl" => {
             let divergence =
                 if row.family() == "dppo_tv" { BinaryDivergence::Tv } else { BinaryDivergence::Kl };
-            dppo(&input, &DppoBounds::new(divergence, range()?, Some(param("clip_ratio_c")))?, &normalizer)?
+            Box::new(DppoBounds::new(divergence, range()?, Some(param("clip_ratio_c")))?)
         }
         "sapo" => {
             let (temperature_positive, temperature_negative) = (param("tau_pos"), param("tau_neg"));
-            sapo(&input, &SapoSettings { temperature_positive, temperature_negative }, &normalizer)?
+            Box::new(SapoSettings { temperature_positive, temperature_negative })
         }
-        "vespo" => {
-            let settings = VespoSettings {
-                power_positive: param("k_pos"),
-                decay_positive: param("lambda_pos"),
-                power_negative: param("k_neg"),
-                decay_negative: param("lambda_neg"),
-            };
-            vespo(&input, &settings, &normalizer)?
-        }
-        "reinforce" => reinforce(&input, &normalizer)?,
-        "clip_cov" => clip_cov(&input, &range()?, &normalizer)?,
-        "kl_cov" => kl_cov(&input, param("ppo_kl_coef"), &normalizer)?,
+        "vespo" => Box::new(VespoSettings {
+            power_positive: param("k_pos"),
+            decay_positive: param("lambda_pos"),
+            power_negative: param("k_neg"),
+            decay_negative: param("lambda_neg"),
+        }),
+        "reinforce" => Box::new(Reinforce),
+        "clip_cov" => Box::new(ClipCov { range: range()?, settings: ClipCovSettings::default() }),
+        "kl_cov" => Box::new(KlCovSettings { coefficient: param("ppo_kl_coef"), ..KlCovSettings::default() }),
         other => panic!("{}: unknown family {other}", row.name),
     };
+    let result = loss.loss(&input, &normalizer, sequences.len())?;
     let mut actual = of_replicas(loss_actual(result), &row.params["global_batch_info"]);
     if row.params.get("cov_fraction").is_some() {
         let input = SelectionInput { sequences, old_log_prob: &log_prob, advantages: &advantages };

@@ -111,16 +111,15 @@ fn divergences_have_the_gradient_of_their_value_or_of_k2() {
         let loss = |estimator, log_prob: &[f32]| {
             kl_loss(&sequences, log_prob, &reference, estimator, &normalizer).unwrap()
         };
-        let result = loss(estimator, &batch.log_prob);
-        check(&format!("{estimator:?}"), &batch.mask, &result.grad_log_prob, |token, step| {
+        let (value, gradient) = loss(estimator, &batch.log_prob);
+        check(&format!("{estimator:?}"), &batch.mask, &gradient, |token, step| {
             let mut moved = batch.log_prob.clone();
             moved[token] += step;
-            loss(estimator, &moved).loss
+            loss(estimator, &moved).0
         });
         let Some(straight) = straight else { continue };
-        let straight = loss(straight, &batch.log_prob);
-        let k2 = loss(KlEstimator::K2, &batch.log_prob);
-        assert_eq!((straight.loss, straight.grad_log_prob), (result.loss, k2.grad_log_prob));
+        let (_, k2_gradient) = loss(KlEstimator::K2, &batch.log_prob);
+        assert_eq!(loss(straight, &batch.log_prob), (value, k2_gradient));
     }
 }
 

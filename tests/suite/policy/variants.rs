@@ -1,27 +1,21 @@
 //! What other tools offer under a name of their own and the recipe's keys already say: docs/POLICY.md
 //! lists it.
 
-use rloss::policy::loss::{CispoClip, ClipRange, LossInput, PolicyLoss, PpoClip};
-use rloss::policy::loss::{cispo, gspo, ppo};
-use rloss::policy::{Aggregation, Normalizer};
+use rloss::policy::Aggregation;
+use rloss::policy::loss::{CispoClip, ClipRange, Gspo, LossFunction, LossInput, PpoClip};
 
 use super::fixture::{AGGREGATIONS, Fixture, whole_batch};
 use super::trl::{TrlConfig, TrlObjective, trl};
 
 /// Compares a loss of ours with one of TRL's, weights of single tokens included where `weighted`.
-fn same(
-    weighted: bool,
-    objective: TrlObjective,
-    sequence_level: bool,
-    ours: impl Fn(&LossInput, &Normalizer) -> PolicyLoss,
-) {
+fn same(weighted: bool, objective: TrlObjective, sequence_level: bool, ours: &dyn LossFunction) {
     for (seed, aggregation) in (0..10).flat_map(|seed| AGGREGATIONS.map(|a| (seed, a))) {
         let batch = Fixture::new(seed);
         let normalizer = whole_batch(aggregation, &batch.sequences());
         let input = LossInput { weights: weighted.then_some(&batch.weights), ..batch.input() };
         let config = TrlConfig { objective, sequence_level, kl: None };
         let (theirs, _) = trl(&input, &config, &normalizer).unwrap();
-        let ours = ours(&input, &normalizer);
+        let ours = ours.loss(&input, &normalizer, 0).unwrap();
         let what = format!("{objective:?}, seed {seed}, {aggregation:?}");
         assert!((ours.loss - theirs.loss).abs() <= 1e-9, "{what}: {} for {}", ours.loss, theirs.loss);
         for (token, (a, b)) in ours.grad_log_prob.iter().zip(&theirs.grad_log_prob).enumerate() {
@@ -36,18 +30,18 @@ fn the_two_sided_clip_is_the_dual_clip() {
     for delta in [1.5, 3.0] {
         let clip = PpoClip::new(range, Some(delta)).unwrap();
         let theirs = TrlObjective::OutputClipper { range, delta: Some(delta) };
-        same(true, theirs, false, |input, normalizer| ppo(input, &clip, normalizer).unwrap());
+        same(true, theirs, false, &clip);
     }
     let clip = PpoClip::new(range, None).unwrap();
     let theirs = TrlObjective::OutputClipper { range, delta: None };
-    same(true, theirs, false, |input, normalizer| ppo(input, &clip, normalizer).unwrap());
+    same(true, theirs, false, &clip);
 }
 
 #[test]
 fn importance_sampling_at_sequence_level_is_gspo() {
     let range = ClipRange::new(0.2, 0.28).unwrap();
     let theirs = TrlObjective::OutputClipper { range, delta: None };
-    same(false, theirs, true, |input, normalizer| gspo(input, &range, normalizer).unwrap());
+    same(false, theirs, true, &Gspo(range));
 }
 
 #[test]
@@ -55,7 +49,7 @@ fn a_weight_bounded_above_only_is_cispo_with_an_open_lower_bound() {
     for ratio_max in [1.28, 5.0] {
         let clip = CispoClip::new(1.0, ratio_max - 1.0).unwrap();
         let theirs = TrlObjective::Cispo { ratio_max };
-        same(true, theirs, false, |input, normalizer| cispo(input, &clip, normalizer).unwrap());
+        same(true, theirs, false, &clip);
     }
 }
 

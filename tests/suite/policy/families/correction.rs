@@ -59,24 +59,23 @@ pub fn off_policy_mask_row(row: &Row) -> Outcome {
     let [log_prob, rollout, advantages] =
         ["log_prob", "old_log_prob", "advantages"].map(|key| floats(&row.inputs[key]));
     let bound = row.params["bound"].as_f64().expect("a number");
-    let mask = off_policy_mask(&batch.sequences(), &log_prob, &rollout, &advantages, bound)?;
-    Ok(vec![("masked", mask_values(&mask.masked))])
+    let (mask, _) = off_policy_mask(&batch.sequences(), &log_prob, &rollout, &advantages, bound)?;
+    Ok(vec![("masked", mask_values(&mask))])
 }
 
 pub fn weights(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
     let settings = importance(&row.params)?.expect("a level");
-    let result = importance_weights(&batch.sequences(), &floats(&row.inputs["log_ratio"]), &settings)?;
-    Ok(vec![("rollout_is_weights", widen(&result.weights)), ("metrics", Actual::Metrics(result.metrics))])
+    let (weights, metrics) =
+        importance_weights(&batch.sequences(), &floats(&row.inputs["log_ratio"]), &settings)?;
+    Ok(vec![("rollout_is_weights", widen(&weights)), ("metrics", Actual::Metrics(metrics))])
 }
 
 pub fn rejection(row: &Row) -> Outcome {
     let batch = Batch::new(row, "response_mask");
-    let result = reject(&batch.sequences(), &floats(&row.inputs["log_ratio"]), &rules(&row.params)?)?;
-    Ok(vec![
-        ("modified_response_mask", mask_values(&result.mask)),
-        ("metrics", Actual::Metrics(result.metrics)),
-    ])
+    let (mask, metrics) =
+        reject(&batch.sequences(), &floats(&row.inputs["log_ratio"]), &rules(&row.params)?)?;
+    Ok(vec![("modified_response_mask", mask_values(&mask)), ("metrics", Actual::Metrics(metrics))])
 }
 
 pub fn both(row: &Row) -> Outcome {

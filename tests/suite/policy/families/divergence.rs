@@ -38,13 +38,10 @@ pub fn kl_loss_row(row: &Row) -> Outcome {
     let normalizer = normalizer(text(row, "loss_agg_mode"), &row.params, &sequences, batch.width)?;
     let divergence = verl::estimator(text(row, "kl_loss_type"))?;
     let (log_prob, reference) = (floats(&row.inputs["log_prob"]), floats(&row.inputs["ref_log_prob"]));
-    let result = kl_loss(&sequences, &log_prob, &reference, divergence, &normalizer)?;
+    let (loss, gradient) = kl_loss(&sequences, &log_prob, &reference, divergence, &normalizer)?;
     let coefficient = number(row, "kl_loss_coef");
-    let gradient = result.grad_log_prob.iter().map(|&g| coefficient * f64::from(g)).collect();
-    Ok(vec![
-        ("kl_loss", scalar(result.loss)),
-        ("grad_log_prob_of_coef_times_kl_loss", Actual::Values(gradient)),
-    ])
+    let gradient = gradient.iter().map(|&g| coefficient * f64::from(g)).collect();
+    Ok(vec![("kl_loss", scalar(loss)), ("grad_log_prob_of_coef_times_kl_loss", Actual::Values(gradient))])
 }
 
 pub fn kl_in_reward_row(row: &Row) -> Outcome {
@@ -52,14 +49,14 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
     let settings = &row.params["controller"];
     let setting = |key: &str| settings[key].as_f64().expect("a number");
     let mut controller = match settings["type"].as_str() {
-        Some("fixed") => KlController::Fixed { coefficient: setting("kl_coef") },
+        Some("fixed") => KlController::fixed(setting("kl_coef")),
         Some("adaptive") => {
             KlController::adaptive(setting("kl_coef"), setting("target_kl"), setting("horizon"))?
         }
         other => panic!("{}: unknown controller {other:?}", row.name),
     };
     let coefficient = controller.coefficient();
-    let result = kl_in_reward(
+    let (rewards, kl) = kl_in_reward(
         &batch.sequences(),
         &floats(&row.inputs["token_level_scores"]),
         &floats(&row.inputs["old_log_probs"]),
@@ -67,13 +64,13 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
         verl::estimator(text(row, "kl_penalty"))?,
         coefficient,
     )?;
-    controller.update(result.kl, batch.sequences().len());
+    controller.update(kl, batch.sequences().len());
     let metrics = MetricMap::from([
-        ("actor/reward_kl_penalty".into(), result.kl),
+        ("actor/reward_kl_penalty".into(), kl),
         ("actor/reward_kl_penalty_coeff".into(), coefficient),
     ]);
     Ok(vec![
-        ("token_level_rewards", widen(&result.rewards)),
+        ("token_level_rewards", widen(&rewards)),
         ("metrics", Actual::Metrics(metrics)),
         ("kl_coef_after_update", scalar(controller.coefficient())),
     ])
