@@ -150,8 +150,9 @@ fn list_gpu_obstacles(
 ) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut obstacles = vec![];
+    let mut add = |key, reason: &str| obstacles.push((key, reason.to_owned()));
     if recipe.model.dtype != Dtype::Bf16 {
-        obstacles.push(("model.dtype", "a GPU supports only bf16; write \"bf16\"".to_owned()));
+        add("model.dtype", "a GPU supports only bf16; write \"bf16\"");
     }
     let model_key = match recipe.model.architecture {
         Some(_) => [
@@ -167,24 +168,25 @@ fn list_gpu_obstacles(
             "the head size is {}, but the GPU's attention kernels need {one} or {other}; use a model with that head size",
             config.head_dim
         );
-        obstacles.push((model_key[0], reason));
+        add(model_key[0], &reason);
     }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
         if !size.is_multiple_of(VECTOR_WIDTH) {
-            obstacles.push((
+            add(
                 key,
-                format!("{size} is not a multiple of {VECTOR_WIDTH}, which GPU kernels need; use a multiple"),
-            ));
+                &format!(
+                    "{size} is not a multiple of {VECTOR_WIDTH}, which GPU kernels need; use a multiple"
+                ),
+            );
         }
     }
     if recipe.policy.distill.is_some() {
         let reason = "no GPU kernel compares the policy with a teacher yet; remove [policy.distill]";
-        obstacles.push(("policy.distill.teacher", reason.to_owned()));
+        add("policy.distill.teacher", reason);
     }
     let targets = recipe.adapter.iter().flat_map(|adapter| &adapter.targets);
     if targets.into_iter().any(|pattern| names_head(pattern)) {
-        let reason = "no GPU kernel adapts the head yet; leave lm_head.weight out";
-        obstacles.push(("adapter.targets", reason.to_owned()));
+        add("adapter.targets", "no GPU kernel adapts the head yet; leave lm_head.weight out");
     }
     let ablations = &recipe.arms;
     let without_kernel = [
@@ -196,23 +198,19 @@ fn list_gpu_obstacles(
         ("arms.rollout_mantissa_bits", ablations.rollout_mantissa_bits > 0),
     ];
     for (key, _) in without_kernel.into_iter().filter(|(_, is_enabled)| *is_enabled) {
-        obstacles.push((key, "no GPU kernel has this ablation; disable it".to_owned()));
+        add(key, "no GPU kernel has this ablation; disable it");
     }
     if ranks > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
-            obstacles.push((
-                "device",
-                "with several processes, every process needs a GPU; write \"cuda\"".to_owned(),
-            ));
+            add("device", "with several processes, every process needs a GPU; write \"cuda\"");
         } else if !exchanges_on_devices {
             let reason = "GPUs of several processes exchange weights by NCCL; build with --features cuda,nccl, \
                           and start the processes with torchrun";
-            obstacles.push(("device", reason.to_owned()));
+            add("device", reason);
         }
         if parallel.packed_weights == PackedWeightPlacement::Sharded {
-            let reason = "each GPU holds all packed weights; write \"whole\"";
-            obstacles.push(("parallel.packed_weights", reason.to_owned()));
+            add("parallel.packed_weights", "each GPU holds all packed weights; write \"whole\"");
         }
     }
     obstacles

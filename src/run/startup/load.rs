@@ -67,7 +67,7 @@ pub fn start_on_mesh(
     if let Some(model) = reading_note(&plan.recipe) {
         console.print(&model);
     }
-    let mut startup = Startup::open_on_mesh(plan, command, mesh, checkpoint, console)?;
+    let mut startup = Startup::open_for(plan, command, (mesh, checkpoint), None, console)?;
     startup.check_memory(available)?;
     startup.load(console)
 }
@@ -107,7 +107,7 @@ impl Startup {
             .map(|(model, parameters, digest)| TeacherModel { actor: actor(model, parameters), digest });
         let Trainables { policy, critic, adapter } = self.trainables;
         let (mut parameters, mut trainable, mut base) = (parameters, policy, None);
-        if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
+        if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.factors.after_cold_start) {
             trainable = adapter.trainable_flags(trainable.len());
             if parameters.adapter().is_none() {
                 adapter.attach(&mut parameters, recipe.train.seed)?;
