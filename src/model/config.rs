@@ -130,18 +130,12 @@ impl Config {
         for Contradiction { keys: [key, _], value, what } in sizes.contradictions() {
             mistakes.push(format!("{} = {value} {what}", key.replace("yarn.", "rope_scaling.")));
         }
-        let mut unless = |holds: bool, mistake: String| {
-            if !holds {
-                mistakes.push(mistake);
-            }
-        };
         let (types, layers) = (self.layer_types.len(), self.num_hidden_layers);
-        unless(
-            types == layers,
-            format!(
+        if types != layers {
+            mistakes.push(format!(
                 "layer_types has {types} entries, but num_hidden_layers = {layers}; give one entry per layer"
-            ),
-        );
+            ));
+        }
         if mistakes.is_empty() && parameter_count(self) > PARAMETERS_MAX {
             let count = parameter_count(self);
             mistakes.push(format!("the sizes imply {count} parameters, more than {PARAMETERS_MAX}"));
