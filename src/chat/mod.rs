@@ -452,7 +452,7 @@ impl ChatTurnParser {
     /// Returns the number of messages that could not be read and after which the turn went on.
     pub fn broken_messages(&self) -> usize {
         match self {
-            ChatTurnParser::Harmony(parser) => parser.broken_messages(),
+            ChatTurnParser::Harmony(parser) => parser.broken_messages,
             ChatTurnParser::ChatMl(_) => 0,
         }
     }

@@ -314,15 +314,11 @@ fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
     }
 }
 
-fn bytes_on_disk(spec: &ParameterSpec, format: WeightFormat) -> u64 {
-    spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum()
-}
-
 /// Splits the parameters, in order, into shards of at most `shard_bytes_max` bytes.
 fn shards(specs: &[ParameterSpec], format: WeightFormat, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
     let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
     for (i, spec) in specs.iter().enumerate() {
-        let bytes = bytes_on_disk(spec, format);
+        let bytes = spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum::<u64>();
         if i > start && filled + bytes > shard_bytes_max {
             shards.push(&specs[start..i]);
             (start, filled) = (i, 0);

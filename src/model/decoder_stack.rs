@@ -126,7 +126,7 @@ impl DecoderStack<'_> {
     /// # Errors
     /// When a row does not exist.
     pub fn final_norm_rows(&self, hidden: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
-        self.model.norm(&ops::select_rows(hidden, rows)?, self.weights.final_norm())
+        self.model.norm(&ops::select_rows(hidden, rows)?, &self.weights.final_norm)
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of

@@ -47,7 +47,7 @@ impl ComputeDevice {
     /// Returns the GPU that `plan` requests.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
         // A launcher may make only one GPU visible to each process. Then the index has no offset.
-        let rank_offset = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
+        let rank_offset = if gpu_count() > 1 { mesh.local_rank } else { 0 };
         let index = plan.recipe.parallel.device_index + rank_offset;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
         let available = AvailableMemory { bytes: free_bytes, limit: format!("free on GPU {index} ({name})") };

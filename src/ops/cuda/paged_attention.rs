@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The keys and values of layers whose sequences have the same pages, in GPU memory.
 #[derive(Debug)]
 pub struct KvPool {
-    device: CudaDevice,
+    pub(super) device: CudaDevice,
     /// Per layer: `[pages · 64, 2, M, D]`.
     layers: Vec<Mutex<CudaSlice<bf16>>>,
     kv_heads: usize,
@@ -33,8 +33,8 @@ pub struct KvPool {
 /// pages.
 #[derive(Debug)]
 pub struct KvPages {
-    pool: Arc<KvPool>,
-    sequence: PagedSequence,
+    pub(super) pool: Arc<KvPool>,
+    pub(super) sequence: PagedSequence,
     /// From 1 on. No other sequence of the pool has or had it.
     id: u64,
 }
@@ -80,10 +80,6 @@ impl KvPool {
 
     fn with_id(self: &Arc<Self>, sequence: PagedSequence) -> KvPages {
         KvPages { pool: self.clone(), sequence, id: self.last_id.fetch_add(1, Ordering::Relaxed) + 1 }
-    }
-
-    pub(super) fn device(&self) -> &CudaDevice {
-        &self.device
     }
 
     /// Returns the number of free pages.
@@ -193,14 +189,6 @@ impl KvPages {
     /// Returns the id, which no other sequence of the pool has or had.
     pub fn id(&self) -> u64 {
         self.id
-    }
-
-    pub(super) fn pool(&self) -> &Arc<KvPool> {
-        &self.pool
-    }
-
-    pub(super) fn pages(&self) -> &PagedSequence {
-        &self.sequence
     }
 
     /// Returns a sequence of this pool with `len` positions of arbitrary contents, for timings.

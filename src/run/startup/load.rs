@@ -61,7 +61,7 @@ pub fn start_on_mesh(
     console: &Console,
 ) -> Result<Started> {
     // The collective call comes first, because the code below may fail on only one process.
-    let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host()));
+    let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host));
     let available = min_over_processes(mesh, local)?;
     // This line is printed first, because reading the first weights may take a minute.
     if let Some(model) = reading_note(&plan.recipe) {

@@ -78,7 +78,7 @@ impl Startup {
         console: &Console,
     ) -> Result<Self> {
         let _stage = console.start_inner_stage("starting", 0);
-        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
+        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores)?;
         let mut errors = ErrorList::default();
         let source = errors.collect(open_source(&plan.recipe, checkpoint, &threads));
         let task = errors.collect(open_task(&plan, command, console));
@@ -87,7 +87,7 @@ impl Startup {
         }
         let trainables =
             source.as_ref().and_then(|source| Trainables::open(&plan, source, command, &mut errors));
-        let workers = (threads.count(), mesh.ranks_on_host());
+        let workers = (threads.count(), mesh.ranks_on_host);
         let opened = task.and_then(|task| {
             let interpreter = errors.collect(open_interpreter(&plan.recipe, task.as_ref(), workers, console));
             errors.collect(check_tool_form(&plan, task.as_ref()));
@@ -168,7 +168,7 @@ impl Startup {
     pub fn memory_plan_input_for(&self, command: ModelCommand) -> MemoryPlanInput<'_> {
         let Environment { chat, task, interpreter, sft_rows, teacher_prompt, .. } = &self.environment;
         let (recipe, config) = (self.environment.recipe(), &self.source.config);
-        let workers = (self.threads.count(), self.mesh.ranks_on_host());
+        let workers = (self.threads.count(), self.mesh.ranks_on_host);
         let teacher = self.teacher.as_ref().filter(|_| command.trains());
         let rows = sft_rows.iter().flat_map(|rows| rows.iter());
         MemoryPlanInput {
