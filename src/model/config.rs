@@ -17,27 +17,17 @@ pub(super) const SIZE_MAX: u64 = 1 << 20;
 /// Maximum number of parameters. It keeps counts of bytes from overflowing.
 const PARAMETERS_MAX: u128 = 1 << 44;
 
-/// The range of positions that a layer attends to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerType {
-    /// Position i attends to every j with 0 <= i − j < `sliding_window`.
-    Sliding,
-    /// Position i attends to every j <= i.
-    Full,
+choice! {
+    /// The range of positions that a layer attends to.
+    pub enum LayerType {
+        /// Position i attends to every j with 0 <= i − j < `sliding_window`.
+        Sliding = "sliding_attention",
+        /// Position i attends to every j <= i.
+        Full = "full_attention",
+    }
 }
 
 impl LayerType {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            LayerType::Sliding => "sliding_attention",
-            LayerType::Full => "full_attention",
-        }
-    }
-
-    pub(super) fn from_name(name: &str) -> Option<Self> {
-        [LayerType::Sliding, LayerType::Full].into_iter().find(|t| t.name() == name)
-    }
-
     /// Returns the layer types of GPT-OSS: even layers have sliding windows, odd layers full attention.
     pub fn alternate(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()

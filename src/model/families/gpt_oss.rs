@@ -1,6 +1,7 @@
 //! GPT-OSS: attention with sinks, sliding windows in every other layer, and experts.
 
 use super::FamilyEntry;
+use crate::settings::Choice as _;
 use crate::chat::ChatFormat;
 use crate::model::config::{Config, LayerType};
 use crate::model::config_json::ConfigReader;

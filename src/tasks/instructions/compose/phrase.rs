@@ -5,28 +5,8 @@ use rand::seq::{IndexedRandom, SliceRandom};
 use serde_json::{Value, json};
 
 /// Words that an answer to a maths question can use or omit. No word is part of another one.
-const WORDS: [&str; 20] = [
-    "answer",
-    "balance",
-    "because",
-    "careful",
-    "compare",
-    "detail",
-    "divide",
-    "example",
-    "finally",
-    "group",
-    "method",
-    "number",
-    "pattern",
-    "reason",
-    "result",
-    "simple",
-    "therefore",
-    "total",
-    "value",
-    "verify",
-];
+const WORDS: &str = "answer balance because careful compare detail divide example finally group method \
+                     number pattern reason result simple therefore total value verify";
 
 /// Closing phrases. They have no comma, no word of [`WORDS`] and no rare letter.
 const END_PHRASES: [&str; 4] =
@@ -74,6 +54,10 @@ pub(super) fn draw_instruction(id: &str, question: &str, rng: &mut impl Rng) -> 
     }
 }
 
+fn words() -> Vec<&'static str> {
+    WORDS.split(' ').collect()
+}
+
 /// Returns one of two wordings at random.
 fn either(rng: &mut impl Rng, first: String, second: String) -> String {
     if rng.random() { first } else { second }
@@ -107,7 +91,7 @@ fn draw_count(id: &str, rng: &mut impl Rng) -> (Value, String) {
             (kwargs, either(rng, first, format!("The whole reply should run to {says} {n} words.")))
         }
         "keywords:frequency" => {
-            let (n, word): (u32, _) = (rng.random_range(2..=4), pick(&WORDS, rng));
+            let (n, word): (u32, _) = (rng.random_range(2..=4), *pick(&words(), rng));
             let kwargs = json!({ "keyword": word, "frequency": n, "relation": relation });
             (kwargs, format!("The word \"{word}\" should occur {says} {n} times."))
         }
@@ -125,7 +109,7 @@ fn draw_count(id: &str, rng: &mut impl Rng) -> (Value, String) {
 
 /// Draws an instruction on words, phrases or the language.
 fn draw_words(id: &str, rng: &mut impl Rng) -> (Value, String) {
-    let mut words = WORDS;
+    let mut words = words();
     words.shuffle(rng);
     let words = &words[..rng.random_range(1..=3)];
     let list = words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
