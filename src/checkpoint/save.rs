@@ -274,12 +274,10 @@ pub fn save_index(
     format: WeightFormat,
     manifest: &mut Manifest,
 ) -> Result<()> {
-    match folder.join(INDEX_FILE).exists() {
-        true => Ok(()),
-        false => {
-            manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&[&parameter_specs(config)], format)))
-        }
+    if folder.join(INDEX_FILE).exists() {
+        return Ok(());
     }
+    manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&[&parameter_specs(config)], format)))
 }
 
 /// Writes the files of a model in `format` except its weights: config, tokenizer, template.

@@ -30,8 +30,17 @@ impl ComputeDevice {
         MemoryChoices { gpu_sequences: self.available.is_some().then_some(1), ..MemoryChoices::default() }
     }
 
-    fn cpu() -> Self {
-        Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
+    /// Returns the CPU of this machine, or to plan for `target`.
+    ///
+    /// # Errors
+    /// When this processor lacks the instructions that the recipe's precision needs.
+    fn cpu(plan: &Plan, target: Option<&TargetMachine>) -> Result<Self, Vec<String>> {
+        if target.is_none() && !precision(&plan.recipe).is_supported() {
+            let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
+                    rounds the weights, or \"f32\"";
+            return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
+        }
+        Ok(Self { device: Device::Cpu, name: "cpu".to_owned(), available: None })
     }
 
     /// Returns whether the command computes on the CPU.
@@ -67,27 +76,10 @@ pub(super) fn choose_device(
     command: ModelCommand,
     target: Option<&TargetMachine>,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let compute_device = choose_by_key(plan, config, mesh, command, target)?;
-    if compute_device.is_cpu() && target.is_none() && !precision(&plan.recipe).is_supported() {
-        let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
-                    rounds the weights, or \"f32\"";
-        return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
-    }
-    Ok(compute_device)
-}
-
-/// Chooses the device by the key `device`. Does not check the processor's instructions.
-fn choose_by_key(
-    plan: &mut Plan,
-    config: &Config,
-    mesh: &Mesh,
-    command: ModelCommand,
-    target: Option<&TargetMachine>,
-) -> Result<ComputeDevice, Vec<String>> {
     let device_kind = plan.recipe.device;
     let has_gpus = cfg!(feature = "cuda") || target.is_some();
     if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && !has_gpus) {
-        return Ok(ComputeDevice::cpu());
+        return ComputeDevice::cpu(plan, target);
     }
     // A machine of several GPUs has a build with NCCL.
     let processes = match target {
@@ -119,7 +111,7 @@ fn choose_by_key(
         return Err(messages);
     }
     plan.warnings.push(format!("the run uses the CPU: {}", messages.join("; ")));
-    Ok(ComputeDevice::cpu())
+    ComputeDevice::cpu(plan, target)
 }
 
 /// Returns the first key that truncates the samples of training, with the reason why no GPU trains on them.

@@ -122,7 +122,7 @@ fn unusable_tokenizers_are_refused() {
     refused(edited(|json| json["model"]["ignore_merges"] = json!(true)), &["forge"]);
     refused(HarmonyTokenizer::from_bytes(b"{".to_vec(), "cut.json"), &["cut.json"]);
     let no_file = rloss::vocabulary::Vocabulary::from_file(std::path::Path::new("no/tokenizer.json"));
-    refused(no_file, &["no/tokenizer.json"]);
+    refused(no_file.and_then(|vocabulary| HarmonyTokenizer::new(vocabulary, "no")), &["no/tokenizer.json"]);
 }
 
 /// Text has the ids that the `tokenizers` library gives it, whatever the flags of added tokens and the
