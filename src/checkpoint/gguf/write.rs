@@ -120,7 +120,7 @@ pub fn write(
 fn write_file(
     path: &Path,
     header: &[u8],
-    mut write_data: impl FnMut(&mut BufWriter<File>) -> Result<()>,
+    write_data: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
 ) -> Result<()> {
     replace_file(path, |aside| {
         let mut out = BufWriter::new(File::create_new(aside)?);
@@ -187,7 +187,7 @@ pub fn write_adapter(
         }
     }
     write_file(path, &header(&entries, &tensors), |out| {
-        for values in std::mem::take(&mut data) {
+        for values in data {
             let bytes = TensorType::F32.encode(values)?;
             out.write_all(&bytes)?;
             pad(out, bytes.len())?;
