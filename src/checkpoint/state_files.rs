@@ -376,7 +376,8 @@ mod tests {
             let rule = files.shard_rule();
             let range_of = |rank: usize, ranks: usize| rule(&spec, 1, rank, ranks);
             for own in [0..VALUES, 200..600, 512..VALUES] {
-                let read = files.read("master.x", (DType::F32, VALUES), own.clone(), range_of).ok().flatten();
+                let name = (&spec, "master.x");
+                let read = files.read(name, (DType::F32, VALUES), own.clone(), range_of).unwrap();
                 let read: Vec<f32> = f32_values(&read.unwrap()).collect();
                 assert_eq!(read, values[own]);
             }
