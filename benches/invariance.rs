@@ -6,7 +6,7 @@ mod models;
 mod timing;
 
 use models::{SMALL, Shape, TINY, model, sequences};
-use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, Pass, PassSettings};
 use rloss::actor::gradients::{self, GradientSum};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::{Columns, PolicyColumns};
@@ -74,7 +74,10 @@ fn step(name: &str, shape: Shape, count: usize, length: usize, rounds: usize) {
             let weights = &parameters.pass_weights(Some(&sum.pass_sink(0, None))).expect("weights");
             let model = &model;
             let pass = Pass { model, weights, batch, settings, recompute_layers: true, teacher: None };
-            black_box(pass.forward_backward(&loss, &|| ()).expect("pass"));
+            black_box(
+                pass.forward_backward(&ColumnLoss { gradient: &loss, skips_zeros: false }, &|| ())
+                    .expect("pass"),
+            );
         },
     );
     println!("{name:<26} {:>14.1} {:>12.1} {:>7.3}", invariant * 1e3, default * 1e3, invariant / default);

@@ -1,7 +1,7 @@
 //! Runs the micro-batches of a batch, in parallel or one at a time. Adds up their gradients in batch order.
 
 use super::columns::Columns;
-use super::forward_backward::{Pass, PassOutput, PassSettings};
+use super::forward_backward::{ColumnLoss, Pass, PassOutput, PassSettings};
 use super::gradients::GradientSum;
 use super::micro_batch::{MicroBatch, MicroBatchLimits, PackingParameters};
 use super::teacher::TeacherPasses;
@@ -35,7 +35,7 @@ pub struct BatchRunner<'a> {
     pub recompute_layers: bool,
 }
 
-/// A [`super::forward_backward::ColumnLoss`] that also gets the index of the micro-batch.
+/// The gradient of a [`ColumnLoss`]. It also gets the index of the micro-batch.
 pub type MicroBatchLoss<'a, C> = &'a (dyn Fn(usize, &C) -> Result<C> + Sync);
 
 impl BatchRunner<'_> {
@@ -79,10 +79,8 @@ impl BatchRunner<'_> {
             let on_layer = || progress.advance_tokens(progress_tokens * FORWARD_SHARE / self.layers());
             // With several ranks, no backward pass is skipped, because the ranks exchange the gradients of
             // every pass.
-            match mesh.ranks() {
-                1 => pass.forward_backward_if_nonzero(&loss, &on_layer),
-                _ => pass.forward_backward(&loss, &on_layer),
-            }
+            let loss = ColumnLoss { gradient: &loss, skips_zeros: mesh.ranks() == 1 };
+            pass.forward_backward(&loss, &on_layer)
         };
         let sum = GradientSum::new(self.parameters);
         let in_parallel = teacher.is_none_or(|teacher| runs_in_parallel(teacher.weight_bytes()));

@@ -39,8 +39,15 @@ impl PassSettings {
     }
 }
 
-/// Computes the gradient of a loss with respect to the head's columns.
-pub type ColumnLoss<'a, C> = &'a dyn Fn(&C) -> Result<C>;
+/// A loss of the head's columns.
+#[derive(Clone, Copy)]
+pub struct ColumnLoss<'a, C> {
+    /// Computes the gradient of the loss with respect to the columns.
+    pub gradient: &'a dyn Fn(&C) -> Result<C>,
+    /// Whether a pass skips its backward pass if all gradients would be 0. This is so when every trajectory of
+    /// the micro-batch has an advantage of 0, and no other loss is on.
+    pub skips_zeros: bool,
+}
 
 /// The output of a pass without its gradients. The gradients go to the gradient sink of the weights.
 #[derive(Debug)]
@@ -107,34 +114,12 @@ impl Pass<'_> {
     /// When the batch does not fit the model, the head has other columns than `C`, or the loss fails.
     pub fn forward_backward<C: Columns>(
         &self,
-        loss: ColumnLoss<'_, C>,
+        loss: &ColumnLoss<C>,
         on_layer: &dyn Fn(),
-    ) -> Result<PassOutput<C>> {
-        self.run(loss, on_layer, false)
-    }
-
-    /// Works like [`Self::forward_backward`], but skips the backward pass if all gradients would be 0. This
-    /// is so when every trajectory of the micro-batch has an advantage of 0, and no other loss is on.
-    ///
-    /// # Errors
-    /// The errors of [`Self::forward_backward`].
-    pub fn forward_backward_if_nonzero<C: Columns>(
-        &self,
-        loss: ColumnLoss<'_, C>,
-        on_layer: &dyn Fn(),
-    ) -> Result<PassOutput<C>> {
-        self.run(loss, on_layer, self.settings.load_balance_coefficient == 0.0)
-    }
-
-    fn run<C: Columns>(
-        &self,
-        loss: ColumnLoss<'_, C>,
-        on_layer: &dyn Fn(),
-        skips_zero_gradient: bool,
     ) -> Result<PassOutput<C>> {
         match self.recompute_layers {
-            true => self.run_with_recomputation(loss, on_layer, skips_zero_gradient),
-            false => self.run_as_one_graph(loss, on_layer, skips_zero_gradient),
+            true => self.run_with_recomputation(loss, on_layer),
+            false => self.run_as_one_graph(loss, on_layer),
         }
     }
 
@@ -189,9 +174,8 @@ impl Pass<'_> {
     /// Runs the pass without recomputation.
     fn run_as_one_graph<C: Columns>(
         &self,
-        loss: ColumnLoss<'_, C>,
+        loss: &ColumnLoss<C>,
         on_layer: &dyn Fn(),
-        skips_zero_gradient: bool,
     ) -> Result<PassOutput<C>> {
         let (mut routed_experts, mut balance_losses, mut head_output) = (vec![], vec![], None);
         let mut has_gradients = true;
@@ -204,7 +188,7 @@ impl Pass<'_> {
                 Ok(())
             })?;
             let head = self.head(&hidden)?;
-            let (columns, gradient) = self.gradient(&head, loss, skips_zero_gradient)?;
+            let (columns, gradient) = self.gradient(&head, loss)?;
             has_gradients = gradient.is_some();
             roots.extend(gradient.map(|gradient| (head, gradient)));
             head_output = Some(columns);
@@ -218,9 +202,8 @@ impl Pass<'_> {
     /// Runs the pass with recomputation.
     fn run_with_recomputation<C: Columns>(
         &self,
-        loss: ColumnLoss<'_, C>,
+        loss: &ColumnLoss<C>,
         on_layer: &dyn Fn(),
-        skips_zero_gradient: bool,
     ) -> Result<PassOutput<C>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routed_experts) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
@@ -235,7 +218,7 @@ impl Pass<'_> {
         let mut head_output = None;
         let upstream = differentiate(&[&hidden], || {
             let head = self.head(&hidden)?;
-            let (columns, gradient) = self.gradient(&head, loss, skips_zero_gradient)?;
+            let (columns, gradient) = self.gradient(&head, loss)?;
             head_output = Some(columns);
             anyhow::Ok(gradient.map(|gradient| (head, gradient)).into_iter().collect())
         })?;
@@ -252,8 +235,9 @@ impl Pass<'_> {
             let next = index.checked_sub(1);
             upstream = input_gradient(&x, || {
                 // The recomputation uses the experts of the first forward pass.
-                let output = self
-                    .with_rows(Some(&routed_experts), |rows| self.stack().run_layer(index, next, &x, rows))?;
+                let output = self.with_rows(Some(&routed_experts), |rows| {
+                    self.stack().run_layer(index, next, &x, rows, None)
+                })?;
                 let balance = self.load_balance(&output, &mut balance_losses)?;
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
@@ -305,19 +289,15 @@ impl Pass<'_> {
     }
 
     /// Returns the columns of `head`, `[C, R]`, and the gradient of the loss with respect to `head`. The
-    /// gradient is `None` if all of its values are 0 and `skips_zero_gradient` is set.
-    fn gradient<C: Columns>(
-        &self,
-        head: &Tensor,
-        loss: ColumnLoss<'_, C>,
-        skips_zero_gradient: bool,
-    ) -> Result<(C, Option<Tensor>)> {
+    /// gradient is `None` if all of its values are 0 and the backward pass may be skipped.
+    fn gradient<C: Columns>(&self, head: &Tensor, loss: &ColumnLoss<C>) -> Result<(C, Option<Tensor>)> {
         let local: Vec<Vec<f32>> = head.to_vec2()?;
         let all = local.iter().map(|column| self.gather_column(column)).collect::<Result<_>>()?;
-        let gradients = loss(&C::from_rows(all)?)?.into_rows();
+        let gradients = (loss.gradient)(&C::from_rows(all)?)?.into_rows();
         let gradients: Vec<f32> = gradients.into_iter().flat_map(|column| self.local_shard(column)).collect();
         let columns = C::from_rows(local)?;
-        if skips_zero_gradient && gradients.iter().all(|value| *value == 0.0) {
+        let skips_zeros = loss.skips_zeros && self.settings.load_balance_coefficient == 0.0;
+        if skips_zeros && gradients.iter().all(|value| *value == 0.0) {
             return Ok((columns, None));
         }
         Ok((columns, Some(Tensor::from_vec(gradients, head.shape(), head.device())?)))

@@ -278,18 +278,13 @@ impl Reduction {
                     &values[shard_range(values.len(), *parameter, rank, ranks)],
                 ));
             }
-            shard_bytes += self.shard_values(*parameter) * size_of::<f32>();
+            let count = self.specs[*parameter].element_count();
+            shard_bytes += shard_range(count, *parameter, mesh.rank(), ranks).len() * size_of::<f32>();
         }
         let parts = parts.into_iter().map(Arc::new).collect();
         let exchange =
             mesh.start(label, &mesh.all_ranks(), parts, &vec![shard_bytes; ranks]).map_err(to_op_error)?;
         Ok(PendingSum::Host(tensors.into_iter().map(|(parameter, _)| parameter).collect(), exchange))
-    }
-
-    /// Returns the number of values in this rank's shard of a parameter's gradient.
-    fn shard_values(&self, parameter: usize) -> usize {
-        let values = self.specs[parameter].element_count();
-        shard_range(values, parameter, self.mesh.rank(), self.mesh.ranks()).len()
     }
 
     /// Adds received shards to the buffers, in rank order, until at most `bytes_max` bytes are in flight.

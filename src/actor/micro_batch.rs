@@ -132,7 +132,7 @@ impl MicroBatch {
         let target_indices = |range: &Range<usize>| -> Vec<usize> {
             (0..self.rows.len()).filter(|&index| range.contains(&(self.rows[index] as usize))).collect()
         };
-        let targets = rows.ranges().iter().map(target_indices).collect();
+        let targets = rows.ranges.iter().map(target_indices).collect();
         Ok(Some(MicroBatchShards { rows: Arc::new(rows), targets }))
     }
 

@@ -57,11 +57,7 @@ impl ChatFormat {
     /// # Errors
     /// [`crate::error::BadInput`] when the file cannot be read or lacks the format's control tokens.
     pub fn read(self, file: &Path) -> Result<Chat> {
-        Ok(match self {
-            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::from_file(file)?),
-            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::from_file(file)?),
-            ChatFormat::ThinkingChatMl => Chat::ChatMl(ChatMl::from_file(file)?.with_thinking(true)),
-        })
+        self.from_vocabulary(Vocabulary::from_file(file)?, &file.display().to_string())
     }
 
     /// Returns the tokenizer with this vocabulary. Error messages call its source `source_name`.
@@ -69,13 +65,11 @@ impl ChatFormat {
     /// # Errors
     /// [`crate::error::BadInput`] if control tokens are missing.
     pub fn from_vocabulary(self, vocabulary: Vocabulary, source_name: &str) -> Result<Chat> {
-        Ok(match self {
-            ChatFormat::Harmony => Chat::Harmony(HarmonyTokenizer::new(vocabulary, source_name)?),
-            ChatFormat::ChatMl => Chat::ChatMl(ChatMl::new(vocabulary, source_name)?),
-            ChatFormat::ThinkingChatMl => {
-                Chat::ChatMl(ChatMl::new(vocabulary, source_name)?.with_thinking(true))
-            }
-        })
+        if self == ChatFormat::Harmony {
+            return Ok(Chat::Harmony(HarmonyTokenizer::new(vocabulary, source_name)?));
+        }
+        let chat = ChatMl::new(vocabulary, source_name)?;
+        Ok(Chat::ChatMl(if self == ChatFormat::ChatMl { chat } else { chat.with_thinking(true) }))
     }
 
     /// Returns the tokenizer of a model with this template. GPT-OSS's conversations are in Harmony, whatever
@@ -452,7 +446,7 @@ impl ChatTurnParser {
     /// Returns the number of messages that could not be read and after which the turn went on.
     pub fn broken_messages(&self) -> usize {
         match self {
-            ChatTurnParser::Harmony(parser) => parser.broken_messages(),
+            ChatTurnParser::Harmony(parser) => parser.broken_messages,
             ChatTurnParser::ChatMl(_) => 0,
         }
     }

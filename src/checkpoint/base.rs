@@ -134,25 +134,20 @@ fn file_state(path: &Path) -> Result<FileState> {
 
 /// Returns the digest of the config and the weights in `folder`, or of a GGUF file, in hexadecimal.
 fn digest(folder: &Path) -> Result<String> {
+    let of_file = |file: &Path| {
+        file_digest(file, None).map_err(|e| bad_input!("{}: cannot be read: {e}", file.display()))
+    };
     if is_gguf(folder) {
         let mut all = blake3::Hasher::new();
         for file in gguf::files(folder)? {
-            let digest = file_digest(&file, None);
-            let digest = digest.map_err(|e| bad_input!("{}: cannot be read: {e}", file.display()))?;
-            all.update(digest.as_bytes());
+            all.update(of_file(&file)?.as_bytes());
         }
         return Ok(all.finalize().to_hex().to_string());
     }
     let known = Manifest::read(folder)?.unwrap_or_default();
     let mut lines = String::new();
     for name in std::iter::once("config.json".to_owned()).chain(weight_files(folder)?) {
-        let path = folder.join(&name);
-        let digest = match known.get(&name) {
-            Some(digest) => digest,
-            None => {
-                file_digest(&path, None).map_err(|e| bad_input!("{}: cannot be read: {e}", path.display()))?
-            }
-        };
+        let digest = known.get(&name).map_or_else(|| of_file(&folder.join(&name)), Ok)?;
         lines.push_str(&format!("{digest}  {name}\n"));
     }
     Ok(blake3::hash(lines.as_bytes()).to_hex().to_string())

@@ -28,6 +28,14 @@ pub const INDEX_FILE: &str = "model.safetensors.index.json";
 /// Maximum number of mistakes that one error lists. With a wrong config, every tensor is a mistake.
 const MISTAKES_SHOWN_MAX: usize = 16;
 
+/// Lists the first `shown_max` mistakes, and the number of the others.
+pub(super) fn list_mistakes(mut mistakes: Vec<String>, shown_max: usize) -> String {
+    let more = mistakes.len().saturating_sub(shown_max);
+    mistakes.truncate(shown_max);
+    mistakes.extend((more > 0).then(|| format!("and {more} more")));
+    mistakes.join("; ")
+}
+
 /// Returns whether `folder` has weight files of any kind. If a folder has no weight files, the model is
 /// initialised at random.
 ///
@@ -74,14 +82,11 @@ impl ModelFolder {
         if mistakes.is_empty() {
             return Ok(opened);
         }
-        let more = mistakes.len().saturating_sub(MISTAKES_SHOWN_MAX);
-        mistakes.truncate(MISTAKES_SHOWN_MAX);
-        let more = if more > 0 { format!("; and {more} more") } else { String::new() };
         Err(bad_input!(
-            "{}: the weights do not fit config.json: {}{more}. Use the config.json that belongs to these weights, or \
+            "{}: the weights do not fit config.json: {}. Use the config.json that belongs to these weights, or \
              remove the weights to start at random",
             folder.display(),
-            mistakes.join("; ")
+            list_mistakes(mistakes, MISTAKES_SHOWN_MAX)
         ))
     }
 

@@ -12,6 +12,7 @@
 //! e`. PEFT wraps the experts once for each of the two parameters. The inner wrapper has the name
 //! `base_layer`; if only one parameter has an adapter, there is no such name.
 
+use super::load::list_mistakes;
 use super::tensor_file::{FRAMEWORK, TensorFile, write_f32, write_tensors};
 use super::{BaseModel, hub};
 use crate::bad_input;
@@ -254,26 +255,18 @@ impl AdapterFolder {
     fn stored_values(&self, name: &str) -> Result<Vec<f32>> {
         let info = self.file.metadata.info(name).with_context(|| format!("no tensor {name}"))?;
         let bytes = self.file.read(info)?;
+        let refused =
+            |reason: String| bad_input!("{}: {name:?} {reason}", self.path.join(TENSORS_FILE).display());
         let stored: Vec<f32> = match info.dtype {
             Dtype::F32 => f32_values(&bytes).collect(),
             Dtype::F16 => bytes.as_chunks().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32()).collect(),
             Dtype::BF16 => {
                 bytes.as_chunks().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32()).collect()
             }
-            other => {
-                let file = self.path.join(TENSORS_FILE);
-                return Err(bad_input!(
-                    "{}: {name:?} is {other:?}; it must be F32, BF16 or F16",
-                    file.display()
-                ));
-            }
+            other => return Err(refused(format!("is {other:?}; it must be F32, BF16 or F16"))),
         };
         if let Some(value) = stored.iter().find(|value| !value.is_finite()) {
-            let file = self.path.join(TENSORS_FILE);
-            return Err(bad_input!(
-                "{}: {name:?} has the value {value}; use an earlier adapter",
-                file.display()
-            ));
+            return Err(refused(format!("has the value {value}; use an earlier adapter")));
         }
         Ok(stored)
     }
@@ -438,10 +431,8 @@ fn unsupported_settings(json: &Value) -> Vec<String> {
 
 fn mismatch_error(file: &Path, mistakes: Vec<String>) -> anyhow::Error {
     const MISTAKES_LISTED_MAX: usize = 8;
-    let more = mistakes.len().saturating_sub(MISTAKES_LISTED_MAX);
-    let more = if more > 0 { format!("; and {more} more") } else { String::new() };
-    let listed: Vec<String> = mistakes.into_iter().take(MISTAKES_LISTED_MAX).collect();
-    bad_input!("{}: the adapter does not match the model: {}{more}", file.display(), listed.join("; "))
+    let listed = list_mistakes(mistakes, MISTAKES_LISTED_MAX);
+    bad_input!("{}: the adapter does not match the model: {listed}", file.display())
 }
 
 /// Returns the module of a stored tensor, and the index of the factor: 0 for A, 1 for B.

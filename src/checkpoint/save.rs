@@ -274,12 +274,10 @@ pub fn save_index(
     format: WeightFormat,
     manifest: &mut Manifest,
 ) -> Result<()> {
-    match folder.join(INDEX_FILE).exists() {
-        true => Ok(()),
-        false => {
-            manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&[&parameter_specs(config)], format)))
-        }
+    if folder.join(INDEX_FILE).exists() {
+        return Ok(());
     }
+    manifest.write_file(folder, INDEX_FILE, &pretty(&index_json(&[&parameter_specs(config)], format)))
 }
 
 /// Writes the files of a model in `format` except its weights: config, tokenizer, template.
@@ -314,15 +312,11 @@ fn check_blocks(specs: &[ParameterSpec]) -> Result<()> {
     }
 }
 
-fn bytes_on_disk(spec: &ParameterSpec, format: WeightFormat) -> u64 {
-    spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum()
-}
-
 /// Splits the parameters, in order, into shards of at most `shard_bytes_max` bytes.
 fn shards(specs: &[ParameterSpec], format: WeightFormat, shard_bytes_max: u64) -> Vec<&[ParameterSpec]> {
     let (mut shards, mut start, mut filled) = (Vec::new(), 0, 0);
     for (i, spec) in specs.iter().enumerate() {
-        let bytes = bytes_on_disk(spec, format);
+        let bytes = spec.stored_tensors(format).iter().map(StoredTensor::bytes).sum::<u64>();
         if i > start && filled + bytes > shard_bytes_max {
             shards.push(&specs[start..i]);
             (start, filled) = (i, 0);

@@ -204,26 +204,27 @@ impl StateFiles {
 
     /// Returns the names of all tensors that are not empty.
     fn names(&self) -> BTreeSet<String> {
-        let names = |file: &TensorFile| {
-            let names = file.metadata.offset_keys();
-            names
-                .into_iter()
-                .filter(|name| file.metadata.info(name).is_some_and(|info| info.shape != [0]))
-                .collect()
-        };
-        self.files.iter().flat_map(|file: &TensorFile| -> Vec<String> { names(file) }).collect()
+        let names = self.files.iter().flat_map(|file| {
+            let has_values = |name: &String| file.metadata.info(name).is_some_and(|info| info.shape != [0]);
+            file.metadata.offset_keys().into_iter().filter(has_values)
+        });
+        names.collect()
     }
 
-    /// Reads the range `own` of the values of the tensor `name`. If the tensor is sharded, file m of M has
+    fn damaged(&self, problem: String) -> anyhow::Error {
+        bad_input!("{}: {problem}; {DAMAGE_REMEDY}", self.path.display())
+    }
+
+    /// Reads the range `own` of the values of the tensor `name` of `spec`. If the tensor is sharded, file m of M has
     /// the values `range_of(m, M)`. Otherwise the first file has the whole tensor. Returns `None` if no file
     /// has the tensor, and an error if its size or type is wrong.
     fn read(
         &self,
-        name: &str,
+        (spec, name): (&ParameterSpec, &str),
         (dtype, length): (DType, usize),
         own: Range<usize>,
         range_of: impl Fn(usize, usize) -> Range<usize>,
-    ) -> Result<Option<Vec<u8>>, StateMismatch> {
+    ) -> Result<Option<Vec<u8>>> {
         let infos: Vec<_> = self.files.iter().map(|file| (file, file.metadata.info(name))).collect();
         if infos.iter().all(|(_, info)| info.is_none()) {
             return Ok(None);
@@ -235,13 +236,12 @@ impl StateFiles {
             let Some(info) = info else { continue };
             let stored_range = if is_sharded { range_of(rank, infos.len()) } else { 0..length };
             if info.dtype != stored_dtype(dtype) || info.shape != [stored_range.len()] {
-                return Err(StateMismatch::Size);
+                return Err(self.damaged(format!("{} has another size or optimizer", spec.name)));
             }
             let common = stored_range.start.max(own.start)..stored_range.end.min(own.end);
             if !common.is_empty() {
                 let to = (common.start - own.start) * width..(common.end - own.start) * width;
-                file.read_at(info, (common.start - stored_range.start) * width, &mut bytes[to])
-                    .map_err(StateMismatch::ReadError)?;
+                file.read_at(info, (common.start - stored_range.start) * width, &mut bytes[to])?;
             }
         }
         Ok(Some(bytes))
@@ -255,12 +255,12 @@ impl StateFiles {
         is_first: bool,
         spec: &ParameterSpec,
         shard_of: impl Fn(usize, usize) -> Range<usize>,
-    ) -> Result<Option<Vec<f32>>, StateMismatch> {
+    ) -> Result<Option<Vec<f32>>> {
         let values = spec.element_count();
-        let codes = self.read(codes, (DType::U8, values), 0..values, &shard_of)?;
+        let codes = self.read((spec, codes), (DType::U8, values), 0..values, &shard_of)?;
         let blocks = values.div_ceil(BLOCK);
         let block_range = |rank, ranks| state_range(BLOCK_STATES[0], shard_of(rank, ranks));
-        let scales = self.read(scales, (DType::F32, blocks), 0..blocks, block_range)?;
+        let scales = self.read((spec, scales), (DType::F32, blocks), 0..blocks, block_range)?;
         let (Some(codes), Some(scales)) = (codes, scales) else { return Ok(None) };
         let scales: Vec<f32> = f32_values(&scales).collect();
         Ok(Some(decode_moment(is_first, &codes, &scales)))
@@ -271,12 +271,6 @@ impl StateFiles {
 fn names_of_8bit_moment(kind: &str, spec: &ParameterSpec) -> Option<[String; 2]> {
     let moment = MOMENTS.iter().position(|name| *name == kind)?;
     Some([CODES[moment], BLOCK_STATES[moment]].map(|kind| format!("{kind}.{}", spec.name)))
-}
-
-/// The reason why a stored tensor cannot be restored.
-enum StateMismatch {
-    Size,
-    ReadError(anyhow::Error),
 }
 
 /// Returns the number of processes that wrote the files of `stem` in `folder`.
@@ -299,7 +293,6 @@ pub fn restore(
     requires_frozen: bool,
 ) -> Result<()> {
     let files = StateFiles::open(folder, stem)?;
-    let damaged = |problem: String| bad_input!("{}: {problem}; {DAMAGE_REMEDY}", files.path.display());
     let mut unread = files.names();
     let shard_of = files.shard_rule();
     for (index, spec) in parameters.specs.clone().iter().enumerate() {
@@ -312,23 +305,19 @@ pub fn restore(
             let (dtype, length) = parameters.state_shape(index, kind)?;
             let own = parameters.local_range(index, kind, length);
             let range_of = |rank: usize, ranks: usize| state_range(kind, shard_of(spec, index, rank, ranks));
-            let mistake = |mismatch| match mismatch {
-                StateMismatch::Size => damaged(format!("{} has another size or optimizer", spec.name)),
-                StateMismatch::ReadError(error) => error,
-            };
-            let mut bytes = files.read(&name, (dtype, length), own.clone(), range_of).map_err(mistake)?;
+            let mut bytes = files.read((spec, &name), (dtype, length), own.clone(), range_of)?;
             // In older runs, the biases of experts had 8-bit moments.
             if let (None, true, Some(names)) =
                 (&bytes, spec.is_expert_parameter(), names_of_8bit_moment(kind, spec))
             {
                 let shard_of = |rank: usize, ranks: usize| shard_of(spec, index, rank, ranks);
                 let values = files.read_8bit_moment(&names, kind == MOMENTS[0], spec, shard_of);
-                bytes = values.map_err(mistake)?.map(|values| f32_bytes(&values[own]).to_vec());
+                bytes = values?.map(|values| f32_bytes(&values[own]).to_vec());
                 unread.retain(|name| !names.contains(name));
             }
             let Some(bytes) = bytes else {
                 if parameters.is_trained(index) || requires_frozen {
-                    return Err(damaged(format!("{} is missing", spec.name)));
+                    return Err(files.damaged(format!("{} is missing", spec.name)));
                 }
                 continue;
             };
@@ -336,14 +325,14 @@ pub fn restore(
             if dtype != DType::U8
                 && let Some(value) = f32_values(&bytes).find(|value| !value.is_finite())
             {
-                return Err(damaged(format!("{name} has the value {value}")));
+                return Err(files.damaged(format!("{name} has the value {value}")));
             }
             parameters.overwrite(index, kind, &bytes)?;
         }
     }
     // Without this check, the state of another optimizer would be dropped without a message.
     if let Some(name) = unread.first() {
-        return Err(damaged(format!("{name} belongs to another model or optimizer")));
+        return Err(files.damaged(format!("{name} belongs to another model or optimizer")));
     }
     Ok(())
 }
@@ -387,7 +376,8 @@ mod tests {
             let rule = files.shard_rule();
             let range_of = |rank: usize, ranks: usize| rule(&spec, 1, rank, ranks);
             for own in [0..VALUES, 200..600, 512..VALUES] {
-                let read = files.read("master.x", (DType::F32, VALUES), own.clone(), range_of).ok().flatten();
+                let name = (&spec, "master.x");
+                let read = files.read(name, (DType::F32, VALUES), own.clone(), range_of).unwrap();
                 let read: Vec<f32> = f32_values(&read.unwrap()).collect();
                 assert_eq!(read, values[own]);
             }

@@ -9,7 +9,7 @@ use crate::harmony::{Message, Role};
 use crate::metrics::{Console, format_count, sanitize_line, sanitize_terminal};
 use crate::panics::lock;
 use crate::recipe::{KeyScope, Plan, resolve_for};
-use crate::rollout::{Prompt, Rollout, RolloutPlan, TurnPosition};
+use crate::rollout::{Hooks, Prompt, Rollout, RolloutPlan, TurnPosition};
 use crate::run::environment::Environment;
 use crate::run::memory::ModelCommand;
 use crate::run::sampling::Sampling;
@@ -315,7 +315,7 @@ impl Talk<'_> {
         };
         let stop = || self.interrupt.as_ref().is_some_and(AnswerInterrupt::is_requested);
         self.interrupt.iter().for_each(AnswerInterrupt::begin);
-        let rollouts = self.sampler(&plan).sample_with_tokens(&prompt, &show, &stop);
+        let rollouts = self.sampler(&plan).run(&prompt, 1, Hooks { sampled: &show, ..Hooks::until(&stop) });
         self.interrupt.iter().for_each(AnswerInterrupt::end);
         let Some(rollouts) = rollouts? else {
             live.iter().for_each(|live| live.finish(&[]));

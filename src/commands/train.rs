@@ -118,9 +118,10 @@ pub(super) fn run_source(
         });
     }
     let run = || {
-        folder.write_model(&header::model_facts(&loaded, environment.recipe(), &device_name))?;
+        let facts = header::model_facts(&loaded, environment.recipe(), &device_name);
+        folder.write_line("model.json", &facts.to_string())?;
         if let Some(confinement) = environment.sandbox_description() {
-            folder.write_sandbox_description(&confinement)?;
+            folder.write_line("sandbox.txt", &confinement)?;
         }
         let model = (loaded, environment);
         let point = resume_point.as_ref();

@@ -29,9 +29,13 @@ pub struct Mesh {
     monitor: Option<LivenessMonitor>,
     /// Whether rank 0 works alone while the other ranks serve its requests.
     rank_zero_alone: AtomicBool,
-    ranks_on_host: usize,
-    local_rank: usize,
-    ranks_on_cores: usize,
+    /// The number of ranks on this machine.
+    pub ranks_on_host: usize,
+    /// this process's rank among the processes of its machine, from 0.
+    pub local_rank: usize,
+    /// The number of ranks on this machine that share this process's cores. A launcher may bind each
+    /// rank to cores of its own.
+    pub ranks_on_cores: usize,
     /// Number of ranks in a sequence-parallel group.
     sequence_ranks: AtomicUsize,
     /// Whether expert tensors are sharded by expert.
@@ -116,22 +120,6 @@ impl Mesh {
             shards_by_expert: AtomicBool::new(false),
             groups: OnceLock::new(),
         }
-    }
-
-    /// Returns the number of ranks on this machine.
-    pub fn ranks_on_host(&self) -> usize {
-        self.ranks_on_host
-    }
-
-    /// Returns this process's rank among the processes of its machine, from 0.
-    pub fn local_rank(&self) -> usize {
-        self.local_rank
-    }
-
-    /// Returns the number of ranks on this machine that share this process's cores. A launcher may bind each
-    /// rank to cores of its own.
-    pub fn ranks_on_cores(&self) -> usize {
-        self.ranks_on_cores
     }
 
     /// Groups every `ranks` consecutive ranks into one sequence-parallel group. `ranks` must divide the

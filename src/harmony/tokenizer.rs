@@ -4,7 +4,6 @@ use super::embedded_vocabulary;
 use crate::vocabulary::Vocabulary;
 use anyhow::Result;
 use std::ops::Deref;
-use std::path::Path;
 
 /// Ids of the control tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,19 +46,10 @@ pub struct HarmonyTokenizer {
 }
 
 impl HarmonyTokenizer {
-    /// Reads a `tokenizer.json`.
-    ///
-    /// # Errors
-    /// [`BadInput`](crate::error::BadInput) with the file: the errors of [`Vocabulary::from_file`], and an
-    /// error if control tokens are missing.
-    pub fn from_file(path: &Path) -> Result<Self> {
-        Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
-    }
-
     /// Reads a `tokenizer.json` from its bytes. Error messages call the source `source_name`.
     ///
     /// # Errors
-    /// The errors of [`Self::from_file`].
+    /// The errors of [`Vocabulary::from_bytes`] and of [`Self::new`].
     pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
         Self::new(Vocabulary::from_bytes(json, source_name)?, source_name)
     }

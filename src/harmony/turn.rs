@@ -130,7 +130,7 @@ pub struct TurnParser {
     messages: Vec<Message>,
     error: Option<TurnError>,
     /// Number of messages with broken headers after which the turn went on.
-    broken_messages: usize,
+    pub broken_messages: usize,
 }
 
 impl TurnParser {
@@ -150,11 +150,6 @@ impl TurnParser {
             State::Content { header, bytes, .. } if header.channel.as_deref() == Some("final") => Some(bytes),
             _ => None,
         }
-    }
-
-    /// Returns the number of messages with broken headers after which the turn went on.
-    pub fn broken_messages(&self) -> usize {
-        self.broken_messages
     }
 
     /// Returns the call that needs a reply, if the turn ended with [`TurnEnd::Called`].

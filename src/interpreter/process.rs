@@ -5,7 +5,7 @@ use super::frames::{self, DeadlinePipe};
 use crate::process_group::ProcessGroup;
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
@@ -132,8 +132,6 @@ impl Process {
 }
 
 /// Makes reads and writes return immediately.
-pub fn set_nonblocking(pipe: &impl AsRawFd) -> io::Result<()> {
-    // SAFETY: fcntl with integer arguments, on a descriptor that the caller owns.
-    let rc = unsafe { libc::fcntl(pipe.as_raw_fd(), libc::F_SETFL, libc::O_NONBLOCK) };
-    if rc < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+pub fn set_nonblocking(pipe: &impl AsFd) -> io::Result<()> {
+    Ok(rustix::fs::fcntl_setfl(pipe, rustix::fs::OFlags::NONBLOCK)?)
 }

@@ -17,27 +17,17 @@ pub(super) const SIZE_MAX: u64 = 1 << 20;
 /// Maximum number of parameters. It keeps counts of bytes from overflowing.
 const PARAMETERS_MAX: u128 = 1 << 44;
 
-/// The range of positions that a layer attends to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LayerType {
-    /// Position i attends to every j with 0 <= i − j < `sliding_window`.
-    Sliding,
-    /// Position i attends to every j <= i.
-    Full,
+choice! {
+    /// The range of positions that a layer attends to.
+    pub enum LayerType {
+        /// Position i attends to every j with 0 <= i − j < `sliding_window`.
+        Sliding = "sliding_attention",
+        /// Position i attends to every j <= i.
+        Full = "full_attention",
+    }
 }
 
 impl LayerType {
-    pub(super) fn name(self) -> &'static str {
-        match self {
-            LayerType::Sliding => "sliding_attention",
-            LayerType::Full => "full_attention",
-        }
-    }
-
-    pub(super) fn from_name(name: &str) -> Option<Self> {
-        [LayerType::Sliding, LayerType::Full].into_iter().find(|t| t.name() == name)
-    }
-
     /// Returns the layer types of GPT-OSS: even layers have sliding windows, odd layers full attention.
     pub fn alternate(num_hidden_layers: usize) -> Vec<LayerType> {
         [LayerType::Sliding, LayerType::Full].into_iter().cycle().take(num_hidden_layers).collect()
@@ -130,18 +120,12 @@ impl Config {
         for Contradiction { keys: [key, _], value, what } in sizes.contradictions() {
             mistakes.push(format!("{} = {value} {what}", key.replace("yarn.", "rope_scaling.")));
         }
-        let mut unless = |holds: bool, mistake: String| {
-            if !holds {
-                mistakes.push(mistake);
-            }
-        };
         let (types, layers) = (self.layer_types.len(), self.num_hidden_layers);
-        unless(
-            types == layers,
-            format!(
+        if types != layers {
+            mistakes.push(format!(
                 "layer_types has {types} entries, but num_hidden_layers = {layers}; give one entry per layer"
-            ),
-        );
+            ));
+        }
         if mistakes.is_empty() && parameter_count(self) > PARAMETERS_MAX {
             let count = parameter_count(self);
             mistakes.push(format!("the sizes imply {count} parameters, more than {PARAMETERS_MAX}"));

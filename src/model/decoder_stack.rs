@@ -51,7 +51,7 @@ impl DecoderStack<'_> {
         let pass = self.weights.start_pass(x.dim(0)?, self.model.config.num_experts_per_tok)?;
         for index in 0..layers {
             let next = Some(index + 1).filter(|&next| next < layers);
-            let output = self.run_layer_of_pass(index, next, &x, rows, pass.as_ref())?;
+            let output = self.run_layer(index, next, &x, rows, pass.as_ref())?;
             keep(index, &x, &output)?;
             x = output.hidden;
         }
@@ -83,20 +83,11 @@ impl DecoderStack<'_> {
     }
 
     /// Runs layer `index` on `x [T, H]`. `next` is the layer that the pass needs afterwards.
+    /// `expert_rows` has the rows of all ranks, if GPUs exchange them.
     ///
     /// # Errors
     /// When shapes disagree.
     pub fn run_layer(
-        &self,
-        index: usize,
-        next: Option<usize>,
-        x: &Tensor,
-        rows: &mut Rows,
-    ) -> Result<LayerOutput> {
-        self.run_layer_of_pass(index, next, x, rows, None)
-    }
-
-    fn run_layer_of_pass(
         &self,
         index: usize,
         next: Option<usize>,
@@ -135,7 +126,7 @@ impl DecoderStack<'_> {
     /// # Errors
     /// When a row does not exist.
     pub fn final_norm_rows(&self, hidden: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
-        self.model.norm(&ops::select_rows(hidden, rows)?, self.weights.final_norm())
+        self.model.norm(&ops::select_rows(hidden, rows)?, &self.weights.final_norm)
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of

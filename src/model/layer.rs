@@ -163,26 +163,12 @@ impl AttentionWeights {
 
 /// The MLPs of the experts of a layer.
 pub trait ExpertMlp: Send + Sync {
-    /// Returns the outputs `[R, H]` of rows `x [R, H]`, which are sorted by `plan`.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    fn forward(&self, x: &Tensor, plan: &Dispatch, model: &Model, options: &ForwardOptions)
-    -> Result<Tensor>;
-
     /// Returns the outputs `[T·K, H]` of tokens `h [T, H]`, sorted by `plan`.
     ///
     /// # Errors
     /// When shapes disagree.
-    fn forward_tokens(
-        &self,
-        h: &Tensor,
-        plan: &Dispatch,
-        model: &Model,
-        options: &ForwardOptions,
-    ) -> Result<Tensor> {
-        self.forward(&ops::dispatch(h, plan)?, plan, model, options)
-    }
+    fn forward(&self, h: &Tensor, plan: &Dispatch, model: &Model, options: &ForwardOptions)
+    -> Result<Tensor>;
 
     /// Returns the MLPs without gradients.
     fn without_gradient(&self) -> Arc<dyn ExpertMlp>;
@@ -212,7 +198,7 @@ impl Experts {
         }
         let replay = rows.replay.and_then(|layers| layers.get(pass.index));
         let SelectedExperts { routed_experts, plan, weights } = select(&router_logits, replay, pass)?;
-        let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, pass.model, options);
+        let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward(x, plan, pass.model, options);
         let own = RoutedRows { h, routed_experts: &routed_experts, plan: &plan };
         let outputs = match &self.expert_parallel {
             Some(parallel) => parallel.outputs(pass.expert_rows, &own, &mlp)?,
@@ -234,7 +220,7 @@ impl Experts {
         options: &ForwardOptions,
         expert_rows: Option<&PassRows>,
     ) -> Result<()> {
-        let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward_tokens(x, plan, model, options);
+        let mlp = |x: &Tensor, plan: &Dispatch| self.mlp.forward(x, plan, model, options);
         self.expert_parallel.as_ref().map_or(Ok(()), |parallel| parallel.serve(expert_rows, &mlp))
     }
 
@@ -282,17 +268,14 @@ pub struct SwigluMlp {
 }
 
 impl SwigluMlp {
-    /// Builds the MLP from the matrices `mlp.gate_proj`, `mlp.up_proj` and `mlp.down_proj`, which have no
+    /// Builds the MLP from the matrices `gate_proj`, `up_proj` and `down_proj` of `module`, which have no
     /// biases.
     ///
     /// # Errors
     /// When a matrix is missing.
-    pub fn from_tensors(tensors: &LayerTensors) -> Result<Self> {
-        Ok(Self {
-            gate: tensors.linear_without_bias("mlp.gate_proj")?,
-            up: tensors.linear_without_bias("mlp.up_proj")?,
-            down: tensors.linear_without_bias("mlp.down_proj")?,
-        })
+    pub fn from_tensors(tensors: &LayerTensors, module: &str) -> Result<Self> {
+        let matrix = |name: &str| tensors.linear_without_bias(&format!("{module}.{name}"));
+        Ok(Self { gate: matrix("gate_proj")?, up: matrix("up_proj")?, down: matrix("down_proj")? })
     }
 
     /// Returns the residual stream `x [T, H]` plus the output of the MLP for normed rows `h [T, H]`, rounded
@@ -312,5 +295,18 @@ impl SwigluMlp {
             up: self.up.without_gradient(),
             down: self.down.without_gradient(),
         }
+    }
+}
+
+/// The MLPs of experts: each matrix is one tensor for all experts.
+impl ExpertMlp for SwigluMlp {
+    fn forward(&self, h: &Tensor, plan: &Dispatch, _: &Model, _: &ForwardOptions) -> Result<Tensor> {
+        let x = ops::dispatch(h, plan)?;
+        let (gate, up) = (self.gate.grouped_matmul(&x, plan)?, self.up.grouped_matmul(&x, plan)?);
+        self.down.grouped_matmul(&ops::silu_and_mul(&gate, &up)?, plan)
+    }
+
+    fn without_gradient(&self) -> Arc<dyn ExpertMlp> {
+        Arc::new(self.without_gradient())
     }
 }

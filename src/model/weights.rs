@@ -126,7 +126,7 @@ pub struct Weights {
     is_tied: bool,
     layers: Arc<dyn LayerSource>,
     /// `[H]`.
-    final_norm: Parameter,
+    pub final_norm: Parameter,
     /// The LM head `[H, V]`. In a critic the value head `[H, 1]` with bias `[1]`, which returns one value per
     /// token.
     head: Matrix,
@@ -263,11 +263,6 @@ impl Weights {
     pub fn layer(&self, index: usize, next: Option<usize>) -> Result<Arc<dyn Layer>> {
         let layer = self.layers.layer(index, next)?;
         Ok(if self.has_gradients { layer } else { layer.without_gradient() })
-    }
-
-    /// Returns the weight `[H]` of the norm before the head.
-    pub fn final_norm(&self) -> &Parameter {
-        &self.final_norm
     }
 
     /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of

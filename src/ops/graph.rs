@@ -108,7 +108,7 @@ pub fn is_recording() -> bool {
 
 /// Records how `output` was computed, if one of `inputs` is tracked.
 fn record_op(output: Tensor, inputs: &[&Tensor], source: impl FnOnce() -> Source) -> Tensor {
-    if inputs.iter().any(|x| is_tracked(x)) {
+    if is_recording() && inputs.iter().any(|x| is_tracked(x)) {
         let source = source();
         TAPE.with_borrow_mut(|tape| {
             if let Some(tape) = tape {
@@ -134,9 +134,6 @@ pub fn apply_without_gradient<O: Operation<1>>(x: &Tensor, op: O) -> Result<Tens
 /// Errors of the op.
 pub fn apply<O: Operation<N>, const N: usize>(inputs: [&Tensor; N], op: O) -> Result<Tensor> {
     let output = run(&op, inputs)?;
-    if !is_recording() {
-        return Ok(output);
-    }
     Ok(record_op(output, &inputs, || Source::Operation(Box::new((op, inputs.map(Tensor::clone))))))
 }
 
@@ -157,9 +154,6 @@ pub fn add(x: &Tensor, y: &Tensor) -> Result<Tensor> {
 /// When the number of values differs.
 pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
     let output = x.reshape(shape.into())?;
-    if !is_recording() {
-        return Ok(output);
-    }
     Ok(record_op(output, &[x], || Source::Reshape(x.clone())))
 }
 
@@ -169,9 +163,6 @@ pub fn reshape(x: &Tensor, shape: impl Into<Shape>) -> Result<Tensor> {
 /// When `x` is shorter.
 pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
     let output = x.narrow(0, at.start, at.len())?;
-    if !is_recording() {
-        return Ok(output);
-    }
     Ok(record_op(output, &[x], || Source::Slice(x.clone(), at.start)))
 }
 
@@ -181,7 +172,7 @@ pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
 /// When memory runs out.
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     let output = x.contiguous()?;
-    if x.is_contiguous() || !is_recording() {
+    if x.is_contiguous() {
         return Ok(output);
     }
     Ok(record_op(output, &[x], || Source::Reshape(x.clone())))

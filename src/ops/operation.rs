@@ -50,6 +50,9 @@ impl<'a> HostArgument<'a> {
 /// A tensor in GPU memory, as an argument of a forward pass.
 pub type DeviceArgument<'a> = (&'a CudaStorage, &'a Layout);
 
+/// The gradients with respect to `N` input tensors. `None` for a tensor without gradient.
+pub type InputGradients<const N: usize> = Result<[Option<Tensor>; N]>;
+
 /// A differentiable op with `N` input tensors.
 pub trait Operation<const N: usize>: Send + Sync + 'static {
     /// The name of the op in messages.

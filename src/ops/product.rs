@@ -134,14 +134,8 @@ pub fn forward_product(
         product(config, &mut padded_out, x, w, (2, k, n), accumulate);
         out.copy_from_slice(&padded_out[..n]);
     } else {
-        product(
-            config,
-            out,
-            StridedMatrix::row_major(x, k),
-            StridedMatrix::row_major(w, n),
-            (m, k, n),
-            accumulate,
-        );
+        let (x, w) = (StridedMatrix::row_major(x, k), StridedMatrix::row_major(w, n));
+        product(config, out, x, w, (m, k, n), accumulate);
     }
 }
 
@@ -243,14 +237,8 @@ pub fn backward_product(
     w: &[f32],
     (m, n, k): (usize, usize, usize),
 ) {
-    product(
-        config,
-        out,
-        StridedMatrix::row_major(dy, n),
-        StridedMatrix::column_major(w, n),
-        (m, n, k),
-        false,
-    );
+    let (dy, w) = (StridedMatrix::row_major(dy, n), StridedMatrix::column_major(w, n));
+    product(config, out, dy, w, (m, n, k), false);
 }
 
 /// The default product of the `gemm` crate, to measure the cost of batch invariance. It is compiled for

@@ -143,10 +143,6 @@ impl Rotation {
         }
         Ok(())
     }
-
-    fn rows(&self, x: &[f32], width: usize, stride: usize, out: &mut [f32], back: bool) {
-        rotate_rows(self, x, width, stride, out, back);
-    }
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
@@ -189,7 +185,7 @@ impl Operation<1> for RotateQueries {
         let width = x.shape().dims()[1];
         let x = x.values()?;
         let mut out = buffer(x.len());
-        self.rotation.rows(x, width, width, &mut out, false);
+        rotate_rows(&self.rotation, x, width, width, &mut out, false);
         Ok((CpuStorage::F32(out), Shape::from(self.shape)))
     }
 
@@ -203,7 +199,7 @@ impl Operation<1> for RotateQueries {
             return Ok([Some(rope_backward(grad, &self.rotation)?)]);
         }
         let mut dx = buffer(x.elem_count());
-        self.rotation.rows(&host_values(grad)?, width, width, &mut dx, true);
+        rotate_rows(&self.rotation, &host_values(grad)?, width, width, &mut dx, true);
         Ok([Some(Tensor::from_vec(dx, x.shape(), x.device())?)])
     }
 }
@@ -241,7 +237,7 @@ impl Operation<2> for RotateKeys {
     fn cpu(&self, [k, v]: [HostArgument; 2]) -> Result<(CpuStorage, Shape)> {
         let (rows, width) = k.shape().dims2()?;
         let mut out = buffer(2 * rows * width);
-        self.rotation.rows(k.values()?, width, 2 * width, &mut out, false);
+        rotate_rows(&self.rotation, k.values()?, width, 2 * width, &mut out, false);
         for (row, v) in out.chunks_exact_mut(2 * width).zip(v.values()?.chunks_exact(width)) {
             row[width..].copy_from_slice(v);
         }
@@ -266,7 +262,7 @@ impl Operation<2> for RotateKeys {
             dv[at].copy_from_slice(&g[width..]);
         }
         let mut dk = buffer(rows * width);
-        self.rotation.rows(&rotated, width, width, &mut dk, true);
+        rotate_rows(&self.rotation, &rotated, width, width, &mut dk, true);
         let device = k.device();
         Ok([
             Some(Tensor::from_vec(dk, (rows, width), device)?),

@@ -9,7 +9,7 @@ use super::cpu::{host_ids, host_values};
 use super::cuda::{self, top_k_softmax_backward, top_k_softmax_forward};
 use super::graph::{apply, apply_without_gradient, contiguous};
 use super::math::exp;
-use super::operation::{DeviceArgument, HostArgument, Operation};
+use super::operation::{DeviceArgument, HostArgument, InputGradients, Operation};
 use candle_core::{CpuStorage, CudaStorage, Result, Shape, Tensor, bail};
 use multiversion::multiversion;
 
@@ -105,12 +105,7 @@ impl Operation<1> for TopKSoftmax {
         top_k_softmax_forward(logits, &self.routed_experts)
     }
 
-    fn backward(
-        &self,
-        [logits]: [&Tensor; 1],
-        weights: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Option<Tensor>; 1]> {
+    fn backward(&self, [logits]: [&Tensor; 1], weights: &Tensor, grad: &Tensor) -> InputGradients<1> {
         let (tokens, experts) = logits.dims2()?;
         if logits.device().is_cuda() {
             return Ok([Some(top_k_softmax_backward(weights, &self.routed_experts, grad, experts)?)]);

@@ -31,7 +31,7 @@ use super::cpu::{host_values, should_parallelize};
 use super::cuda::{DeviceLse, sink_attention_backward, sink_attention_forward};
 use super::graph::{apply, contiguous};
 use super::kv_cache::KvBlocks;
-use super::operation::{DeviceArgument, HostArgument, Operation};
+use super::operation::{DeviceArgument, HostArgument, InputGradients, Operation};
 use super::sequence_rows::SequenceRows;
 use backward::{BackwardInputs, attend_backward};
 pub use cached_attention::cached_sink_attention;
@@ -239,12 +239,7 @@ impl Operation<3> for PackedSinkAttention {
         Ok((out, shape))
     }
 
-    fn backward(
-        &self,
-        [q, kv, sinks]: [&Tensor; 3],
-        out: &Tensor,
-        grad: &Tensor,
-    ) -> Result<[Option<Tensor>; 3]> {
+    fn backward(&self, [q, kv, sinks]: [&Tensor; 3], out: &Tensor, grad: &Tensor) -> InputGradients<3> {
         let [dq, dkv, dsinks] = match self.lse.get() {
             Some(Lse::Host(lse)) => self.host_backward(lse, [q, kv, sinks, out, grad])?,
             Some(Lse::Device(lse)) => {

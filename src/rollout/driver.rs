@@ -29,7 +29,7 @@ pub type TokenObserver<'a> = dyn Fn(TurnPosition, u32, &[Message]) + Sync + 'a;
 
 /// Callbacks of a rollout's caller: progress, tokens, results, an early stop, and tokens to force.
 #[derive(Clone, Copy)]
-pub(super) struct Hooks<'a> {
+pub struct Hooks<'a> {
     pub progress: &'a (dyn Fn(RolloutProgress) + Sync),
     pub sampled: &'a TokenObserver<'a>,
     pub finished: &'a Observer<'a>,

@@ -18,7 +18,7 @@ pub mod trajectory_file;
 
 pub use crate::ops::logits::SamplingParameters;
 pub use conversation::{REPLY_FRAME_TOKENS, TokenRecord};
-pub use driver::{Observer, TokenObserver};
+pub use driver::{Hooks, Observer};
 pub use episodes::{EpisodeCounts, EpisodeFailure};
 pub use metrics::{metrics, staleness};
 pub use prompt::{Prompt, PromptLimits, first_messages};
@@ -32,7 +32,7 @@ use crate::metrics::{Phase, Progress};
 use crate::tasks::{OnFailure, Task};
 use crate::trajectory::{CallOutcome, Group, Trajectory, TrajectoryRow};
 use anyhow::{Context, Result};
-use driver::{Driver, Hooks};
+use driver::Driver;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::sync::{Mutex, PoisonError};
@@ -241,35 +241,6 @@ impl Rollout<'_> {
         self.sample_forced(&|_| vec![], prompts, samples, progress, stop)
     }
 
-    /// Performs [`Self::converse`] and passes each trajectory to `finished` as it ends, so that results
-    /// survive a stop.
-    ///
-    /// # Errors
-    /// Those of [`Self::converse`].
-    pub fn sample_with_observer(
-        &self,
-        prompts: &[Prompt],
-        samples: usize,
-        progress: &(dyn Fn(RolloutProgress) + Sync),
-        finished: &Observer<'_>,
-        stop: &(dyn Fn() -> bool + Sync),
-    ) -> Result<Option<Rollouts>> {
-        self.run(prompts, samples, Hooks { progress, finished, ..Hooks::until(stop) })
-    }
-
-    /// Samples one conversation of each prompt, and passes each token to `sampled` as it is drawn.
-    ///
-    /// # Errors
-    /// Those of [`Self::converse`].
-    pub fn sample_with_tokens(
-        &self,
-        prompts: &[Prompt],
-        sampled: &TokenObserver<'_>,
-        stop: &(dyn Fn() -> bool + Sync),
-    ) -> Result<Option<Rollouts>> {
-        self.run(prompts, 1, Hooks { sampled, ..Hooks::until(stop) })
-    }
-
     /// Performs [`Self::converse`] with the first tokens of each turn given by `forced`.
     /// Log-probabilities are still the model's.
     ///
@@ -287,7 +258,11 @@ impl Rollout<'_> {
         self.run(prompts, samples, hooks)
     }
 
-    fn run(&self, prompts: &[Prompt], samples: usize, hooks: Hooks) -> Result<Option<Rollouts>> {
+    /// Performs [`Self::converse`] with the callbacks of `hooks`.
+    ///
+    /// # Errors
+    /// Those of [`Self::converse`].
+    pub fn run(&self, prompts: &[Prompt], samples: usize, hooks: Hooks) -> Result<Option<Rollouts>> {
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
         let driver = Driver::new(self, rendered, samples, hooks);
         let result = driver.run();

@@ -1,7 +1,7 @@
 //! The adapter of a run: the adapter in the model's folder, or a new one that the recipe requests.
 
 use super::memory::AdapterInput;
-use super::trainable_flags::{adapter_trainable_flags, matches};
+use super::trainable_flags::{matches, policy_trainable_flags};
 use crate::model::adapter::{HEAD, Lora, Owner, default_targets, is_adaptable, specs_with_head};
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs};
@@ -16,12 +16,8 @@ use std::collections::BTreeSet;
 #[derive(Debug, Clone)]
 pub struct RunAdapter {
     pub lora: Lora,
-    /// Names and shapes of the LoRA factors.
-    pub specs: Vec<ParameterSpec>,
-    /// Trainable flags, one per factor.
-    pub trainable: Vec<bool>,
-    /// Whether the adapter is attached after an SFT warm-up, which trains the whole model.
-    pub after_cold_start: bool,
+    /// The factors, as the memory plan counts them.
+    pub factors: AdapterInput,
 }
 
 impl RunAdapter {
@@ -62,8 +58,8 @@ impl RunAdapter {
             && plan.recipe.cold_start.steps > 0;
         let after_cold_start = existing.is_none() && trains_base_first;
         // The warm-up of a run that resumes after it also trained the base.
-        let trainable = adapter_trainable_flags(plan, &specs, if trains_base_first { &base } else { &[] })?;
-        Ok(Some(Self { lora, specs, trainable, after_cold_start }))
+        let trainable = policy_trainable_flags(plan, &specs, if trains_base_first { &base } else { &[] })?;
+        Ok(Some(Self { lora, factors: AdapterInput { specs, trainable, after_cold_start } }))
     }
 
     /// Adds newly initialized factors to `parameters`.
@@ -78,16 +74,7 @@ impl RunAdapter {
     /// Returns the trainable flags of all tensors: first the `base_tensors` tensors of the base, which are
     /// frozen, then the factors.
     pub fn trainable_flags(&self, base_tensors: usize) -> Vec<bool> {
-        [&vec![false; base_tensors][..], &self.trainable].concat()
-    }
-
-    /// Returns the adapter's part of the memory plan's input.
-    pub(super) fn adapter_input(&self) -> AdapterInput {
-        AdapterInput {
-            specs: self.specs.clone(),
-            trainable: self.trainable.clone(),
-            after_cold_start: self.after_cold_start,
-        }
+        [&vec![false; base_tensors][..], &self.factors.trainable].concat()
     }
 }
 

@@ -30,8 +30,17 @@ impl ComputeDevice {
         MemoryChoices { gpu_sequences: self.available.is_some().then_some(1), ..MemoryChoices::default() }
     }
 
-    fn cpu() -> Self {
-        Self { device: Device::Cpu, name: "cpu".to_owned(), available: None }
+    /// Returns the CPU of this machine, or to plan for `target`.
+    ///
+    /// # Errors
+    /// When this processor lacks the instructions that the recipe's precision needs.
+    fn cpu(plan: &Plan, target: Option<&TargetMachine>) -> Result<Self, Vec<String>> {
+        if target.is_none() && !precision(&plan.recipe).is_supported() {
+            let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
+                    rounds the weights, or \"f32\"";
+            return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
+        }
+        Ok(Self { device: Device::Cpu, name: "cpu".to_owned(), available: None })
     }
 
     /// Returns whether the command computes on the CPU.
@@ -47,7 +56,7 @@ impl ComputeDevice {
     /// Returns the GPU that `plan` requests.
     fn gpu(plan: &Plan, mesh: &Mesh) -> candle_core::Result<Self> {
         // A launcher may make only one GPU visible to each process. Then the index has no offset.
-        let rank_offset = if gpu_count() > 1 { mesh.local_rank() } else { 0 };
+        let rank_offset = if gpu_count() > 1 { mesh.local_rank } else { 0 };
         let index = plan.recipe.parallel.device_index + rank_offset;
         let Gpu { device, name, free_bytes } = open_gpu(index)?;
         let available = AvailableMemory { bytes: free_bytes, limit: format!("free on GPU {index} ({name})") };
@@ -67,27 +76,10 @@ pub(super) fn choose_device(
     command: ModelCommand,
     target: Option<&TargetMachine>,
 ) -> Result<ComputeDevice, Vec<String>> {
-    let compute_device = choose_by_key(plan, config, mesh, command, target)?;
-    if compute_device.is_cpu() && target.is_none() && !precision(&plan.recipe).is_supported() {
-        let reason = "needs AVX-512 BF16 instructions, which this processor does not have; write \"bf16\", which only \
-                    rounds the weights, or \"f32\"";
-        return Err(vec![plan.mistake("model.dtype", reason.to_owned()).to_string()]);
-    }
-    Ok(compute_device)
-}
-
-/// Chooses the device by the key `device`. Does not check the processor's instructions.
-fn choose_by_key(
-    plan: &mut Plan,
-    config: &Config,
-    mesh: &Mesh,
-    command: ModelCommand,
-    target: Option<&TargetMachine>,
-) -> Result<ComputeDevice, Vec<String>> {
     let device_kind = plan.recipe.device;
     let has_gpus = cfg!(feature = "cuda") || target.is_some();
     if device_kind == DeviceKind::Cpu || (device_kind == DeviceKind::Auto && !has_gpus) {
-        return Ok(ComputeDevice::cpu());
+        return ComputeDevice::cpu(plan, target);
     }
     // A machine of several GPUs has a build with NCCL.
     let processes = match target {
@@ -119,7 +111,7 @@ fn choose_by_key(
         return Err(messages);
     }
     plan.warnings.push(format!("the run uses the CPU: {}", messages.join("; ")));
-    Ok(ComputeDevice::cpu())
+    ComputeDevice::cpu(plan, target)
 }
 
 /// Returns the first key that truncates the samples of training, with the reason why no GPU trains on them.
@@ -150,8 +142,9 @@ fn list_gpu_obstacles(
 ) -> Vec<(&'static str, String)> {
     let recipe = &plan.recipe;
     let mut obstacles = vec![];
+    let mut add = |key, reason: &str| obstacles.push((key, reason.to_owned()));
     if recipe.model.dtype != Dtype::Bf16 {
-        obstacles.push(("model.dtype", "a GPU supports only bf16; write \"bf16\"".to_owned()));
+        add("model.dtype", "a GPU supports only bf16; write \"bf16\"");
     }
     let model_key = match recipe.model.architecture {
         Some(_) => [
@@ -167,24 +160,25 @@ fn list_gpu_obstacles(
             "the head size is {}, but the GPU's attention kernels need {one} or {other}; use a model with that head size",
             config.head_dim
         );
-        obstacles.push((model_key[0], reason));
+        add(model_key[0], &reason);
     }
     for (key, size) in [(model_key[1], config.hidden_size), (model_key[2], config.intermediate_size)] {
         if !size.is_multiple_of(VECTOR_WIDTH) {
-            obstacles.push((
+            add(
                 key,
-                format!("{size} is not a multiple of {VECTOR_WIDTH}, which GPU kernels need; use a multiple"),
-            ));
+                &format!(
+                    "{size} is not a multiple of {VECTOR_WIDTH}, which GPU kernels need; use a multiple"
+                ),
+            );
         }
     }
     if recipe.policy.distill.is_some() {
         let reason = "no GPU kernel compares the policy with a teacher yet; remove [policy.distill]";
-        obstacles.push(("policy.distill.teacher", reason.to_owned()));
+        add("policy.distill.teacher", reason);
     }
     let targets = recipe.adapter.iter().flat_map(|adapter| &adapter.targets);
     if targets.into_iter().any(|pattern| names_head(pattern)) {
-        let reason = "no GPU kernel adapts the head yet; leave lm_head.weight out";
-        obstacles.push(("adapter.targets", reason.to_owned()));
+        add("adapter.targets", "no GPU kernel adapts the head yet; leave lm_head.weight out");
     }
     let ablations = &recipe.arms;
     let without_kernel = [
@@ -196,23 +190,19 @@ fn list_gpu_obstacles(
         ("arms.rollout_mantissa_bits", ablations.rollout_mantissa_bits > 0),
     ];
     for (key, _) in without_kernel.into_iter().filter(|(_, is_enabled)| *is_enabled) {
-        obstacles.push((key, "no GPU kernel has this ablation; disable it".to_owned()));
+        add(key, "no GPU kernel has this ablation; disable it");
     }
     if ranks > 1 {
         let parallel = &recipe.parallel;
         if recipe.device == DeviceKind::Auto {
-            obstacles.push((
-                "device",
-                "with several processes, every process needs a GPU; write \"cuda\"".to_owned(),
-            ));
+            add("device", "with several processes, every process needs a GPU; write \"cuda\"");
         } else if !exchanges_on_devices {
             let reason = "GPUs of several processes exchange weights by NCCL; build with --features cuda,nccl, \
                           and start the processes with torchrun";
-            obstacles.push(("device", reason.to_owned()));
+            add("device", reason);
         }
         if parallel.packed_weights == PackedWeightPlacement::Sharded {
-            let reason = "each GPU holds all packed weights; write \"whole\"";
-            obstacles.push(("parallel.packed_weights", reason.to_owned()));
+            add("parallel.packed_weights", "each GPU holds all packed weights; write \"whole\"");
         }
     }
     obstacles

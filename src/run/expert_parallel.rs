@@ -4,59 +4,53 @@ use crate::dist::ExpertPlacement;
 use crate::model::config::Config;
 use crate::model::names::{ParameterSpec, parameter_specs, value_model_specs};
 use crate::recipe::Plan;
-
-/// The parameters that a run trains, and where it runs.
-pub(super) struct TrainedExperts<'a> {
-    pub config: &'a Config,
-    /// Trainable flags of the policy's parameters.
-    pub trainable: &'a [bool],
-    /// Trainable flags of the critic's parameters, if the run has one.
-    pub critic_trainable: Option<&'a [bool]>,
-    pub has_adapter: bool,
-    pub on_gpu: bool,
-}
+use crate::run::startup::Trainables;
 
 const KEY: &str = "parallel.experts";
 
-impl TrainedExperts<'_> {
-    /// Returns the mistakes of a recipe with `parallel.experts = "by_expert"`, each with its remedy.
-    pub fn mistakes(&self, plan: &Plan) -> Vec<String> {
-        let recipe = &plan.recipe;
-        if recipe.parallel.experts != ExpertPlacement::ByExpert {
-            return vec![];
-        }
-        let mut reasons = vec![];
-        if !self.on_gpu {
-            reasons.push(
-                "expert parallelism in training needs GPUs; write \"gathered\", or device = \"cuda\""
-                    .to_owned(),
-            );
-        }
-        let frozen = |specs: &[ParameterSpec], trainable: &[bool]| {
-            let experts = specs.iter().zip(trainable).filter(|(spec, _)| spec.is_expert_parameter());
-            let (trained, frozen): (Vec<_>, Vec<_>) = experts.partition(|(_, is_trained)| **is_trained);
-            (trained.len(), frozen.first().map(|(spec, _)| spec.name.clone()))
-        };
-        let of_policy = frozen(&parameter_specs(self.config), self.trainable);
-        // The experts of a critic may be frozen together. Then each process has all of them.
-        let of_critic =
-            self.critic_trainable.map(|trainable| frozen(&value_model_specs(self.config), trainable));
-        if self.has_adapter {
-            let reason = "an adapter leaves the experts frozen, and each GPU holds all frozen experts; write \"gathered\", or remove [adapter]";
-            reasons.push(reason.to_owned());
-        } else if let Some(name) = of_policy.1 {
-            reasons.push(format!("{name} is frozen, and each GPU holds all frozen experts; write \"gathered\", or remove its pattern from train.freeze"));
-        } else if let Some((1.., Some(name))) = of_critic {
-            reasons.push(format!("the critic's {name} is frozen, but other experts are not; write \"gathered\", or freeze all of its experts with critic.freeze"));
-        }
-        reasons.into_iter().map(|reason| plan.mistake(KEY, reason).to_string()).collect()
+/// Returns the mistakes of a recipe with `parallel.experts = "by_expert"`, each with its remedy.
+pub(super) fn expert_mistakes(
+    plan: &Plan,
+    config: &Config,
+    trained: &Trainables,
+    on_gpu: bool,
+) -> Vec<String> {
+    let recipe = &plan.recipe;
+    if recipe.parallel.experts != ExpertPlacement::ByExpert {
+        return vec![];
     }
+    let mut reasons = vec![];
+    if !on_gpu {
+        reasons.push(
+            "expert parallelism in training needs GPUs; write \"gathered\", or device = \"cuda\"".to_owned(),
+        );
+    }
+    let frozen = |specs: &[ParameterSpec], trainable: &[bool]| {
+        let experts = specs.iter().zip(trainable).filter(|(spec, _)| spec.is_expert_parameter());
+        let (trained, frozen): (Vec<_>, Vec<_>) = experts.partition(|(_, is_trained)| **is_trained);
+        (trained.len(), frozen.first().map(|(spec, _)| spec.name.clone()))
+    };
+    let of_policy = frozen(&parameter_specs(config), &trained.policy);
+    // The experts of a critic may be frozen together. Then each process has all of them.
+    let of_critic = trained.critic.as_ref().map(|trainable| frozen(&value_model_specs(config), trainable));
+    if trained.adapter.is_some() {
+        let reason = "an adapter leaves the experts frozen, and each GPU holds all frozen experts; write \"gathered\", or remove [adapter]";
+        reasons.push(reason.to_owned());
+    } else if let Some(name) = of_policy.1 {
+        reasons.push(format!("{name} is frozen, and each GPU holds all frozen experts; write \"gathered\", or remove its pattern from train.freeze"));
+    } else if let Some((1.., Some(name))) = of_critic {
+        reasons.push(format!("the critic's {name} is frozen, but other experts are not; write \"gathered\", or freeze all of its experts with critic.freeze"));
+    }
+    reasons.into_iter().map(|reason| plan.mistake(KEY, reason).to_string()).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::adapter::Lora;
     use crate::recipe::resolve;
+    use crate::run::adapter::RunAdapter;
+    use crate::run::memory::AdapterInput;
     use crate::run::source::ModelSource;
     use std::path::Path;
 
@@ -71,8 +65,11 @@ mod tests {
         let config = ModelSource::open(&plan.recipe).unwrap().config;
         let specs = parameter_specs(&config);
         let trainable: Vec<bool> = specs.iter().map(|spec| !spec.name.contains(frozen)).collect();
-        TrainedExperts { config: &config, trainable: &trainable, critic_trainable: None, has_adapter, on_gpu }
-            .mistakes(&plan)
+        let factors = AdapterInput { specs: vec![], trainable: vec![], after_cold_start: false };
+        let lora = Lora { rank: 1, alpha: 1.0, rslora: false, targets: vec![] };
+        let adapter = has_adapter.then_some(RunAdapter { lora, factors });
+        let trained = Trainables { policy: trainable, critic: None, adapter };
+        expert_mistakes(&plan, &config, &trained, on_gpu)
     }
 
     #[test]

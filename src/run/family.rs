@@ -1,6 +1,6 @@
 //! Rejects recipe keys that the model's family does not support.
 
-use crate::chat::{Chat, ChatFormat, SystemPromptSettings};
+use crate::chat::{Chat, ChatFormat};
 use crate::dist::{ExpertPlacement, RolloutWeightPlacement};
 use crate::model::config::WeightFormat;
 use crate::model::families::Family;
@@ -14,41 +14,71 @@ use crate::settings::Choice;
 /// remedy.
 pub(super) fn unsupported_keys(plan: &Plan, family: Family, chat: &Chat) -> Vec<String> {
     let recipe = &plan.recipe;
+    let (ablations, init, chat_keys) = (&recipe.arms, &recipe.model.init, &recipe.chat);
+    let default = Architecture::default();
+    let architecture = recipe.model.architecture.as_ref().unwrap_or(&default);
+    let is_harmony = family.chat == ChatFormat::Harmony;
     let mut keys = vec![];
-    if !family.has_sinks {
-        keys.extend(unsupported_sink_keys(plan));
-    }
-    if !family.has_experts {
-        keys.extend(unsupported_expert_keys(plan));
-    }
-    let architecture = recipe.model.architecture.clone().unwrap_or_default();
-    let has_other_window = architecture.sliding_window != Architecture::default().sliding_window;
-    keys.extend(select_keys(
-        [("model.architecture.sliding_window", has_other_window && !family.has_windows)],
-        "its layers have full attention",
-    ));
-    keys.extend(select_keys(
-        [(
-            "model.architecture.tie_word_embeddings",
-            architecture.tie_word_embeddings && !family.may_tie_embeddings,
-        )],
-        "its lm_head has separate weights",
-    ));
-    let limit = architecture.swiglu_limit != Architecture::default().swiglu_limit;
-    keys.extend(select_keys(
-        [("model.architecture.swiglu_limit", limit && !family.has_swiglu_limit)],
-        "its SwiGLU has no clamp",
-    ));
-    let mxfp4 = recipe.checkpoint.dtype == WeightFormat::Mxfp4;
-    keys.extend(select_keys(
-        [("checkpoint.dtype", mxfp4 && !family.has_mxfp4)],
-        "its weights are not stored in MXFP4",
-    ));
-    if family.chat != ChatFormat::Harmony {
-        keys.extend(unsupported_harmony_keys(&recipe.chat));
-    }
-    let thinking = recipe.chat.enable_thinking.is_some() && family.chat != ChatFormat::ThinkingChatMl;
-    keys.extend(select_keys([("chat.enable_thinking", thinking)], "its template has no thoughts"));
+    let mut refuse = |is_supported: bool, reason, is_set: &[(&'static str, bool)]| {
+        let set = is_set.iter().filter(|(_, is_set)| *is_set && !is_supported);
+        keys.extend(set.map(|(key, _)| (*key, reason)));
+    };
+    // Only random weights have an initial value.
+    let has_initial_sink = init.sink != InitSettings::default().sink && recipe.model.path.is_none();
+    refuse(
+        family.has_sinks,
+        "its attention has no sinks",
+        &[
+            ("arms.no_train_sinks", ablations.no_train_sinks),
+            ("arms.no_sink_gradient", ablations.no_sink_gradient),
+            ("model.init.sink", has_initial_sink),
+        ],
+    );
+    let has_other_experts = architecture.num_local_experts != default.num_local_experts;
+    let has_other_top_k = architecture.num_experts_per_tok != default.num_experts_per_tok;
+    refuse(
+        family.has_experts,
+        "it has no experts and no router",
+        &[
+            ("model.architecture.num_local_experts", has_other_experts),
+            ("model.architecture.num_experts_per_tok", has_other_top_k),
+            ("arms.router_noise", ablations.router_noise > 0.0),
+            ("arms.router_noise_rollout", ablations.router_noise_rollout > 0.0),
+            ("arms.router_noise_train", ablations.router_noise_train > 0.0),
+            ("arms.rollout_mxfp4", ablations.rollout_mxfp4),
+            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeightPlacement::ByExpert),
+            ("parallel.experts", recipe.parallel.experts == ExpertPlacement::ByExpert),
+            ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
+            ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
+            ("rollout.keep_routes", recipe.rollout.keep_routes),
+            ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
+        ],
+    );
+    let window =
+        [("model.architecture.sliding_window", architecture.sliding_window != default.sliding_window)];
+    refuse(family.has_windows, "its layers have full attention", &window);
+    let tied = [("model.architecture.tie_word_embeddings", architecture.tie_word_embeddings)];
+    refuse(family.may_tie_embeddings, "its lm_head has separate weights", &tied);
+    let limit = [("model.architecture.swiglu_limit", architecture.swiglu_limit != default.swiglu_limit)];
+    refuse(family.has_swiglu_limit, "its SwiGLU has no clamp", &limit);
+    let mxfp4 = [("checkpoint.dtype", recipe.checkpoint.dtype == WeightFormat::Mxfp4)];
+    refuse(family.has_mxfp4, "its weights are not stored in MXFP4", &mxfp4);
+    refuse(
+        is_harmony,
+        "its system message has no such line",
+        &[
+            ("chat.knowledge_cutoff", chat_keys.knowledge_cutoff.is_some()),
+            ("chat.current_date", chat_keys.current_date.is_some()),
+            ("chat.reasoning_effort", chat_keys.reasoning_effort.is_some()),
+        ],
+    );
+    let has_no_place = chat_keys.system_message == Some(false) && chat_keys.developer_instructions.is_some();
+    let reason =
+        "its template writes these instructions into the system message; set chat.system_message = true";
+    refuse(is_harmony, reason, &[("chat.developer_instructions", has_no_place)]);
+    let thinks = family.chat == ChatFormat::ThinkingChatMl;
+    let thoughts = [("chat.enable_thinking", chat_keys.enable_thinking.is_some())];
+    refuse(thinks, "its template has no thoughts", &thoughts);
     let message = |(key, reason): (&str, &str)| {
         let text = format!("has no meaning for the family {:?}: {reason}; remove the key", family.name());
         plan.mistake(key, text).to_string()
@@ -69,76 +99,4 @@ pub(super) fn unsupported_keys(plan: &Plan, family: Family, chat: &Chat) -> Vec<
 /// always refused.
 fn has_no_effect(key: &str) -> bool {
     key.starts_with("chat.") || key.ends_with(".load_balance_coefficient") || key == "model.init.sink"
-}
-
-/// A key, and the reason why the family does not support it.
-type UnsupportedKey = (&'static str, &'static str);
-
-/// Returns the keys that are set, each with the same reason.
-fn select_keys(
-    keys: impl IntoIterator<Item = (&'static str, bool)>,
-    reason: &'static str,
-) -> Vec<UnsupportedKey> {
-    keys.into_iter().filter(|(_, is_set)| *is_set).map(|(key, _)| (key, reason)).collect()
-}
-
-fn unsupported_sink_keys(plan: &Plan) -> Vec<UnsupportedKey> {
-    let (ablations, init) = (&plan.recipe.arms, &plan.recipe.model.init);
-    select_keys(
-        [
-            ("arms.no_train_sinks", ablations.no_train_sinks),
-            ("arms.no_sink_gradient", ablations.no_sink_gradient),
-            // Only random weights have an initial value.
-            (
-                "model.init.sink",
-                init.sink != InitSettings::default().sink && plan.recipe.model.path.is_none(),
-            ),
-        ],
-        "its attention has no sinks",
-    )
-}
-
-fn unsupported_expert_keys(plan: &Plan) -> Vec<UnsupportedKey> {
-    let recipe = &plan.recipe;
-    let (ablations, default) = (&recipe.arms, Architecture::default());
-    let architecture = recipe.model.architecture.as_ref().unwrap_or(&default);
-    select_keys(
-        [
-            (
-                "model.architecture.num_local_experts",
-                architecture.num_local_experts != default.num_local_experts,
-            ),
-            (
-                "model.architecture.num_experts_per_tok",
-                architecture.num_experts_per_tok != default.num_experts_per_tok,
-            ),
-            ("arms.router_noise", ablations.router_noise > 0.0),
-            ("arms.router_noise_rollout", ablations.router_noise_rollout > 0.0),
-            ("arms.router_noise_train", ablations.router_noise_train > 0.0),
-            ("arms.rollout_mxfp4", ablations.rollout_mxfp4),
-            ("parallel.rollout_weights", recipe.parallel.rollout_weights == RolloutWeightPlacement::ByExpert),
-            ("parallel.experts", recipe.parallel.experts == ExpertPlacement::ByExpert),
-            ("cold_start.load_balance_coefficient", recipe.cold_start.load_balance_coefficient > 0.0),
-            ("train.load_balance_coefficient", recipe.train.load_balance_coefficient > 0.0),
-            ("rollout.keep_routes", recipe.rollout.keep_routes),
-            ("policy.router_replay", recipe.policy.router_replay != RouterReplay::None),
-        ],
-        "it has no experts and no router",
-    )
-}
-
-fn unsupported_harmony_keys(chat: &SystemPromptSettings) -> Vec<UnsupportedKey> {
-    let mut keys = select_keys(
-        [
-            ("chat.knowledge_cutoff", chat.knowledge_cutoff.is_some()),
-            ("chat.current_date", chat.current_date.is_some()),
-            ("chat.reasoning_effort", chat.reasoning_effort.is_some()),
-        ],
-        "its system message has no such line",
-    );
-    let has_no_place = chat.system_message == Some(false) && chat.developer_instructions.is_some();
-    let reason =
-        "its template writes these instructions into the system message; set chat.system_message = true";
-    keys.extend(select_keys([("chat.developer_instructions", has_no_place)], reason));
-    keys
 }

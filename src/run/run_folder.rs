@@ -17,6 +17,7 @@ use crate::metrics::{
 use crate::recipe::{Plan, RecipeSource, resume_differences};
 use crate::trajectory::TrajectoryRow;
 use anyhow::{Context, Result};
+use serde::Serialize;
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{BufWriter, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -223,15 +224,16 @@ impl RunFolder {
         })
     }
 
-    /// Writes the model's name and size to `model.json`.
+    /// Writes the file `name` of one line: `model.json`, or `sandbox.txt` with the description of the Python
+    /// tool's sandbox.
     ///
     /// # Errors
     /// When the disk cannot be written.
-    pub fn write_model(&self, model: &serde_json::Value) -> Result<()> {
+    pub fn write_line(&self, name: &str, line: &str) -> Result<()> {
         if self.files.is_none() {
             return Ok(());
         }
-        write_file(&self.path.join("model.json"), &format!("{model}\n"))
+        write_file(&self.path.join(name), &format!("{line}\n"))
     }
 
     /// Returns the name of the last device of the run in `path`, as in `RunContext::device_name`.
@@ -239,17 +241,6 @@ impl RunFolder {
         let text = fs::read_to_string(path.join("model.json")).ok()?;
         let model: serde_json::Value = serde_json::from_str(&text).ok()?;
         model["device"].as_str().map(str::to_owned)
-    }
-
-    /// Writes the description of the Python tool's sandbox.
-    ///
-    /// # Errors
-    /// When the disk cannot be written.
-    pub fn write_sandbox_description(&self, confinement: &str) -> Result<()> {
-        if self.files.is_none() {
-            return Ok(());
-        }
-        write_file(&self.path.join("sandbox.txt"), &format!("{confinement}\n"))
     }
 }
 
@@ -265,14 +256,19 @@ pub fn write_trajectories(
     let file = folder.join(format!("{name}.jsonl"));
     let write = || -> Result<()> {
         fs::create_dir_all(folder)?;
-        let mut out = BufWriter::new(File::create(&file)?);
-        for row in rows {
-            serde_json::to_writer(&mut out, &row)?;
-            out.write_all(b"\n")?;
-        }
-        Ok(out.flush()?)
+        write_rows(&file, rows)
     };
     write().with_context(|| format!("writing {}", file.display()))
+}
+
+/// Writes `file`, one row of JSON per line.
+pub(super) fn write_rows(file: &Path, rows: impl Iterator<Item = impl Serialize>) -> Result<()> {
+    let mut out = BufWriter::new(File::create(file)?);
+    for row in rows {
+        serde_json::to_writer(&mut out, &row)?;
+        out.write_all(b"\n")?;
+    }
+    Ok(out.flush()?)
 }
 
 /// Removes the files of steps and evaluations after step `last` from `folder`; all of them without a step.

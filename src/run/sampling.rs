@@ -8,7 +8,9 @@ use crate::model::policy_view::PolicyView;
 use crate::ops::threads::Threads;
 use crate::random::Purpose;
 use crate::rollout::partial::GroupInProgress;
-use crate::rollout::{Observer, Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Rollouts};
+use crate::rollout::{
+    Hooks, Observer, Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, Rollouts,
+};
 use anyhow::Result;
 
 /// An actor that samples, and the environment that it samples in.
@@ -111,10 +113,10 @@ impl<'a> Sampling<'a> {
             return agent.play_episodes(engine, plan, (prompts, samples), kept, progress, stop);
         }
         let (mesh, rollout) = (self.actor.mesh(), self.rollout(engine, plan));
-        let converse = |prompts: &[Prompt]| match finished {
-            Some(finished) => rollout.sample_with_observer(prompts, samples, progress, finished, stop),
-            None => rollout.converse(prompts, samples, progress, stop),
-        };
+        let keeps_parts = finished.is_none();
+        let finished = finished.unwrap_or(&|_, _| ());
+        let hooks = Hooks { progress, finished, keeps_parts, ..Hooks::until(stop) };
+        let converse = |prompts: &[Prompt]| rollout.run(prompts, samples, hooks);
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         if ranks == 1 {
             return converse(prompts);

@@ -9,7 +9,7 @@
 
 use super::header;
 use super::memory::ModelCommand;
-use super::run_folder::{RunFolder, contains_run, lock, refuse_other_files};
+use super::run_folder::{RunFolder, contains_run, lock, refuse_other_files, write_rows};
 use super::sampling::Sampling;
 use super::signals::StopFlag;
 use super::startup::Started;
@@ -186,15 +186,13 @@ impl<'a> SamplingFolder<'a> {
                 finished_file.display()
             ));
             let rows = trajectory_file::read(&finished_file, false)?.0;
-            return group_by_prompt(rows, prompts, samples, &finished_file)?.into_iter().collect::<Option<_>>().map_or_else(
-                || {
-                    Err(bad_input!(
-                        "{}: trajectories are missing; restore the file, or name another folder with --out",
-                        finished_file.display()
-                    ))
-                },
-                |rows| Ok(Some(rows)),
-            );
+            let groups = group_by_prompt(rows, prompts, samples, &finished_file)?;
+            return groups.into_iter().collect::<Option<_>>().map(Some).ok_or_else(|| {
+                bad_input!(
+                    "{}: trajectories are missing; restore the file, or name another folder with --out",
+                    finished_file.display()
+                )
+            });
         }
         fs::create_dir_all(self.path.join("trajectories"))?;
         let mut groups: Vec<Option<Vec<TrajectoryRow>>> = vec![None; prompts.len()];
@@ -287,15 +285,7 @@ impl<'a> SamplingFolder<'a> {
 
     /// Writes all rows in order to `finished_file`, atomically. Then removes the partial file.
     fn finish(&self, finished_file: &Path, partial: &Path, rows: &[Vec<TrajectoryRow>]) -> Result<()> {
-        replace_file(finished_file, |temporary| {
-            let mut out = std::io::BufWriter::new(File::create(temporary)?);
-            for row in rows.iter().flatten() {
-                serde_json::to_writer(&mut out, row)?;
-                out.write_all(b"\n")?;
-            }
-            out.into_inner()?;
-            Ok(())
-        })?;
+        replace_file(finished_file, |temporary| write_rows(temporary, rows.iter().flatten()))?;
         fs::remove_file(partial).with_context(|| format!("removing {}", partial.display()))
     }
 }

@@ -1,7 +1,7 @@
 //! Proposes the sizes in a recipe for a model and this machine, so that a step fits in memory and takes
 //! minutes.
 
-use super::memory::{MemoryPlan, ModelCommand, available_memory, gigabytes};
+use super::memory::{ModelCommand, available_memory, gigabytes};
 use super::startup::Startup;
 use crate::metrics::{Console, format_count};
 use crate::recipe::{KeyScope, resolve_for};
@@ -131,7 +131,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
         changes.push(("checkpoint.every_steps", CHECKPOINT_STEPS.to_string(), remark));
     }
     let peak_bytes = |changes: &[_]| -> Result<f64> {
-        Ok(MemoryPlan::new(&open_startup(file, text, changes)?.memory_plan_input()).peak_bytes() as f64)
+        Ok(open_startup(file, text, changes)?.memory_plan_input().peak_bytes() as f64)
     };
     let is_toy = plan.recipe.train.optimizer.lr > LORA_RATE && parameters > TOY_PARAMETERS;
     let warm_up = &plan.recipe.cold_start;
@@ -183,7 +183,7 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let with_all_activations = {
         let mut startup = open_startup(file, text, &changes)?;
         startup.choose_sharding(1, free.as_ref());
-        MemoryPlan::new(&startup.memory_plan_input()).peak_bytes()
+        startup.memory_plan_input().peak_bytes()
     };
     let memory = match with_all_activations > peak as u64 {
         true => format!(

@@ -14,7 +14,7 @@ use crate::dist::Mesh;
 use crate::error::shell_quote;
 use crate::metrics::{Console, Phase};
 use crate::model::config::{Config, Rope, WeightFormat};
-use crate::model::init::{InitSettings, init};
+use crate::model::init::init;
 use crate::model::layers_on_demand::WeightChange;
 use crate::model::names::{ParameterSpec, parameter_specs};
 use crate::model::parameters::{Backend, Parameters};
@@ -105,21 +105,25 @@ impl ModelSource {
                 };
                 let config = architecture_config(architecture, &chat);
                 config.check()?;
-                let companions = CompanionFiles::from_chat(&chat);
-                let formats = vec![StoredFormat::F32; parameter_specs(&config).len()];
-                Ok(Self {
-                    config,
-                    chat,
-                    companions,
-                    weights: None,
-                    folder_without_weights: None,
-                    formats,
-                    folder: None,
-                    adapter: None,
-                    rounds_blocks: false,
-                })
+                Ok(Self::new(config, CompanionFiles::from_chat(&chat), chat, None))
             }
             (None, None) => bail!("neither model.path nor model.architecture"),
+        }
+    }
+
+    /// Returns a model without an adapter. Without `weights`, every tensor has f32 values.
+    fn new(config: Config, companions: CompanionFiles, chat: Chat, weights: Option<ModelFolder>) -> Self {
+        let format = |spec| weights.as_ref().map_or(StoredFormat::F32, |weights| weights.format_of(spec));
+        Self {
+            formats: parameter_specs(&config).iter().map(format).collect(),
+            config,
+            chat,
+            companions,
+            weights: weights.map(Arc::new),
+            folder_without_weights: None,
+            folder: None,
+            adapter: None,
+            rounds_blocks: false,
         }
     }
 
@@ -211,25 +215,11 @@ impl ModelSource {
         }
         name_ends(&mut config, &chat);
         let companions = CompanionFiles::read(folder, &chat)?.with_generation_config(&config, &chat);
-        let specs = parameter_specs(&config);
-        let (weights, folder_without_weights, formats) = if has_weights(folder) {
-            let weights = ModelFolder::open(folder, &config)?;
-            let formats = specs.iter().map(|spec| weights.format_of(spec)).collect();
-            (Some(Arc::new(weights)), None, formats)
-        } else {
-            (None, Some(folder.to_owned()), vec![StoredFormat::F32; specs.len()])
-        };
-        let folder = Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned()));
+        let weights = has_weights(folder).then(|| ModelFolder::open(folder, &config)).transpose()?;
         Ok(Self {
-            config,
-            chat,
-            companions,
-            weights,
-            folder_without_weights,
-            formats,
-            folder,
-            adapter: None,
-            rounds_blocks: false,
+            folder_without_weights: weights.is_none().then(|| folder.to_owned()),
+            folder: Some(std::path::absolute(folder).unwrap_or_else(|_| folder.to_owned())),
+            ..Self::new(config, companions, chat, weights)
         })
     }
 
@@ -247,21 +237,11 @@ impl ModelSource {
         }
         name_ends(&mut config, &chat);
         let weights = ModelFolder::from_gguf(path, weights);
-        let formats = parameter_specs(&config).iter().map(|spec| weights.format_of(spec)).collect();
+        let template = Some(template.default).filter(|text| !text.is_empty());
+        let companions = CompanionFiles::from_gguf(&chat, template).with_generation_config(&config, &chat);
         Ok(Self {
-            companions: CompanionFiles::from_gguf(
-                &chat,
-                Some(template.default).filter(|text| !text.is_empty()),
-            )
-            .with_generation_config(&config, &chat),
-            config,
-            chat,
-            weights: Some(Arc::new(weights)),
-            folder_without_weights: None,
-            formats,
             folder: Some(std::path::absolute(path).unwrap_or_else(|_| path.to_owned())),
-            adapter: None,
-            rounds_blocks: false,
+            ..Self::new(config, companions, chat, Some(weights))
         })
     }
 
@@ -326,12 +306,7 @@ impl ModelSource {
             values
         };
         let Some(folder) = &self.weights else {
-            let settings = InitSettings {
-                embedding_std: recipe.model.init.embedding_std,
-                head_scale: recipe.model.init.head_scale,
-                sink: recipe.model.init.sink,
-            };
-            let tensors = init(&self.config, &settings, recipe.train.seed)?;
+            let tensors = init(&self.config, &recipe.model.init, recipe.train.seed)?;
             let tensors = tensors.into_iter().map(|(spec, values)| {
                 let stored = TensorStorage::variable(&spec, round(values))?;
                 Ok((spec, stored))

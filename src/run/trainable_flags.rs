@@ -9,19 +9,14 @@ use wildmatch::WildMatchPattern;
 /// The pattern of the parameters that `arms.freeze_attention` freezes.
 const ATTENTION: &str = "model.layers.*.self_attn.*";
 
-/// Returns the policy's trainable flags, one per spec. `train.freeze` and an ablation can freeze parameters.
-/// `specs` may include adapter factors.
-pub(super) fn policy_trainable_flags(plan: &Plan, specs: &[ParameterSpec]) -> Result<Vec<bool>> {
-    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), specs, &[])
-}
-
-/// Returns the trainable flags of an adapter's factors. Patterns may also match parameters in `others`.
-pub(super) fn adapter_trainable_flags(
+/// Returns the trainable flags of the policy's parameters or of an adapter's factors, one per spec.
+/// `train.freeze` and an ablation can freeze parameters. Patterns may also match parameters in `others`.
+pub(super) fn policy_trainable_flags(
     plan: &Plan,
-    factors: &[ParameterSpec],
+    specs: &[ParameterSpec],
     others: &[ParameterSpec],
 ) -> Result<Vec<bool>> {
-    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), factors, others)
+    trainable_flags(plan, "train.freeze", &plan.recipe.train.freeze, ablation_pattern(plan), specs, others)
 }
 
 /// Returns the critic's trainable flags, from `critic.freeze`. `None` without a critic. The critic's own

@@ -83,10 +83,6 @@ impl Task for AgentTask {
         &self.validation
     }
 
-    fn uses_python(&self) -> bool {
-        false
-    }
-
     /// Returns the text of the last message, or an empty text: only the program knows what an answer is.
     fn answer_text(&self, transcript: &Transcript) -> Option<String> {
         Some(transcript.final_text().unwrap_or_default().trim().to_owned())

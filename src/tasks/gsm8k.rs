@@ -247,10 +247,6 @@ impl Task for Gsm8k {
         &self.validation
     }
 
-    fn uses_python(&self) -> bool {
-        false
-    }
-
     fn demonstration(&self, seed: u64, index: u64) -> Option<Demonstration> {
         Some(self.train[self.demonstrations.row(seed, index)].demonstration(self.form))
     }

@@ -143,7 +143,9 @@ pub trait Task: Send + Sync {
     fn validation_sets(&self) -> &[ValidationSet];
 
     /// Returns whether the model may call the Python tool.
-    fn uses_python(&self) -> bool;
+    fn uses_python(&self) -> bool {
+        false
+    }
 
     /// Returns demonstration number `index` for SFT warm-up. `None` if the task has no demonstrations.
     fn demonstration(&self, _seed: u64, _index: u64) -> Option<Demonstration> {

@@ -301,10 +301,6 @@ impl Task for PythonTask {
         &self.validation
     }
 
-    fn uses_python(&self) -> bool {
-        false
-    }
-
     fn may_take_long(&self) -> bool {
         true
     }

@@ -242,10 +242,6 @@ impl Task for VerifyIf {
         &self.validation
     }
 
-    fn uses_python(&self) -> bool {
-        false
-    }
-
     fn next_user_message(&self, problem: &Problem, transcript: &Transcript) -> Result<Option<Message>> {
         let asked = 1 + transcript.messages.iter().filter(|m| m.role == Role::User).count();
         let turn = problem.answer.get(asked);

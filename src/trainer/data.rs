@@ -74,16 +74,16 @@ fn open_stored(inputs: &DataInputs) -> Result<Option<StoredRollouts>> {
         StoredRollouts::open(file, config.vocab_size, tokens_max, replayed_shape, episodes_min)
     };
     let stored = recipe.train.trajectories.as_ref().map(open).transpose()?;
-    if !on_cpu && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
-        let reason = "the trajectories were sampled with top_p, top_k or min_p, and no GPU kernel computes \
-                      training's log-probs over the kept tokens yet; use the CPU with device = \"cpu\"";
-        return Err(bad_input!("{}", plan.mistake("train.trajectories", reason.to_owned())));
-    }
-    let distills = recipe.policy.distill.is_some();
-    if distills && stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
-        let reason = "the trajectories were sampled with top_p, top_k or min_p, and with policy.distill all log-probs are over \
-                      the whole vocabulary; sample without these keys";
-        return Err(bad_input!("{}", plan.mistake("train.trajectories", reason.to_owned())));
+    let reason = if !on_cpu {
+        "no GPU kernel computes training's log-probs over the kept tokens yet; use the CPU with device = \"cpu\""
+    } else if recipe.policy.distill.is_some() {
+        "with policy.distill all log-probs are over the whole vocabulary; sample without these keys"
+    } else {
+        return Ok(stored);
+    };
+    if stored.as_ref().is_some_and(StoredRollouts::has_kept_tokens) {
+        let reason = format!("the trajectories were sampled with top_p, top_k or min_p, and {reason}");
+        return Err(bad_input!("{}", plan.mistake("train.trajectories", reason)));
     }
     Ok(stored)
 }

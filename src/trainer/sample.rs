@@ -149,11 +149,7 @@ impl SampleOutput {
             metrics.set("engine/bit_equal_fraction", engine.bit_equal_fraction);
             metrics.set("engine/logprob_abs_diff_max", engine.log_prob_abs_diff_max);
             let groups = self.training_groups();
-            rollout::staleness(groups.iter().map(|group| &**group), step - 1).finish()?.iter().for_each(
-                |(name, value)| {
-                    metrics.set(name, value);
-                },
-            );
+            metrics.extend(rollout::staleness(groups.iter().map(|group| &**group), step - 1).finish()?);
         }
         if let Some(episodes) = &self.rollouts.episodes {
             metrics.extend(episodes.metrics());

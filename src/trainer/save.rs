@@ -27,14 +27,12 @@ impl Trainer {
         Ok(must_stop && !is_end)
     }
 
-    /// Returns the format of saved weights.
-    fn weight_format(&self) -> WeightFormat {
-        self.environment.plan.recipe.checkpoint.dtype
-    }
-
     /// Warns if the disk has too little free space for the next checkpoints.
     pub(super) fn check_disk_space(&self) {
-        let policy = checkpoint::estimate_bytes(self.weight_format(), &self.loaded.actor.parameters);
+        let policy = checkpoint::estimate_bytes(
+            self.environment.plan.recipe.checkpoint.dtype,
+            &self.loaded.actor.parameters,
+        );
         // A critic has the size of the policy, or of the policy's adapter, in f32 with its optimizer state.
         let critic = self
             .environment

@@ -1,7 +1,7 @@
 //! The critic: its gradient through the whole stack, its estimate, its loss over minibatches.
 
 use crate::tiny::{self, Gradients, Learned, learned};
-use rloss::actor::forward_backward::{Pass, PassOutput, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, Pass, PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::{Actor, CriticColumns, OptimizerSettings, PolicyColumns, UpdateSettings};
 use rloss::learner::batch::Batch;
@@ -71,7 +71,9 @@ impl Fixture {
         };
         let Actor { model, parameters, .. } = &self.critic.actor;
         let of = (&**model, &self.batch(), pass(), recompute_layers);
-        let found = learned(parameters, of, |pass| pass.forward_backward(&squared, &|| ()));
+        let found = learned(parameters, of, |pass| {
+            pass.forward_backward(&ColumnLoss { gradient: &squared, skips_zeros: false }, &|| ())
+        });
         (loss.get(), found.gradients)
     }
 

@@ -2,7 +2,7 @@
 
 use crate::tiny::load;
 use crate::tiny::{self, Learned, learned};
-use rloss::actor::forward_backward::{PassOutput, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, PassOutput, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::{Columns, PolicyColumns};
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
@@ -48,7 +48,9 @@ fn pass(config: &Config, parameters: &Parameters) -> Learned<PassOutput> {
         let n = columns.log_probs.len();
         Ok(PolicyColumns { log_probs: vec![-1.0 / n as f32; n], ..columns.zeros() })
     };
-    learned(parameters, (model, batch, settings, true), |pass| pass.forward_backward(&loss, &|| ()))
+    learned(parameters, (model, batch, settings, true), |pass| {
+        pass.forward_backward(&ColumnLoss { gradient: &loss, skips_zeros: false }, &|| ())
+    })
 }
 
 #[test]

@@ -27,7 +27,8 @@ fn o200k() -> Option<&'static HarmonyTokenizer> {
 fn vocabularies() -> Vec<(data::Folder, HarmonyTokenizer)> {
     let read = |folder: data::Folder| {
         let tokenizer = if folder.own {
-            HarmonyTokenizer::from_file(&folder.path.join("tokenizer.json")).unwrap()
+            HarmonyTokenizer::new(Vocabulary::from_file(&folder.path.join("tokenizer.json")).unwrap(), "ours")
+                .unwrap()
         } else {
             o200k().expect("it is there").clone()
         };

@@ -4,7 +4,7 @@ use crate::model_files;
 use crate::qwen2;
 use crate::qwen3;
 use crate::tiny::{self, Gradients, learned, load};
-use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, Pass, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::{Columns, PolicyColumns};
 use rloss::checkpoint::load::ModelFolder;
@@ -131,7 +131,7 @@ fn gradients_through_packed_weights_have_the_bits_of_the_decoded_model() {
             let [expected, found]: [Gradients; 2] = [&mut plain, &mut packed].map(|parameters| {
                 parameters.set_trainable(&marks).unwrap();
                 learned(parameters, (&model, batch, settings(), recompute_layers), |pass| {
-                    pass.forward_backward(&loss, &|| ())
+                    pass.forward_backward(&ColumnLoss { gradient: &loss, skips_zeros: false }, &|| ())
                 })
                 .gradients
             });

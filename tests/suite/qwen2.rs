@@ -6,7 +6,7 @@ use crate::model_files::refused;
 use crate::small_runs::{self, done, rl_rows, rloss};
 use crate::tiny::{self, Gradients, load, values};
 use rloss::actor::batch_runner::BatchRunner;
-use rloss::actor::forward_backward::PassSettings;
+use rloss::actor::forward_backward::{ColumnLoss, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::{Columns, PolicyColumns};
 use rloss::chat::ChatFormat;
@@ -279,7 +279,9 @@ fn a_tied_heads_gradient_is_the_sum_of_both_uses() {
         Ok(PolicyColumns { log_probs: vec![-0.1; columns.log_probs.len()], ..columns.zeros() })
     };
     let [a, b] = [(&tied_model, &tied), (&untied_model, &untied)].map(|(model, parameters)| {
-        tiny::learned(parameters, (model, batch, settings, true), |pass| pass.forward_backward(&loss, &|| ()))
+        tiny::learned(parameters, (model, batch, settings, true), |pass| {
+            pass.forward_backward(&ColumnLoss { gradient: &loss, skips_zeros: false }, &|| ())
+        })
     });
     assert_eq!(a.columns.log_probs, b.columns.log_probs, "the same forward");
     let of = |g: &Gradients, p: &Parameters, name: &str| g.values[p.index_of(name).unwrap()].clone().unwrap();

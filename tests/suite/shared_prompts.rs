@@ -3,7 +3,7 @@
 
 use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::actor::batch_runner::BatchRunner;
-use rloss::actor::forward_backward::{PassOutput, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::{Columns, PolicyColumns};
 use rloss::metrics::Progress;
@@ -54,7 +54,9 @@ fn loss(PolicyColumns { log_probs, entropies, .. }: &PolicyColumns) -> anyhow::R
 
 fn pass(batch: &MicroBatch, settings: PassSettings, recompute: bool) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), 3);
-    learned(&parameters, (&model, batch, settings, recompute), |pass| pass.forward_backward(&loss, &|| ()))
+    learned(&parameters, (&model, batch, settings, recompute), |pass| {
+        pass.forward_backward(&ColumnLoss { gradient: &loss, skips_zeros: false }, &|| ())
+    })
 }
 
 fn whole(sequences: &[Sequence], sharing: bool) -> MicroBatch {
@@ -102,7 +104,7 @@ fn a_load_balancing_loss_counts_a_shared_row_as_often_as_it_is_held() {
         let (model, parameters) = tiny::model(tiny::config(true), 3);
         let zero = |columns: &PolicyColumns| Ok(columns.zeros());
         learned(&parameters, (&model, batch, settings(1.0), false), |pass| {
-            pass.forward_backward(&zero, &|| ())
+            pass.forward_backward(&ColumnLoss { gradient: &zero, skips_zeros: false }, &|| ())
         })
     };
     let (separate, shared) = (nothing(&whole(&sequences, false)), nothing(&whole(&sequences, true)));

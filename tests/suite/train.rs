@@ -3,7 +3,7 @@
 use crate::tiny::{self, Gradients, Learned, learned};
 use rloss::actor::PolicyColumns;
 use rloss::actor::batch_runner::{BatchRunner, MicroBatchLoss};
-use rloss::actor::forward_backward::{Pass, PassOutput, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, Pass, PassOutput, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::metrics::Progress;
 use rloss::model::cache::SequenceCache;
@@ -36,7 +36,9 @@ fn pass(seed: u64, recompute: bool) -> Learned<PassOutput> {
     let (model, parameters) = tiny::model(tiny::config(true), seed);
     let sequences = tiny::sequences(272, &[40, 1, 2, 77, 160], seed);
     let batch = &MicroBatch::split(&sequences, 100_000)[0];
-    learned(&parameters, (&model, batch, settings(), recompute), |pass| pass.forward_backward(&loss, &|| ()))
+    learned(&parameters, (&model, batch, settings(), recompute), |pass| {
+        pass.forward_backward(&ColumnLoss { gradient: &loss, skips_zeros: false }, &|| ())
+    })
 }
 
 #[test]

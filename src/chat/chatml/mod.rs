@@ -26,7 +26,6 @@ use crate::harmony::Role;
 use crate::vocabulary::{Vocabulary, embedded_json};
 use anyhow::{Result, ensure};
 use own_template::OwnTemplate;
-use std::path::Path;
 use std::sync::Arc;
 
 /// The text before the code in a call to the Python tool. It is one token of the embedded vocabulary, and so
@@ -65,19 +64,10 @@ pub struct ChatMl {
 }
 
 impl ChatMl {
-    /// Reads a `tokenizer.json`.
-    ///
-    /// # Errors
-    /// [`BadInput`](crate::error::BadInput) with the file: the errors of [`Vocabulary::from_file`], and an
-    /// error if control tokens are missing.
-    pub fn from_file(path: &Path) -> Result<Self> {
-        Self::new(Vocabulary::from_file(path)?, &path.display().to_string())
-    }
-
     /// Reads a `tokenizer.json` from its bytes. Error messages call the source `source_name`.
     ///
     /// # Errors
-    /// The errors of [`Self::from_file`].
+    /// The errors of [`Vocabulary::from_bytes`] and of [`Self::new`].
     pub fn from_bytes(json: Vec<u8>, source_name: &str) -> Result<Self> {
         Self::new(Vocabulary::from_bytes(json, source_name)?, source_name)
     }

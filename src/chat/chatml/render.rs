@@ -14,10 +14,7 @@ impl ChatMl {
         if let Some(template) = &self.template {
             return self.template_prompt(template, messages);
         }
-        let mut out = Writer::new(self);
-        out.conversation(messages);
-        out.start_answer();
-        Ok(out.finish()?.tokens)
+        self.render_after("", messages)
     }
 
     /// Renders the text after a sampled turn: the line break after the turn, `messages`, and the start of the
@@ -26,8 +23,12 @@ impl ChatMl {
     /// # Errors
     /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
     pub fn render_continuation(&self, messages: &[Message]) -> Result<Vec<u32>> {
+        self.render_after("\n", messages)
+    }
+
+    fn render_after(&self, text: &str, messages: &[Message]) -> Result<Vec<u32>> {
         let mut out = Writer::new(self);
-        out.text("\n");
+        out.text(text);
         out.conversation(messages);
         out.start_answer();
         Ok(out.finish()?.tokens)

@@ -30,7 +30,7 @@ impl GgufModel {
         let (mut weights, metadata) = GgufWeights::open(path)?;
         let metadata = Metadata { place: path, values: &metadata };
         let config = metadata.config(&weights)?;
-        weights.set_family(config.family);
+        weights.family = config.family;
         weights.check(&config)?;
         let vocabulary = metadata.vocabulary()?;
         let text = |key: &str| metadata.text(key).map(str::to_owned);

@@ -38,7 +38,7 @@ const TRANSPOSED_ROWS: usize = 64;
 pub struct GgufWeights {
     path: PathBuf,
     files: Vec<GgufFile>,
-    family: Family,
+    pub(super) family: Family,
 }
 
 impl GgufWeights {
@@ -63,11 +63,6 @@ impl GgufWeights {
             files.push(file);
         }
         Ok((Self { path: path.to_owned(), files, family: Family::default() }, metadata))
-    }
-
-    /// Sets the family, which decides the names of tensors.
-    pub(super) fn set_family(&mut self, family: Family) {
-        self.family = family;
     }
 
     /// Returns a tensor and its file.

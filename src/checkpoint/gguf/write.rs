@@ -92,15 +92,11 @@ pub fn write(
     check(config, format)?;
     let specs = parameter_specs(config);
     let entries = entries(config, format, tokenizer, path)?;
-    replace_file(path, |aside| {
-        let mut out = BufWriter::new(File::create_new(aside)?);
-        let all: Vec<(GgufTensorSpec, &TensorType)> = specs
-            .iter()
-            .flat_map(|spec| {
-                parts(spec, config.family).into_iter().map(|part| (part, format.tensor_type(spec)))
-            })
-            .collect();
-        out.write_all(&header(&entries, &all))?;
+    let all: Vec<(GgufTensorSpec, &TensorType)> = specs
+        .iter()
+        .flat_map(|spec| parts(spec, config.family).into_iter().map(|part| (part, format.tensor_type(spec))))
+        .collect();
+    write_file(path, &header(&entries, &all), |out| {
         for spec in &specs {
             let found = tensor(spec)?;
             let wanted = spec.working_shape();
@@ -113,14 +109,30 @@ pub fn write(
             let values = host_values(&found)?;
             let part_count = parts(spec, config.family).len();
             for part in 0..part_count {
-                let written =
-                    write_part(&mut out, spec, format.tensor_type(spec), &values, (part, part_count))?;
-                out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?;
+                write_part(out, spec, format.tensor_type(spec), &values, (part, part_count))?;
             }
         }
-        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
         Ok(())
     })
+}
+
+/// Writes a file that begins with `header`, atomically.
+fn write_file(
+    path: &Path,
+    header: &[u8],
+    write_data: impl FnOnce(&mut BufWriter<File>) -> Result<()>,
+) -> Result<()> {
+    replace_file(path, |aside| {
+        let mut out = BufWriter::new(File::create_new(aside)?);
+        out.write_all(header)?;
+        write_data(&mut out)?;
+        Ok(out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?)
+    })
+}
+
+/// Writes zeros after the `written` bytes of a tensor, up to the next alignment.
+fn pad(out: &mut impl Write, written: usize) -> Result<()> {
+    Ok(out.write_all(&vec![0; written.next_multiple_of(ALIGNMENT) - written])?)
 }
 
 /// Writes the low-rank adapter `lora` of a model as llama.cpp reads it (`--lora`): for each adapted matrix,
@@ -174,15 +186,12 @@ pub fn write_adapter(
             tensors.push((GgufTensorSpec { name: format!("{name}.{end}"), shape }, &TensorType::F32));
         }
     }
-    replace_file(path, |aside| {
-        let mut out = BufWriter::new(File::create_new(aside)?);
-        out.write_all(&header(&entries, &tensors))?;
+    write_file(path, &header(&entries, &tensors), |out| {
         for values in data {
             let bytes = TensorType::F32.encode(values)?;
             out.write_all(&bytes)?;
-            out.write_all(&vec![0; bytes.len().next_multiple_of(ALIGNMENT) - bytes.len()])?;
+            pad(out, bytes.len())?;
         }
-        out.into_inner().map_err(std::io::IntoInnerError::into_error)?.sync_all()?;
         Ok(())
     })
 }
@@ -238,15 +247,15 @@ fn check(config: &Config, format: GgufFormat) -> Result<()> {
     Ok(())
 }
 
-/// Writes one of the GGUF tensors of a parameter, row by row. Returns the number of bytes written. If a
-/// parameter has several GGUF tensors, their rows alternate in the parameter.
+/// Writes one of the GGUF tensors of a parameter, row by row, and its padding. If a parameter has
+/// several GGUF tensors, their rows alternate in the parameter.
 fn write_part(
     out: &mut impl Write,
     spec: &ParameterSpec,
     dtype: &TensorType,
     values: &[f32],
     (part, parts): (usize, usize),
-) -> Result<usize> {
+) -> Result<()> {
     let [_, output, input] = geometry(spec);
     let is_transposed = spec.layout == Layout::Transposed || spec.is_expert_matrix();
     let rows: Vec<usize> = (part..output).step_by(parts).collect();
@@ -265,7 +274,7 @@ fn write_part(
             written += bytes.len();
         }
     }
-    Ok(written)
+    pad(out, written)
 }
 
 fn put_text(to: &mut Vec<u8>, text: &str) {

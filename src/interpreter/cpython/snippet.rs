@@ -5,9 +5,10 @@ use crate::interpreter::frames::{self, DeadlinePipe};
 use crate::interpreter::output::{OutputClipper, Utf8Decoder};
 use crate::interpreter::process::set_nonblocking;
 use crate::trajectory::CallOutcome;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::ExitStatusExt;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -51,15 +52,12 @@ impl SnippetProcess {
         };
         let (code, output, result) = (file(code.into())?, file(output.into())?, file(result.into())?);
         let id = server.fork([their_code.as_fd(), their_output.as_fd(), their_result.as_fd()])?;
-        // SAFETY: a plain system call. Only `handle` owns the new descriptor. The process is not reaped yet.
-        let handle = unsafe {
-            match libc::syscall(libc::SYS_pidfd_open, id, 0) {
-                fd if fd >= 0 => OwnedFd::from_raw_fd(fd as i32),
-                _ => {
-                    let error = io::Error::last_os_error();
-                    server.reap(id)?;
-                    return Err(error);
-                }
+        let process = Pid::from_raw(id).ok_or(io::ErrorKind::NotFound)?;
+        let handle = match pidfd_open(process, PidfdFlags::empty()) {
+            Ok(handle) => handle,
+            Err(error) => {
+                server.reap(id)?;
+                return Err(error.into());
             }
         };
         Ok(Self { server: Arc::clone(server), id, ended: false, handle, code, output, result })
@@ -74,7 +72,7 @@ impl SnippetProcess {
         let deadline = Instant::now() + limits.wall;
         let mut clip = OutputClipper::new(limits.output_chars_max);
         let cpu_before = self.cpu_time().unwrap_or_default();
-        self.signal(libc::SIGCONT);
+        self.signal(Signal::CONT);
         let outcome = match frames::write(&mut DeadlinePipe { pipe: &self.code, deadline }, code) {
             Err(e) if e.kind() == io::ErrorKind::TimedOut => CallOutcome::ToolTimeout,
             Err(_) => CallOutcome::WorkerDied,
@@ -86,21 +84,12 @@ impl SnippetProcess {
     /// Stops the process until the next [`SnippetProcess::run`], so that no timer set by its code fires in
     /// the meantime.
     pub fn suspend(&self) {
-        self.signal(libc::SIGSTOP);
+        self.signal(Signal::STOP);
     }
 
-    fn signal(&self, signal: i32) {
-        // SAFETY: a plain system call without a siginfo. It fails if the process has ended, which the pipes
-        // report.
-        unsafe {
-            libc::syscall(
-                libc::SYS_pidfd_send_signal,
-                self.handle.as_raw_fd(),
-                signal,
-                std::ptr::null::<u8>(),
-                0,
-            )
-        };
+    fn signal(&self, signal: Signal) {
+        // This fails if the process has ended, which the pipes report.
+        let _ = pidfd_send_signal(&self.handle, signal);
     }
 
     /// Collects output until the call ends, the process has used the CPU time `cpu_end`, or the `deadline`

@@ -29,7 +29,8 @@ pub fn confine_fork_server(
         scratch::enter_namespaces(files)?;
     }
     let detached = super::detach(parent_id).and_then(|()| super::close_from(first_unused));
-    let limits_set = super::limit_resources(scratch_mib << 20).and_then(|()| limit_stack());
+    let limits_set = super::limit_resources(scratch_mib << 20)
+        .and_then(|()| super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES));
     let capabilities_dropped = super::drop_capabilities(with_scratch.then_some(scratch::CAP_SYS_ADMIN));
     let landlock = match with_scratch {
         true => scratch::store_rules(files, first_unused),
@@ -76,10 +77,6 @@ pub fn snippet_filter(with_scratch: bool) -> Result<Vec<u8>> {
 fn fix_addresses() {
     // SAFETY: a plain system call, which takes effect at the next execve.
     unsafe { libc::personality(libc::ADDR_NO_RANDOMIZE as libc::c_ulong) };
-}
-
-fn limit_stack() -> Result<()> {
-    super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES)
 }
 
 /// System calls that a snippet needs: those of computing, and those that read the files that landlock allows.
@@ -234,25 +231,17 @@ fn allow_only_serving(with_scratch: bool) -> Result<()> {
     let no_clone3: BpfProgram =
         SeccompFilter::new(clone3, SeccompAction::Allow, missing, arch)?.try_into()?;
     let mut allowed = snippet_calls(with_scratch)?;
-    for call in [
-        libc::SYS_execve,
-        libc::SYS_wait4,
-        libc::SYS_setsid,
-        libc::SYS_recvmsg,
-        libc::SYS_prlimit64,
-        libc::SYS_clone3,
-    ] {
-        allowed.insert(call, Vec::new());
-    }
+    let to_start = [libc::SYS_execve, libc::SYS_wait4, libc::SYS_setsid, libc::SYS_recvmsg];
+    let unchecked = to_start.into_iter().chain([libc::SYS_prlimit64, libc::SYS_clone3]);
+    allowed.extend(unchecked.map(|call| (call, Vec::new())));
     // Allows a child process, but no thread and no namespace.
     let plain = libc::CLONE_CHILD_SETTID | libc::CLONE_CHILD_CLEARTID | libc::SIGCHLD;
     let others = SeccompCmpOp::MaskedEq(!u64::from(plain.cast_unsigned()));
     allowed.insert(libc::SYS_clone, vec![super::argument_rule(0, SeccompCmpArgLen::Qword, others, 0)?]);
     if with_scratch {
         // Calls of a snippet's process before it applies its own filter.
-        for call in [libc::SYS_mount, libc::SYS_capset, libc::SYS_landlock_restrict_self] {
-            allowed.insert(call, Vec::new());
-        }
+        let before = [libc::SYS_mount, libc::SYS_capset, libc::SYS_landlock_restrict_self];
+        allowed.extend(before.map(|call| (call, Vec::new())));
         let mounts = u64::from(libc::CLONE_NEWNS.cast_unsigned());
         let only_mounts = super::argument_rule(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, mounts)?;
         allowed.insert(libc::SYS_unshare, vec![only_mounts]);

@@ -1,6 +1,7 @@
 //! GPT-OSS: attention with sinks, sliding windows in every other layer, and experts.
 
 use super::FamilyEntry;
+use crate::settings::Choice as _;
 use crate::chat::ChatFormat;
 use crate::model::config::{Config, LayerType};
 use crate::model::config_json::ConfigReader;
@@ -8,7 +9,7 @@ use crate::model::forward::{ForwardOptions, Model};
 use crate::model::layer::{AttentionWeights, ExpertMlp, Experts, Layer, LayerOutput, LayerPass};
 use crate::model::matrix::{LayerTensors, Matrix};
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
-use crate::ops::{self, Dispatch, Parameter};
+use crate::ops::{Dispatch, Parameter};
 use anyhow::Result;
 use candle_core::Tensor;
 use serde_json::{Value, json};
@@ -137,18 +138,6 @@ struct ClampedMlp {
 
 impl ExpertMlp for ClampedMlp {
     fn forward(
-        &self,
-        x: &Tensor,
-        plan: &Dispatch,
-        model: &Model,
-        options: &ForwardOptions,
-    ) -> Result<Tensor> {
-        let gate_up = self.gate_up.grouped_matmul(x, plan)?;
-        let active = ops::swiglu(&gate_up, model.config.swiglu_limit, options.swiglu_alpha)?;
-        self.down.grouped_matmul(&active, plan)
-    }
-
-    fn forward_tokens(
         &self,
         h: &Tensor,
         plan: &Dispatch,

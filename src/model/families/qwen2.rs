@@ -186,7 +186,7 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
 /// Builds a dense layer from `tensors`.
 pub(super) fn dense_layer(tensors: &LayerTensors, form: AttentionForm) -> Result<Arc<dyn Layer>> {
     let attention = QwenAttention::from_tensors(tensors, form)?;
-    Ok(Arc::new(DenseLayer { attention, mlp: SwigluMlp::from_tensors(tensors)? }))
+    Ok(Arc::new(DenseLayer { attention, mlp: SwigluMlp::from_tensors(tensors, "mlp")? }))
 }
 
 impl Layer for DenseLayer {

@@ -9,11 +9,9 @@ use super::qwen2::{AttentionForm, QwenAttention, attention_specs};
 use super::qwen3;
 use crate::model::config::Config;
 use crate::model::config_json::ConfigReader;
-use crate::model::forward::{ForwardOptions, Model};
-use crate::model::layer::{AttentionWeights, ExpertMlp, Experts, Layer, LayerOutput, LayerPass};
-use crate::model::matrix::{LayerTensors, Matrix};
+use crate::model::layer::{AttentionWeights, Experts, Layer, LayerOutput, LayerPass, SwigluMlp};
+use crate::model::matrix::LayerTensors;
 use crate::model::names::{ParameterSpec, TensorRole};
-use crate::ops::{self, Dispatch};
 use anyhow::Result;
 use candle_core::Tensor;
 use serde_json::{Value, json};
@@ -69,28 +67,6 @@ fn layer_specs(config: &Config, layer: usize) -> Vec<ParameterSpec> {
     specs.into_vec()
 }
 
-/// The experts' MLPs: SwiGLU.
-struct ExpertSwiglu {
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
-}
-
-impl ExpertMlp for ExpertSwiglu {
-    fn forward(&self, x: &Tensor, plan: &Dispatch, _: &Model, _: &ForwardOptions) -> Result<Tensor> {
-        let (gate, up) = (self.gate.grouped_matmul(x, plan)?, self.up.grouped_matmul(x, plan)?);
-        self.down.grouped_matmul(&ops::silu_and_mul(&gate, &up)?, plan)
-    }
-
-    fn without_gradient(&self) -> Arc<dyn ExpertMlp> {
-        Arc::new(Self {
-            gate: self.gate.without_gradient(),
-            up: self.up.without_gradient(),
-            down: self.down.without_gradient(),
-        })
-    }
-}
-
 /// A layer: attention, then experts.
 struct Qwen3MoeLayer {
     attention: QwenAttention,
@@ -103,11 +79,7 @@ fn layer(tensors: &LayerTensors) -> Result<Arc<dyn Layer>> {
         attention: QwenAttention::from_tensors(tensors, AttentionForm::HeadNorms)?,
         experts: Experts {
             router: tensors.linear_without_bias("mlp.gate")?,
-            mlp: Arc::new(ExpertSwiglu {
-                gate: tensors.linear_without_bias("mlp.experts.gate_proj")?,
-                up: tensors.linear_without_bias("mlp.experts.up_proj")?,
-                down: tensors.linear_without_bias("mlp.experts.down_proj")?,
-            }),
+            mlp: Arc::new(SwigluMlp::from_tensors(tensors, "mlp.experts")?),
             expert_parallel: tensors.expert_parallel(),
         },
     }))

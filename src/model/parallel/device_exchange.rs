@@ -12,7 +12,7 @@ use crate::dist::{
     shard_range,
 };
 use crate::ops::cuda::{ExchangeMemory, GatherMemory, address_of, record_event, wait_for_event};
-use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
+use crate::ops::operation::{DeviceArgument, HostArgument, InputGradients, Operation};
 use crate::ops::optimizer::add_on_device;
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
@@ -391,12 +391,7 @@ impl Operation<1> for ExchangeRows {
         self.exchange(x, [&self.sent, &self.received]).map_err(to_op_error)
     }
 
-    fn backward(
-        &self,
-        [_]: [&Tensor; 1],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<[Option<Tensor>; 1]> {
+    fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> InputGradients<1> {
         let grad = grad.contiguous()?;
         let (storage, layout) = grad.storage_and_layout();
         let from = on_gpu(&storage).map_err(to_op_error)?;

@@ -57,7 +57,7 @@ impl ExpertParallel {
             received.wait()?.iter().map(count).collect::<Option<_>>().context("a rank sent no count")?;
         let pairs = rows * top_k;
         let slots = Tensor::arange(0, pairs as u32, device)?;
-        let experts = Tensor::from_vec(vec![self.experts() as u32; pairs], pairs, device)?;
+        let experts = Tensor::from_vec(vec![self.experts as u32; pairs], pairs, device)?;
         Ok(PassRows { counts, top_k, slots, experts })
     }
 
@@ -90,9 +90,9 @@ impl ExpertParallel {
     /// Errors of [`Self::forward_on_device`].
     pub(super) fn serve_on_device(&self, pass: &PassRows, products: ExpertForward) -> Result<()> {
         let device = pass.slots.device();
-        let h = Tensor::zeros((0, self.width()), DType::BF16, device)?;
+        let h = Tensor::zeros((0, self.width), DType::BF16, device)?;
         let routed_experts = Tensor::zeros((0, pass.top_k), DType::U32, device)?;
-        let plan = Dispatch::new(&routed_experts, self.experts())?;
+        let plan = Dispatch::new(&routed_experts, self.experts)?;
         let own = RoutedRows { h: &h, routed_experts: &routed_experts, plan: &plan };
         match pass.are_gathered() {
             true => self.gathered_outputs(pass, &own, products).map(drop),
@@ -105,11 +105,11 @@ impl ExpertParallel {
         let (mesh, ranks) = (self.mesh(), self.mesh().ranks());
         let [h, routed_experts] =
             gather_rows(mesh, "rows of experts", [own.h, own.routed_experts], &pass.counts)?;
-        let plan = Dispatch::new(&routed_experts, self.experts())?;
+        let plan = Dispatch::new(&routed_experts, self.experts)?;
         let outputs = match self.local_experts() {
             // With more ranks than experts, a rank may have none.
             none if none.is_empty() => {
-                Tensor::zeros((plan.row_of()?.dim(0)?, self.width()), h.dtype(), h.device())?
+                Tensor::zeros((plan.row_of()?.dim(0)?, self.width), h.dtype(), h.device())?
             }
             _ => products(&h, &plan.of_experts(self.local_experts()))?,
         };

@@ -18,9 +18,10 @@ use std::sync::Arc;
 /// The placement of a layer's experts on ranks.
 pub struct ExpertParallel {
     mesh: Arc<Mesh>,
-    experts: usize,
+    /// The number of experts of all ranks.
+    pub(super) experts: usize,
     /// Number of values in one row.
-    width: usize,
+    pub(super) width: usize,
 }
 
 /// Computes the outputs `[T·K, H]` of the experts of this rank for tokens `[T, H]`, sorted by the dispatch
@@ -41,16 +42,6 @@ impl ExpertParallel {
     /// Returns the experts of this rank.
     pub fn local_experts(&self) -> Range<usize> {
         self.experts_of(self.mesh.rank())
-    }
-
-    /// Returns the number of experts of all ranks.
-    pub(super) fn experts(&self) -> usize {
-        self.experts
-    }
-
-    /// Returns the number of values in one row.
-    pub(super) fn width(&self) -> usize {
-        self.width
     }
 
     /// Returns the experts of `rank`.

@@ -20,7 +20,7 @@ use crate::ops::cpu::host_values;
 use crate::ops::cuda::{pack_heads, unpack_heads};
 use crate::ops::graph::{apply, apply_without_gradient, contiguous, reshape, slice};
 use crate::ops::head_parts::HeadSplit;
-use crate::ops::operation::{DeviceArgument, HostArgument, Operation};
+use crate::ops::operation::{DeviceArgument, HostArgument, InputGradients, Operation};
 use crate::ops::sink_attention::{Attention, KeySharing, sink_attention_with_shared_keys};
 use anyhow::{Result, ensure};
 use candle_core::op::BackpropOp;
@@ -36,7 +36,7 @@ pub struct SequenceShards {
     /// The index of this rank in the group.
     group_index: usize,
     /// The range of rows of each rank.
-    ranges: Vec<Range<usize>>,
+    pub ranges: Vec<Range<usize>>,
 }
 
 impl SequenceShards {
@@ -50,11 +50,6 @@ impl SequenceShards {
         ensure!(rows >= ranks, "a micro-batch of {rows} rows cannot be split over {ranks} processes");
         let ranges = (0..ranks).map(|i| rows * i / ranks..rows * (i + 1) / ranks).collect();
         Ok(Self { mesh: mesh.clone(), group, group_index, ranges })
-    }
-
-    /// Returns the range of rows of each rank.
-    pub fn ranges(&self) -> &[Range<usize>] {
-        &self.ranges
     }
 
     /// Returns the index of this rank in the group.
@@ -269,12 +264,7 @@ impl Operation<1> for MoveHeads {
         Ok((self.exchange_on_device(x, self.to_heads)?, self.shape(self.to_heads)))
     }
 
-    fn backward(
-        &self,
-        [x]: [&Tensor; 1],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<[Option<Tensor>; 1]> {
+    fn backward(&self, [x]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> InputGradients<1> {
         let shape = self.shape(!self.to_heads);
         if let (Storage::Cuda(storage), layout) = (&*grad.storage_and_layout().0, grad.layout()) {
             let out = Storage::Cuda(self.exchange_on_device((storage, layout), !self.to_heads)?);
@@ -310,12 +300,7 @@ impl Operation<1> for GatherRows {
         Ok((all.map_err(to_op_error)?, Shape::from((split.rows(), width))))
     }
 
-    fn backward(
-        &self,
-        [_]: [&Tensor; 1],
-        _: &Tensor,
-        grad: &Tensor,
-    ) -> candle_core::Result<[Option<Tensor>; 1]> {
+    fn backward(&self, [_]: [&Tensor; 1], _: &Tensor, grad: &Tensor) -> InputGradients<1> {
         let own = self.split.local_range();
         Ok([Some(grad.narrow(0, own.start, own.len())?.contiguous()?)])
     }

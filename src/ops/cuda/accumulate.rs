@@ -4,13 +4,12 @@
 use super::arguments::{Op, output};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Result, Shape, Tensor};
 
 const OP: Op = Op("parameter");
-const ACCUMULATE: Kernel =
-    Kernel { function: "accumulate", file: "accumulate", threads: 256, shared_bytes: 0 };
+const ACCUMULATE: Kernel = kernel("accumulate", "accumulate", 256, 0);
 
 kernel_params! {
     /// `Accumulate` of `kernels/accumulate.cuh`.
@@ -35,9 +34,6 @@ pub(in crate::ops) fn copy_argument(x: DeviceArgument) -> Result<(CudaStorage, S
 pub(in crate::ops) fn add_tensor(sum: &Tensor, x: &Tensor) -> Result<()> {
     let opened = x.storage_and_layout();
     let (x, _) = OP.open_tensor::<f32>("the gradient", &opened, sum.dims())?;
-    if x.is_empty() {
-        return Ok(());
-    }
     OP.edit::<f32, ()>(sum, |device, sum| {
         // SAFETY: both buffers outlive the launch and have the number of elements in `params`.
         unsafe {

@@ -12,8 +12,8 @@ use candle_core::{
 use std::cell::Cell;
 use std::marker::PhantomData;
 
-/// Number of bf16 elements in 16 bytes.
-const VECTOR: usize = 8;
+/// Number of bf16 elements in 16 bytes, which a thread processes per step.
+pub(super) const VECTOR: usize = 8;
 
 /// The name of an op in messages.
 #[derive(Clone, Copy)]

@@ -54,11 +54,11 @@ impl DecodeTable {
     /// # Errors
     /// When the device has too little memory, or the pool has no free page for the padding.
     pub fn new(sequence: &KvPages, rows: usize, tokens: usize) -> Result<Self> {
-        let pool = sequence.pool().clone();
+        let pool = sequence.pool.clone();
         let mut padding = pool.new_sequence();
         pool.extend(&mut [&mut padding], &[1])?;
         let width = table_width(tokens);
-        let memory = pool.device().alloc_zeros(rows * width)?;
+        let memory = pool.device.alloc_zeros(rows * width)?;
         Ok(Self { pool, padding, width, sent: vec![0; rows * width], memory, rows: vec![(0, 0); rows] })
     }
 
@@ -80,11 +80,11 @@ impl DecodeTable {
         let lengths = sequences.iter().map(|sequence| sequence.len()).chain(std::iter::repeat(0));
         let batch =
             LaunchSequences::for_cached_sequences(&vec![1; rows], &lengths.take(rows).collect::<Vec<_>>())?;
-        let kernels = kernel_set(self.pool.device(), attention.head_dim)?;
+        let kernels = kernel_set(&self.pool.device, attention.head_dim)?;
         let table = Some((rows * self.width, self.width));
         let (plan, arrays) = LaunchPlan::new(kernels, &attention, &batch, table, SplitKv::Decode)?;
         let mut slots = self.pool.extend(sequences, &vec![1; sequences.len()])?;
-        slots.resize(rows, self.padding.pages().page(0).unwrap_or(0) * PAGE_POSITIONS as i32);
+        slots.resize(rows, self.padding.sequence.page(0).unwrap_or(0) * PAGE_POSITIONS as i32);
         let sent_bytes = self.send(sequences, rows)?;
         if let Some(window) = attention.window {
             // The pages that are freed here stay intact for this step: the table names them, and no other
@@ -99,7 +99,7 @@ impl DecodeTable {
         let (mut values, mut places) = (vec![], vec![]);
         for row in 0..rows {
             let sequence = sequences.get(row).map_or(&self.padding, |sequence| &**sequence);
-            let (id, pages) = (sequence.id(), sequence.pages());
+            let (id, pages) = (sequence.id(), &sequence.sequence);
             let (known, count) = self.rows[row];
             // Of a known sequence only the last page can have been replaced by another.
             let first = if known == id { count.saturating_sub(1) } else { 0 };
@@ -115,7 +115,7 @@ impl DecodeTable {
         }
         let split = values.len();
         values.extend(places);
-        let device = self.pool.device();
+        let device = &self.pool.device;
         let sent = device.clone_htod(&values)?;
         let (vectors, places) = (sent.slice(..split), sent.slice(split..));
         // SAFETY: there is one place per vector, and each place is that of a vector of the table.

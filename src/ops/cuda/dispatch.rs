@@ -4,21 +4,17 @@
 use super::arguments::{Op, from_storage, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{DType, Result, Shape, Tensor, bail};
 use half::bf16;
 
-const fn kernel(function: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
-    Kernel { function, file: "dispatch", threads, shared_bytes }
-}
-
 /// Number of routed experts that one block sorts.
 const CHUNK: usize = 256;
-const SORT_COUNT: Kernel = kernel("sort_count", 128, CHUNK * 4);
-const SORT_PLACE: Kernel = kernel("sort_place", 1024, 1024 * 4);
+const SORT_COUNT: Kernel = kernel("sort_count", "dispatch", 128, CHUNK * 4);
+const SORT_PLACE: Kernel = kernel("sort_place", "dispatch", 1024, 1024 * 4);
 const SORT_SCATTER: Kernel = Kernel { function: "sort_scatter", ..SORT_COUNT };
-const DISPATCH_FORWARD: Kernel = kernel("dispatch_forward", 128, 128 / 32 * 4);
+const DISPATCH_FORWARD: Kernel = kernel("dispatch_forward", "dispatch", 128, 128 / 32 * 4);
 const DISPATCH_BACKWARD: Kernel = Kernel { function: "dispatch_backward", ..DISPATCH_FORWARD };
 const COMBINE_FORWARD: Kernel = Kernel { function: "combine_forward", ..DISPATCH_FORWARD };
 const COMBINE_BACKWARD: Kernel = Kernel { function: "combine_backward", ..DISPATCH_FORWARD };
@@ -107,10 +103,8 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
     op.check_width(width)?;
     let opened = rows.storage_and_layout();
     let (rows, _) = op.open_tensor::<u32>("the plan", &opened, rows.dims())?;
-    if let Some(weights) = weights {
-        op.check("the weights", weights, DType::F32, &[blocks, top_k])?;
-    }
-    let weights = weights.map(|(storage, layout)| op.view::<f32>(storage, layout)).transpose()?;
+    let weights =
+        weights.map(|weights| op.input::<f32>("the weights", weights, &[blocks, top_k])).transpose()?;
     let residual =
         residual.map(|added| op.input::<bf16>("the residual", added, &[blocks, width])).transpose()?;
     let mut out = output::<bf16>(device, blocks * width)?;
@@ -119,7 +113,7 @@ fn run(op: Op, kernel: &Kernel, operands: &Operands, blocks: usize) -> Result<Cu
     unsafe {
         launch(device, &[(kernel, blocks)], |at| Params {
             x: at.read(&xs),
-            weights: weights.as_ref().map_or(0, |weights| at.read(weights)),
+            weights: weights.as_ref().map_or(0, |(weights, _)| at.read(weights)),
             rows: at.read(&rows),
             out: at.write(&mut out),
             width: width as i32,

@@ -1,18 +1,18 @@
 //! Selection of rows and columns by id on the GPU. Values are bf16. The f32 gradient of a table is added in
 //! place.
 
-use super::arguments::{Op, output, tensor};
+use super::arguments::{Op, VECTOR, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::embedding::TokensById;
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView, CudaViewMut};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Result, Shape, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rows");
-const TAKE_ROWS: Kernel = Kernel { function: "take_rows", file: "embedding", threads: 256, shared_bytes: 0 };
+const TAKE_ROWS: Kernel = kernel("take_rows", "embedding", 256, 0);
 const TAKE_COLUMNS: Kernel = Kernel { function: "take_columns", ..TAKE_ROWS };
 /// Number of columns that a block sums: eight per lane.
 const SUM_COLUMNS: usize = 256;
@@ -20,8 +20,6 @@ const ADD_ROWS: Kernel =
     Kernel { function: "add_rows", shared_bytes: 256 / 32 * SUM_COLUMNS * size_of::<f32>(), ..TAKE_ROWS };
 const ADD_COLUMNS: Kernel = Kernel { function: "add_columns", ..ADD_ROWS };
 const SUM_ROWS: Kernel = Kernel { function: "sum_rows", ..ADD_ROWS };
-/// Number of elements per thread.
-const VECTOR: usize = 8;
 
 kernel_params! {
     /// `Taken` of `kernels/embedding.cuh`.

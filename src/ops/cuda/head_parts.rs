@@ -1,19 +1,17 @@
 //! Attention heads in one part for each rank, on the GPU. Values are bf16.
 
-use super::arguments::{Op, output};
+use super::arguments::{Op, VECTOR, output};
 use super::launch::{kernel_params, launch};
 use crate::ops::head_parts::HeadSplit;
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Layout, Result, bail};
 use half::bf16;
 
 const OP: Op = Op("head_parts");
-const PACK: Kernel = Kernel { function: "pack_heads", file: "head_parts", threads: 256, shared_bytes: 0 };
+const PACK: Kernel = kernel("pack_heads", "head_parts", 256, 0);
 const UNPACK: Kernel = Kernel { function: "unpack_heads", ..PACK };
-/// Number of values per thread.
-const VECTOR: usize = 8;
 
 kernel_params! {
     /// `HeadParts` of `kernels/head_parts.cuh`.

@@ -4,20 +4,15 @@ use super::arguments::{Op, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::load_balance::LoadBalance;
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
-use candle_core::{DType, Device, Result, Shape, Tensor, bail};
+use candle_core::{Device, Result, Shape, Tensor, bail};
 
 const OP: Op = Op("load_balance");
 /// Computes the number of (token, slot) pairs of each expert, divided by the number of tokens. Shared memory
 /// has one count per thread.
-const FRACTIONS: Kernel = Kernel {
-    function: "load_balance_fractions",
-    file: "load_balance",
-    threads: 128,
-    shared_bytes: 128 * size_of::<i64>(),
-};
+const FRACTIONS: Kernel = kernel("load_balance_fractions", "load_balance", 128, 128 * size_of::<i64>());
 const ROWS: Kernel = Kernel { function: "load_balance_rows", shared_bytes: 0, ..FRACTIONS };
 /// Sums the loss over rows. Shared memory has one partial sum per thread.
 const SUM: Kernel =
@@ -73,18 +68,12 @@ unsafe fn run(
     }
     let plan = [op.plan.token_of()?, op.plan.starts()?];
     let opened_plan = plan.each_ref().map(Tensor::storage_and_layout);
-    let token_of = OP.gpu_storage("the plan", &opened_plan[0], DType::U32, plan[0].dims())?;
-    let starts = OP.gpu_storage("the plan", &opened_plan[1], DType::U32, plan[1].dims())?;
-    let (token_of, starts) = (OP.view::<u32>(token_of.0, token_of.1)?, OP.view::<u32>(starts.0, starts.1)?);
+    let (token_of, _) = OP.open_tensor::<u32>("the plan", &opened_plan[0], plan[0].dims())?;
+    let (starts, _) = OP.open_tensor::<u32>("the plan", &opened_plan[1], plan[1].dims())?;
     let sequences_per_row = op.sequences_per_row_on(&Device::Cuda(device.clone()))?;
     let opened_holders = sequences_per_row.as_ref().map(Tensor::storage_and_layout);
-    let sequences_per_row = match &opened_holders {
-        None => None,
-        Some(opened) => {
-            let (storage, layout) = OP.gpu_storage("the sequences per row", opened, DType::U32, &[rows])?;
-            Some(OP.view::<u32>(storage, layout)?)
-        }
-    };
+    let open_rows = |opened| OP.open_tensor::<u32>("the sequences per row", opened, &[rows]);
+    let sequences_per_row = opened_holders.as_ref().map(open_rows).transpose()?;
     let mut fractions = output::<f32>(device, experts)?;
     let tokens = op.tokens(rows).max(1);
     let blocks = rows.div_ceil(ROWS.threads / WARP);
@@ -99,7 +88,7 @@ unsafe fn run(
                 logits: at.read(logits),
                 token_of: at.read(&token_of),
                 offsets: at.read(&starts),
-                sequences_per_row: sequences_per_row.as_ref().map_or(0, |sequences| at.read(sequences)),
+                sequences_per_row: sequences_per_row.as_ref().map_or(0, |(sequences, _)| at.read(sequences)),
                 fractions: at.write(&mut fractions),
                 rows: rows as i64,
                 experts: experts as i32,

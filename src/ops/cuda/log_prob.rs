@@ -1,9 +1,9 @@
 //! Statistics of rows of logits on the GPU, in f32, and the gradient of the logits, in bf16 as products
 //! require.
 
-use super::arguments::Op;
+use super::arguments::{Op, VECTOR};
 use super::launch::{kernel_params, launch};
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut};
 use candle_core::{Result, bail};
@@ -11,16 +11,8 @@ use half::bf16;
 
 const OP: Op = Op("log_prob");
 /// Computes the statistics of a row. Shared memory has three numbers per warp.
-const STATS: Kernel = Kernel {
-    function: "log_prob_row_stats",
-    file: "log_prob",
-    threads: 1024,
-    shared_bytes: 3 * 1024 / 32 * size_of::<f32>(),
-};
-const GRADIENT: Kernel =
-    Kernel { function: "log_prob_gradient", file: "log_prob", threads: 256, shared_bytes: 0 };
-/// Number of values per thread.
-const VECTOR: usize = 8;
+const STATS: Kernel = kernel("log_prob_row_stats", "log_prob", 1024, 3 * 1024 / 32 * size_of::<f32>());
+const GRADIENT: Kernel = kernel("log_prob_gradient", "log_prob", 256, 0);
 /// Maximum length of a row, because indices are i32.
 const VOCABULARY_MAX: usize = 1 << 30;
 
@@ -136,9 +128,6 @@ pub fn logits_gradient(
     let vocabulary = vocabulary(z.len(), rows, &lengths)?;
     if dz.len() != z.len() {
         bail!("{}: {} logits, but {} values for their gradient; give equal numbers", OP.0, z.len(), dz.len());
-    }
-    if vocabulary == 0 {
-        return Ok(());
     }
     let blocks = rows * vocabulary.div_ceil(GRADIENT.threads * VECTOR);
     // SAFETY: all buffers outlive the launch, each block accesses only its row, and the lengths of rows were

@@ -14,13 +14,13 @@ use super::launch::{kernel_params, launch};
 use super::product::{Epilogue, product_with_epilogue, scaled_input_gradient};
 use crate::ops::argument::Argument;
 use crate::ops::muon::{COEFFICIENTS, ITERATIONS, Muon, SQUARES_CHUNK, matrices_at_once, matrix_shape};
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::cudarc::driver::CudaViewMut;
 use candle_core::{DType, Device, Result, Tensor};
 use half::bf16;
 
 const OP: Op = Op("muon");
-const MOMENTUM: Kernel = Kernel { function: "muon_momentum", file: "muon", threads: 256, shared_bytes: 0 };
+const MOMENTUM: Kernel = kernel("muon_momentum", "muon", 256, 0);
 const SQUARES: Kernel = Kernel { function: "muon_squares", shared_bytes: 256 * size_of::<f64>(), ..MOMENTUM };
 const NORM: Kernel = Kernel { function: "muon_norm", ..SQUARES };
 const DIRECTION: Kernel = Kernel {
@@ -103,23 +103,19 @@ fn muon_momentum(momentum: &Tensor, gradient: &Tensor, step: &Muon) -> Result<Te
     let (gradient, device) = OP.open_tensor::<f32>("the gradient", &opened, momentum.dims())?;
     let count = momentum.elem_count();
     let mut u = output::<f32>(device, count)?;
-    if count > 0 {
-        OP.edit(momentum, |device, momentum: &mut CudaViewMut<f32>| {
-            // SAFETY: all three buffers outlive the launch and have `count` values.
-            unsafe {
-                launch(device, &[(&MOMENTUM, count.div_ceil(MOMENTUM.threads * VALUES))], |at| {
-                    MomentumParams {
-                        momentum: at.write(momentum),
-                        gradient: at.read(&gradient),
-                        u: at.write(&mut u),
-                        count: count as i64,
-                        decay: step.momentum,
-                        one_minus_decay: step.one_minus_momentum,
-                    }
-                })
-            }
-        })?;
-    }
+    OP.edit(momentum, |device, momentum: &mut CudaViewMut<f32>| {
+        // SAFETY: all three buffers outlive the launch and have `count` values.
+        unsafe {
+            launch(device, &[(&MOMENTUM, count.div_ceil(MOMENTUM.threads * VALUES))], |at| MomentumParams {
+                momentum: at.write(momentum),
+                gradient: at.read(&gradient),
+                u: at.write(&mut u),
+                count: count as i64,
+                decay: step.momentum,
+                one_minus_decay: step.one_minus_momentum,
+            })
+        }
+    })?;
     Ok(tensor(u, device, momentum.shape()))
 }
 
@@ -131,25 +127,23 @@ fn direction(u: Tensor) -> Result<Tensor> {
     let chunks = matrices * (rows * columns).div_ceil(SQUARES_CHUNK);
     let mut x = output::<bf16>(device, matrices * rows * columns)?;
     let (mut parts, mut factors) = (output::<f64>(device, chunks)?, output::<f32>(device, matrices)?);
-    {
-        // SAFETY: all buffers outlive the launches and have the sizes in `params`. Each launch reads what
-        // the launches before it have filled.
-        unsafe {
-            launch(
-                device,
-                &[(&SQUARES, chunks), (&NORM, matrices), (&DIRECTION, tiles([matrices, rows, columns]))],
-                |at| Params {
-                    u: at.read(&u),
-                    x: at.write(&mut x),
-                    parts: at.write(&mut parts),
-                    factors: at.write(&mut factors),
-                    rows: rows as i32,
-                    columns: columns as i32,
-                    ..Params::default()
-                },
-            )?
-        };
-    }
+    // SAFETY: all buffers outlive the launches and have the sizes in `params`. Each launch reads what
+    // the launches before it have filled.
+    unsafe {
+        launch(
+            device,
+            &[(&SQUARES, chunks), (&NORM, matrices), (&DIRECTION, tiles([matrices, rows, columns]))],
+            |at| Params {
+                u: at.read(&u),
+                x: at.write(&mut x),
+                parts: at.write(&mut parts),
+                factors: at.write(&mut factors),
+                rows: rows as i32,
+                columns: columns as i32,
+                ..Params::default()
+            },
+        )?
+    };
     Ok(tensor(x, device, (matrices, rows.min(columns), rows.max(columns))))
 }
 

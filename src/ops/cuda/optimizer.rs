@@ -6,16 +6,14 @@ use super::launch::{Addresses, kernel_params, launch};
 use crate::ops::adamw_8bit::{BLOCK, Moment};
 use crate::ops::argument::Argument;
 use crate::ops::optimizer::AdamW;
-use crate::ops::sink_attention::kernels::Kernel;
-use candle_core::backend::BackendStorage;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaDevice;
 use candle_core::cuda_backend::cudarc::driver::{CudaView, CudaViewMut, DeviceRepr};
 use candle_core::{DType, Result, Tensor};
 use half::bf16;
 
 const OP: Op = Op("optimizer");
-const ADAMW: Kernel =
-    Kernel { function: "optimizer_adamw", file: "optimizer", threads: 256, shared_bytes: 0 };
+const ADAMW: Kernel = kernel("optimizer_adamw", "optimizer", 256, 0);
 const SGD: Kernel = Kernel { function: "optimizer_sgd", ..ADAMW };
 const MOMENTUM: Kernel = Kernel { function: "optimizer_momentum", ..ADAMW };
 const SCALE: Kernel = Kernel { function: "optimizer_scale", ..ADAMW };
@@ -25,12 +23,7 @@ const SQUARES: Kernel =
 const SUM: Kernel =
     Kernel { function: "optimizer_sum", threads: 1024, shared_bytes: 1024 * size_of::<f64>(), ..ADAMW };
 /// Updates weights by AdamW with 8-bit moments. Shared memory has both code maps.
-const ADAMW_8BIT: Kernel = Kernel {
-    function: "adamw_8bit",
-    file: "adamw_8bit",
-    threads: 256,
-    shared_bytes: 2 * 2 * 256 * size_of::<f32>(),
-};
+const ADAMW_8BIT: Kernel = kernel("adamw_8bit", "adamw_8bit", 256, 2 * 2 * 256 * size_of::<f32>());
 /// Number of values per thread.
 const VALUES: usize = 4;
 /// Number of values whose squares one thread block adds.
@@ -125,7 +118,7 @@ fn check(name: &str, x: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     Argument { op: OP.0, name, dtype: x.dtype(), layout: x.layout() }.check(dtype, shape)
 }
 
-/// Calls `f` with the values of `changed` and of `read`. Does nothing if the tensors are empty.
+/// Calls `f` with the values of `changed` and of `read`.
 fn edit_by(
     (name, changed): (&str, &Tensor),
     read: &Tensor,
@@ -133,14 +126,8 @@ fn edit_by(
 ) -> Result<()> {
     check(name, changed, DType::F32, changed.dims())?;
     let opened = read.storage_and_layout();
-    let (storage, layout) = OP.gpu_storage("the gradient", &opened, DType::F32, changed.dims())?;
-    let values = OP.view::<f32>(storage, layout)?;
-    OP.edit(changed, |device, changed| {
-        if changed.is_empty() {
-            return Ok(());
-        }
-        f(device, changed, &values)
-    })
+    let (values, _) = OP.open_tensor::<f32>("the gradient", &opened, changed.dims())?;
+    OP.edit(changed, |device, changed| f(device, changed, &values))
 }
 
 /// Launches a kernel that processes [`VALUES`] values per thread.
@@ -223,9 +210,6 @@ pub(in crate::ops) fn update_momentum(buffer: &Tensor, gradient: &Tensor, moment
 pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
     check("x", x, DType::F32, x.dims())?;
     OP.edit(x, |device, x: &mut CudaViewMut<f32>| {
-        if x.is_empty() {
-            return Ok(());
-        }
         let count = x.len();
         // SAFETY: the buffer outlives the launch.
         unsafe {
@@ -238,12 +222,8 @@ pub(in crate::ops) fn scale(x: &Tensor, factor: f32) -> Result<()> {
 pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> {
     check("the copy", copy, DType::BF16, masters.dims())?;
     let opened = masters.storage_and_layout();
-    let (storage, layout) = OP.gpu_storage("the masters", &opened, DType::F32, masters.dims())?;
-    let x = OP.view::<f32>(storage, layout)?;
+    let (x, _) = OP.open_tensor::<f32>("the masters", &opened, masters.dims())?;
     OP.edit(copy, |device, copy: &mut CudaViewMut<bf16>| {
-        if copy.is_empty() {
-            return Ok(());
-        }
         let count = copy.len();
         // SAFETY: both buffers outlive the launch and have the same number of values.
         unsafe {
@@ -260,12 +240,10 @@ pub(in crate::ops) fn round_into(masters: &Tensor, copy: &Tensor) -> Result<()> 
 /// depends only on the length.
 pub(in crate::ops) fn sum_of_squares(x: &Tensor) -> Result<f64> {
     let opened = x.storage_and_layout();
-    let (storage, layout) = OP.gpu_storage("x", &opened, DType::F32, x.dims())?;
-    let x = OP.view::<f32>(storage, layout)?;
+    let (x, device) = OP.open_tensor::<f32>("x", &opened, x.dims())?;
     if x.is_empty() {
         return Ok(0.0);
     }
-    let device = storage.device();
     let chunks = x.len().div_ceil(CHUNK);
     let (mut parts, mut sum) = (output::<f64>(device, chunks)?, output::<f64>(device, 1)?);
     // SAFETY: all buffers outlive both launches. The first launch fills `parts`, which the second reads.

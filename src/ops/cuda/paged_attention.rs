@@ -1,16 +1,16 @@
 //! Attention over a paged key-value cache on the GPU, for chunked prefill and decode. It uses the kernels of
 //! the training forward pass.
 
-use super::arguments::tensor;
+use super::arguments::{VECTOR, tensor};
 use super::launch::{kernel_params, kernel_set, launch};
 use super::sink_attention::{DeviceLaunchPlan, Inputs, OP, Outputs};
 use crate::ops::page_allocator::{CopiedRows, PageAllocator, PagedSequence, page_table};
 use crate::ops::sink_attention::Attention;
-use crate::ops::sink_attention::kernels::{BLOCK_KEYS, Kernel, KernelSet};
+use crate::ops::sink_attention::kernels::{BLOCK_KEYS, Kernel, KernelSet, kernel};
 use crate::ops::sink_attention::plan::LaunchSequences;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, WrapErr};
-use candle_core::{Layout, Result, StorageRef, Tensor, bail};
+use candle_core::{Result, Tensor, bail};
 use half::bf16;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// The keys and values of layers whose sequences have the same pages, in GPU memory.
 #[derive(Debug)]
 pub struct KvPool {
-    device: CudaDevice,
+    pub(super) device: CudaDevice,
     /// Per layer: `[pages · 64, 2, M, D]`.
     layers: Vec<Mutex<CudaSlice<bf16>>>,
     kv_heads: usize,
@@ -33,8 +33,8 @@ pub struct KvPool {
 /// pages.
 #[derive(Debug)]
 pub struct KvPages {
-    pool: Arc<KvPool>,
-    sequence: PagedSequence,
+    pub(super) pool: Arc<KvPool>,
+    pub(super) sequence: PagedSequence,
     /// From 1 on. No other sequence of the pool has or had it.
     id: u64,
 }
@@ -80,10 +80,6 @@ impl KvPool {
 
     fn with_id(self: &Arc<Self>, sequence: PagedSequence) -> KvPages {
         KvPages { pool: self.clone(), sequence, id: self.last_id.fetch_add(1, Ordering::Relaxed) + 1 }
-    }
-
-    pub(super) fn device(&self) -> &CudaDevice {
-        &self.device
     }
 
     /// Returns the number of free pages.
@@ -195,14 +191,6 @@ impl KvPages {
         self.id
     }
 
-    pub(super) fn pool(&self) -> &Arc<KvPool> {
-        &self.pool
-    }
-
-    pub(super) fn pages(&self) -> &PagedSequence {
-        &self.sequence
-    }
-
     /// Returns a sequence of this pool with `len` positions of arbitrary contents, for timings.
     ///
     /// # Errors
@@ -247,9 +235,7 @@ kernel_params! {
 }
 
 /// Copies rows to places: keys and values to a cache, and entries to a page table.
-const KV_APPEND: Kernel = Kernel { function: "kv_append", file: "kv_append", threads: 128, shared_bytes: 0 };
-/// Number of elements in 16 bytes, which a thread copies per step.
-const VECTOR: usize = 8;
+const KV_APPEND: Kernel = kernel("kv_append", "kv_append", 128, 0);
 
 /// Copies row i of `rows` to row `places[i]` of `to`. A row has `row_vectors` times 16 bytes.
 ///
@@ -270,34 +256,6 @@ pub(super) unsafe fn scatter_rows<T>(
             slots: at.read(places),
             row_vectors: row_vectors as i32,
         })
-    }
-}
-
-/// The checked inputs of attention over a cache.
-struct Opened<'a> {
-    /// `[T, N, D]`.
-    pub q: CudaView<'a, bf16>,
-    /// `[T, 2, M, D]`.
-    pub kv: CudaView<'a, bf16>,
-    /// `[N]`.
-    pub sinks: CudaView<'a, f32>,
-}
-
-impl<'a> Opened<'a> {
-    /// Checks `q`, `kv` and `sinks` of `tokens` new tokens.
-    ///
-    /// # Errors
-    /// When a tensor has another shape or type, or is not on the GPU.
-    pub fn new(
-        [q, kv, sinks]: &'a [(StorageRef<'_>, &Layout); 3],
-        tokens: usize,
-        attention: &Attention,
-    ) -> Result<Self> {
-        let Attention { heads, kv_heads, head_dim, .. } = *attention;
-        let (q, _) = OP.open_tensor("q", q, &[tokens, heads, head_dim])?;
-        let (kv, _) = OP.open_tensor("kv", kv, &[tokens, 2, kv_heads, head_dim])?;
-        let (sinks, _) = OP.open_tensor("sinks", sinks, &[heads])?;
-        Ok(Self { q, kv, sinks })
     }
 }
 
@@ -364,13 +322,15 @@ impl PagedPass {
     /// When shapes disagree, or there is no such layer.
     pub fn attend(&self, layer: usize, q: &Tensor, kv: &Tensor, sinks: &Tensor) -> Result<(Tensor, Tensor)> {
         let opened = [q, kv, sinks].map(Tensor::storage_and_layout);
-        let Opened { q, kv, sinks } = Opened::new(&opened, self.tokens, &self.attention)?;
+        let (tokens, Attention { heads, kv_heads, head_dim, .. }) = (self.tokens, self.attention);
+        let (q, _) = OP.open_tensor("q", &opened[0], &[tokens, heads, head_dim])?;
+        let (kv, _) = OP.open_tensor("kv", &opened[1], &[tokens, 2, kv_heads, head_dim])?;
+        let (sinks, _) = OP.open_tensor("sinks", &opened[2], &[heads])?;
         self.pool.write(layer, &kv, &self.slots.as_view())?;
         let mut outputs = self.plan.outputs()?;
         let memory = self.pool.memory(layer)?;
         self.plan.forward(&Inputs { q: &q, kv: &memory.as_view(), sinks: &sinks }, &mut outputs)?;
         let (Outputs { out, lse }, device) = (outputs, &self.pool.device);
-        let Attention { heads, head_dim, .. } = self.attention;
-        Ok((tensor(out, device, (self.tokens, heads * head_dim)), tensor(lse, device, (self.tokens, heads))))
+        Ok((tensor(out, device, (tokens, heads * head_dim)), tensor(lse, device, (tokens, heads))))
     }
 }

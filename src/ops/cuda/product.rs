@@ -157,8 +157,7 @@ pub(super) fn with_starts<R>(
 ) -> Result<R> {
     let Some(starts) = starts else { return f(None) };
     let opened = starts.storage_and_layout();
-    let (storage, layout) = op.gpu_storage("the groups' first rows", &opened, DType::U32, starts.dims())?;
-    f(Some(&op.view(storage, layout)?))
+    f(Some(&op.open_tensor("the groups' first rows", &opened, starts.dims())?.0))
 }
 
 /// The matrices of a product, after the checks.
@@ -265,9 +264,7 @@ pub(super) fn with_packed<R>(
 ) -> Result<R> {
     let bytes = weight.device_tensor()?;
     let opened = bytes.storage_and_layout();
-    let (storage, layout) =
-        op.gpu_storage("the packed weight", &opened, DType::U8, &[weight.size_bytes()])?;
-    f(&Weight::Mxfp4(op.view(storage, layout)?))
+    f(&Weight::Mxfp4(op.open_tensor("the packed weight", &opened, &[weight.size_bytes()])?.0))
 }
 
 fn multiply(

@@ -3,7 +3,7 @@
 use super::arguments::{Op, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Result, Shape, Tensor};
 use half::bf16;
@@ -11,8 +11,7 @@ use half::bf16;
 const OP: Op = Op("rms_norm");
 /// Shared memory has two sums per warp.
 const SHARED_BYTES: usize = 2 * 128 / 32 * size_of::<f32>();
-const FORWARD: Kernel =
-    Kernel { function: "rms_norm_forward", file: "rms_norm", threads: 128, shared_bytes: SHARED_BYTES };
+const FORWARD: Kernel = kernel("rms_norm_forward", "rms_norm", 128, SHARED_BYTES);
 const SUM: Kernel = Kernel { function: "sum_norm", ..FORWARD };
 const BACKWARD: Kernel = Kernel { function: "rms_norm_backward", ..FORWARD };
 const WEIGHT: Kernel = Kernel { function: "rms_norm_weight", shared_bytes: 0, ..FORWARD };

@@ -1,20 +1,18 @@
 //! Rotary position embedding on the GPU. Heads are bf16, and the table is f32.
 
-use super::arguments::{Op, output, tensor};
+use super::arguments::{Op, VECTOR, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
 use crate::ops::rope::Rotation;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Device, Layout, Result, Shape, StorageRef, Tensor, bail};
 use half::bf16;
 
 const OP: Op = Op("rope");
-const ROPE: Kernel = Kernel { function: "rope", file: "rope", threads: 256, shared_bytes: 0 };
+const ROPE: Kernel = kernel("rope", "rope", 256, 0);
 const APPEND: Kernel = Kernel { function: "rope_append", ..ROPE };
-/// Number of pairs per thread.
-const VECTOR: usize = 8;
 
 kernel_params! {
     /// `Rope` of `kernels/rope.cuh`.

@@ -3,13 +3,13 @@
 use super::arguments::{Op, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Result, Shape, Tensor};
 
 const ROUTE_OP: Op = Op("route");
 const SOFTMAX_OP: Op = Op("top_k_softmax");
-const ROUTE: Kernel = Kernel { function: "route", file: "router", threads: 128, shared_bytes: 0 };
+const ROUTE: Kernel = kernel("route", "router", 128, 0);
 const FORWARD: Kernel = Kernel { function: "top_k_softmax_forward", ..ROUTE };
 const BACKWARD: Kernel = Kernel { function: "top_k_softmax_backward", ..ROUTE };
 /// One block selects the experts of all tokens. Each thread keeps a sum.

@@ -4,22 +4,17 @@ use super::arguments::{Op, output};
 use super::launch::{kernel_params, launch};
 use super::log_prob::check_vocabulary;
 use crate::ops::logits::SampledToken;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::{Result, Tensor, bail};
 
 const OP: Op = Op("sampling");
 const THREADS: usize = 1024;
 /// Number of thread groups of equal size. Sums are first added within each group.
 const GROUPS: usize = 32;
-const DRAW: Kernel = Kernel {
-    function: "sampling_draw",
-    file: "sampling",
-    threads: THREADS,
-    shared_bytes: (THREADS + 2 * GROUPS + 1) * size_of::<f64>(),
-};
+const DRAW: Kernel =
+    kernel("sampling_draw", "sampling", THREADS, (THREADS + 2 * GROUPS + 1) * size_of::<f64>());
 const LIKELIEST: Kernel = Kernel { function: "sampling_likeliest", ..DRAW };
-const LOG_PROBS: Kernel =
-    Kernel { function: "sampling_log_probs", file: "sampling", threads: 128, shared_bytes: 0 };
+const LOG_PROBS: Kernel = kernel("sampling_log_probs", "sampling", 128, 0);
 /// The value that the kernel writes if the logits of a row do not define a distribution.
 const NO_TOKEN: u32 = u32::MAX;
 

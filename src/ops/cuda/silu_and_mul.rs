@@ -1,19 +1,16 @@
 //! SwiGLU without clamping on the GPU: `gate`, `up` and `y` are `[R, I]` in bf16.
 
-use super::arguments::{Op, output, tensor};
+use super::arguments::{Op, VECTOR, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::CudaStorage;
 use candle_core::{Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("silu_gated");
-const FORWARD: Kernel =
-    Kernel { function: "silu_gated_forward", file: "silu_gated", threads: 256, shared_bytes: 0 };
+const FORWARD: Kernel = kernel("silu_gated_forward", "silu_gated", 256, 0);
 const BACKWARD: Kernel = Kernel { function: "silu_gated_backward", ..FORWARD };
-/// Number of elements per thread.
-const VECTOR: usize = 8;
 
 kernel_params! {
     /// `SiluGated` of `kernels/silu_gated.cuh`.

@@ -1,19 +1,17 @@
 //! The SwiGLU of GPT-OSS on the GPU, with `x [R, 2I]` and `y [R, I]` in bf16.
 
-use super::arguments::{Op, output, tensor};
+use super::arguments::{Op, VECTOR, output, tensor};
 use super::launch::{kernel_params, launch};
 use crate::ops::operation::DeviceArgument;
-use crate::ops::sink_attention::kernels::Kernel;
+use crate::ops::sink_attention::kernels::{Kernel, kernel};
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaView};
 use candle_core::cuda_backend::{CudaDevice, CudaStorage};
 use candle_core::{Result, Shape, Tensor};
 use half::bf16;
 
 const OP: Op = Op("swiglu");
-const FORWARD: Kernel = Kernel { function: "swiglu_forward", file: "swiglu", threads: 256, shared_bytes: 0 };
+const FORWARD: Kernel = kernel("swiglu_forward", "swiglu", 256, 0);
 const BACKWARD: Kernel = Kernel { function: "swiglu_backward", ..FORWARD };
-/// Number of pairs per thread.
-const VECTOR: usize = 8;
 
 kernel_params! {
     /// `Swiglu` of `kernels/row_ops.cuh`.

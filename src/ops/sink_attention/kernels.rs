@@ -128,7 +128,12 @@ pub struct KernelSet {
 /// Number of (token, head) pairs per block of the kernel [`KernelSet::delta`].
 pub const DELTA_ROWS: usize = 32;
 
-const fn kernel(function: &'static str, file: &'static str, threads: usize, shared_bytes: usize) -> Kernel {
+pub const fn kernel(
+    function: &'static str,
+    file: &'static str,
+    threads: usize,
+    shared_bytes: usize,
+) -> Kernel {
     Kernel { function, file, threads, shared_bytes }
 }
 

@@ -2,8 +2,8 @@
 
 use super::gpu_shards::working_bytes;
 use super::{
-    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, PassShape,
-    TrainingStage, WARNING_FRACTION, gigabytes,
+    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlanInput, ModelCommand, PassShape, TrainingStage,
+    gigabytes,
 };
 use crate::engine::FORWARD_TOKENS_MAX;
 use crate::model::cache::CacheCapacity;
@@ -43,8 +43,7 @@ impl MemoryPlanInput<'_> {
         let (prompts, samples) = self.rollout_size();
         let fits = |sequences: usize| {
             let choices = MemoryChoices { gpu_sequences: Some(sequences), ..self.choices };
-            let input = self.with_choices(choices);
-            MemoryPlan::new(&input).peak_bytes() as f64 <= WARNING_FRACTION * available.bytes as f64
+            MemoryPlanInput { choices, ..self.clone() }.fits_without_warning(available)
         };
         let (mut fitting, mut too_many) = (1, prompts.saturating_mul(samples).max(1) + 1);
         while fitting + 1 < too_many {

@@ -1,6 +1,6 @@
 //! The input of a memory plan: what a run computes, and how.
 
-use super::{ModelCommand, TeacherInput, f32_bytes};
+use super::{AvailableMemory, MemoryPlan, ModelCommand, TeacherInput, WARNING_FRACTION, f32_bytes};
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::names::ParameterSpec;
@@ -105,13 +105,13 @@ impl AdapterInput {
 }
 
 impl MemoryPlanInput<'_> {
-    /// Returns this input with other `choices`.
-    pub fn with_choices(&self, choices: MemoryChoices) -> Self {
-        Self { choices, ..self.clone() }
+    /// Returns the peak of the memory plan.
+    pub fn peak_bytes(&self) -> u64 {
+        MemoryPlan::new(self).peak_bytes()
     }
 
-    /// Returns this input with another `placement`.
-    pub fn with_placement(&self, placement: WeightPlacement) -> Self {
-        Self { placement, ..self.clone() }
+    /// Returns whether the peak leaves a part of the available memory unused, so that no warning is due.
+    pub(super) fn fits_without_warning(&self, available: &AvailableMemory) -> bool {
+        self.peak_bytes() as f64 <= WARNING_FRACTION * available.bytes as f64
     }
 }

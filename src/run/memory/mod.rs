@@ -38,7 +38,7 @@ use crate::rollout::REPLY_FRAME_TOKENS;
 use crate::run::source::precision;
 use anyhow::Result;
 use program::retained_bytes;
-use weights::{ShardedTensor, gather_peak_bytes, unsharded_bytes};
+use weights::{gather_peak_bytes, on_demand_bytes, unsharded_bytes};
 
 /// A plan above this fraction of the available memory gets a warning.
 const WARNING_FRACTION: f64 = 0.9;
@@ -271,10 +271,8 @@ impl MemoryPlanInput<'_> {
     /// Returns whether recomputation is needed, because a plan without it would nearly fill the `available`
     /// memory.
     pub fn needs_recomputation(&self, available: &AvailableMemory) -> bool {
-        let plan = MemoryPlan::new(
-            &self.with_choices(MemoryChoices { recompute_layers: Some(false), ..self.choices }),
-        );
-        plan.peak_bytes() as f64 > WARNING_FRACTION * available.bytes as f64
+        let choices = MemoryChoices { recompute_layers: Some(false), ..self.choices };
+        !MemoryPlanInput { choices, ..self.clone() }.fits_without_warning(available)
     }
 
     /// Returns the policy's trainable tensors in `stage`.
@@ -332,12 +330,7 @@ impl MemoryPlanInput<'_> {
     fn gathered_pass_bytes(&self, tensors: &[TrainableTensor], recomputes: bool) -> u64 {
         let largest =
             tensors.iter().map(|(_, spec)| spec.resident_bytes(WeightFormat::F32)).max().unwrap_or(0);
-        let sharded: Vec<ShardedTensor> = tensors
-            .iter()
-            .cloned()
-            .map(ShardedTensor::from_trainable)
-            .chain(self.sharded_packed_tensors())
-            .collect();
+        let sharded = self.sharded_tensors(tensors.to_vec());
         let weights = if recomputes {
             gather_peak_bytes(&sharded)
         } else {
@@ -350,7 +343,10 @@ impl MemoryPlanInput<'_> {
     fn resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
         let weights = match self.placement.layers_on_demand {
-            true => MemoryItem { name: "weights, one layer at a time", bytes: self.on_demand_weight_bytes() },
+            true => MemoryItem {
+                name: "weights, one layer at a time",
+                bytes: on_demand_bytes(self.config, self.formats),
+            },
             false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
         };
         let mut items = self.program();

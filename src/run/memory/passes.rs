@@ -236,7 +236,7 @@ impl PassShape<'_> {
                 let gradients = (self.logit_bytes() + self.head_row_bytes()).max(self.hidden_bytes());
                 graph(self.config.num_hidden_layers as u64) + self.head_row_bytes() + gradients
             }
-            BackwardStage::Experts(layer) if self.sequence_ranks > 1 => {
+            BackwardStage::Experts(layer) | BackwardStage::Attention(layer) if self.sequence_ranks > 1 => {
                 graph(layer as u64 + 1) + self.layer_backward_bytes()
             }
             BackwardStage::Experts(layer) => {
@@ -244,9 +244,6 @@ impl PassShape<'_> {
                 let layers = layer as u64 + 1;
                 (graph(layers) + self.device_expert_gradient_bytes() + routing)
                     .max(self.device_attention_backward_bytes(layers))
-            }
-            BackwardStage::Attention(layer) if self.sequence_ranks > 1 => {
-                graph(layer as u64 + 1) + self.layer_backward_bytes()
             }
             BackwardStage::Attention(layer) => self.device_attention_backward_bytes(layer as u64 + 1),
             BackwardStage::Embedding => 3 * self.hidden_bytes(),

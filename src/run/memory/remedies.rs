@@ -1,9 +1,7 @@
 //! Remedies: changes to the recipe that lower the peak memory, each with its saving. For each change, the
 //! plan is computed again.
 
-use super::{
-    AdapterInput, MemoryPlan, MemoryPlanInput, ModelCommand, TrainableInput, WeightPlacement, gigabytes,
-};
+use super::{AdapterInput, MemoryPlanInput, ModelCommand, TrainableInput, WeightPlacement, gigabytes};
 use crate::actor::OptimizerKind;
 use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::adapter::{Lora, default_targets};
@@ -41,7 +39,7 @@ impl MemoryPlanInput<'_> {
     /// Returns each single change that lowers the peak, the largest saving first. A size is halved until the
     /// plan fits into `bytes`, or until a smaller value saves nothing more.
     pub fn remedies(&self, bytes: u64) -> Vec<Remedy> {
-        let peak = MemoryPlan::new(self).peak_bytes();
+        let peak = self.peak_bytes();
         let mut remedies: Vec<Remedy> = self
             .changes(bytes)
             .into_iter()
@@ -61,7 +59,7 @@ impl MemoryPlanInput<'_> {
         let peak_of = |change: &dyn Fn(&mut Recipe)| {
             let mut recipe = self.recipe.clone();
             change(&mut recipe);
-            MemoryPlan::new(&MemoryPlanInput { recipe: &recipe, ..self.clone() }).peak_bytes()
+            MemoryPlanInput { recipe: &recipe, ..self.clone() }.peak_bytes()
         };
         let recipe = self.recipe;
         let computes_batches =
@@ -130,18 +128,18 @@ impl MemoryPlanInput<'_> {
         }
         if self.shard_ranks() > 1 && self.placement.packed_weights != PackedWeightPlacement::Sharded {
             let packed_weights = PackedWeightPlacement::Sharded;
-            let changed_input = self.with_placement(WeightPlacement { packed_weights, ..self.placement });
+            let placement = WeightPlacement { packed_weights, ..self.placement };
             let change = format!("parallel.packed_weights = \"{packed_weights}\"");
-            changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
+            changes.push((change, MemoryPlanInput { placement, ..self.clone() }.peak_bytes()));
         }
         if self.shard_ranks() > 1
             && self.placement.rollout_weights == RolloutWeightPlacement::Whole
             && self.has_remote_experts()
         {
             let rollout_weights = RolloutWeightPlacement::ByExpert;
-            let changed_input = self.with_placement(WeightPlacement { rollout_weights, ..self.placement });
+            let placement = WeightPlacement { rollout_weights, ..self.placement };
             let change = format!("parallel.rollout_weights = \"{rollout_weights}\"");
-            changes.push((change, MemoryPlan::new(&changed_input).peak_bytes()));
+            changes.push((change, MemoryPlanInput { placement, ..self.clone() }.peak_bytes()));
         }
         changes
     }
@@ -159,7 +157,7 @@ impl MemoryPlanInput<'_> {
             head.chain(adapter.trainable.iter().copied()).collect()
         });
         let trainable = TrainableInput { policy: vec![false; base.len()], critic, adapter: Some(adapter) };
-        MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes()
+        MemoryPlanInput { trainable, ..self.clone() }.peak_bytes()
     }
 
     /// Returns the peak if all experts of the policy are frozen. `None` if nothing else is trainable.
@@ -174,6 +172,6 @@ impl MemoryPlanInput<'_> {
             return None;
         }
         let trainable = TrainableInput { policy, ..self.trainable.clone() };
-        Some(MemoryPlan::new(&MemoryPlanInput { trainable, ..self.clone() }).peak_bytes())
+        Some(MemoryPlanInput { trainable, ..self.clone() }.peak_bytes())
     }
 }

@@ -1,9 +1,6 @@
 //! Memory of sampling: how many sequences are sampled at the same time, and what they need.
 
-use super::{
-    AvailableMemory, MemoryChoices, MemoryItem, MemoryPlan, MemoryPlanInput, ModelCommand, SecondWeights,
-    WARNING_FRACTION,
-};
+use super::{AvailableMemory, MemoryChoices, MemoryItem, MemoryPlanInput, ModelCommand, SecondWeights};
 use crate::dist::RolloutWeightPlacement;
 use crate::engine::{FORWARD_TOKENS_MAX, worker_count};
 use crate::model::cache::SequenceCache;
@@ -108,12 +105,12 @@ impl MemoryPlanInput<'_> {
     /// Returns whether two samplings may be in flight: on the CPU in one process, if no sampling continues
     /// the one before and the plan does not nearly fill the `available` memory.
     pub fn fits_two_samplings(&self, available: Option<&AvailableMemory>) -> bool {
-        let both = self.with_choices(MemoryChoices { two_samplings: true, ..self.choices });
-        let plan = MemoryPlan::new(&both);
-        let fits =
-            |memory: &AvailableMemory| plan.peak_bytes() as f64 <= WARNING_FRACTION * memory.bytes as f64;
+        let choices = MemoryChoices { two_samplings: true, ..self.choices };
+        let both = MemoryPlanInput { choices, ..self.clone() };
         let may_overlap = self.choices.gpu_sequences.is_none() && self.recipe.rollout.step_tokens_max == 0;
-        self.samples_beside_the_update() && may_overlap && available.is_none_or(fits)
+        self.samples_beside_the_update()
+            && may_overlap
+            && available.is_none_or(|memory| both.fits_without_warning(memory))
     }
 
     /// Returns the maximum number of samplings at the same time.

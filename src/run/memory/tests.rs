@@ -333,7 +333,10 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
         check(&startup.memory_plan_input());
     };
     check("rollout.lag_steps = 1", &|input| {
-        let both = input.with_choices(MemoryChoices { two_samplings: true, ..input.choices });
+        let both = MemoryPlanInput {
+            choices: MemoryChoices { two_samplings: true, ..input.choices },
+            ..input.clone()
+        };
         let (one, two) = (MemoryPlan::new(input), MemoryPlan::new(&both));
         let bytes = |plan: &MemoryPlan, name: &str| {
             plan.resident.iter().find(|item| item.name == name).map_or(0, |item| item.bytes)
@@ -351,9 +354,15 @@ fn two_samplings_in_flight_are_planned_if_memory_holds_both() {
         let peak = two.peak_bytes() as f64;
         assert!(input.fits_two_samplings(Some(&memory(peak / 0.89))));
         assert!(!input.fits_two_samplings(Some(&memory(peak / 0.91))));
-        let on_gpu = input.with_choices(MemoryChoices { gpu_sequences: Some(4), ..input.choices });
+        let on_gpu = MemoryPlanInput {
+            choices: MemoryChoices { gpu_sequences: Some(4), ..input.choices },
+            ..input.clone()
+        };
         assert!(!on_gpu.fits_two_samplings(None));
-        let of_two = input.with_placement(WeightPlacement { processes: 2, ..input.placement });
+        let of_two = MemoryPlanInput {
+            placement: WeightPlacement { processes: 2, ..input.placement },
+            ..input.clone()
+        };
         assert!(!of_two.fits_two_samplings(None));
     });
     for text in ["", "rollout.lag_steps = 1\nrollout.step_tokens_max = 8"] {

@@ -149,12 +149,9 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the policy's sharded tensors: the tensors that are trainable in any stage, and the packed ones
     /// if they are sharded.
-    fn sharded_tensors(&self) -> Vec<ShardedTensor> {
-        self.ever_trainable_tensors()
-            .into_iter()
-            .map(ShardedTensor::from_trainable)
-            .chain(self.sharded_packed_tensors())
-            .collect()
+    pub(super) fn sharded_tensors(&self, trainable: Vec<TrainableTensor>) -> Vec<ShardedTensor> {
+        let trainable = trainable.into_iter().map(ShardedTensor::from_trainable);
+        trainable.chain(self.sharded_packed_tensors()).collect()
     }
 
     /// Returns how a process holds the weights while it samples. This is `Whole` if weights are not sharded,
@@ -181,7 +178,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the memory of the weights that a process gathers from the others for sampling.
     pub(super) fn sampling_gather_item(&self) -> MemoryItem {
-        let sharded = self.sharded_tensors();
+        let sharded = self.sharded_tensors(self.ever_trainable_tensors());
         match self.effective_rollout_weights() {
             RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
                 MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&sharded) }
@@ -216,12 +213,6 @@ impl MemoryPlanInput<'_> {
     pub fn can_shard_packed(&self) -> bool {
         let mut specs = parameter_specs(self.config).into_iter().enumerate();
         self.command.trains() && specs.any(|(index, spec)| self.is_packed(&spec, index))
-    }
-
-    /// Returns the bytes of weights if layers are read on demand: all tensors outside layers, and the largest
-    /// layer.
-    pub(super) fn on_demand_weight_bytes(&self) -> u64 {
-        on_demand_bytes(self.config, self.formats)
     }
 
     /// Returns whether the policy's tensor `index` stays packed.

@@ -8,7 +8,9 @@ use crate::dist::{PackedWeightPlacement, RolloutWeightPlacement};
 use crate::model::config::Config;
 use crate::model::layers_on_demand::LayersOnDemand;
 use crate::model::weights::LayerSource;
-use crate::run::memory::{AvailableMemory, MemoryPlan, ModelCommand, WeightPlacement, gigabytes};
+use crate::run::memory::{
+    AvailableMemory, MemoryPlan, MemoryPlanInput, ModelCommand, WeightPlacement, gigabytes,
+};
 use anyhow::Result;
 use std::sync::Arc;
 use std::time::Instant;
@@ -38,8 +40,8 @@ impl Startup {
         let requested = self.environment.plan.recipe.parallel.clone();
         let fits = |&(rollout_weights, packed_weights): &(RolloutWeightPlacement, PackedWeightPlacement)| {
             let placement = WeightPlacement { rollout_weights, packed_weights, ..self.placement };
-            let plan = MemoryPlan::new(&self.memory_plan_input().with_placement(placement));
-            available.is_none_or(|memory| plan.peak_bytes() <= memory.bytes)
+            let peak = MemoryPlanInput { placement, ..self.memory_plan_input() }.peak_bytes();
+            available.is_none_or(|memory| peak <= memory.bytes)
         };
         let options = match self.memory_plan_input().shard_ranks() {
             1 => vec![(RolloutWeightPlacement::Whole, PackedWeightPlacement::Whole)],
@@ -110,7 +112,7 @@ impl Startup {
         match self.environment.plan.recipe.parallel.rollout_weights {
             RolloutWeightPlacement::Auto => {
                 let placement = WeightPlacement { packed_weights, ..self.placement };
-                let input = self.memory_plan_input().with_placement(placement);
+                let input = MemoryPlanInput { placement, ..self.memory_plan_input() };
                 let by_expert = input.has_remote_experts().then_some(RolloutWeightPlacement::ByExpert);
                 [RolloutWeightPlacement::Whole].into_iter().chain(by_expert).collect()
             }
@@ -137,7 +139,7 @@ impl Startup {
     }
 
     fn peak_bytes(&self) -> u64 {
-        MemoryPlan::new(&self.memory_plan_input()).peak_bytes()
+        self.memory_plan_input().peak_bytes()
     }
 
     /// Lowers the number of sequences that are sampled at the same time, if the plan fits into the

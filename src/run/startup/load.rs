@@ -61,13 +61,13 @@ pub fn start_on_mesh(
     console: &Console,
 ) -> Result<Started> {
     // The collective call comes first, because the code below may fail on only one process.
-    let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host()));
+    let local = available_memory().map(|memory| memory.process_share(mesh.ranks_on_host));
     let available = min_over_processes(mesh, local)?;
     // This line is printed first, because reading the first weights may take a minute.
     if let Some(model) = reading_note(&plan.recipe) {
         console.print(&model);
     }
-    let mut startup = Startup::open_on_mesh(plan, command, mesh, checkpoint, console)?;
+    let mut startup = Startup::open_for(plan, command, (mesh, checkpoint), None, console)?;
     startup.check_memory(available)?;
     startup.load(console)
 }
@@ -107,7 +107,7 @@ impl Startup {
             .map(|(model, parameters, digest)| TeacherModel { actor: actor(model, parameters), digest });
         let Trainables { policy, critic, adapter } = self.trainables;
         let (mut parameters, mut trainable, mut base) = (parameters, policy, None);
-        if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.after_cold_start) {
+        if let Some(adapter) = adapter.as_ref().filter(|adapter| !adapter.factors.after_cold_start) {
             trainable = adapter.trainable_flags(trainable.len());
             if parameters.adapter().is_none() {
                 adapter.attach(&mut parameters, recipe.train.seed)?;

@@ -9,11 +9,12 @@ mod task;
 
 pub(super) use errors::ErrorList;
 pub use load::{Resources, Started, start, start_on_mesh};
+pub use model::Trainables;
 
 use super::data_inputs::DataInputs;
 use super::device::{ComputeDevice, choose_device};
 use super::environment::Environment;
-use super::expert_parallel::TrainedExperts;
+use super::expert_parallel::expert_mistakes;
 use super::memory::{MemoryChoices, MemoryPlanInput, ModelCommand, WeightPlacement, tokenizer_bytes};
 use super::source::ModelSource;
 use super::target::TargetMachine;
@@ -24,7 +25,7 @@ use crate::ops::threads::Threads;
 use crate::recipe::Plan;
 use crate::tasks::Problem;
 use anyhow::Result;
-use model::{Trainables, check_model, open_source, warn_about_model};
+use model::{check_model, open_source, warn_about_model};
 use prompts::open_environment;
 use std::path::Path;
 use std::sync::Arc;
@@ -61,25 +62,11 @@ impl Startup {
     /// # Errors
     /// [`crate::error::BadInput`] with all mistakes, each with its location and remedy.
     pub fn open(plan: Plan, command: ModelCommand, console: &Console) -> Result<Self> {
-        Self::open_on_mesh(plan, command, &Mesh::single(), None, console)
+        Self::open_for(plan, command, (&Mesh::single(), None), None, console)
     }
 
     /// Opens everything as [`Self::open`] does, for a run on the processes of `mesh`. `checkpoint` is the
-    /// checkpoint to resume from, if any.
-    ///
-    /// # Errors
-    /// The errors of [`Self::open`].
-    pub fn open_on_mesh(
-        plan: Plan,
-        command: ModelCommand,
-        mesh: &Arc<Mesh>,
-        checkpoint: Option<&Path>,
-        console: &Console,
-    ) -> Result<Self> {
-        Self::open_for(plan, command, (mesh, checkpoint), None, console)
-    }
-
-    /// Opens everything as [`Self::open_on_mesh`] does. With a `target`, to plan for that machine.
+    /// checkpoint to resume from, if any. With a `target`, to plan for that machine.
     ///
     /// # Errors
     /// The errors of [`Self::open`].
@@ -91,7 +78,7 @@ impl Startup {
         console: &Console,
     ) -> Result<Self> {
         let _stage = console.start_inner_stage("starting", 0);
-        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores())?;
+        let threads = Threads::for_process(plan.recipe.parallel.threads, mesh.ranks_on_cores)?;
         let mut errors = ErrorList::default();
         let source = errors.collect(open_source(&plan.recipe, checkpoint, &threads));
         let task = errors.collect(open_task(&plan, command, console));
@@ -100,7 +87,7 @@ impl Startup {
         }
         let trainables =
             source.as_ref().and_then(|source| Trainables::open(&plan, source, command, &mut errors));
-        let workers = (threads.count(), mesh.ranks_on_host());
+        let workers = (threads.count(), mesh.ranks_on_host);
         let opened = task.and_then(|task| {
             let interpreter = errors.collect(open_interpreter(&plan.recipe, task.as_ref(), workers, console));
             errors.collect(check_tool_form(&plan, task.as_ref()));
@@ -120,7 +107,7 @@ impl Startup {
         if let (Some(source), Some(device), Some(trainables)) = (&source, &compute_device, &trainables)
             && (command.trains() || mesh.ranks() > 1)
         {
-            errors.extend(trained_experts(source, device, trainables).mistakes(&plan));
+            errors.extend(expert_mistakes(&plan, &source.config, trainables, device.available.is_some()));
         }
         let (Some(source), Some(trainables), Some(opened), Some(compute_device), true) =
             (source, trainables, opened, compute_device, errors.is_empty())
@@ -181,7 +168,7 @@ impl Startup {
     pub fn memory_plan_input_for(&self, command: ModelCommand) -> MemoryPlanInput<'_> {
         let Environment { chat, task, interpreter, sft_rows, teacher_prompt, .. } = &self.environment;
         let (recipe, config) = (self.environment.recipe(), &self.source.config);
-        let workers = (self.threads.count(), self.mesh.ranks_on_host());
+        let workers = (self.threads.count(), self.mesh.ranks_on_host);
         let teacher = self.teacher.as_ref().filter(|_| command.trains());
         let rows = sft_rows.iter().flat_map(|rows| rows.iter());
         MemoryPlanInput {
@@ -198,20 +185,5 @@ impl Startup {
             sft_row_tokens_max: rows.map(|row| row.tokens.len()).max(),
             teacher: teacher.map(|teacher| teacher.memory_input(config, teacher_prompt.as_ref())),
         }
-    }
-}
-
-/// Returns the experts that the run trains, to check expert parallelism.
-fn trained_experts<'a>(
-    source: &'a ModelSource,
-    device: &ComputeDevice,
-    trainables: &'a Trainables,
-) -> TrainedExperts<'a> {
-    TrainedExperts {
-        config: &source.config,
-        trainable: &trainables.policy,
-        critic_trainable: trainables.critic.as_deref(),
-        has_adapter: trainables.adapter.is_some(),
-        on_gpu: device.available.is_some(),
     }
 }

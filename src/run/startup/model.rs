@@ -33,7 +33,7 @@ pub(super) fn open_source(
 }
 
 /// The tensors that a command trains.
-pub(super) struct Trainables {
+pub struct Trainables {
     /// Trainable flags of the model's own tensors in the first stage of training.
     pub policy: Vec<bool>,
     /// Trainable flags of the critic's tensors. `None` without a critic.
@@ -44,7 +44,7 @@ pub(super) struct Trainables {
 
 impl Trainables {
     /// Resolves the adapter and the trainable flags. Returns `None` after adding mistakes to `errors`.
-    pub fn open(
+    pub(super) fn open(
         plan: &Plan,
         source: &ModelSource,
         command: ModelCommand,
@@ -55,14 +55,14 @@ impl Trainables {
         let adapter = errors.collect(adapter)?;
         let specs = source.specs();
         let policy = match &adapter {
-            Some(adapter) if !adapter.after_cold_start => Some(vec![false; specs.len()]),
+            Some(adapter) if !adapter.factors.after_cold_start => Some(vec![false; specs.len()]),
             Some(adapter) => {
-                let all = [&specs[..], &adapter.specs].concat();
-                errors.collect(policy_trainable_flags(plan, &all)).map(|all| all[..specs.len()].to_vec())
+                let all = [&specs[..], &adapter.factors.specs].concat();
+                errors.collect(policy_trainable_flags(plan, &all, &[])).map(|all| all[..specs.len()].to_vec())
             }
-            None => errors.collect(policy_trainable_flags(plan, &specs)),
+            None => errors.collect(policy_trainable_flags(plan, &specs, &[])),
         };
-        let factors = adapter.as_ref().map(|adapter| &adapter.specs[..]);
+        let factors = adapter.as_ref().map(|adapter| &adapter.factors.specs[..]);
         let critic = errors.collect(critic_trainable_flags(plan, &source.config, factors));
         Some(Self { policy: policy?, critic: critic?, adapter })
     }
@@ -73,7 +73,7 @@ impl Trainables {
             policy: self.policy.clone(),
             // SFT alone has no critic.
             critic: self.critic.clone().filter(|_| recipe.train.steps > 0),
-            adapter: self.adapter.as_ref().map(RunAdapter::adapter_input),
+            adapter: self.adapter.as_ref().map(|adapter| adapter.factors.clone()),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! Normalisation of an answer before it is parsed: each meaning gets one spelling.
 
-use crate::tasks::number::MINUS_SIGNS;
+use crate::tasks::number::{MINUS_SIGNS, digits_of};
 
 /// Returns whether `command` is an operator or a closing delimiter: a command that cannot start a factor.
 pub fn is_operator(command: &str) -> bool {
@@ -91,21 +91,25 @@ const UNITS: &str = "cm|mm|km|gm|kg|meters|metres|inches|feet|ft|miles|pounds|gr
                      cubic units|sq units|squareunits|cubicunits|units|square|mph|km/h|people|students|\
                      meals|edges|integers|multiples|ways";
 
-/// Replaces the command `from`, but not at the start of a longer command.
-pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
+/// Replaces each `from` by the text that `replacement` returns. It gets the result before this place, and the
+/// rest of the text after it.
+fn replace_each<'t>(text: &str, from: &str, replacement: impl Fn(&str, &str) -> &'t str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
-    while let Some(at) = rest.find(from) {
-        let after = &rest[at + from.len()..];
-        out.push_str(&rest[..at]);
-        // `\quadx` is a misspelling of `\quad x`. Any other longer name is another command.
-        let whole = !after.starts_with(|c: char| c.is_ascii_alphabetic())
-            || !from.ends_with(|c: char| c.is_ascii_alphabetic())
-            || from.ends_with("quad");
-        out.push_str(if whole { to } else { from });
+    while let Some((before, after)) = rest.split_once(from) {
+        out.push_str(before);
+        out.push_str(replacement(&out, after));
         rest = after;
     }
     out + rest
+}
+
+/// Replaces the command `from`, but not at the start of a longer command.
+pub(super) fn replace_command(text: &str, from: &str, to: &str) -> String {
+    let is_letter = |c: char| c.is_ascii_alphabetic();
+    // `\quadx` is a misspelling of `\quad x`. Any other longer name is another command.
+    let is_open = !from.ends_with(is_letter) || from.ends_with("quad");
+    replace_each(text, from, |_, after| if is_open || !after.starts_with(is_letter) { to } else { from })
 }
 
 /// The end of a matrix row in normalised text. It replaces the doubled backslash of LaTeX.
@@ -117,19 +121,8 @@ fn unescape(text: &str) -> String {
     if text.contains("matrix}") || text.contains("array}") || text.contains("cases}") {
         return text.replace("\\\\", ROW_END);
     }
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find("\\\\") {
-        let after = &rest[at + 2..];
-        out.push_str(&rest[..at]);
-        out.push_str(if after.starts_with(|c: char| c.is_ascii_alphabetic() || c == '{') {
-            "\\"
-        } else {
-            " "
-        });
-        rest = after;
-    }
-    out + rest
+    let begins_command = |after: &str| after.starts_with(|c: char| c.is_ascii_alphabetic() || c == '{');
+    replace_each(text, "\\\\", |_, after| if begins_command(after) { "\\" } else { " " })
 }
 
 /// Joins groups of digits that a thin space or a comma in braces separates: `14{,}916`, `12,\! 000`,
@@ -137,18 +130,10 @@ fn unescape(text: &str) -> String {
 fn join_groups(text: &str) -> String {
     let mut out = text.replace("{, }", "{,}").replace(" {,}", "{,}").replace("{,}", ",\\!");
     for separator in [",\\! ", ",\\!", "\\,", "\\;"] {
-        let mut joined = String::with_capacity(out.len());
-        let mut rest = out.as_str();
-        while let Some(at) = rest.find(separator) {
-            let after = &rest[at + separator.len()..];
-            let digits = after.len() - after.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-            joined.push_str(&rest[..at]);
-            let inside = digits == 3 && rest[..at].ends_with(|c: char| c.is_ascii_digit());
-            joined.push_str(if inside { "" } else { separator });
-            rest = after;
-        }
-        joined.push_str(rest);
-        out = joined;
+        out = replace_each(&out, separator, |before, after| {
+            let is_inside = digits_of(after).len() == 3 && before.ends_with(|c: char| c.is_ascii_digit());
+            if is_inside { "" } else { separator }
+        });
     }
     out
 }
@@ -203,17 +188,9 @@ pub fn normalise(text: &str) -> String {
 
 /// Replaces `word` where no letter is next to it.
 fn replace_word(text: &str, word: &str, to: &str) -> String {
-    let mut out = String::with_capacity(text.len());
-    let mut rest = text;
-    while let Some(at) = rest.find(word) {
-        let after = &rest[at + word.len()..];
-        out.push_str(&rest[..at]);
-        let letter = |c: char| c.is_alphabetic() || c == '\\' || c == '_';
-        let alone = !out.ends_with(letter) && !after.starts_with(letter);
-        out.push_str(if alone { to } else { word });
-        rest = after;
-    }
-    out + rest
+    let letter = |c: char| c.is_alphabetic() || c == '\\' || c == '_';
+    let is_part = |before: &str, after: &str| before.ends_with(letter) || after.starts_with(letter);
+    replace_each(text, word, |before, after| if is_part(before, after) { word } else { to })
 }
 
 /// Removes a unit after a number: `35 cm` becomes `35`.

@@ -121,7 +121,8 @@ fn unusable_tokenizers_are_refused() {
     // The whole text is one piece here, and a piece found in the vocabulary would be taken whole.
     refused(edited(|json| json["model"]["ignore_merges"] = json!(true)), &["forge"]);
     refused(HarmonyTokenizer::from_bytes(b"{".to_vec(), "cut.json"), &["cut.json"]);
-    refused(HarmonyTokenizer::from_file(std::path::Path::new("no/tokenizer.json")), &["no/tokenizer.json"]);
+    let no_file = rloss::vocabulary::Vocabulary::from_file(std::path::Path::new("no/tokenizer.json"));
+    refused(no_file.and_then(|vocabulary| HarmonyTokenizer::new(vocabulary, "no")), &["no/tokenizer.json"]);
 }
 
 /// Text has the ids that the `tokenizers` library gives it, whatever the flags of added tokens and the

@@ -5,7 +5,7 @@
 use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::Tensor;
-use rloss::actor::forward_backward::{PassOutput, PassSettings};
+use rloss::actor::forward_backward::{ColumnLoss, PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::optimizer::Optimizer;
 use rloss::actor::{Columns, OptimizerKind, OptimizerSettings, PolicyColumns};
@@ -345,6 +345,7 @@ impl Case {
             let n = columns.log_probs.len();
             Ok(PolicyColumns { log_probs: vec![-1.0 / n as f32; n], ..columns.zeros() })
         };
+        let loss = ColumnLoss { gradient: &loss, skips_zeros: false };
         learned(&self.parameters, of, |pass| pass.forward_backward(&loss, &|| ()))
     }
 

@@ -29,39 +29,9 @@ pub(super) enum LanguageRule {
     Other,
 }
 
-/// The template that gives an instruction its wording and its arguments.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum InstructionTemplate {
-    CapitalWords,
-    EnglishCapital,
-    EnglishLowercase,
-    RepeatPrompt,
-    TwoResponses,
-    Placeholders,
-    Postscript,
-    JsonFormat,
-    Sections,
-    Bullets,
-    Highlights,
-    Title,
-    Keywords,
-    ForbiddenWords,
-    KeywordFrequency,
-    LetterFrequency,
-    Language,
-    NthParagraphFirstWord,
-    Paragraphs,
-    Sentences,
-    Words,
-    NoComma,
-    EndPhrase,
-    Quotation,
-}
-
 /// A kind of instruction.
 pub(super) struct Kind {
     pub(super) id: &'static str,
-    pub(super) form: InstructionTemplate,
     language: LanguageRule,
     claims: &'static [Aspect],
 }
@@ -79,13 +49,8 @@ impl Kind {
     }
 }
 
-const fn kind(
-    id: &'static str,
-    form: InstructionTemplate,
-    language: LanguageRule,
-    claims: &'static [Aspect],
-) -> Kind {
-    Kind { id, form, language, claims }
+const fn kind(id: &'static str, language: LanguageRule, claims: &'static [Aspect]) -> Kind {
+    Kind { id, language, claims }
 }
 
 use Aspect::{Bullets, Case, Commas, End, Length, Paragraphs, Shape, Start, Wording};
@@ -93,48 +58,37 @@ use LanguageRule::{Any, English, Other};
 
 /// All kinds that can be drawn.
 pub(super) const KINDS: [Kind; 24] = [
-    kind("change_case:capital_word_frequency", InstructionTemplate::CapitalWords, English, &[Case]),
-    kind("change_case:english_capital", InstructionTemplate::EnglishCapital, English, &[Case]),
-    kind("change_case:english_lowercase", InstructionTemplate::EnglishLowercase, English, &[Case]),
+    kind("change_case:capital_word_frequency", English, &[Case]),
+    kind("change_case:english_capital", English, &[Case]),
+    kind("change_case:english_lowercase", English, &[Case]),
     // The response repeats the question's words, commas and layout.
     kind(
         "combination:repeat_prompt",
-        InstructionTemplate::RepeatPrompt,
         English,
         &[Start, Case, Wording, Length, Paragraphs, Bullets, Commas, Shape],
     ),
-    kind("combination:two_responses", InstructionTemplate::TwoResponses, Any, &[Shape, Paragraphs]),
-    kind("detectable_content:number_placeholders", InstructionTemplate::Placeholders, Any, &[]),
-    kind("detectable_content:postscript", InstructionTemplate::Postscript, Any, &[End]),
-    kind(
-        "detectable_format:json_format",
-        InstructionTemplate::JsonFormat,
-        Any,
-        &[Shape, Start, End, Paragraphs, Bullets, Commas],
-    ),
+    kind("combination:two_responses", Any, &[Shape, Paragraphs]),
+    kind("detectable_content:number_placeholders", Any, &[]),
+    kind("detectable_content:postscript", Any, &[End]),
+    kind("detectable_format:json_format", Any, &[Shape, Start, End, Paragraphs, Bullets, Commas]),
     // The heading is an English word with a fixed case.
-    kind("detectable_format:multiple_sections", InstructionTemplate::Sections, English, &[Shape, Case]),
-    kind("detectable_format:number_bullet_lists", InstructionTemplate::Bullets, Any, &[Bullets]),
-    kind("detectable_format:number_highlighted_sections", InstructionTemplate::Highlights, Any, &[]),
-    kind("detectable_format:title", InstructionTemplate::Title, Any, &[]),
-    kind("keywords:existence", InstructionTemplate::Keywords, English, &[Wording]),
-    kind("keywords:forbidden_words", InstructionTemplate::ForbiddenWords, English, &[Wording]),
-    kind("keywords:frequency", InstructionTemplate::KeywordFrequency, English, &[Wording]),
-    kind("keywords:letter_frequency", InstructionTemplate::LetterFrequency, English, &[Wording]),
-    kind("language:response_language", InstructionTemplate::Language, Other, &[]),
-    kind(
-        "length_constraints:nth_paragraph_first_word",
-        InstructionTemplate::NthParagraphFirstWord,
-        English,
-        &[Paragraphs, Wording, Start],
-    ),
-    kind("length_constraints:number_paragraphs", InstructionTemplate::Paragraphs, Any, &[Paragraphs]),
+    kind("detectable_format:multiple_sections", English, &[Shape, Case]),
+    kind("detectable_format:number_bullet_lists", Any, &[Bullets]),
+    kind("detectable_format:number_highlighted_sections", Any, &[]),
+    kind("detectable_format:title", Any, &[]),
+    kind("keywords:existence", English, &[Wording]),
+    kind("keywords:forbidden_words", English, &[Wording]),
+    kind("keywords:frequency", English, &[Wording]),
+    kind("keywords:letter_frequency", English, &[Wording]),
+    kind("language:response_language", Other, &[]),
+    kind("length_constraints:nth_paragraph_first_word", English, &[Paragraphs, Wording, Start]),
+    kind("length_constraints:number_paragraphs", Any, &[Paragraphs]),
     // Sentences and words are counted by English conventions.
-    kind("length_constraints:number_sentences", InstructionTemplate::Sentences, English, &[Length]),
-    kind("length_constraints:number_words", InstructionTemplate::Words, English, &[Length]),
-    kind("punctuation:no_comma", InstructionTemplate::NoComma, Any, &[Commas]),
-    kind("startend:end_checker", InstructionTemplate::EndPhrase, English, &[End]),
-    kind("startend:quotation", InstructionTemplate::Quotation, Any, &[Start, End]),
+    kind("length_constraints:number_sentences", English, &[Length]),
+    kind("length_constraints:number_words", English, &[Length]),
+    kind("punctuation:no_comma", Any, &[Commas]),
+    kind("startend:end_checker", English, &[End]),
+    kind("startend:quotation", Any, &[Start, End]),
 ];
 
 #[cfg(test)]

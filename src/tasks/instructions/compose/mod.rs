@@ -46,7 +46,7 @@ pub fn compose(question: &str, rng: &mut impl Rng) -> ComposedPrompt {
         ComposedPrompt { prompt: String::new(), instruction_id_list: Vec::new(), kwargs: Vec::new() };
     let mut phrases = Vec::with_capacity(wanted);
     for kind in chosen {
-        let (kwargs, phrase) = phrase::draw_instruction(kind.form, question, rng);
+        let (kwargs, phrase) = phrase::draw_instruction(kind.id, question, rng);
         composed.instruction_id_list.push(kind.id);
         composed.kwargs.push(kwargs);
         phrases.push(phrase);

@@ -1,33 +1,12 @@
 //! Arguments and wording of one drawn instruction.
 
-use super::kinds::InstructionTemplate;
 use rand::Rng;
 use rand::seq::{IndexedRandom, SliceRandom};
 use serde_json::{Value, json};
 
 /// Words that an answer to a maths question can use or omit. No word is part of another one.
-const WORDS: [&str; 20] = [
-    "answer",
-    "balance",
-    "because",
-    "careful",
-    "compare",
-    "detail",
-    "divide",
-    "example",
-    "finally",
-    "group",
-    "method",
-    "number",
-    "pattern",
-    "reason",
-    "result",
-    "simple",
-    "therefore",
-    "total",
-    "value",
-    "verify",
-];
+const WORDS: &str = "answer balance because careful compare detail divide example finally group method \
+                     number pattern reason result simple therefore total value verify";
 
 /// Closing phrases. They have no comma, no word of [`WORDS`] and no rare letter.
 const END_PHRASES: [&str; 4] =
@@ -53,30 +32,30 @@ const LANGUAGES: [(&str, &str); 16] = [
     ("vi", "Vietnamese"),
 ];
 
-/// Draws an instruction of `form`. Returns its kwargs and a sentence that states the instruction.
-pub(super) fn draw_instruction(
-    form: InstructionTemplate,
-    question: &str,
-    rng: &mut impl Rng,
-) -> (Value, String) {
-    match form {
-        InstructionTemplate::CapitalWords
-        | InstructionTemplate::Sentences
-        | InstructionTemplate::Words
-        | InstructionTemplate::KeywordFrequency
-        | InstructionTemplate::LetterFrequency => draw_count(form, rng),
-        InstructionTemplate::Keywords
-        | InstructionTemplate::ForbiddenWords
-        | InstructionTemplate::NthParagraphFirstWord
-        | InstructionTemplate::EndPhrase
-        | InstructionTemplate::Language => draw_words(form, rng),
-        InstructionTemplate::RepeatPrompt => {
+/// Draws an instruction of the kind `id`. Returns its kwargs and a sentence that states the instruction.
+pub(super) fn draw_instruction(id: &str, question: &str, rng: &mut impl Rng) -> (Value, String) {
+    match id {
+        "change_case:capital_word_frequency"
+        | "length_constraints:number_sentences"
+        | "length_constraints:number_words"
+        | "keywords:frequency"
+        | "keywords:letter_frequency" => draw_count(id, rng),
+        "keywords:existence"
+        | "keywords:forbidden_words"
+        | "length_constraints:nth_paragraph_first_word"
+        | "startend:end_checker"
+        | "language:response_language" => draw_words(id, rng),
+        "combination:repeat_prompt" => {
             let ask = "Before you answer, copy the question above word for word; write nothing ahead of the copy, and \
                        leave out everything after the question.";
             (json!({ "prompt_to_repeat": question.trim_end() }), ask.to_owned())
         }
-        _ => draw_layout(form, rng),
+        _ => draw_layout(id, rng),
     }
+}
+
+fn words() -> Vec<&'static str> {
+    WORDS.split(' ').collect()
 }
 
 /// Returns one of two wordings at random.
@@ -90,29 +69,29 @@ fn relation(rng: &mut impl Rng) -> (&'static str, &'static str) {
 }
 
 /// Draws an instruction that bounds a count.
-fn draw_count(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
+fn draw_count(id: &str, rng: &mut impl Rng) -> (Value, String) {
     let (relation, says) = relation(rng);
     let low = relation == "at least";
-    match form {
-        InstructionTemplate::CapitalWords => {
+    match id {
+        "change_case:capital_word_frequency" => {
             let n: u32 = rng.random_range(2..=8);
             let kwargs = json!({ "capital_frequency": n, "capital_relation": relation });
             (kwargs, format!("Write {says} {n} words entirely in capital letters."))
         }
-        InstructionTemplate::Sentences => {
+        "length_constraints:number_sentences" => {
             let n: u32 = if low { rng.random_range(2..=10) } else { rng.random_range(6..=15) };
             let kwargs = json!({ "num_sentences": n, "relation": relation });
             let first = format!("Use {says} {n} sentences.");
             (kwargs, either(rng, first, format!("Your reply should have {says} {n} sentences.")))
         }
-        InstructionTemplate::Words => {
+        "length_constraints:number_words" => {
             let n: u32 = if low { rng.random_range(3..=15) * 10 } else { rng.random_range(15..=30) * 10 };
             let kwargs = json!({ "num_words": n, "relation": relation });
             let first = format!("Keep to {says} {n} words.");
             (kwargs, either(rng, first, format!("The whole reply should run to {says} {n} words.")))
         }
-        InstructionTemplate::KeywordFrequency => {
-            let (n, word): (u32, _) = (rng.random_range(2..=4), pick(&WORDS, rng));
+        "keywords:frequency" => {
+            let (n, word): (u32, _) = (rng.random_range(2..=4), *pick(&words(), rng));
             let kwargs = json!({ "keyword": word, "frequency": n, "relation": relation });
             (kwargs, format!("The word \"{word}\" should occur {says} {n} times."))
         }
@@ -129,21 +108,21 @@ fn draw_count(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) 
 }
 
 /// Draws an instruction on words, phrases or the language.
-fn draw_words(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
-    let mut words = WORDS;
+fn draw_words(id: &str, rng: &mut impl Rng) -> (Value, String) {
+    let mut words = words();
     words.shuffle(rng);
     let words = &words[..rng.random_range(1..=3)];
     let list = words.iter().map(|word| format!("\"{word}\"")).collect::<Vec<_>>().join(", ");
-    match form {
-        InstructionTemplate::Keywords => {
+    match id {
+        "keywords:existence" => {
             let first = format!("Make use of each of these words: {list}.");
             (json!({ "keywords": words }), either(rng, first, format!("Your reply has to mention {list}.")))
         }
-        InstructionTemplate::ForbiddenWords => {
+        "keywords:forbidden_words" => {
             let first = format!("Do without these words: {list}.");
             (json!({ "forbidden_words": words }), either(rng, first, format!("Never use {list}.")))
         }
-        InstructionTemplate::NthParagraphFirstWord => {
+        "length_constraints:nth_paragraph_first_word" => {
             let paragraphs: u32 = rng.random_range(2..=4);
             let (nth, word) = (rng.random_range(1..=paragraphs), words[0]);
             let kwargs = json!({ "num_paragraphs": paragraphs, "nth_paragraph": nth, "first_word": word });
@@ -153,7 +132,7 @@ fn draw_words(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) 
             );
             (kwargs, ask)
         }
-        InstructionTemplate::EndPhrase => {
+        "startend:end_checker" => {
             let phrase = *pick(&END_PHRASES, rng);
             (json!({ "end_phrase": phrase }), format!("The very last words must be: {phrase}"))
         }
@@ -166,48 +145,48 @@ fn draw_words(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) 
 }
 
 /// Draws an instruction on layout, punctuation or case.
-fn draw_layout(form: InstructionTemplate, rng: &mut impl Rng) -> (Value, String) {
+fn draw_layout(id: &str, rng: &mut impl Rng) -> (Value, String) {
     let n: u32 = rng.random_range(2..=4);
     let bare = |ask: &str| (json!({}), ask.to_owned());
-    match form {
-        InstructionTemplate::EnglishCapital => bare("Write in English and only in capital letters."),
-        InstructionTemplate::EnglishLowercase => {
+    match id {
+        "change_case:english_capital" => bare("Write in English and only in capital letters."),
+        "change_case:english_lowercase" => {
             bare("Write in English and only in lowercase letters, without a single capital.")
         }
-        InstructionTemplate::TwoResponses => {
+        "combination:two_responses" => {
             bare("Give two different answers with ****** between them and nowhere else.")
         }
-        InstructionTemplate::JsonFormat => {
+        "detectable_format:json_format" => {
             bare("The whole reply must be valid JSON; a Markdown code fence around it is fine.")
         }
-        InstructionTemplate::Title => {
+        "detectable_format:title" => {
             bare("Give your reply a title in double angle brackets, like <<a short title>>.")
         }
-        InstructionTemplate::NoComma => bare("Do not use any comma."),
-        InstructionTemplate::Quotation => bare("Put the whole reply between double quotation marks."),
-        InstructionTemplate::Postscript => {
+        "punctuation:no_comma" => bare("Do not use any comma."),
+        "startend:quotation" => bare("Put the whole reply between double quotation marks."),
+        "detectable_content:postscript" => {
             let marker = *pick(&["P.S.", "P.P.S"], rng);
             (
                 json!({ "postscript_marker": marker }),
                 format!("Close with a postscript that begins with {marker}"),
             )
         }
-        InstructionTemplate::Placeholders => {
+        "detectable_content:number_placeholders" => {
             let ask = format!("Include at least {n} placeholders in square brackets, like [name].");
             (json!({ "num_placeholders": n }), ask)
         }
-        InstructionTemplate::Sections => {
+        "detectable_format:multiple_sections" => {
             let word = *pick(&["Section", "SECTION", "Part"], rng);
             let ask = format!("Divide the reply into {n} sections headed {word} 1, {word} 2 and so on.");
             (json!({ "section_spliter": word, "num_sections": n }), ask)
         }
-        InstructionTemplate::Bullets => {
+        "detectable_format:number_bullet_lists" => {
             let ask = format!(
                 "Include exactly {n} Markdown bullet points, each on a line that begins with \"* \"."
             );
             (json!({ "num_bullets": n }), ask)
         }
-        InstructionTemplate::Highlights => {
+        "detectable_format:number_highlighted_sections" => {
             let ask = format!("Emphasise at least {n} passages in Markdown, like *this passage*.");
             (json!({ "num_highlights": n }), ask)
         }
