@@ -11,7 +11,7 @@ use rloss::actor::gradients::{self, GradientSum};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::{Columns, PolicyColumns};
 use rloss::model::forward::ForwardOptions;
-use rloss::ops::product::{GemmThreads, forward_product, stock};
+use rloss::ops::product::{GemmThreads, forward_product, library_default};
 use std::hint::black_box;
 use std::sync::atomic::Ordering;
 use timing::medians;
