@@ -8,7 +8,6 @@ mod read;
 pub use budget::{Budget, Share};
 pub use json::Json;
 
-use crate::panics::lock;
 use anyhow::{Context, Result};
 use json::RequestBody;
 use read::{BodyFormat, Input, Memory};
@@ -17,9 +16,14 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
+
+/// Locks `mutex`. A panic of another thread leaves its value usable.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// Interval between checks for a stop.
 const POLL: Duration = Duration::from_millis(200);

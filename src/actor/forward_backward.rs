@@ -44,8 +44,8 @@ impl PassSettings {
 pub struct ColumnLoss<'a, C> {
     /// Computes the gradient of the loss with respect to the columns.
     pub gradient: &'a dyn Fn(&C) -> Result<C>,
-    /// Whether a pass skips its backward pass if all gradients would be 0. This is so when every trajectory of
-    /// the micro-batch has an advantage of 0, and no other loss is on.
+    /// Whether a pass skips its backward pass if all gradients would be 0: if every trajectory of the
+    /// micro-batch has an advantage of 0, and no other loss is on.
     pub skips_zeros: bool,
 }
 

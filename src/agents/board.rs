@@ -61,7 +61,7 @@ pub(super) type Place = (usize, u64);
 
 /// The result of an episode. A failed one has no trace.
 pub(super) struct EpisodeResult {
-    /// What all trajectories of the episode share; it has no tokens.
+    /// The fields that all trajectories of the episode share; without tokens.
     pub facts: Trajectory,
     pub given: Result<(Reward, Trace), EpisodeFailure>,
 }

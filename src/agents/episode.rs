@@ -26,7 +26,7 @@ pub(super) struct Episode {
     pub id: String,
     /// Phase, step, prompt and sample as a text, equal in every run of a recipe. It names answers and calls.
     pub name: String,
-    /// What all trajectories of the episode share; it has no tokens.
+    /// The fields that all trajectories of the episode share; without tokens.
     pub facts: Trajectory,
     pub round: Arc<RoundPlan>,
     pub place: Place,

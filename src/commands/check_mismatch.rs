@@ -47,7 +47,8 @@ pub struct CheckMismatchArgs {
     /// Replace a recipe's value, such as --set train.seed=1
     #[arg(long = "set", value_name = "KEY=VALUE")]
     sets: Vec<String>,
-    /// Folder for mismatch.json; with --against also for mismatch.md, .svg and .csv [default: the run folder, or runs/<recipe's name>-mismatch]
+    /// Folder for mismatch.json; with --against also for mismatch.md, .svg and .csv
+    /// [default: the run folder, or runs/<recipe's name>-mismatch]
     #[arg(long)]
     out: Option<PathBuf>,
     /// Ablations to measure: a comma starts a new row, a plus combines ablations in one row

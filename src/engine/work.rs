@@ -9,7 +9,7 @@ use crate::ops::logits::SamplingParameters;
 use rand_chacha::ChaCha8Rng;
 use std::sync::Arc;
 
-/// What a prompt and its sequences have in common: the tokens, and what was read of them.
+/// The part that a prompt and its sequences have in common: the tokens, and what was read of them.
 #[derive(Clone)]
 pub(super) struct Reading {
     pub(super) group: u64,

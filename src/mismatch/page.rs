@@ -1,5 +1,5 @@
-//! Writes a Markdown page that can be pasted into an issue, a chart of |Δlogp| by position, and a table of all
-//! tokens.
+//! Writes a Markdown page that can be pasted into an issue, a chart of |Δlogp| by position, and a table of
+//! all tokens.
 
 use super::distance::DifferenceStats;
 use super::external_engine::Comparison;

@@ -37,7 +37,7 @@ pub struct Cause {
 /// Reads the original weights and returns the function that changes each tensor.
 pub type WeightEdit = Arc<dyn Fn(&Parameters) -> Result<WeightChange> + Send + Sync>;
 
-/// What a cause changes.
+/// The part of the forward pass or of its input that a cause changes.
 #[derive(Clone)]
 pub enum Change {
     /// The configuration, the forward pass or the batch.

@@ -139,8 +139,8 @@ pub(super) fn chat(value: Value, texts: &TokenTexts) -> Result<Vec<RawRow>, Stri
     Ok(rows)
 }
 
-/// Joins prompt and response into a row. The prompt has ids and log-probs. `values` are the log-probs of the response. With `echo` they include
-/// those of the prompt; for a scoring request there are none.
+/// Joins prompt and response into a row. The prompt has ids and log-probs. `values` are the log-probs of the
+/// response. With `echo` they include those of the prompt; for a scoring request there are none.
 fn join_sequence(
     (prompt_ids, prompt_log_probs): (Option<Vec<u64>>, Option<PromptLogProbs>),
     ids: Option<Vec<u64>>,

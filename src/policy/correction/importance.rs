@@ -115,8 +115,8 @@ pub struct ImportanceSettings {
     pub batch_normalize: bool,
 }
 
-/// Computes the weight of every token of a whole batch, 0 where the mask is false, and metrics without prefix. `log_ratio` is T − R, where T are the log-probs of
-/// training and R those of the rollout.
+/// Computes the weight of every token of a whole batch, 0 where the mask is false, and metrics without
+/// prefix. `log_ratio` is T − R, where T are the log-probs of training and R those of the rollout.
 ///
 /// The metrics describe the bounded weights before batch normalisation:
 /// - `rollout_is_{mean,std,eff_sample_size}`: statistics over valid tokens.

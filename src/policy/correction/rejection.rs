@@ -14,7 +14,7 @@ use crate::policy::sequences::{Sequences, mean, sample_std};
 ///
 /// The log ratio of each token is clamped to ±20 before a statistic is computed.
 ///
-/// Returns the mask, true where the token was valid and every rule accepts it, and the metrics without prefix:
+/// Returns the mask, true where the token was valid and every rule accepts it, and metrics without prefix:
 /// - `rollout_rs_masked_fraction`: fraction of valid tokens that are rejected.
 /// - `rollout_rs_seq_masked_fraction`: fraction of all sequences that lost a token.
 /// - `rollout_rs_<option>_{mean,max,min,std}`: the rule's statistic over valid tokens. `std` is computed
