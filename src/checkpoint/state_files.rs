@@ -215,9 +215,9 @@ impl StateFiles {
         bad_input!("{}: {problem}; {DAMAGE_REMEDY}", self.path.display())
     }
 
-    /// Reads the range `own` of the values of the tensor `name` of `spec`. If the tensor is sharded, file m of
-    /// M has the values `range_of(m, M)`. Otherwise the first file has the whole tensor. Returns `None` if no
-    /// file has the tensor, and an error if its size or type is wrong.
+    /// Reads the range `own` of the values of the tensor `name` of `spec`. If it is sharded, file m of M has
+    /// the values `range_of(m, M)`. Otherwise the first file has the whole tensor. Returns `None` if no file
+    /// has the tensor, and an error if its size or type is wrong.
     fn read(
         &self,
         (spec, name): (&ParameterSpec, &str),
