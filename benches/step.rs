@@ -29,7 +29,7 @@ use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
 use rloss::recipe::Recipe;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, TurnPosition};
+use rloss::rollout::{Hooks, Prompt, Rollout, RolloutPlan, RolloutProgress, RolloutSettings, TurnPosition};
 use rloss::run::memory::{
     MemoryChoices, MemoryPlanInput, ModelCommand, ToolInput, TrainableInput, WeightPlacement,
     available_memory,
@@ -307,7 +307,11 @@ fn main() -> Result<()> {
                 let mut stamps = stamps.lock().unwrap_or_else(PoisonError::into_inner);
                 stamps.push((Instant::now(), progress.sampled_tokens));
             };
-            let drawn = rollout.sample_forced(&forced, &prompts, shapes.samples, &note, &|| false)?;
+            let drawn = rollout.run(
+                &prompts,
+                shapes.samples,
+                Hooks { progress: &note, forced: &forced, keeps_parts: true, ..Hooks::until(&|| false) },
+            )?;
             Ok(drawn.context("nobody stopped it")?.groups)
         })?;
         for (sample, trajectory) in groups.iter_mut().flat_map(|g| g.trajectories.iter_mut().enumerate()) {

@@ -225,43 +225,13 @@ impl Rollout<'_> {
         prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
     }
 
-    /// Samples `samples` conversations of each prompt. `progress` is called after every forward. `stop` is
-    /// called before each forward; when it returns true the rollout ends with `None`.
+    /// Samples `samples` conversations of each prompt, with the callbacks of `hooks`: `progress` is called after
+    /// every forward, `stop` before each; when it returns true the rollout ends with `None`. Tokens that
+    /// `forced` gives begin each turn; their log-probabilities are still the model's.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
     /// the forward fails or gives logits that are not finite.
-    pub fn converse(
-        &self,
-        prompts: &[Prompt],
-        samples: usize,
-        progress: &(dyn Fn(RolloutProgress) + Sync),
-        stop: &(dyn Fn() -> bool + Sync),
-    ) -> Result<Option<Rollouts>> {
-        self.sample_forced(&|_| vec![], prompts, samples, progress, stop)
-    }
-
-    /// Performs [`Self::converse`] with the first tokens of each turn given by `forced`.
-    /// Log-probabilities are still the model's.
-    ///
-    /// # Errors
-    /// Those of [`Self::converse`].
-    pub fn sample_forced(
-        &self,
-        forced: &ForcedTokens,
-        prompts: &[Prompt],
-        samples: usize,
-        progress: &(dyn Fn(RolloutProgress) + Sync),
-        stop: &(dyn Fn() -> bool + Sync),
-    ) -> Result<Option<Rollouts>> {
-        let hooks = Hooks { progress, forced, keeps_parts: true, ..Hooks::until(stop) };
-        self.run(prompts, samples, hooks)
-    }
-
-    /// Performs [`Self::converse`] with the callbacks of `hooks`.
-    ///
-    /// # Errors
-    /// Those of [`Self::converse`].
     pub fn run(&self, prompts: &[Prompt], samples: usize, hooks: Hooks) -> Result<Option<Rollouts>> {
         let rendered = prompts.iter().map(|p| self.render(p)).collect::<Result<Vec<_>>>()?;
         let driver = Driver::new(self, rendered, samples, hooks);

@@ -17,7 +17,7 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::model::rounding::WeightRounding;
 use rloss::ops::threads::Threads;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings};
+use rloss::rollout::{Hooks, Prompt, Rollout, RolloutPlan, RolloutSettings};
 use rloss::settings::Choice;
 use rloss::tasks::{TaskContext, TaskName, TaskSettings};
 use rloss::trajectory::Trajectory;
@@ -74,7 +74,10 @@ impl World {
             system_prompt: &[],
             plan: &plan,
         };
-        let rollouts = rollout.converse(&prompts, 6, &|_| (), &|| false).unwrap().unwrap();
+        let rollouts = rollout
+            .run(&prompts, 6, Hooks { keeps_parts: true, ..Hooks::until(&|| false) })
+            .unwrap()
+            .unwrap();
         rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect()
     }
 

@@ -23,7 +23,7 @@ use rloss::model::parameters::Parameters;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::random::Purpose;
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, TurnPosition};
+use rloss::rollout::{Hooks, Prompt, Rollout, RolloutPlan, RolloutSettings, Rollouts, TurnPosition};
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Outcome};
 
@@ -97,7 +97,10 @@ impl World {
 }
 
 fn sample(rollout: Rollout, prompts: &[Prompt], samples: usize) -> Rollouts {
-    rollout.converse(prompts, samples, &|_| (), &|| false).unwrap().expect("nobody stopped it")
+    rollout
+        .run(prompts, samples, Hooks { keeps_parts: true, ..Hooks::until(&|| false) })
+        .unwrap()
+        .expect("nobody stopped it")
 }
 
 /// Questions of different lengths; success is a final message that says `ok`.
@@ -188,7 +191,8 @@ impl Script {
 
 fn play(rollout: Rollout, script: &Script, prompts: &[Prompt], samples: usize) -> Result<Rollouts> {
     let forced = |position| script.turn(position);
-    Ok(rollout.sample_forced(&forced, prompts, samples, &|_| (), &|| false)?.expect("nobody stopped it"))
+    let hooks = Hooks { forced: &forced, keeps_parts: true, ..Hooks::until(&|| false) };
+    Ok(rollout.run(prompts, samples, hooks)?.expect("nobody stopped it"))
 }
 
 /// Problems numbered from 0.

@@ -22,7 +22,9 @@ use rloss::model::storage::TensorStorage;
 use rloss::ops::product::Precision;
 use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
-use rloss::rollout::{Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TurnPosition};
+use rloss::rollout::{
+    Hooks, Prompt, Rollout, RolloutPlan, RolloutSettings, SamplingParameters, TurnPosition,
+};
 use rloss::settings::Choice;
 use rloss::tasks::{Problem, Reward, Task, Transcript, ValidationSet};
 use rloss::trajectory::{CallOutcome, Trajectory};
@@ -360,7 +362,11 @@ impl Case {
         let talk = Talk { family: self.config.family, turns: self.turns, tokens_max: self.turn_tokens_max };
         // A forced token may not be among those that truncation keeps.
         let forced = |turn| if self.sampling.truncates() { vec![] } else { talk.turn(turn) };
-        let rollouts = rollout.sample_forced(&forced, &prompts, self.samples, &|_| (), &|| false)?;
+        let rollouts = rollout.run(
+            &prompts,
+            self.samples,
+            Hooks { forced: &forced, keeps_parts: true, ..Hooks::until(&|| false) },
+        )?;
         let rollouts = rollouts.context("nobody stopped it")?;
         Ok(rollouts.groups.into_iter().flat_map(|group| group.trajectories).collect())
     }

@@ -139,8 +139,11 @@ fn every_trajectory_is_accounted_for_whatever_fails() {
             }
         });
         let rollout = world.rollout(task.as_ref(), Some(&tool));
-        let rollouts =
-            rollout.sample_forced(&|position| source.turn(position), &prompts, 1, &|_| (), &|| false);
+        let rollouts = rollout.run(
+            &prompts,
+            1,
+            Hooks { forced: &|position| source.turn(position), keeps_parts: true, ..Hooks::until(&|| false) },
+        );
         over.store(true, Ordering::SeqCst);
         rollouts.unwrap().expect("nobody stopped it")
     });

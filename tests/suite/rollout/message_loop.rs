@@ -216,7 +216,7 @@ fn a_prompt_that_is_too_long_is_refused_by_name() {
     let refused = |world: &World| {
         let error = world
             .rollout(&Questions::new(), None)
-            .converse(&Questions::prompts(7), 1, &|_| (), &|| false)
+            .run(&Questions::prompts(7), 1, Hooks { keeps_parts: true, ..Hooks::until(&|| false) })
             .unwrap_err();
         assert!(error.downcast_ref::<rloss::error::BadInput>().is_some());
         error.to_string()
@@ -241,7 +241,7 @@ fn a_prompt_of_megabytes_is_refused_by_its_size() {
     let prompts = [Prompt { index: 0, problem }];
     let error = world
         .rollout(&Questions::new(), None)
-        .converse(&prompts, 1, &|_| (), &|| false)
+        .run(&prompts, 1, Hooks { keeps_parts: true, ..Hooks::until(&|| false) })
         .unwrap_err()
         .to_string();
     assert!(error.contains("huge/0") && error.contains("12582912 bytes"), "{error}");
@@ -303,16 +303,19 @@ fn a_rollout_can_be_stopped_and_tells_its_progress() {
     let (task, tool) = (Questions::new(), echo());
     let rollout = world.rollout(&task, Some(&tool));
     let prompts = Questions::prompts(4);
-    assert!(rollout.converse(&prompts, 2, &|_| (), &|| true).unwrap().is_none());
+    assert!(rollout.run(&prompts, 2, Hooks::until(&|| true)).unwrap().is_none());
     let seen = Mutex::new(vec![]);
-    let whole = rollout.converse(&prompts, 2, &|p| seen.lock().unwrap().push(p), &|| false).unwrap().unwrap();
+    let whole = rollout
+        .run(&prompts, 2, Hooks { progress: &|p| seen.lock().unwrap().push(p), ..Hooks::until(&|| false) })
+        .unwrap()
+        .unwrap();
     let seen = seen.into_inner().unwrap();
     assert!(seen.is_sorted_by_key(|p| (p.finished, p.sampled_tokens)));
     let last = seen.last().unwrap();
     assert_eq!((last.finished, last.trajectories), (8, 8));
     assert_eq!(last.sampled_tokens as usize, whole.counts().sampled_tokens);
     assert_eq!(last.reward_sum, whole.trajectories().map(|t| f64::from(t.reward)).sum::<f64>());
-    assert!(rollout.converse(&[], 2, &|_| (), &|| false).unwrap().unwrap().groups.is_empty());
+    assert!(rollout.run(&[], 2, Hooks::until(&|| false)).unwrap().unwrap().groups.is_empty());
 }
 
 /// An answer of `<tool_call>` tokens alone had an error reply for each: tens of thousands of tokens, far above

@@ -228,7 +228,8 @@ fn a_stopped_rollout_closes_the_sessions_it_leaves_unfinished() {
     let called = || tool.0.load(Ordering::SeqCst) > 0;
     let prompts = Questions::prompts(3);
     let forced = |position| script.turn(position);
-    let stopped = world.rollout(&task, Some(&tool)).sample_forced(&forced, &prompts, 2, &|_| (), &called);
+    let hooks = Hooks { forced: &forced, keeps_parts: true, ..Hooks::until(&called) };
+    let stopped = world.rollout(&task, Some(&tool)).run(&prompts, 2, hooks);
     assert!(stopped.unwrap().is_none());
     assert_eq!(tool.1.load(Ordering::SeqCst), 6);
 }
