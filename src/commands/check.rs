@@ -84,7 +84,7 @@ pub fn run(args: &CheckArgs) -> Result<()> {
         [task, server].into_iter().filter(|command| !command.is_empty()).collect::<Vec<_>>().join(" or ");
     let mut startup = notify_if_slow(&program, || {
         let alone = (&Mesh::single(), None);
-        Startup::open_for(plan, ModelCommand::Train, alone, target.as_ref(), &Console::plain())
+        Startup::open_for(plan, ModelCommand::Train, alone, target.as_ref(), &Console::silent())
     })?;
     let host = target.as_ref().map(TargetMachine::host_memory).or_else(available_memory);
     let available = startup.available_memory(host.clone());

@@ -154,7 +154,7 @@ impl Rollout<'_> {
     /// `stop` returned true.
     ///
     /// # Errors
-    /// Those of [`Self::converse`].
+    /// Those of [`Self::run`].
     pub fn sample_in_progress(
         &self,
         prompts: &[Prompt],
