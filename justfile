@@ -2,7 +2,7 @@
 
 check:
     cargo fmt --check -- src/model/families/*.rs src/policy/loss/*.rs src/tasks/*.rs
-    cargo clippy --release --all-targets -- -D warnings
+    cargo clippy --release --all-targets --features bench -- -D warnings
     cargo clippy --release --features whole --bin rloss -- -D dead_code -A unused_imports
     RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --release --no-deps
 

@@ -225,9 +225,9 @@ impl Rollout<'_> {
         prompts.iter().try_for_each(|prompt| self.render(prompt).map(drop))
     }
 
-    /// Samples `samples` conversations of each prompt, with the callbacks of `hooks`: `progress` is called after
-    /// every forward, `stop` before each; when it returns true the rollout ends with `None`. Tokens that
-    /// `forced` gives begin each turn; their log-probabilities are still the model's.
+    /// Samples `samples` conversations of each prompt, with the callbacks of `hooks`: `progress` is called
+    /// after every forward, `stop` before each; when it returns true the rollout ends with `None`. Tokens
+    /// that `forced` gives begin each turn; their log-probabilities are still the model's.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] for a prompt that is too long, naming its problem; any other error when
