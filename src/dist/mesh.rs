@@ -31,7 +31,7 @@ pub struct Mesh {
     rank_zero_alone: AtomicBool,
     /// The number of ranks on this machine.
     pub ranks_on_host: usize,
-    /// this process's rank among the processes of its machine, from 0.
+    /// This process's rank among the processes of its machine, from 0.
     pub local_rank: usize,
     /// The number of ranks on this machine that share this process's cores. A launcher may bind each
     /// rank to cores of its own.

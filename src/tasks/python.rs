@@ -190,7 +190,10 @@ impl PythonTask {
 fn success(weights: &BTreeMap<String, f32>, named: &[String]) -> Result<Vec<String>> {
     if let Some(name) = named.iter().find(|name| !weights.contains_key(*name)) {
         let known: Vec<&str> = weights.keys().map(String::as_str).collect();
-        return Err(bad_input!("task.success names `{name}`, which is no reward; the rewards are {}", known.join(", ")));
+        return Err(bad_input!(
+            "task.success names `{name}`, which is no reward; the rewards are {}",
+            known.join(", ")
+        ));
     }
     if !named.is_empty() {
         return Ok(named.to_vec());

@@ -1,7 +1,6 @@
 //! GPT-OSS: attention with sinks, sliding windows in every other layer, and experts.
 
 use super::FamilyEntry;
-use crate::settings::Choice as _;
 use crate::chat::ChatFormat;
 use crate::model::config::{Config, LayerType};
 use crate::model::config_json::ConfigReader;
@@ -10,6 +9,7 @@ use crate::model::layer::{AttentionWeights, ExpertMlp, Experts, Layer, LayerOutp
 use crate::model::matrix::{LayerTensors, Matrix};
 use crate::model::names::{LayerSpecs, ParameterSpec, TensorRole};
 use crate::ops::{Dispatch, Parameter};
+use crate::settings::Choice as _;
 use anyhow::Result;
 use candle_core::Tensor;
 use serde_json::{Value, json};
