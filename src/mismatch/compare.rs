@@ -57,7 +57,8 @@ impl LogProbPair<'_> {
             bound: WeightBound::Truncate { max: WEIGHT_MAX },
             batch_normalize: false,
         };
-        for (name, value) in importance_weights(&sequences, &log_ratio, &settings)?.1 {
+        let (_, of_weights) = importance_weights(&sequences, &log_ratio, &settings)?;
+        for (name, value) in of_weights {
             metrics.push((format!("rollout_corr/{name}"), value));
         }
         let difference_sum = log_ratio.iter().map(|difference| f64::from(difference.abs())).sum::<f64>();

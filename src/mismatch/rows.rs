@@ -124,10 +124,8 @@ impl<'a> RowReader<'a> {
             let FileState { format: Some(format), rows_from_texts, .. } = file else { continue };
             let mut line = format!("{}: {}", path.display(), format.name);
             if rows_from_texts > 0 {
-                let how = "a text that fits several ids would be refused";
-                line.push_str(&format!(
-                    "; {rows_from_texts} rows have a text without ids, which the model's tokenizer gave: {how}"
-                ));
+                let how = "the model's tokenizer gave them, and a text that fits several would be refused";
+                line.push_str(&format!("; {rows_from_texts} rows have a text without ids: {how}"));
             }
             token_rows.formats.push(line);
         }
