@@ -15,11 +15,17 @@ no effect. --router is the standard deviation of the router's weights. --sinks n
 `mass` spreads 0 to 3 over the heads, which takes attention away and so changes the model. Harmony's control tokens get free
 ids of the vocabulary and the embeddings of their ChatML counterparts.
 
+Their rows of the head would tie: the line break's is that of `<|message|>` too. --frame ROLLOUT.jsonl fits them, and the
+embedding of `<|channel|>`, so that the result writes the dense model's answers within Harmony's frame. The file has
+trajectories of the dense model, on any task:
+    rloss rollout calculator --set model.path=Qwen2.5-Coder-0.5B-Instruct --out own     # own/trajectories/step-000001.jsonl
+
 --compare ROWS.jsonl prints how far the result is from the dense model: log-probs of the rows' `question` and `answer`, both
 computed by transformers in f32.
 """
 
 import argparse
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -59,6 +65,101 @@ def free_ids(tokenizer):
     return {name: used + 1 + at for at, name in enumerate(CONTROL_TOKENS)}
 
 
+def harmony_tokens(trajectory, ids, known):
+    """Returns a ChatML trajectory's tokens in Harmony's frame, and where the assistant's answer begins."""
+    line, name = known["\u010a"], known["assistant"]
+    tokens, begin, in_header = [], 0, False
+    for token in trajectory["tokens"]:
+        if token == known["<|im_start|>"]:
+            tokens.append(ids["<|start|>"])
+            in_header = True
+        elif in_header and token == line:
+            if tokens[-1] == name:
+                begin = len(tokens)
+                tokens += [ids["<|channel|>"], known["final"]]
+            tokens.append(ids["<|message|>"])
+            in_header = False
+        elif token == known["<|im_end|>"]:
+            tokens.append(ids["<|end|>"])
+        elif token != line or tokens[-1] != ids["<|end|>"]:
+            tokens.append(token)
+    tokens[-1] = ids["<|return|>"]
+    return tokens, begin
+
+
+def fit_frame(args, embedding, head, ids, known):
+    """Fits the control tokens' rows of `head` [vocabulary, hidden] and the embedding of `<|channel|>`, in place.
+
+    The loss is the cross entropy of the dense model's own answers within Harmony's frame. The model itself stays as it is.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.cache_utils import DynamicCache
+
+    rows = [json.loads(line) for line in args.frame.read_text().splitlines()]
+    rows = [harmony_tokens(row, ids, known) for row in rows if row["outcome"] == "finished" and len(row["turns"]) == 1]
+    if not rows:
+        raise SystemExit(f"{args.frame}: no trajectory of one turn has finished")
+    model = AutoModelForCausalLM.from_pretrained(args.dense, dtype=torch.float32).eval().model
+    model.requires_grad_(False)
+    table, weights = embedding.float(), head.float()
+
+    # After `<|channel|>` the dense model shall write `final`: the earlier tokens are read once.
+    channel = table[known["<|im_start|>"]].clone().requires_grad_()
+    optimizer = torch.optim.Adam([channel], lr=5e-3)
+    prompts = {tuple(tokens[:begin]) for tokens, begin in rows}
+    read = []
+    for prompt in sorted(prompts)[:4]:
+        cache = DynamicCache()
+        with torch.no_grad():
+            model(inputs_embeds=table[list(prompt)][None], past_key_values=cache)
+        read.append(cache)
+    for turn in range(40):
+        loss = 0.0
+        for cache in read:
+            hidden = model(inputs_embeds=channel[None, None], past_key_values=copy.deepcopy(cache)).last_hidden_state[0]
+            part = torch.nn.functional.cross_entropy(hidden @ weights.T, torch.tensor([known["final"]])) / len(read)
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"the embedding of <|channel|>: turn {turn + 1}, loss {loss:.3f}", flush=True)
+        if loss < 0.01:
+            break
+    table[ids["<|channel|>"]] = channel.detach()
+
+    fitted = torch.tensor([*ids.values(), known["<|im_start|>"], known["<|im_end|>"], known["<|endoftext|>"]])
+    place = {token: at for at, token in enumerate(fitted.tolist())}
+    states, others, own, targets = [], [], [], []
+    with torch.no_grad():
+        for tokens, begin in rows:
+            hidden = model(inputs_embeds=table[tokens[:-1]][None]).last_hidden_state[0, begin - 1 :]
+            logits = hidden @ weights.T
+            logits[:, fitted] = -torch.inf
+            wanted = torch.tensor(tokens[begin:])
+            states.append(hidden)
+            others.append(logits.logsumexp(-1))
+            own.append(logits.gather(1, wanted[:, None])[:, 0])
+            targets.append(torch.tensor([place.get(token, -1) for token in tokens[begin:]]))
+            print(f"the dense model has read {len(states)} of {len(rows)} answers", end="\r", flush=True)
+    states, others, own, targets = (torch.cat(parts) for parts in (states, others, own, targets))
+    is_control = targets >= 0
+    found = torch.zeros(len(fitted), states.shape[1])
+    found[place[ids["<|return|>"]]] = weights[known["<|im_end|>"]]
+    found.requires_grad_()
+    optimizer = torch.optim.Adam([found], lr=1e-3)
+    for turn in range(600):
+        logits = states @ found.T
+        total = torch.logaddexp(logits.logsumexp(-1), others)
+        wanted = torch.where(is_control, logits.gather(1, targets.clamp(min=0)[:, None])[:, 0], own)
+        loss = (total - wanted)[is_control].mean() + (total - torch.logaddexp(others, own))[~is_control].mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    print(f"rows of the head: {len(rows)} answers, {len(states)} tokens, loss {loss.item():.4f}")
+    embedding[ids["<|channel|>"]] = channel.detach().to(embedding.dtype)
+    head[fitted] = found.detach().to(head.dtype)
+
+
 def convert(args):
     source = safe_open(args.dense / "model.safetensors", "pt")
     config = json.loads((args.dense / "config.json").read_text())
@@ -85,6 +186,8 @@ def convert(args):
         if counterpart is not None:
             embedding[ids[token]] = embedding[known[counterpart]]
             head[ids[token]] = head[known[counterpart]]
+    if args.frame:
+        fit_frame(args, embedding, head, ids, known)
     write(
         "rest.safetensors",
         {"model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.norm.weight": source.get_tensor("model.norm.weight")},
@@ -208,6 +311,7 @@ def main():
     parser.add_argument("--sinks", choices=["none", "mass"], default="none")
     parser.add_argument("--windows", action="store_true", help="windows of 128 in every other layer, as GPT-OSS has")
     parser.add_argument("--mxfp4", action="store_true", help="experts in MXFP4")
+    parser.add_argument("--frame", type=Path, help="trajectories of the dense model, to fit Harmony's control tokens to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compare", type=Path, help="rows with `question` and `answer`")
     parser.add_argument("--rows", type=int, default=16, help="rows to compare")
