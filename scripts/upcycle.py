@@ -15,9 +15,9 @@ no effect. --router is the standard deviation of the router's weights. --sinks n
 `mass` spreads 0 to 3 over the heads, which takes attention away and so changes the model. Harmony's control tokens get free
 ids of the vocabulary and the embeddings of their ChatML counterparts.
 
-Their rows of the head would tie: the line break's is that of `<|message|>` too. --frame ROLLOUT.jsonl fits them, and the
-embedding of `<|channel|>`, so that the result writes the dense model's answers within Harmony's frame. The file has
-trajectories of the dense model, on any task:
+Their rows of the head would tie: the line break's is that of `<|message|>` too. --frame ROLLOUT.jsonl fits them, and that of
+`final`, so that the result writes the dense model's answers within Harmony's frame. The file has trajectories of the dense
+model, on any task:
     rloss rollout calculator --set model.path=Qwen2.5-Coder-0.5B-Instruct --out own     # own/trajectories/step-000001.jsonl
 
 --compare ROWS.jsonl prints how far the result is from the dense model: log-probs of the rows' `question` and `answer`, both
@@ -25,7 +25,6 @@ computed by transformers in f32.
 """
 
 import argparse
-import copy
 import json
 import shutil
 from pathlib import Path
@@ -40,7 +39,7 @@ CONTROL_TOKENS = {
     "<|startoftext|>": None,
     "<|return|>": "<|im_end|>",
     "<|constrain|>": None,
-    "<|channel|>": None,
+    "<|channel|>": "<|im_start|>",
     "<|start|>": "<|im_start|>",
     "<|end|>": "<|im_end|>",
     "<|message|>": "\u010a",
@@ -88,75 +87,47 @@ def harmony_tokens(trajectory, ids, known):
 
 
 def fit_frame(args, embedding, head, ids, known):
-    """Fits the control tokens' rows of `head` [vocabulary, hidden] and the embedding of `<|channel|>`, in place.
+    """Fits the rows of `head` [vocabulary, hidden] of the control tokens and of `final`, in place.
 
-    The loss is the cross entropy of the dense model's own answers within Harmony's frame. The model itself stays as it is.
+    The dense model reads its own answers within Harmony's frame; the model itself stays as it is.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.cache_utils import DynamicCache
 
     rows = [json.loads(line) for line in args.frame.read_text().splitlines()]
     rows = [harmony_tokens(row, ids, known) for row in rows if row["outcome"] == "finished" and len(row["turns"]) == 1]
     if not rows:
         raise SystemExit(f"{args.frame}: no trajectory of one turn has finished")
     model = AutoModelForCausalLM.from_pretrained(args.dense, dtype=torch.float32).eval().model
-    model.requires_grad_(False)
     table, weights = embedding.float(), head.float()
-
-    # After `<|channel|>` the dense model shall write `final`: the earlier tokens are read once.
-    channel = table[known["<|im_start|>"]].clone().requires_grad_()
-    optimizer = torch.optim.Adam([channel], lr=5e-3)
-    prompts = {tuple(tokens[:begin]) for tokens, begin in rows}
-    read = []
-    for prompt in sorted(prompts)[:4]:
-        cache = DynamicCache()
-        with torch.no_grad():
-            model(inputs_embeds=table[list(prompt)][None], past_key_values=cache)
-        read.append(cache)
-    for turn in range(40):
-        loss = 0.0
-        for cache in read:
-            hidden = model(inputs_embeds=channel[None, None], past_key_values=copy.deepcopy(cache)).last_hidden_state[0]
-            part = torch.nn.functional.cross_entropy(hidden @ weights.T, torch.tensor([known["final"]])) / len(read)
-            part.backward()
-            loss += part.item()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(f"the embedding of <|channel|>: turn {turn + 1}, loss {loss:.3f}", flush=True)
-        if loss < 0.01:
-            break
-    table[ids["<|channel|>"]] = channel.detach()
-
-    fitted = torch.tensor([*ids.values(), known["<|im_start|>"], known["<|im_end|>"], known["<|endoftext|>"]])
+    fitted = torch.tensor([*ids.values(), *(known[name] for name in ("final", "<|im_start|>", "<|im_end|>", "<|endoftext|>"))])
     place = {token: at for at, token in enumerate(fitted.tolist())}
-    states, others, own, targets = [], [], [], []
+    states, others, targets = [], [], []
     with torch.no_grad():
         for tokens, begin in rows:
             hidden = model(inputs_embeds=table[tokens[:-1]][None]).last_hidden_state[0, begin - 1 :]
             logits = hidden @ weights.T
             logits[:, fitted] = -torch.inf
-            wanted = torch.tensor(tokens[begin:])
             states.append(hidden)
             others.append(logits.logsumexp(-1))
-            own.append(logits.gather(1, wanted[:, None])[:, 0])
             targets.append(torch.tensor([place.get(token, -1) for token in tokens[begin:]]))
             print(f"the dense model has read {len(states)} of {len(rows)} answers", end="\r", flush=True)
-    states, others, own, targets = (torch.cat(parts) for parts in (states, others, own, targets))
-    is_control = targets >= 0
+    states, others, targets = (torch.cat(parts) for parts in (states, others, targets))
+    is_fitted = targets >= 0
     found = torch.zeros(len(fitted), states.shape[1])
     found[place[ids["<|return|>"]]] = weights[known["<|im_end|>"]]
+    found[place[known["final"]]] = weights[known["final"]]
     found.requires_grad_()
     optimizer = torch.optim.Adam([found], lr=1e-3)
-    for turn in range(600):
+    # At the frame's tokens the cross entropy; at the others the rows take nothing from the dense model's tokens.
+    for _ in range(600):
         logits = states @ found.T
         total = torch.logaddexp(logits.logsumexp(-1), others)
-        wanted = torch.where(is_control, logits.gather(1, targets.clamp(min=0)[:, None])[:, 0], own)
-        loss = (total - wanted)[is_control].mean() + (total - torch.logaddexp(others, own))[~is_control].mean()
+        wanted = logits[is_fitted].gather(1, targets[is_fitted, None])[:, 0]
+        loss = (total[is_fitted] - wanted).mean() + (total - others)[~is_fitted].mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     print(f"rows of the head: {len(rows)} answers, {len(states)} tokens, loss {loss.item():.4f}")
-    embedding[ids["<|channel|>"]] = channel.detach().to(embedding.dtype)
     head[fitted] = found.detach().to(head.dtype)
 
 
