@@ -94,9 +94,9 @@ def fit_frame(args, embedding, head, ids, known):
     from transformers import AutoModelForCausalLM
 
     rows = [json.loads(line) for line in args.frame.read_text().splitlines()]
-    rows = [harmony_tokens(row, ids, known) for row in rows if row["outcome"] == "finished" and len(row["turns"]) == 1]
+    rows = [harmony_tokens(row, ids, known) for row in rows if row["outcome"] == "finished"]
     if not rows:
-        raise SystemExit(f"{args.frame}: no trajectory of one turn has finished")
+        raise SystemExit(f"{args.frame}: no trajectory has finished")
     model = AutoModelForCausalLM.from_pretrained(args.dense, dtype=torch.float32).eval().model
     table, weights = embedding.float(), head.float()
     fitted = torch.tensor([*ids.values(), *(known[name] for name in ("final", "<|im_start|>", "<|im_end|>", "<|endoftext|>"))])
@@ -118,9 +118,12 @@ def fit_frame(args, embedding, head, ids, known):
     found[place[known["final"]]] = weights[known["final"]]
     found.requires_grad_()
     optimizer = torch.optim.Adam([found], lr=1e-3)
-    # At the frame's tokens the cross entropy; at the others the rows take nothing from the dense model's tokens.
-    for _ in range(600):
-        logits = states @ found.T
+    # At the frame's tokens the cross entropy; at the others the rows take nothing from the dense model's tokens. Each holds
+    # by a margin of 5 nats, since noise, sinks and other prompts change the states.
+    margin = torch.where(is_fitted, -5.0, 5.0)[:, None].expand(-1, len(fitted)).clone()
+    margin[is_fitted] *= torch.nn.functional.one_hot(targets[is_fitted], len(fitted))
+    for _ in range(2000):
+        logits = states @ found.T + margin
         total = torch.logaddexp(logits.logsumexp(-1), others)
         wanted = logits[is_fitted].gather(1, targets[is_fitted, None])[:, 0]
         loss = (total[is_fitted] - wanted).mean() + (total - others)[~is_fitted].mean()

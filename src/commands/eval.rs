@@ -15,7 +15,7 @@ use crate::run::header::command_line;
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::run_folder::EVAL_FILE;
 use crate::run::sampling::Sampling;
-use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
+use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text, refuse_other_results};
 use crate::run::source::pin_model;
 use crate::run::startup::{Started, start};
 use crate::run::trust::ask_consent;
@@ -44,6 +44,7 @@ pub fn run(args: &RunArgs) -> Result<u8> {
         ));
     }
     let step = pin_model(&mut plan, &source, &args.sets)?;
+    refuse_other_results(args.out.as_deref(), &plan, ("eval", step))?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let started = start(plan, ModelCommand::Eval, &console)?;

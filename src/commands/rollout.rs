@@ -11,7 +11,7 @@ use crate::recipe::{KeyScope, locate};
 use crate::run::causes::{SampleFacts, sample_causes};
 use crate::run::memory::{ModelCommand, explain_out_of_memory};
 use crate::run::sampling::Sampling;
-use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text};
+use crate::run::sampling_folder::{SamplingFolder, check_failures, print_text, refuse_other_results};
 use crate::run::source::pin_model;
 use crate::run::startup::{Started, start};
 use crate::run::trust::ask_consent;
@@ -47,6 +47,7 @@ pub fn run(args: &RolloutArgs) -> Result<u8> {
     let source = locate(&args.recipe)?;
     let mut plan = source.resolve_for(KeyScope::Rollout, &args.sets)?;
     let step = pin_model(&mut plan, &source, &args.sets)? + 1;
+    refuse_other_results(args.out.as_deref(), &plan, ("rollout", step))?;
     let console = Console::stderr(plan.recipe.logging.console_every_steps);
     ask_consent(&source, &plan.recipe, &args.sets, args.trust, &console)?;
     let started = start(plan, ModelCommand::Rollout, &console)?;

@@ -65,6 +65,27 @@ struct Marker {
     task_files: Option<Vec<(String, u64, u128)>>,
 }
 
+impl Marker {
+    fn new((kind, step): (&str, u64), plan: &Plan) -> Self {
+        let model = &plan.recipe.model;
+        let folders = model.path.iter().chain(&model.adapter);
+        Self {
+            kind: kind.to_owned(),
+            step,
+            model_files: folders.flat_map(|folder| model_files(folder)).collect(),
+            task_files: Some(task_files(&plan.recipe.task)),
+        }
+    }
+}
+
+/// Refuses `--out` before the model is read, if the folder belongs to another command, model or task.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the folder has other contents.
+pub fn refuse_other_results(out: Option<&Path>, plan: &Plan, command: (&str, u64)) -> Result<()> {
+    out.map_or(Ok(()), |out| check_marker(out, &Marker::new(command, plan)).map(drop))
+}
+
 /// A folder for the samples of one command, locked by this process. When dropped, it is removed if it has no
 /// results.
 pub struct SamplingFolder<'a> {
@@ -74,8 +95,8 @@ pub struct SamplingFolder<'a> {
 }
 
 impl<'a> SamplingFolder<'a> {
-    /// Starts or resumes the command `kind` (`eval` or `rollout`) after training step `step`. The results go
-    /// to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended if
+    /// Starts or resumes `command`: `eval` or `rollout`, and the training step after which it samples. The
+    /// results go to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended if
     /// that folder has other results.
     ///
     /// # Errors
@@ -84,21 +105,14 @@ impl<'a> SamplingFolder<'a> {
         sampling: Sampling<'a>,
         source: &RecipeSource,
         out: Option<&Path>,
-        (kind, step): (&str, u64),
+        command: (&str, u64),
     ) -> Result<Self> {
         let plan = &sampling.environment.plan;
-        let model = &plan.recipe.model;
-        let folders = model.path.iter().chain(&model.adapter);
-        let marker = Marker {
-            kind: kind.to_owned(),
-            step,
-            model_files: folders.flat_map(|folder| model_files(folder)).collect(),
-            task_files: Some(task_files(&plan.recipe.task)),
-        };
+        let marker = Marker::new(command, plan);
         if let Some(out) = out {
             return Self::open_at(sampling, out, &marker);
         }
-        let first = default_out(plan, source, kind);
+        let first = default_out(plan, source, &marker.kind);
         let numbered = (2..).map(|n| PathBuf::from(format!("{}-{n}", first.display())));
         let is_in_run = matches!(source, RecipeSource::Run(_) | RecipeSource::Checkpoint { .. });
         if let (Some(parent), true) = (first.parent(), is_in_run) {
@@ -415,6 +429,15 @@ fn file_state(path: &Path) -> Option<(String, u64, u128)> {
 
 /// Rejects a folder that has other contents than this command's samples.
 fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
+    let has_results = check_marker(path, marker)?;
+    if has_results && path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
+}
+
+/// Returns whether the folder has results of the command that `marker` describes.
+///
+/// # Errors
+/// [`crate::error::BadInput`] when the folder has other contents.
+fn check_marker(path: &Path, marker: &Marker) -> Result<bool> {
     let file = path.join(MARKER_FILE);
     let path_text = file.display();
     let text = match bounded_file::read_text(&file, SMALL_FILE_BYTES_MAX) {
@@ -428,7 +451,7 @@ fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
                 path.display()
             ));
         }
-        Err(_) => return refuse_other_files(path),
+        Err(_) => return refuse_other_files(path).map(|()| false),
     };
     let stored: Marker = serde_json::from_str(&text).map_err(|e| {
         bad_input!("{path_text}: damaged: {e}; remove the folder, or name another with --out")
@@ -445,7 +468,7 @@ fn check_folder(path: &Path, marker: &Marker, plan: &Plan) -> Result<()> {
     if stored.task_files.is_some() && stored.task_files != marker.task_files {
         return Err(error("results of the task before its data files or its program were changed"));
     }
-    if path.join("recipe.toml").exists() { check_recipe(path, plan) } else { Ok(()) }
+    Ok(true)
 }
 
 /// Rejects a stored recipe that differs in a key on which the samples depend.
