@@ -66,8 +66,7 @@ const LISTED: &[(&str, &str)] = &[
     ("rloss check-mismatch runs/quickstart_cuda$", GPU),
     ("rloss train recipes/retool.toml --set model.path=FOLDER --set device=cuda$", GPU),
     ("torchrun ", GPU),
-    ("scripts/run_node.sh ", PROCESSES),
-    ("scripts/run_hosts.sh ", PROCESSES),
+    ("scripts/launch.sh ", PROCESSES),
     ("sbatch ", PROCESSES),
 ];
 
