@@ -133,7 +133,7 @@ lies:
 
 # Distillation's divergence and gradients over a real vocabulary against PyTorch's: needs torch.
 distill-parity folder="target/distill-parity":
-    scripts/distill_parity.py {{folder}}
+    scripts/make_reference_values.py distill {{folder}}
     DISTILL_PARITY="$PWD/{{folder}}" cargo test --release --test suite over_a_real_vocabulary -- --ignored --nocapture
 
 # Several processes on this machine: needs libopenmpi-dev, openmpi-bin and libclang-dev.

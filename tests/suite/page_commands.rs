@@ -51,7 +51,6 @@ const LISTED: &[(&str, &str)] = &[
     ("scripts/gsm8k_tool.py task ", MINUTES),
     ("scripts/init_tokens.py ", PACKAGES),
     ("scripts/bench_", PACKAGES),
-    ("scripts/adapter_parity.py", PACKAGES),
     ("scripts/parity.py", PACKAGES),
     ("scripts/check_serve.py", PACKAGES),
     ("scripts/tinker_home.py ", PACKAGES),
