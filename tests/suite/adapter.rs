@@ -59,10 +59,7 @@ fn fixtures_agree_with_peft() {
 #[test]
 fn random_adapters_agree_with_peft() {
     let Some(folder) = std::env::var_os("RLOSS_ADAPTER_PARITY") else {
-        crate::skips::note(
-            "no RLOSS_ADAPTER_PARITY (scripts/parity.py adapters makes them and sets it)",
-            "",
-        );
+        crate::skips::note("no RLOSS_ADAPTER_PARITY (scripts/parity.py adapters makes them and sets it)", "");
         return;
     };
     let mut cases: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();

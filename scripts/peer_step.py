@@ -1,20 +1,27 @@
 #!/usr/bin/env python3
-"""Times one GRPO step of a random GPT-OSS model in PyTorch and transformers, the shapes of `cargo bench --bench step`.
+"""Times one GRPO step of a random GPT-OSS model in PyTorch, the shapes of `cargo bench --bench step`.
 
-    scripts/peer_grpo_step.py [--hidden N ...] [--experts-implementation eager|batched_mm|grouped_mm] [--threads N]
+    scripts/peer_step.py transformers [--hidden N ...] [--experts-implementation eager|batched_mm|grouped_mm] [--threads N]
+    scripts/peer_step.py trl [--hidden N ...] [--experts-implementation eager|batched_mm|grouped_mm] [--threads N]
 
-A step: `generate` with the KV cache, responses of a fixed length; one forward and backward over all tokens of all
+A step of `transformers`: `generate` with the KV cache, responses of a fixed length; one forward and backward over all tokens of all
 samples, padding there is none; the gradient's norm clipped; AdamW. This is less than a trainer around it does: no second
 forward for old log-probabilities, no decoding of texts, no logging. Attention is eager, as sinks want it.
 
-Prints one JSON line: seconds of each step but the first, of its rollout, of a token of all sequences within it, of forward
-and backward and of the whole update, processor seconds, peak memory and that before the model was made.
+A step of `trl` is what its trainer does between its callbacks: sampling, rewards, decoding of texts, loss, update. Texts are digits, a
+token each; nothing ends a response early; rewards are random, so that no group is without signal.
+
+Prints one JSON line: seconds of each step but the first, peak memory and that before the model was made; for `transformers` also those
+of its rollout, of a token of all sequences within it, of forward and backward and of the whole update, and processor seconds.
+Needs torch and transformers; `trl` also trl and datasets.
 """
 
 import argparse
 import json
 import os
+import random
 import resource
+import tempfile
 import time
 
 SHAPES = dict(
@@ -24,15 +31,6 @@ SHAPES = dict(
 CLIP = 0.2
 LEARNING_RATE = 1e-6
 GRADIENT_NORM_MAX = 1.0
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in SHAPES.items():
-        parser.add_argument("--" + name.replace("_", "-"), type=int, default=default)
-    parser.add_argument("--autocast", action="store_true", help="forward and backward in bf16 autocast")
-    parser.add_argument("--experts-implementation", default=None, help="transformers' own choice where it is absent")
-    return parser.parse_args()
 
 
 def model_of(transformers, a):
@@ -108,9 +106,17 @@ def resident_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def main():
-    a = arguments()
-    os.environ["OMP_NUM_THREADS"] = str(a.threads)
+def sizes(model, a, start_bytes):
+    """What both commands print of their work and memory."""
+    return {
+        "generated_tokens": a.prompts * a.samples * a.response_tokens,
+        "parameter_bytes": 4 * sum(p.numel() for p in model.parameters()),
+        "start_bytes": start_bytes,
+        "peak_bytes": resident_bytes(),
+    }
+
+
+def transformers_steps(a):
     import torch
     import transformers
 
@@ -139,12 +145,98 @@ def main():
     found = {
         "peer": f"transformers, {model.config._experts_implementation}" + (", autocast" if a.autocast else ""),
         **found,
-        "generated_tokens": a.prompts * a.samples * a.response_tokens,
-        "parameter_bytes": 4 * sum(p.numel() for p in model.parameters()),
-        "start_bytes": start_bytes,
-        "peak_bytes": resident_bytes(),
+        **sizes(model, a, start_bytes),
     }
     print(json.dumps(found))
+
+
+def tokenizer_of():
+    """Bytes as tokens, and two more: the end and the padding."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    bytes_alone = models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
+    tokenizer = Tokenizer(bytes_alone)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>", "<pad>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>", padding_side="left"
+    )
+
+
+def trl_steps(a):
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import datasets
+    import torch
+    import transformers
+    import trl
+
+    torch.set_num_threads(a.threads)
+    transformers.logging.set_verbosity_error()
+    begun, ended = [], []
+
+    class Clock(transformers.TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            begun.append(time.perf_counter())
+
+        def on_step_end(self, *_, **__):
+            ended.append(time.perf_counter())
+
+    start_bytes = resident_bytes()
+    model = model_of(transformers, a)
+    prompts = [{"prompt": str(i).zfill(a.prompt_tokens)} for i in range(a.prompts * (a.steps + 1))]
+    with tempfile.TemporaryDirectory() as folder:
+        settings = trl.GRPOConfig(
+            output_dir=folder,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            max_steps=a.steps + 1,
+            per_device_train_batch_size=a.prompts * a.samples,
+            num_generations=a.samples,
+            max_completion_length=a.response_tokens,
+            mask_truncated_completions=False,
+            generation_kwargs={"min_new_tokens": a.response_tokens},
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=LEARNING_RATE,
+            max_grad_norm=GRADIENT_NORM_MAX,
+        )
+        trainer = trl.GRPOTrainer(
+            model=model,
+            args=settings,
+            reward_funcs=lambda completions, **_: [random.random() for _ in completions],
+            train_dataset=datasets.Dataset.from_list(prompts),
+            processing_class=tokenizer_of(),
+            callbacks=[Clock()],
+        )
+        trainer.train()
+    found = {
+        "peer": "trl",
+        "step_s": [round(end - begin, 6) for begin, end in zip(begun, ended)][1:],
+        **sizes(model, a, start_bytes),
+    }
+    print(json.dumps(found))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    for name, run in [("transformers", transformers_steps), ("trl", trl_steps)]:
+        command = commands.add_parser(name)
+        command.set_defaults(run=run)
+        for shape, default in SHAPES.items():
+            command.add_argument("--" + shape.replace("_", "-"), type=int, default=default)
+        command.add_argument("--autocast", action="store_true", help="forward and backward in bf16 autocast")
+        command.add_argument("--experts-implementation", default=None, help="transformers' own choice where it is absent")
+    a = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(a.threads)
+    a.run(a)
 
 
 if __name__ == "__main__":
