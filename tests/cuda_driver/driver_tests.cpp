@@ -228,42 +228,41 @@ void test_late() {
 
 // ---- What is wrong --------------------------------------------------------------------------------------------------
 
+// Launches a kernel of a module of its own: one block, no shared memory.
+template <class... P>
+int start(const char* name, int threads, P... parameters) {
+  return launch(kernel(name), 1, threads, nullptr, 0, parameters...);
+}
+
 void test_refused_memory() {
-  refused("read past the end", "read_at: a read in block (0,0,0), thread (5,0,0)", [] {
-    launch(kernel("read_at"), 1, 32, nullptr, 0, floats({1, 2, 3, 4}), floats({0}), int64_t(4));
-  });
-  refused("what byte it was", "is byte 16 of a buffer of 16 bytes in use", [] {
-    launch(kernel("read_at"), 1, 32, nullptr, 0, floats({1, 2, 3, 4}), floats({0}), int64_t(4));
-  });
-  refused("write past the end, in another block", "write_at: a write in block (1,0,0), thread (5,0,0)", [] {
-    launch(kernel("write_at"), 2, 32, nullptr, 0, floats({1, 2, 3, 4}), int64_t(16));
-  });
+  refused("read past the end", "read_at: a read in block (0,0,0), thread (5,0,0)",
+          [] { start("read_at", 32, floats({1, 2, 3, 4}), floats({0}), int64_t(4)); });
+  refused("what byte it was", "is byte 16 of a buffer of 16 bytes in use",
+          [] { start("read_at", 32, floats({1, 2, 3, 4}), floats({0}), int64_t(4)); });
+  refused("write past the end, in another block", "write_at: a write in block (1,0,0), thread (5,0,0)",
+          [] { launch(kernel("write_at"), 2, 32, nullptr, 0, floats({1, 2, 3, 4}), int64_t(16)); });
   refused("write within what rounds a buffer up", "wrote past the end of a buffer of 4 bytes, at byte 6", [] {
     Device x = floats({1});
     launch(kernel("write_at"), 2, 32, nullptr, 0, x, int64_t(6));
     cuMemFree_v2(x);
   });
-  refused("misaligned access", "read_at: a misaligned access in block (0,0,0), thread (5,0,0)", [] {
-    launch(kernel("read_at"), 1, 32, nullptr, 0, floats({1, 2}) + 2, floats({0}), int64_t(0));
-  });
-  refused("freed buffer as parameter", "add_one: parameter 0: ", [] {
-    launch(kernel("add_one"), 1, 1, nullptr, 0, freed(), 1);
-  });
-  refused("freed buffer in a struct", "copy: parameter 0, field from: ", [] {
-    launch(kernel("copy"), 1, 1, nullptr, 0, Copy{freed(), floats({0}), 1});
-  });
+  refused("misaligned access", "read_at: a misaligned access in block (0,0,0), thread (5,0,0)",
+          [] { start("read_at", 32, floats({1, 2}) + 2, floats({0}), int64_t(0)); });
+  refused("freed buffer as parameter", "add_one: parameter 0: ", [] { start("add_one", 1, freed(), 1); });
+  refused("freed buffer in a struct", "copy: parameter 0, field from: ",
+          [] { start("copy", 1, Copy{freed(), floats({0}), 1}); });
   refused("host pointer as parameter", "add_one: parameter 0: ", [] {
     float x = 1;
-    launch(kernel("add_one"), 1, 1, nullptr, 0, &x, 1);
+    start("add_one", 1, &x, 1);
   });
   refused("host pointer in a struct", "is no address of device memory", [] {
     static float x = 1;
-    launch(kernel("copy"), 1, 1, nullptr, 0, Copy{floats({1}), reinterpret_cast<Device>(&x), 1});
+    start("copy", 1, Copy{floats({1}), reinterpret_cast<Device>(&x), 1});
   });
   refused("freed in stream order before use", "freed before", [] {
     Device x = floats({1});
     must(cuMemFreeAsync(x, nullptr));
-    launch(kernel("add_one"), 1, 1, nullptr, 0, x, 1);
+    start("add_one", 1, x, 1);
   });
   refused("freed twice", "cuMemFree: ", [] { cuMemFree_v2(freed()); });
   refused("free of what is no buffer", "cuMemFreeAsync: ", [] { cuMemFreeAsync(floats({1}) + 2, nullptr); });
@@ -271,16 +270,13 @@ void test_refused_memory() {
     float values[2] = {};
     cuMemcpyHtoD_v2(floats({1}), values, 8);
   });
-  refused("copy between buffers past the end", "cuMemcpyDtoDAsync from, 8 bytes: ", [] {
-    cuMemcpyDtoDAsync_v2(floats({1, 2}), floats({1}), 8, nullptr);
-  });
+  refused("copy between buffers past the end", "cuMemcpyDtoDAsync from, 8 bytes: ",
+          [] { cuMemcpyDtoDAsync_v2(floats({1, 2}), floats({1}), 8, nullptr); });
   refused("fill past the end", "cuMemsetD8Async, 5 bytes: ", [] { cuMemsetD8Async(floats({1}), 0, 5, nullptr); });
-  refused("copy to the host at a device address", "the host's address", [] {
-    cuMemcpyDtoH_v2(reinterpret_cast<void*>(floats({1})), floats({1}), 4);
-  });
-  refused("the host touches device memory", "outside any kernel: a read by the host", [] {
-    printf("%f", *reinterpret_cast<volatile float*>(freed()));
-  });
+  refused("copy to the host at a device address", "the host's address",
+          [] { cuMemcpyDtoH_v2(reinterpret_cast<void*>(floats({1})), floats({1}), 4); });
+  refused("the host touches device memory", "outside any kernel: a read by the host",
+          [] { printf("%f", *reinterpret_cast<volatile float*>(freed())); });
   refused("page-locked memory freed twice", "is not page-locked memory", [] {
     void* memory;
     must(cuMemHostAlloc(&memory, 4, 0));
@@ -294,17 +290,15 @@ void test_refused_memory() {
 }
 
 void test_refused_launches() {
-  refused("launch bounds", "bounded: blocks of 96 threads, its launch bounds are 64", [] { launch(kernel("bounded"), 1, 96, nullptr, 0); });
-  refused("too many threads", "add_one: blocks of 1056x1x1 threads", [] { launch(kernel("add_one"), 1, 1056, nullptr, 0, floats({1}), 1); });
+  refused("launch bounds", "bounded: blocks of 96 threads, its launch bounds are 64", [] { start("bounded", 96); });
+  refused("too many threads", "add_one: blocks of 1056x1x1 threads", [] { start("add_one", 1056, floats({1}), 1); });
   refused("an empty grid", "add_one: a grid of 0x1x1 blocks", [] { launch(kernel("add_one"), 0, 1, nullptr, 0, floats({1}), 1); });
-  refused("shared memory not asked for", "bounded: 49153 bytes of dynamic shared memory, it may have 49152", [] {
-    launch(kernel("bounded"), 1, 32, nullptr, 49153);
-  });
-  refused("more shared memory than there is", "bounded: 232449 bytes of dynamic shared memory", [] {
-    cuFuncSetAttribute(kernel("bounded"), SHARED_BYTES_MAX, (227 << 10) + 1);
-  });
+  refused("shared memory not asked for", "bounded: 49153 bytes of dynamic shared memory, it may have 49152",
+          [] { launch(kernel("bounded"), 1, 32, nullptr, 49153); });
+  refused("more shared memory than there is", "bounded: 232449 bytes of dynamic shared memory",
+          [] { cuFuncSetAttribute(kernel("bounded"), SHARED_BYTES_MAX, (227 << 10) + 1); });
   refused("a carve-out that is none", "a carve-out of 101 percent", [] { cuFuncSetAttribute(kernel("bounded"), CARVEOUT, 101); });
-  refused("a rule of the machine", "diverge: block (0,0,0), thread ", [] { launch(kernel("diverge"), 1, 64, nullptr, 0); });
+  refused("a rule of the machine", "diverge: block (0,0,0), thread ", [] { start("diverge", 64); });
   refused("a kernel of an unloaded module", "no such kernel, or its module was unloaded", [] {
     void* module = load();
     void* function = kernel("bounded", module);
@@ -348,9 +342,8 @@ void test_refused_handles() {
       cuMemAlloc_v2(&x, 4);
     }).join();
   });
-  refused("a default stream without a context", "cuStreamSynchronize: no context is current", [] {
-    std::thread([] { cuStreamSynchronize(reinterpret_cast<void*>(2)); }).join();
-  });
+  refused("a default stream without a context", "cuStreamSynchronize: no context is current",
+          [] { std::thread([] { cuStreamSynchronize(reinterpret_cast<void*>(2)); }).join(); });
   refused("a released context", "the context was released", [] {
     must(cuDevicePrimaryCtxRelease_v2(0));
     cuCtxSynchronize();
@@ -370,9 +363,8 @@ void test_refused_images() {
   refused("PTX with another parameter size", "bounded", [&] {
     cuModuleLoadData(&module, ".visible .entry bounded(\n\t.param .u64 bounded_param_0\n)\n.maxntid 64\n{\n}\n");
   });
-  refused("PTX with other launch bounds", "bounded has launch bounds of 128 in the PTX, of 64 here", [&] {
-    cuModuleLoadData(&module, ".visible .entry bounded(\n)\n.maxntid 128\n{\n}\n");
-  });
+  refused("PTX with other launch bounds", "bounded has launch bounds of 128 in the PTX, of 64 here",
+          [&] { cuModuleLoadData(&module, ".visible .entry bounded(\n)\n.maxntid 128\n{\n}\n"); });
   accepted("PTX of nvcc's form that agrees", [&] {
     Session("//\n.target sm_90a\n\n.visible .entry copy(\n\t.param .align 8 .b8 copy_param_0[24]\n)\n{\n}\n"
                                  "\n.visible .entry bounded()\n.maxntid 64, 1, 1\n.minnctapersm 1\n{\n}\n");

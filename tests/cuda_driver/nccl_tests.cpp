@@ -308,12 +308,10 @@ int main(int count, char** arguments) {
     begun(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
     ncclSend(memory, 16, BYTES, 1, self.comm, self.stream);
   });
-  refused("another OS thread", "not on the OS thread that opened the communicator", 1, [](Rank& self) {
-    std::thread([&] { ncclCommFinalize(self.comm); }).join();
-  });
-  refused("a rank that is not there", "rank 2 of 2", 2, [](Rank& self) {
-    ncclSend(self.memory(16, 1), 16, BYTES, 2, self.comm, self.stream);
-  });
+  refused("another OS thread", "not on the OS thread that opened the communicator", 1,
+          [](Rank& self) { std::thread([&] { ncclCommFinalize(self.comm); }).join(); });
+  refused("a rank that is not there", "rank 2 of 2", 2,
+          [](Rank& self) { ncclSend(self.memory(16, 1), 16, BYTES, 2, self.comm, self.stream); });
   refused("a communicator that is gone", "no such communicator", 1, [](Rank& self) {
     ncclCommAbort(self.comm);
     ncclCommFinalize(self.comm);
