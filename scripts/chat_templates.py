@@ -9,20 +9,23 @@
     RLOSS_TEMPLATES=FOLDER cargo test --test suite -- chat_templates_of_a_folder
 
 FILE holds the template, which is Apache-2.0 and not part of this project: the value of `chat_template` in
-tokenizer_config.json of the Qwen2.5-Instruct models. It was taken from a quotation of that value: the docstring of
-`QwenFcHandler` in bfcl/model_handler/oss_model/ of the Berkeley Function-Calling Leaderboard (ShishirPatil/gorilla),
-unescaped as JSON. The models' own file could not be had, but the quotation is whole: its length, 2,507 bytes, and its digest
-are those that public repositories record for Qwen/Qwen2.5-7B-Instruct. A template of another digest is refused.
+tokenizer_config.json of the Qwen2.5-Instruct models. It was taken from a quotation of that value: the
+docstring of `QwenFcHandler` in bfcl/model_handler/oss_model/ of the Berkeley Function-Calling Leaderboard
+(ShishirPatil/gorilla), unescaped as JSON. The models' own file could not be had, but the quotation is whole:
+its length, 2,507 bytes, and its digest are those that public repositories record for
+Qwen/Qwen2.5-7B-Instruct. A template of another digest is refused.
 
-Each row holds `messages`, `tools`, `add_generation_prompt` and the `text`. FOLDER of `families` holds gpt-oss.jinja,
-qwen2.5.jinja and qwen3.jinja as published with the models; a row of tools.jsonl.gz holds `tools`, `instructions` or null, and
-the prompt's text by family, one of thoughts.jsonl.gz also `enable_thinking`. `check` loads the tokenizer of a checkpoint that
-rloss saved (its embedded ChatML vocabulary) in transformers and compares `apply_chat_template` on every conversation that
-begins with a system message: rloss's own template makes up no other.
+Each row holds `messages`, `tools`, `add_generation_prompt` and the `text`. FOLDER of `families` holds
+gpt-oss.jinja, qwen2.5.jinja and qwen3.jinja as published with the models; a row of tools.jsonl.gz holds
+`tools`, `instructions` or null, and the prompt's text by family, one of thoughts.jsonl.gz also
+`enable_thinking`. `check` loads the tokenizer of a checkpoint that rloss saved (its embedded ChatML
+vocabulary) in transformers and compares `apply_chat_template` on every conversation that begins with a system
+message: rloss's own template makes up no other.
 
-`reference` draws conversations and renders them by transformers: the reference of src/chat/template. TEMPLATES are .jinja files or
-folders of them, for instance `chat_templates` of the PyPI package trl. FOLDER gets a copy of each and `cases.json.gz`: the
-conversations, and by template the texts or the template's errors.
+`reference` draws conversations and renders them by transformers: the reference of src/chat/template.
+TEMPLATES are .jinja files or folders of them, for instance `chat_templates` of the PyPI package trl. FOLDER
+gets a copy of each and `cases.json.gz`: the conversations, and by template the texts or the template's
+errors.
 
 Needs transformers 5 and jinja2, no torch.
 """

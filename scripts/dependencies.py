@@ -4,8 +4,8 @@
     scripts/dependencies.py licences FOLDER [FEATURES]   FOLDER is made; a file is named CRATE-VERSION.FILE
     scripts/dependencies.py check                        by deny.toml; needs `cargo install --locked cargo-deny`
 
-`licences` collects those of every crate and of Rust's standard library, for a release archive or an image. A crate that ships no
-licence file is listed in FOLDER/without-a-file.txt with its licence and authors.
+`licences` collects those of every crate and of Rust's standard library, for a release archive or an image. A
+crate that ships no licence file is listed in FOLDER/without-a-file.txt with its licence and authors.
 
 `check` looks at duplicates, licences, sources, and advisories where their database can be reached.
 """

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""GGUF files by the `gguf` package (PyPI), the reference for reading them; what other scripts write and read of them.
+"""GGUF files by the `gguf` package (PyPI), the reference for reading them; what other scripts write and
+read of them.
 
     scripts/gguf_files.py tests/fixtures/gguf                    the committed fixtures
     scripts/gguf_files.py FOLDER --blocks 1000000 --type Q4_K    blocks of one type, many
     RLOSS_GGUF=FOLDER cargo test --release --test suite gguf::every_type
 
-`types*.gguf` holds, for each type, a tensor of random blocks, and `NAME.expected`, its values by gguf's own decoder.
-`gpt_oss.gguf` is a small random GPT-OSS, its experts in MXFP4; `gpt_oss.safetensors` has its tensors under Hugging Face's
-names, decoded by gguf. Needs numpy, gguf; the fixtures safetensors.
+`types*.gguf` holds, for each type, a tensor of random blocks, and `NAME.expected`, its values by gguf's own
+decoder. `gpt_oss.gguf` is a small random GPT-OSS, its experts in MXFP4; `gpt_oss.safetensors` has its tensors
+under Hugging Face's names, decoded by gguf. Needs numpy, gguf; the fixtures safetensors.
 """
 
 import argparse

@@ -6,15 +6,16 @@
     scripts/gsm8k_tool.py rows TRAJECTORIES.jsonl OUT.jsonl  conversations for `rloss sft`
     scripts/gsm8k_tool.py init_tokens FOLDER OUT '<tool_call>' '</tool_call>'
 
-`rows` takes the trajectories of `rloss rollout` with the task program. It keeps those whose program prints the
-reference answer, and writes each program as a call of the tool: rejection sampling. The task program executes the
-model's code with your own rights, for at most ten seconds each.
+`rows` takes the trajectories of `rloss rollout` with the task program. It keeps those whose program prints
+the reference answer, and writes each program as a call of the tool: rejection sampling. The task program
+executes the model's code with your own rights, for at most ten seconds each.
 
-`init_tokens` gives tokens that a model never learned an embedding of their own. In some models the rows of special tokens are those of
-tokens that training never used: equal or nearly equal, so that a tied head cannot tell them apart and an adapter cannot learn them.
-Each named token gets the mean of the rows of its pieces, such as "<", "tool", "_call", ">", scaled to the median norm. Prints how many
-rows were nearly equal before (cosine above 0.99). Nothing else changes. Refused for a model whose head is not tied to its embedding.
-Needs torch, safetensors, transformers; the others the standard library alone.
+`init_tokens` gives tokens that a model never learned an embedding of their own. In some models the rows of
+special tokens are those of tokens that training never used: equal or nearly equal, so that a tied head cannot
+tell them apart and an adapter cannot learn them. Each named token gets the mean of the rows of its pieces,
+such as "<", "tool", "_call", ">", scaled to the median norm. Prints how many rows were nearly equal before
+(cosine above 0.99). Nothing else changes. Refused for a model whose head is not tied to its embedding. Needs
+torch, safetensors, transformers; the others the standard library alone.
 """
 
 import json

@@ -6,33 +6,35 @@
     scripts/llama_cpp.py lora --gguf BASE.gguf --lora adapter.gguf --run RUN [--rloss FILE]
     scripts/llama_cpp.py file MODEL.gguf FOLDER --data DATA [--rloss FILE] [--keep FOLDER]
 
-The server is the one inside the package xllamacpp, which is built from llama.cpp's tools/server and listens on HTTP.
+The server is the one inside the package xllamacpp, which is built from llama.cpp's tools/server and listens
+on HTTP.
 
-`check` writes a small random GPT-OSS as a GGUF, anew for each case, as it is or with a mistake, lets the server continue a few
-prompts by /completion with n_probs, and prints what `rloss check-mismatch --against` finds. Ends with status 1 when a verdict is
-not the one expected. Needs torch, transformers 5.
+`check` writes a small random GPT-OSS as a GGUF, anew for each case, as it is or with a mistake, lets the
+server continue a few prompts by /completion with n_probs, and prints what `rloss check-mismatch --against`
+finds. Ends with status 1 when a verdict is not the one expected. Needs torch, transformers 5.
 
-`bench` has FOLDER, of scripts/random_checkpoint.py, decoded and prefilled by both, side by side on the CPU. FOLDER becomes
-model.gguf in it, the same bytes: experts in MXFP4, other matrices in bf16. Rounds are interleaved, the medians printed. A
-decode step is the difference of two runs of `rloss rollout` with more and fewer tokens, over those tokens, for llama.cpp what
-its server reports; the prefill is the difference of two prompts, and what the server reports. llama.cpp rounds what enters a
-product with MXFP4 to 8 bits and with bf16 to bf16; rloss multiplies in f32.
+`bench` has FOLDER, of scripts/random_checkpoint.py, decoded and prefilled by both, side by side on the CPU.
+FOLDER becomes model.gguf in it, the same bytes: experts in MXFP4, other matrices in bf16. Rounds are
+interleaved, the medians printed. A decode step is the difference of two runs of `rloss rollout` with more and
+fewer tokens, over those tokens, for llama.cpp what its server reports; the prefill is the difference of two
+prompts, and what the server reports. llama.cpp rounds what enters a product with MXFP4 to 8 bits and with
+bf16 to bf16; rloss multiplies in f32.
 
-`lora` compares greedy answers of llama.cpp with a LoRA file and of `rloss serve` with the run that `rloss export RUN --gguf
-adapter.gguf` took the file from. Prompts are questions of the task `calculator` in ChatML. Ends with status 1 if the two differ
-where rloss' two best log-probs are more than --gap apart.
+`lora` compares greedy answers of llama.cpp with a LoRA file and of `rloss serve` with the run that `rloss
+export RUN --gguf adapter.gguf` took the file from. Prompts are questions of the task `calculator` in ChatML.
+Ends with status 1 if the two differ where rloss' two best log-probs are more than --gap apart.
 
-`file` compares a real GGUF file with its Hugging Face folder, transformers' tokenizer and llama.cpp. FOLDER holds the decoded
-tensors of MODEL.gguf, with the decoded head in the embedding's place. DATA is the folder of data sets (gsm8k, math, ifeval).
-The script writes what `tests/suite/gguf_parity.rs` reads and runs that test:
+`file` compares a real GGUF file with its Hugging Face folder, transformers' tokenizer and llama.cpp. FOLDER
+holds the decoded tensors of MODEL.gguf, with the decoded head in the embedding's place. DATA is the folder of
+data sets (gsm8k, math, ifeval). The script writes what `tests/suite/gguf_parity.rs` reads and runs that test:
 
 - `tied.gguf`: MODEL.gguf with its head as the embedding, and vectors rounded to bf16, as FOLDER has them
 - `texts.jsonl`: 500 texts of GSM8K, MATH, IFEval and code with their ids by the folder's tokenizer
 - `answers.jsonl`: 20 prompts and llama.cpp's likeliest answers, its cache in f32
 
-Then runs of all families are exported as F32 and BF16, llama.cpp continues prompts with each, and
-`rloss check-mismatch --against` must say that the sides agree or differ by rounding. Every tensor of these files is read back
-by the `gguf` package and compared with the checkpoint. Needs tokenizers.
+Then runs of all families are exported as F32 and BF16, llama.cpp continues prompts with each, and `rloss
+check-mismatch --against` must say that the sides agree or differ by rounding. Every tensor of these files is
+read back by the `gguf` package and compared with the checkpoint. Needs tokenizers.
 
 All need numpy, gguf, xllamacpp, and target/release/rloss (or --rloss).
 """

@@ -5,27 +5,31 @@
     scripts/parity.py adapters [--cases N] [--seed S] [--keep FOLDER]
     scripts/parity.py adapters --fixtures            writes tests/fixtures/adapter_* anew
 
-`models` draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or plain RoPE, tied heads,
-sizes that are multiples of nothing), makes a random model of each with PyTorch, and takes logits, the gradient of the mean
-cross-entropy over masked rows, one SGD step and one AdamW step, in f32 with eager attention and experts. Rows with a token whose
-router margin is under 1e-5 are drawn again, and those with a value so near its clamp that rounding decides on which
-side its gradient lies, and models with a gradient that all but cancels, so that PyTorch's own moves by over 2e-5 in
-double precision. All are counted. Then runs the test `random_models_agree_with_transformers` on them, which compares and saves
-each model anew in f32; the script loads those folders in transformers and compares the logits.
+`models` draws N configurations (heads, KV heads, head_dim, experts, top-k, windows, layer types, YaRN or
+plain RoPE, tied heads, sizes that are multiples of nothing), makes a random model of each with PyTorch, and
+takes logits, the gradient of the mean cross-entropy over masked rows, one SGD step and one AdamW step, in f32
+with eager attention and experts. Rows with a token whose router margin is under 1e-5 are drawn again, and
+those with a value so near its clamp that rounding decides on which side its gradient lies, and models with a
+gradient that all but cancels, so that PyTorch's own moves by over 2e-5 in double precision. All are counted.
+Then runs the test `random_models_agree_with_transformers` on them, which compares and saves each model anew
+in f32; the script loads those folders in transformers and compares the logits.
 
-Prints the worst difference a case: logits and cached decode over the largest logit (bar 2e-5), log-probs likewise,
-the loss over itself, gradients and what the step changed over the largest of each tensor (bar 1e-4), logits of the
-saved folder over the largest (bar 1e-5). Ends with status 1 if any is over its bar. `--exact` (Qwen's families) compares
-the gradients of both programs with PyTorch's in double precision too, norms, softmax and angles included.
+Prints the worst difference a case: logits and cached decode over the largest logit (bar 2e-5), log-probs
+likewise, the loss over itself, gradients and what the step changed over the largest of each tensor (bar
+1e-4), logits of the saved folder over the largest (bar 1e-5). Ends with status 1 if any is over its bar.
+`--exact` (Qwen's families) compares the gradients of both programs with PyTorch's in double precision too,
+norms, softmax and angles included.
 
-`adapters` draws N cases, GPT-OSS and Qwen2.5 in turn: sizes, rank 1 to 32, alpha, rsLoRA, targets (all, attention alone, experts or
-MLP alone, one matrix alone, one layer alone), both factors random. PEFT gives logits, the gradients of the mean cross-entropy by the
-factors, and the adapter after one SGD and one AdamW step. Cases are drawn again as above. Then runs the test
-`random_adapters_agree_with_peft` on them, which compares, saves each adapter anew and merges it into its base; the script loads
-the former in PEFT and the latter in transformers and compares the logits, with the same measures and bars.
+`adapters` draws N cases, GPT-OSS and Qwen2.5 in turn: sizes, rank 1 to 32, alpha, rsLoRA, targets (all,
+attention alone, experts or MLP alone, one matrix alone, one layer alone), both factors random. PEFT gives
+logits, the gradients of the mean cross-entropy by the factors, and the adapter after one SGD and one AdamW
+step. Cases are drawn again as above. Then runs the test `random_adapters_agree_with_peft` on them, which
+compares, saves each adapter anew and merges it into its base; the script loads the former in PEFT and the
+latter in transformers and compares the logits, with the same measures and bars.
 
-Each case of an adapter is a folder: base/ (a model), adapter/, grad/, sgd/, adamw/ (adapters as PEFT saves them: the values
-themselves, their gradients, and after a step), rows.json and expected.safetensors as scripts/make_fixtures.py has them.
+Each case of an adapter is a folder: base/ (a model), adapter/, grad/, sgd/, adamw/ (adapters as PEFT saves
+them: the values themselves, their gradients, and after a step), rows.json and expected.safetensors as
+scripts/make_fixtures.py has them.
 
 Needs cargo, torch, transformers 5 and safetensors; `adapters` peft too.
 """

@@ -4,16 +4,18 @@
     scripts/peer_step.py transformers [--hidden N ...] [--experts-implementation eager|batched_mm|grouped_mm] [--threads N]
     scripts/peer_step.py trl [--hidden N ...] [--experts-implementation eager|batched_mm|grouped_mm] [--threads N]
 
-A step of `transformers`: `generate` with the KV cache, responses of a fixed length; one forward and backward over all tokens of all
-samples, padding there is none; the gradient's norm clipped; AdamW. This is less than a trainer around it does: no second
-forward for old log-probabilities, no decoding of texts, no logging. Attention is eager, as sinks want it.
+A step of `transformers`: `generate` with the KV cache, responses of a fixed length; one forward and backward
+over all tokens of all samples, padding there is none; the gradient's norm clipped; AdamW. This is less than a
+trainer around it does: no second forward for old log-probabilities, no decoding of texts, no logging.
+Attention is eager, as sinks want it.
 
-A step of `trl` is what its trainer does between its callbacks: sampling, rewards, decoding of texts, loss, update. Texts are digits, a
-token each; nothing ends a response early; rewards are random, so that no group is without signal.
+A step of `trl` is what its trainer does between its callbacks: sampling, rewards, decoding of texts, loss,
+update. Texts are digits, a token each; nothing ends a response early; rewards are random, so that no group is
+without signal.
 
-Prints one JSON line: seconds of each step but the first, peak memory and that before the model was made; for `transformers` also those
-of its rollout, of a token of all sequences within it, of forward and backward and of the whole update, and processor seconds.
-Needs torch and transformers; `trl` also trl and datasets.
+Prints one JSON line: seconds of each step but the first, peak memory and that before the model was made; for
+`transformers` also those of its rollout, of a token of all sequences within it, of forward and backward and
+of the whole update, and processor seconds. Needs torch and transformers; `trl` also trl and datasets.
 """
 
 import argparse

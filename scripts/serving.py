@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Measures tokens per second and first-token times of `rloss serve`, llama.cpp's server and `rloss rollout`; checks `rloss serve`.
+"""Measures `rloss serve`, llama.cpp's server and `rloss rollout`: tokens per second, times of first tokens; and
+checks `rloss serve`.
 
     scripts/serving.py serve   --rloss RLOSS --model FOLDER [--set KEY=VALUE ...]
     scripts/serving.py llama   --python PYTHON --gguf FILE
@@ -10,19 +11,21 @@
 
 Common options: --clients 1,8,32  --tokens 64  --prompt-tokens 200  --rounds 1  --threads CPUS.
 
-`serve`, `llama` and `url` send one chat per client, all at once, and read the stream. The prompts are fixed, and
-all of them differ in their first words, so no prefix is shared. Sampling is greedy. A line of output has the number
-of clients, the tokens of all answers, the seconds from the first request to the last answer, tokens per second, and
-the median and the maximum of the first-token time. The first round of each number of clients is discarded.
+`serve`, `llama` and `url` send one chat per client, all at once, and read the stream. The prompts are fixed,
+and all of them differ in their first words, so no prefix is shared. Sampling is greedy. A line of output has
+the number of clients, the tokens of all answers, the seconds from the first request to the last answer,
+tokens per second, and the median and the maximum of the first-token time. The first round of each number of
+clients is discarded.
 
-`llama` starts llama.cpp's server in PYTHON, which must have the package xllamacpp. For weights of like size in
-memory, compare `serve --set model.dtype=bf16` with the file of `rloss export RUN --gguf FILE`, whose matrices are
-BF16. `rollout` samples the same prompts with `rloss rollout`; its time begins after the model is read.
-`overhead` sends 64 requests for one token at once, many times, to a small model, and prints the server's processor
-time and the wall time per request. Run these on a machine that does nothing else; they need Python's standard library alone.
+`llama` starts llama.cpp's server in PYTHON, which must have the package xllamacpp. For weights of like size
+in memory, compare `serve --set model.dtype=bf16` with the file of `rloss export RUN --gguf FILE`, whose
+matrices are BF16. `rollout` samples the same prompts with `rloss rollout`; its time begins after the model is
+read. `overhead` sends 64 requests for one token at once, many times, to a small model, and prints the
+server's processor time and the wall time per request. Run these on a machine that does nothing else; they
+need Python's standard library alone.
 
-`check` asks the server through OpenAI's own Python client: chats, streams, tools, log-probs, errors. Needs the package openai. Takes
-seconds; exit code 1 and a traceback when something is wrong.
+`check` asks the server through OpenAI's own Python client: chats, streams, tools, log-probs, errors. Needs
+the package openai. Takes seconds; exit code 1 and a traceback when something is wrong.
 """
 
 import argparse

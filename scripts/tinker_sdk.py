@@ -1,25 +1,27 @@
 #!/usr/bin/env python3
-"""The unmodified Tinker packages against `rloss serve --train`: a home for their recipes, checks, a recording.
+"""The unmodified Tinker packages against `rloss serve --train`: a home for recipes, checks, a recording.
 
     scripts/tinker_sdk.py home HOME [--name Qwen/Qwen3-4B-Instruct-2507] [--seed N]
     scripts/tinker_sdk.py check RLOSS [--out FOLDER]
     scripts/tinker_sdk.py kills RLOSS [--kills 25] [--steps 120] [--seed N]
     scripts/tinker_sdk.py record RLOSS [--out FILE]
 
-`home` makes a folder in which the Tinker cookbook runs without a hub: a tiny random Qwen3 and two toy data sets. The cookbook finds
-renderer and tokenizer by the model's name, and transformers and datasets take a relative folder of that name before the hub. Run the
-recipes in HOME. Where tinker-cookbook is installed, the chats have its prompt. Needs numpy and tokenizers.
+`home` makes a folder in which the Tinker cookbook runs without a hub: a tiny random Qwen3 and two toy data
+sets. The cookbook finds renderer and tokenizer by the model's name, and transformers and datasets take a
+relative folder of that name before the hub. Run the recipes in HOME. Where tinker-cookbook is installed, the
+chats have its prompt. Needs numpy and tokenizers.
 
-`check` runs the SDK's verbs, then the cookbook's SFT and RL, in a fresh home, without a hub. Takes minutes; exit code 1 and a
-traceback when something is wrong. Needs tinker 0.38.0 and tinker-cookbook 0.6.1.
+`check` runs the SDK's verbs, then the cookbook's SFT and RL, in a fresh home, without a hub. Takes minutes;
+exit code 1 and a traceback when something is wrong. Needs tinker 0.38.0 and tinker-cookbook 0.6.1.
 
-`kills` kills the server and its client at random moments; the loop must end with the same bits. The client samples with a seed per step
-and sample, reinforces, and saves its state after every second step; started again, it goes on from the last path that a save answered.
-`--kills` is the number of kills of the server, and of the client. Exit code 1 when a run ends with other log-probs than one that nobody
-killed. Needs tinker 0.38.0.
+`kills` kills the server and its client at random moments; the loop must end with the same bits. The client
+samples with a seed per step and sample, reinforces, and saves its state after every second step; started
+again, it goes on from the last path that a save answered. `--kills` is the number of kills of the server, and
+of the client. Exit code 1 when a run ends with other log-probs than one that nobody killed. Needs tinker
+0.38.0.
 
-`record` writes what the SDK sends, and the answers, as tests/fixtures/tinker.jsonl. The SDK talks to a proxy, which notes each request
-once its answer is there. Needs tinker 0.38.0.
+`record` writes what the SDK sends, and the answers, as tests/fixtures/tinker.jsonl. The SDK talks to a proxy,
+which notes each request once its answer is there. Needs tinker 0.38.0.
 """
 
 import argparse

@@ -4,9 +4,10 @@
     scripts/trainer_parity.py objectives --verl DIR --trl DIR --prime-rl DIR [--dppo FILE] [--cases 100] [--keep FOLDER]
     scripts/trainer_parity.py sft RLOSS TOKENIZER [--steps 5] [--family qwen2|qwen3]
 
-`objectives`: the three folders are checkouts; docs/POLICY.md names the commits. FILE is a `core_algos.py` of verl that has DPPO, if
-DIR's has none. Of each project the functions that compute an objective are executed from its source, on random batches
-in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl, which the policy vectors' test reads.
+`objectives`: the three folders are checkouts; docs/POLICY.md names the commits. FILE is a `core_algos.py` of
+verl that has DPPO, if DIR's has none. Of each project the functions that compute an objective are executed
+from its source, on random batches in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl,
+which the policy vectors' test reads.
 
 | function | source |
 | --- | --- |
@@ -16,15 +17,17 @@ in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl, which
 | `vespo` | TRL, `GRPOTrainer.get_gamma_weights` |
 | `policy.correction.off_policy_mask` | TRL, `GRPOTrainer.get_off_policy_mask` |
 
-verl's selection of `clip_cov` and `kl_cov` is read while its code runs, and the loss gets it. The selections themselves
-are compared where both are deterministic: on fresh data (T = O), and for `clip_cov` with the fraction 1.
+verl's selection of `clip_cov` and `kl_cov` is read while its code runs, and the loss gets it. The selections
+themselves are compared where both are deterministic: on fresh data (T = O), and for `clip_cov` with the
+fraction 1.
 
 Needs torch and numpy.
 
-`sft` compares `rloss sft` with TRL's SFTTrainer: the same rows, weights and settings, some steps of AdamW in f32. TOKENIZER is a
-folder with the tokenizer of a Qwen2.5 or Qwen3 model. The model is small and random. Each step takes all rows, so the order of rows
-does not matter. Prints the largest difference of the losses and of the weights, and fails above 1e-5 and 5e-5. Needs torch,
-transformers and trl; tried with trl 1.16, transformers 5.24 and torch 2.15.
+`sft` compares `rloss sft` with TRL's SFTTrainer: the same rows, weights and settings, some steps of AdamW in
+f32. TOKENIZER is a folder with the tokenizer of a Qwen2.5 or Qwen3 model. The model is small and random. Each
+step takes all rows, so the order of rows does not matter. Prints the largest difference of the losses and of
+the weights, and fails above 1e-5 and 5e-5. Needs torch, transformers and trl; tried with trl 1.16,
+transformers 5.24 and torch 2.15.
 """
 
 import argparse
