@@ -6,7 +6,7 @@ COPY . .
 # build
 RUN cargo build --release --locked
 RUN strip target/release/rloss
-RUN scripts/licences.py target/licences
+RUN scripts/dependencies.py licences target/licences
 # end
 
 FROM debian:bookworm-slim

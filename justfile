@@ -25,7 +25,7 @@ format:
 
 # Licences, sources, duplicates and advisories of the dependencies: needs `cargo install --locked cargo-deny`.
 deny:
-    scripts/deny.sh
+    scripts/dependencies.py check
 
 # Everything that CI runs.
 ci:
@@ -133,7 +133,7 @@ lies:
 
 # Distillation's divergence and gradients over a real vocabulary against PyTorch's: needs torch.
 distill-parity folder="target/distill-parity":
-    scripts/distill_parity.py {{folder}}
+    scripts/make_reference_values.py distill {{folder}}
     DISTILL_PARITY="$PWD/{{folder}}" cargo test --release --test suite over_a_real_vocabulary -- --ignored --nocapture
 
 # Several processes on this machine: needs libopenmpi-dev, openmpi-bin and libclang-dev.
@@ -148,8 +148,8 @@ ranks-nccl:
 # The unmodified Tinker packages against a server: needs tinker==0.38.0 and tinker-cookbook==0.6.1.
 tinker:
     cargo build --release
-    scripts/check_tinker.py target/release/rloss
-    scripts/check_tinker_kills.py target/release/rloss
+    scripts/tinker_sdk.py check target/release/rloss
+    scripts/tinker_sdk.py kills target/release/rloss
 
 bench:
     cargo bench --features bench

@@ -52,13 +52,13 @@ declare -A arguments=(
     [small-16]="$small --prompts 2 --response-tokens 64 --steps 1"
     [small-bf16]="$small --prompts 4 --response-tokens 128 --steps 1"
 )
-peer="$venv/bin/python scripts/peer_grpo_step.py --experts-implementation"
+peer="$venv/bin/python scripts/peer_step.py transformers --experts-implementation"
 declare -A commands=(
     [rloss]=$binary
     [apart]="$binary --separate-prompts"
     [eager]="$peer eager"
     [grouped_mm]="$peer grouped_mm"
-    [trl]="$venv/bin/python scripts/peer_trl_step.py"
+    [trl]="$venv/bin/python scripts/peer_step.py trl"
 )
 found=$(mktemp)
 trap 'rm -f "$found"' EXIT

@@ -4,17 +4,27 @@
     scripts/gsm8k_tool.py problems GSM8K.jsonl OUT.jsonl     rows for the task `retool`
     scripts/gsm8k_tool.py task GSM8K.jsonl                   a task program: asks for a Python program
     scripts/gsm8k_tool.py rows TRAJECTORIES.jsonl OUT.jsonl  conversations for `rloss sft`
+    scripts/gsm8k_tool.py init_tokens FOLDER OUT '<tool_call>' '</tool_call>'
 
-`rows` takes the trajectories of `rloss rollout` with the task program. It keeps those whose program prints the
-reference answer, and writes each program as a call of the tool: rejection sampling. The task program executes the
-model's code with your own rights, for at most ten seconds each.
+`rows` takes the trajectories of `rloss rollout` with the task program. It keeps those whose program prints
+the reference answer, and writes each program as a call of the tool: rejection sampling. The task program
+executes the model's code with your own rights, for at most ten seconds each.
+
+`init_tokens` gives tokens that a model never learned an embedding of their own. In some models the rows of
+special tokens are those of tokens that training never used: equal or nearly equal, so that a tied head cannot
+tell them apart and an adapter cannot learn them. Each named token gets the mean of the rows of its pieces,
+such as "<", "tool", "_call", ">", scaled to the median norm. Prints how many rows were nearly equal before
+(cosine above 0.99). Nothing else changes. Refused for a model whose head is not tied to its embedding. Needs
+torch, safetensors, transformers; the others the standard library alone.
 """
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 ASK = ("Write a short Python program that computes the answer step by step and prints only the final number. "
        "Reply with one ```python code block and nothing else.")
@@ -28,6 +38,7 @@ TOOL = {"type": "function", "function": {
                    "The user sees neither code nor output.",
     "parameters": {"type": "object", "properties": {"code": {"type": "string", "description": "The code to run."}},
                    "required": ["code"]}}}
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def read(path):
@@ -107,8 +118,45 @@ def rows(source, out):
     print(f"{len(right)} of {len(trajectories)} programs print the right answer")
 
 
+def init_tokens(folder, out, *tokens):
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+    from transformers import AutoTokenizer
+
+    def near(rows, row):
+        return int((torch.nn.functional.cosine_similarity(rows, row[None]) > 0.99).sum()) - 1
+
+    folder, out = Path(folder), Path(out)
+    if not json.loads((folder / "config.json").read_text()).get("tie_word_embeddings"):
+        sys.exit(f"{folder}: the head is not tied to the embedding; both would need new rows")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.copytree(folder, out)
+    for path in sorted(out.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            if EMBEDDING not in file.keys():
+                continue
+            tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()
+        rows = tensors[EMBEDDING].float()
+        norm = rows.norm(dim=1).median()
+        before = rows.clone()
+        for token in tokens:
+            number = tokenizer.convert_tokens_to_ids(token)
+            if number is None or tokenizer.convert_ids_to_tokens(number) != token:
+                sys.exit(f"{folder}: no token {token}")
+            pieces = [*tokenizer.encode(token[:1]), *tokenizer.encode(token[1:])]
+            mean = before[pieces].mean(dim=0)
+            rows[number] = mean / mean.norm() * norm
+            print(f"{token} ({number}): {near(before, before[number])} other rows were nearly equal, now "
+                  f"{near(rows, rows[number])}; from {tokenizer.convert_ids_to_tokens(pieces)}")
+        tensors[EMBEDDING] = rows.to(tensors[EMBEDDING].dtype)
+        save_file(tensors, path, metadata)
+        return
+    sys.exit(f"{folder}: no tensor {EMBEDDING}")
+
+
 if __name__ == "__main__":
-    commands = {"problems": problems, "task": task, "rows": rows}
-    if len(sys.argv) < 3 or sys.argv[1] not in commands:
+    commands = {"problems": problems, "task": task, "rows": rows, "init_tokens": init_tokens}
+    if len(sys.argv) < (5 if sys.argv[1:2] == ["init_tokens"] else 3) or sys.argv[1] not in commands:
         sys.exit(__doc__)
     commands[sys.argv[1]](*sys.argv[2:])

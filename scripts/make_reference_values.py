@@ -1,15 +1,22 @@
 #!/usr/bin/env python3
-"""Reference values of tests, by numpy or PyTorch's autograd in f64.
+"""Reference values of tests, by numpy or PyTorch's autograd in f64, and reference tables of other programs.
 
     scripts/make_reference_values.py gdpo            advantages of TRL 1.16 (normalize_then_sum); needs numpy
     scripts/make_reference_values.py sum_losses      losses of the Tinker API with their gradients; needs numpy, torch
     scripts/make_reference_values.py truncated_head  log-probs over kept tokens with their gradients; needs torch
     scripts/make_reference_values.py muon MUON_PY    ten steps of Muon by its author's reference; needs torch
+    scripts/make_reference_values.py distill_head    the head with a teacher: divergences with their gradients; needs torch
+    scripts/make_reference_values.py distill FOLDER  cases of it over Qwen2.5's vocabulary of 151,936 tokens, as raw numbers
+    scripts/make_reference_values.py tables          one table in the forms of several programs, with rows.json as they must
+                                                     be read; needs pyarrow, pandas, polars, datasets
 
-Each writes tests/fixtures/NAME.json anew. MUON_PY is muon.py of github.com/KellerJordan/Muon at 857d1ad.
+Each but `distill` writes tests/fixtures/NAME.json, or the folder of that name, anew. MUON_PY is muon.py of
+github.com/KellerJordan/Muon at 857d1ad.
 """
 
 import ast
+import decimal
+import gzip
 import json
 import random
 import sys
@@ -173,9 +180,181 @@ def muon(path):
     return json.dumps(cases) + "\n"
 
 
-MAKERS = dict(gdpo=gdpo, sum_losses=sum_losses, truncated_head=truncated_head, muon=muon)
+def divergences(logits, teacher_logits):
+    """KL(p || q) of each row: `generalized_jsd_loss` with `beta = 1` and no reduction, of TRL's GKDTrainer, whose value is
+    compared if it can be imported."""
+    import torch
+
+    log_p, log_q = torch.log_softmax(logits, -1), torch.log_softmax(teacher_logits, -1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    try:
+        from trl.experimental.gkd import GKDTrainer
+    except ImportError:
+        print("TRL is not installed: compared with torch alone", file=sys.stderr)
+        return kl
+    with torch.no_grad():
+        trl = GKDTrainer.generalized_jsd_loss(logits, teacher_logits, beta=1, reduction="none").sum(-1)
+    assert (kl - trl).abs().max() < 1e-12 * max(1.0, kl.abs().max()), "TRL's divergence differs"
+    return kl
+
+
+def distill_case(generator, shape, temperature, scale, outputs):
+    import torch
+
+    rows, width, teacher_width, vocabulary = shape
+
+    def noise(*size):
+        # f32 holds the inputs exactly.
+        return torch.randn(size, generator=generator).double()
+
+    h, w = noise(rows, width).requires_grad_(), (scale * noise(width, vocabulary)).float().double().requires_grad_()
+    teacher_h = noise(rows, teacher_width)
+    teacher_w = (scale * noise(teacher_width, vocabulary)).float().double()
+    targets = torch.randint(vocabulary, (rows,), generator=generator)
+    # The upstream gradient of the log-probabilities, the entropies and the divergences.
+    gradient = noise(3, rows) * torch.tensor(outputs)[:, None]
+    logits, teacher_logits = h @ w / temperature, teacher_h @ teacher_w / temperature
+    log_p = torch.log_softmax(logits, -1)
+    chosen, entropies = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    values = torch.stack([chosen, entropies, divergences(logits, teacher_logits)])
+    (gradient * values).sum().backward()
+    return dict(
+        targets=targets.double(), h=h, w=w, teacher_h=teacher_h, teacher_w=teacher_w, gradient=gradient, values=values,
+        dh=h.grad, dw=w.grad,
+    )
+
+
+def distill_head():
+    import torch
+
+    generator, cases = torch.Generator().manual_seed(50), []
+    for temperature in (1.0, 0.7, 1.6):
+        tensors = distill_case(generator, (5, 4, 3, 41), temperature, 1.0, [1, 1, 1])
+        lists = {name: tensor.detach().flatten().tolist() for name, tensor in tensors.items()}
+        lists["targets"] = [int(target) for target in lists["targets"]]
+        cases.append(dict(temperature=temperature, **lists))
+    return json.dumps(cases) + "\n"
+
+
+def distill(folder):
+    """`just distill-parity` compares rloss with what this writes."""
+    import torch
+
+    generator = torch.Generator().manual_seed(50)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for temperature in (1.0, 0.7):
+        # Logits with a standard deviation of about 3, in three chunks of rows.
+        tensors = distill_case(generator, (256, 32, 48, 151_936), temperature, 0.5, [0, 0, 1])
+        for name, tensor in tensors.items():
+            values = tensor.detach().double() if name in ("values", "dh", "dw") else tensor.detach().float()
+            (folder / f"at_{temperature}.{name}").write_bytes(values.numpy().tobytes())
+        kl = tensors["values"][2]
+        print(f"at {temperature}: divergences {kl.min():.3f} to {kl.max():.3f}")
+
+
+def table_row(i):
+    """A row in verl's form, with columns of the kinds that such files have."""
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {"role": "system", "content": "Answer with a number."},
+            {"role": "user", "content": f"What is {i} + {i}? ½ ∑ 字" + " long" * (i % 7)},
+        ],
+        "reward_model": {"style": "rule", "ground_truth": str(2 * i)},
+        "extra_info": {"index": i, "split": "train", "parts": [[i], [], [i, i + 1]], "note": None if i % 3 else "n"},
+        "large": 2**53 + 1 + i,
+        "share": i / 7,
+        "flag": i % 2 == 0,
+        "empty": None,
+        "tags": None if i % 5 == 0 else ["a", None, "b"][: i % 4],
+        "kind": ["red", "green", "blue"][i % 3],
+    }
+
+
+def tables():
+    """One table as pyarrow, pandas, polars and datasets write it."""
+    import datasets
+    import polars
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet as pq
+
+    count, folder = 40, FIXTURES / "tables"
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [table_row(i) for i in range(count)]
+    schema = pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            (
+                "extra_info",
+                pa.struct(
+                    [
+                        ("index", pa.int64()),
+                        ("split", pa.string()),
+                        ("parts", pa.list_(pa.list_(pa.int64()))),
+                        ("note", pa.string()),
+                    ]
+                ),
+            ),
+            ("large", pa.int64()),
+            ("share", pa.float64()),
+            ("flag", pa.bool_()),
+            ("empty", pa.string()),
+            ("tags", pa.list_(pa.string())),
+            ("kind", pa.string()),
+        ]
+    )
+    table = pa.Table.from_pylist(rows, schema)
+    texts = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "rows.json").write_text("[\n" + ",\n".join(texts) + "\n]\n", encoding="utf-8")
+    with gzip.GzipFile(folder / "rows.jsonl.gz", "wb", mtime=0) as file:
+        file.write("\n".join(texts).encode())
+    for compression in ["none", "snappy", "zstd", "gzip"]:
+        pq.write_table(table, folder / f"pyarrow_{compression}.parquet", compression=compression, row_group_size=16)
+    pq.write_table(table, folder / "pyarrow_plain.parquet", use_dictionary=False, data_page_version="2.0")
+    large = pa.schema([(f.name, pa.large_string() if f.type == pa.string() else f.type) for f in schema])
+    pq.write_table(table.cast(large), folder / "pyarrow_large_string.parquet")
+    kind = table.set_column(9, "kind", table["kind"].dictionary_encode())
+    pq.write_table(kind, folder / "pyarrow_dictionary.parquet")
+    table.to_pandas().to_parquet(folder / "pandas.parquet")
+    frame = polars.from_arrow(table)
+    frame.write_parquet(folder / "polars.parquet")
+    frame.write_parquet(folder / "polars_snappy.parquet", compression="snappy")
+    datasets.Dataset(table).to_parquet(folder / "datasets.parquet")
+    with open(folder / "pyarrow_zstd.parquet", "rb") as file, gzip.GzipFile(
+        folder / "gzipped.parquet.gz", "wb", mtime=0
+    ) as packed:
+        packed.write(file.read())
+    # Numbers that JSON writers lose: decimals, and integers beyond a float.
+    numbers = pa.table(
+        {
+            "d": pa.array([decimal.Decimal("1.20"), decimal.Decimal("-0.05"), None], pa.decimal128(38, 2)),
+            "small": pa.array([decimal.Decimal("12.5"), decimal.Decimal("-3.0"), None], pa.decimal128(5, 1)),
+            "u": pa.array([2**64 - 1, 0, None], pa.uint64()),
+            "f": pa.array([0.1, float("nan"), None], pa.float32()),
+            "b": pa.array([b"text", b"\xff\x00", None], pa.binary()),
+            "i8": pa.array([-128, 127, None], pa.int8()),
+        }
+    )
+    pq.write_table(numbers, folder / "numbers.parquet")
+    plain = table.select(["data_source", "kind"]).append_column("n", pa.array([str(i) for i in range(count)]))
+    pa.csv.write_csv(plain, folder / "rows.csv")
+    polars.from_arrow(plain).write_csv(folder / "rows.tsv", separator="\t")
+    print(f"wrote {folder}", file=sys.stderr)
+
+
+MAKERS = dict(
+    gdpo=gdpo, sum_losses=sum_losses, truncated_head=truncated_head, muon=muon, distill_head=distill_head, distill=distill,
+    tables=tables,
+)  # fmt: skip
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in MAKERS or (sys.argv[1] == "muon") != (len(sys.argv) == 3):
+    needs_path = sys.argv[1:] and sys.argv[1] in ("muon", "distill")
+    if len(sys.argv) != 2 + bool(needs_path) or sys.argv[1] not in MAKERS:
         sys.exit(__doc__)
-    (FIXTURES / f"{sys.argv[1]}.json").write_text(MAKERS[sys.argv[1]](*sys.argv[2:]))
+    content = MAKERS[sys.argv[1]](*sys.argv[2:])
+    if content is not None:
+        (FIXTURES / f"{sys.argv[1]}.json").write_text(content)

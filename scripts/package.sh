@@ -29,7 +29,7 @@ strip "$folder/rloss"
 cp -r recipes docs README.md LICENSE "$folder/"
 cp scripts/fetch_data.sh scripts/random_checkpoint.py "$folder/scripts/"
 
-scripts/licences.py "$folder/licences" ${features:+"$features"}
+scripts/dependencies.py licences "$folder/licences" ${features:+"$features"}
 
 tar -C "$out" -czf "$out/$name.tar.gz" "$name"
 "$folder/rloss" --version

@@ -13,97 +13,71 @@ namespace {
 
 void test_accepted() {
   accepted("a launch, with a parameter that changes after it", [] {
-    context();
-    void* module = load();
-    Device x = floats({1, 2, 3});
+    Session s;
+    Device x = s.floats({1, 2, 3});
     int count = 3;
     void* places[] = {&x, &count};
-    must(cuLaunchKernel(kernel("add_one", module), 1, 1, 1, 40, 1, 1, 0, nullptr, places, nullptr));
+    must(cuLaunchKernel(s.kernel("add_one"), 1, 1, 1, 40, 1, 1, 0, nullptr, places, nullptr));
     count = 0;
     expect(read(x, 3) == std::vector<float>{2, 3, 4}, "x + 1");
-    clean({x}, module);
   });
   accepted("a struct by value, from PTX", [] {
-    context();
-    void* module = load(module_ptx);
-    Device from = floats({1, 2, 3}), to = floats({0, 0, 0});
-    must(launch(kernel("copy", module), 1, 32, nullptr, 0, Copy{from, to, 3}));
+    Session s(module_ptx);
+    Device from = s.floats({1, 2, 3}), to = s.floats({0, 0, 0});
+    must(launch(s.kernel("copy"), 1, 32, nullptr, 0, Copy{from, to, 3}));
     expect(read(to, 3) == std::vector<float>{1, 2, 3}, "the copy");
-    clean({from, to}, module);
   });
   accepted("events order two streams, a host copy waits for its own", [] {
-    context();
-    void* module = load();
-    void *first = stream(), *second = stream(), *event;
-    must(cuEventCreate(&event, 2));
-    Device x = floats({0});
-    for (int i = 0; i < 3; i++) must(launch(kernel("add_one", module), 1, 1, first, 0, x, 1));
+    Session s;
+    void *first = s.stream(), *second = s.stream(), *event = s.event();
+    Device x = s.floats({0});
+    for (int i = 0; i < 3; i++) must(launch(s.kernel("add_one"), 1, 1, first, 0, x, 1));
     must(cuEventRecord(event, first));
     must(cuStreamWaitEvent(second, event, 0));
-    must(launch(kernel("add_one", module), 1, 1, second, 0, x, 1));
-    float value;
-    must(cuMemcpyDtoHAsync_v2(&value, x, 4, second));
-    expect(value == 4, "four additions");
-    must(cuEventDestroy_v2(event));
-    must(cuStreamDestroy_v2(first));
-    must(cuStreamDestroy_v2(second));
-    clean({x}, module);
+    must(launch(s.kernel("add_one"), 1, 1, second, 0, x, 1));
+    expect(read_async(x, second) == 4, "four additions");
   });
   accepted("the default stream and a blocking one wait for each other", [] {
-    context();
-    void* module = load();
-    void* blocking = stream(0);
-    Device x = floats({0});
-    must(launch(kernel("add_one", module), 1, 1, blocking, 0, x, 1));
+    Session s;
+    void* blocking = s.stream(0);
+    Device x = s.floats({0});
+    must(launch(s.kernel("add_one"), 1, 1, blocking, 0, x, 1));
     must(cuMemsetD8Async(x, 0, 4, nullptr));
-    must(launch(kernel("add_one", module), 1, 1, blocking, 0, x, 1));
+    must(launch(s.kernel("add_one"), 1, 1, blocking, 0, x, 1));
     must(cuStreamSynchronize(blocking));
     expect(read(x, 1)[0] == 1, "set between two additions");
-    must(cuStreamDestroy_v2(blocking));
-    clean({x}, module);
   });
   accepted("a host buffer may change after a copy from it", [] {
-    context();
-    void* module = load();
-    void* on = stream();
-    Device x;
-    must(cuMemAllocAsync(&x, 4, on));
+    Session s;
+    void* on = s.stream();
+    Device x = taken(4, on);
     float value = 7;
     must(cuMemcpyHtoDAsync_v2(x, &value, 4, on));
     value = 8;
-    must(cuMemcpyDtoHAsync_v2(&value, x, 4, on));
-    expect(value == 7, "what the copy read");
+    expect(read_async(x, on) == 7, "what the copy read");
     must(cuMemFreeAsync(x, on));
-    must(cuStreamDestroy_v2(on));
-    clean({}, module);
   });
   accepted("fresh memory, device and shared, is no number", [] {
-    context();
-    void* module = load();
+    Session s;
     Device fresh;
     must(cuMemAlloc_v2(&fresh, 8));
-    expect(std::isnan(read(fresh, 2)[1]), "fresh device memory");
-    Device out = floats({0, 0});
-    must(launch(kernel("read_shared", module), 1, 2, nullptr, 8, out));
+    expect(std::isnan(read(s.own(fresh), 2)[1]), "fresh device memory");
+    Device out = s.floats({0, 0});
+    must(launch(s.kernel("read_shared"), 1, 2, nullptr, 8, out));
     expect(std::isnan(read(out, 2)[1]), "fresh shared memory");
-    clean({fresh, out}, module);
   });
   accepted("two modules of one image", [] {
-    context();
-    void *first = load(), *second = load();
-    void *a, *b;
-    must(cuModuleGetFunction(&a, first, "bounded"));
-    must(cuModuleGetFunction(&b, second, "bounded"));
-    expect(a != b, "functions of their own");
-    must(cuModuleUnload(first));
-    must(launch(b, 1, 32, nullptr, 0));
+    Session s;
+    void *second = load(), *function = kernel("bounded", second);
+    expect(s.kernel("bounded") != function, "functions of their own");
+    must(cuModuleUnload(s.module));
+    must(launch(function, 1, 32, nullptr, 0));
     must(cuCtxSynchronize());
-    clean({}, second);
+    s.module = second;
   });
   accepted("attributes of a kernel", [] {
-    context();
-    void* module = load();
-    void* function = kernel("bounded", module);
+    Session s;
+    void* function = s.kernel("bounded");
     int value;
     must(cuFuncGetAttribute(&value, 0, function));
     expect(value == 64, "launch bounds");
@@ -112,7 +86,6 @@ void test_accepted() {
     must(launch(function, 1, 64, nullptr, 227 << 10));
     must(cuFuncGetAttribute(&value, CARVEOUT, function));
     expect(value == 100, "carve-out");
-    clean({}, module);
   });
 }
 
@@ -135,16 +108,10 @@ uint64_t held(int attribute) {
 
 void set(int attribute, uint64_t value) { must(cuMemPoolSetAttribute(pool(), attribute, &value)); }
 
-Device taken(size_t bytes, void* on) {
-  Device made;
-  must(cuMemAllocAsync(&made, bytes, on));
-  return made;
-}
-
 void test_pool() {
   accepted("a wait gives back what is free beyond the threshold", [] {
-    context();
-    void* on = stream();
+    Session s(NO_MODULE);
+    void* on = s.stream();
     for (uint64_t threshold : {uint64_t(0), KEPT_ALL}) {
       set(RELEASE_THRESHOLD, threshold);
       must(cuMemFreeAsync(taken(3 * MIB, on), on));
@@ -155,38 +122,33 @@ void test_pool() {
     size_t free, total;
     must(cuMemGetInfo_v2(&free, &total));
     expect(total - free == 4 * MIB, "what is kept is not free");
-    must(cuStreamDestroy_v2(on));
-    clean({}, load());
   });
   accepted("the smallest hole that suffices, and holes that adjoin are one", [] {
-    context();
-    void* on = stream();
+    Session s(NO_MODULE);
+    void* on = s.stream();
     set(RELEASE_THRESHOLD, KEPT_ALL);
     Device blocks[4];
     const size_t bytes[] = {MIB, MIB / 2, MIB / 4, MIB / 4};
+    const auto free = [&](std::vector<int> which) {
+      for (int i : which) must(cuMemFreeAsync(blocks[i], on));
+    };
     for (int i = 0; i < 4; i++) blocks[i] = taken(bytes[i], on);
     expect(held(RESERVED) == 2 * MIB && held(USED) == 2 * MIB, "all of it");
-    must(cuMemFreeAsync(blocks[0], on));
-    must(cuMemFreeAsync(blocks[2], on));
+    free({0, 2});
     blocks[2] = taken(MIB / 4, on);
     blocks[0] = taken(MIB, on);
     expect(held(RESERVED) == 2 * MIB, "the small one in the small hole, the large one in the large");
-    must(cuMemFreeAsync(blocks[0], on));
-    must(cuMemFreeAsync(blocks[1], on));
+    free({0, 1});
     blocks[0] = taken(MIB + MIB / 2, on);
     expect(held(RESERVED) == 2 * MIB, "two holes as one");
-    must(cuMemFreeAsync(blocks[2], on));
+    free({2});
     blocks[1] = taken(MIB / 4 + 1, on);
     expect(held(RESERVED) == 4 * MIB, "a hole too small by a byte");
-    for (int i = 0; i < 4; i++) {
-      if (i != 2) must(cuMemFreeAsync(blocks[i], on));
-    }
-    must(cuStreamDestroy_v2(on));
-    clean({}, load());
+    free({0, 1, 3});
   });
   accepted("another stream waits for the free's turn", [] {
-    context();
-    void *first = stream(), *second = stream();
+    Session s(NO_MODULE);
+    void *first = s.stream(), *second = s.stream();
     set(RELEASE_THRESHOLD, KEPT_ALL);
     must(cuMemFreeAsync(taken(2 * MIB, first), first));
     Device x = taken(2 * MIB, second);
@@ -195,34 +157,28 @@ void test_pool() {
     Device y = taken(2 * MIB, second);
     expect(held(RESERVED) == 4 * MIB, "had its turn");
     for (Device buffer : {x, y}) must(cuMemFreeAsync(buffer, second));
-    for (void* on : {first, second}) must(cuStreamDestroy_v2(on));
-    clean({}, load());
   }, {"late"});
   accepted("high marks stay until they are reset", [] {
-    context();
-    void* on = stream();
+    Session s(NO_MODULE);
+    void* on = s.stream();
     must(cuMemFreeAsync(taken(2 * MIB, on), on));
     must(cuStreamSynchronize(on));
     expect(held(RESERVED_HIGH) == 2 * MIB && held(USED_HIGH) == 2 * MIB && held(RESERVED) == 0, "high marks");
     set(RESERVED_HIGH, 0);
     set(USED_HIGH, 0);
     expect(held(RESERVED_HIGH) == 0 && held(USED_HIGH) == 0, "reset");
-    must(cuStreamDestroy_v2(on));
-    clean({}, load());
   });
   accepted("what is kept goes back when room is wanted", [] {
     setenv("CUDA_EMULATOR_MEMORY_MIB", "4", 1);
-    context();
-    void* on = stream();
+    Session s(NO_MODULE);
+    void* on = s.stream();
     set(RELEASE_THRESHOLD, KEPT_ALL);
     must(cuMemFreeAsync(taken(3 * MIB, on), on));
-    Device x;
+    Device x, y;
     must(cuMemAlloc_v2(&x, 2 * MIB));
+    s.own(x);
     expect(held(RESERVED) == 0, "given back");
-    Device y;
     expect(cuMemAllocAsync(&y, 3 * MIB, on) == 2, "no room beside it");
-    must(cuStreamDestroy_v2(on));
-    clean({x}, load());
   });
   refused("a high mark is only reset", "cuMemPoolSetAttribute: attribute 6 to 1", [] {
     uint64_t value = 1;
@@ -234,9 +190,9 @@ void test_pool() {
 
 // A host read of page-locked memory without waiting for the copy to it.
 float unsynchronised() {
-  context();
-  void* on = stream();
-  Device x = floats({3});
+  Session s(NO_MODULE);
+  void* on = s.stream();
+  Device x = s.floats({3});
   void* memory;
   must(cuMemHostAlloc(&memory, 4, 0));
   must(cuMemcpyDtoHAsync_v2(memory, x, 4, on));
@@ -244,24 +200,17 @@ float unsynchronised() {
   memcpy(&seen, memory, 4);
   must(cuStreamSynchronize(on));
   expect(*static_cast<float*>(memory) == 3, "the copy after waiting");
-  must(cuStreamDestroy_v2(on));
   must(cuMemFreeHost(memory));
-  clean({x}, load());
   return seen;
 }
 
 // Two streams without an event between them: the second reads what the first wrote, or not.
 float unordered() {
-  context();
-  void *module = load(), *first = stream(), *second = stream();
-  Device x = floats({3});
-  must(launch(kernel("add_one", module), 1, 1, first, 0, x, 1));
-  float seen;
-  must(cuMemcpyDtoHAsync_v2(&seen, x, 4, second));
-  must(cuStreamDestroy_v2(first));
-  must(cuStreamDestroy_v2(second));
-  clean({x}, module);
-  return seen;
+  Session s;
+  void *first = s.stream(), *second = s.stream();
+  Device x = s.floats({3});
+  must(launch(s.kernel("add_one"), 1, 1, first, 0, x, 1));
+  return read_async(x, second);
 }
 
 void test_late() {
@@ -269,83 +218,65 @@ void test_late() {
   accepted("work at once hides a missing wait", [] { expect(unsynchronised() == 3, "there"); }, {"at-once"});
   accepted("late work shows a missing event", [] { expect(unordered() == 3, "not yet added"); }, {"late"});
   accepted("work at once hides a missing event", [] { expect(unordered() == 4, "added"); }, {"at-once"});
-  tests++;
-  const Outcome outcome = run("late", [] {
+  said("use before allocation", "whose allocation has not had its turn", [] {
     context();
     void *first = stream(), *second = stream();
-    Device x;
-    must(cuMemAllocAsync(&x, 4, first));
-    cuMemsetD8Async(x, 0, 4, second);
+    cuMemsetD8Async(taken(4, first), 0, 4, second);
     cuStreamSynchronize(second);
   });
-  if (outcome.text.find("whose allocation has not had its turn") == std::string::npos) fail("use before allocation", "late", outcome);
 }
 
 // ---- What is wrong --------------------------------------------------------------------------------------------------
 
+// Launches a kernel of a module of its own: one block, no shared memory.
+template <class... P>
+int start(const char* name, int threads, P... parameters) {
+  return launch(kernel(name), 1, threads, nullptr, 0, parameters...);
+}
+
 void test_refused_memory() {
-  refused("read past the end", "read_at: a read in block (0,0,0), thread (5,0,0)", [] {
-    launch(kernel("read_at"), 1, 32, nullptr, 0, floats({1, 2, 3, 4}), floats({0}), int64_t(4));
-  });
-  refused("what byte it was", "is byte 16 of a buffer of 16 bytes in use", [] {
-    launch(kernel("read_at"), 1, 32, nullptr, 0, floats({1, 2, 3, 4}), floats({0}), int64_t(4));
-  });
-  refused("write past the end, in another block", "write_at: a write in block (1,0,0), thread (5,0,0)", [] {
-    launch(kernel("write_at"), 2, 32, nullptr, 0, floats({1, 2, 3, 4}), int64_t(16));
-  });
+  refused("read past the end", "read_at: a read in block (0,0,0), thread (5,0,0)",
+          [] { start("read_at", 32, floats({1, 2, 3, 4}), floats({0}), int64_t(4)); });
+  refused("what byte it was", "is byte 16 of a buffer of 16 bytes in use",
+          [] { start("read_at", 32, floats({1, 2, 3, 4}), floats({0}), int64_t(4)); });
+  refused("write past the end, in another block", "write_at: a write in block (1,0,0), thread (5,0,0)",
+          [] { launch(kernel("write_at"), 2, 32, nullptr, 0, floats({1, 2, 3, 4}), int64_t(16)); });
   refused("write within what rounds a buffer up", "wrote past the end of a buffer of 4 bytes, at byte 6", [] {
     Device x = floats({1});
     launch(kernel("write_at"), 2, 32, nullptr, 0, x, int64_t(6));
     cuMemFree_v2(x);
   });
-  refused("misaligned access", "read_at: a misaligned access in block (0,0,0), thread (5,0,0)", [] {
-    launch(kernel("read_at"), 1, 32, nullptr, 0, floats({1, 2}) + 2, floats({0}), int64_t(0));
-  });
-  refused("freed buffer as parameter", "add_one: parameter 0: ", [] {
-    Device x = floats({1});
-    must(cuMemFree_v2(x));
-    launch(kernel("add_one"), 1, 1, nullptr, 0, x, 1);
-  });
-  refused("freed buffer in a struct", "copy: parameter 0, field from: ", [] {
-    Device x = floats({1});
-    must(cuMemFree_v2(x));
-    launch(kernel("copy"), 1, 1, nullptr, 0, Copy{x, floats({0}), 1});
-  });
+  refused("misaligned access", "read_at: a misaligned access in block (0,0,0), thread (5,0,0)",
+          [] { start("read_at", 32, floats({1, 2}) + 2, floats({0}), int64_t(0)); });
+  refused("freed buffer as parameter", "add_one: parameter 0: ", [] { start("add_one", 1, freed(), 1); });
+  refused("freed buffer in a struct", "copy: parameter 0, field from: ",
+          [] { start("copy", 1, Copy{freed(), floats({0}), 1}); });
   refused("host pointer as parameter", "add_one: parameter 0: ", [] {
     float x = 1;
-    launch(kernel("add_one"), 1, 1, nullptr, 0, &x, 1);
+    start("add_one", 1, &x, 1);
   });
   refused("host pointer in a struct", "is no address of device memory", [] {
     static float x = 1;
-    launch(kernel("copy"), 1, 1, nullptr, 0, Copy{floats({1}), reinterpret_cast<Device>(&x), 1});
+    start("copy", 1, Copy{floats({1}), reinterpret_cast<Device>(&x), 1});
   });
   refused("freed in stream order before use", "freed before", [] {
     Device x = floats({1});
     must(cuMemFreeAsync(x, nullptr));
-    launch(kernel("add_one"), 1, 1, nullptr, 0, x, 1);
+    start("add_one", 1, x, 1);
   });
-  refused("freed twice", "cuMemFree: ", [] {
-    Device x = floats({1});
-    must(cuMemFree_v2(x));
-    cuMemFree_v2(x);
-  });
+  refused("freed twice", "cuMemFree: ", [] { cuMemFree_v2(freed()); });
   refused("free of what is no buffer", "cuMemFreeAsync: ", [] { cuMemFreeAsync(floats({1}) + 2, nullptr); });
   refused("copy past the end", "cuMemcpyHtoD to, 8 bytes: ", [] {
     float values[2] = {};
     cuMemcpyHtoD_v2(floats({1}), values, 8);
   });
-  refused("copy between buffers past the end", "cuMemcpyDtoDAsync from, 8 bytes: ", [] {
-    cuMemcpyDtoDAsync_v2(floats({1, 2}), floats({1}), 8, nullptr);
-  });
+  refused("copy between buffers past the end", "cuMemcpyDtoDAsync from, 8 bytes: ",
+          [] { cuMemcpyDtoDAsync_v2(floats({1, 2}), floats({1}), 8, nullptr); });
   refused("fill past the end", "cuMemsetD8Async, 5 bytes: ", [] { cuMemsetD8Async(floats({1}), 0, 5, nullptr); });
-  refused("copy to the host at a device address", "the host's address", [] {
-    cuMemcpyDtoH_v2(reinterpret_cast<void*>(floats({1})), floats({1}), 4);
-  });
-  refused("the host touches device memory", "outside any kernel: a read by the host", [] {
-    Device x = floats({1});
-    must(cuMemFree_v2(x));
-    printf("%f", *reinterpret_cast<volatile float*>(x));
-  });
+  refused("copy to the host at a device address", "the host's address",
+          [] { cuMemcpyDtoH_v2(reinterpret_cast<void*>(floats({1})), floats({1}), 4); });
+  refused("the host touches device memory", "outside any kernel: a read by the host",
+          [] { printf("%f", *reinterpret_cast<volatile float*>(freed())); });
   refused("page-locked memory freed twice", "is not page-locked memory", [] {
     void* memory;
     must(cuMemHostAlloc(&memory, 4, 0));
@@ -359,17 +290,15 @@ void test_refused_memory() {
 }
 
 void test_refused_launches() {
-  refused("launch bounds", "bounded: blocks of 96 threads, its launch bounds are 64", [] { launch(kernel("bounded"), 1, 96, nullptr, 0); });
-  refused("too many threads", "add_one: blocks of 1056x1x1 threads", [] { launch(kernel("add_one"), 1, 1056, nullptr, 0, floats({1}), 1); });
+  refused("launch bounds", "bounded: blocks of 96 threads, its launch bounds are 64", [] { start("bounded", 96); });
+  refused("too many threads", "add_one: blocks of 1056x1x1 threads", [] { start("add_one", 1056, floats({1}), 1); });
   refused("an empty grid", "add_one: a grid of 0x1x1 blocks", [] { launch(kernel("add_one"), 0, 1, nullptr, 0, floats({1}), 1); });
-  refused("shared memory not asked for", "bounded: 49153 bytes of dynamic shared memory, it may have 49152", [] {
-    launch(kernel("bounded"), 1, 32, nullptr, 49153);
-  });
-  refused("more shared memory than there is", "bounded: 232449 bytes of dynamic shared memory", [] {
-    cuFuncSetAttribute(kernel("bounded"), SHARED_BYTES_MAX, (227 << 10) + 1);
-  });
+  refused("shared memory not asked for", "bounded: 49153 bytes of dynamic shared memory, it may have 49152",
+          [] { launch(kernel("bounded"), 1, 32, nullptr, 49153); });
+  refused("more shared memory than there is", "bounded: 232449 bytes of dynamic shared memory",
+          [] { cuFuncSetAttribute(kernel("bounded"), SHARED_BYTES_MAX, (227 << 10) + 1); });
   refused("a carve-out that is none", "a carve-out of 101 percent", [] { cuFuncSetAttribute(kernel("bounded"), CARVEOUT, 101); });
-  refused("a rule of the machine", "diverge: block (0,0,0), thread ", [] { launch(kernel("diverge"), 1, 64, nullptr, 0); });
+  refused("a rule of the machine", "diverge: block (0,0,0), thread ", [] { start("diverge", 64); });
   refused("a kernel of an unloaded module", "no such kernel, or its module was unloaded", [] {
     void* module = load();
     void* function = kernel("bounded", module);
@@ -413,9 +342,8 @@ void test_refused_handles() {
       cuMemAlloc_v2(&x, 4);
     }).join();
   });
-  refused("a default stream without a context", "cuStreamSynchronize: no context is current", [] {
-    std::thread([] { cuStreamSynchronize(reinterpret_cast<void*>(2)); }).join();
-  });
+  refused("a default stream without a context", "cuStreamSynchronize: no context is current",
+          [] { std::thread([] { cuStreamSynchronize(reinterpret_cast<void*>(2)); }).join(); });
   refused("a released context", "the context was released", [] {
     must(cuDevicePrimaryCtxRelease_v2(0));
     cuCtxSynchronize();
@@ -435,15 +363,11 @@ void test_refused_images() {
   refused("PTX with another parameter size", "bounded", [&] {
     cuModuleLoadData(&module, ".visible .entry bounded(\n\t.param .u64 bounded_param_0\n)\n.maxntid 64\n{\n}\n");
   });
-  refused("PTX with other launch bounds", "bounded has launch bounds of 128 in the PTX, of 64 here", [&] {
-    cuModuleLoadData(&module, ".visible .entry bounded(\n)\n.maxntid 128\n{\n}\n");
-  });
+  refused("PTX with other launch bounds", "bounded has launch bounds of 128 in the PTX, of 64 here",
+          [&] { cuModuleLoadData(&module, ".visible .entry bounded(\n)\n.maxntid 128\n{\n}\n"); });
   accepted("PTX of nvcc's form that agrees", [&] {
-    context();
-    void* real;
-    must(cuModuleLoadData(&real, "//\n.target sm_90a\n\n.visible .entry copy(\n\t.param .align 8 .b8 copy_param_0[24]\n)\n{\n}\n"
-                                 "\n.visible .entry bounded()\n.maxntid 64, 1, 1\n.minnctapersm 1\n{\n}\n"));
-    clean({}, real);
+    Session("//\n.target sm_90a\n\n.visible .entry copy(\n\t.param .align 8 .b8 copy_param_0[24]\n)\n{\n}\n"
+                                 "\n.visible .entry bounded()\n.maxntid 64, 1, 1\n.minnctapersm 1\n{\n}\n");
   });
   refused("what is no image", "neither PTX nor a module", [&] { cuModuleLoadData(&module, "nonsense"); });
   refused("a call that is not emulated", "cuGraphClone is not emulated", [] { cuGraphClone(nullptr, nullptr); });
@@ -452,35 +376,28 @@ void test_refused_images() {
     int value;
     cuDeviceGetAttribute(&value, 9999, 0);
   });
-  tests++;
   setenv("CUDA_EMULATOR_REFUSES_CUBINS", "1", 1);
-  const Outcome outcome = run("late", [&] {
+  passes("a refused cubin", "late", 1, [&](int) {
     context();
     expect(cuModuleLoadData(&module, module_image.data()) == 209, "no binary for this GPU");
     must(cuModuleLoadData(&module, module_ptx.data()));
     must(cuModuleUnload(module));
   });
   unsetenv("CUDA_EMULATOR_REFUSES_CUBINS");
-  if (outcome.status) fail("a refused cubin", "late", outcome);
 }
 
 void test_leaks() {
-  const auto leaves = [](const char* name, const char* message, const std::function<void()>& test) {
-    tests++;
-    const Outcome outcome = run("late", test);
-    if (outcome.text.find(message) == std::string::npos) fail(name, "late", outcome);
-  };
-  leaves("buffers", "leaked at exit: 2 buffers, 12 bytes", [] {
+  said("buffers", "leaked at exit: 2 buffers, 12 bytes", [] {
     context();
     floats({1});
     floats({1, 2});
   });
-  leaves("page-locked memory", "leaked at exit: 1 page-locked host buffers", [] {
+  said("page-locked memory", "leaked at exit: 1 page-locked host buffers", [] {
     context();
     void* memory;
     must(cuMemHostAlloc(&memory, 4, 0));
   });
-  leaves("a module", "leaked at exit: the module of faulty.cu", [] {
+  said("a module", "leaked at exit: the module of faulty.cu", [] {
     context();
     load();
   });

@@ -13,10 +13,16 @@ void* end(void* on) {
   return executable;
 }
 
-void* begin() {
-  void* on = stream();
+void* begin(void* on = stream()) {
   must(cuStreamBeginCapture_v2(on, 1));
   return on;
+}
+
+// Memory that a recording takes and gives back.
+Device passing(size_t bytes, void* on) {
+  Device made = taken(bytes, on);
+  must(cuMemFreeAsync(made, on));
+  return made;
 }
 
 // A recording that something was refused in is lost.
@@ -25,20 +31,29 @@ void expect_lost(void* on) {
   expect(cuStreamEndCapture(on, &graph) == 901, "the recording is lost");
 }
 
+// The driver says `message` of what `call` does while `on` is captured, with memory from before; the recording is lost.
+void refused_while_captured(const char* name, const char* message, const std::function<void(Device x, void* on)>& call) {
+  refused(name, message, [&] {
+    Device x = floats({1});
+    void* on = begin();
+    call(x, on);
+    expect_lost(on);
+  });
+}
+
 }  // namespace
 
 void test_graphs() {
   accepted("a recording is done when it is launched, as often as it is", [] {
-    context();
-    void* module = load();
-    Device x = floats({1, 2, 3}), y = floats({0, 0, 0}), scratch;
-    void* on = begin();
+    Session s;
+    Device x = s.floats({1, 2, 3}), y = s.floats({0, 0, 0});
+    void* on = begin(s.stream());
     int status;
     must(cuStreamIsCapturing(on, &status));
     expect(status == 1, "captured");
-    must(cuMemAllocAsync(&scratch, 12, on));
+    Device scratch = taken(12, on);
     must(cuMemcpyDtoDAsync_v2(scratch, x, 12, on));
-    must(launch(kernel("add_one", module), 1, 32, on, 0, scratch, 3));
+    must(launch(s.kernel("add_one"), 1, 32, on, 0, scratch, 3));
     must(cuMemcpyDtoDAsync_v2(y, scratch, 12, on));
     must(cuMemFreeAsync(scratch, on));
     void* executable = end(on);
@@ -53,13 +68,11 @@ void test_graphs() {
     must(cuGraphLaunch(executable, on));
     must(cuGraphExecDestroy(executable));
     must(cuStreamSynchronize(on));
-    must(cuStreamDestroy_v2(on));
-    clean({x, y}, module);
   });
   accepted("a recording has memory of its own, which the pool must leave to it", [] {
     setenv("CUDA_EMULATOR_MEMORY_MIB", "8", 1);
-    context();
-    void *pool, *on = stream();
+    Session s(NO_MODULE);
+    void *pool, *on = s.stream();
     unsigned long long all = ~0ull;
     must(cuDeviceGetDefaultMemPool(&pool, 0));
     must(cuMemPoolSetAttribute(pool, 4, &all));
@@ -71,10 +84,7 @@ void test_graphs() {
       return true;
     };
     expect(six_mib_fit(), "before");
-    must(cuStreamBeginCapture_v2(on, 1));
-    Device scratch;
-    must(cuMemAllocAsync(&scratch, 4 << 20, on));
-    must(cuMemFreeAsync(scratch, on));
+    passing(4 << 20, begin(on));
     void* executable = end(on);
     expect(cuGraphUpload(executable, on) == 2 && cuGraphLaunch(executable, on) == 2, "the pool has it");
     must(cuMemPoolTrimTo(pool, 0));
@@ -82,21 +92,16 @@ void test_graphs() {
     must(cuGraphLaunch(executable, on));
     must(cuGraphExecDestroy(executable));
     expect(!six_mib_fit(), "it is kept for the next recording");
-    must(cuStreamDestroy_v2(on));
-    clean({}, load());
   });
   accepted("another thread's calls are no part of a recording", [] {
-    context();
-    void* on = begin();
+    Session s(NO_MODULE);
+    void* on = begin(s.stream());
     std::thread([] {
       context();
-      Device x = floats({1});
-      must(cuMemFree_v2(x));
+      freed();
       must(cuModuleUnload(load()));
     }).join();
     must(cuGraphExecDestroy(end(on)));
-    must(cuStreamDestroy_v2(on));
-    clean({}, load());
   });
   refused("another thread's calls where a recording forbids them", "cuMemAlloc_v2 on a stream that is captured", [] {
     must(cuStreamBeginCapture_v2(stream(), 0));
@@ -107,61 +112,39 @@ void test_graphs() {
     }).join();
   });
   accepted("a recording that is never launched leaves nothing", [] {
-    context();
-    void* on = begin();
-    Device scratch;
-    must(cuMemAllocAsync(&scratch, 12, on));
-    must(cuMemFreeAsync(scratch, on));
+    Session s(NO_MODULE);
+    void* on = begin(s.stream());
+    passing(12, on);
     must(cuGraphExecDestroy(end(on)));
-    must(cuStreamDestroy_v2(on));
-    clean({}, load());
   });
   refused("memory of a recording that is not there", "whose allocation has not had its turn", [] {
     void* on = begin();
-    Device scratch;
-    must(cuMemAllocAsync(&scratch, 4, on));
-    must(cuMemFreeAsync(scratch, on));
+    Device scratch = passing(4, on);
     end(on);
     cuMemsetD8Async(scratch, 0, 4, on);
   });
   refused("memory of a recording after it", "freed before", [] {
     void* on = begin();
-    Device scratch;
-    must(cuMemAllocAsync(&scratch, 4, on));
-    must(cuMemFreeAsync(scratch, on));
+    Device scratch = passing(4, on);
     must(cuGraphLaunch(end(on), on));
     cuMemsetD8Async(scratch, 0, 4, on);
   });
   refused("a recording that keeps memory", "a graph that keeps 1 of its buffers", [] {
     void* on = begin();
-    Device kept;
-    must(cuMemAllocAsync(&kept, 4, on));
+    taken(4, on);
     cuGraphLaunch(end(on), on);
   });
-  refused("memory of others released in a recording", "not memory of the recording", [] {
-    Device x = floats({1});
-    void* on = begin();
-    cuMemFreeAsync(x, on);
-    expect_lost(on);
-  });
-  refused("a wait while captured", "cuStreamSynchronize on a stream that is captured", [] {
-    void* on = begin();
-    expect(cuStreamSynchronize(on) == 900, "refused");
-    expect_lost(on);
-  });
-  refused("a copy from the host while captured", "cuMemcpyHtoDAsync on a stream that is captured", [] {
-    Device x = floats({1});
-    void* on = begin();
+  refused_while_captured("memory of others released in a recording", "not memory of the recording",
+                         [](Device x, void* on) { cuMemFreeAsync(x, on); });
+  refused_while_captured("a wait while captured", "cuStreamSynchronize on a stream that is captured",
+                         [](Device, void* on) { expect(cuStreamSynchronize(on) == 900, "refused"); });
+  refused_while_captured("a copy from the host while captured", "cuMemcpyHtoDAsync on a stream that is captured", [](Device x, void* on) {
     const float value = 2;
     cuMemcpyHtoDAsync_v2(x, &value, 4, on);
-    expect_lost(on);
   });
-  refused("a copy to the host while captured", "cuMemcpyDtoHAsync on a stream that is captured", [] {
-    Device x = floats({1});
-    void* on = begin();
+  refused_while_captured("a copy to the host while captured", "cuMemcpyDtoHAsync on a stream that is captured", [](Device x, void* on) {
     float value;
     cuMemcpyDtoHAsync_v2(&value, x, 4, on);
-    expect_lost(on);
   });
   refused("memory for good while captured", "cuMemAlloc_v2 on a stream that is captured", [] {
     begin();
@@ -183,12 +166,11 @@ void test_graphs() {
   });
   accepted("every call on a lost recording says so, and its end frees the stream", [] {
     setenv("CUDA_EMULATOR_LOSES_CAPTURE", "2", 1);
-    context();
-    void *module = load(), *add_one = kernel("add_one", module), *event;
-    Device x = floats({1}), scratch, other;
-    must(cuEventCreate(&event, 2));
-    void* on = begin();
-    must(cuMemAllocAsync(&scratch, 4, on));
+    Session s;
+    void *add_one = s.kernel("add_one"), *event = s.event();
+    Device x = s.floats({1}), other;
+    void* on = begin(s.stream());
+    Device scratch = taken(4, on);
     must(launch(add_one, 1, 1, on, 0, scratch, 1));
     expect(launch(add_one, 1, 1, on, 0, scratch, 1) == 901, "the second launch");
     int status;
@@ -214,21 +196,11 @@ void test_graphs() {
     must(launch(add_one, 1, 1, on, 0, x, 1));
     must(cuStreamSynchronize(on));
     expect(read(x, 1) == std::vector<float>{2}, "x + 1");
-    must(cuEventDestroy_v2(event));
-    must(cuStreamDestroy_v2(on));
-    clean({x}, module);
   });
-  refused("memory of no bytes while captured", "cuMemAllocAsync: of no bytes on a stream that is captured", [] {
-    void* on = begin();
-    Device none;
-    expect(cuMemAllocAsync(&none, 0, on) == 1, "refused");
-    expect_lost(on);
-  });
-  refused("no memory released while captured", "cuMemFreeAsync: of no memory on a stream that is captured", [] {
-    void* on = begin();
-    expect(cuMemFreeAsync(0, on) == 1, "refused");
-    expect_lost(on);
-  });
+  refused_while_captured("memory of no bytes while captured", "cuMemAllocAsync: of no bytes on a stream that is captured",
+                         [](Device x, void* on) { expect(cuMemAllocAsync(&x, 0, on) == 1, "refused"); });
+  refused_while_captured("no memory released while captured", "cuMemFreeAsync: of no memory on a stream that is captured",
+                         [](Device, void* on) { expect(cuMemFreeAsync(0, on) == 1, "refused"); });
   refused("an end without a begin", "of a stream that is not captured", [] {
     void* graph;
     cuStreamEndCapture(stream(), &graph);

@@ -1,21 +1,11 @@
 // The NCCL stand-in's own tests: each rank is a process, in each of the driver's modes; and each check fires once.
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <fstream>
-#include <functional>
-#include <iterator>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "driver_calls.h"
+#include "driver_test.h"
 
 struct Id {
   char name[128];
@@ -43,45 +33,43 @@ int ncclCommAbort(void*);
 namespace {
 
 constexpr int BYTES = 1, FLOATS = 7, SUM = 0, IN_PROGRESS = 7, NOT_READY = 600;
-int tests = 0, failures = 0;
-std::string module_image;  // of faulty.cu
 std::atomic<int>* has_looked;  // shared by the ranks of a test
 
-void must(int result) {
-  if (!result || result == IN_PROGRESS) return;
-  fprintf(stderr, "a call that should pass gave %d\n", result);
-  _exit(3);
-}
-void expect(bool good, const char* what) {
-  if (good) return;
-  fprintf(stderr, "wrong: %s\n", what);
-  _exit(4);
+// A call of NCCL's, which may go on.
+void begun(int result) {
+  if (result != IN_PROGRESS) must(result);
 }
 
 // One rank, in its process.
-struct Rank {
+class Rank {
+  std::vector<Device> buffers;
+
+ public:
   int rank, ranks;
   void *comm, *stream;
 
   Rank(int rank, int ranks, const Id& id) : rank(rank), ranks(ranks) {
-    void* context;
-    must(cuInit(0));
-    must(cuDevicePrimaryCtxRetain(&context, 0));
-    must(cuCtxSetCurrent(context));
-    must(cuStreamCreate(&stream, 1));
+    context();
+    stream = ::stream();
     const Config config;
-    must(ncclCommInitRankConfig(&comm, ranks, id, rank, &config));
+    begun(ncclCommInitRankConfig(&comm, ranks, id, rank, &config));
     settle();
   }
   void settle() {
-    for (int state = IN_PROGRESS; state == IN_PROGRESS; std::this_thread::yield()) must(ncclCommGetAsyncError(comm, &state));
+    for (int state = IN_PROGRESS; state == IN_PROGRESS; std::this_thread::yield()) begun(ncclCommGetAsyncError(comm, &state));
   }
+  // Freed by `close` or `abort`.
   Device memory(size_t bytes, int value) {
     Device made;
     must(cuMemAlloc_v2(&made, bytes));
     std::vector<unsigned char> filled(bytes, static_cast<unsigned char>(value));
     must(cuMemcpyHtoD_v2(made, filled.data(), bytes));
-    return made;
+    return buffers.push_back(made), made;
+  }
+  std::vector<Device> memory_of_each(size_t bytes) {
+    std::vector<Device> all;
+    for (int peer = 0; peer < ranks; peer++) all.push_back(memory(bytes, 0));
+    return all;
   }
   std::vector<unsigned char> read(Device from, size_t bytes) {
     std::vector<unsigned char> found(bytes);
@@ -90,78 +78,49 @@ struct Rank {
   }
   // To every other rank and from it, and no waiting.
   void exchange(Device send, size_t send_bytes, const std::vector<Device>& receive, size_t receive_bytes) {
-    must(ncclGroupStart());
+    begun(ncclGroupStart());
     for (int peer = 0; peer < ranks; peer++) {
-      must(ncclRecv(receive[size_t(peer)], receive_bytes, BYTES, peer, comm, stream));
-      must(ncclSend(send, send_bytes, BYTES, peer, comm, stream));
+      begun(ncclRecv(receive[size_t(peer)], receive_bytes, BYTES, peer, comm, stream));
+      begun(ncclSend(send, send_bytes, BYTES, peer, comm, stream));
     }
-    must(ncclGroupEnd());
+    begun(ncclGroupEnd());
     settle();
   }
-  void close() {
-    must(ncclCommFinalize(comm));
-    settle();
-    must(ncclCommDestroy(comm));
+  void free() {
+    for (Device buffer : buffers) must(cuMemFree_v2(buffer));
+    buffers.clear();
     must(cuStreamDestroy_v2(stream));
   }
+  void close() {
+    begun(ncclCommFinalize(comm));
+    settle();
+    begun(ncclCommDestroy(comm));
+    free();
+  }
+  void abort() {
+    begun(ncclCommAbort(comm));
+    must(cuStreamSynchronize(stream));
+    free();
+  }
 };
 
-struct Outcome {
-  std::vector<int> status;
-  std::string text;
-};
-
-Outcome run(const char* mode, int ranks, const std::function<void(Rank&)>& test) {
+// As the driver's tests, in a process for each rank.
+std::function<void(int)> in_ranks(int ranks, const std::function<void(Rank&)>& test) {
   Id id;
-  must(ncclGetUniqueId(&id));
-  int ends[2];
-  if (pipe(ends) != 0) exit(2);
-  fflush(stdout);
-  std::vector<pid_t> children;
-  for (int rank = 0; rank < ranks; rank++) {
-    const pid_t child = fork();
-    if (child == 0) {
-      dup2(ends[1], 2);
-      close(ends[0]);
-      alarm(60);
-      setenv("CUDA_EMULATOR", mode, 1);
-      Rank self(rank, ranks, id);
-      test(self);
-      exit(0);
-    }
-    children.push_back(child);
-  }
-  close(ends[1]);
-  Outcome outcome;
-  char part[4096];
-  for (ssize_t count; (count = ::read(ends[0], part, sizeof part)) > 0;) outcome.text.append(part, size_t(count));
-  close(ends[0]);
-  for (pid_t child : children) {
-    outcome.status.push_back(0);
-    waitpid(child, &outcome.status.back(), 0);
-  }
-  return outcome;
-}
-
-void fail(const char* name, const char* mode, const Outcome& outcome) {
-  failures++;
-  printf("nccl: %s (%s): status %d: %s\n", name, mode, outcome.status[0], outcome.text.c_str());
+  begun(ncclGetUniqueId(&id));
+  return [=](int rank) {
+    alarm(60);
+    Rank self(rank, ranks, id);
+    test(self);
+  };
 }
 
 void accepted(const char* name, int ranks, const std::function<void(Rank&)>& test) {
-  for (const char* mode : {"late", "first-late", "at-once"}) {
-    tests++;
-    const Outcome outcome = run(mode, ranks, test);
-    bool good = outcome.text.empty();
-    for (int status : outcome.status) good &= status == 0;
-    if (!good) fail(name, mode, outcome);
-  }
+  for (const char* mode : MODES) passes(name, mode, ranks, in_ranks(ranks, test));
 }
 
 void refused(const char* name, const char* message, int ranks, const std::function<void(Rank&)>& test) {
-  tests++;
-  const Outcome outcome = run("late", ranks, test);
-  if (outcome.text.find(message) == std::string::npos) fail(name, "late", outcome);
+  says(name, "late", message, ranks, in_ranks(ranks, test));
 }
 
 // What three ranks sum: 1 + 2^-24 + 2^-24 is 1 or the next number, by the order.
@@ -169,13 +128,11 @@ float reduced(Rank& self) {
   const float part = self.rank == 0 ? 1.0f : 0x1p-24f;
   Device from = self.memory(4, 0), to = self.memory(4, 0);
   must(cuMemcpyHtoD_v2(from, &part, 4));
-  must(ncclAllReduce(from, to, 1, FLOATS, SUM, self.comm, self.stream));
+  begun(ncclAllReduce(from, to, 1, FLOATS, SUM, self.comm, self.stream));
   self.settle();
   must(cuStreamSynchronize(self.stream));
   float sum;
   must(cuMemcpyDtoH_v2(&sum, to, 4));
-  must(cuMemFree_v2(from));
-  must(cuMemFree_v2(to));
   return sum;
 }
 
@@ -189,10 +146,10 @@ struct Gathered {
     own = self.memory(bytes, 50 + self.rank);
     out = self.memory(bytes * size_t(self.ranks), 0);
     must(cuMemsetD8Async(in_place + bytes * size_t(self.rank), static_cast<unsigned char>(10 + self.rank), bytes, self.stream));
-    must(ncclGroupStart());
-    must(ncclAllGather(in_place + bytes * size_t(self.rank), in_place, bytes, BYTES, self.comm, self.stream));
-    must(ncclAllGather(own, out, bytes / 4, FLOATS, self.comm, self.stream));
-    must(ncclGroupEnd());
+    begun(ncclGroupStart());
+    begun(ncclAllGather(in_place + bytes * size_t(self.rank), in_place, bytes, BYTES, self.comm, self.stream));
+    begun(ncclAllGather(own, out, bytes / 4, FLOATS, self.comm, self.stream));
+    begun(ncclGroupEnd());
     self.settle();
   }
   void check(Rank& self) {
@@ -203,7 +160,6 @@ struct Gathered {
     };
     expect(self.read(in_place, bytes * size_t(self.ranks)) == expected(10), "what was gathered in place");
     expect(self.read(out, bytes * size_t(self.ranks)) == expected(50), "what was gathered from elsewhere");
-    for (Device memory : {in_place, own, out}) must(cuMemFree_v2(memory));
   }
 };
 
@@ -211,33 +167,27 @@ struct Gathered {
 void launch_while_waiting(Rank& self, bool loaded) {
   Device memory = self.memory(64, 1);
   if (self.rank == 0) {
-    void *module, *kernel, *own;
-    must(cuModuleLoadData(&module, module_image.data()));
-    must(cuModuleGetFunction(&kernel, module, "add_one"));
-    if (loaded) must(cuFuncLoad(kernel));
-    must(cuStreamCreate(&own, 1));
-    must(ncclRecv(memory, 64, BYTES, 1, self.comm, self.stream));
+    void *module = load(), *add_one = kernel("add_one", module), *own = stream();
+    if (loaded) must(cuFuncLoad(add_one));
+    begun(ncclRecv(memory, 64, BYTES, 1, self.comm, self.stream));
     self.settle();
-    int count = 1;
-    void* parameters[] = {&memory, &count};
-    must(cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, own, parameters, nullptr));
-    must(ncclCommAbort(self.comm));
+    must(launch(add_one, 1, 1, own, 0, memory, 1));
+    begun(ncclCommAbort(self.comm));
     must(cuStreamDestroy_v2(own));
     must(cuModuleUnload(module));
+    must(cuStreamSynchronize(self.stream));
+    self.free();
   } else {
-    must(ncclCommAbort(self.comm));
+    self.abort();
   }
-  must(cuStreamSynchronize(self.stream));
-  must(cuMemFree_v2(memory));
-  must(cuStreamDestroy_v2(self.stream));
 }
 
 }  // namespace
 
 int main(int count, char** arguments) {
   if (count != 2) return fprintf(stderr, "usage: nccl_tests MODULE\n"), 2;
-  std::ifstream file(arguments[1], std::ios::binary);
-  module_image.assign(std::istreambuf_iterator<char>(file), {});
+  suite = "nccl";
+  module_image = contents(arguments[1]);
   void* shared = mmap(nullptr, sizeof *has_looked, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   if (shared == MAP_FAILED) return 2;
   has_looked = new (shared) std::atomic<int>(0);
@@ -245,8 +195,7 @@ int main(int count, char** arguments) {
     accepted("everybody to everybody, longer than what is on its way at once", ranks, [](Rank& self) {
       const size_t bytes = 300000;
       Device send = self.memory(bytes, 10 + self.rank);
-      std::vector<Device> receive;
-      for (int peer = 0; peer < self.ranks; peer++) receive.push_back(self.memory(bytes, 0));
+      const std::vector<Device> receive = self.memory_of_each(bytes);
       // Two exchanges on their way; the second overwrites the first.
       self.exchange(send, bytes, receive, bytes);
       self.exchange(send, bytes, receive, bytes);
@@ -258,9 +207,7 @@ int main(int count, char** arguments) {
       for (int peer = 0; peer < self.ranks; peer++) {
         const auto found = self.read(receive[size_t(peer)], bytes);
         expect(found == std::vector<unsigned char>(bytes, static_cast<unsigned char>(10 + peer)), "what came");
-        must(cuMemFree_v2(receive[size_t(peer)]));
       }
-      must(cuMemFree_v2(send));
       self.close();
     });
   }
@@ -275,7 +222,7 @@ int main(int count, char** arguments) {
     constexpr size_t bytes = 8;
     Device out = self.memory(2 * bytes, 7);
     if (self.rank == 0) {
-      must(ncclAllGather(out, out, bytes, BYTES, self.comm, self.stream));
+      begun(ncclAllGather(out, out, bytes, BYTES, self.comm, self.stream));
       self.settle();
       expect(cuStreamQuery(self.stream) == NOT_READY, "the other rank has not come");
       const auto found = self.read(out, 2 * bytes);
@@ -286,43 +233,34 @@ int main(int count, char** arguments) {
       *has_looked = 1;
     } else {
       while (!has_looked->exchange(0)) std::this_thread::yield();
-      must(ncclAllGather(out + bytes, out, bytes, BYTES, self.comm, self.stream));
+      begun(ncclAllGather(out + bytes, out, bytes, BYTES, self.comm, self.stream));
       self.settle();
     }
     must(cuStreamSynchronize(self.stream));
     expect(self.read(out, 2 * bytes) == std::vector<unsigned char>(2 * bytes, 7), "all of it");
-    must(cuMemFree_v2(out));
     self.close();
   });
   accepted("a rank that does not come is waited for without end, and an abort ends it", 2, [](Rank& self) {
     Device memory = self.memory(64, 1);
     if (self.rank == 0) {
-      must(ncclRecv(memory, 64, BYTES, 1, self.comm, self.stream));
+      begun(ncclRecv(memory, 64, BYTES, 1, self.comm, self.stream));
       self.settle();
       for (int i = 0; i < 100; i++) {
         expect(cuStreamQuery(self.stream) == NOT_READY, "nothing came");
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
     }
-    must(ncclCommAbort(self.comm));
-    must(cuStreamSynchronize(self.stream));
-    must(cuMemFree_v2(memory));
-    must(cuStreamDestroy_v2(self.stream));
+    self.abort();
   });
   accepted("sums come in one order on all ranks", 3, [](Rank& self) {
     for (int i = 0; i < 10; i++) {
       const float sum = reduced(self);
       Device own = self.memory(4, 0);
       must(cuMemcpyHtoD_v2(own, &sum, 4));
-      std::vector<Device> all;
-      for (int peer = 0; peer < self.ranks; peer++) all.push_back(self.memory(4, 0));
+      const std::vector<Device> all = self.memory_of_each(4);
       self.exchange(own, 4, all, 4);
       must(cuStreamSynchronize(self.stream));
-      for (Device other : all) {
-        expect(self.read(other, 4) == self.read(own, 4), "the sum of another rank");
-        must(cuMemFree_v2(other));
-      }
-      must(cuMemFree_v2(own));
+      for (Device other : all) expect(self.read(other, 4) == self.read(own, 4), "the sum of another rank");
     }
     self.close();
   });
@@ -341,7 +279,7 @@ int main(int count, char** arguments) {
   });
   refused("an all-gather past the end of its result", "ncclAllGather to", 2, [](Rank& self) {
     Device out = self.memory(16, 1), own = self.memory(16, 1);
-    must(ncclAllGather(own, out, 16, BYTES, self.comm, self.stream));
+    begun(ncclAllGather(own, out, 16, BYTES, self.comm, self.stream));
     self.settle();
     cuStreamSynchronize(self.stream);
   });
@@ -352,14 +290,14 @@ int main(int count, char** arguments) {
   refused("an all-gather of lengths that differ", "bytes where rank", 2, [](Rank& self) {
     Device out = self.memory(32, 1);
     const size_t bytes = self.rank ? 8 : 16;
-    must(ncclAllGather(out + bytes * size_t(self.rank), out, bytes, BYTES, self.comm, self.stream));
+    begun(ncclAllGather(out + bytes * size_t(self.rank), out, bytes, BYTES, self.comm, self.stream));
     self.settle();
     cuStreamSynchronize(self.stream);
   });
   refused("a freed buffer", "NCCL, rank 0, 1 transfers", 2, [](Rank& self) {
     Device memory = self.memory(16, 1);
     if (self.rank == 1) return;
-    must(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
+    begun(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
     cuMemFree_v2(memory);
     self.settle();
     cuStreamSynchronize(self.stream);
@@ -367,15 +305,13 @@ int main(int count, char** arguments) {
   refused("a call before the last one is through", "its state was not asked for", 2, [](Rank& self) {
     Device memory = self.memory(16, 1);
     if (self.rank == 1) return;
-    must(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
+    begun(ncclSend(memory, 16, BYTES, 1, self.comm, self.stream));
     ncclSend(memory, 16, BYTES, 1, self.comm, self.stream);
   });
-  refused("another OS thread", "not on the OS thread that opened the communicator", 1, [](Rank& self) {
-    std::thread([&] { ncclCommFinalize(self.comm); }).join();
-  });
-  refused("a rank that is not there", "rank 2 of 2", 2, [](Rank& self) {
-    ncclSend(self.memory(16, 1), 16, BYTES, 2, self.comm, self.stream);
-  });
+  refused("another OS thread", "not on the OS thread that opened the communicator", 1,
+          [](Rank& self) { std::thread([&] { ncclCommFinalize(self.comm); }).join(); });
+  refused("a rank that is not there", "rank 2 of 2", 2,
+          [](Rank& self) { ncclSend(self.memory(16, 1), 16, BYTES, 2, self.comm, self.stream); });
   refused("a communicator that is gone", "no such communicator", 1, [](Rank& self) {
     ncclCommAbort(self.comm);
     ncclCommFinalize(self.comm);

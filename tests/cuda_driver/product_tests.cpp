@@ -16,11 +16,10 @@ int product(Device a, Device b, Device c, int lda) {
 
 void test_products() {
   accepted("a product", [] {
-    context();
-    Device a = floats({1, 2, 3, 4, 5, 6}), b = floats({1, 0, 1, 0, 1, 0}), c = floats({0, 0, 0, 0});
+    Session s(NO_MODULE);
+    Device a = s.floats({1, 2, 3, 4, 5, 6}), b = s.floats({1, 0, 1, 0, 1, 0}), c = s.floats({0, 0, 0, 0});
     must(product(a, b, c, 2));
     expect(read(c, 4) == std::vector<float>{6, 8, 3, 4}, "its elements");
-    clean({a, b, c}, load());
   });
   refused("a leading dimension too small", "leading dimensions 1, 3, 2", [] { product(floats({1}), floats({1}), floats({1}), 1); });
   refused("a product past the end", "cuBLAS product 2x2x3, batch 1, b, 24 bytes: ", [] {

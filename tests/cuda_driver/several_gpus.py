@@ -13,18 +13,91 @@ from pathlib import Path
 from world import RECIPE, SETTLED_STEPS, SHORT, SMALLEST, TORCHRUN, WAIT_S, numbers, sets, tensors
 
 
+STEADY = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
+# Nothing is clipped by the norm.
+NOT_CLIPPED = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
+# Of a tensor's largest value. An adapter's factor B began at 0: it has AdamW's updates alone, large where a gradient is small.
+SEQUENCES_APART, FACTORS_APART = 1e-5, 1e-4
+
+
+def on_one(world, out, recipe, *words):
+    """A run on one GPU, which others are compared with. The folder of an earlier one is removed."""
+    shutil.rmtree(world.place / out, ignore_errors=True)
+    world.run(world.gpu, "train", recipe, "--out", out, *words)
+
+
+def on_several(world, ranks, out, recipe, *words, **more):
+    return world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *words, **more)
+
+
+def plan_of(world, recipe, words, ranks):
+    """What `check` prints of each of several processes, and the bytes that it plans."""
+    plan = world.run(world.gpu, "check", recipe, *words, "--processes", ranks)
+    return plan, float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+
+
+def used_bytes(said, ranks, planned, out):
+    """The most memory that a process used, which is within the plan."""
+    used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
+    assert len(used) == ranks and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
+    return max(used)
+
+
+def rows_of(world, out, steps):
+    """The rows of a run's steps, whose mismatch is 0."""
+    rows = world.rows(out, "rl")
+    assert len(rows) == steps and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+    return rows
+
+
+def compare_numbers(expected, rows, out):
+    kept = [[numbers(row) for row in some] for some in (expected, rows)]
+    assert kept[0] == kept[1], f"{out}:\n{kept[0]}\n{kept[1]}"
+
+
+def bytes_equal(world, one, out, step, stems):
+    """The tensors of two runs' checkpoints are equal. Returns the bytes compared, by stem."""
+    compared = {}
+    for stem in stems:
+        kept = [tensors(world.place / run / f"checkpoints/step-{step:06}", stem) for run in (one, out)]
+        differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
+        assert not differing, f"{out}: {stem}: {differing}"
+        compared[stem] = sum(map(len, kept[0].values()))
+    return compared
+
+
+def apart(one, other):
+    """The greatest distance of two tensors' f32 values, of the largest value."""
+    one, other = array("f", one), array("f", other)
+    assert len(one) == len(other), f"{len(one)} and {len(other)} values"
+    return max(abs(a - b) for a, b in zip(one, other)) / (max(map(abs, one)) or 1)
+
+
+def bytes_near(world, one, out, step, stems):
+    """The f32 tensors of two runs' checkpoints are within rounding. Returns the bytes compared, and the greatest distance: where."""
+    compared, worst = 0, (0.0, "")
+    for stem in stems:
+        kept = [tensors(world.place / run / f"checkpoints/step-{step:06}", stem, ("F32",)) for run in (one, out)]
+        assert kept[0].keys() == kept[1].keys(), f"{out}: {stem}: {kept[0].keys() ^ kept[1].keys()}"
+        for tensor in kept[0]:
+            distance = apart(kept[0][tensor], kept[1][tensor])
+            most = FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART
+            assert distance <= most, f"{out}: {stem}: {tensor}: {distance:.2e}"
+            worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
+            compared += len(kept[0][tensor])
+    return compared, worst
+
+
 def several(world):
     """Two processes over NCCL's stand-in, each with an emulated GPU: the gap is 0, and so are the weights' differences."""
     words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=2)]
-    plan = world.run(world.gpu, "check", RECIPE, *SHORT, *words, "--processes", 2)
-    planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
-    said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "several", *SHORT, *words, env={"CUDA_EMULATOR_PEAK": "1"})
+    _, planned = plan_of(world, RECIPE, [*SHORT, *words], 2)
+    said = on_several(world, 2, "several", RECIPE, *SHORT, *words, env={"CUDA_EMULATOR_PEAK": "1"})
     assert "in each of 2 processes" in said, said
-    used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
-    assert len(used) == 2 and max(used) <= planned, f"{used} bytes in use, {planned:.0f} planned"
+    used_bytes(said, 2, planned, "several")
     rows = world.rows("several", "rl")
     assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 for row in rows), rows
-    said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", "refused", *SHORT, *words, *sets(parallel__packed_weights="cut"), code=2)
+    said = on_several(world, 2, "refused", RECIPE, *SHORT, *words, *sets(parallel__packed_weights="cut"), code=2)
     assert "parallel.packed_weights" in said, said
 
 
@@ -47,24 +120,18 @@ def refused_together(world):
 
 def equals_one(world):
     """Two, three and four GPUs have the metrics, weights and optimizer state of one. Returns the bytes compared."""
-    # Nothing is clipped by the norm.
-    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
-    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
-    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=3), *off, *steady]
+    words = [*sets(model__path=world.model, device="cuda", cold_start__steps=1, train__steps=3), *NOT_CLIPPED, *STEADY]
     compared = 0
 
     def train(out, ranks, *more, mode="late"):
-        world.run(TORCHRUN, ranks, world.gpu, "train", RECIPE, "--out", out, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
+        on_several(world, ranks, out, RECIPE, *SHORT, *words, *more, env={"CUDA_EMULATOR": mode})
 
     def compare(one, several):
         nonlocal compared
-        rows = [[numbers(row) for row in world.rows(run)] for run in (one, several)]
-        assert rows[0] == rows[1], f"{several}:\n{rows[0]}\n{rows[1]}"
-        for stem in ("model", "trainer"):
-            kept = [tensors(world.place / run / "checkpoints/step-000003", stem) for run in (one, several)]
-            differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
-            assert kept[0] and not differing, f"{several}: {stem}: {differing}"
-            compared += sum(map(len, kept[0].values()))
+        compare_numbers(world.rows(one), world.rows(several), several)
+        sizes = bytes_equal(world, one, several, 3, ("model", "trainer"))
+        assert all(sizes.values()), f"{several}: {sizes}"
+        compared += sum(sizes.values())
 
     world.train(world.gpu, "one", *words)
     for ranks, mode in [(3, "first-late")] if world.sample else [(2, "at-once"), (3, "first-late")]:
@@ -82,8 +149,6 @@ def equals_one(world):
     return compared
 
 
-# Of a tensor's largest value. An adapter's factor B began at 0: it has AdamW's updates alone, large where a gradient is small.
-SEQUENCES_APART, FACTORS_APART = 1e-5, 1e-4
 FOUR_HEADS = dict(model__architecture__num_attention_heads=4, model__architecture__num_key_value_heads=2)
 BALANCED = dict(FOUR_HEADS, train__load_balance_coefficient=0.01)
 WIDE = dict(FOUR_HEADS, model__dtype="bf16", model__architecture__head_dim=128, model__architecture__hidden_size=32, model__architecture__intermediate_size=32)
@@ -100,47 +165,29 @@ SEQUENCES = [
 ]
 
 
-def apart(one, other):
-    """The greatest distance of two tensors' f32 values, of the largest value."""
-    one, other = array("f", one), array("f", other)
-    assert len(one) == len(other), f"{len(one)} and {len(other)} values"
-    return max(abs(a - b) for a, b in zip(one, other)) / (max(map(abs, one)) or 1)
-
-
 def sequences(world, cases):
     """Several GPUs share the rows of sequences: beside one GPU, the first step's metrics are equal, the mismatch is 0, and after three
     steps weights and moments are within rounding. Returns the values compared, and the greatest distances: where, and of an entropy."""
     compared, worst, metric_apart = 0, (0.0, ""), 0.0
-    off = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
-    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64, checkpoint__dtype="f32", checkpoint__every_steps=1, checkpoint__keep=9)
+    kept = sets(checkpoint__dtype="f32", checkpoint__every_steps=1, checkpoint__keep=9)
     short = sets(device="cuda", cold_start__steps=0, train__steps=3, rollout__samples_per_prompt=2, rollout__response_tokens_max=4, model__architecture__num_hidden_layers=2)
     for name, recipe, shape, runs in cases:
-        words = [*SHORT, *short, *off, *steady, *sets(**shape)]
+        words = [*SHORT, *short, *NOT_CLIPPED, *STEADY, *kept, *sets(**shape)]
         one = f"one_{name}"
-        shutil.rmtree(world.place / one, ignore_errors=True)
-        world.run(world.gpu, "train", recipe, "--out", one, *words, *sets(parallel__experts="gathered"))
+        on_one(world, one, recipe, *words, *sets(parallel__experts="gathered"))
         expected = world.rows(one, "rl")
         for ranks, sequence, mode in runs:
             out = f"{name}_{sequence}_of_{ranks}_{mode}"
-            world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *words, *sets(parallel__sequence=sequence), env={"CUDA_EMULATOR": mode})
-            rows = world.rows(out, "rl")
-            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
-            assert numbers(rows[0]) == numbers(expected[0]), f"{out}:\n{numbers(rows[0])}\n{numbers(expected[0])}"
+            on_several(world, ranks, out, recipe, *words, *sets(parallel__sequence=sequence), env={"CUDA_EMULATOR": mode})
+            rows = rows_of(world, out, 3)
+            compare_numbers(expected[:1], rows[:1], out)
             assert all(row["actor/grad_norm"] > 0 for row in rows), rows
             metric_apart = max([metric_apart, *(abs(a["actor/entropy"] - b["actor/entropy"]) for a, b in zip(rows, expected))])
-            for stem in ("model", "adapter_model", "trainer"):
-                kept = [tensors(world.place / run / "checkpoints/step-000003", stem, ("F32",)) for run in (one, out)]
-                assert kept[0].keys() == kept[1].keys(), f"{out}: {stem}: {kept[0].keys() ^ kept[1].keys()}"
-                for tensor in kept[0]:
-                    distance = apart(kept[0][tensor], kept[1][tensor])
-                    most = FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART
-                    assert distance <= most, f"{out}: {stem}: {tensor}: {distance:.2e}"
-                    worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
-                    compared += len(kept[0][tensor]) // 4
+            size, distance = bytes_near(world, one, out, 3, ("model", "adapter_model", "trainer"))
+            compared, worst = compared + size // 4, max(worst, distance)
     return compared, worst, metric_apart
 
 
-NOT_CLIPPED = sets(cold_start__optimizer__grad_norm_max=0, train__optimizer__grad_norm_max=0, policy__entropy_coefficient=0.01)
 SMALL = dict(model__architecture__num_hidden_layers=2, rollout__response_tokens_max=4, rollout__samples_per_prompt=2)
 MANY = dict(SMALL, train__micro_batch_tokens=512)
 # Ranks times rows of a rank, up to which GPUs gather rows of experts.
@@ -165,33 +212,22 @@ def experts(world, cases):
     """Each GPU has some experts while it samples: beside one GPU the metrics, weights and moments are equal, the mismatch is 0, and the
     memory is within the plan. Returns the bytes compared, and the memory in use and planned of the last run."""
     compared, memory = 0, None
-    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
     for name, recipe, shape, prompts, runs in cases:
-        words = [*SHORT, *sets(device="cuda", cold_start__steps=1, train__steps=2), *NOT_CLIPPED, *steady, *sets(**shape, rollout__prompts_per_step=prompts)]
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=1, train__steps=2), *NOT_CLIPPED, *STEADY, *sets(**shape, rollout__prompts_per_step=prompts)]
         one = f"whole_{name}"
-        shutil.rmtree(world.place / one, ignore_errors=True)
-        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        on_one(world, one, recipe, *words)
         for ranks, mode in runs:
             out = f"by_expert_{name}_{ranks}_{mode}"
             more = [*words, *sets(parallel__rollout_weights="by_expert")]
-            plan = world.run(world.gpu, "check", recipe, *more, "--processes", ranks)
-            planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
-            said = world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *more, env={"CUDA_EMULATOR": mode, "CUDA_EMULATOR_PEAK": "1"})
+            _, planned = plan_of(world, recipe, more, ranks)
+            said = on_several(world, ranks, out, recipe, *more, env={"CUDA_EMULATOR": mode, "CUDA_EMULATOR_PEAK": "1"})
             assert "do not record decode" in said, said
-            used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
-            assert len(used) == ranks and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
-            memory = max(used), planned
-            rows = world.rows(out, "rl")
-            assert len(rows) == 2 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            memory = used_bytes(said, ranks, planned, out), planned
+            rows = rows_of(world, out, 2)
             sent = ranks * math.ceil(prompts / ranks) * min(row["prompt_length/min"] for row in rows) > GATHERED_ROWS_MAX
             assert sent == (prompts > 3), f"{out}: {rows}"
-            expected = [[numbers(row) for row in world.rows(run)] for run in (one, out)]
-            assert expected[0] == expected[1], f"{out}:\n{expected[0]}\n{expected[1]}"
-            for stem in ("model", "adapter_model", "trainer"):
-                kept = [tensors(world.place / run / "checkpoints/step-000002", stem) for run in (one, out)]
-                differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
-                assert not differing, f"{out}: {stem}: {differing}"
-                compared += sum(map(len, kept[0].values()))
+            compare_numbers(world.rows(one), world.rows(out), out)
+            compared += sum(bytes_equal(world, one, out, 2, ("model", "adapter_model", "trainer")).values())
     return compared, memory
 
 
@@ -226,38 +262,27 @@ def trained_experts(world, cases):
     """Each GPU trains its own experts: beside one GPU the metrics, weights and moments are equal, the mismatch is 0, and the memory is
     within the plan. Returns the bytes compared, and the memory in use and planned of the last run."""
     compared, memory = 0, None
-    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
     for name, recipe, shape, prompts, runs in cases:
-        words = [*SHORT, *sets(device="cuda", cold_start__steps=1, train__steps=3), *NOT_CLIPPED, *steady, *sets(**shape, rollout__prompts_per_step=prompts)]
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=1, train__steps=3), *NOT_CLIPPED, *STEADY, *sets(**shape, rollout__prompts_per_step=prompts)]
         one = f"one_{name}"
-        shutil.rmtree(world.place / one, ignore_errors=True)
-        world.run(world.gpu, "train", recipe, "--out", one, *words)
+        on_one(world, one, recipe, *words)
         for ranks, mode in runs:
             *before, last = ranks if isinstance(ranks, tuple) else (ranks,)
             out = f"{name}_{'_'.join(map(str, [*before, last]))}_{mode}"
             more = [*words, *sets(parallel__experts="by_expert")]
             gathered = sets(parallel__experts="gathered")
             first, then = (more + gathered if word in before else more for word in ("gathered", "regathered"))
-            plan = world.run(world.gpu, "check", recipe, *then, "--processes", last)
-            planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
+            _, planned = plan_of(world, recipe, then, last)
             env = {"CUDA_EMULATOR": mode, "CUDA_EMULATOR_PEAK": "1"}
             if before:
-                world.run(TORCHRUN, before[-1], world.gpu, "train", recipe, "--out", out, *first, *sets(train__steps=2), env=env)
+                on_several(world, before[-1], out, recipe, *first, *sets(train__steps=2), env=env)
             resumed = ["--resume"] if before else []
-            said = world.run(TORCHRUN, last, world.gpu, "train", recipe, "--out", out, *resumed, *then, env=env)
-            used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
-            assert len(used) == last and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
-            memory = max(used), planned
-            rows = world.rows(out, "rl")
-            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            said = on_several(world, last, out, recipe, *resumed, *then, env=env)
+            memory = used_bytes(said, last, planned, out), planned
+            rows = rows_of(world, out, 3)
             assert all(row["actor/grad_norm"] > 0 for row in rows), rows
-            expected = [[numbers(row) for row in world.rows(run)] for run in (one, out)]
-            assert expected[0] == expected[1], f"{out}:\n{expected[0]}\n{expected[1]}"
-            for stem in ("model", "critic", "trainer"):
-                kept = [tensors(world.place / run / "checkpoints/step-000003", stem) for run in (one, out)]
-                differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
-                assert not differing, f"{out}: {stem}: {differing}"
-                compared += sum(map(len, kept[0].values()))
+            compare_numbers(world.rows(one), world.rows(out), out)
+            compared += sum(bytes_equal(world, one, out, 3, ("model", "critic", "trainer")).values())
             # The experts of a process are in its own file.
             if "regathered" not in before:
                 shards = tensors(world.place / out / "checkpoints/step-000003", f"trainer-00001-of-{last:05}")
@@ -291,13 +316,10 @@ def copies(world, cases):
     once. Beside one GPU the first step's metrics are equal, and weights and moments within rounding; in an exact case everything is equal.
     Returns the values compared, and the greatest distance."""
     compared, worst = 0, (0.0, "")
-    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
-    kept = sets(checkpoint__dtype="f32")
     for name, recipe, shape, exact, runs in cases:
-        words = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=3), *NOT_CLIPPED, *steady, *kept, *sets(rollout__prompts_per_step=3, **shape)]
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=3), *NOT_CLIPPED, *STEADY, *sets(checkpoint__dtype="f32", rollout__prompts_per_step=3, **shape)]
         one = f"one_{name}"
-        shutil.rmtree(world.place / one, ignore_errors=True)
-        world.run(world.gpu, "train", recipe, "--out", one, *words, *sets(parallel__sequence=1, parallel__experts="gathered"))
+        on_one(world, one, recipe, *words, *sets(parallel__sequence=1, parallel__experts="gathered"))
         expected = world.rows(one, "rl")
         for *pairs, mode in runs:
             out = "_".join([name, *(f"{size}_of_{ranks}" for ranks, size in pairs), mode])
@@ -306,36 +328,23 @@ def copies(world, cases):
                 more = [*words, *sets(parallel__shard_size=size)]
                 if place < len(pairs) - 1:
                     more += sets(train__steps=2)
-                said = world.run(TORCHRUN, ranks, world.gpu, "train", recipe, "--out", out, *more, *["--resume"][: place], env=env)
-            plan = world.run(world.gpu, "check", recipe, *more, "--processes", ranks)
+                said = on_several(world, ranks, out, recipe, *more, *["--resume"][: place], env=env)
+            plan, planned = plan_of(world, recipe, more, ranks)
             assert ("sum of all copies" in plan) == (0 < size < ranks), plan
-            planned = float(re.search(r"^peak +([0-9.]+)", plan, re.M)[1]) * 1e9
-            used = [int(bytes) for bytes in re.findall(r"device memory: (\d+) bytes", said)]
-            assert len(used) == ranks and max(used) <= planned, f"{out}: {used} bytes in use, {planned:.0f} planned"
-            rows = world.rows(out, "rl")
-            assert len(rows) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows), rows
+            used_bytes(said, ranks, planned, out)
+            rows = rows_of(world, out, 3)
             assert all(row["actor/grad_norm"] > 0 for row in rows), rows
             same = len(rows) if exact else 1
-            found = [[numbers(row) for row in some[:same]] for some in (expected, rows)]
-            assert found[0] == found[1], f"{out}:\n{found[0]}\n{found[1]}"
-            folders = [world.place / run / "checkpoints/step-000003" for run in (one, out)]
-            shards = sorted(path.name for path in folders[1].glob("trainer*.safetensors"))
+            compare_numbers(expected[:same], rows[:same], out)
+            shards = sorted(path.name for path in (world.place / out / "checkpoints/step-000003").glob("trainer*.safetensors"))
             files = size or ranks
             assert shards == ([f"trainer-{shard + 1:05}-of-{files:05}.safetensors" for shard in range(files)] if files > 1 else ["trainer.safetensors"]), shards
-            for stem in ("model", "adapter_model", "critic", "trainer"):
-                if exact:
-                    state = [tensors(folder, stem) for folder in folders]
-                    differing = [key for key in state[0].keys() | state[1].keys() if state[0].get(key) != state[1].get(key)]
-                    assert not differing, f"{out}: {stem}: {differing}"
-                    compared += sum(map(len, state[0].values()))
-                    continue
-                state = [tensors(folder, stem, ("F32",)) for folder in folders]
-                assert state[0].keys() == state[1].keys(), f"{out}: {stem}: {state[0].keys() ^ state[1].keys()}"
-                for tensor in state[0]:
-                    distance = apart(state[0][tensor], state[1][tensor])
-                    assert distance <= (FACTORS_APART if "lora_B" in tensor else SEQUENCES_APART), f"{out}: {stem}: {tensor}: {distance:.2e}"
-                    worst = max(worst, (distance, f"{out}: {stem}: {tensor}"))
-                    compared += len(state[0][tensor])
+            stems = ("model", "adapter_model", "critic", "trainer")
+            if exact:
+                compared += sum(bytes_equal(world, one, out, 3, stems).values())
+            else:
+                size, distance = bytes_near(world, one, out, 3, stems)
+                compared, worst = compared + size, max(worst, distance)
     return compared, worst
 
 
@@ -349,7 +358,7 @@ def experts_refused(world):
         ("quickstart_dense", dict(WIDE, model__architecture__model_type="qwen3"), "no experts"),
     ]
     for recipe, shape, message in cases:
-        said = world.run(TORCHRUN, 2, world.gpu, "train", recipe, "--out", "unfit", *asked, *sets(**shape), code=2)
+        said = on_several(world, 2, "unfit", recipe, *asked, *sets(**shape), code=2)
         assert said.count("parallel.experts") >= 1 and message in said, f"{shape}: {said}"
         assert not (world.place / "unfit").exists(), shape
     return len(cases)
@@ -379,34 +388,25 @@ def packed_base(world):
 def modes(world, ranks_of, cases):
     """Packed experts, 8-bit AdamW and a critic on several GPUs in every order of the streams, beside one GPU: equal metrics, weights and
     moments after three steps, mismatch 0. Returns a line for each case."""
-    steady = sets(train__optimizer__schedule="constant", train__optimizer__warmup_steps=0, train__micro_batch_tokens=64)
     said = []
     for name in cases:
         packed = name.startswith("packed")
         source = dict(model__path=packed_base(world)) if packed else {"model__architecture__num_hidden_layers": 2}
         shape = dict(rollout__response_tokens_max=4, rollout__samples_per_prompt=2, rollout__prompts_per_step=3)
-        words = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=3), *NOT_CLIPPED, *steady, *sets(**source, **shape, **MODE_CASES[name])]
-        stem, compared = name.replace(" ", "_"), {}
+        words = [*SHORT, *sets(device="cuda", cold_start__steps=0, train__steps=3), *NOT_CLIPPED, *STEADY, *sets(**source, **shape, **MODE_CASES[name])]
+        stem = name.replace(" ", "_")
         world.run(world.gpu, "train", RECIPE, "--out", f"one_{stem}", *words)
         for ranks in ranks_of:
             for mode in MODES:
                 out = f"{stem}_{ranks}_{mode}"
-                world.run(TORCHRUN, ranks, world.gpu, "train", RECIPE, "--out", out, *words, env={"CUDA_EMULATOR": mode})
-                rows = [world.rows(run, "rl") for run in (f"one_{stem}", out)]
-                assert len(rows[1]) == 3 and all(row["mismatch/bit_equal_fraction"] == 1 and row["mismatch/logprob_abs_diff_max"] == 0 for row in rows[1]), rows[1]
-                assert any(row["actor/grad_norm"] > 0 for row in rows[1]), rows[1]
-                expected = [[numbers(row) for row in some] for some in rows]
-                assert expected[0] == expected[1], f"{out}:\n{expected[0]}\n{expected[1]}"
-                size = 0
-                for part in ("model", "adapter_model", "critic", "trainer"):
-                    kept = [tensors(world.place / run / "checkpoints/step-000003", part) for run in (f"one_{stem}", out)]
-                    differing = [key for key in kept[0].keys() | kept[1].keys() if kept[0].get(key) != kept[1].get(key)]
-                    assert not differing, f"{out}: {part}: {differing}"
-                    compared[part] = sum(map(len, kept[0].values()))
-                    size += compared[part]
+                on_several(world, ranks, out, RECIPE, *words, env={"CUDA_EMULATOR": mode})
+                rows = rows_of(world, out, 3)
+                assert any(row["actor/grad_norm"] > 0 for row in rows), rows
+                compare_numbers(world.rows(f"one_{stem}", "rl"), rows, out)
+                compared = bytes_equal(world, f"one_{stem}", out, 3, ("model", "adapter_model", "critic", "trainer"))
                 needed = ["adapter_model" if "adapter" in name else "model", "trainer", *(["critic"] if name == "critic" else [])]
                 assert all(compared[part] for part in needed), f"{out}: {compared}"
-                said.append(f"{name}, {ranks} GPUs, {mode}: {size} bytes equal")
+                said.append(f"{name}, {ranks} GPUs, {mode}: {sum(compared.values())} bytes equal")
                 print(said[-1], flush=True)
                 shutil.rmtree(world.place / out)
     return f"{len(said)} runs as on one GPU"
@@ -425,7 +425,7 @@ def host_copies(world):
     for steps in (2, 3):
         run = f"copies_{steps}"
         env = {"CUDA_EMULATOR_COPIES": "1", "CUDA_EMULATOR": "at-once"}
-        said = world.run(TORCHRUN, 2, world.gpu, "train", RECIPE, "--out", run, *SHORT, *words, *sets(train__steps=steps), env=env)
+        said = on_several(world, 2, run, RECIPE, *SHORT, *words, *sets(train__steps=steps), env=env)
         found = re.findall(r"copies: (\d+) bytes to the device, (\d+) bytes from it", said)
         assert len(found) == 2, said
         copied.append(sum(int(bytes) for process in found for bytes in process))

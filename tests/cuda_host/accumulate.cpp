@@ -28,8 +28,7 @@ std::string wrong_accumulate(const Options& options, bool small) {
     std::vector<float> sum = floats(count, 3, 2), expected(count);
     for (size_t i = 0; i < count; i++) expected[i] = sum[i] + x[i];
     const Accumulate p = {x.data(), sum.data(), int64_t(count)};
-    cuda_host::launch(options, unsigned((count + accumulate_op::threads - 1) / accumulate_op::threads), accumulate_op::threads, 0,
-                      [=] { accumulate(p); });
+    launch_over(options, accumulate, p, count, accumulate_op::threads, accumulate_op::threads);
     if (const std::string wrong = bits("accumulate", sum.data(), expected.data(), count); !wrong.empty()) return wrong;
   }
   return wrong_far(options);

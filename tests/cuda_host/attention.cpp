@@ -1,9 +1,8 @@
 #include "attention.h"
 
-#include <sys/mman.h>
-
 #include <memory>
 
+#include "op_checks.h"
 #include "sink_attention_gradients.cuh"
 
 // The kernels, each compiled from its own .cu.
@@ -108,24 +107,10 @@ std::vector<int32_t> running_sum(int first, const std::vector<int>& lengths) {
   return sums;
 }
 
-// Memory that is there only where it is touched.
-struct Sparse {
-  size_t bytes;
-  bf16* data;
-
-  explicit Sparse(size_t elements) : bytes(elements * sizeof(bf16)) {
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED) throw KernelError("no address space for " + std::to_string(bytes) + " bytes");
-    data = static_cast<bf16*>(memory);
-  }
-  Sparse(const Sparse&) = delete;
-  ~Sparse() { munmap(data, bytes); }
-};
-
 // A problem's key rows, far apart.
 struct FarKeys {
   size_t rows, width, stride;
-  Sparse k, v, dk, dv;
+  FarArray<bf16> k, v, dk, dv;
 
   FarKeys(const Problem& problem, size_t stride)
       : rows(problem.keys()), width(problem.kv_stride()), stride(stride), k(rows * stride), v(rows * stride),

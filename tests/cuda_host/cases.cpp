@@ -136,55 +136,35 @@ Problem alone(const Problem& training, int sequence) {
 }
 
 const std::vector<Shape>& shapes() {
-  static const std::vector<Shape> all = [] {
-    std::vector<Shape> list;
-    const auto add = [&](const char* name, std::vector<int> q) -> Shape& {
-      list.push_back({name, std::move(q), {}});
-      return list.back();
-    };
-    add("odd lengths, two kv heads", {1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1}).kv_heads = 2;
-    list.back().sinks = {0.5f, -2, 3, 0, 1.5f, -1, 2, 1, -3};  // 9 over 16 heads: no two key-value heads have the same
-    add("long", {400, 257});
-    add("window 1", {1, 70, 130}).window = 1;
-    add("window 5", {200, 3}).window = 5;
-    add("window 64", {193, 65}).window = 64;
-    add("window 65", {193, 64}).window = 65;
-    add("window 128", {300, 129, 128}).window = 128;
-    add("window 200", {321}).window = 200;
-    add("1 query head a kv head", {1, 150, 260}).group = 1;
-    add("2 query heads a kv head", {33, 150}).group = 2;
-    add("3 query heads a kv head, window 50", {43, 130}).group = 3;
-    list.back().window = 50;
-    add("5 query heads a kv head", {26, 103}).group = 5;
-    add("16 query heads a kv head", {9, 77}).group = 16;
-    add("7 query heads a kv head, window 100", {1, 140}).group = 7;
-    list.back().window = 100;
-    add("extreme scores", {100, 70}).score_size = 20;
-    list.back().sinks = {50, -50, -1e9f, 0};
-    add("extreme sinks", {130, 1}).sinks = {50, -50, -1e9f, 0};
-    add("rows of padded tensors", {90, 0, 31}).kv_padding = 24;
-    list.back().kv_heads = 3;
-    add("more keys than queries", {5, 0, 64, 1}).k_lengths = {69, 3, 200, 130};
-    add("more keys than queries, window 70", {20, 100}).k_lengths = {180, 101};
-    list.back().window = 70;
-    add("fewer keys than queries", {10, 70}).k_lengths = {4, 66};
-    add("chunks of keys", {3, 2, 9, 1, 4}).k_lengths = {511, 512, 516, 1024, 1027};
-    list.back().group = 3;
-    list.back().kv_heads = 2;
-    list.back().sinks = {0.5f, -2, 3, 0, 1.5f};
-    add("chunks of keys, extreme scores and sinks", {5, 3}).k_lengths = {515, 1025};
-    list.back().score_size = 20;
-    list.back().sinks = {50, -50, -1e9f, 0};
-    add("chunks of keys, window 520", {20, 9}).k_lengths = {1040, 530};
-    list.back().window = 520;
-    add("paged", {40, 1, 0, 1, 65, 1}).k_lengths = {140, 1, 0, 64, 65, 333};
-    list.back().paged = true;
-    list.back().kv_heads = 2;
-    add("paged, window 128", {1, 1, 30}).k_lengths = {129, 300, 222};
-    list.back().paged = true;
-    list.back().window = 128;
-    return list;
-  }();
+  // Name, queries, keys; key-value heads, query heads of each, window; size of scores, sinks.
+  static const std::vector<Shape> all = {
+      // 9 sinks over 16 heads: no two key-value heads have the same.
+      {"odd lengths, two kv heads", {1, 2, 15, 17, 63, 64, 65, 0, 127, 129, 1}, {}, 2, 8, 0, 1, {0.5f, -2, 3, 0, 1.5f, -1, 2, 1, -3}},
+      {"long", {400, 257}, {}},
+      {"window 1", {1, 70, 130}, {}, 1, 8, 1},
+      {"window 5", {200, 3}, {}, 1, 8, 5},
+      {"window 64", {193, 65}, {}, 1, 8, 64},
+      {"window 65", {193, 64}, {}, 1, 8, 65},
+      {"window 128", {300, 129, 128}, {}, 1, 8, 128},
+      {"window 200", {321}, {}, 1, 8, 200},
+      {"1 query head a kv head", {1, 150, 260}, {}, 1, 1},
+      {"2 query heads a kv head", {33, 150}, {}, 1, 2},
+      {"3 query heads a kv head, window 50", {43, 130}, {}, 1, 3, 50},
+      {"5 query heads a kv head", {26, 103}, {}, 1, 5},
+      {"16 query heads a kv head", {9, 77}, {}, 1, 16},
+      {"7 query heads a kv head, window 100", {1, 140}, {}, 1, 7, 100},
+      {"extreme scores", {100, 70}, {}, 1, 8, 0, 20, {50, -50, -1e9f, 0}},
+      {"extreme sinks", {130, 1}, {}, 1, 8, 0, 1, {50, -50, -1e9f, 0}},
+      {"rows of padded tensors", {90, 0, 31}, {}, 3, 8, 0, 1, {0.5f}, 24},
+      {"more keys than queries", {5, 0, 64, 1}, {69, 3, 200, 130}},
+      {"more keys than queries, window 70", {20, 100}, {180, 101}, 1, 8, 70},
+      {"fewer keys than queries", {10, 70}, {4, 66}},
+      {"chunks of keys", {3, 2, 9, 1, 4}, {511, 512, 516, 1024, 1027}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}},
+      {"chunks of keys, extreme scores and sinks", {5, 3}, {515, 1025}, 1, 8, 0, 20, {50, -50, -1e9f, 0}},
+      {"chunks of keys, window 520", {20, 9}, {1040, 530}, 1, 8, 520},
+      {"paged", {40, 1, 0, 1, 65, 1}, {140, 1, 0, 64, 65, 333}, 2, 8, 0, 1, {0.5f}, 0, true},
+      {"paged, window 128", {1, 1, 30}, {129, 300, 222}, 1, 8, 128, 1, {0.5f}, 0, true},
+  };
   return all;
 }
 
@@ -210,20 +190,18 @@ const std::vector<Shape>& small_chunk_shapes() {
 }
 
 const std::vector<Shape>& small_shapes() {
-  static const std::vector<Shape> all = [] {
-    std::vector<Shape> list;
-    list.push_back({"small", {1, 40, 0, 65}, {}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}});
-    list.push_back({"small, window 20", {130, 7}, {150, 7}, 1, 8, 20});
-    // The last query of tokens 64 to 79 just misses key 0: a block begins at the window's edge.
-    list.push_back({"small, window 79", {80}, {}, 1, 8, 79});
-    list.push_back({"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8});
-    // Rows of all heads in an odd number: the last warp of delta is not full.
-    list.push_back({"small, extreme", {71}, {}, 1, 5, 0, 20, {50, -50, -1e9f, 0}});
-    list.push_back({"small, many keys", {20, 2}, {470, 523}, 1, 2});
-    list.push_back({"small, blocks of keys that nobody sees", {5, 3}, {140, 9}, 1, 3, 20});
-    list.push_back({"small, paged", {1, 3, 20, 0}, {130, 64, 85, 0}, 1, 8, 70, 1, {0.5f}, 0, true});
-    return list;
-  }();
+  static const std::vector<Shape> all = {
+      {"small", {1, 40, 0, 65}, {}, 2, 3, 0, 1, {0.5f, -2, 3, 0, 1.5f}},
+      {"small, window 20", {130, 7}, {150, 7}, 1, 8, 20},
+      // The last query of tokens 64 to 79 just misses key 0: a block begins at the window's edge.
+      {"small, window 79", {80}, {}, 1, 8, 79},
+      {"small, window 100, padded", {150}, {}, 1, 2, 100, 1, {0.5f, -1}, 8},
+      // Rows of all heads in an odd number: the last warp of delta is not full.
+      {"small, extreme", {71}, {}, 1, 5, 0, 20, {50, -50, -1e9f, 0}},
+      {"small, many keys", {20, 2}, {470, 523}, 1, 2},
+      {"small, blocks of keys that nobody sees", {5, 3}, {140, 9}, 1, 3, 20},
+      {"small, paged", {1, 3, 20, 0}, {130, 64, 85, 0}, 1, 8, 70, 1, {0.5f}, 0, true},
+  };
   return all;
 }
 

@@ -37,8 +37,7 @@ struct ById {
 };
 
 void take(const Options& options, void (*kernel)(Taken), const Taken& p) {
-  const size_t threads = p.tokens * (p.width / elements::vector);
-  cuda_host::launch(options, unsigned((threads + op::take_threads - 1) / op::take_threads), op::take_threads, 0, [=] { kernel(p); });
+  launch_over(options, kernel, p, size_t(p.tokens) * (p.width / elements::vector), op::take_threads, op::take_threads);
 }
 
 void sum(const Options& options, void (*kernel)(SumsById), const std::vector<bf16>& dy, const ById& by, float* table, bf16* out,
@@ -91,19 +90,15 @@ std::string wrong_case(const Options& options, size_t tokens, int width, uint32_
     }
   }
   // An id's tokens alone, elsewhere in a batch, on another schedule: the same bits.
-  if (wrong.empty()) {
-    Options other = options;
-    other.schedule = cuda_host::Schedule::newest_first;
-    std::vector<uint32_t> few;
-    std::vector<bf16> few_dy;
-    for (size_t t = 0; t < tokens; t++)
-      if (ids[t] == vocabulary - 1 || t == 0) few.push_back(ids[t]), few_dy.insert(few_dy.end(), &dy[t * width], &dy[t * width] + width);
-    std::vector<float> alone = held;
-    sum(other, add_rows, few_dy, ById(few), alone.data(), nullptr, 0, width);
-    const size_t at = size_t(vocabulary - 1) * width;
-    if (tokens > 1) wrong = bits("an id alone", &alone[at], &rows[at], width);
-  }
-  return wrong;
+  if (!wrong.empty() || tokens == 1) return wrong;
+  std::vector<uint32_t> few;
+  std::vector<bf16> few_dy;
+  for (size_t t = 0; t < tokens; t++)
+    if (ids[t] == vocabulary - 1 || t == 0) few.push_back(ids[t]), few_dy.insert(few_dy.end(), &dy[t * width], &dy[t * width] + width);
+  std::vector<float> alone = held;
+  sum(newest_first(options), add_rows, few_dy, ById(few), alone.data(), nullptr, 0, width);
+  const size_t at = size_t(vocabulary - 1) * width;
+  return bits("an id alone", &alone[at], &rows[at], width);
 }
 
 // Ids whose rows and columns lie beyond 2^31 numbers.

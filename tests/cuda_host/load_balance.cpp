@@ -86,14 +86,10 @@ std::string wrong_case(const Options& options, size_t rows, int experts, int top
   if (wrong.empty()) wrong = off_sum("load_balance", {got.loss}, {loss}, {loss});
   if (wrong.empty()) wrong = off_sum("load_balance, dlogits", got.dlogits, dlogits, terms);
   // Another schedule: the same bits.
-  if (wrong.empty()) {
-    Options other = options;
-    other.schedule = cuda_host::Schedule::newest_first;
-    const Balance again = balance(other, x);
-    wrong = bits("load_balance on another schedule", &again.loss, &got.loss, 1);
-    if (wrong.empty()) wrong = bits("load_balance on another schedule, dlogits", again.dlogits.data(), got.dlogits.data(), x.logits.size());
-  }
-  return wrong;
+  if (!wrong.empty()) return wrong;
+  const Balance again = balance(newest_first(options), x);
+  wrong = bits("load_balance on another schedule", &again.loss, &got.loss, 1);
+  return wrong.empty() ? bits("load_balance on another schedule, dlogits", again.dlogits.data(), got.dlogits.data(), x.logits.size()) : wrong;
 }
 
 // A row beyond 2^32, where what is counted in 32 bits begins anew.

@@ -98,9 +98,7 @@ std::string wrong_case(const Options& options, const Case& c) {
     }
   }
   // Another schedule, and the last row alone, which begins elsewhere: the same bits.
-  Options other = options;
-  other.schedule = cuda_host::Schedule::newest_first;
-  const Stats again = row_stats(other, z, {}, rows, c.inverse);
+  const Stats again = row_stats(newest_first(options), z, {}, rows, c.inverse);
   const size_t at = (rows - 1) * width;
   const Stats one = row_stats(options, {z.begin() + at, z.end()}, {targets.back()}, 1, c.inverse);
   const std::vector<bf16> one_dz = gradient(options, one, {targets.back()}, {d_log_prob.back()}, {d_entropy.back()}, c.inverse);

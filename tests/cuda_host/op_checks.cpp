@@ -55,6 +55,11 @@ std::vector<bf16> numbers(size_t count, double size, unsigned seed) {
   return x;
 }
 
+Options newest_first(Options options) {
+  options.schedule = cuda_host::Schedule::newest_first;
+  return options;
+}
+
 void launch_last(Options options, uint64_t blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& body) {
   options.first_block = blocks - 1;
   cuda_host::launch(options, unsigned(blocks), threads, shared_bytes, body);

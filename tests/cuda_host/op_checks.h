@@ -38,11 +38,20 @@ struct FarArray {
   explicit FarArray(size_t count)
       : bytes(count * sizeof(T)),
         data(static_cast<T*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0))) {
-    if (data == MAP_FAILED) throw std::runtime_error("no room for a far array");
+    if (data == MAP_FAILED) throw cuda_host::KernelError("no address space for " + std::to_string(bytes) + " bytes");
   }
   ~FarArray() { munmap(data, bytes); }
   FarArray(const FarArray&) = delete;
 };
+
+// The same on another schedule.
+cuda_host::Options newest_first(cuda_host::Options options);
+
+// Launches a kernel over `count` elements, of which a block takes `each`.
+template <class P>
+void launch_over(const cuda_host::Options& options, void (*kernel)(P), const P& p, size_t count, size_t each, unsigned threads) {
+  cuda_host::launch(options, unsigned((count + each - 1) / each), threads, 0, [=] { kernel(p); });
+}
 
 // Runs a grid's last block alone: for indices that only millions of blocks reach.
 void launch_last(cuda_host::Options options, uint64_t blocks, unsigned threads, size_t shared_bytes, const std::function<void()>& body);

@@ -27,7 +27,7 @@ unsigned blocks(size_t count, size_t each) { return unsigned((count + each - 1) 
 
 template <class P>
 void run(const Options& options, void (*kernel)(P), const P& p) {
-  launch(options, blocks(size_t(p.count), op::threads * op::values), op::threads, 0, [=] { kernel(p); });
+  launch_over(options, kernel, p, size_t(p.count), op::threads * op::values, op::threads);
 }
 
 // One value's update, line for line as src/ops/optimizer.rs.
@@ -96,9 +96,7 @@ std::string wrong_sum(const Options& options, size_t count) {
   for (const float v : x) exact += static_cast<long double>(v) * v;
   const double got = sum_of_squares(options, x);
   if (!(std::fabs(got - double(exact)) <= 1e-14 * double(exact))) return differs("sum of squares", count, got, double(exact));
-  Options other = options;
-  other.schedule = cuda_host::Schedule::newest_first;
-  const double again = sum_of_squares(other, x);
+  const double again = sum_of_squares(newest_first(options), x);
   return bits("sum of squares on another schedule", &again, &got, 1);
 }
 

@@ -68,6 +68,22 @@ struct Results {
 
 int tiles(int count, int size) { return (count + size - 1) / size; }
 
+// What a block computes of a result, and what it is launched with.
+struct Tiling {
+  int rows, columns, threads, shared_bytes;
+  // Blocks of so many rows, in groups or in one, by so many columns.
+  int blocks(int count, int groups, int across) const { return count ? (tiles(count, rows) + groups) * tiles(across, columns) : 0; }
+  template <class P>
+  void run(const Options& options, void (*kernel)(P), const P& p, int blocks) const {
+    if (blocks > 0) launch(options, unsigned(blocks), unsigned(threads), size_t(shared_bytes), [=] { kernel(p); });
+  }
+};
+constexpr Tiling WIDE = {Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes};
+constexpr Tiling NARROW = {Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes};
+constexpr Tiling WIDE_PACKED = {Wide::rows, Wide::columns, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes};
+constexpr Tiling NARROW_PACKED = {Narrow::rows, Narrow::columns, NarrowMxfp4::threads, Mxfp4<NarrowMxfp4>::shared_bytes};
+constexpr Tiling COLUMN_SUMS = {1, product::column_sum_columns, product::column_sum_threads, product::column_sum_shared_bytes};
+
 // Matrices in MXFP4: their bytes, and their numbers by the format's own words.
 struct Packing {
   int k, n;
@@ -128,42 +144,34 @@ Results run(const Options& options, const Shape& s, const Inputs& in) {
   got.y.resize(size_t(rows) * s.n), got.y_narrow.resize(got.y.size()), got.dx.resize(in.x.size());
   got.y_f32.resize(got.y.size()), got.y_narrow_f32.resize(got.y.size());
   got.dweight = in.dweight, got.dbias = in.dbias;
-  const auto start = [&](void (*kernel)(Product), const void* weight, const void* addend, void* out, bool backward, int blocks,
-                         int threads, int shared) {
+  const void *weight = in.weight.data(), *packed = in.packed.data(), *addend = in.addend.data();
+  const int parts = groups > 1 ? groups : 0;
+  const auto start = [&](void (*kernel)(Product), const Tiling& tiling, int blocks, const void* weight, const void* addend, void* out,
+                         bool backward) {
     const Product p = {in.x.data(), weight, s.bias ? in.bias.data() : nullptr, s.addend ? addend : nullptr,
                        backward ? in.dy.data() : nullptr, out, groups > 1 ? s.starts.data() : nullptr, rows, s.k, s.n, groups, s.scale, nullptr};
-    if (blocks > 0) launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    tiling.run(options, kernel, p, blocks);
   };
-  const auto run = [&](void (*kernel)(Product), void* out, bool backward, int blocks, int threads, int shared) {
-    start(kernel, in.weight.data(), in.addend.data(), out, backward, blocks, threads, shared);
+  const auto forward = [&](void (*kernel)(Product), const Tiling& tiling, const void* weight, const void* addend, void* out) {
+    start(kernel, tiling, tiling.blocks(rows, parts, s.n), weight, addend, out, false);
   };
-  const auto run_f32 = [&](void (*kernel)(Product), void* out, int blocks, int threads, int shared) {
-    start(kernel, in.weight.data(), in.addend_f32.data(), out, false, blocks, threads, shared);
+  const auto input_gradient = [&](void (*kernel)(Product), const Tiling& tiling, const void* weight, void* out) {
+    start(kernel, tiling, tiling.blocks(rows, parts, s.k), weight, addend, out, true);
   };
-  const auto down = [&](int tile_rows) { return rows ? tiles(rows, tile_rows) + (groups > 1 ? groups : 0) : 0; };
-  const int wide = down(Wide::rows) * tiles(s.n, Wide::columns), narrow = down(Narrow::rows) * tiles(s.n, Narrow::columns);
-  const int back = down(Wide::rows) * tiles(s.k, Wide::columns);
-  run(product_forward, got.y.data(), false, wide, Wide::threads, Wide::shared_bytes);
-  run_f32(product_forward_f32, got.y_f32.data(), wide, Wide::threads, Wide::shared_bytes);
-  run(product_forward_narrow, got.y_narrow.data(), false, narrow, Narrow::threads, Narrow::shared_bytes);
-  run_f32(product_forward_narrow_f32, got.y_narrow_f32.data(), narrow, Narrow::threads, Narrow::shared_bytes);
-  run(product_input_gradient, got.dx.data(), true, back, Wide::threads, Wide::shared_bytes);
+  forward(product_forward, WIDE, weight, addend, got.y.data());
+  forward(product_forward_f32, WIDE, weight, in.addend_f32.data(), got.y_f32.data());
+  forward(product_forward_narrow, NARROW, weight, addend, got.y_narrow.data());
+  forward(product_forward_narrow_f32, NARROW, weight, in.addend_f32.data(), got.y_narrow_f32.data());
+  input_gradient(product_input_gradient, WIDE, weight, got.dx.data());
   if (s.packed()) {
-    const auto packed = [&](void (*kernel)(Product), std::vector<bf16>& out, size_t count, bool backward, int blocks, int threads,
-                            int shared) {
-      out.resize(count);
-      start(kernel, in.packed.data(), in.addend.data(), out.data(), backward, blocks, threads, shared);
-    };
-    packed(product_forward_mxfp4, got.y_packed, got.y.size(), false, wide, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes);
-    packed(product_forward_narrow_mxfp4, got.y_narrow_packed, got.y.size(), false, narrow, NarrowMxfp4::threads,
-           Mxfp4<NarrowMxfp4>::shared_bytes);
-    packed(product_input_gradient_mxfp4, got.dx_packed, got.dx.size(), true, back, WideMxfp4::threads,
-           Mxfp4<WideMxfp4>::shared_bytes);
+    got.y_packed.resize(got.y.size()), got.y_narrow_packed.resize(got.y.size()), got.dx_packed.resize(got.dx.size());
+    forward(product_forward_mxfp4, WIDE_PACKED, packed, addend, got.y_packed.data());
+    forward(product_forward_narrow_mxfp4, NARROW_PACKED, packed, addend, got.y_narrow_packed.data());
+    input_gradient(product_input_gradient_mxfp4, WIDE_PACKED, packed, got.dx_packed.data());
   }
-  run(product_weight_gradient, got.dweight.data(), true, groups * tiles(s.k, Wide::rows) * tiles(s.n, Wide::columns), Wide::threads,
-      Wide::shared_bytes);
-  run(product_bias_gradient, got.dbias.data(), true, groups * tiles(s.n, product::column_sum_columns), product::column_sum_threads,
-      product::column_sum_shared_bytes);
+  const int matrices = groups * tiles(s.k, WIDE.rows) * tiles(s.n, WIDE.columns);
+  start(product_weight_gradient, WIDE, matrices, weight, addend, got.dweight.data(), true);
+  start(product_bias_gradient, COLUMN_SUMS, groups * tiles(s.n, COLUMN_SUMS.columns), weight, addend, got.dbias.data(), true);
   return got;
 }
 
@@ -234,19 +242,16 @@ std::string wrong_packed(const Results& got) {
 std::string wrong_residual(const Options& options, const Shape& s, const Inputs& in, const Results& separate) {
   std::vector<bf16> expected(separate.y.size()), got(expected);
   for (size_t i = 0; i < expected.size(); i++) expected[i] = to_bf16(to_float(in.dy[i]) + to_float(separate.y[i]));
-  const auto run = [&](void (*kernel)(Product), const void* weight, int tile_rows, int columns, int threads, int shared) {
+  const auto run = [&](void (*kernel)(Product), const Tiling& tiling, const void* weight) {
     const Product p = {in.x.data(), weight, s.bias ? in.bias.data() : nullptr, s.addend ? in.addend.data() : nullptr, nullptr, got.data(),
                        s.groups() > 1 ? s.starts.data() : nullptr, s.rows(), s.k, s.n, s.groups(), s.scale, in.dy.data()};
-    const int blocks = (tiles(s.rows(), tile_rows) + (s.groups() > 1 ? s.groups() : 0)) * tiles(s.n, columns);
     got.assign(got.size(), {});
-    launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    tiling.run(options, kernel, p, tiling.blocks(s.rows(), s.groups() > 1 ? s.groups() : 0, s.n));
     return bits("y and a residual", got.data(), expected.data(), got.size());
   };
-  std::string wrong = run(product_forward, in.weight.data(), Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes);
-  if (wrong.empty()) wrong = run(product_forward_narrow, in.weight.data(), Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes);
-  if (wrong.empty() && s.packed())
-    wrong = run(product_forward_mxfp4, in.packed.data(), Wide::rows, Wide::columns, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes);
-  return wrong;
+  std::string wrong = run(product_forward, WIDE, in.weight.data());
+  if (wrong.empty()) wrong = run(product_forward_narrow, NARROW, in.weight.data());
+  return wrong.empty() && s.packed() ? run(product_forward_mxfp4, WIDE_PACKED, in.packed.data()) : wrong;
 }
 
 constexpr float LIMIT = 1.5f, ALPHA = 1.702f;
@@ -269,22 +274,17 @@ std::string wrong_experts(const Options& options, const Shape& s, const Inputs& 
     std::copy_n(&in.x[row * k], k, &tokens[token_of[row] * k]);
   }
   const std::vector<bf16> expected = swiglu(options, separate.y);
-  const auto run = [&](void (*kernel)(ExpertSwiglu), const void* weight, int tile_rows, int columns, int threads, int shared) {
+  const auto run = [&](void (*kernel)(ExpertSwiglu), const Tiling& tiling, const void* weight) {
     const ExpertSwiglu p = {tokens.data(), weight, s.bias ? in.bias.data() : nullptr, got.data(), token_of.data(), s.starts.data(),
                             s.rows(), s.k, s.n, s.groups(), LIMIT, ALPHA};
     got.assign(got.size(), {});
-    const int blocks = (tiles(s.rows(), tile_rows) + s.groups()) * tiles(s.n, columns);
-    launch(options, unsigned(blocks), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    tiling.run(options, kernel, p, tiling.blocks(s.rows(), s.groups(), s.n));
     return bits("experts' first half", got.data(), expected.data(), got.size());
   };
-  std::string wrong = run(expert_swiglu, in.weight.data(), Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes);
-  if (wrong.empty()) wrong = run(expert_swiglu_narrow, in.weight.data(), Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes);
-  if (wrong.empty() && s.packed())
-    wrong = run(expert_swiglu_mxfp4, in.packed.data(), Wide::rows, Wide::columns, WideMxfp4::threads, Mxfp4<WideMxfp4>::shared_bytes);
-  if (wrong.empty() && s.packed())
-    wrong = run(expert_swiglu_narrow_mxfp4, in.packed.data(), Narrow::rows, Narrow::columns, NarrowMxfp4::threads,
-                Mxfp4<NarrowMxfp4>::shared_bytes);
-  return wrong;
+  std::string wrong = run(expert_swiglu, WIDE, in.weight.data());
+  if (wrong.empty()) wrong = run(expert_swiglu_narrow, NARROW, in.weight.data());
+  if (wrong.empty() && s.packed()) wrong = run(expert_swiglu_mxfp4, WIDE_PACKED, in.packed.data());
+  return wrong.empty() && s.packed() ? run(expert_swiglu_narrow_mxfp4, NARROW_PACKED, in.packed.data()) : wrong;
 }
 
 // Products by up to three matrices, in one launch and in one each. The second has no bias.
@@ -297,24 +297,24 @@ std::string wrong_joined(const Options& options, int rows, int k, const std::vec
     in.back().weight = numbers(size_t(k) * widths[i], 0.5, 20 + i);
     separate.push_back(run(options, s, in.back()));
   }
-  const auto run = [&](void (*kernel)(JoinedProduct), int tile_rows, int columns, int threads, int shared) {
+  const auto run = [&](void (*kernel)(JoinedProduct), const Tiling& tiling) {
     JoinedMatrix matrices[3] = {};
     std::vector<std::vector<bf16>> got;
     for (int width : widths) got.emplace_back(size_t(rows) * width);
     int end = 0;
     for (size_t i = 0; i < widths.size(); i++) {
-      end += tiles(widths[i], columns);
+      end += tiles(widths[i], tiling.columns);
       matrices[i] = {in[i].weight.data(), i == 1 ? nullptr : in[i].bias.data(), got[i].data(), widths[i], end};
     }
     const JoinedProduct p = {in[0].x.data(), matrices[0], matrices[1], matrices[2], rows, k};
-    launch(options, unsigned(tiles(rows, tile_rows) * end), unsigned(threads), size_t(shared), [=] { kernel(p); });
+    tiling.run(options, kernel, p, tiles(rows, tiling.rows) * end);
     std::string wrong;
     for (size_t i = 0; i < widths.size() && wrong.empty(); i++)
       wrong = bits("y of joined matrices", got[i].data(), separate[i].y.data(), got[i].size());
     return wrong;
   };
-  const std::string wrong = run(product_joined, Wide::rows, Wide::columns, Wide::threads, Wide::shared_bytes);
-  return wrong.empty() ? run(product_joined_narrow, Narrow::rows, Narrow::columns, Narrow::threads, Narrow::shared_bytes) : wrong;
+  const std::string wrong = run(product_joined, WIDE);
+  return wrong.empty() ? run(product_joined_narrow, NARROW) : wrong;
 }
 
 // Every number at every scale, a column a scale; of rows of the identity, so that what is finite stands in y.
@@ -372,9 +372,7 @@ std::string wrong_shape(const Options& options, const Shape& s) {
     if (wrong.empty()) wrong = wrong_packed(one);
   }
   if (wrong.empty()) {
-    Options other = options;
-    other.schedule = cuda_host::Schedule::newest_first;
-    const Results again = run(other, s, in);
+    const Results again = run(newest_first(options), s, in);
     wrong = bits("dweight on another schedule", again.dweight.data(), got.dweight.data(), got.dweight.size());
     if (wrong.empty()) wrong = bits("dbias on another schedule", again.dbias.data(), got.dbias.data(), got.dbias.size());
   }
@@ -401,21 +399,21 @@ std::string wrong_far(const Options& options) {
   std::vector<uint32_t> starts(groups + 1, many);
   starts[0] = 0, starts[groups] = rows;
   const Product p = {x.data, weight.data, bias.data(), nullptr, dy.data, out.data, starts.data(), rows, width, width, groups, 1, nullptr};
-  const auto last = [&](void (*kernel)(Product), uint64_t block, int threads, int shared) {
-    launch_last(options, block + 1, unsigned(threads), size_t(shared), [=] { kernel(p); });
+  const auto last = [&](const auto& kernel, const auto& p, const Tiling& tiling, uint64_t block) {
+    launch_last(options, block + 1, unsigned(tiling.threads), size_t(tiling.shared_bytes), [=] { kernel(p); });
   };
   // Each kernel's first columns.
   const bf16* halves = reinterpret_cast<const bf16*>(out.data) + size_t(many) * width;
   const float* sums = out.data + size_t(many) * width;
   std::string wrong;
-  last(product_forward_f32, many / Wide::rows, Wide::threads, Wide::shared_bytes);
-  if (wrong.empty()) wrong = bits("y in f32 far away", sums, near.y_f32.data(), Wide::columns);
-  last(product_forward_narrow_f32, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
-  if (wrong.empty()) wrong = bits("y in f32 of narrow tiles far away", sums, near.y_f32.data(), Narrow::columns);
-  last(product_forward, many / Wide::rows, Wide::threads, Wide::shared_bytes);
-  if (wrong.empty()) wrong = bits("y far away", halves, near.y.data(), Wide::columns);
-  last(product_forward_narrow, many / Narrow::rows, Narrow::threads, Narrow::shared_bytes);
-  if (wrong.empty()) wrong = bits("y of narrow tiles far away", halves, near.y.data(), Narrow::columns);
+  last(product_forward_f32, p, WIDE, many / WIDE.rows);
+  if (wrong.empty()) wrong = bits("y in f32 far away", sums, near.y_f32.data(), WIDE.columns);
+  last(product_forward_narrow_f32, p, NARROW, many / NARROW.rows);
+  if (wrong.empty()) wrong = bits("y in f32 of narrow tiles far away", sums, near.y_f32.data(), NARROW.columns);
+  last(product_forward, p, WIDE, many / WIDE.rows);
+  if (wrong.empty()) wrong = bits("y far away", halves, near.y.data(), WIDE.columns);
+  last(product_forward_narrow, p, NARROW, many / NARROW.rows);
+  if (wrong.empty()) wrong = bits("y of narrow tiles far away", halves, near.y.data(), NARROW.columns);
   // A far token, and its row.
   const FarArray<uint32_t> token_of(rows);
   token_of.data[many] = many;
@@ -423,20 +421,19 @@ std::string wrong_far(const Options& options) {
   bf16* const unit = reinterpret_cast<bf16*>(out.data) + size_t(many) * width / 2;
   const ExpertSwiglu own = {x.data, weight.data, bias.data(), reinterpret_cast<bf16*>(out.data), token_of.data, starts.data(), rows,
                             width, width, groups, LIMIT, ALPHA};
-  launch_last(options, many / Narrow::rows + 1, Narrow::threads, Narrow::shared_bytes, [=] { expert_swiglu_narrow(own); });
-  if (wrong.empty()) wrong = bits("experts' first half far away", unit, units.data(), Narrow::columns / 2);
-  last(product_input_gradient, many / Wide::rows, Wide::threads, Wide::shared_bytes);
-  if (wrong.empty()) wrong = bits("dx far away", halves, near.dx.data(), Wide::columns);
+  last(expert_swiglu_narrow, own, NARROW, many / NARROW.rows);
+  if (wrong.empty()) wrong = bits("experts' first half far away", unit, units.data(), NARROW.columns / 2);
+  last(product_input_gradient, p, WIDE, many / WIDE.rows);
+  if (wrong.empty()) wrong = bits("dx far away", halves, near.dx.data(), WIDE.columns);
   // Sums of gradients, which held nothing.
   float* const dweight = out.data + (groups - 1) * matrix;
   memset(dweight, 0, matrix * sizeof(float));
-  last(product_weight_gradient, uint64_t(groups - 1) * tiles(width, Wide::rows) * tiles(width, Wide::columns), Wide::threads, Wide::shared_bytes);
-  if (wrong.empty()) wrong = bits("dweight far away", dweight, near.dweight.data(), Wide::columns);
+  last(product_weight_gradient, p, WIDE, uint64_t(groups - 1) * tiles(width, WIDE.rows) * tiles(width, WIDE.columns));
+  if (wrong.empty()) wrong = bits("dweight far away", dweight, near.dweight.data(), WIDE.columns);
   float* const dbias = out.data + size_t(groups - 1) * width;
   memset(dbias, 0, width * sizeof(float));
-  last(product_bias_gradient, uint64_t(groups - 1) * tiles(width, product::column_sum_columns), product::column_sum_threads,
-       product::column_sum_shared_bytes);
-  if (wrong.empty()) wrong = bits("dbias far away", dbias, near.dbias.data(), product::column_sum_columns);
+  last(product_bias_gradient, p, COLUMN_SUMS, uint64_t(groups - 1) * tiles(width, COLUMN_SUMS.columns));
+  if (wrong.empty()) wrong = bits("dbias far away", dbias, near.dbias.data(), COLUMN_SUMS.columns);
   return wrong;
 }
 

@@ -29,13 +29,13 @@ struct Table {
 };
 
 void run(const Options& options, const Rope& p) {
-  const size_t threads = p.rows * p.heads * (p.half / elements::vector);
-  cuda_host::launch(options, unsigned((threads + rope_op::threads - 1) / rope_op::threads), rope_op::threads, 0, [=] { rope(p); });
+  const size_t vectors = p.rows * p.heads * (p.half / elements::vector);
+  launch_over(options, rope, p, vectors, rope_op::threads, rope_op::threads);
 }
 
 void append(const Options& options, const RopeAppend& p) {
-  const size_t threads = p.rows * (p.heads + p.kv_heads) * (p.half / elements::vector);
-  cuda_host::launch(options, unsigned((threads + rope_op::threads - 1) / rope_op::threads), rope_op::threads, 0, [=] { rope_append(p); });
+  const size_t vectors = p.rows * (p.heads + p.kv_heads) * (p.half / elements::vector);
+  launch_over(options, rope_append, p, vectors, rope_op::threads, rope_op::threads);
 }
 
 std::vector<double> exact(const Table& table, const std::vector<bf16>& x, const std::vector<uint32_t>& positions, int heads,

@@ -20,10 +20,10 @@ using cuda_host::Options;
 namespace {
 
 std::vector<uint32_t> choose(const Options& options, const std::vector<float>& logits, int experts, int top_k) {
-  const size_t tokens = logits.size() / experts, of_block = router_op::route_threads / 32;
+  const size_t tokens = logits.size() / experts;
   std::vector<uint32_t> routes(tokens * top_k, ~0u);
   const Route p = {logits.data(), routes.data(), int64_t(tokens), experts, top_k};
-  cuda_host::launch(options, unsigned((tokens + of_block - 1) / of_block), router_op::route_threads, 0, [=] { route(p); });
+  launch_over(options, route, p, tokens, router_op::route_threads / 32, router_op::route_threads);
   return routes;
 }
 
@@ -40,8 +40,7 @@ std::vector<uint32_t> sorted(const std::vector<float>& logits, int experts, int 
 }
 
 void softmax(const Options& options, void (*kernel)(TopKSoftmax), const TopKSoftmax& p) {
-  cuda_host::launch(options, unsigned((p.tokens + router_op::softmax_threads - 1) / router_op::softmax_threads),
-                    router_op::softmax_threads, 0, [=] { kernel(p); });
+  launch_over(options, kernel, p, size_t(p.tokens), router_op::softmax_threads, router_op::softmax_threads);
 }
 
 std::string wrong_softmax(const Options& options, const std::vector<float>& logits, const std::vector<uint32_t>& routes, int experts,

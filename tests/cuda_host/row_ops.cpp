@@ -39,10 +39,9 @@ struct Gated {
 Gated swiglu(const Options& options, const std::vector<bf16>& x, const std::vector<bf16>& dy, float limit, float alpha) {
   const size_t pairs = dy.size();
   Gated got = {std::vector<bf16>(pairs), std::vector<bf16>(2 * pairs)};
-  const unsigned blocks = unsigned((pairs + op::swiglu_threads * op::vector - 1) / (op::swiglu_threads * op::vector));
   const auto run = [&](void (*kernel)(Swiglu), const bf16* dy, bf16* out) {
     const Swiglu p = {x.data(), dy, out, int64_t(pairs), limit, alpha};
-    launch(options, blocks, op::swiglu_threads, 0, [=] { kernel(p); });
+    launch_over(options, kernel, p, pairs, op::swiglu_threads * op::vector, op::swiglu_threads);
   };
   run(swiglu_forward, nullptr, got.y.data());
   run(swiglu_backward, dy.data(), got.dx.data());
@@ -97,8 +96,7 @@ Normed rms_norm(const Options& options, const std::vector<bf16>& x, const std::v
   const RmsNormWeight p = {x.data(), dy.data(), inverse_rms.data(), parts.data(), got.dweight.data(), int64_t(rows), width};
   const unsigned columns = unsigned((width / 2 + op::weight_threads - 1) / op::weight_threads);
   launch(options, unsigned(chunks) * columns, op::weight_threads, 0, [=] { rms_norm_weight(p); });
-  launch(options, unsigned((width + op::weight_threads - 1) / op::weight_threads), op::weight_threads, 0,
-         [=] { rms_norm_weight_sum(p); });
+  launch_over(options, rms_norm_weight_sum, p, size_t(width), op::weight_threads, op::weight_threads);
   return got;
 }
 
@@ -151,12 +149,9 @@ std::string wrong_rms_norm(const Options& options, size_t rows, int width, doubl
     if (wrong.empty()) wrong = bits("rms_norm alone, dx", one.dx.data(), got.dx.data() + at, width);
   }
   // Another schedule: the same bits.
-  if (wrong.empty()) {
-    Options other = options;
-    other.schedule = cuda_host::Schedule::newest_first;
-    wrong = bits("rms_norm on another schedule, dweight", rms_norm(other, x, weight, dy, eps).dweight.data(), got.dweight.data(), width);
-  }
-  return wrong;
+  if (!wrong.empty()) return wrong;
+  const Normed again = rms_norm(newest_first(options), x, weight, dy, eps);
+  return bits("rms_norm on another schedule, dweight", again.dweight.data(), got.dweight.data(), width);
 }
 
 // Pairs beyond 2^32, where what is counted in 32 bits begins anew: eight and what is left over.

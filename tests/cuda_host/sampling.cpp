@@ -73,8 +73,7 @@ std::string wrong_draws(const char* what, const Options& options, const Rows& ro
   std::vector<float> log_probs(asked.size());
   const LogProbs p = {rows.row_zero(), rows.log_sum_exp.data() - rows.first, asked.data(), tokens.data(), log_probs.data(),
                       int64_t(asked.size()), rows.vocabulary};
-  launch(options, unsigned((asked.size() + op::log_probs_threads - 1) / op::log_probs_threads), op::log_probs_threads, 0,
-         [=] { sampling_log_probs(p); });
+  launch_over(options, sampling_log_probs, p, asked.size(), op::log_probs_threads, op::log_probs_threads);
   for (size_t i = 0; i < asked.size(); i++) {
     const float exact = rows.row(asked[i])[tokens[i]] - rows.log_sum_exp[asked[i] - rows.first];
     if (log_probs[i] != exact) return differs("sampling, log-probability of a token", i, log_probs[i], exact);

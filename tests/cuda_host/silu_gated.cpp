@@ -19,11 +19,11 @@ struct Gated {
 };
 
 Gated silu_gated(const Options& options, const std::vector<bf16>& gate, const std::vector<bf16>& up, const std::vector<bf16>& dy) {
-  const size_t count = gate.size(), of_block = silu_gated_op::threads * elements::vector;
+  const size_t count = gate.size();
   Gated got = {std::vector<bf16>(count), std::vector<bf16>(count), std::vector<bf16>(count)};
   const auto run = [&](void (*kernel)(SiluGated), const bf16* dy, bf16* out, bf16* dup) {
     const SiluGated p = {gate.data(), up.data(), dy, out, dup, int64_t(count)};
-    cuda_host::launch(options, unsigned((count + of_block - 1) / of_block), silu_gated_op::threads, 0, [=] { kernel(p); });
+    launch_over(options, kernel, p, count, silu_gated_op::threads * elements::vector, silu_gated_op::threads);
   };
   run(silu_gated_forward, nullptr, got.y.data(), nullptr);
   run(silu_gated_backward, dy.data(), got.dgate.data(), got.dup.data());

@@ -10,7 +10,6 @@ and graded by the episode's first reward, once; and everything delivered must be
 be counted. The seed is printed; --seed takes it again.
 """
 
-import argparse
 import json
 import os
 import random
@@ -26,16 +25,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from faults import Failed, options
+
 TOKEN = "secret"
 STEPS, PROMPTS, SAMPLES = 8, 2, 16
 HANG_S = 120
 RECIPE = f"""
-[task]
-name = "agent"
-serve_on = "127.0.0.1:0"
-episode_timeout_s = 600
-[chat]
-system_message = false
+task = {{ name = "agent", serve_on = "127.0.0.1:0", episode_timeout_s = 600 }}
+chat.system_message = false
+rollout = {{ prompts_per_step = {PROMPTS}, samples_per_prompt = {SAMPLES}, prompt_tokens_max = 300, response_tokens_max = 40 }}
+train = {{ steps = {STEPS}, optimizer.lr = 1e-3 }}
+eval = {{ every_steps = 0, before_training = false }}
+checkpoint.every_steps = 100
+logging.trajectories_per_step = 100000
+parallel.threads = 1
 [model.architecture]
 hidden_size = 16
 num_hidden_layers = 1
@@ -46,29 +49,7 @@ intermediate_size = 16
 num_local_experts = 2
 num_experts_per_tok = 1
 max_position_embeddings = 512
-[rollout]
-prompts_per_step = {PROMPTS}
-samples_per_prompt = {SAMPLES}
-prompt_tokens_max = 300
-response_tokens_max = 40
-[train]
-steps = {STEPS}
-[train.optimizer]
-lr = 1e-3
-[eval]
-every_steps = 0
-before_training = false
-[checkpoint]
-every_steps = 100
-[logging]
-trajectories_per_step = 100000
-[parallel]
-threads = 1
 """
-
-
-class Failed(Exception):
-    """A promise that was not kept."""
 
 
 def read_rows(path):
@@ -535,13 +516,9 @@ class Player:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=2000, help="least number of requests")
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--binary", default="target/release/rloss")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, 2000, "least number of requests").parse_args()
     print(f"seed {arguments.seed}", flush=True)
-    campaign, begun = Campaign(arguments.seed, Path(arguments.binary).resolve()), time.monotonic()
+    campaign, begun = Campaign(arguments.seed, arguments.binary.resolve()), time.monotonic()
     try:
         while campaign.count["requests"] < arguments.count:
             campaign.play_run()

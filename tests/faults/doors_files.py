@@ -11,7 +11,6 @@ Each file is refused with one clear error, or used. Rules for each case:
 The seed is printed; case N of a seed is always the same: --only N repeats it and keeps its folder.
 """
 
-import argparse
 import concurrent.futures
 import copy
 import json
@@ -29,7 +28,8 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from faults import HERE, Failed, options
+
 FIXTURE = HERE.parent / "fixtures/gguf/gpt_oss.gguf"
 SPECIAL = ["<|pad|>", "<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>"]
 QWEN2 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -38,10 +38,6 @@ O200K = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}
          r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 ATOMS = [r"[\s\S]", ".", r"\s", r"\S", r"\p{L}", r"\p{N}", "a", "[^a]", "(?i:s)", r"\w", r"\b", "^", "$", "(?=)", r"\x00"]
 PIECES = ["2+3? ", "a", "A", " ", "\n", "\r\n", "1", "don't ", "é", "中文", "😀", "e\u0301", "\u00a0", "!!", "_x", "ﬁ", "İ"]
-
-
-class Failed(Exception):
-    """A rule that was broken."""
 
 
 def alphabet():
@@ -353,7 +349,7 @@ def mutate_gguf(rng, base):
 class World:
     def __init__(self, arguments):
         self.place = Path(tempfile.mkdtemp(prefix="rloss-doors-files-"))
-        self.binary = str(Path(arguments.binary).resolve())
+        self.binary = str(arguments.binary.resolve())
         self.seconds = arguments.seconds
         self.seed = arguments.seed
         data = FIXTURE.read_bytes()
@@ -373,22 +369,16 @@ class World:
         seconds and the trajectory."""
         (folder / "rows.jsonl").write_text(json.dumps({"question": text, "answer": "#### 1"}) + "\n")
         (folder / "recipe.toml").write_text(f"""
-[task]
-name = "gsm8k"
-train_file = "{folder}/rows.jsonl"
-validation_file = "{folder}/rows.jsonl"
+task = {{ name = "gsm8k", train_file = "{folder}/rows.jsonl", validation_file = "{folder}/rows.jsonl" }}
+chat.system_message = false
+parallel.threads = 1
+model.path = "{model}"
 [rollout]
 prompts_per_step = 1
 samples_per_prompt = 1
 prompt_tokens_max = 1500
 response_tokens_max = 8
 turns_max = 1
-[chat]
-system_message = false
-[parallel]
-threads = 1
-[model]
-path = "{model}"
 """)
         command = [self.binary, "rollout", folder / "recipe.toml", "--out", folder / "out"]
         shutil.rmtree(folder / "out", ignore_errors=True)
@@ -487,11 +477,8 @@ path = "{model}"
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", default="target/release/rloss")
-    parser.add_argument("--count", type=int, default=200, help="cases, half of each kind")
+    parser = options(__doc__, 200, "cases, half of each kind")
     parser.add_argument("--kind", choices=["tokenizer", "gguf"])
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--seconds", type=float, default=2.0, help="limit of a case's processor time")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--only", type=int, help="the number of one case")

@@ -9,7 +9,6 @@ that its breach asks for, and never an answer. A request with a wrong token or h
 Under every load the server's memory stays within the plan of `rloss check` and 64 MB, and it answers afterwards.
 """
 
-import argparse
 import json
 import os
 import random
@@ -22,7 +21,8 @@ import threading
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from faults import HERE, Failed, options
+
 RECIPE = HERE / "tiny.toml"
 TOKEN = "secret"
 NAME = "m"
@@ -31,10 +31,6 @@ MARGIN = 64 << 20
 HANG_S = 60
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 BODY_BYTES_MAX = 4 << 20
-
-
-class Failed(Exception):
-    """A promise that was not kept."""
 
 
 class Server:
@@ -503,15 +499,12 @@ def loads(draw, server, count, limit, log):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--binary", default=HERE.parents[1] / "target/release/rloss")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--count", type=int, default=600, help="requests by grammar")
+    parser = options(__doc__, 600, "requests by grammar")
     parser.add_argument("--loads", type=int, default=0, help="drawn loads")
     arguments = parser.parse_args()
-    seed = random.randrange(1 << 32) if arguments.seed is None else arguments.seed
+    seed, binary = arguments.seed, arguments.binary.resolve()
     print(f"seed {seed}", flush=True)
-    binary, draw, begun = Path(arguments.binary).resolve(), random.Random(seed), time.monotonic()
+    draw, begun = random.Random(seed), time.monotonic()
     limit = planned(binary) + MARGIN
 
     def log(line):

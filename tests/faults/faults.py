@@ -34,6 +34,30 @@ class Failed(Exception):
     """A promise that was not kept."""
 
 
+def options(description, count, what=None):
+    """Returns the parser of the options that all campaigns have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=count, help=what)
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
+    parser.add_argument("--binary", type=Path, default=HERE.parent.parent / "target/release/rloss")
+    return parser
+
+
+def log(line):
+    print(line, flush=True)
+
+
+def played(world, seed, *campaigns):
+    """Prints what each campaign has to say. The world's files are left where one fails."""
+    try:
+        for campaign in campaigns:
+            log(campaign(world))
+    except Failed as failure:
+        print(f"FAILED (seed {seed}, files in {world.place}): {failure}")
+        sys.exit(1)
+    shutil.rmtree(world.place)
+
+
 class World:
     def __init__(self, arguments):
         self.place = Path(tempfile.mkdtemp(prefix="rloss-faults-"))
@@ -127,7 +151,7 @@ def same(found, expected):
             raise Failed(f"the end differs: {what}")
 
 
-def kills(world, count, log):
+def kills(world, count):
     expected = world.reference()
     killed, runs = 0, 0
     while killed < count:
@@ -158,7 +182,7 @@ def kills(world, count, log):
     return f"{killed} kills in {runs} runs: nothing lost, every run ended as one without kills"
 
 
-def errors(world, count, log):
+def errors(world, count):
     expected = world.reference()
     codes = Counter()
     for n in range(count):
@@ -196,7 +220,7 @@ def flip(file, bit):
     file.write_bytes(data)
 
 
-def bits(world, count, log):
+def bits(world, count):
     base = world.folder()
     world.done(world.train(base))
     plain = world.folder()
@@ -252,7 +276,7 @@ def bits(world, count, log):
     return f"{count} flipped bits: {dict(total)}"
 
 
-def soak(world, seconds, log):
+def soak(world, seconds):
     run = world.folder()
     command = world.train(run, "--set", "logging.trajectories_per_step=1", "--set", "checkpoint.every_steps=50")
     command += ["--set", "eval.every_steps=100", "--set", "train.steps=100000000"]
@@ -300,27 +324,15 @@ def soak(world, seconds, log):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__, 20)
     parser.add_argument("campaign", choices=["kills", "errors", "bits", "soak"])
-    parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--binary", default=HERE.parent.parent / "target/release/rloss")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of every run's recipe")
     arguments = parser.parse_args()
-    print(f"{arguments.campaign}, seed {arguments.seed}", flush=True)
-    world = World(arguments)
-    log = lambda line: print(line, flush=True)
-    try:
-        if arguments.campaign == "soak":
-            print(soak(world, arguments.seconds, log))
-        else:
-            campaign = {"kills": kills, "errors": errors, "bits": bits}[arguments.campaign]
-            print(campaign(world, arguments.count, log))
-    except Failed as failure:
-        print(f"FAILED (seed {arguments.seed}, files in {world.place}): {failure}")
-        sys.exit(1)
-    shutil.rmtree(world.place)
+    log(f"{arguments.campaign}, seed {arguments.seed}")
+    campaign = {"kills": kills, "errors": errors, "bits": bits, "soak": soak}[arguments.campaign]
+    extent = arguments.seconds if arguments.campaign == "soak" else arguments.count
+    played(World(arguments), arguments.seed, lambda world: campaign(world, extent))
 
 
 if __name__ == "__main__":

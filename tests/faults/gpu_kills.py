@@ -28,7 +28,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+from faults import HERE, Failed
+
 sys.path.insert(0, str(HERE.parent / "cuda_driver"))
 from world import RECIPE, SHORT, numbers, sets, tensors  # noqa: E402
 
@@ -46,10 +47,6 @@ WORDS = [
         parallel__exchange_timeout_s=LIMIT_S,
     ),
 ]  # fmt: skip
-
-
-class Failed(Exception):
-    """A promise that was not kept."""
 
 
 class World:

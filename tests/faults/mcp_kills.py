@@ -8,18 +8,15 @@ server is started again; only a trajectory that was in a call fails, and is coun
 that of a run without kills too.
 """
 
-import argparse
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from faults import HERE, Failed, World, end, same
+from faults import HERE, Failed, World, end, log, options, played, same
 
 SERVER = HERE.parent / "fixtures/mcp_server.py"
 GONE_S = 10
@@ -94,7 +91,7 @@ class McpWorld(World):
         return end(run), calls
 
 
-def kills_of_the_run(world, count, log):
+def kills_of_the_run(world, count):
     expected, calls = world.without_kills()
     killed, runs, interrupted = 0, 0, 0
     while killed < count:
@@ -122,7 +119,7 @@ def kills_of_the_run(world, count, log):
     return f"{killed} kills of {runs} runs ({interrupted} while the server ran, {calls} calls a run): every end is equal"
 
 
-def kills_of_the_server(world, count, log):
+def kills_of_the_server(world, count):
     expected, _ = world.without_kills()
     killed, runs, failed, equal = 0, 0, 0, 0
     while killed < count:
@@ -159,22 +156,11 @@ def kills_of_the_server(world, count, log):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
-    parser.add_argument("--binary", default=HERE.parent.parent / "target/release/rloss")
-    arguments = parser.parse_args()
+    arguments = options(__doc__, 20).parse_args()
     arguments.set = []
-    print(f"kills with an MCP server, seed {arguments.seed}", flush=True)
-    world = McpWorld(arguments)
-    log = lambda line: print(line, flush=True)
-    try:
-        print(kills_of_the_run(world, arguments.count, log))
-        print(kills_of_the_server(world, arguments.count, log))
-    except Failed as failure:
-        print(f"FAILED (seed {arguments.seed}, files in {world.place}): {failure}")
-        sys.exit(1)
-    shutil.rmtree(world.place)
+    log(f"kills with an MCP server, seed {arguments.seed}")
+    kills = [lambda world, kill=kill: kill(world, arguments.count) for kill in (kills_of_the_run, kills_of_the_server)]
+    played(McpWorld(arguments), arguments.seed, *kills)
 
 
 if __name__ == "__main__":

@@ -144,12 +144,12 @@ impl Launch {
         let arguments = self.arguments();
         if self.survivors {
             let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-            let mut command = Command::new(root.join("scripts/run_slurm.sh"));
+            let mut command = Command::new(root.join("scripts/launch.sh"));
             let path = std::env::var("PATH").expect("PATH");
             command.env("PATH", format!("{}:{path}", root.join("tests/ranks").display()));
             command.env("RLOSS", program()).env("SLURM_NTASKS", self.ranks.to_string());
             command.env("RLOSS_RANKS_BY", if by_nccl() { "nccl" } else { "mpi" });
-            command.args(&arguments[1..]);
+            command.arg("slurm").args(&arguments[1..]);
             return spawn(command, self.place);
         }
         if by_nccl() {

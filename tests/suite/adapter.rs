@@ -36,12 +36,12 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// The adapters of `scripts/adapter_parity.py --fixtures`, each with its base.
+/// The adapters of `scripts/parity.py adapters --fixtures`, each with its base.
 const FIXTURES: [(&str, &str); 2] = [("adapter_gpt_oss", "gpt_oss_yarn"), ("adapter_qwen2", "qwen2")];
 
 fn compare(case: Case, name: &str) -> Figures {
     let figures = case.figures();
-    println!("parity {name}{figures}"); // scripts/adapter_parity.py reads this line.
+    println!("parity {name}{figures}"); // scripts/parity.py reads this line.
     figures
 }
 
@@ -54,15 +54,12 @@ fn fixtures_agree_with_peft() {
     }
 }
 
-/// The cases that `scripts/adapter_parity.py` makes, in the folder that `RLOSS_ADAPTER_PARITY` names. Each
+/// The cases that `scripts/parity.py adapters` makes, in the folder that `RLOSS_ADAPTER_PARITY` names. Each
 /// adapter is written again, in `saved/`, and merged into its base, in `merged/`, for the script to load.
 #[test]
 fn random_adapters_agree_with_peft() {
     let Some(folder) = std::env::var_os("RLOSS_ADAPTER_PARITY") else {
-        crate::skips::note(
-            "no RLOSS_ADAPTER_PARITY (scripts/adapter_parity.py makes random adapters and sets it)",
-            "",
-        );
+        crate::skips::note("no RLOSS_ADAPTER_PARITY (scripts/parity.py adapters makes them and sets it)", "");
         return;
     };
     let mut cases: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();

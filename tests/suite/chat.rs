@@ -17,7 +17,7 @@ fn chatml() -> ChatMl {
     ChatMl::from_embedded().unwrap()
 }
 
-/// The conversations that `scripts/make_chat_fixtures.py` made, with the texts that Qwen2.5-Instruct's
+/// The conversations that `scripts/chat_templates.py chatml` made, with the texts that Qwen2.5-Instruct's
 /// template gave.
 fn conversations() -> Vec<Value> {
     let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chatml.jsonl");
@@ -267,7 +267,7 @@ fn what_follows_a_turn_continues_the_conversation() {
 }
 
 /// Two hundred prompts with drawn tools, as transformers rendered them by the published templates:
-/// `scripts/make_chat_fixtures.py`.
+/// `scripts/chat_templates.py families`.
 #[test]
 fn prompts_with_tools_are_those_of_the_published_templates() {
     let thinking = Chat::ChatMl(ChatMl::from_embedded_with_thoughts().unwrap());
@@ -312,7 +312,8 @@ fn unpacked(name: &str) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// Two hundred conversations, as transformers rendered them by Qwen3's template: `scripts/make_chat_fixtures.py`.
+/// Two hundred conversations, as transformers rendered them by Qwen3's template:
+/// `scripts/chat_templates.py families`.
 #[test]
 fn conversations_with_thoughts_are_those_of_qwen3s_template() {
     let rows = unpacked("thoughts.jsonl.gz");

@@ -1,5 +1,5 @@
 //! GGUF files: read as the `gguf` package reads them, written so that they read back, and refused by name.
-//! `scripts/make_gguf_fixtures.py` wrote the fixtures.
+//! `scripts/gguf_files.py` wrote the fixtures.
 
 use rloss::checkpoint::gguf::{GgufFile, GgufModel, TensorType};
 use rloss::checkpoint::load::ModelFolder;

@@ -89,7 +89,10 @@ fn ids(value: &Value) -> Vec<u32> {
 #[test]
 fn a_real_file_agrees_with_its_folder_its_tokenizer_and_llama_cpp() {
     let Some(made) = std::env::var_os("RLOSS_GGUF_PARITY") else {
-        return crate::skips::note("no RLOSS_GGUF_PARITY (scripts/gguf_parity.py makes it and sets it)", "");
+        return crate::skips::note(
+            "no RLOSS_GGUF_PARITY (scripts/llama_cpp.py file makes it and sets it)",
+            "",
+        );
     };
     let made = Path::new(&made);
     let [file, tied] = ["model.gguf", "tied.gguf"].map(|name| Opened::gguf(&made.join(name)));

@@ -53,12 +53,12 @@ fn fixtures_of_qwen3_agree_with_transformers() {
     }
 }
 
-/// The cases that `scripts/parity.py` makes, in the folder that `RLOSS_PARITY` names. Each model is saved
-/// again, in `saved/`, for the script to load in transformers.
+/// The cases that `scripts/parity.py models` makes, in the folder that `RLOSS_PARITY` names. Each model is
+/// saved again, in `saved/`, for the script to load in transformers.
 #[test]
 fn random_models_agree_with_transformers() {
     let Some(folder) = std::env::var_os("RLOSS_PARITY") else {
-        crate::skips::note("no RLOSS_PARITY (scripts/parity.py makes random models and sets it)", "");
+        crate::skips::note("no RLOSS_PARITY (scripts/parity.py models makes them and sets it)", "");
         return;
     };
     let mut cases: Vec<PathBuf> = std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()).collect();

@@ -1,5 +1,5 @@
 //! Rows of files of other programs: every writer's Parquet, CSV, arrays, gzip; damaged files; files of other
-//! kinds. `scripts/make_table_fixtures.py` writes the fixtures.
+//! kinds. `scripts/make_reference_values.py tables` writes the fixtures.
 
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 /// The day that the fixtures were made for.
 const DAY: &str = "2026-01-02";
 
-/// Compares every template of a folder with `cases.json.gz`, which `scripts/check_templates.py` wrote. Returns
-/// the number of templates, texts and errors.
+/// Compares every template of a folder with `cases.json.gz`, which `scripts/chat_templates.py reference`
+/// wrote. Returns the number of templates, texts and errors.
 fn compare(folder: &Path) -> (usize, usize, usize) {
     let mut text = String::new();
     let file = std::fs::File::open(folder.join("cases.json.gz")).unwrap();
@@ -57,7 +57,8 @@ fn ten_templates_are_rendered_as_transformers_renders_them() {
 #[test]
 fn chat_templates_of_a_folder() {
     let Some(folder) = std::env::var_os("RLOSS_TEMPLATES") else {
-        let reason = "no chat templates (scripts/check_templates.py writes them, then set RLOSS_TEMPLATES)";
+        let reason =
+            "no chat templates (scripts/chat_templates.py reference writes them, then set RLOSS_TEMPLATES)";
         return crate::skips::note(reason, "templates of other models");
     };
     let (templates, texts, errors) = compare(&PathBuf::from(folder));

@@ -39,19 +39,19 @@ fn target<E: AsRef<[u8]>>(
     Target { name, weight, examples, parse }
 }
 
-/// A parser of text.
-fn text(parse: impl Fn(&str) + 'static) -> Parse {
-    Box::new(move |bytes| parse(&String::from_utf8_lossy(bytes)))
+/// A parser of text. What it returns does not count.
+fn text<R>(parse: impl Fn(&str) -> R + 'static) -> Parse {
+    Box::new(move |bytes| drop(parse(&String::from_utf8_lossy(bytes))))
 }
 
 /// A parser of a file called `name` in a folder of its own.
-fn file(scratch: &Path, name: &str, parse: impl Fn(&Path) + 'static) -> Parse {
+fn file<R>(scratch: &Path, name: &str, parse: impl Fn(&Path) -> R + 'static) -> Parse {
     let folder = scratch.join(name.replace(['.', '/'], "-"));
     let path = folder.join(name);
     fs::create_dir_all(path.parent().expect("a folder")).expect("a folder");
     Box::new(move |bytes| {
         fs::write(&path, bytes).expect("written");
-        parse(&path);
+        drop(parse(&path));
     })
 }
 
@@ -104,25 +104,19 @@ fn recipes(scratch: &Path) -> Vec<Target> {
             "recipe",
             4,
             texts,
-            text(|input| {
-                let _ = recipe::resolve(Path::new("a.toml"), input, &[]).map_err(|e| e.to_string());
-            }),
+            text(|input| recipe::resolve(Path::new("a.toml"), input, &[]).map_err(|e| e.to_string())),
         ),
         target(
             "set",
             4,
             ["train.steps=3", "task.name=\"gsm8k\"", "eval.pass_at=[1, 2]"],
-            text(|input| {
-                let _ = recipe::resolve(Path::new("a.toml"), "", &[input.to_owned()]);
-            }),
+            text(|input| recipe::resolve(Path::new("a.toml"), "", &[input.to_owned()])),
         ),
         target(
             "seal",
             8,
             [add_checksum("[train]\nsteps = 3\n")],
-            text(move |input| {
-                let _ = ChecksumStatus::check(input, &run);
-            }),
+            text(move |input| ChecksumStatus::check(input, &run)),
         ),
     ]
 }
@@ -140,9 +134,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             "config.json",
             10,
             configs,
-            file(scratch, "config.json", move |path| {
-                let _ = Config::read(&parent(path));
-            }),
+            file(scratch, "config.json", move |path| Config::read(&parent(path))),
         ),
         target(
             "tokenizer",
@@ -191,9 +183,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             "manifest",
             6,
             [format!("{digest}  a.json\n")],
-            file(scratch, "manifest.b3", move |path| {
-                let _ = Manifest::read(&parent(path));
-            }),
+            file(scratch, "manifest.b3", move |path| Manifest::read(&parent(path))),
         ),
         target(
             "trainer.json",
@@ -201,9 +191,7 @@ fn model_files(scratch: &Path) -> Vec<Target> {
             [format!(
                 r#"{{"phase": "rl", "step": 3, "updates": 3, "metrics_bytes": 99, "metrics_digest": "{digest}"}}"#
             )],
-            file(scratch, "trainer.json", move |path| {
-                let _ = checkpoint::read_state(&parent(path));
-            }),
+            file(scratch, "trainer.json", move |path| checkpoint::read_state(&parent(path))),
         ),
     ]
 }
@@ -221,14 +209,7 @@ fn run_files(scratch: &Path) -> Vec<Target> {
         let _ = report::page(&[run], false);
     };
     vec![
-        target(
-            "metrics row",
-            20,
-            [row],
-            text(|input| {
-                let _ = Row::from_json(input);
-            }),
-        ),
+        target("metrics row", 20, [row], text(Row::from_json)),
         target(
             "trajectories",
             8,

@@ -1,4 +1,4 @@
-//! `rloss serve` as a client sees it, over bare HTTP; scripts/check_serve.py has OpenAI's own client.
+//! `rloss serve` as a client sees it, over bare HTTP; `scripts/serving.py check` has OpenAI's own client.
 
 use super::{quickstart, rloss};
 use serde_json::{Value, json};

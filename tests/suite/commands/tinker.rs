@@ -1,5 +1,5 @@
 //! `rloss serve --train` as a client sees it, over bare HTTP. `fixtures/tinker.jsonl` has what the unmodified SDK
-//! sent (scripts/record_tinker.py).
+//! sent (`scripts/tinker_sdk.py record`).
 
 mod recorded;
 

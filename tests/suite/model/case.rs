@@ -145,7 +145,7 @@ impl Case {
         Self::of(folder, config, parameters, HashMap::new())
     }
 
-    /// A case of `scripts/adapter_parity.py` in `folder` on the model in `base`: the adapter alone learns.
+    /// A case of `scripts/parity.py adapters` in `folder` on the model in `base`: the adapter alone learns.
     pub fn adapted(base: &Path, folder: &Path) -> Self {
         let config = Config::read(base).unwrap();
         let mut parameters = crate::tiny::parameters(&config, load(base, &config).unwrap()).unwrap();

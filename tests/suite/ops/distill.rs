@@ -138,7 +138,7 @@ fn a_teacher_that_does_not_fit_is_an_error_and_extreme_logits_stay_finite() {
     assert!(run(&teacher(&two_rows, &w)).is_err());
 }
 
-/// A case of `scripts/distill_parity.py --fixture`.
+/// A case of `scripts/make_reference_values.py distill_head`.
 #[derive(Deserialize)]
 struct TorchCase {
     temperature: f64,
@@ -188,7 +188,7 @@ fn the_divergence_and_its_gradients_are_torchs() {
 
 /// `just distill-parity` writes the cases with torch, for the vocabulary of Qwen2.5.
 #[test]
-#[ignore = "needs the file that scripts/distill_parity.py writes"]
+#[ignore = "needs the file that scripts/make_reference_values.py distill writes"]
 fn the_divergence_over_a_real_vocabulary_is_torchs() {
     let folder = std::env::var("DISTILL_PARITY").expect("DISTILL_PARITY names the folder");
     let read = |name: &str| -> Vec<u8> { std::fs::read(Path::new(&folder).join(name)).unwrap() };

@@ -1,26 +1,31 @@
 #!/usr/bin/env python3
-"""Measures tokens per second and first-token times of `rloss serve`, llama.cpp's server and `rloss rollout`.
+"""Measures `rloss serve`, llama.cpp's server and `rloss rollout`: tokens per second, times of first tokens; and
+checks `rloss serve`.
 
-    bench_serve.py serve   --rloss RLOSS --model FOLDER [--set KEY=VALUE ...]
-    bench_serve.py llama   --python PYTHON --gguf FILE
-    bench_serve.py url     --url http://127.0.0.1:8000/v1
-    bench_serve.py rollout --rloss RLOSS --model FOLDER [--set KEY=VALUE ...]
-    bench_serve.py overhead --rloss RLOSS --model RUN
+    scripts/serving.py serve   --rloss RLOSS --model FOLDER [--set KEY=VALUE ...]
+    scripts/serving.py llama   --python PYTHON --gguf FILE
+    scripts/serving.py url     --url http://127.0.0.1:8000/v1
+    scripts/serving.py rollout --rloss RLOSS --model FOLDER [--set KEY=VALUE ...]
+    scripts/serving.py overhead --rloss RLOSS --model RUN
+    scripts/serving.py check   --rloss RLOSS --model RUN
 
 Common options: --clients 1,8,32  --tokens 64  --prompt-tokens 200  --rounds 1  --threads CPUS.
 
-`serve`, `llama` and `url` send one chat per client, all at once, and read the stream. The prompts are fixed, and
-all of them differ in their first words, so no prefix is shared. Sampling is greedy. A line of output has the number
-of clients, the tokens of all answers, the seconds from the first request to the last answer, tokens per second, and
-the median and the maximum of the first-token time. The first round of each number of clients is discarded.
+`serve`, `llama` and `url` send one chat per client, all at once, and read the stream. The prompts are fixed,
+and all of them differ in their first words, so no prefix is shared. Sampling is greedy. A line of output has
+the number of clients, the tokens of all answers, the seconds from the first request to the last answer,
+tokens per second, and the median and the maximum of the first-token time. The first round of each number of
+clients is discarded.
 
-`llama` starts llama.cpp's server in PYTHON, which must have the package xllamacpp. For weights of like size in
-memory, compare `serve --set model.dtype=bf16` with the file of `rloss export RUN --gguf FILE`, whose matrices are
-BF16. `rollout` samples the same prompts with `rloss rollout`; its time begins after the model is read.
-`overhead` sends 64 requests for one token at once, many times, to a small model, and prints the server's processor
-time and the wall time per request.
+`llama` starts llama.cpp's server in PYTHON, which must have the package xllamacpp. For weights of like size
+in memory, compare `serve --set model.dtype=bf16` with the file of `rloss export RUN --gguf FILE`, whose
+matrices are BF16. `rollout` samples the same prompts with `rloss rollout`; its time begins after the model is
+read. `overhead` sends 64 requests for one token at once, many times, to a small model, and prints the
+server's processor time and the wall time per request. Run these on a machine that does nothing else; they
+need Python's standard library alone.
 
-Needs Python's standard library alone. Run it on a machine that does nothing else.
+`check` asks the server through OpenAI's own Python client: chats, streams, tools, log-probs, errors. Needs
+the package openai. Takes seconds; exit code 1 and a traceback when something is wrong.
 """
 
 import argparse
@@ -212,9 +217,106 @@ def overhead(options):
         server.wait()
 
 
+# The quickstart's context is short.
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def refused(error, call):
+    """Checks that `call` raises `error`, with OpenAI's fields."""
+    try:
+        call()
+    except error as found:
+        assert found.body["message"], found
+        return found
+    raise AssertionError(f"{error.__name__} was expected")
+
+
+def check_client(client):
+    import openai
+
+    [model] = client.models.list().data
+    assert model.id == "policy" and client.models.retrieve("policy").id == "policy"
+
+    def ask(content="1+1", **more):
+        messages = [{"role": "user", "content": content}]
+        return client.chat.completions.create(model="policy", messages=messages, **more)
+
+    # A seed fixes the answer, alone and beside 31 others.
+    alone = ask(seed=1, n=2, logprobs=True, top_logprobs=3, max_completion_tokens=24)
+    with concurrent.futures.ThreadPoolExecutor(32) as pool:
+        others = [pool.submit(ask, str(i), seed=i, max_tokens=24) for i in range(31)]
+        beside = ask(seed=1, n=2, logprobs=True, top_logprobs=3, max_completion_tokens=24)
+        for other in others:
+            other.result()
+    assert alone.choices == beside.choices
+    assert len(alone.choices) == 2 and alone.usage.completion_tokens <= 48
+    for choice in alone.choices:
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0 and len(token.top_logprobs) == 3
+            assert token.top_logprobs[0].logprob >= token.top_logprobs[2].logprob
+
+    # A stream is the whole answer in parts.
+    whole = ask(seed=2, max_tokens=40)
+    parts = list(ask(seed=2, max_tokens=40, stream=True, stream_options={"include_usage": True}))
+    assert parts[-1].usage == whole.usage
+    text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert text == (whole.choices[0].message.content or "")
+    reasons = [part.choices[0].finish_reason for part in parts if part.choices]
+    assert [reason for reason in reasons if reason] == [whole.choices[0].finish_reason]
+
+    # Greedy answers need no seed.
+    assert ask(temperature=0).choices == ask(temperature=0).choices
+
+    # Tools and their replies are part of the prompt.
+    plain, tools = ask(max_tokens=1).usage, ask(max_tokens=1, tools=TOOLS, tool_choice="auto").usage
+    assert tools.prompt_tokens > plain.prompt_tokens
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
+    history = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "1+1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    client.chat.completions.create(model="policy", messages=history, max_tokens=1)
+
+    # Texts: prompts as text and as ids, log-probs of an echoed prompt.
+    first = client.completions.create(
+        model="policy", prompt=["1+1", "2+2"], max_tokens=8, logprobs=2, seed=3, extra_body={"return_token_ids": True}
+    )
+    assert [choice.index for choice in first.choices] == [0, 1]
+    ids = first.choices[0].prompt_token_ids + first.choices[0].token_ids
+    scored = client.completions.create(model="policy", prompt=ids, max_tokens=0, echo=True, logprobs=0)
+    sampled = first.choices[0].logprobs.token_logprobs
+    assert scored.choices[0].logprobs.token_logprobs[-len(sampled) :] == sampled
+    stream = client.completions.create(model="policy", prompt="1+1", max_tokens=8, seed=3, stream=True)
+    assert "".join(part.choices[0].text for part in stream) == first.choices[0].text
+
+    # Errors are the client's own exceptions.
+    refused(openai.NotFoundError, lambda: client.models.retrieve("gpt-4"))
+    found = refused(openai.BadRequestError, lambda: ask("1+" * 5000))
+    assert found.code == "context_length_exceeded", found.body
+    found = refused(openai.BadRequestError, lambda: ask(temperature=-1))
+    assert found.param == "temperature", found.body
+    refused(openai.BadRequestError, lambda: ask(extra_body={"messages": "1"}))
+
+
+def check(options):
+    import openai
+
+    server, url = served(options, options.model)
+    try:
+        check_client(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
+    except BaseException:
+        server.kill()
+        raise
+    server.terminate()
+    assert server.wait() == 0
+    print("OpenAI's client is content")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["serve", "llama", "url", "rollout", "overhead"])
+    parser.add_argument("what", choices=["serve", "llama", "url", "rollout", "overhead", "check"])
     parser.add_argument("--rloss", default="target/release/rloss")
     parser.add_argument("--model", help="a model folder, a run or a recipe")
     parser.add_argument("--set", dest="sets", action="append", default=[], metavar="KEY=VALUE")
@@ -228,8 +330,8 @@ def main():
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     options = parser.parse_args()
     counts = [int(count) for count in options.clients.split(",")]
-    if options.what == "overhead":
-        return overhead(options)
+    if options.what in ("overhead", "check"):
+        return {"overhead": overhead, "check": check}[options.what](options)
     if options.what == "rollout":
         for count in counts:
             rollout(options, count)

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Losses and advantages, computed by other projects' own code and by rloss, compared.
+"""Losses, advantages and SFT steps, computed by other trainers' own code and by rloss, compared.
 
-    scripts/objective_parity.py --verl DIR --trl DIR --prime-rl DIR [--dppo FILE] [--cases 100] [--keep FOLDER]
+    scripts/trainer_parity.py objectives --verl DIR --trl DIR --prime-rl DIR [--dppo FILE] [--cases 100] [--keep FOLDER]
+    scripts/trainer_parity.py sft RLOSS TOKENIZER [--steps 5] [--family qwen2|qwen3]
 
-The three folders are checkouts; docs/POLICY.md names the commits. FILE is a `core_algos.py` of verl that has DPPO, if
-DIR's has none. Of each project the functions that compute an objective are executed from its source, on random batches
-in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl, which the policy vectors' test reads.
+`objectives`: the three folders are checkouts; docs/POLICY.md names the commits. FILE is a `core_algos.py` of
+verl that has DPPO, if DIR's has none. Of each project the functions that compute an objective are executed
+from its source, on random batches in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl,
+which the policy vectors' test reads.
 
 | function | source |
 | --- | --- |
@@ -15,10 +17,17 @@ in f64; values and gradients go to FOLDER/policy-vectors/objectives.jsonl, which
 | `vespo` | TRL, `GRPOTrainer.get_gamma_weights` |
 | `policy.correction.off_policy_mask` | TRL, `GRPOTrainer.get_off_policy_mask` |
 
-verl's selection of `clip_cov` and `kl_cov` is read while its code runs, and the loss gets it. The selections themselves
-are compared where both are deterministic: on fresh data (T = O), and for `clip_cov` with the fraction 1.
+verl's selection of `clip_cov` and `kl_cov` is read while its code runs, and the loss gets it. The selections
+themselves are compared where both are deterministic: on fresh data (T = O), and for `clip_cov` with the
+fraction 1.
 
 Needs torch and numpy.
+
+`sft` compares `rloss sft` with TRL's SFTTrainer: the same rows, weights and settings, some steps of AdamW in
+f32. TOKENIZER is a folder with the tokenizer of a Qwen2.5 or Qwen3 model. The model is small and random. Each
+step takes all rows, so the order of rows does not matter. Prints the largest difference of the losses and of
+the weights, and fails above 1e-5 and 5e-5. Needs torch, transformers and trl; tried with trl 1.16,
+transformers 5.24 and torch 2.15.
 """
 
 import argparse
@@ -26,6 +35,8 @@ import ast
 import json
 import math
 import os
+import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,14 +45,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Optional
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+# Of `objectives`: rows and tokens of a batch, and settings.
 ROWS, WIDTH = 6, 8
 LOW, HIGH, RATIO_MAX = 0.2, 0.28, 3.0
 COV = {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0, "kl_cov_ratio": 0.1, "ppo_kl_coef": 0.7}
 SOFT = {"tau_pos": 1.0, "tau_neg": 1.05, "k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0}
+# Of `sft`.
+LOSS_DIFFERENCE_MAX = 1e-5
+WEIGHT_DIFFERENCE_MAX = 5e-5
+LR = 1e-3
+SFT_ROWS = 8
 
 
 def functions(path, names, scope):
@@ -87,6 +103,8 @@ def masked_mean(values, mask):
 
 
 def verl_scope():
+    import numpy as np
+
     class Config:
         clip_ratio, clip_ratio_low, clip_ratio_high, clip_ratio_c = LOW, LOW, HIGH, RATIO_MAX
         tau_pos, tau_neg, global_batch_info = SOFT["tau_pos"], SOFT["tau_neg"], {}
@@ -124,7 +142,9 @@ def gradient(loss, now):
     return value.item(), (now.grad if now.grad is not None else torch.zeros_like(now)).tolist()
 
 
-def rows(arguments):
+def objective_rows(arguments):
+    import numpy as np
+
     scope, config = verl_scope()
     path = arguments.verl / "verl" / "trainer" / "ppo" / "core_algos.py"
     losses = functions(path, ["agg_loss", "compute_policy_loss_sapo", "compute_opo_outcome_advantage"], scope)
@@ -217,23 +237,164 @@ def rows(arguments):
                   dict(advantages=expected.tolist()))
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ["verl", "trl", "prime-rl"]:
-        parser.add_argument(f"--{name}", type=Path, required=True)
-    parser.add_argument("--dppo", type=Path)
-    parser.add_argument("--cases", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--keep", type=Path)
-    arguments = parser.parse_args()
+def make_model(family, tokenizer_folder, folder):
+    """Writes a small random model with the tokenizer. Returns the size of the vocabulary."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    size = len(tokenizer)
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=size,
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        use_sliding_window=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(tokenizer_folder) / name, folder)
+    return size
+
+
+def sft_rows(vocabulary):
+    """Returns rows of random tokens, each with a mask of two answers."""
+    source = random.Random(7)
+    rows = []
+    for _ in range(SFT_ROWS):
+        length = source.randrange(30, 120)
+        first, second = source.randrange(4, length // 2), source.randrange(length // 2, length - 4)
+        mask = [first <= i < first + 4 or i >= second for i in range(length)]
+        rows.append({"tokens": [source.randrange(vocabulary) for _ in range(length)], "mask": mask})
+    return rows
+
+
+def train_with_trl(folder, rows, steps, out):
+    """Returns the losses and the weights after `steps` steps."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    class LossRecorder(SFTTrainer):
+        """Keeps the loss of every step, unrounded."""
+
+        losses = []
+
+        def compute_loss(self, model, inputs, **arguments):
+            result = super().compute_loss(model, inputs, **arguments)
+            self.losses.append(float(result[0] if isinstance(result, tuple) else result))
+            return result
+
+    data = Dataset.from_list(
+        [{"input_ids": row["tokens"], "completion_mask": [int(m) for m in row["mask"]]} for row in rows]
+    )
+    settings = SFTConfig(
+        output_dir=str(out),
+        max_steps=steps,
+        per_device_train_batch_size=SFT_ROWS,
+        learning_rate=LR,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        adam_beta1=0.9,
+        adam_beta2=0.999,
+        adam_epsilon=1e-8,
+        max_grad_norm=1.0,
+        completion_only_loss=True,
+        max_length=None,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trainer = LossRecorder(model=model, args=settings, train_dataset=data, processing_class=tokenizer)
+    trainer.train()
+    return trainer.losses, {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def train_with_rloss(rloss, folder, rows, steps, out):
+    """Returns the losses and the weights after `steps` steps."""
+    from safetensors.torch import load_file
+
+    data = out.parent / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = [
+        f"cold_start.steps={steps}",
+        f"cold_start.batch_size={SFT_ROWS}",
+        f"cold_start.optimizer.lr={LR}",
+        "checkpoint.dtype=f32",
+    ]
+    command = [rloss, "sft", folder, "--data", data, "--out", out]
+    subprocess.run(command + [word for key in sets for word in ("--set", key)], check=True)
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["cold_start/loss"] for row in metrics if "cold_start/loss" in row]
+    checkpoint = max((out / "checkpoints").iterdir())
+    return losses, load_file(checkpoint / "model.safetensors")
+
+
+def objectives(arguments):
     with tempfile.TemporaryDirectory() as temporary:
         data = (arguments.keep or Path(temporary)).absolute()
         (data / "policy-vectors").mkdir(parents=True, exist_ok=True)
-        lines = list(rows(arguments))
+        lines = list(objective_rows(arguments))
         (data / "policy-vectors" / "objectives.jsonl").write_text("\n".join(lines) + "\n")
         print(f"{len(lines)} rows", flush=True)
         test = ["cargo", "test", "--release", "--test", "suite", "policy_vectors_pass", "--", "--nocapture"]
         return subprocess.run(test, cwd=ROOT, env=os.environ | dict(RLOSS_DATA=str(data))).returncode
+
+
+def sft(arguments):
+    with tempfile.TemporaryDirectory() as temporary:
+        temporary = Path(temporary)
+        folder = temporary / "model"
+        vocabulary = make_model(arguments.family, arguments.tokenizer, folder)
+        rows = sft_rows(vocabulary)
+        theirs = train_with_trl(folder, rows, arguments.steps, temporary / "trl")
+        ours = train_with_rloss(arguments.rloss, folder, rows, arguments.steps, temporary / "sft")
+    print("losses, TRL: ", *(f"{loss:.7f}" for loss in theirs[0]))
+    print("losses, sft: ", *(f"{loss:.7f}" for loss in ours[0]))
+    assert len(ours[0]) == len(theirs[0]) == arguments.steps
+    losses = max(abs(a - b) for a, b in zip(*(ours[0], theirs[0])))
+    names = [name for name in theirs[1] if name in ours[1]]
+    assert len(names) == len(ours[1]), set(ours[1]) - set(names)
+    weights = max(float((ours[1][name].float() - theirs[1][name]).abs().max()) for name in names)
+    print(f"largest difference: losses {losses:.2e}, weights {weights:.2e} ({len(names)} tensors)")
+    assert losses <= LOSS_DIFFERENCE_MAX and weights <= WEIGHT_DIFFERENCE_MAX
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("objectives")
+    command.set_defaults(run=objectives)
+    for name in ["verl", "trl", "prime-rl"]:
+        command.add_argument(f"--{name}", type=Path, required=True)
+    command.add_argument("--dppo", type=Path)
+    command.add_argument("--cases", type=int, default=100)
+    command.add_argument("--seed", type=int, default=1)
+    command.add_argument("--keep", type=Path)
+    command = commands.add_parser("sft")
+    command.set_defaults(run=sft)
+    command.add_argument("rloss")
+    command.add_argument("tokenizer")
+    command.add_argument("--steps", type=int, default=5)
+    command.add_argument("--family", choices=["qwen2", "qwen3"], default="qwen2")
+    arguments = parser.parse_args()
+    return arguments.run(arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 #!/usr/bin/env python3
-"""Collects the licence files of every crate and of Rust's standard library, for a release archive or an image.
+"""Collects the licence files of the dependencies, and checks the dependencies.
 
-    scripts/licences.py FOLDER [FEATURES]      FOLDER is made; a file is named CRATE-VERSION.FILE
+    scripts/dependencies.py licences FOLDER [FEATURES]   FOLDER is made; a file is named CRATE-VERSION.FILE
+    scripts/dependencies.py check                        by deny.toml; needs `cargo install --locked cargo-deny`
 
-A crate that ships no licence file is listed in FOLDER/without-a-file.txt with its licence and authors.
+`licences` collects those of every crate and of Rust's standard library, for a release archive or an image. A
+crate that ships no licence file is listed in FOLDER/without-a-file.txt with its licence and authors.
+
+`check` looks at duplicates, licences, sources, and advisories where their database can be reached.
 """
 
 import json
@@ -12,6 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+ADVISORIES = "https://github.com/RustSec/advisory-db"
 STEMS = ("LICENSE", "LICENCE", "COPYING", "COPYRIGHT", "NOTICE", "UNLICENSE")
 
 
@@ -34,7 +40,7 @@ def licence_files(crate):
     return sorted(file for file in files if file.is_file())
 
 
-def main(folder, features=""):
+def licences(folder, features=""):
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     target = next(line.split()[1] for line in output("rustc", "-vV").splitlines() if line.startswith("host: "))
@@ -56,7 +62,26 @@ def main(folder, features=""):
     print(f"licences of {len(packages) - 1} crates in {folder}, {len(missing)} of them by name alone")
 
 
+def check():
+    deny = ["cargo", "deny", "--locked", "check"]
+    subprocess.run([*deny, "-D", "unmatched-skip", "bans", "licenses", "sources"], cwd=ROOT, check=True)
+    try:
+        asked = ["git", "ls-remote", "--exit-code", ADVISORIES, "HEAD"]
+        subprocess.run(asked, check=True, timeout=20, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired):
+        print(f"advisories: not checked, because {ADVISORIES} cannot be reached")
+    else:
+        subprocess.run([*deny, "advisories"], cwd=ROOT, check=True)
+
+
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        sys.exit(__doc__)
-    main(*sys.argv[1:])
+    match sys.argv[1:]:
+        case ["licences", folder, *features] if len(features) < 2:
+            licences(folder, *features)
+        case ["check"]:
+            try:
+                check()
+            except subprocess.CalledProcessError as error:
+                sys.exit(error.returncode)
+        case _:
+            sys.exit(__doc__)
