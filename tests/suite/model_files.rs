@@ -1,11 +1,11 @@
 //! Hugging Face folders: what is saved loads again to the bit, and broken ones are refused by name.
 
+use crate::cli::{bad_input, in_repository};
 use crate::data;
 use candle_core::{Device, Tensor};
 use rloss::chat::ChatFormat;
 use rloss::checkpoint::load::has_weights;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save, save_index};
-use rloss::error::BadInput;
 use rloss::integrity::Manifest;
 use rloss::model::config::{Config, LayerType, Rope, WeightFormat};
 use rloss::model::families::Family;
@@ -67,7 +67,7 @@ fn load(folder: &Path, config: &Config) -> anyhow::Result<Parameters> {
 }
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    in_repository("tests/fixtures").join(name)
 }
 
 fn save_all(
@@ -97,14 +97,10 @@ fn assert_same(a: &Parameters, b: &Parameters) {
 }
 
 /// The text of a `BadInput`, which must hold every one of `parts` and be one paragraph.
+#[track_caller]
 pub fn refused<T>(result: anyhow::Result<T>, parts: &[&str]) {
-    let error = result.err().expect("must be refused");
-    assert!(error.is::<BadInput>(), "not BadInput: {error:#}");
-    let text = error.to_string();
+    let text = bad_input(result, parts);
     assert!(!text.contains('\n'), "{text}");
-    for part in parts {
-        assert!(text.contains(part), "no {part:?} in: {text}");
-    }
 }
 
 #[test]

@@ -1,18 +1,15 @@
 //! What a run reads is the same after a resume, or the change is said: data, programs, templates.
 
-use super::{copy_model, done, first_checkpoint, output, quickstart, rloss, rows, stderr};
+use super::*;
+use crate::cli::bad_input;
 use crate::skips;
-use flate2::{Compression, write::GzEncoder};
-use rloss::error::BadInput;
+use Expected::{Refused, Resumes};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use rloss::metrics::Console;
 use rloss::recipe::resolve;
 use rloss::run::inputs::Inputs;
-use serde_json::{Value, json};
-use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use tempfile::TempDir;
 
 /// Settings of every run here: one step a stage, and nothing that a test does not need.
 const SETS: &[&str] = &[
@@ -68,7 +65,7 @@ impl Lab {
     fn new() -> Self {
         let lab = Self { folder: TempDir::new().unwrap(), sets: vec![] };
         let sets = ["train.steps=0", "model.architecture.max_position_embeddings=2048"];
-        done(train(&lab.at("first")).args(sets.iter().flat_map(|set| ["--set", set])));
+        done(train(&lab.at("first")).sets(&sets));
         copy_model(&first_checkpoint(&lab.at("first")), &lab.at("model"));
         lab
     }
@@ -82,7 +79,7 @@ impl Lab {
     }
 
     fn edit(&self, name: &str, from: &str, to: &str) {
-        let text = fs::read_to_string(self.at(name)).unwrap();
+        let text = text_of(self.at(name));
         assert!(text.contains(from), "{from:?} is not in {name}");
         self.write(name, text.replace(from, to));
     }
@@ -104,11 +101,7 @@ impl Lab {
         lab.write("held.jsonl", problems(100, 4));
         lab.write("rows.jsonl.gz", pack(&conversations("yes"), 6));
         lab.write("held_rows.jsonl", conversations("no"));
-        fs::copy(
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mcp_server.py"),
-            lab.at("server.py"),
-        )
-        .unwrap();
+        fs::copy(in_repository("tests/fixtures/mcp_server.py"), lab.at("server.py")).unwrap();
         let file = |key: &str, name: &str| format!("{key}={}", lab.at(name).display());
         lab.sets = vec![
             "task.name=gsm8k".into(),
@@ -127,18 +120,8 @@ impl Lab {
 fn train(out: &Path) -> Command {
     let mut command = rloss();
     command.arg("train").arg(quickstart()).arg("--out").arg(out);
-    command.args(SETS.iter().flat_map(|set| ["--set", set]));
+    command.sets(SETS);
     command
-}
-
-/// Runs what must be refused, and expects each of `words` in its message.
-fn refused(command: &mut Command, words: &[&str]) {
-    let output = output(command);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    for word in words {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
-    }
 }
 
 fn warnings(run: &Path) -> Vec<Value> {
@@ -155,7 +138,6 @@ enum Expected {
     Refused(&'static [&'static str]),
     Resumes,
 }
-use Expected::{Refused, Resumes};
 
 /// One situation: the report that tells of it, the change, settings of the resume, and what is right. The
 /// authority is docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever
@@ -164,9 +146,7 @@ type Row = (&'static str, fn(&Lab), fn(&Lab) -> Vec<String>, Expected);
 
 #[test]
 fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let lab = Lab::with_every_file();
     let moved = |lab: &Lab| vec![format!("task.train_file={}", lab.at("elsewhere.jsonl").display())];
     let none = |_: &Lab| vec![];
@@ -197,7 +177,7 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
         (
             "huggingface/transformers 40691: the same rows in another order",
             |lab| {
-                let text = fs::read_to_string(lab.at("train.jsonl")).unwrap();
+                let text = text_of(lab.at("train.jsonl"));
                 lab.write(
                     "train.jsonl",
                     text.lines().rev().map(|line| format!("{line}\n")).collect::<String>(),
@@ -251,7 +231,7 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
         (
             "dhruvdcoder/xlm-core 50: another tokenizer under the same name",
             |lab| {
-                let text = fs::read_to_string(lab.at("model/tokenizer.json")).unwrap();
+                let text = text_of(lab.at("model/tokenizer.json"));
                 lab.write("model/tokenizer.json", text + "\n");
             },
             none,
@@ -322,10 +302,10 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
         let more: Vec<&str> = more.iter().map(String::as_str).collect();
         let mut command = lab.train("run", &[&more[..], &["train.steps=2"]].concat());
         let output = output(command.arg("--resume"));
-        let text = stderr(&output);
+        let text = output.stderr;
         let is_right = match expected {
-            Refused(words) => output.status.code() == Some(2) && words.iter().all(|word| text.contains(word)),
-            Resumes => output.status.code() == Some(0) && !text.contains("inputs"),
+            Refused(words) => output.code == Some(2) && words.iter().all(|word| text.contains(word)),
+            Resumes => output.code == Some(0) && !text.contains("inputs"),
         };
         if !is_right {
             failed.push(format!("{source}: {text}"));
@@ -354,11 +334,8 @@ fn an_accepted_change_is_recorded_and_asked_once() {
         .collect();
     done(&mut lab.train("run", &[]));
     let run = lab.at("run");
-    let digests = fs::read_to_string(run.join("inputs.b3")).unwrap();
-    assert!(
-        digests.contains("  task.train_file\n") && digests.contains("  chat_template.jinja\n"),
-        "{digests}"
-    );
+    let digests = text_of(run.join("inputs.b3"));
+    assert_has(&digests, &["  task.train_file\n", "  chat_template.jinja\n"]);
     lab.edit("train.jsonl", "#### 3\"", "#### 4\"");
     let resume = |steps: &str, more: &[&str]| {
         let mut command = lab.train("run", &[steps]);
@@ -366,10 +343,10 @@ fn an_accepted_change_is_recorded_and_asked_once() {
         command
     };
     refused(&mut resume("train.steps=2", &[]), &["task.train_file"]);
-    assert_eq!(fs::read_to_string(run.join("inputs.b3")).unwrap(), digests, "a refusal writes nothing");
-    let text = stderr(&done(&mut resume("train.steps=2", &["--accept-changes"])));
+    assert_eq!(text_of(run.join("inputs.b3")), digests, "a refusal writes nothing");
+    let text = done(&mut resume("train.steps=2", &["--accept-changes"])).stderr;
     assert!(text.contains("warning: resumed with changed inputs: task.train_file ("), "{text}");
-    assert_ne!(fs::read_to_string(run.join("inputs.b3")).unwrap(), digests);
+    assert_ne!(text_of(run.join("inputs.b3")), digests);
     done(&mut resume("train.steps=3", &[]));
     let recorded = warnings(&run);
     let record = recorded.iter().find(|warning| warning["text"].as_str().unwrap().contains("changed inputs"));
@@ -382,14 +359,14 @@ fn an_accepted_change_is_recorded_and_asked_once() {
 
     // A folder of an older version.
     fs::remove_file(run.join("inputs.b3")).unwrap();
-    let text = stderr(&done(&mut resume("train.steps=4", &[])));
+    let text = done(&mut resume("train.steps=4", &[])).stderr;
     assert_eq!(text.matches("the run had no inputs.b3").count(), 1, "{text}");
     assert!(
         warnings(&run)
             .iter()
             .any(|warning| warning["text"].as_str().unwrap().contains("the run had no inputs.b3"))
     );
-    let text = stderr(&done(&mut resume("train.steps=5", &[])));
+    let text = done(&mut resume("train.steps=5", &[])).stderr;
     assert!(!text.contains("inputs.b3"), "{text}");
     assert!(warnings(&run).iter().any(|warning| warning["step"] == 3), "the record stays");
     lab.edit("train.jsonl", "#### 4\"", "#### 3\"");
@@ -402,9 +379,7 @@ fn an_accepted_change_is_recorded_and_asked_once() {
 /// A file that the program itself writes is no reason to refuse: a job that restarts by itself would end.
 #[test]
 fn bug_the_program_of_a_task_was_changed_in_silence() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let mut lab = Lab::new();
     lab.write("task.py", TASK);
     lab.write("log", "");
@@ -425,8 +400,8 @@ fn bug_the_program_of_a_task_was_changed_in_silence() {
     lab.edit("task.py", "1.0", "-5.0");
     refused(&mut resume(&[]), &["task.command[1] (", "task.py)"]);
     lab.edit("task.py", "-5.0", "1.0");
-    assert!(fs::read_to_string(lab.at("log")).unwrap().starts_with("started\n"));
-    let text = stderr(&done(&mut resume(&[])));
+    assert!(text_of(lab.at("log")).starts_with("started\n"));
+    let text = done(&mut resume(&[])).stderr;
     assert!(text.contains("warning: resumed with changed inputs: task.command[2] argument ("), "{text}");
 }
 
@@ -446,7 +421,7 @@ fn bug_sft_rows_were_changed_in_silence() {
             .arg("--out")
             .arg(&run);
         let sets = ["cold_start.batch_size=2", "checkpoint.every_steps=1", "parallel.threads=2"];
-        command.args(sets.iter().flat_map(|set| ["--set", set])).args(["--epochs", "2"]).args(more);
+        command.sets(&sets).args(["--epochs", "2"]).args(more);
         command
     };
     done(&mut sft(&[]));
@@ -457,7 +432,7 @@ fn bug_sft_rows_were_changed_in_silence() {
     refused(&mut sft(&["--resume"]), &words);
     lab.write("rows.jsonl", conversations("no") + &conversations("no"));
     refused(&mut sft(&["--resume"]), &words);
-    let text = stderr(&done(&mut sft(&["--resume", "--accept-changes"])));
+    let text = done(&mut sft(&["--resume", "--accept-changes"])).stderr;
     assert!(text.contains("resumed with changed inputs: cold_start.train_file"), "{text}");
     assert!(run.join("checkpoints/cold-start-000004").is_dir());
     assert_eq!(rows(&run).len(), 4, "the run has as many steps as before");
@@ -487,8 +462,7 @@ fn a_file_that_changes_while_the_run_starts_is_named_as_each_file_of_a_list() {
         ("two.jsonl", "task.validation_files[1] ("),
     ] {
         fs::write(at(name), "[]\n").unwrap();
-        let error = inputs.check_unchanged(&recipe, &Console::silent()).unwrap_err();
-        assert!(error.is::<BadInput>() && error.to_string().contains(key), "{error}");
+        bad_input(inputs.check_unchanged(&recipe, &Console::silent()), &[key]);
         fs::write(at(name), "{}\n").unwrap();
     }
     inputs.check_unchanged(&recipe, &Console::silent()).unwrap();

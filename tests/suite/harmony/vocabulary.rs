@@ -1,9 +1,8 @@
 //! The embedded vocabulary, text that tries to forge control tokens, and tokenizers that must be refused.
 
-use super::embedded;
+use super::*;
 use rand::Rng;
 use rloss::error::BadInput;
-use rloss::harmony::*;
 use rloss::random::{Purpose, stream};
 use serde_json::{Value, json};
 
