@@ -139,17 +139,19 @@ pub fn output(command: &mut Command) -> Ended {
 #[track_caller]
 pub fn done(command: &mut Command) -> Ended {
     let ended = output(command);
-    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    assert_eq!(ended.code, Some(0), "{command:?}: {}", ended.stderr);
     ended
 }
 
 /// Runs `command`, expects exit code `code` and each of `words` in its standard error, which it returns.
 #[track_caller]
 pub fn ended(command: &mut Command, code: i32, words: &[&str]) -> String {
-    let ended = output(command);
-    assert_eq!(ended.code, Some(code), "{}", ended.stderr);
-    assert_has(&ended.stderr, words);
-    ended.stderr
+    let Ended { code: found, stderr: text, .. } = output(command);
+    assert_eq!(found, Some(code), "{command:?}: {text}");
+    for word in words {
+        assert!(text.contains(word), "{command:?}: {word:?} is not in: {text}");
+    }
+    text
 }
 
 /// Runs what must be refused as bad input, and expects each of `words` in its message, which it returns.

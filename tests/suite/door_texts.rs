@@ -39,7 +39,7 @@ fn bug_a_text_that_cannot_be_split_is_an_error_that_names_it() {
         vocabulary.encode_with_special(&"2+3? ".repeat(48)).unwrap_err(),
     ] {
         let told = &error.downcast_ref::<BadInput>().expect("bad input").0;
-        assert_has(&told, &["240 bytes", "begins with \"2+3? 2+3?", "too many steps", "tokenizer.json"]);
+        assert_has(told, &["240 bytes", "begins with \"2+3? 2+3?", "too many steps", "tokenizer.json"]);
     }
 }
 

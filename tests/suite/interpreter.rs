@@ -405,7 +405,7 @@ fn descriptors_of(id: u32) -> Option<Vec<String>> {
 }
 
 /// 1000 calls from four threads, each answered right.
-fn calls_per_second(python: &(impl Interpreter + Sync)) -> f64 {
+fn calls_per_second(python: &impl Interpreter) -> f64 {
     let start = Instant::now();
     let answered = AtomicUsize::new(0);
     std::thread::scope(|scope| {

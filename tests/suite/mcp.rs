@@ -225,7 +225,6 @@ fn a_wrong_server_is_refused_before_any_work() {
             &["the task \"agent\" calls no tools"],
         ),
     ] {
-        println!("{sets:?}");
         refused(&mut check("quickstart", sets), words);
     }
 }

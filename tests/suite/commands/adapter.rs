@@ -114,7 +114,7 @@ fn bug_a_base_that_is_named_by_its_runs_folder_keeps_the_adapter() {
         ["sft", "moved", "run", "eval"].map(|name| folder.path().join(name));
     fs::create_dir_all(base_run.join("checkpoints")).unwrap();
     copy_folder(&base(), &base_run.join("checkpoints").join(base().file_name().unwrap()));
-    let path = |run: &Path| model_path(&run);
+    let path = model_path;
     done(&mut small(&out, &with(&[&path(&base_run), "train.steps=1"])));
     fs::rename(&base_run, &moved).unwrap();
     base_run = moved;

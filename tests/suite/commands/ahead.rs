@@ -66,9 +66,8 @@ fn assert_engine_agrees(rows: &[Value]) {
 
 /// The versions of the weights that sampled the stored trajectories of a step.
 fn versions(run: &Path, step: u64) -> Vec<u64> {
-    let text = text_of(run.join(format!("trajectories/step-{step:06}.jsonl")));
-    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    rows.map(|row| row["policy_version"].as_u64().unwrap()).collect()
+    let rows = json_lines(run.join(format!("trajectories/step-{step:06}.jsonl")));
+    rows.iter().map(|row| row["policy_version"].as_u64().unwrap()).collect()
 }
 
 #[test]
@@ -145,8 +144,7 @@ fn a_stopped_run_that_samples_ahead_goes_on_to_the_same_metrics() {
     // On a busy machine this process may look too late.
     assert!((0..100).any(|_| stopped()), "never stopped before the end");
     let last = checkpoints(&out).pop().unwrap();
-    let ahead = fs::read(out.join("checkpoints").join(&last).join("sampled_ahead.json")).unwrap();
-    let ahead: Value = serde_json::from_slice(&ahead).unwrap();
+    let ahead = json_of(out.join("checkpoints").join(&last).join("sampled_ahead.json"));
     let step: u64 = last.trim_start_matches("step-").parse().unwrap();
     assert_eq!(ahead["steps"][0][0], step + 1);
     done(&mut resumed(&out, &sets));
@@ -319,7 +317,7 @@ fn a_run_that_saved_with_two_samplings_in_flight_goes_on_to_the_same_metrics() {
     let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));
     done(&mut small(&straight, &texts(&sets)));
     let file = straight.join("checkpoints/step-000003/sampled_ahead.json");
-    let ahead: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let ahead = json_of(&file);
     assert_eq!((&ahead["steps"][0][0], &ahead["steps"][1][0]), (&Value::from(4), &Value::from(5)));
     killed_and_resumed(&killed, &texts(&sets), (4, Duration::from_millis(20)));
     assert_same_results(&killed, &straight);
@@ -345,7 +343,7 @@ fn a_run_that_samples_ahead_is_made_longer() {
     done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat()));
     // No step is sampled beyond the last one.
     let file = out.join("checkpoints/step-000002/sampled_ahead.json");
-    let ahead: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+    let ahead = json_of(&file);
     assert_eq!(ahead["steps"], Value::Array(vec![]));
     done(&mut resumed(&out, &sets));
     // So the first further step is sampled by the weights before it.
@@ -358,10 +356,7 @@ fn a_checkpoint_without_its_samples_and_another_lag_are_refused() {
     let (_folder, [out]) = scratch(["run"]);
     let sets = [ROLLOUT, "rollout.lag_steps=1"];
     done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat()));
-    let refused = |sets: &[&str]| {
-        let output = refused(&mut resumed(&out, sets), &[]);
-        output
-    };
+    let refused = |sets: &[&str]| refused(&mut resumed(&out, sets), &[]);
     let text = refused(&[ROLLOUT, "rollout.lag_steps=2"]);
     assert!(text.contains("started with other values of rollout.lag_steps"), "{text}");
     let checkpoint = out.join("checkpoints/step-000002");

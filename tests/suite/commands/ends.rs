@@ -48,7 +48,7 @@ fn companion_files_of_a_base_model_name_the_ends_of_the_chat_and_keep_their_othe
         fs::write(from.path().join(&name), before.to_string()).unwrap();
         let files = CompanionFiles::read(from.path(), &chat).unwrap().with_generation_config(&config, &chat);
         files.write(to.path(), &config, &mut Default::default()).unwrap();
-        let found = json_of(&to.path().join(name));
+        let found = json_of(to.path().join(name));
         if found != after {
             failed.push(format!("{source}: {found}"));
         }
@@ -84,7 +84,7 @@ fn base(folder: &Path, recipe: &str, end: (u32, &str)) -> PathBuf {
     let (run, model) = (folder.join("first"), folder.join("model"));
     let recipe = in_repository("recipes").join(recipe);
     let sets = ["cold_start.steps=1", "train.steps=0", "cold_start.batch_size=2", "parallel.threads=2"];
-    done(rloss().arg("train").arg(recipe).arg("--out").arg(&run).sets(&sets));
+    done(rloss().arg("train").arg(recipe).arg("--out").arg(&run).sets(sets));
     copy_model(&first_checkpoint(&run), &model);
     let set = |name: &str, key: &str, value: Value| {
         let mut json: Map<String, Value> =
@@ -156,7 +156,7 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
         // SFT of all weights, and RL from the result.
         let tuned = sft("full", &[]);
         assert_eq!(ends(&tuned), expected, "{recipe}: SFT");
-        assert_eq!(json_of(&tuned.join("generation_config.json"))["temperature"], 0.5);
+        assert_eq!(json_of(tuned.join("generation_config.json"))["temperature"], 0.5);
         assert_eq!(gguf_ends(&export("full", &["--gguf"], "full.gguf")), in_gguf, "{recipe}");
         let sets = [
             &model_path(&model),
@@ -170,7 +170,7 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
         let recipe_file = in_repository("recipes").join(recipe);
         let mut rl = rloss();
         rl.arg("train").arg(recipe_file).arg("--out").arg(at("rl"));
-        done(rl.sets(&sets));
+        done(rl.sets(sets));
         assert_eq!(ends(&first_checkpoint(&at("rl"))), expected, "{recipe}: RL");
         // An adapter: its checkpoint, and its three exports.
         let adapted = sft("lora", &["adapter.rank=2", "adapter.alpha=4"]);
@@ -179,8 +179,8 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
         assert_eq!(gguf_ends(&export("lora", &["--merged", "--gguf"], "lora.gguf")), in_gguf, "{recipe}");
         let peft = export("lora", &["--out"], "peft");
         assert!(!peft.join("config.json").exists(), "PEFT reads the config of the base");
-        assert_eq!(json_of(&peft.join("generation_config.json"))["eos_token_id"], expected.1, "{recipe}");
-        assert_eq!(json_of(&peft.join("tokenizer_config.json"))["eos_token"], expected.2, "{recipe}");
+        assert_eq!(json_of(peft.join("generation_config.json"))["eos_token_id"], expected.1, "{recipe}");
+        assert_eq!(json_of(peft.join("tokenizer_config.json"))["eos_token"], expected.2, "{recipe}");
         assert!(peft.join("tokenizer.json").is_file() && peft.join("chat_template.jinja").is_file());
         done(rloss().arg("verify").arg(&peft));
     }

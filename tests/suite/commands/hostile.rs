@@ -93,7 +93,7 @@ fn without_weights(place: &Path) -> PathBuf {
 
 fn check(model: &Path) -> Command {
     let mut command = rloss();
-    command.args(["check", "quickstart", "--set", &model_path(&model)]);
+    command.args(["check", "quickstart", "--set", &model_path(model)]);
     command
 }
 

@@ -65,7 +65,7 @@ impl Lab {
     fn new() -> Self {
         let lab = Self { folder: TempDir::new().unwrap(), sets: vec![] };
         let sets = ["train.steps=0", "model.architecture.max_position_embeddings=2048"];
-        done(train(&lab.at("first")).sets(&sets));
+        done(train(&lab.at("first")).sets(sets));
         copy_model(&first_checkpoint(&lab.at("first")), &lab.at("model"));
         lab
     }
@@ -421,7 +421,7 @@ fn bug_sft_rows_were_changed_in_silence() {
             .arg("--out")
             .arg(&run);
         let sets = ["cold_start.batch_size=2", "checkpoint.every_steps=1", "parallel.threads=2"];
-        command.sets(&sets).args(["--epochs", "2"]).args(more);
+        command.sets(sets).args(["--epochs", "2"]).args(more);
         command
     };
     done(&mut sft(&[]));

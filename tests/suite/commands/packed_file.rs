@@ -10,7 +10,7 @@ use std::io::Read;
 
 /// A run with an adapter for `file`.
 fn run(file: &Path, out: &Path, sets: &[&str]) -> Command {
-    let model = model_path(&file);
+    let model = model_path(file);
     small(
         out,
         &LORA
@@ -185,7 +185,7 @@ fn init_gives_a_file_of_blocks_an_adapter_and_check_says_what_decoding_costs() {
     assert_has(&text_of(folder.path().join("mine.toml")), &["[adapter]\nrank = 8"]);
     let check = |path: &Path| {
         let mut check = rloss();
-        check.args(["check"]).arg(path).arg("--set").arg(model_path(&file));
+        check.args(["check"]).arg(path).arg("--set").arg(model_path(file));
         done(&mut check).stdout
     };
     let text = check(&folder.path().join("mine.toml"));

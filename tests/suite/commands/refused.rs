@@ -88,7 +88,7 @@ fn model_copy(folder: &Path) -> PathBuf {
 
 fn model_refused(folder: &Path, model: &Path, words: &[&str]) {
     let out = folder.join("run");
-    refused(&mut small(&out, &[&model_path(&model)]), words);
+    refused(&mut small(&out, &[&model_path(model)]), words);
     assert!(!out.exists());
 }
 

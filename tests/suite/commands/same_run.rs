@@ -22,6 +22,7 @@ fn threads_old_log_probs_and_layers_computed_again_change_nothing() {
         "policy.old_logprob=recompute",
         "train.recompute_layers=true",
     ] {
+        println!("{set}");
         let (_folder, [out]) = scratch([set]);
         done(&mut small(&out, &[set]));
         assert_same_results(&out, baseline());

@@ -59,7 +59,7 @@ fn it_is_the_sft_warm_up_of_train() {
     done(sft.sets(["cold_start.steps=1"]));
     refused(rloss().arg("eval").arg(&plain), &["no task to evaluate; name one"]);
     let sets = ["task.name=arithmetic_single", "chat.system_message=false", "eval.problems_max=1"];
-    done(rloss().arg("eval").arg(&plain).sets(&sets));
+    done(rloss().arg("eval").arg(&plain).sets(sets));
 }
 
 /// SFT made the reference of the recipe's KL loss, and wrote it.

@@ -200,7 +200,7 @@ fn a_start_that_fails_leaves_no_folder() {
     for (kib, sets) in
         [(1, &[][..]), (64, &["policy.kl.place=loss", "policy.kl.coefficient=0.1", "cold_start.steps=0"][..])]
     {
-        assert_eq!(bounded(&small(&out, sets), kib), Some(1));
+        assert_eq!(bounded(&small(&out, sets), kib), Some(1), "{kib}");
         assert!(!out.exists(), "{kib}");
     }
     // What the task itself raises comes before the folder.

@@ -13,7 +13,7 @@ fn stale_samples_without_a_correction_are_warned_about() {
     // A mask of whole sequences corrects no ratio.
     for text in [recompute.to_owned(), format!("{recompute}policy.correction.off_policy_mask = 0.5")] {
         let [warning] = &warnings(&text)[..] else { panic!("one warning: {text}") };
-        assert_has(&warning, &["rollout.lag_steps", "nothing corrects this"]);
+        assert_has(warning, &["rollout.lag_steps", "nothing corrects this"]);
     }
     for text in [
         &format!("{recompute}policy.correction.is = \"token\""),
