@@ -3,7 +3,7 @@
 use super::*;
 use crate::cli::bad_input;
 use crate::skips;
-use Expected::{Refused, Resumes};
+use Expected::{Refused, RefusedWith, Resumes, ResumesWith};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use rloss::metrics::Console;
@@ -133,28 +133,31 @@ fn copy_all(from: &Path, to: &Path) {
     assert!(Command::new("cp").arg("-r").arg(from).arg(to).status().unwrap().success());
 }
 
-/// What a row expects of a resume.
+/// Settings of a resume.
+type MoreSets = fn(&Lab) -> Vec<String>;
+
+/// What a row expects of a resume: to be refused with these words or to go on, perhaps with more settings.
 enum Expected {
     Refused(&'static [&'static str]),
+    RefusedWith(MoreSets, &'static [&'static str]),
     Resumes,
+    ResumesWith(MoreSets),
 }
 
-/// One situation: the report that tells of it, the change, settings of the resume, and what is right. The
+/// One situation: the report that tells of it, the change, and what is right. The
 /// authority is docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever
 /// its place and time, and other content is said.
-type Row = (&'static str, fn(&Lab), fn(&Lab) -> Vec<String>, Expected);
+type Row = (&'static str, fn(&Lab), Expected);
 
 #[test]
 fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() {
     let Some(()) = skips::python3() else { return };
     let lab = Lab::with_every_file();
-    let moved = |lab: &Lab| vec![format!("task.train_file={}", lab.at("elsewhere.jsonl").display())];
-    let none = |_: &Lab| vec![];
+    let moved: MoreSets = |lab| vec![format!("task.train_file={}", lab.at("elsewhere.jsonl").display())];
     let rows: &[Row] = &[
         (
             "instructlab/sdg 245: answers were corrected while the run stood still",
             |lab| lab.edit("train.jsonl", "#### 3\"", "#### 4\""),
-            none,
             Refused(&["task.train_file (", "train.jsonl)", "--accept-changes", "--out"]),
         ),
         (
@@ -165,13 +168,11 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 lab.edit("train.jsonl", "#### 3\"", "#### 5\"");
                 fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
             },
-            none,
             Refused(&["task.train_file"]),
         ),
         (
             "TensorAuto/OpenTau 502: more rows at the same place, after those that are read",
             |lab| lab.write("train.jsonl", problems(0, 9)),
-            none,
             Refused(&["task.train_file"]),
         ),
         (
@@ -183,49 +184,41 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                     text.lines().rev().map(|line| format!("{line}\n")).collect::<String>(),
                 );
             },
-            none,
             Refused(&["task.train_file"]),
         ),
         (
             "TensorAuto/OpenTau 502: held-out problems changed, so later metrics compare with nothing",
             |lab| lab.write("held.jsonl", problems(200, 4)),
-            none,
             Refused(&["task.validation_file (", "held.jsonl)"]),
         ),
         (
             "huggingface/datasets 2956: a compressed file was replaced",
             |lab| lab.write("rows.jsonl.gz", pack(&conversations("maybe"), 6)),
-            none,
             Refused(&["cold_start.train_file (", "rows.jsonl.gz)"]),
         ),
         (
             "huggingface/datasets 2956: the same rows, compressed again; the file's own bytes decide",
             |lab| lab.write("rows.jsonl.gz", pack(&conversations("yes"), 1)),
-            none,
             Refused(&["cold_start.train_file"]),
         ),
         (
             "georgian-io/LLM-Finetuning-Toolkit 97: a line was added to the held-out rows",
             |lab| lab.write("held_rows.jsonl", conversations("no") + &conversations("no")),
-            none,
             Refused(&["cold_start.validation_file"]),
         ),
         (
             "IBM/unitxt 7: the program of a tool was changed",
             |lab| lab.edit("server.py", "The sum of two numbers.", "The product of two numbers."),
-            none,
             Refused(&["tools.mcp.command[1] (", "server.py)"]),
         ),
         (
             "hiyouga/LlamaFactory 7785: another chat template in the model's folder",
             |lab| lab.write("model/chat_template.jinja", "{{ messages }}"),
-            none,
             Refused(&["chat_template.jinja ("]),
         ),
         (
             "hiyouga/LlamaFactory 8399: the chat template is gone",
             |lab| fs::remove_file(lab.at("model/chat_template.jinja")).unwrap(),
-            none,
             Refused(&["chat_template.jinja (removed)"]),
         ),
         (
@@ -234,7 +227,6 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 let text = text_of(lab.at("model/tokenizer.json"));
                 lab.write("model/tokenizer.json", text + "\n");
             },
-            none,
             Refused(&["tokenizer.json ("]),
         ),
         (
@@ -243,20 +235,17 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 lab.write("held.jsonl", problems(300, 4));
                 lab.edit("train.jsonl", "#### 3\"", "#### 4\"");
             },
-            none,
             Refused(&["task.train_file", ", task.validation_file ("]),
         ),
         (
             "sambanova/generative_data_prep 64, turned: only the time is new",
             |lab| lab.write("train.jsonl", problems(0, 8)),
-            none,
             Resumes,
         ),
         (
             "ray-project/ray 28082: the data moved, with its content",
             |lab| fs::rename(lab.at("train.jsonl"), lab.at("elsewhere.jsonl")).unwrap(),
-            moved,
-            Resumes,
+            ResumesWith(moved),
         ),
         (
             "tensorflow/tensorflow 9146: a link took the place of a file",
@@ -264,48 +253,53 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 fs::rename(lab.at("train.jsonl"), lab.at("elsewhere.jsonl")).unwrap();
                 std::os::unix::fs::symlink(lab.at("elsewhere.jsonl"), lab.at("train.jsonl")).unwrap();
             },
-            none,
             Resumes,
         ),
         (
             "NVIDIA-NeMo/RL 2519: the resume names other data",
             |lab| lab.write("elsewhere.jsonl", problems(50, 8)),
-            moved,
-            Refused(&["task.train_file (", "elsewhere.jsonl)"]),
+            RefusedWith(moved, &["task.train_file (", "elsewhere.jsonl)"]),
         ),
         (
             "ray-project/ray 28082, of a program: its place is part of the recipe",
             |lab| fs::rename(lab.at("server.py"), lab.at("moved.py")).unwrap(),
-            |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}]", lab.at("moved.py"))],
-            Refused(&["other values of tools.mcp.command"]),
+            RefusedWith(
+                |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}]", lab.at("moved.py"))],
+                &["other values of tools.mcp.command"],
+            ),
         ),
         (
             "benchflow-ai/posttrainarena 31: a tool's program got another argument",
             |_| {},
-            |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}, \"-v\"]", lab.at("server.py"))],
-            Refused(&["other values of tools.mcp.command"]),
+            RefusedWith(
+                |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}, \"-v\"]", lab.at("server.py"))],
+                &["other values of tools.mcp.command"],
+            ),
         ),
         (
             "AOSSIE-Org/OpenVerifiableLLM 89: the digests themselves are damaged",
             |lab| lab.edit("run/inputs.b3", "  task.train_file", "  task.train_fire"),
-            none,
             Refused(&["inputs.b3: damaged", "remove it to resume without a comparison"]),
         ),
-        ("pykeen/pykeen 1022: nothing changed", |_| {}, none, Resumes),
+        ("pykeen/pykeen 1022: nothing changed", |_| {}, Resumes),
     ];
     let mut failed = vec![];
     let kept = TempDir::new().unwrap();
     copy_all(&lab.at("."), &kept.path().join("all"));
-    for (source, change, sets, expected) in rows {
+    for (source, change, expected) in rows {
         change(&lab);
-        let more = sets(&lab);
-        let more: Vec<&str> = more.iter().map(String::as_str).collect();
-        let mut command = lab.train("run", &[&more[..], &["train.steps=2"]].concat());
+        let (more, words) = match expected {
+            Refused(words) => (vec![], Some(words)),
+            RefusedWith(sets, words) => (sets(&lab), Some(words)),
+            Resumes => (vec![], None),
+            ResumesWith(sets) => (sets(&lab), None),
+        };
+        let mut command = lab.train("run", &[&texts(&more)[..], &["train.steps=2"]].concat());
         let output = output(command.arg("--resume"));
         let text = output.stderr;
-        let is_right = match expected {
-            Refused(words) => output.code == Some(2) && words.iter().all(|word| text.contains(word)),
-            Resumes => output.code == Some(0) && !text.contains("inputs"),
+        let is_right = match words {
+            Some(words) => output.code == Some(2) && words.iter().all(|word| text.contains(word)),
+            None => output.code == Some(0) && !text.contains("inputs"),
         };
         if !is_right {
             failed.push(format!("{source}: {text}"));

@@ -97,9 +97,14 @@ impl Server {
     }
 
     fn model(&self, session: &str, number: u64, seed: Option<u64>) -> Model<'_> {
-        let request = self.ok("create_model", &create(session, number, seed));
-        let created = self.fetch_json(&request);
-        Model { server: self, id: created["model_id"].as_str().expect("a model").to_owned(), next: 1 }
+        self.model_of("create_model", &create(session, number, seed))
+    }
+
+    /// The model that the request `body` makes.
+    fn model_of(&self, path: &str, body: &Value) -> Model<'_> {
+        let created = self.fetch_json(&self.ok(path, body));
+        let id = created["model_id"].as_str().unwrap_or_else(|| panic!("no model: {created}"));
+        Model { server: self, id: id.to_owned(), next: 1 }
     }
 }
 
@@ -273,10 +278,8 @@ fn a_refused_load_is_a_failed_result_and_the_next_request_is_answered() {
     let saved = model.next("save_weights", json!({"path": "x"}))["path"].clone();
     let mut body = create(&server.session(), 0, None);
     body["lora_config"]["rank"] = json!(2);
-    let created = server.fetch_json(&server.ok("create_model", &body));
-    let id = created["model_id"].as_str().unwrap().to_owned();
-    let result = Model { server: &server, id, next: 1 }
-        .next("load_weights", json!({"path": saved, "optimizer": false}));
+    let mut other = server.model_of("create_model", &body);
+    let result = other.next("load_weights", json!({"path": saved, "optimizer": false}));
     assert!(
         result["error"].as_str().is_some_and(|text| text.contains("has rank 4, and this model 2")),
         "{result}"
@@ -517,9 +520,7 @@ fn a_grpo_step_of_a_run_and_of_a_client_are_the_same_weights() {
         let lora = json!({"rank": 3, "seed": 5});
         let body =
             json!({"session_id": session, "model_seq_id": number, "base_model": NAME, "lora_config": lora});
-        let created = server.fetch_json(&server.ok("create_model", &body));
-        let id = created["model_id"].as_str().unwrap().to_owned();
-        let mut model = Model { server: &server, id, next: 1 };
+        let mut model = server.model_of("create_model", &body);
         model.pass(data(), loss, false);
         let mut step = step_body(1e-2);
         step["adam_params"]["eps"] = json!(1e-8);
