@@ -31,7 +31,8 @@ fn read_turn(format: ChatFormat, text: &str) -> ReadTurn {
     }
 }
 
-/// A row of `tests/fixtures/chat_situations.jsonl`: a turn of a public report, and what is right by `authority`.
+/// A row of `tests/fixtures/chat_situations.jsonl`: a turn of a public report, and what is right by
+/// `authority`.
 #[derive(Deserialize)]
 struct Situation {
     format: String,

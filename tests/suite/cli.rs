@@ -17,10 +17,10 @@ pub fn scratch<const N: usize>(names: [&str; N]) -> (TempDir, [PathBuf; N]) {
     (folder, paths)
 }
 
-/// A folder that `make` fills once for all tests of this process.
+/// A folder and a path in it that all tests of this process share: see [`shared`].
 pub type Shared = OnceLock<(TempDir, PathBuf)>;
 
-/// Returns the path `name` in the folder of `shared`, after `make` has made it.
+/// Returns the path `name` in a folder of its own. The first call makes it by `make`.
 pub fn shared<'a>(shared: &'a Shared, name: &str, make: impl FnOnce(&Path)) -> &'a Path {
     let (_, path) = shared.get_or_init(|| {
         let (folder, [path]) = scratch([name]);
@@ -63,6 +63,7 @@ pub fn rloss() -> Command {
     command
 }
 
+/// Settings of a command line.
 pub trait Sets {
     /// Adds `--set` before each of `sets`.
     fn sets<S: AsRef<str>>(&mut self, sets: impl IntoIterator<Item = S>) -> &mut Self;

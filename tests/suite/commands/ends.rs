@@ -18,11 +18,11 @@ fn ends(folder: &Path) -> (Value, Value, Value) {
     )
 }
 
-/// A row of `tests/fixtures/companion_ends.jsonl`: the report, the chat format, a file with its content, and the
-/// keys that it must have afterwards. In `chatml` 0 is <|endoftext|> and 2 is <|im_end|>; in `harmony` 6 is
-/// <|return|> and 5 is <|call|>. Authority: transformers stops at any id of the generation config, and vLLM also
-/// at the end token of the tokenizer. transformers 48708 puts the token of the chat first and keeps the others.
-/// Qwen2.5-Instruct and GPT-OSS are published with these ids.
+/// A row of `tests/fixtures/companion_ends.jsonl`: the report, the chat format, a file with its content, and
+/// the keys that it must have afterwards. In `chatml` 0 is <|endoftext|> and 2 is <|im_end|>; in `harmony` 6
+/// is <|return|> and 5 is <|call|>. Authority: transformers stops at any id of the generation config, and
+/// vLLM also at the end token of the tokenizer. transformers 48708 puts the token of the chat first and keeps
+/// the others. Qwen2.5-Instruct and GPT-OSS are published with these ids.
 #[derive(Deserialize)]
 struct CompanionFile {
     source: String,

@@ -144,9 +144,9 @@ enum Expected {
     ResumesWith(MoreSets),
 }
 
-/// One situation: the report that tells of it, the change, and what is right. The
-/// authority is docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever
-/// its place and time, and other content is said.
+/// One situation: the report that tells of it, the change, and what is right. The authority is
+/// docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever its place and
+/// time, and other content is said.
 type Row = (&'static str, fn(&Lab), Expected);
 
 #[test]
