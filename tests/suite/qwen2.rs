@@ -426,8 +426,6 @@ fn a_run_with_a_base_of_another_family_reads_its_own_recipe() {
     done(&mut rloss(&["eval", &run, "--out", &path("eval")]));
     done(&mut rloss(&["export", &run, "--out", &path("exported")]));
     done(&mut rloss(&["train", &run, "--resume", "--set", "train.steps=2"]));
-    cli::refused(
-        &mut rloss(&["eval", &run, "--set", "chat.reasoning_effort=low"]),
-        &["chat.reasoning_effort"],
-    );
+    let words = ["chat.reasoning_effort"];
+    cli::refused(&mut rloss(&["eval", &run, "--set", "chat.reasoning_effort=low"]), &words);
 }

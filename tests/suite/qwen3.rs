@@ -182,18 +182,14 @@ fn folders_give_back_every_bit_under_the_published_names() {
         }
         tiny::assert_mxfp4_is_refused(&config);
         let missing = Config { num_hidden_layers: 5, layer_types: vec![LayerType::Full; 5], ..config };
-        refused(
-            ModelFolder::open(folder.path(), &missing).map(drop),
-            &["`model.layers.4.input_layernorm.weight` is missing"],
-        );
+        let words = ["`model.layers.4.input_layernorm.weight` is missing"];
+        refused(ModelFolder::open(folder.path(), &missing).map(drop), &words);
     }
     let config = config("qwen3_moe");
     let folder = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::Bf16);
     let more = Config { num_local_experts: 5, ..config };
-    refused(
-        ModelFolder::open(folder.path(), &more).map(drop),
-        &["`model.layers.0.mlp.experts.4.gate_proj.weight` is missing"],
-    );
+    let words = ["`model.layers.0.mlp.experts.4.gate_proj.weight` is missing"];
+    refused(ModelFolder::open(folder.path(), &more).map(drop), &words);
 }
 
 /// Tensors that only GPT-OSS has are refused in a folder of these families.
@@ -206,10 +202,8 @@ fn sinks_in_a_folder_are_refused_by_name() {
     let sinks = candle_core::Tensor::new(&[1f32; 4], &candle_core::Device::Cpu).unwrap();
     tensors.insert("model.layers.0.self_attn.sinks".to_owned(), sinks);
     candle_core::safetensors::save(&tensors, &file).unwrap();
-    refused(
-        ModelFolder::open(folder.path(), &config).map(drop),
-        &["\"model.layers.0.self_attn.sinks\" is not a tensor of this model"],
-    );
+    let words = ["\"model.layers.0.self_attn.sinks\" is not a tensor of this model"];
+    refused(ModelFolder::open(folder.path(), &config).map(drop), &words);
 }
 
 /// Writes a random adapter of `config` on all matrices to a folder and returns its values.
@@ -308,10 +302,8 @@ fn gguf_files_give_back_config_and_values() {
         }
         let json = chat.vocabulary().json_bytes();
         let tokenizer = GgufTokenizer { json, template: chat.jinja(), tool_use: None };
-        refused(
-            rloss::checkpoint::gguf::write(&path, &config, GgufFormat::Mxfp4, tokenizer, tensor),
-            &["MXFP4", "bf16"],
-        );
+        let words = ["MXFP4", "bf16"];
+        refused(rloss::checkpoint::gguf::write(&path, &config, GgufFormat::Mxfp4, tokenizer, tensor), &words);
     }
 }
 

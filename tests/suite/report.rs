@@ -223,16 +223,14 @@ fn no_text_of_a_run_becomes_markup() {
         assert!(!page.contains(markup), "{markup}");
     }
     assert!(!page.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
-    assert_has(
-        &page,
-        &[
-            "&lt;script&gt;alert(1)",
-            "␛[31m␇\\u{202e} &amp; &lt;b&gt;bold",
-            "0.125",
-            "&lt;s&gt;same",
-            "\nsecond line",
-        ],
-    );
+    let words = [
+        "&lt;script&gt;alert(1)",
+        "␛[31m␇\\u{202e} &amp; &lt;b&gt;bold",
+        "0.125",
+        "&lt;s&gt;same",
+        "\nsecond line",
+    ];
+    assert_has(&page, &words);
 }
 
 #[test]
@@ -470,15 +468,13 @@ fn warnings_stand_on_the_page_with_their_steps() {
     ];
     told.iter().for_each(|warning| append_warning(&one, warning).unwrap());
     let text = page(std::slice::from_ref(&one));
-    assert_has(
-        &text,
-        &[
-            "<summary>3 warnings</summary>",
-            "<dt>start<dd>weights &lt;random&gt;",
-            "<dt>step 3<dd>16 of 16 trajectories were cut",
-            "<dt>evaluation after step 4<dd>0 of 4 trajectories called the tool",
-        ],
-    );
+    let words = [
+        "<summary>3 warnings</summary>",
+        "<dt>start<dd>weights &lt;random&gt;",
+        "<dt>step 3<dd>16 of 16 trajectories were cut",
+        "<dt>evaluation after step 4<dd>0 of 4 trajectories called the tool",
+    ];
+    assert_has(&text, &words);
     let both = page(&[one.clone(), other]);
     assert!(
         both.contains("one: 3 warnings</summary>")

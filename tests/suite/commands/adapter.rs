@@ -234,14 +234,9 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     done(&mut small(&out, &half));
     let moved = folder.path().join("moved");
     fs::rename(&first, &moved).unwrap();
-    refused(
-        &mut resumed(&out, &sets),
-        &["model.path: no folder and no GGUF file at", "set model.path to a folder"],
-    );
-    refused(
-        rloss().arg("eval").arg(&out),
-        &["model.path: no folder and no GGUF file at", "set model.path to a folder"],
-    );
+    let words = ["model.path: no folder and no GGUF file at", "set model.path to a folder"];
+    refused(&mut resumed(&out, &sets), &words);
+    refused(rloss().arg("eval").arg(&out), &words);
     // Another one of the same shape.
     let other = folder.path().join("other");
     copy_folder(&moved, &other);
@@ -251,10 +246,8 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     bytes[last] ^= 1;
     fs::write(&weights, bytes).unwrap();
     let path = model_path(&other);
-    refused(
-        &mut resumed(&out, &with(&[&path])),
-        &["its base was changed", "the adapter was trained with another config or other weights"],
-    );
+    let words = ["its base was changed", "the adapter was trained with another config or other weights"];
+    refused(&mut resumed(&out, &with(&[&path])), &words);
     let eval = |model: &str| {
         let mut command = rloss();
         command.arg("eval").arg(&out).args(["--set", model, "--set", "eval.problems_max=4"]);
@@ -309,10 +302,8 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
     assert!(!merged.join("adapter_config.json").exists());
     done(rloss().arg("verify").arg(&merged));
     refused(&mut export(&merged, &[]), &["already exists"]);
-    refused(
-        rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")),
-        &["has no adapter"],
-    );
+    let words = ["has no adapter"];
+    refused(rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")), &words);
     let (none, deep) = (folder.path().join("none"), folder.path().join("not/there/yet"));
     refused(rloss().args(["export", "quickstart"]).arg("--out").arg(&none), &["has no adapter"]);
     let file = folder.path().join("also/not/there/m.gguf");

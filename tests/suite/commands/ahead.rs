@@ -372,8 +372,6 @@ fn a_checkpoint_without_its_samples_and_another_lag_are_refused() {
 #[test]
 fn partial_trajectories_with_the_python_tool_are_refused() {
     let folder = TempDir::new().unwrap();
-    refused(
-        &mut small(&folder.path().join("run"), &[ROLLOUT, "rollout.step_tokens_max=20"]),
-        &["rollout.step_tokens_max: the task's Python tool keeps state"],
-    );
+    let words = ["rollout.step_tokens_max: the task's Python tool keeps state"];
+    refused(&mut small(&folder.path().join("run"), &[ROLLOUT, "rollout.step_tokens_max=20"]), &words);
 }

@@ -101,9 +101,6 @@ fn too_many_bad_steps_in_a_row_stop_the_run() {
     let text = text_of(&stored);
     let group: String = text.lines().skip(2 * BAD).take(2).map(|line| format!("{line}\n")).collect();
     fs::write(&stored, group).unwrap();
-    ended(
-        &mut train(&folder.path().join("run"), &stored, "skip", &[COLD]),
-        1,
-        &["6 consecutive steps were skipped because of their gradients"],
-    );
+    let words = ["6 consecutive steps were skipped because of their gradients"];
+    ended(&mut train(&folder.path().join("run"), &stored, "skip", &[COLD]), 1, &words);
 }

@@ -41,10 +41,8 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
     ];
     for name in ["train", "rollout", "eval"] {
         let mut command = rloss();
-        refused(
-            command.args([name, "quickstart", "--out"]).arg(&out).sets(large),
-            &["of memory, but", "remedies"],
-        );
+        let words = ["of memory, but", "remedies"];
+        refused(command.args([name, "quickstart", "--out"]).arg(&out).sets(large), &words);
         assert!(!out.exists(), "{name}");
     }
     let output = output(rloss().args(["check", "quickstart"]).sets(large));

@@ -65,14 +65,12 @@ impl Made {
     }
 
     fn refused(&self, mut command: Command) {
-        refused(
-            &mut command,
-            &[
-                "this user did not make this run, and it starts task.command",
-                "--trust",
-                "rloss check --no-run",
-            ],
-        );
+        let words = [
+            "this user did not make this run, and it starts task.command",
+            "--trust",
+            "rloss check --no-run",
+        ];
+        refused(&mut command, &words);
         assert!(!self.has_started());
     }
 }

@@ -12,14 +12,12 @@ fn plain_lines_name_both_stages_and_the_end() {
     let last: Vec<&str> = text.lines().collect();
     assert!(text.contains("SFT warm-up 4/4  loss "), "{text}");
     assert_has(&text, &["rl 4/4  reward ", "step 4: val-core/arithmetic/acc/mean@1 "]);
-    assert_has(
-        &text,
-        &[
-            "model    ",
-            "gpt_oss, 4 layers, 286,048 parameters, all trainable",
-            "task     arithmetic, with the embedded Python tool",
-        ],
-    );
+    let words = [
+        "model    ",
+        "gpt_oss, 4 layers, 286,048 parameters, all trainable",
+        "task     arithmetic, with the embedded Python tool",
+    ];
+    assert_has(&text, &words);
     assert!(text.contains(&format!("folder   {}\n", out.display())), "{text}");
     let program = rloss::error::shell_quote(env!("CARGO_BIN_EXE_rloss"));
     let report = format!(
@@ -75,10 +73,8 @@ fn rows_have_the_time_of_day_in_order() {
 fn one_of_a_thing_is_no_plural() {
     let (_folder, [out]) = scratch(["run"]);
     let one = ["rollout.prompts_per_step=1", "eval.problems_max=1", "train.steps=1", "cold_start.steps=1"];
-    assert_has(
-        &done(&mut small(&out, &one)).stderr,
-        &["1 of SFT warm-up, then 1 of reinforcement learning, 1 prompt × 4 samples"],
-    );
+    let words = ["1 of SFT warm-up, then 1 of reinforcement learning, 1 prompt × 4 samples"];
+    assert_has(&done(&mut small(&out, &one)).stderr, &words);
     assert_has(&done(&mut resumed(&out, &one)).stderr, &["the one step is done"]);
     let told = output(rloss().args(["eval", "--set", "eval.problems_max=1"]).arg(&out));
     assert!(told.stderr.contains("sampled  1 held-out problem × 1\n"), "{}", told.stderr);

@@ -169,10 +169,8 @@ fn a_scratch_is_refused_where_user_namespaces_are_forbidden() {
     let mut command = Command::new("unshare");
     command.args(["-Ur", "sh", "-c", forbid]).arg(plain.get_program()).args(plain.get_args());
     refused(&mut command, &["interpreter.scratch_mib", "user namespaces", "set interpreter.scratch_mib = 0"]);
-    refused(
-        &mut train(&folder.path().join("run"), &["interpreter.scratch_mib=1"]),
-        &["interpreter.scratch_mib", "cpython"],
-    );
+    let words = ["interpreter.scratch_mib", "cpython"];
+    refused(&mut train(&folder.path().join("run"), &["interpreter.scratch_mib=1"]), &words);
 }
 
 #[test]

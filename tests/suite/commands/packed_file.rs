@@ -137,10 +137,8 @@ fn an_adapter_is_written_in_the_form_of_llama_cpp() {
     let file = folder.path().join("adapter.gguf");
     let of_experts = folder.path().join("experts");
     done(&mut run(model, &of_experts, &["adapter.targets=[\"*.experts.*\"]", "train.steps=1"]));
-    refused(
-        rloss().arg("export").arg(&of_experts).arg("--gguf").arg(&file),
-        &["factors of experts", "--merged"],
-    );
+    let words = ["factors of experts", "--merged"];
+    refused(rloss().arg("export").arg(&of_experts).arg("--gguf").arg(&file), &words);
     assert!(!file.exists());
     let out = folder.path().join("attention");
     done(&mut run(model, &out, &["adapter.targets=[\"*.q_proj.*\", \"*.o_proj.*\"]"]));

@@ -192,10 +192,8 @@ fn a_run_that_exists_is_not_overwritten() {
     }
     refused(&mut small(&out, &[]), &["already contains a run", "--resume", "--out"]);
     refused(&mut resumed(&out, &["train.seed=7"]), &["train.seed", "recipe.toml"]);
-    refused(
-        &mut resumed(&out, &["rollout.temperature=0.5", "policy.clip_low=0.1"]),
-        &["rollout.temperature", "policy.clip_low"],
-    );
+    let words = ["rollout.temperature", "policy.clip_low"];
+    refused(&mut resumed(&out, &["rollout.temperature=0.5", "policy.clip_low=0.1"]), &words);
     for name in ["recipe.toml", "metrics.jsonl"] {
         let bytes = |folder: &Path| fs::read(folder.join(name)).unwrap();
         assert_eq!(bytes(&out), bytes(baseline()), "{name}");

@@ -207,10 +207,8 @@ fn a_start_that_fails_leaves_no_folder() {
     let path = program(folder.path(), "{\"reward\": 0.0}");
     replace(&path, "\"2 * 3?\"", "\"2 * 3?\" + \"x\" * 500 * (ask[\"index\"] >= 2)");
     let sets = [on_program(&path), vec!["rollout.prompts_per_step=4".to_owned()]].concat();
-    refused(
-        &mut small(&out, &texts(&sets)),
-        &["problem mine/train/2: the prompt has", "so no token can be sampled"],
-    );
+    let words = ["problem mine/train/2: the prompt has", "so no token can be sampled"];
+    refused(&mut small(&out, &texts(&sets)), &words);
     assert!(!out.exists(), "a prompt that is too long is found before the folder is made");
 }
 

@@ -102,10 +102,8 @@ fn unusable_tokenizers_are_refused() {
         parts.iter().for_each(|part| assert!(text.contains(part), "{text}"));
     };
     let without_added = edited(|json| json["added_tokens"].as_array_mut().unwrap().retain(|t| t["id"] == 4));
-    refused(
-        without_added,
-        &["model/tokenizer.json", "<|start|>, <|message|>, <|channel|>, <|call|>, <|return|>;"],
-    );
+    let words = ["model/tokenizer.json", "<|start|>, <|message|>, <|channel|>, <|call|>, <|return|>;"];
+    refused(without_added, &words);
     let without_byte = edited(|json| {
         json["model"]["vocab"].as_object_mut().unwrap().remove("!");
     });
