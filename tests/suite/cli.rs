@@ -166,7 +166,7 @@ pub fn refused(command: &mut Command, words: &[&str]) -> String {
 pub fn bad_input<T>(result: anyhow::Result<T>, parts: &[&str]) -> String {
     let error = result.err().expect("must be refused");
     assert!(error.is::<BadInput>(), "not bad input: {error:#}");
-    let text = format!("{error:#}");
+    let text = error.to_string();
     assert_has(&text, parts);
     text
 }
