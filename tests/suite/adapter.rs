@@ -1,5 +1,6 @@
 //! Adapters: PEFT's numbers and PEFT's files, one forward beside a packed base, and folders that do not fit.
 
+use crate::cli::{in_repository, text_of};
 use crate::model::case::{Case, Figures};
 use crate::tiny::{self, load};
 use crate::{model_files, qwen2, qwen3};
@@ -21,7 +22,7 @@ use rloss::learner::critic::Critic;
 use rloss::metrics::Progress;
 use rloss::model::adapter::{HEAD, Lora, Owner, default_targets};
 use rloss::model::config::{Config, WeightFormat};
-use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
@@ -33,7 +34,7 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    in_repository("tests/fixtures").join(name)
 }
 
 /// The adapters of `scripts/parity.py adapters --fixtures`, each with its base.
@@ -111,8 +112,7 @@ fn what_was_read_is_written_with_pefts_names_shapes_and_values() {
         };
         assert!(read(folder.path()) == read(&from), "{name}");
         let config = |folder: &Path| -> serde_json::Value {
-            serde_json::from_str(&std::fs::read_to_string(folder.join("adapter_config.json")).unwrap())
-                .unwrap()
+            serde_json::from_str(&text_of(folder.join("adapter_config.json"))).unwrap()
         };
         let (ours, theirs) = (config(folder.path()), config(&from));
         let sorted = |json: &serde_json::Value, key: &str| -> Vec<String> {
@@ -134,12 +134,7 @@ fn what_was_read_is_written_with_pefts_names_shapes_and_values() {
 }
 
 fn settings() -> PassSettings {
-    PassSettings {
-        temperature: 0.8,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
+    tiny::pass_settings(0.8, 0.0)
 }
 
 /// An adapter of `rank` on all matrices of the layers, with values of which every one matters.
@@ -351,7 +346,7 @@ fn changed(change: impl Fn(&mut serde_json::Value)) -> TempDir {
     std::fs::copy(from.join("adapter_model.safetensors"), folder.path().join("adapter_model.safetensors"))
         .unwrap();
     let mut config: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(from.join("adapter_config.json")).unwrap()).unwrap();
+        serde_json::from_str(&text_of(from.join("adapter_config.json"))).unwrap();
     change(&mut config);
     std::fs::write(folder.path().join("adapter_config.json"), config.to_string()).unwrap();
     folder

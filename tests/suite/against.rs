@@ -1,6 +1,7 @@
 //! `check-mismatch --against`: every engine's shape is read as the same rows, bad rows are named,
 //! reference cases made with transformers get the verdict that they should, and the exit code says it.
 
+use crate::cli::{assert_has, in_repository, scratch, text_of};
 use crate::tiny::load;
 use rloss::chat::Chat;
 use rloss::chat::ChatFormat;
@@ -22,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/engines")
+    in_repository("tests/fixtures/engines")
 }
 
 fn config() -> Config {
@@ -36,8 +37,7 @@ fn read(files: &[PathBuf]) -> anyhow::Result<TokenRows> {
 
 /// Writes `text` and reads it.
 fn read_text(text: &str) -> anyhow::Result<TokenRows> {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("rows.jsonl");
+    let (_folder, [file]) = scratch(["rows.jsonl"]);
     std::fs::write(&file, text).unwrap();
     read(&[file])
 }
@@ -232,8 +232,7 @@ fn another_tokenizer_and_a_missing_prompt_are_named() {
         let error = read_text(&text).unwrap_err().to_string();
         assert!(error.contains(what), "{error}");
     }
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("rollout.pt");
+    let (_folder, [file]) = scratch(["rollout.pt"]);
     std::fs::write(&file, b"PK\x03\x04").unwrap();
     assert!(read(&[file]).unwrap_err().to_string().contains("torch.load"));
 }
@@ -273,7 +272,7 @@ fn zero_log_probs_of_tokens_that_were_not_sampled_are_not_compared() {
 #[test]
 fn reference_cases_get_their_verdict() {
     let fixture = Fixture::new();
-    let text = std::fs::read_to_string(fixtures().join("cases.jsonl")).unwrap();
+    let text = text_of(fixtures().join("cases.jsonl"));
     let mut cases: Vec<(String, Vec<&str>)> = vec![];
     for line in text.lines() {
         let value: Value = serde_json::from_str(line).unwrap();
@@ -310,7 +309,7 @@ fn reference_cases_get_their_verdict() {
 
 /// Rows of one case of the campaign.
 fn case(kind: &str, dtype: &str) -> Vec<TokenRow> {
-    let text = std::fs::read_to_string(fixtures().join("cases.jsonl")).unwrap();
+    let text = text_of(fixtures().join("cases.jsonl"));
     let start = format!("\"kind\":\"{kind}\",\"dtype\":\"{dtype}\"");
     let lines: Vec<&str> = text.lines().filter(|line| line.contains(&start)).collect();
     read_text(&lines.join("\n")).unwrap().rows
@@ -463,16 +462,15 @@ fn the_exit_code_says_whether_they_differ() {
         let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
         command.arg("check-mismatch").arg(&recipe).arg("--out").arg(&out).arg("--against").arg(file);
         let output = command.output().unwrap();
-        let file = std::fs::read_to_string(out.join("mismatch.json")).unwrap();
+        let file = text_of(out.join("mismatch.json"));
         let found: Value = serde_json::from_str(&file).unwrap();
         (output.status.code().unwrap(), found["diagnosis"].clone())
     };
     let (status, found) = code(&fixtures().join("rows.jsonl"));
     assert_eq!((status, found["verdict"].as_str()), (0, Some("agrees")));
-    let page = std::fs::read_to_string(out.join("mismatch.md")).unwrap();
-    assert!(page.contains("Agrees: 220 tokens"), "{page}");
-    assert!(std::fs::read_to_string(out.join("mismatch.svg")).unwrap().ends_with("</svg>\n"));
-    let table = std::fs::read_to_string(out.join("mismatch.csv")).unwrap();
+    assert_has(&text_of(out.join("mismatch.md")), &["Agrees: 220 tokens"]);
+    assert!(text_of(out.join("mismatch.svg")).ends_with("</svg>\n"));
+    let table = text_of(out.join("mismatch.csv"));
     assert_eq!(table.lines().next(), Some("row,token,id,text,engine,model,difference"));
     let mut places = vec![];
     for record in csv::Reader::from_reader(table.as_bytes()).records() {
@@ -487,7 +485,7 @@ fn the_exit_code_says_whether_they_differ() {
     let (status, found) = code(&fixtures().join("prime_rl.jsonl"));
     assert_eq!((status, found["trainer"]["verdict"].as_str()), (0, Some("agrees")));
 
-    let text = std::fs::read_to_string(fixtures().join("cases.jsonl")).unwrap();
+    let text = text_of(fixtures().join("cases.jsonl"));
     let of = |kind: &str| -> Vec<&str> {
         text.lines()
             .filter(|line| line.contains(&format!("\"kind\":\"{kind}\",\"dtype\":\"float32\"")))
@@ -519,8 +517,7 @@ fn the_exit_code_says_whether_they_differ() {
 /// The page for users lists every cause under its name.
 #[test]
 fn every_cause_is_in_the_table() {
-    let page =
-        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/MISMATCH.md")).unwrap();
+    let page = text_of(in_repository("docs/MISMATCH.md"));
     let mut names: BTreeMap<&str, bool> = BTreeMap::new();
     for cause in causes(&config(), true) {
         names.insert(cause.name, page.lines().any(|line| line.starts_with('|') && line.contains(cause.name)));

@@ -1,21 +1,24 @@
 //! The task `agent`, with a program of Python's standard library (tests/fixtures/agent_client.py): what is
 //! trained, what is refused, and programs that lie, hang, flood and die.
 
+use crate::cli::{
+    self, Ended, Sets, assert_has, done, ended, in_repository, json_lines, output, refused, text_of,
+};
 use crate::skips;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::Command;
 use tempfile::TempDir;
 
 /// A run of a small random model. Its name is the mode of the program.
 struct AgentRun {
     folder: TempDir,
-    output: Output,
+    ended: Ended,
 }
 
 fn program() -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/agent_client.py").display().to_string()
+    in_repository("tests/fixtures/agent_client.py").display().to_string()
 }
 
 fn recipe(mode: &str) -> String {
@@ -31,8 +34,8 @@ fn recipe(mode: &str) -> String {
 }
 
 fn rloss(folder: &Path) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
-    command.current_dir(folder).stdin(Stdio::null()).env("XDG_CONFIG_HOME", env!("CARGO_TARGET_TMPDIR"));
+    let mut command = cli::rloss();
+    command.current_dir(folder);
     command.env("AGENT_LOG", folder.join("answers.jsonl")).env_remove("RLOSS_SERVE_TOKEN");
     command
 }
@@ -47,19 +50,16 @@ impl AgentRun {
         std::fs::write(folder.path().join("agent.toml"), recipe(mode)).unwrap();
         let mut command = rloss(folder.path());
         command.args(["train", "agent.toml", "--out", "run"]).env("AGENT_THREADS", threads.to_string());
-        for set in sets {
-            command.args(["--set", set]);
-        }
-        let output = command.output().unwrap();
-        Self { folder, output }
+        let ended = output(command.sets(sets));
+        Self { folder, ended }
     }
 
-    fn errors(&self) -> String {
-        String::from_utf8_lossy(&self.output.stderr).into_owned()
+    fn errors(&self) -> &str {
+        &self.ended.stderr
     }
 
     fn done(self) -> Self {
-        assert_eq!(self.output.status.code(), Some(0), "{}", self.errors());
+        assert_eq!(self.ended.code, Some(0), "{}", self.errors());
         self
     }
 
@@ -68,8 +68,7 @@ impl AgentRun {
     }
 
     fn lines(&self, file: &str) -> Vec<Value> {
-        let text = std::fs::read_to_string(self.folder.path().join(file)).unwrap();
-        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+        json_lines(self.folder.path().join(file))
     }
 
     /// The rows of reinforcement learning, without times.
@@ -136,9 +135,7 @@ fn check_trained(run: &AgentRun, steps: u64) -> (usize, usize) {
 
 #[test]
 fn an_agents_run_trains_on_exactly_what_was_sampled_and_runs_twice_alike() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let sets = ["task.validation_rows_max=3", "eval.every_steps=3", "eval.before_training=true"];
     let run = AgentRun::start("arithmetic", &sets).done();
     let rows = run.rows();
@@ -160,12 +157,7 @@ fn an_agents_run_trains_on_exactly_what_was_sampled_and_runs_twice_alike() {
     // Resumed after step 2, the run is the same again.
     std::fs::remove_dir_all(again.path().join("checkpoints/step-000003")).unwrap();
     let mut resume = rloss(again.folder.path());
-    resume.args(["train", "agent.toml", "--out", "run", "--resume"]);
-    for set in sets {
-        resume.args(["--set", set]);
-    }
-    let output = resume.output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    done(resume.args(["train", "agent.toml", "--out", "run", "--resume"]).sets(sets));
     assert_eq!(again.rows(), rows);
 }
 
@@ -173,9 +165,7 @@ fn an_agents_run_trains_on_exactly_what_was_sampled_and_runs_twice_alike() {
 /// which a random model malforms many.
 #[test]
 fn a_whole_answer_has_the_tokens_of_a_streamed_one() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     for family in ["model.architecture.model_type=gpt_oss", "model.architecture.model_type=qwen2"] {
         let sets = ["rollout.samples_per_prompt=24", "train.steps=2", family];
         let (whole, streamed) =
@@ -192,9 +182,7 @@ fn a_whole_answer_has_the_tokens_of_a_streamed_one() {
 
 #[test]
 fn a_client_that_rewrites_its_history_trains_each_sampled_token_once() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     for family in ["model.architecture.model_type=gpt_oss", "model.architecture.model_type=qwen2"] {
         let sets = ["rollout.samples_per_prompt=24", "train.steps=2", family];
         let run = AgentRun::start_with("wild", &sets, 4).done();
@@ -214,9 +202,7 @@ fn a_thousand_wild_episodes() {
 
 #[test]
 fn nothing_is_learned_from_a_program_that_lies() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let sets = ["train.steps=1", "task.episode_timeout_s=8", "rollout.samples_per_prompt=9"];
     let run = AgentRun::start("liar", &sets).done();
     let row = &run.rows()[0];
@@ -249,51 +235,39 @@ fn nothing_is_learned_from_a_program_that_lies() {
 /// The rows of such episodes have no tokens, and were refused when they were read again.
 #[test]
 fn bug_a_rollout_with_episodes_that_failed_is_read_again_and_trained_on() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("agent.toml"), recipe("liar")).unwrap();
     let run = |command: &str, sets: &[&str]| {
         let mut command_line = rloss(folder.path());
         command_line.args([command, "agent.toml", "--out", command, "--set", "task.episode_timeout_s=8"]);
-        sets.iter().for_each(|set| {
-            command_line.args(["--set", set]);
-        });
-        let output = command_line.output().unwrap();
-        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        done(command_line.sets(sets));
     };
     let sets = ["rollout.samples_per_prompt=12"];
     run("rollout", &sets);
     run("rollout", &sets);
     let file = std::fs::read_dir(folder.path().join("rollout/trajectories")).unwrap().next().unwrap();
     let file = file.unwrap().path();
-    let rows = std::fs::read_to_string(&file).unwrap();
+    let rows = text_of(&file);
     let failed = rows.matches("\"tokens\":[]").count();
     assert!(rows.lines().count() == 12 && failed >= 4, "{failed}");
     run("train", &["train.steps=1", &format!("train.trajectories={}", file.display())]);
     let trained = folder.path().join("train/trajectories/step-000001.jsonl");
-    assert_eq!(std::fs::read_to_string(trained).unwrap().lines().count(), 12 - failed);
+    assert_eq!(text_of(trained).lines().count(), 12 - failed);
     // The only episode left of a group trained with its whole reward as its advantage.
     let (failures, rest): (Vec<&str>, Vec<&str>) =
         rows.lines().partition(|row| row.contains("\"tokens\":[]"));
     let lone = folder.path().join("lone.jsonl");
     std::fs::write(&lone, failures.join("\n") + "\n" + rest[0] + "\n").unwrap();
     let mut command = rloss(folder.path());
-    command.args(["train", "agent.toml", "--out", "lone", "--set"]);
-    let output = command.arg(format!("train.trajectories={}", lone.display())).output().unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        output.status.code() == Some(2) && errors.contains("has no sampled token to train on"),
-        "{errors}"
-    );
+    command.args(["train", "agent.toml", "--out", "lone"]);
+    let set = format!("train.trajectories={}", lone.display());
+    refused(command.sets([set]), &["has no sampled token to train on"]);
 }
 
 #[test]
 fn a_program_that_dies_is_started_again_and_its_episodes_begin_again() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let died = AgentRun::start("dying", &[]).done();
     assert_eq!(died.errors().matches("the program ended (exit status: 3)").count(), 1, "{}", died.errors());
     assert!(died.errors().contains("out of luck"));
@@ -301,59 +275,41 @@ fn a_program_that_dies_is_started_again_and_its_episodes_begin_again() {
     let (mut rows, expected) = (died.rows(), whole.rows());
     assert_eq!(rows[1].insert("agent/begun_again".into(), 0.into()), Some(1.into()));
     assert_eq!(rows, expected, "the death changes nothing");
-    assert!(std::fs::read_to_string(died.path().join("agent.log")).unwrap().contains("out of luck"));
+    assert!(text_of(died.path().join("agent.log")).contains("out of luck"));
 }
 
 #[test]
 fn a_program_that_gives_up_ends_the_run_with_its_last_words() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let run = AgentRun::start("dead", &[]);
-    assert_eq!(run.output.status.code(), Some(1));
-    let errors = run.errors();
-    assert!(
-        errors.contains("before it asked for an episode") && errors.contains("No module named"),
-        "{errors}"
-    );
+    assert_eq!(run.ended.code, Some(1));
+    assert_has(run.errors(), &["before it asked for an episode", "No module named"]);
     let run = AgentRun::start("silent", &["task.episode_timeout_s=0.3", "train.steps=9"]);
-    assert_eq!(run.output.status.code(), Some(1));
-    assert!(run.errors().contains("for 3 steps no group has had enough episodes"), "{}", run.errors());
+    assert_eq!(run.ended.code, Some(1));
+    assert_has(run.errors(), &["for 3 steps no group has had enough episodes"]);
     assert_eq!(run.errors().matches("the program did not ask for it").count(), 1);
     // An episode that failed because the program ended counted as progress, so such a program never gave up.
     let run = AgentRun::start("crashing", &["train.steps=1"]);
-    assert_eq!(run.output.status.code(), Some(1), "{}", run.errors());
-    assert!(
-        run.errors().contains("again and again, without a finished episode in between"),
-        "{}",
-        run.errors()
-    );
+    assert_eq!(run.ended.code, Some(1), "{}", run.errors());
+    assert_has(run.errors(), &["again and again, without a finished episode in between"]);
 }
 
 #[test]
 fn bug_an_evaluation_that_ended_early_lost_the_episodes_that_were_finished() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     std::fs::write(folder.path().join("agent.toml"), recipe("halting")).unwrap();
-    let eval = || {
-        let sets = ["task.validation_rows_max=8", "eval.samples=1"];
-        let sets = sets.iter().flat_map(|set| ["--set", set]);
-        rloss(folder.path()).args(["eval", "agent.toml", "--out", "eval"]).args(sets).output().unwrap()
+    let eval = |code: i32| {
+        let mut command = rloss(folder.path());
+        command.args(["eval", "agent.toml", "--out", "eval"]);
+        ended(command.sets(["task.validation_rows_max=8", "eval.samples=1"]), code, &[])
     };
-    let errors = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
-    let file = |end: &str| {
-        let path = folder.path().join("eval/trajectories/eval-000000.jsonl").display().to_string() + end;
-        std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
-    };
-    let halted = eval();
-    assert_eq!(halted.status.code(), Some(1), "{}", errors(&halted));
+    let file = |end: &str| text_of(folder.path().join(format!("eval/trajectories/eval-000000.jsonl{end}")));
+    eval(1);
     let kept = file(".partial");
     assert!(kept.lines().count() == 3 && !kept.contains("\"tokens\":[]"), "{kept}");
     std::fs::write(folder.path().join("ready"), "").unwrap();
-    let ended = eval();
-    assert_eq!(ended.status.code(), Some(0), "{}", errors(&ended));
+    eval(0);
     let all = file("");
     assert!(all.lines().count() == 8 && all.starts_with(&kept), "{kept}\n{all}");
     assert!(!all.contains("\"tokens\":[]"), "a crashed episode is played again: {all}");
@@ -361,9 +317,7 @@ fn bug_an_evaluation_that_ended_early_lost_the_episodes_that_were_finished() {
 
 #[test]
 fn a_flood_of_output_is_bounded() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let run = AgentRun::start("flood", &["train.steps=1"]).done();
     assert_eq!(std::fs::metadata(run.path().join("agent.log")).unwrap().len(), 16 << 20);
     assert!(run.errors().contains("further output is dropped"));
@@ -401,22 +355,21 @@ fn a_wrong_agent_is_refused_before_any_work() {
         (&[file.as_str()], "agent_client.py"),
     ] {
         let run = AgentRun::start("arithmetic", sets);
-        let errors = run.errors();
-        assert_eq!(run.output.status.code(), Some(2), "{sets:?}: {errors}");
-        assert!(errors.contains(expected), "{sets:?}: {errors}");
+        assert_eq!(run.ended.code, Some(2), "{sets:?}: {}", run.errors());
+        assert!(run.errors().contains(expected), "{sets:?}: {}", run.errors());
         assert!(!run.path().exists(), "{sets:?} leaves a folder");
     }
 }
 
 #[test]
 fn the_examples_are_short_and_their_recipes_resolve() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/agents");
+    let folder = in_repository("examples/agents");
     let mut recipes = 0;
     for entry in std::fs::read_dir(&folder).unwrap() {
         let path = entry.unwrap().path();
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         if name.ends_with(".py") {
-            let lines = std::fs::read_to_string(&path).unwrap().lines().count();
+            let lines = text_of(&path).lines().count();
             assert!(lines <= 60, "{name} has {lines} lines");
         } else if name.ends_with(".toml") {
             let mut command = rloss(Path::new(env!("CARGO_MANIFEST_DIR")));
@@ -425,8 +378,7 @@ fn the_examples_are_short_and_their_recipes_resolve() {
                 // Its model comes from a warm-up.
                 command.args(["--set", "model.path=src"]);
             }
-            let output = command.output().unwrap();
-            assert!(output.status.success(), "{name}: {}", String::from_utf8_lossy(&output.stderr));
+            done(&mut command);
             recipes += 1;
         }
     }

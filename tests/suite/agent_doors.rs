@@ -1,12 +1,12 @@
 //! The server of the task `agent` against clients that lie about ids and leave: the test itself is the agent.
 
+use crate::cli::{KilledOnDrop, Sets, json_lines, rloss, text_of};
 use crate::interpreter::wait_until;
 use rustix::net::SendFlags;
 use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
@@ -22,16 +22,9 @@ fn recipe() -> &'static str {
 
 /// A run that waits for its agent.
 struct Run {
-    child: Child,
+    child: KilledOnDrop,
     address: String,
     folder: PathBuf,
-}
-
-impl Drop for Run {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 /// An episode, as the server gives it.
@@ -45,21 +38,12 @@ struct Episode {
 impl Run {
     fn start(place: &Path, name: &str, sets: &[&str]) -> Self {
         std::fs::write(place.join("agent.toml"), recipe()).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
+        let mut command = rloss();
         command.current_dir(place).args(["train", "agent.toml", "--resume=auto", "--out", name]);
-        command.env("XDG_CONFIG_HOME", env!("CARGO_TARGET_TMPDIR")).env("RLOSS_SERVE_TOKEN", TOKEN);
-        for set in sets {
-            command.args(["--set", set]);
-        }
-        let mut child = command.stdin(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let address = lines.find_map(|line| {
-            let line = line.unwrap();
-            let after = line.split_once("waiting for an agent program at http://")?.1.to_owned();
-            Some(after.split('/').next().unwrap().to_owned())
-        });
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, address: address.unwrap(), folder: place.join(name) }
+        command.env("RLOSS_SERVE_TOKEN", TOKEN).sets(sets);
+        let told = "waiting for an agent program at http://";
+        let (child, address) = KilledOnDrop::server(&mut command, told);
+        Self { child, address, folder: place.join(name) }
     }
 
     /// Sends a request and returns its connection.
@@ -122,13 +106,9 @@ impl Run {
     /// Waits for the end, and returns the metrics of the only step and its trajectories.
     fn end(mut self) -> (Value, Vec<Value>) {
         assert!(self.child.wait().unwrap().success());
-        let lines = |path: PathBuf| -> Vec<Value> {
-            let text = std::fs::read_to_string(path).unwrap();
-            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-        };
-        let mut rows = lines(self.folder.join("metrics.jsonl")).into_iter();
+        let mut rows = json_lines(self.folder.join("metrics.jsonl")).into_iter();
         let row = rows.rfind(|row| row["phase"] == "rl").unwrap();
-        (row, lines(self.folder.join("trajectories/step-000001.jsonl")))
+        (row, json_lines(self.folder.join("trajectories/step-000001.jsonl")))
     }
 }
 
@@ -261,7 +241,7 @@ fn bug_a_reward_that_was_sent_again_made_its_episode_fail() {
 
 /// Returns whether a connection from `port` is still open at its other end.
 fn is_open(port: u16) -> bool {
-    let connections = std::fs::read_to_string("/proc/net/tcp").unwrap();
+    let connections = text_of("/proc/net/tcp");
     let end = format!(":{port:04X}");
     // Local address, remote address, state: 06 waits for late packets alone.
     connections

@@ -1,5 +1,6 @@
 //! Conversations in ChatML, and the chat templates of checkpoints.
 
+use crate::cli::{assert_has, in_repository, text_of};
 use crate::harmony::encode_with_special;
 use crate::model_files::refused;
 use minijinja::value::Kwargs;
@@ -11,7 +12,6 @@ use rloss::chat::{Call, Chat, PYTHON, SystemPromptSettings, system_prompt};
 use rloss::harmony::{HarmonyTokenizer, MaskedTokens, Message, Role, TurnEnd, TurnStep};
 use serde_json::{Value, json};
 use std::io::Read;
-use std::path::Path;
 
 fn chatml() -> ChatMl {
     ChatMl::from_embedded().unwrap()
@@ -20,8 +20,8 @@ fn chatml() -> ChatMl {
 /// The conversations that `scripts/chat_templates.py chatml` made, with the texts that Qwen2.5-Instruct's
 /// template gave.
 fn conversations() -> Vec<Value> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chatml.jsonl");
-    let text = std::fs::read_to_string(file).unwrap();
+    let file = in_repository("tests/fixtures/chatml.jsonl");
+    let text = text_of(file);
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
@@ -306,7 +306,7 @@ fn prompts_with_tools_are_those_of_the_published_templates() {
 }
 
 fn unpacked(name: &str) -> Vec<Value> {
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
+    let file = in_repository("tests/fixtures").join(name);
     let mut text = String::new();
     flate2::read::GzDecoder::new(std::fs::File::open(file).unwrap()).read_to_string(&mut text).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
@@ -459,10 +459,8 @@ fn broken_rows_and_tokenizers_are_refused() {
         assert!(words.iter().all(|word| error.contains(word)), "{words:?}: {error}");
     }
     let harmony = HarmonyTokenizer::from_embedded().unwrap().json_bytes().to_vec();
-    refused(
-        ChatMl::from_bytes(harmony, "model/tokenizer.json"),
-        &["model/tokenizer.json", "<|im_start|>, <|im_end|>", "Qwen2.5"],
-    );
+    let words = ["model/tokenizer.json", "<|im_start|>, <|im_end|>", "Qwen2.5"];
+    refused(ChatMl::from_bytes(harmony, "model/tokenizer.json"), &words);
     let chatml = chatml().vocabulary().json_bytes().to_vec();
     refused(HarmonyTokenizer::from_bytes(chatml, "model/tokenizer.json"), &["<|message|>", "GPT-OSS"]);
 }
@@ -473,10 +471,7 @@ fn functions_are_listed_after_the_system_text() {
     assert_eq!(system_text(Some("Be brief."), &[]).unwrap(), "Be brief.");
     let text = system_text(Some("Be brief."), &[python_function()]).unwrap();
     assert!(text.starts_with("Be brief.\n\n# Tools\n\nYou may call"), "{text}");
-    assert!(
-        text.contains("\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "),
-        "{text}"
-    );
+    assert_has(&text, &["\n<tools>\n{\"type\": \"function\", \"function\": {\"name\": \"python\", "]);
     assert_eq!(ChatFormat::ChatMl.from_embedded().unwrap().stop_tokens(), [2, 0]);
 }
 

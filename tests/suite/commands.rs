@@ -32,11 +32,16 @@ mod tinker;
 mod truncated;
 mod truth;
 
+use crate::cli::{
+    Ended, KilledOnDrop, Sets, Shared, assert_has, done, ended, in_repository, json_lines, json_of, output,
+    refused, rloss, scratch, shared, text_of,
+};
 use rloss::settings::Choice;
 use rloss::tasks::{TaskContext, TaskName, TaskSettings, build};
 use serde_json::{Value, json};
+use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 use tempfile::TempDir;
@@ -62,32 +67,19 @@ const SMALL: &[&str] = &[
 ];
 
 fn quickstart() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart.toml")
-}
-
-fn rloss() -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
-    command.stdin(Stdio::null());
-    // The key of this user's runs: the tests leave the user's own alone.
-    command.env("XDG_CONFIG_HOME", env!("CARGO_TARGET_TMPDIR"));
-    command
+    in_repository("recipes/quickstart.toml")
 }
 
 /// `rloss train quickstart` with `sets`, into `out`.
 fn train(out: &Path, sets: &[&str]) -> Command {
     let mut command = rloss();
-    command.arg("train").arg(quickstart()).arg("--out").arg(out);
-    for set in sets {
-        command.args(["--set", set]);
-    }
+    command.arg("train").arg(quickstart()).arg("--out").arg(out).sets(sets);
     command
 }
 
 /// A small run from the warm model; `sets` come after the small run's own.
 fn small(out: &Path, sets: &[&str]) -> Command {
-    let model = format!("model.path={}", warm_model().display());
-    let sets: Vec<&str> = SMALL.iter().copied().chain([model.as_str()]).chain(sets.iter().copied()).collect();
-    train(out, &sets)
+    train(out, &[SMALL, &[&model_path(warm_model())], sets].concat())
 }
 
 /// [`small`], resumed.
@@ -97,48 +89,32 @@ fn resumed(out: &Path, sets: &[&str]) -> Command {
     command
 }
 
-fn output(command: &mut Command) -> Output {
-    command.output().expect("the binary starts")
-}
-
-fn stderr(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stderr).into_owned()
-}
-
-/// Runs to the end and expects exit code 0.
-fn done(command: &mut Command) -> Output {
-    let output = output(command);
-    assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
-    output
-}
-
 /// A model that answers some of the first training problems and fails others, so that rewards differ
 /// within a group and updates are real ones: it has learned one right and one wrong conversation for each
 /// of them by heart.
 fn warm_model() -> &'static Path {
-    static WARM: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
-    let (_, path) = WARM.get_or_init(|| {
-        let folder = TempDir::new().unwrap();
-        let rows = folder.path().join("rows.jsonl");
-        std::fs::write(&rows, conversations()).unwrap();
-        let out = folder.path().join("warm");
+    static WARM: Shared = OnceLock::new();
+    shared(&WARM, "warm", |out| {
+        let rows = out.with_file_name("rows.jsonl");
+        fs::write(&rows, conversations()).unwrap();
         let file = format!("cold_start.train_file={}", rows.display());
-        done(&mut train(
-            &out,
-            &[
-                &file,
-                "cold_start.steps=80",
-                "cold_start.batch_size=16",
-                "cold_start.optimizer.warmup_steps=10",
-                "train.steps=0",
-                "checkpoint.every_steps=0",
-                "checkpoint.dtype=f32",
-                "parallel.threads=2",
-            ],
-        ));
-        (folder, out)
-    });
-    path
+        let sets = [
+            &file,
+            "cold_start.steps=80",
+            "cold_start.batch_size=16",
+            "cold_start.optimizer.warmup_steps=10",
+            "train.steps=0",
+            "checkpoint.every_steps=0",
+            "checkpoint.dtype=f32",
+            "parallel.threads=2",
+        ];
+        done(&mut train(out, &sets));
+    })
+}
+
+/// The setting that starts a run from the model at `path`.
+fn model_path(path: &Path) -> String {
+    format!("model.path={}", path.display())
 }
 
 fn conversations() -> String {
@@ -164,20 +140,21 @@ fn conversations() -> String {
 
 /// The small run that others are compared with.
 fn baseline() -> &'static Path {
-    static BASELINE: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
-    let (_, path) = BASELINE.get_or_init(|| {
-        let folder = TempDir::new().unwrap();
-        let out = folder.path().join("baseline");
-        done(&mut small(&out, &[]));
-        (folder, out)
-    });
-    path
+    static BASELINE: Shared = OnceLock::new();
+    shared(&BASELINE, "baseline", |out| drop(done(&mut small(out, &[]))))
+}
+
+/// Runs `sets` whole into `whole`, and into `broken` with `half`, then resumed; expects the same results.
+fn assert_resumes(whole: &Path, broken: &Path, sets: &[&str], half: &[&str]) {
+    done(&mut small(whole, sets));
+    done(&mut small(broken, &[sets, half].concat()));
+    done(&mut resumed(broken, sets));
+    assert_same_results(broken, whole);
 }
 
 /// The rows of `metrics.jsonl`.
 fn rows(run: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    json_lines(run.join("metrics.jsonl"))
 }
 
 /// What of the rows must be the same in the same run: all but `timing_s/` and `perf/`.
@@ -191,8 +168,30 @@ fn results(run: &Path) -> Vec<Value> {
     rows
 }
 
+fn number(row: &Value, key: &str) -> f64 {
+    row[key].as_f64().unwrap_or_else(|| panic!("no {key} in {row}"))
+}
+
 fn phase<'a>(rows: &'a [Value], phase: &'a str) -> impl Iterator<Item = &'a Value> {
     rows.iter().filter(move |row| row["phase"] == phase)
+}
+
+/// Asserts that rollout and training agree to the bit in every step.
+fn assert_no_gap(run: &Path) {
+    for row in phase(&rows(run), "rl") {
+        assert_eq!(number(row, "mismatch/log_ppl_abs_diff_max"), 0.0, "{row}");
+        assert_eq!(number(row, "mismatch/logprob_abs_diff_max"), 0.0, "{row}");
+        assert_eq!(number(row, "mismatch/bit_equal_fraction"), 1.0, "{row}");
+    }
+}
+
+/// The optimizer's state after step 4.
+fn trainer_state(run: &Path) -> Vec<u8> {
+    fs::read(run.join("checkpoints/step-000004/trainer.safetensors")).unwrap()
+}
+
+fn texts(sets: &[String]) -> Vec<&str> {
+    sets.iter().map(String::as_str).collect()
 }
 
 /// Says which row and key differ, not all of both.
@@ -211,7 +210,7 @@ fn assert_same_results(run: &Path, expected: &Path) {
 
 /// Names of the whole checkpoints, in order.
 fn checkpoints(run: &Path) -> Vec<String> {
-    let Ok(entries) = std::fs::read_dir(run.join("checkpoints")) else { return vec![] };
+    let Ok(entries) = fs::read_dir(run.join("checkpoints")) else { return vec![] };
     let mut names: Vec<String> =
         entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.retain(|name| !name.starts_with('.'));
@@ -237,22 +236,29 @@ fn wait_until(child: &mut Child, reached: impl Fn() -> bool) -> bool {
 }
 
 fn line_count(file: &Path) -> usize {
-    std::fs::read(file).map_or(0, |bytes| bytes.iter().filter(|&&b| b == b'\n').count())
+    fs::read(file).map_or(0, |bytes| bytes.iter().filter(|&&b| b == b'\n').count())
 }
 
 /// The model of a checkpoint as one from elsewhere: without manifest, and without what only a run reads.
 fn copy_model(from: &Path, to: &Path) {
     copy_folder(from, to);
     for name in ["manifest.b3", "trainer.json", "trainer.safetensors", "trainer.toml"] {
-        std::fs::remove_file(to.join(name)).unwrap();
+        fs::remove_file(to.join(name)).unwrap();
     }
 }
 
 /// A copy of a flat folder, such as a checkpoint.
 fn copy_folder(from: &Path, to: &Path) {
-    std::fs::create_dir_all(to).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
-        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+        fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
     }
+}
+
+/// Replaces the first `from` in a file.
+fn replace(file: &Path, from: &str, to: &str) {
+    let text = text_of(file);
+    assert!(text.contains(from), "{}", file.display());
+    fs::write(file, text.replacen(from, to, 1)).unwrap();
 }

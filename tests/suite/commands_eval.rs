@@ -1,10 +1,11 @@
 //! `rloss eval`, `rloss rollout` and training on stored trajectories, through the binary.
 
+use crate::cli::{assert_has, done, json_of, output, refused, rloss};
 use rloss::trajectory::TrajectoryRow;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
 /// A small run: two problems a step, a few demonstrations, checkpoints without rounding.
 const SMALL: &str = r#"
@@ -51,36 +52,35 @@ impl Place {
         self.0.path().join(name)
     }
 
-    fn run(&self, arguments: &[&str]) -> Output {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
-        command.current_dir(self.0.path()).args(arguments).output().expect("the binary starts")
+    fn rloss(&self, arguments: &[&str]) -> Command {
+        let mut command = rloss();
+        command.current_dir(self.0.path()).args(arguments);
+        command
     }
 
+    #[track_caller]
     fn done(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8(output.stdout).expect("text")
+        done(&mut self.rloss(arguments)).stdout
     }
 
     /// The one error that `arguments` end in, which holds all of `parts`.
+    #[track_caller]
     fn refused(&self, arguments: &[&str], parts: &[&str]) {
-        let output = self.run(arguments);
-        let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+        let error = refused(&mut self.rloss(arguments), parts);
         assert_eq!(error.matches("error: ").count(), 1, "{error}");
-        for part in parts {
-            assert!(error.contains(part), "{part:?} in {error}");
-        }
-    }
-
-    fn json(&self, name: &str) -> Value {
-        serde_json::from_slice(&fs::read(self.path(name)).expect(name)).expect(name)
     }
 }
 
 fn rows(path: &Path) -> Vec<TrajectoryRow> {
     let text = fs::read_to_string(path).expect("a file of trajectories");
     text.lines().map(|line| TrajectoryRow::from_line(line.as_bytes()).expect("a trajectory")).collect()
+}
+
+/// The rows of `text` with row `index` changed.
+fn changed_row(text: &str, index: usize, change: &dyn Fn(&mut Value)) -> String {
+    let mut lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("a row")).collect();
+    change(&mut lines[index]);
+    lines.iter().map(|line| format!("{line}\n")).collect()
 }
 
 /// Rows as they were sampled: without the time that tool calls took, and what a step learned from them.
@@ -96,9 +96,7 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
     let place = Place::new();
     place.done(&["train", "small.toml", "--out", "run"]);
     let shown = place.done(&["eval", "run"]);
-    for part in ["mean@4", "pass@1", "pass@2", "maj@4", "truncated_length", "turns", "95%"] {
-        assert!(shown.contains(part), "{part} in {shown}");
-    }
+    assert_has(&shown, &["mean@4", "pass@1", "pass@2", "maj@4", "truncated_length", "turns", "95%"]);
     let file = place.path("run/eval/step-000002/trajectories/eval-000002.jsonl");
     let found = timeless(rows(&file));
     assert_eq!(found.len(), 5 * 4);
@@ -114,7 +112,7 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
     assert_eq!(metrics.len(), 3 * 4);
     assert_eq!(metrics, of("run/metrics.jsonl"));
 
-    let document = place.json("run/eval/step-000002/eval.json");
+    let document = json_of(place.path("run/eval/step-000002/eval.json"));
     let set = &document["sets"][0];
     assert_eq!(set["problems"].as_array().map(Vec::len), Some(5));
     assert_eq!(set["problems"][0]["id"], found[0].trajectory.problem_id.as_str());
@@ -138,7 +136,7 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
     assert!(!file.with_extension("jsonl.partial").exists());
     // Problem 1's rows, times included, are those that were kept.
     assert_eq!(fs::read_to_string(&file).expect("rows").lines().nth(5), Some(lines[5]));
-    assert_eq!(place.json("run/eval/step-000002/eval.json"), document);
+    assert_eq!(json_of(place.path("run/eval/step-000002/eval.json")), document);
 
     // Other settings are another evaluation, with rows of its own; the first stays, and either goes on as
     // it was.
@@ -202,30 +200,19 @@ fn stored_trajectories_are_checked_row_by_row() {
     let place = Place::new();
     place.done(&["rollout", "small.toml", "--out", "out"]);
     let text = fs::read_to_string(place.path("out/trajectories/step-000001.jsonl")).expect("rows");
-    let third = |change: &dyn Fn(&mut Value)| {
-        let mut lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("a row")).collect();
-        change(&mut lines[2]);
-        lines.iter().map(|line| format!("{line}\n")).collect::<String>()
+    let third = |change: &dyn Fn(&mut Value)| changed_row(&text, 2, change);
+    let log_prob = |value: Value| {
+        third(&|row| {
+            let first_sampled = row["prompt_tokens"].as_u64().expect("a number") as usize;
+            row["logprobs"][first_sampled] = value.clone();
+        })
     };
-    let first_sampled = |row: &Value| row["prompt_tokens"].as_u64().expect("a number") as usize;
     let cases: [(String, &str); 7] = [
         (third(&|row| row["tokens"][3] = 999_999.into()), "token 999999"),
         (third(&|row| drop(row["mask"].as_array_mut().expect("a list").pop())), "`mask` has"),
         (third(&|row| drop(row.as_object_mut().expect("an object").remove("logprobs"))), "`logprobs`"),
-        (
-            third(&|row| {
-                let at = first_sampled(row);
-                row["logprobs"][at] = 0.5.into()
-            }),
-            "is not a log-probability",
-        ),
-        (
-            third(&|row| {
-                let at = first_sampled(row);
-                row["logprobs"][at] = Value::Null
-            }),
-            "not a trajectory",
-        ),
+        (log_prob(0.5.into()), "is not a log-probability"),
+        (log_prob(Value::Null), "not a trajectory"),
         (third(&|row| row["mask"][0] = true.into()), "`prompt_tokens`"),
         (third(&|row| row["tokens"] = "none".into()), "not a trajectory"),
     ];
@@ -267,11 +254,8 @@ fn stored_experts_are_replayed_only_if_the_model_could_have_chosen_them() {
     };
     fs::write(place.path("rows.jsonl"), &text).expect("written");
     place.done(&replay("runs/replayed"));
-    let second = |change: &dyn Fn(&mut Value)| {
-        let mut lines: Vec<Value> = text.lines().map(|l| serde_json::from_str(l).expect("a row")).collect();
-        change(&mut lines[1]["routes"]);
-        lines.iter().map(|line| format!("{line}\n")).collect::<String>()
-    };
+    let second =
+        |change: &dyn Fn(&mut Value)| changed_row(&text, 1, &|row: &mut Value| change(&mut row["routes"]));
     for rows in [
         second(&|routes| routes[0][0] = 4.into()),
         second(&|routes| drop(routes[3].as_array_mut().expect("a list").pop())),
@@ -304,8 +288,7 @@ fn the_head_says_what_is_sampled() {
     for (command, sampled) in
         [("eval", "5 held-out problems × 4"), ("rollout", "2 prompts × 3, as in one training step")]
     {
-        let output = place.run(&[command, "small.toml"]);
-        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        let text = output(&mut place.rloss(&[command, "small.toml"])).stderr;
         assert!(text.contains(&format!("sampled  {sampled}\n")) && !text.contains("steps    "), "{text}");
         assert!(!text.contains("trainable"), "{text}");
     }
@@ -341,14 +324,9 @@ fn wrong_input_is_one_error() {
 fn an_interrupt_keeps_what_ended_and_the_same_command_goes_on() {
     let place = Place::new();
     let sets = ["--set", "eval.problems_max=512", "--set", "eval.samples=64", "--set", "parallel.threads=1"];
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
-    let mut child = command
-        .current_dir(place.0.path())
-        .args(["eval", "small.toml", "--out", "out"])
-        .args(sets)
-        .stderr(std::process::Stdio::null())
-        .spawn()
-        .expect("the binary starts");
+    let mut command = place.rloss(&["eval", "small.toml", "--out", "out"]);
+    let mut child =
+        command.args(sets).stderr(std::process::Stdio::null()).spawn().expect("the binary starts");
     let partial = place.path("out/trajectories/eval-000000.jsonl.partial");
     while fs::metadata(&partial).map_or(0, |about| about.len()) < 1 << 20 {
         assert!(child.try_wait().expect("a child").is_none(), "ended before it could be stopped");

@@ -8,7 +8,6 @@ use rloss::learner::batch::Batch;
 use rloss::learner::critic::{Critic, add_value_gradients};
 use rloss::learner::{CriticSettings, TrainSettings};
 use rloss::metrics::{Console, Metrics, Progress, Timings};
-use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Parameters;
 use rloss::policy::Sequences;
 use rloss::policy::advantage::Advantage;
@@ -19,7 +18,7 @@ use rloss::policy::{Aggregation, KlPlacement, KlSettings, PolicySettings};
 use rloss::trainer::gradient_norms::GradientNormLimits;
 use rloss::trainer::observer::Stages;
 use rloss::trainer::step::PolicyStep;
-use rloss::trajectory::{Group, Outcome, Trajectory};
+use rloss::trajectory::{Group, Trajectory};
 
 const LENGTHS: [usize; 5] = [30, 41, 2, 25, 60];
 
@@ -33,12 +32,7 @@ struct Fixture {
 }
 
 fn pass() -> PassSettings {
-    PassSettings {
-        temperature: 0.9,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
+    tiny::pass_settings(0.9, 0.0)
 }
 
 impl Fixture {
@@ -257,27 +251,10 @@ fn a_value_that_came_nearer_by_more_than_the_clip_learns_no_more() {
 
 fn groups(fixture: &Fixture) -> Vec<Group> {
     let trajectory = |(i, sequence): (usize, &Sequence)| Trajectory {
-        step: 1,
         prompt: i as u64,
-        sample: 0,
-        part: 0,
-        policy_version: None,
-        policy_versions: vec![],
-        problem_id: String::new(),
-        tokens: sequence.tokens.clone(),
-        prompt_tokens: 1,
-        mask: sequence.mask.clone(),
         log_probs: sequence.mask.iter().map(|&m| if m { -2.0 } else { 0.0 }).collect(),
-        kept_tokens: vec![],
-        routed_experts: vec![],
-        turns: vec![],
-        outcome: Outcome::Finished,
         reward: [1.0, -1.0, 0.5][i % 3],
-        success: false,
-        rewards: Default::default(),
-        failed_rewards: vec![],
-        dropped: false,
-        tool_s: 0.0,
+        ..tiny::trajectory(sequence)
     };
     fixture
         .sequences

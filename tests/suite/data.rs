@@ -2,6 +2,7 @@
 //! and a small set of our own that is always there: `scripts/make_small_vectors.py` and
 //! `scripts/make_small_data.py` make it.
 
+use crate::cli::in_repository;
 use crate::skips;
 use std::path::{Path, PathBuf};
 
@@ -25,7 +26,7 @@ pub fn folder(kind: &str) -> Option<PathBuf> {
 }
 
 fn own(kind: &str) -> Option<PathBuf> {
-    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/vectors").join(kind);
+    let own = in_repository("tests/fixtures/vectors").join(kind);
     Some(own).filter(|own| own.is_dir())
 }
 
@@ -38,7 +39,7 @@ const ON_OUR_OWN: &str = "ran on our own small data alone";
 fn outside(kind: &str, instead: &str) -> Option<PathBuf> {
     let (root, set) = match std::env::var_os("RLOSS_DATA") {
         Some(root) => (PathBuf::from(root), true),
-        None => (Path::new(env!("CARGO_MANIFEST_DIR")).join("data"), false),
+        None => (in_repository("data"), false),
     };
     let folder = root.join(kind);
     if !folder.is_dir() {

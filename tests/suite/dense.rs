@@ -1,18 +1,16 @@
 //! One expert as wide as the two that a token uses elsewhere: the dense control of the mixture.
 
+use crate::cli::{done, json_of};
+use crate::small_runs::{self, assert_no_gap};
 use crate::tiny::load;
 use crate::tiny::{self, Learned, learned};
 use rloss::actor::forward_backward::{ColumnLoss, PassOutput, PassSettings};
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::{Columns, PolicyColumns};
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::model::config::{Config, WeightFormat};
 use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::Parameters;
-use serde_json::Value;
-use std::path::Path;
-use std::process::Command;
 
 fn dense() -> Config {
     Config { num_local_experts: 1, num_experts_per_tok: 1, intermediate_size: 128, ..tiny::config(false) }
@@ -103,11 +101,8 @@ fn twins_in_a_mixture_are_the_dense_model() {
 
 #[test]
 fn a_dense_folder_gives_back_every_bit() {
-    let folder = tempfile::tempdir().unwrap();
     let (_, before) = tiny::model(dense(), 3);
-    let tensor = |spec: &ParameterSpec| Ok(tiny::named(&before, &spec.name).clone());
-    save(folder.path(), &dense(), WeightFormat::F32, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor)
-        .unwrap();
+    let folder = tiny::saved(&dense(), &before, WeightFormat::F32);
     let config = Config::read(folder.path()).unwrap();
     assert_eq!(config, dense());
     let after = crate::tiny::parameters(&config, load(folder.path(), &config).unwrap()).unwrap();
@@ -115,52 +110,26 @@ fn a_dense_folder_gives_back_every_bit() {
     assert_eq!(pass(&dense(), &before).columns, pass(&config, &after).columns);
 }
 
-fn rloss(arguments: &[&str]) {
-    let output = Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-}
-
-fn rows(run: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
-}
-
 #[test]
 fn the_quickstart_trains_a_dense_model_and_goes_on_from_its_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
-    let quickstart = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/quickstart.toml");
-    let small = [
-        "cold_start.steps=20",
-        "train.steps=2",
-        "rollout.prompts_per_step=2",
-        "eval.every_steps=0",
-        "eval.before_training=false",
-        "eval.problems_max=4",
-        "parallel.threads=2",
-    ];
     let shape = [
         "model.architecture.num_local_experts=1",
         "model.architecture.num_experts_per_tok=1",
         "model.architecture.intermediate_size=128",
+        "cold_start.steps=20",
     ];
     let train = |name: &str, sets: &[&str]| {
         let out = folder.path().join(name);
-        let mut arguments = vec!["train", quickstart.to_str().unwrap(), "--out", out.to_str().unwrap()];
-        small.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
-        rloss(&arguments);
+        done(&mut small_runs::train("quickstart", &out, sets));
         out
     };
     let first = train("first", &shape);
     let again = format!("model.path={}", first.display());
     let second = train("second", &[&again, "cold_start.steps=0"]);
-    for run in [&first, &second] {
-        let rows = rows(run);
-        let steps: Vec<&Value> = rows.iter().filter(|row| row["phase"] == "rl").collect();
-        assert_eq!(steps.len(), 2);
-        assert!(steps.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{steps:?}");
-    }
-    let text = std::fs::read_to_string(second.join("checkpoints/step-000002/config.json")).unwrap();
-    let config: Value = serde_json::from_str(&text).unwrap();
+    assert_no_gap(&first);
+    assert_no_gap(&second);
+    let config = json_of(second.join("checkpoints/step-000002/config.json"));
     let figures = ["num_local_experts", "num_experts_per_tok", "intermediate_size"].map(|key| &config[key]);
     assert_eq!(figures, [1, 1, 128]);
 }

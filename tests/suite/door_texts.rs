@@ -1,7 +1,8 @@
 //! Texts of files and programs: a tokenizer that takes too many steps, a task's long answer, a server's long
 //! description. Each is an error that names its place.
 
-use crate::{skips, small_runs};
+use crate::cli::{Sets, assert_has, bad_input, done, refused, rloss, scratch};
+use crate::skips;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::metrics::Console;
@@ -38,9 +39,7 @@ fn bug_a_text_that_cannot_be_split_is_an_error_that_names_it() {
         vocabulary.encode_with_special(&"2+3? ".repeat(48)).unwrap_err(),
     ] {
         let told = &error.downcast_ref::<BadInput>().expect("bad input").0;
-        for part in ["240 bytes", "begins with \"2+3? 2+3?", "too many steps", "tokenizer.json"] {
-            assert!(told.contains(part), "{part} in {told}");
-        }
+        assert_has(told, &["240 bytes", "begins with \"2+3? 2+3?", "too many steps", "tokenizer.json"]);
     }
 }
 
@@ -76,7 +75,6 @@ fn bug_a_row_or_a_prompt_that_cannot_be_split_is_refused_by_its_number() {
         .unwrap();
     let [train, validation] =
         ["train", "validation"].map(|split| format!("task.{split}_file={}", problems.display()));
-    let recipe = small_runs::recipe("quickstart");
     let run = folder.path().join("refused");
     let steps = "cold_start.steps=0";
     for (sets, places) in [
@@ -86,12 +84,8 @@ fn bug_a_row_or_a_prompt_that_cannot_be_split_is_refused_by_its_number() {
             ["problem ", "cannot tokenise the text of"],
         ),
     ] {
-        let mut words = vec!["train", recipe.to_str().unwrap(), "--out", run.to_str().unwrap()];
-        sets.iter().for_each(|set| words.extend(["--set", set]));
-        let output = small_runs::rloss(&words);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains("too many steps") && places.iter().all(|place| text.contains(place)), "{text}");
+        let text = refused(rloss().args(["train", "quickstart", "--out"]).arg(&run).sets(sets), &places);
+        assert_has(&text, &["too many steps"]);
     }
 }
 
@@ -122,9 +116,7 @@ const FINISHED: Transcript = Transcript::new(&[], Outcome::Finished);
 /// 50 MB were printed, and 64 MB of small values were parsed.
 #[test]
 fn bug_an_answer_of_a_program_is_cut_or_refused_where_it_is_read() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let problem = "{'prompt': 'P', 'answer': 1}";
     for (reply, words) in [
         ("{'error': 'E' * 50_000_000}", "the answer has more than 16 MiB"),
@@ -162,9 +154,7 @@ fn bug_an_answer_of_a_program_is_cut_or_refused_where_it_is_read() {
 /// 40 MB took 4.8 GB before the refusal.
 #[test]
 fn bug_the_texts_of_an_mcp_server_are_cut_or_refused_where_they_are_read() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let server = r#"
 import json, sys
 for line in sys.stdin:
@@ -210,30 +200,24 @@ for line in sys.stdin:
 /// All of it was written to the terminal.
 #[test]
 fn bug_the_standard_error_of_a_program_is_shown_up_to_a_limit() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let floods = "[{'prompt': 'P'}, sys.stderr.write('e' * 20_000_000)][0]";
     let command = program(&folder, "{'validation_problems': 0}", floods, "{'reward': 1}");
     let recipe = folder.path().join("a.toml");
     std::fs::write(&recipe, format!("[task]\nname = \"command\"\ncommand = {command:?}\n")).unwrap();
-    let output = small_runs::rloss(&["check", recipe.to_str().unwrap()]);
-    assert!(output.status.success());
+    let errors = done(rloss().arg("check").arg(&recipe)).stderr;
     // `check` asks for several problems.
-    let shown = output.stderr.iter().filter(|byte| **byte == b'e').count();
+    let shown = errors.matches('e').count();
     assert!((1 << 20..32 << 20).contains(&shown), "{shown}");
-    assert!(String::from_utf8_lossy(&output.stderr).contains("this request's standard error is not shown"));
+    assert!(errors.contains("this request's standard error is not shown"));
 }
 
 /// Answers without ids shifted rewards to other trajectories.
 #[test]
 fn bug_protocol_1_is_refused_with_the_line_to_change() {
-    if !skips::python3() {
-        return;
-    }
-    let folder = TempDir::new().unwrap();
-    let path = folder.path().join("task.py");
+    let Some(()) = skips::python3() else { return };
+    let (_folder, [path]) = scratch(["task.py"]);
     for (described, words) in [
         (
             "{'name': 'old'}",
@@ -247,7 +231,6 @@ fn bug_protocol_1_is_refused_with_the_line_to_change() {
         );
         std::fs::write(&path, text).unwrap();
         let command = ["python3".to_owned(), path.display().to_string()];
-        let error = open(&command, &Console::silent()).err().expect(words);
-        assert!(error.is::<BadInput>() && error.to_string().contains(words), "{error}");
+        bad_input(open(&command, &Console::silent()), &[words]);
     }
 }

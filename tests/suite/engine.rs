@@ -97,6 +97,11 @@ pub fn request(number: u64) -> EngineRequest {
     }
 }
 
+/// One sample of [`request`] 1 that no token ends.
+pub fn endless(id: u64, new_tokens_max: usize) -> EngineRequest {
+    EngineRequest { stop_tokens: vec![], new_tokens_max, samples: vec![sample(id, vec![])], ..request(1) }
+}
+
 #[test]
 fn a_request_gives_the_same_alone_and_beside_others_that_come_and_go() {
     let alone: Vec<_> = (0..32).map(|n| run(&engine(1, 64), vec![request(n)], &|_, _| true)).collect();
@@ -133,14 +138,8 @@ fn forced_tokens_get_the_log_probs_that_a_prompt_of_them_gets() {
         sampling,
         ..request(1)
     };
-    let forced = EngineRequest {
-        tokens: tokens[..1].to_vec(),
-        samples: vec![sample(2, tokens[1..].to_vec())],
-        stop_tokens: vec![],
-        new_tokens_max: tokens.len() - 1,
-        sampling,
-        ..request(1)
-    };
+    let (first, samples) = (tokens[..1].to_vec(), vec![sample(2, tokens[1..].to_vec())]);
+    let forced = EngineRequest { tokens: first, samples, sampling, ..endless(2, tokens.len() - 1) };
     let done = run(&engine, vec![whole, forced], &|_, _| true);
     assert_eq!((done[&1].tokens.len(), done[&1].finish_reason), (0, FinishReason::Length));
     assert_eq!(done[&2].tokens.iter().map(|token| token.id).collect::<Vec<_>>(), tokens[1..]);
@@ -175,12 +174,7 @@ fn a_sequence_that_was_kept_goes_on_where_it_ended() {
 #[test]
 fn a_client_ends_a_sample_and_cancels_others() {
     let engine = engine(1, 2);
-    let long = |id| EngineRequest {
-        stop_tokens: vec![],
-        new_tokens_max: 60,
-        samples: vec![sample(id, vec![])],
-        ..request(1)
-    };
+    let long = |id| endless(id, 60);
     // With the third token of the first sample, the others are cancelled: one under way, one that waits.
     let seen = Mutex::new(0);
     let keep_on = |id: u64, _: &NewToken| {
@@ -313,16 +307,7 @@ fn a_prefix_that_another_request_has_read_gives_the_same_bits() {
 #[test]
 fn a_chats_next_turn_reads_only_what_is_new() {
     let engine = engine_with_prefixes(1, 8, 4096);
-    let turn = |tokens: Vec<u32>| EngineRequest {
-        tokens,
-        samples: vec![sample(1, vec![])],
-        new_tokens_max: 20,
-        stop_tokens: vec![],
-        prompt_log_probs: None,
-        keep_routed_experts: false,
-        keep_token_sets: false,
-        ..request(1)
-    };
+    let turn = |tokens: Vec<u32>| EngineRequest { tokens, prompt_log_probs: None, ..endless(1, 20) };
     let mut tokens: Vec<u32> = (0..40).map(|i| 16 + i * 7 % 200).collect();
     let (mut before, mut reused) = (0usize, 0);
     for _ in 0..4 {
@@ -378,12 +363,7 @@ impl Client for LateRequest<'_> {
 #[test]
 fn a_late_requests_first_token_comes_with_the_forward_that_reads_its_prompt() {
     let engine = engine(1, 64);
-    let decode = |id| EngineRequest {
-        stop_tokens: vec![],
-        new_tokens_max: 60,
-        samples: vec![sample(id, vec![])],
-        ..request(1)
-    };
+    let decode = |id| endless(id, 60);
     (0..32).for_each(|id| engine.submit(decode(id)).unwrap());
     let late =
         EngineRequest { tokens: (0..140).map(|i| 16 + i % 200).collect(), new_tokens_max: 4, ..decode(99) };

@@ -1,6 +1,6 @@
 //! One engine for several versions of the weights: adapters over one base, and weights of their own.
 
-use crate::engine::{request, run, sample, wait_for};
+use crate::engine::{endless, request, run, sample, wait_for};
 use crate::{qwen2, qwen3, tiny};
 use candle_core::Tensor;
 use rand::Rng;
@@ -151,15 +151,8 @@ fn a_prefix_of_one_version_is_never_reused_by_another() {
     let versions = [1, 2, 2].map(|index: u64| {
         PolicyVersion::new(index, view(&model, &parameters[index as usize])) // the last two are equal twins
     });
-    let asked = || EngineRequest {
-        tokens: (0..100).map(|i| 16 + i * 29 % 200).collect(),
-        samples: vec![sample(1, vec![])],
-        new_tokens_max: 20,
-        stop_tokens: vec![],
-        prompt_log_probs: None,
-        keep_routed_experts: false,
-        ..request(1)
-    };
+    let tokens: Vec<u32> = (0..100).map(|i| 16 + i * 29 % 200).collect();
+    let asked = || EngineRequest { tokens: tokens.clone(), prompt_log_probs: None, ..endless(1, 20) };
     let reused = || engine.prefill_counts().reused;
     for version in &versions {
         let before = reused();

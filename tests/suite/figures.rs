@@ -1,5 +1,6 @@
 //! Figures: what the script draws of several seeds, and that the shipped manifest and recipes belong together.
 
+use crate::cli::{in_repository, text_of};
 use crate::skips;
 use rloss::metrics::{MetricsFile, Phase, Row};
 use rloss::recipe::resolve;
@@ -36,7 +37,7 @@ fn run(set: &Path, recipe: &str, seed: u64, norms: [f64; 2], success: f64) -> Pa
 
 /// What the script that draws prints as an error; empty if it succeeds.
 fn draw(set: &Path) -> String {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/draw_figures.py");
+    let script = in_repository("scripts/draw_figures.py");
     let done = Command::new("python3").arg(script).arg(set).output().unwrap();
     let error = String::from_utf8(done.stderr).unwrap();
     assert_eq!(done.status.success(), error.is_empty(), "{error}");
@@ -45,9 +46,7 @@ fn draw(set: &Path) -> String {
 
 #[test]
 fn a_set_of_figures_becomes_a_page_and_an_svg_each() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let set = tempfile::tempdir().unwrap();
     assert!(draw(set.path()).starts_with("…/figures.toml: cannot be read"));
     std::fs::write(set.path().join("figures.toml"), MANIFEST).unwrap();
@@ -60,8 +59,8 @@ fn a_set_of_figures_becomes_a_page_and_an_svg_each() {
     }
     run(set.path(), "sound", 0, [2.0, 2.0], 0.875);
     assert_eq!(draw(set.path()), "");
-    let page = std::fs::read_to_string(set.path().join("figures.md")).unwrap();
-    let svg = std::fs::read_to_string(set.path().join("one.svg")).unwrap();
+    let page = text_of(set.path().join("figures.md"));
+    let svg = text_of(set.path().join("one.svg"));
     for text in ["One &lt;figure&gt;", "a &quot;broken&quot; arm", "Gradient norm, log scale, cut off below"]
     {
         assert!(svg.contains(text), "{text} is not in {svg}");
@@ -91,12 +90,12 @@ fn a_set_of_figures_becomes_a_page_and_an_svg_each() {
 
 /// The shipped recipes of the figures by name, with their text.
 fn shipped() -> Vec<(String, PathBuf, String)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/figures");
+    let folder = in_repository("recipes/figures");
     let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let recipes = files.filter(|file| !file.ends_with("figures.toml"));
     recipes
         .map(|file| {
-            let text = std::fs::read_to_string(&file).unwrap();
+            let text = text_of(&file);
             (file.file_stem().unwrap().to_string_lossy().into_owned(), file, text)
         })
         .collect()
@@ -104,8 +103,8 @@ fn shipped() -> Vec<(String, PathBuf, String)> {
 
 #[test]
 fn the_shipped_figures_name_every_recipe_and_no_other() {
-    let manifest = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes/figures/figures.toml");
-    let manifest: toml::Table = std::fs::read_to_string(manifest).unwrap().parse().unwrap();
+    let manifest = in_repository("recipes/figures/figures.toml");
+    let manifest: toml::Table = text_of(manifest).parse().unwrap();
     let figures = manifest["figure"].as_array().unwrap();
     let curves = figures.iter().flat_map(|figure| figure["curves"].as_array().unwrap());
     let named: BTreeSet<&str> = curves.map(|curve| curve["recipe"].as_str().unwrap()).collect();

@@ -1,6 +1,7 @@
 //! GGUF files: read as the `gguf` package reads them, written so that they read back, and refused by name.
 //! `scripts/gguf_files.py` wrote the fixtures.
 
+use crate::cli::{in_repository, scratch};
 use rloss::checkpoint::gguf::{GgufFile, GgufModel, TensorType};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::tensor_file::TensorFile;
@@ -8,10 +9,10 @@ use rloss::error::BadInput;
 use rloss::model::names::{Layout, ParameterSpec, parameter_specs};
 use rloss::ops::cpu::host_values;
 use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 fn fixtures() -> PathBuf {
-    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
+    let own = in_repository("tests/fixtures/gguf");
     std::env::var_os("RLOSS_GGUF").map_or(own, PathBuf::from)
 }
 
@@ -59,7 +60,7 @@ fn stored(spec: &ParameterSpec, working: &[f32]) -> Vec<f32> {
 
 #[test]
 fn a_gpt_oss_of_the_gguf_package_has_its_config_tokenizer_and_tensors() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
+    let folder = in_repository("tests/fixtures/gguf");
     let path = folder.join("gpt_oss.gguf");
     let GgufModel { weights, config, vocabulary, template } = GgufModel::open(&path).unwrap();
     assert_eq!((config.family.name, config.vocab_size, config.num_local_experts), ("gpt_oss", 265, 4));
@@ -123,8 +124,7 @@ fn two_tensors(offsets: &[u64; 2]) -> Vec<u8> {
 /// Other weights were read, with exit code 0.
 #[test]
 fn bug_tensors_at_one_offset_or_unaligned_are_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a.gguf");
+    let (_folder, [path]) = scratch(["a.gguf"]);
     let open = |offsets: &[u64; 2]| {
         fs::write(&path, two_tensors(offsets)).unwrap();
         GgufFile::open(&path)
@@ -141,12 +141,10 @@ fn bug_tensors_at_one_offset_or_unaligned_are_refused() {
 
 #[test]
 fn bad_files_are_refused_in_one_line() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("a.gguf");
+    let (_folder, [path]) = scratch(["a.gguf"]);
     let entry = |kind: u32, value: &[u8]| [&text("k")[..], &kind.to_le_bytes(), value].concat();
     let list = |kind: u32, count: u64| [&kind.to_le_bytes()[..], &count.to_le_bytes()].concat();
-    let whole =
-        fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/gpt_oss.gguf")).unwrap();
+    let whole = fs::read(in_repository("tests/fixtures/gguf/gpt_oss.gguf")).unwrap();
     let changed = |from: &str, to: &str| {
         let at = whole.windows(from.len()).position(|bytes| bytes == from.as_bytes()).unwrap();
         let mut bytes = whole.clone();

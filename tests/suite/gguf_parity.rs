@@ -1,5 +1,6 @@
 //! A real GGUF file beside its Hugging Face folder, transformers' tokenizer and llama.cpp.
 
+use crate::cli::text_of;
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::chat::Chat;
 use rloss::checkpoint::gguf::GgufModel;
@@ -78,7 +79,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
 }
 
 fn lines(path: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(path).unwrap();
+    let text = text_of(path);
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 

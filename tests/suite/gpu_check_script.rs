@@ -1,9 +1,10 @@
 //! `scripts/gpu_check.sh` with a program that only prints rows: what is in its table when it is cut off.
 
+use crate::cli::in_repository;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
@@ -47,7 +48,7 @@ impl Call {
 
     /// The script with these arguments, in a process group of its own. No CUDA tool is on its path.
     fn script(&self, arguments: &[&str]) -> Command {
-        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/gpu_check.sh");
+        let script = in_repository("scripts/gpu_check.sh");
         let mut command = Command::new("bash");
         command.arg(script).arg("--binary").arg(self.path("rloss"));
         command.arg("--check").arg(self.path("rloss")).args(arguments);

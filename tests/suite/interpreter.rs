@@ -5,6 +5,7 @@ mod cpython;
 mod cpython_attacks;
 mod cpython_scratch;
 
+use crate::cli::{assert_has, scratch, text_of};
 use crate::skips;
 use rloss::interpreter::{
     EmbeddedInterpreter, Interpreter, InterpreterSettings, InterpreterState, Reply, SessionId,
@@ -230,41 +231,49 @@ fn a_huge_separator_ends_by_a_limit_with_a_reply_that_says_so() {
 #[test]
 fn odd_code_gets_an_answer_and_the_worker_lives() {
     let python = embedded(|s| s.workers = 1);
-    let nested = |open: &str, close: &str, n: usize| format!("{}1{}", open.repeat(n), close.repeat(n));
-    for (code, outcome) in [
-        ("def f(n): return f(n + 1)\nf(0)".to_string(), Raised),
-        (nested("[", "]", 100_000), Raised),
-        (nested("(", ")", 100_000), Raised),
-        (nested("-", "", 100_000), Raised),
-        (nested("lambda: ", "", 100_000), Raised),
-        (format!("1{}", "+1".repeat(100_000)), Raised),
-        ("x = []\nfor i in range(100000): x = [x]\nx".to_string(), Answered),
-        ("x = []\nx.append(x)\nx".to_string(), Answered),
-        ("'\\ud800'".to_string(), Answered),
-        ("print('\\ud800')".to_string(), Answered),
-        ("print('a\\0b')".to_string(), Answered),
-        ("x = 1\0".to_string(), Raised),
-        ("\u{feff}1\r\n2\u{2028}3".to_string(), Raised),
-        ("😀".to_string(), Raised),
-        ("\\".to_string(), Raised),
-        ("'''".to_string(), Raised),
-        ("exit()".to_string(), Raised),
-        ("import sys\nsys.exit(3)".to_string(), Raised),
-        ("raise SystemExit".to_string(), Raised),
-        ("await f()".to_string(), Raised),
-        ("yield 1".to_string(), Raised),
-    ] {
-        let reply = call(&python, &code);
+    let sum = format!("1{}", "+1".repeat(100_000));
+    expect_odd(
+        &python,
+        &[
+            ("def f(n): return f(n + 1)\nf(0)", Raised),
+            (&sum, Raised),
+            ("x = []\nfor i in range(100000): x = [x]\nx", Answered),
+            ("\\", Raised),
+            ("exit()", Raised),
+            ("raise SystemExit", Raised),
+        ],
+    );
+}
+
+/// Runs odd code, and `more`, with its outcomes: it gets an answer, and so does the call after it.
+fn expect_odd(python: &dyn Interpreter, more: &[(&str, CallOutcome)]) {
+    let nested = |open: &str, close: &str| format!("{}1{}", open.repeat(100_000), close.repeat(100_000));
+    let deep = [("[", "]"), ("(", ")"), ("-", ""), ("lambda: ", "")].map(|(open, close)| nested(open, close));
+    let both = [
+        ("x = []\nx.append(x)\nx", Answered),
+        ("'\\ud800'", Answered),
+        ("print('\\ud800')", Answered),
+        ("print('a\\0b')", Answered),
+        ("x = 1\0", Raised),
+        ("\u{feff}1\r\n2\u{2028}3", Raised),
+        ("😀", Raised),
+        ("'''", Raised),
+        ("import sys\nsys.exit(3)", Raised),
+        ("await f()", Raised),
+        ("yield 1", Raised),
+    ];
+    let deep = deep.iter().map(|code| (&**code, Raised));
+    for (code, outcome) in deep.chain(both).chain(more.iter().copied()) {
+        let reply = call(python, code);
         let code: String = code.chars().take(60).collect();
         assert_eq!(reply.outcome, outcome, "{code:?}: {}", reply.text);
-        expect(&python, "1 + 1", Answered, "2");
+        expect(python, "1 + 1", Answered, "2");
     }
 }
 
 #[test]
 fn python_code_reaches_nothing_outside() {
-    let folder = tempfile::tempdir().unwrap();
-    let secret = folder.path().join("secret.txt");
+    let (_folder, [secret]) = scratch(["secret.txt"]);
     std::fs::write(&secret, "a-secret-text").unwrap();
     let python = embedded(|_| {});
     for code in [
@@ -284,7 +293,7 @@ fn python_code_reaches_nothing_outside() {
         assert_eq!(reply.outcome, Raised, "{code}: {}", reply.text);
         assert!(!reply.text.contains("a-secret-text"), "{code}");
     }
-    assert_eq!(std::fs::read_to_string(&secret).unwrap(), "a-secret-text");
+    assert_eq!(text_of(&secret), "a-secret-text");
 }
 
 #[test]
@@ -375,6 +384,46 @@ fn own_process(name: &str, setting: &str) -> Command {
     command
 }
 
+/// Runs the ignored test `name` of this binary alone, prints its throughput and notes what it skipped.
+fn run_alone(name: &str) {
+    let output = own_process(name, "").output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
+    text.lines().filter(|line| line.contains("calls/s")).for_each(|line| eprintln!("{line}"));
+    text.lines().filter_map(|line| line.strip_prefix("skipped: ")).for_each(|reason| skips::note(reason, ""));
+}
+
+/// What the open descriptors of process `id` lead to; `None`, said, where only root may look.
+fn descriptors_of(id: u32) -> Option<Vec<String>> {
+    // The processes hide from others of their own user.
+    let Ok(entries) = std::fs::read_dir(format!("/proc/{id}/fd")) else {
+        println!("skipped: the processes' descriptors can be seen by root alone (run the tests as root)");
+        return None;
+    };
+    let link = |entry: std::io::Result<std::fs::DirEntry>| std::fs::read_link(entry.unwrap().path()).unwrap();
+    Some(entries.map(|entry| link(entry).to_string_lossy().into_owned()).collect())
+}
+
+/// 1000 calls from four threads, each answered right.
+fn calls_per_second(python: &impl Interpreter) -> f64 {
+    let start = Instant::now();
+    let answered = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for thread in 0..4u64 {
+            let answered = &answered;
+            scope.spawn(move || {
+                for i in 0..250 {
+                    let reply = python.call(SessionId(thread), &format!("{thread} * 1000 + {i}"));
+                    assert_eq!(reply.text, format!("{}", thread * 1000 + i));
+                    answered.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+        }
+    });
+    assert_eq!(answered.into_inner(), 1000);
+    1000.0 / start.elapsed().as_secs_f64()
+}
+
 /// False when such a test was started by hand.
 fn in_own_process() -> bool {
     std::env::var_os("RLOSS_TEST_CHILD").is_some()
@@ -383,11 +432,7 @@ fn in_own_process() -> bool {
 /// The tests that count processes or descriptors need a process without other tests.
 #[test]
 fn workers_die_are_replaced_and_leave_nothing_behind() {
-    let output = own_process("alone_workers_come_and_go", "").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-    eprintln!("{}", text.lines().find(|l| l.contains("calls/s")).unwrap_or("no throughput line"));
-    text.lines().filter_map(|line| line.strip_prefix("skipped: ")).for_each(|reason| skips::note(reason, ""));
+    run_alone("alone_workers_come_and_go");
 }
 
 #[test]
@@ -427,46 +472,20 @@ fn alone_workers_come_and_go() {
         expect(&python, "2 + 2", Answered, "4");
     }
     let told = console.take_failure_warning().expect("six failures");
-    assert!(
-        told.contains("so far: 6; the last one: Python tool: ") && told.contains("killed from outside"),
-        "{told}"
-    );
+    assert_has(&told, &["so far: 6; the last one: Python tool: ", "killed from outside"]);
     assert_eq!(console.take_failure_warning(), None, "told once");
 
-    let start = Instant::now();
-    let answered = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for thread in 0..4u64 {
-            let (python, answered) = (&python, &answered);
-            scope.spawn(move || {
-                for i in 0..250 {
-                    let reply = python.call(SessionId(thread), &format!("{thread} * 1000 + {i}"));
-                    assert_eq!(reply.text, format!("{}", thread * 1000 + i));
-                    answered.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-        }
-    });
-    let seconds = start.elapsed().as_secs_f64();
-    assert_eq!(answered.into_inner(), 1000);
-    println!("1000 calls over 4 threads, 2 workers: {:.0} calls/s", 1000.0 / seconds);
+    println!("1000 calls over 4 threads, 2 workers: {:.0} calls/s", calls_per_second(&python));
     let workers = workers_of(own_id);
     assert_eq!(workers.len(), 2);
     assert!(children(own_id).values().all(|(state, _)| *state != 'Z'), "no zombies");
 
     // No worker holds a descriptor but the null device, its error pipe and its two pipes.
     for id in &workers {
-        // The workers hide from other processes of their own user; only root may look.
-        let Ok(entries) = std::fs::read_dir(format!("/proc/{id}/fd")) else {
-            println!("skipped: the processes' descriptors can be seen by root alone (run the tests as root)");
-            continue;
-        };
-        let links: Vec<String> = entries
-            .map(|entry| std::fs::read_link(entry.unwrap().path()).unwrap().to_string_lossy().into_owned())
-            .collect();
+        let Some(links) = descriptors_of(*id) else { continue };
         let count = |kind: &str| links.iter().filter(|link| link.starts_with(kind)).count();
         assert_eq!((count("/dev/null"), count("pipe:"), links.len()), (2, 3, 5), "{links:?}");
-        let environment = std::fs::read_to_string(format!("/proc/{id}/environ")).unwrap();
+        let environment = text_of(format!("/proc/{id}/environ"));
         assert_eq!(environment, "MIMALLOC_DISALLOW_ARENA_ALLOC=1\0", "nothing of the parent's environment");
     }
     drop(python);

@@ -11,6 +11,7 @@ mod chat;
 mod chat_rows;
 mod chat_situations;
 mod chat_turns;
+mod cli;
 mod commands;
 mod commands_eval;
 mod critic;

@@ -1,14 +1,14 @@
 //! Tools of an MCP server: declared, called, and refused if the server is wrong. `rollout/mcp.rs` has the
 //! message loop.
 
+use crate::cli::{Ended, Sets, assert_has, done, refused, rloss};
 use crate::skips;
 use rloss::error::BadInput;
 use rloss::harmony::Message;
 use rloss::metrics::Console;
 use rloss::tasks::{self, McpSettings, McpTask, Task, TaskContext, TaskSettings, Transcript};
 use rloss::trajectory::Outcome;
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 fn program() -> String {
@@ -48,9 +48,7 @@ fn add(task: &McpTask, arguments: &str) -> String {
 
 #[test]
 fn the_tools_of_a_server_are_declared_and_called() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = task("");
     assert_eq!(names(&task), ["add", "picture"], "of both pages");
     let expected = serde_json::json!({"type": "function", "function": {
@@ -69,9 +67,7 @@ fn the_tools_of_a_server_are_declared_and_called() {
 
 #[test]
 fn what_the_model_does_wrong_is_told_to_it() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let right = task("");
     assert_eq!(add(&right, "[1]"), "Error: the arguments are not a JSON object.");
     assert_eq!(add(&right, "{\"a\": \"1\", \"b\": 2}"), "a and b must be integers");
@@ -82,9 +78,7 @@ fn what_the_model_does_wrong_is_told_to_it() {
 
 #[test]
 fn replies_are_text_of_a_limited_length() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     assert_eq!(add(&task("structured"), "{\"a\": 1, \"b\": 2}"), "{\"sum\":3}");
     let long = start(&McpSettings { output_chars_max: 64, ..settings("long") }).unwrap();
     assert_eq!(add(&long, "{\"a\": 64, \"b\": 0}"), "9".repeat(64));
@@ -95,9 +89,7 @@ fn replies_are_text_of_a_limited_length() {
 
 #[test]
 fn only_the_allowed_tools_are_declared() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let only = |tools: &[&str], wrong: &str| {
         let allowed_tools = tools.iter().map(|tool| (*tool).to_owned()).collect();
         start(&McpSettings { allowed_tools, ..settings(wrong) })
@@ -115,9 +107,7 @@ fn only_the_allowed_tools_are_declared() {
 
 #[test]
 fn a_server_that_fails_in_a_call_fails_the_trajectory_and_starts_again() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     for (wrong, words) in [
         ("dies", "tools/call: the process ended without an answer (exit status: 1)"),
         ("hangs", "tools/call: no answer within 5 s; the process was killed"),
@@ -134,9 +124,7 @@ fn a_server_that_fails_in_a_call_fails_the_trajectory_and_starts_again() {
 /// Such a call failed its trajectory.
 #[test]
 fn a_process_that_ended_between_two_calls_is_replaced() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = start(&McpSettings { processes: 1, ..settings("pid") }).unwrap();
     let first = add(&task, "{\"a\": 1, \"b\": 2}");
     let (stat, start) = (format!("/proc/{first}/stat"), Instant::now());
@@ -150,9 +138,7 @@ fn a_process_that_ended_between_two_calls_is_replaced() {
 
 #[test]
 fn many_threads_get_their_own_replies() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = task("");
     std::thread::scope(|scope| {
         for thread in 0..6 {
@@ -168,15 +154,11 @@ fn many_threads_get_their_own_replies() {
 }
 
 /// `rloss check` of `recipe` with a server.
-fn check(recipe: &str, sets: &[&str]) -> Output {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_rloss"));
-    command.arg("check").arg(Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(recipe));
-    command.stdin(Stdio::null());
+fn check(recipe: &str, sets: &[&str]) -> Command {
+    let mut command = rloss();
     let wide = ["rollout.prompt_tokens_max=2000", "model.architecture.max_position_embeddings=4096"];
-    for set in wide.iter().chain(sets) {
-        command.args(["--set", set]);
-    }
-    command.output().unwrap()
+    command.args(["check", recipe]).sets(wide).sets(sets);
+    command
 }
 
 fn server(wrong: &str) -> String {
@@ -185,34 +167,26 @@ fn server(wrong: &str) -> String {
 
 #[test]
 fn both_families_declare_the_tools() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let harmony =
         "type add = (_: {\na: number,\n// Added to a.\nb: number,\n}) => any;\n\ntype picture = () => any;";
     let chatml = "\"name\": \"add\", \"description\": \"The sum of two numbers.\", \"parameters\": {\"type\": \"object\", ";
-    for (recipe, declared) in [("quickstart.toml", harmony), ("quickstart_dense.toml", chatml)] {
-        let output = check(recipe, &[&server("")]);
-        let (text, errors) =
-            (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-        assert!(output.status.success(), "{recipe}: {errors}");
-        assert!(text.contains(declared), "{recipe}: {text}");
-        assert!(errors.contains("starts   tools.mcp.command = [\"python3\", "), "{errors}");
+    for (recipe, declared) in [("quickstart", harmony), ("quickstart_dense", chatml)] {
+        let Ended { stdout: text, stderr: errors, .. } = done(&mut check(recipe, &[&server("")]));
         let rights = "tools.mcp.command: the server runs with your own rights, outside any sandbox";
-        assert!(text.contains(rights), "{text}");
+        assert_has(&text, &[declared, rights]);
+        assert_has(&errors, &["starts   tools.mcp.command = [\"python3\", "]);
         assert!(!errors.contains("INFO"), "standard error is not shown without a failure: {errors}");
     }
-    let output = check("quickstart.toml", &[&server("optional")]);
     let told = "warning: Harmony shows the type `any` for what a tool's schema writes with `$ref`, `anyOf` or `allOf`: find.at\n";
-    assert!(String::from_utf8_lossy(&output.stdout).contains(told));
-    assert!(check("quickstart_dense.toml", &[&server("choice")]).status.success(), "ChatML shows any schema");
+    assert_has(&done(&mut check("quickstart", &[&server("optional")])).stdout, &[told]);
+    // ChatML shows any schema.
+    done(&mut check("quickstart_dense", &[&server("choice")]));
 }
 
 #[test]
 fn a_wrong_server_is_refused_before_any_work() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let missing = "the program of an MCP server and its arguments";
     for (sets, words) in [
         (&[&*server("no_tools")][..], &["the server has no tools; name a program that speaks"][..]),
@@ -251,11 +225,6 @@ fn a_wrong_server_is_refused_before_any_work() {
             &["the task \"agent\" calls no tools"],
         ),
     ] {
-        let output = check("quickstart.toml", sets);
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{sets:?}: {errors}");
-        for words in words {
-            assert!(errors.contains(words), "{sets:?}: {words} in {errors}");
-        }
+        refused(&mut check("quickstart", sets), words);
     }
 }

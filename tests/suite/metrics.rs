@@ -1,5 +1,6 @@
 //! Metrics: exact round trips, cutting back, TensorBoard framing, harmless text.
 
+use crate::cli::scratch;
 use rloss::error::BadInput;
 use rloss::metrics::{
     Accumulator, CLOCK, MetricsFile, Phase, Row, TensorBoard, TextTable, Timings, format_number, read_rows,
@@ -97,8 +98,7 @@ fn a_resumed_file_equals_one_that_was_never_cut() {
 
 #[test]
 fn metrics_are_neither_overwritten_nor_cut_at_a_wrong_place() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("metrics.jsonl");
+    let (_folder, [path]) = scratch(["metrics.jsonl"]);
     let mut file = MetricsFile::create(&path).unwrap();
     file.write(&row(1, Phase::Rl, &[("x", 1.5)])).unwrap();
     let bytes = file.sync().unwrap();
@@ -117,8 +117,7 @@ fn metrics_are_neither_overwritten_nor_cut_at_a_wrong_place() {
 
 #[test]
 fn a_broken_line_names_file_and_line() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("metrics.jsonl");
+    let (_folder, [path]) = scratch(["metrics.jsonl"]);
     std::fs::write(&path, "{\"step\":1,\"phase\":\"rl\"}\n{\"step\":2,\n{\"step\":3,\"phase\":\"rl\"}")
         .unwrap();
     let error = read_rows(&path).unwrap_err();

@@ -2,10 +2,11 @@
 
 pub mod case;
 
+use crate::cli::in_repository;
 use crate::tiny::{self, load};
 use case::{Case, Figures};
 use rloss::actor::PolicyColumns;
-use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::forward_backward::Pass;
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::model::config::{Config, WeightFormat};
@@ -13,10 +14,10 @@ use rloss::model::forward::ForwardOptions;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::TensorRole;
 use rloss::model::parameters::Parameters;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    in_repository("tests/fixtures").join(name)
 }
 
 fn compare(case: Case, name: &str) -> Figures {
@@ -105,12 +106,7 @@ fn log_probs(config: &Config, parameters: &Parameters, lengths: &[usize]) -> Vec
         model: &model,
         weights: &parameters.frozen_weights(None).unwrap(),
         batch: &MicroBatch::split(&crate::tiny::sequences(config.vocab_size, lengths, 4), usize::MAX)[0],
-        settings: PassSettings {
-            temperature: 1.0,
-            load_balance_coefficient: 0.0,
-            keeps_routed_experts: true,
-            forward: ForwardOptions::default(),
-        },
+        settings: tiny::pass_settings(1.0, 0.0),
         recompute_layers: true,
         teacher: None,
     };

@@ -3,11 +3,12 @@
 
 mod muon;
 
+use crate::cli::{in_repository, text_of};
 use crate::{skips, tiny};
 use candle_core::{DType, Tensor};
 use rand::Rng;
 use rloss::actor::batch_runner::BatchRunner;
-use rloss::actor::forward_backward::{PassOutput, PassSettings};
+use rloss::actor::forward_backward::PassOutput;
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::actor::optimizer::Optimizer;
 use rloss::actor::{OptimizerKind, OptimizerSettings as Settings};
@@ -18,7 +19,7 @@ use rloss::learner::CriticSettings;
 use rloss::learner::critic::Critic;
 use rloss::metrics::{Phase, Progress};
 use rloss::model::config::{Config, WeightFormat};
-use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::value_model_specs;
 use rloss::model::parameters::{Backend, OptimizerState, Parameters};
@@ -158,8 +159,8 @@ struct Sgd {
 }
 
 fn traces<T: for<'a> Deserialize<'a>>(name: &str) -> Vec<Trace<T>> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name);
-    let traces: Vec<Trace<T>> = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let path = in_repository("tests/fixtures").join(name);
+    let traces: Vec<Trace<T>> = serde_json::from_str(&text_of(path)).unwrap();
     assert!(traces.iter().all(|trace| (trace.gradients.len(), trace.weights.len()) == (10, 10)));
     traces
 }
@@ -453,12 +454,7 @@ fn with_bf16_products(config: &Config, round: impl Fn(f32) -> f32) -> (Vec<f32>,
     let threads = Threads::new(2).unwrap();
     let runner =
         BatchRunner { threads: &threads, model: &model, parameters: &parameters, recompute_layers: false };
-    let pass = PassSettings {
-        temperature: 1.0,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    };
+    let pass = tiny::pass_settings(1.0, 0.0);
     let output: PassOutput = runner.forward(&batches, pass, &Progress::hidden()).unwrap().remove(0);
     let has_master = |index: &usize| parameters.state(*index).contains_key("master");
     let names = (0..parameters.len()).filter(has_master).map(|index| parameters.specs[index].name.clone());

@@ -1,5 +1,6 @@
 //! Conversations in a model's own chat template: prompts, training, tools, thoughts, and what is refused.
 
+use crate::cli::{assert_has, in_repository, text_of};
 use crate::harmony::encode_with_special;
 use rloss::chat::chatml::TemplateSource;
 use rloss::chat::{Chat, ChatFormat, NextTokens, SystemPromptSettings, system_prompt};
@@ -11,8 +12,8 @@ use std::path::Path;
 
 /// The source of one of our own templates.
 pub fn own_source(name: &str) -> TemplateSource {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/templates");
-    let default = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
+    let folder = in_repository("tests/fixtures/templates");
+    let default = text_of(folder.join(format!("{name}.jinja")));
     TemplateSource { default, ..TemplateSource::default() }
 }
 
@@ -153,10 +154,7 @@ fn what_follows_a_turn_keeps_its_ids_or_begins_again() {
     assert_eq!(chat.render_next(&without, &next).unwrap(), NextTokens::Appended(expected));
     let facts = chat.template_facts().join("\n");
     assert!(facts.contains("after a tool's reply: the tokens before are kept"), "{facts}");
-    assert!(
-        facts.contains("after a user's next message: the template rewrites what stands before"),
-        "{facts}"
-    );
+    assert_has(&facts, &["after a user's next message: the template rewrites what stands before"]);
 }
 
 #[test]

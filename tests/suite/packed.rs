@@ -13,7 +13,7 @@ use rloss::error::BadInput;
 use rloss::mismatch::causes::{Cause, causes, variant::Variant};
 use rloss::model::ablations::Ablations;
 use rloss::model::config::{Config, WeightFormat};
-use rloss::model::forward::{ForwardOptions, Model};
+use rloss::model::forward::Model;
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
@@ -24,12 +24,7 @@ use std::sync::Arc;
 use tempfile::TempDir;
 
 fn settings() -> PassSettings {
-    PassSettings {
-        temperature: 0.8,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
+    tiny::pass_settings(0.8, 0.0)
 }
 
 /// A folder of a random model in `format`, in shards of up to `shard_bytes`.

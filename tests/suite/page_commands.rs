@@ -9,6 +9,7 @@ mod check;
 mod extract;
 mod stand_ins;
 
+use crate::cli::text_of;
 use crate::skips;
 use check::{listed_recipe, mistakes, root};
 use extract::{Shown, code_block, shown_commands};
@@ -105,7 +106,7 @@ fn pages() -> Vec<(String, String)> {
         files.sort();
         paths.append(&mut files);
     }
-    let read = |path: &String| std::fs::read_to_string(root().join(path)).unwrap();
+    let read = |path: &String| text_of(root().join(path));
     paths.iter().map(|path| (path.clone(), read(path))).collect()
 }
 
@@ -161,9 +162,7 @@ fn run_page(stand_ins: &StandIns, has_curl: bool, page: &str, text: &str) -> Vec
 #[test]
 fn commands_of_pages_run_on_tiny_stand_ins() {
     // Tasks of some pages are Python programs.
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let has_curl = skips::curl();
     let stand_ins = StandIns::new();
     let pages = pages();

@@ -17,7 +17,6 @@ use rloss::checkpoint::reference;
 use rloss::learner::TrainSettings;
 use rloss::learner::batch::Batch;
 use rloss::metrics::{Console, Metrics, Progress, Timings};
-use rloss::model::forward::ForwardOptions;
 use rloss::model::parameters::Parameters;
 use rloss::policy::advantage::Advantage;
 use rloss::policy::correction::{ImportanceSampling, RejectOption};
@@ -31,7 +30,7 @@ use rloss::settings::Choice;
 use rloss::trainer::gradient_norms::GradientNormLimits;
 use rloss::trainer::observer::Stages;
 use rloss::trainer::step::{PolicyStep, PolicyUpdate};
-use rloss::trajectory::{Group, Outcome, Trajectory};
+use rloss::trajectory::{Group, Trajectory};
 
 fn loss(name: &str) -> Loss {
     Loss::from_name(name).unwrap()
@@ -49,12 +48,7 @@ struct Fixture {
 }
 
 fn pass() -> PassSettings {
-    PassSettings {
-        temperature: 0.9,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
+    tiny::pass_settings(0.9, 0.0)
 }
 
 impl Fixture {
@@ -146,27 +140,12 @@ fn trajectory(actor: &Actor, sequence: &Sequence, index: usize) -> Trajectory {
     let mut routed_experts: Vec<Vec<u16>> = (0..sequence.tokens.len() - 1).map(of_token).collect();
     routed_experts.push(vec![]);
     Trajectory {
-        step: 1,
         prompt: index as u64 / 3,
         sample: index as u64 % 3,
-        part: 0,
-        policy_version: None,
-        policy_versions: vec![],
-        problem_id: String::new(),
-        tokens: sequence.tokens.clone(),
-        prompt_tokens: 1,
-        mask: sequence.mask.clone(),
         log_probs,
-        kept_tokens: vec![],
         routed_experts,
-        turns: vec![],
-        outcome: Outcome::Finished,
         reward: [1.0, 0.0, 0.5][index % 3] * (1.0 + index as f32),
-        success: false,
-        rewards: Default::default(),
-        failed_rewards: vec![],
-        dropped: false,
-        tool_s: 0.0,
+        ..tiny::trajectory(sequence)
     }
 }
 

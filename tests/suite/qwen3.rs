@@ -1,27 +1,26 @@
 //! The Qwen3 families, dense and with experts: config, folders, adapters, GGUF files, whole runs, and the
 //! keys and files that they refuse.
 
+use crate::cli::{self, done, scratch, text_of};
 use crate::model_files::refused;
-use crate::small_runs::{self, done, rl_rows, rloss};
-use crate::tiny::{self, load, values};
+use crate::small_runs::{self, assert_no_gap, hotter, rloss};
+use crate::tiny::{self, load, saved, values};
 use rloss::chat::ChatFormat;
 use rloss::checkpoint::BaseModel;
 use rloss::checkpoint::gguf::{GgufFormat, GgufModel, GgufTokenizer};
 use rloss::checkpoint::load::ModelFolder;
 use rloss::checkpoint::peft::{self, AdapterFolder};
-use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::integrity::Manifest;
 use rloss::model::adapter::{Lora, Owner, default_targets};
 use rloss::model::config::{Config, LayerType, WeightFormat};
 use rloss::model::families::Family;
 use rloss::model::names::{ParameterSpec, layer_norm_width, parameter_specs};
-use rloss::model::parameters::Parameters;
 use rloss::run::memory::PassShape;
 use rloss::settings::Choice;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::process::Output;
+use std::process::Command;
 use tempfile::TempDir;
 
 const FAMILIES: [&str; 2] = ["qwen3", "qwen3_moe"];
@@ -158,21 +157,12 @@ fn a_folder_of_qwen3_5_or_qwen3_vl_is_refused_with_what_is_supported() {
             json!({ "model_type": name, "architectures": ["Other"], "text_config": {"hidden_size": 8} });
         std::fs::write(folder.path().join("config.json"), json.to_string()).unwrap();
         let path = format!("model.path={}", folder.path().display());
-        let output = rloss(&["check", "quickstart_qwen3_moe", "--set", &path, "--set", "cold_start.steps=0"]);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{text}");
+        let check = ["check", "quickstart_qwen3_moe", "--set", &path, "--set", "cold_start.steps=0"];
         let wanted = format!(
             "model_type = \"{name}\" is not supported; known: \"gpt_oss\", \"qwen2\", \"qwen3\", \"qwen3_moe\""
         );
-        assert!(text.contains(&wanted), "{text}");
+        cli::refused(&mut rloss(&check), &[&wanted]);
     }
-}
-
-fn saved(config: &Config, parameters: &Parameters, format: WeightFormat) -> TempDir {
-    let folder = TempDir::new().unwrap();
-    let tensor = |spec: &ParameterSpec| Ok(tiny::named(parameters, &spec.name).clone());
-    save(folder.path(), config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
-    folder
 }
 
 #[test]
@@ -190,23 +180,16 @@ fn folders_give_back_every_bit_under_the_published_names() {
             let [a, b] = [&before, &after].map(|all| values(all.values(index).unwrap()));
             assert_eq!(a, b, "{}", spec.name);
         }
-        let never = |_: &ParameterSpec| panic!("nothing is asked for");
-        let (fresh, companions) = (TempDir::new().unwrap(), CompanionFiles::default());
-        let result = save(fresh.path(), &config, WeightFormat::Mxfp4, &companions, SHARD_BYTES_MAX, never);
-        refused(result, &["MXFP4", "bf16"]);
+        tiny::assert_mxfp4_is_refused(&config);
         let missing = Config { num_hidden_layers: 5, layer_types: vec![LayerType::Full; 5], ..config };
-        refused(
-            ModelFolder::open(folder.path(), &missing).map(drop),
-            &["`model.layers.4.input_layernorm.weight` is missing"],
-        );
+        let words = ["`model.layers.4.input_layernorm.weight` is missing"];
+        refused(ModelFolder::open(folder.path(), &missing).map(drop), &words);
     }
     let config = config("qwen3_moe");
     let folder = saved(&config, &tiny::model(config.clone(), 3).1, WeightFormat::Bf16);
     let more = Config { num_local_experts: 5, ..config };
-    refused(
-        ModelFolder::open(folder.path(), &more).map(drop),
-        &["`model.layers.0.mlp.experts.4.gate_proj.weight` is missing"],
-    );
+    let words = ["`model.layers.0.mlp.experts.4.gate_proj.weight` is missing"];
+    refused(ModelFolder::open(folder.path(), &more).map(drop), &words);
 }
 
 /// Tensors that only GPT-OSS has are refused in a folder of these families.
@@ -219,10 +202,8 @@ fn sinks_in_a_folder_are_refused_by_name() {
     let sinks = candle_core::Tensor::new(&[1f32; 4], &candle_core::Device::Cpu).unwrap();
     tensors.insert("model.layers.0.self_attn.sinks".to_owned(), sinks);
     candle_core::safetensors::save(&tensors, &file).unwrap();
-    refused(
-        ModelFolder::open(folder.path(), &config).map(drop),
-        &["\"model.layers.0.self_attn.sinks\" is not a tensor of this model"],
-    );
+    let words = ["\"model.layers.0.self_attn.sinks\" is not a tensor of this model"];
+    refused(ModelFolder::open(folder.path(), &config).map(drop), &words);
 }
 
 /// Writes a random adapter of `config` on all matrices to a folder and returns its values.
@@ -267,22 +248,19 @@ fn adapters_of_experts_give_back_every_bit_and_one_that_lacks_an_expert_is_refus
     candle_core::safetensors::save(&lacks_one, &file).unwrap();
     let words = ["model.layers.1.mlp.experts.up_proj.weight", "3 of 4 experts have an adapter"];
     refused(AdapterFolder::open(folder.path(), &specs).map(drop), &words);
-    // `experts.02` is expert 2 once more: its factors took the place of the first ones in silence.
-    let mut twice = whole.clone();
-    for factor in ["lora_A", "lora_B"] {
-        let tensor = twice[&format!("{module}.{factor}.weight")].clone();
-        twice.insert(format!("{}.{factor}.weight", module.replace(".2.", ".02.")), tensor);
+    for (number, words) in [
+        // Expert 2 once more: its factors took the place of the first ones in silence.
+        (".02.", &["is a second adapter of model.layers.1.mlp.experts.2.up_proj.weight"][..]),
+        (".4.", &["experts.4.up_proj", "no such matrix"]),
+    ] {
+        let mut more = whole.clone();
+        for factor in ["lora_A", "lora_B"] {
+            let tensor = more[&format!("{module}.{factor}.weight")].clone();
+            more.insert(format!("{}.{factor}.weight", module.replace(".2.", number)), tensor);
+        }
+        candle_core::safetensors::save(&more, &file).unwrap();
+        refused(AdapterFolder::open(folder.path(), &specs).map(drop), words);
     }
-    candle_core::safetensors::save(&twice, &file).unwrap();
-    let words = ["is a second adapter of model.layers.1.mlp.experts.2.up_proj.weight"];
-    refused(AdapterFolder::open(folder.path(), &specs).map(drop), &words);
-    let mut beyond = whole;
-    for factor in ["lora_A", "lora_B"] {
-        let tensor = beyond[&format!("{module}.{factor}.weight")].clone();
-        beyond.insert(format!("{}.{factor}.weight", module.replace(".2.", ".4.")), tensor);
-    }
-    candle_core::safetensors::save(&beyond, &file).unwrap();
-    refused(AdapterFolder::open(folder.path(), &specs).map(drop), &["experts.4.up_proj", "no such matrix"]);
 }
 
 #[test]
@@ -290,8 +268,7 @@ fn gguf_files_give_back_config_and_values() {
     for family in FAMILIES {
         let config = config(family);
         let (_, before) = tiny::model(config.clone(), 3);
-        let folder = TempDir::new().unwrap();
-        let path = folder.path().join("a.gguf");
+        let (_folder, [path]) = scratch(["a.gguf"]);
         let chat = config.family.chat.from_embedded().unwrap();
         let tensor = |spec: &ParameterSpec| Ok(tiny::named(&before, &spec.name).clone());
         for form in [GgufFormat::F32, GgufFormat::Bf16, GgufFormat::F16, GgufFormat::Q8] {
@@ -325,40 +302,34 @@ fn gguf_files_give_back_config_and_values() {
         }
         let json = chat.vocabulary().json_bytes();
         let tokenizer = GgufTokenizer { json, template: chat.jinja(), tool_use: None };
-        refused(
-            rloss::checkpoint::gguf::write(&path, &config, GgufFormat::Mxfp4, tokenizer, tensor),
-            &["MXFP4", "bf16"],
-        );
+        let words = ["MXFP4", "bf16"];
+        refused(rloss::checkpoint::gguf::write(&path, &config, GgufFormat::Mxfp4, tokenizer, tensor), &words);
     }
 }
 
-fn train(out: &Path, sets: &[&str]) -> Output {
+fn train(out: &Path, sets: &[&str]) -> Command {
     small_runs::train("quickstart_qwen3_moe", out, sets)
 }
 
 /// A run whose checkpoint another goes on from, with an adapter or a dense model; all links hold.
 #[test]
 fn the_quickstart_with_experts_trains_saves_and_goes_on() {
-    let folder = TempDir::new().unwrap();
-    let (first, second, dense) =
-        (folder.path().join("first"), folder.path().join("second"), folder.path().join("dense"));
-    done(&train(&first, &["train.load_balance_coefficient=0.01"]));
+    let (folder, [first, second, dense]) = scratch(["first", "second", "dense"]);
+    done(&mut train(&first, &["train.load_balance_coefficient=0.01"]));
     let again = format!("model.path={}", first.display());
-    done(&train(&second, &[&again, "cold_start.steps=0", "adapter.rank=4", "chat.enable_thinking=true"]));
+    done(&mut train(&second, &[&again, "cold_start.steps=0", "adapter.rank=4", "chat.enable_thinking=true"]));
     let without = ["cold_start.load_balance_coefficient=0", "model.architecture.model_type=qwen3"];
-    done(&train(&dense, &[&without[..], &["model.architecture.tie_word_embeddings=true"]].concat()));
+    done(&mut train(&dense, &[&without[..], &["model.architecture.tie_word_embeddings=true"]].concat()));
     for run in [&first, &second, &dense] {
-        let rows = rl_rows(run);
-        assert_eq!(rows.len(), 2);
-        assert!(rows.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{rows:?}");
+        assert_no_gap(run);
     }
     let checkpoint = first.join("checkpoints/step-000002");
-    let read = |name: &str| std::fs::read_to_string(checkpoint.join(name)).unwrap();
+    let read = |name: &str| text_of(checkpoint.join(name));
     let config: Value = serde_json::from_str(&read("config.json")).unwrap();
     assert_eq!((&config["model_type"], &config["norm_topk_prob"]), (&json!("qwen3_moe"), &json!(true)));
     assert_eq!(read("chat_template.jinja"), ChatFormat::ThinkingChatMl.from_embedded().unwrap().jinja());
     let prompt = |run: &Path| {
-        let text = std::fs::read_to_string(run.join("trajectories/step-000001.jsonl")).unwrap();
+        let text = text_of(run.join("trajectories/step-000001.jsonl"));
         let row: Value = serde_json::from_str(text.lines().next().unwrap()).unwrap();
         let tokens = row["tokens"].as_array().unwrap().iter().map(|token| token.as_u64().unwrap() as u32);
         let tokens: Vec<u32> = tokens.collect();
@@ -372,29 +343,18 @@ fn the_quickstart_with_experts_trains_saves_and_goes_on() {
     let check = |file: &Path| {
         let (run, out) = (first.to_str().unwrap(), folder.path().join("checked"));
         let out = out.to_str().unwrap();
-        let output = rloss(&["check-mismatch", run, "--against", file.to_str().unwrap(), "--out", out]);
-        (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
+        cli::output(&mut rloss(&["check-mismatch", run, "--against", file.to_str().unwrap(), "--out", out]))
     };
-    let text = std::fs::read_to_string(first.join("trajectories/step-000002.jsonl")).unwrap();
-    let hotter = folder.path().join("hotter.jsonl");
-    let tempered: Vec<String> = text
-        .lines()
-        .map(|line| {
-            let mut row: Value = serde_json::from_str(line).unwrap();
-            row["temperature"] = json!(0.7);
-            row.to_string()
-        })
-        .collect();
-    std::fs::write(&hotter, tempered.join("\n")).unwrap();
-    let (code, verdict) = check(&hotter);
-    assert_eq!(code, Some(3), "{verdict}");
+    let checked = check(&hotter(folder.path(), &first.join("trajectories/step-000002.jsonl")));
+    let verdict = checked.stdout;
+    assert_eq!(checked.code, Some(3), "{verdict}");
     assert!(verdict.contains("another temperature") && !verdict.contains("sink"), "{verdict}");
 
     // Ablations: noise of the router opens a gap, rollout in bf16 too; a clean arm has none.
     let arms = "router_noise_train,rollout_bf16,rollout_mxfp4";
     let arms_out = folder.path().join("arms").display().to_string();
-    done(&rloss(&["check-mismatch", first.to_str().unwrap(), "--arms", arms, "--out", &arms_out]));
-    let result = std::fs::read_to_string(folder.path().join("arms/mismatch.json")).unwrap();
+    done(&mut rloss(&["check-mismatch", first.to_str().unwrap(), "--arms", arms, "--out", &arms_out]));
+    let result = text_of(folder.path().join("arms/mismatch.json"));
     let result: Value = serde_json::from_str(&result).unwrap();
     let gap = |name: &str| {
         let line = result["rows"].as_array().unwrap().iter().find(|line| line["name"] == name);
@@ -406,8 +366,7 @@ fn the_quickstart_with_experts_trains_saves_and_goes_on() {
 
 #[test]
 fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     for (set, words) in [
         ("arms.no_train_sinks=true", &["arms.no_train_sinks", "qwen3_moe", "no sinks"][..]),
         ("arms.no_sink_gradient=true", &["arms.no_sink_gradient", "no sinks"]),
@@ -419,11 +378,8 @@ fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
         ("chat.knowledge_cutoff=2024-06", &["chat.knowledge_cutoff"]),
         ("chat.current_date=2025-06-28", &["chat.current_date"]),
     ] {
-        let output = train(&out, &[set]);
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{set}: {text}");
-        assert!(words.iter().all(|word| text.contains(word)), "{set}: {text}");
-        assert!(!out.exists());
+        cli::refused(&mut train(&out, &[set]), words);
+        assert!(!out.exists(), "{set}");
     }
     // The dense family has no experts, and the other families no thoughts.
     for (sets, words) in [
@@ -431,17 +387,12 @@ fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
         (&["model.architecture.num_local_experts=8"], &["model.architecture.num_local_experts"]),
     ] {
         let dense = ["model.architecture.model_type=qwen3", "cold_start.load_balance_coefficient=0"];
-        let output = train(&out, &[&dense[..], sets].concat());
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(words.iter().all(|word| text.contains(word)), "{text}");
+        cli::refused(&mut train(&out, &[&dense[..], sets].concat()), words);
     }
     for recipe in ["quickstart", "quickstart_dense"] {
         let thinking = ["--set", "chat.enable_thinking=false", "--out", out.to_str().unwrap()];
-        let output = rloss(&[&["train", recipe][..], &thinking].concat());
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains("chat.enable_thinking") && text.contains("no thoughts"), "{text}");
+        let mut train = rloss(&[&["train", recipe][..], &thinking].concat());
+        cli::refused(&mut train, &["chat.enable_thinking", "no thoughts"]);
     }
 }
 
@@ -449,14 +400,11 @@ fn keys_that_mean_nothing_to_the_families_are_refused_by_name() {
 /// refuses the device alone.
 #[test]
 fn a_gpu_is_refused_for_heads_of_another_size_alone() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let gpu = ["device=cuda", "model.dtype=bf16"];
     for (head_dim, lines) in [(64, 0), (96, 1), (128, 0)] {
         let heads = format!("model.architecture.head_dim={head_dim}");
-        let output = train(&out, &[&gpu[..], &[&heads]].concat());
-        let text = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{text}");
+        let text = cli::refused(&mut train(&out, &[&gpu[..], &[&heads]].concat()), &[]);
         assert!(text.contains("the head size is 96") == (head_dim == 96), "{text}");
         assert!(text.contains("--features cuda") == (head_dim != 96), "{text}");
         assert_eq!(text.matches("model.architecture.head_dim").count(), lines, "{text}");

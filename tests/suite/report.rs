@@ -3,11 +3,13 @@
 mod browser;
 mod compare;
 
-use rloss::error::BadInput;
+use crate::cli::{assert_has, bad_input, text_of};
+use crate::tiny;
+use rloss::actor::micro_batch::Sequence;
 use rloss::harmony::{Message, Role};
 use rloss::metrics::{MetricsFile, Phase, Row, Warning, append_warning};
 use rloss::report::write_report;
-use rloss::trajectory::{CallOutcome, Outcome, Trajectory, TrajectoryRow, Turn};
+use rloss::trajectory::{CallOutcome, Trajectory, TrajectoryRow, Turn};
 use std::path::{Path, PathBuf};
 
 /// A run folder with the given rows.
@@ -36,13 +38,12 @@ fn page(runs: &[PathBuf]) -> String {
     let name = path.strip_prefix(&runs[0]).unwrap().to_str().unwrap();
     let several = format!("report-{}-runs-", runs.len());
     assert!(if runs.len() == 1 { name == "report.html" } else { name.starts_with(&several) }, "{name}");
-    std::fs::read_to_string(path).unwrap()
+    text_of(path)
 }
 
 /// Bad input is told, by an error with `text` in it.
 fn refused(written: anyhow::Result<PathBuf>, text: &str) {
-    let error = written.unwrap_err();
-    assert!(error.downcast_ref::<BadInput>().is_some() && error.to_string().contains(text), "{error}");
+    bad_input(written, &[text]);
 }
 
 /// The numbers that the page's script reads.
@@ -102,28 +103,17 @@ fn samples_are_no_steps_of_a_run_and_several_runs_are_listed() {
 }
 
 fn trajectory(phase: Phase, step: u64, sample: u64, reward: f32, answer: &str) -> TrajectoryRow {
+    let sequence = Sequence { tokens: vec![1, 2, 3], mask: vec![false, true, true], kept_tokens: vec![] };
     let trajectory = Trajectory {
         step,
-        prompt: 0,
         sample,
-        part: 0,
-        policy_version: None,
-        policy_versions: vec![],
         problem_id: "arithmetic/\"><b>7".into(),
-        tokens: vec![1, 2, 3],
-        prompt_tokens: 1,
-        mask: vec![false, true, true],
         log_probs: vec![0.0, -0.1, -1.0 / 3.0],
-        kept_tokens: vec![],
-        routed_experts: Vec::new(),
         turns: vec![Turn { start: 1, end: 3, calls: vec![CallOutcome::MalformedCall] }],
-        outcome: Outcome::Finished,
         reward,
         success: reward > 0.0,
-        rewards: Default::default(),
-        failed_rewards: vec![],
-        dropped: false,
         tool_s: 0.25,
+        ..tiny::trajectory(&sequence)
     };
     let messages = vec![
         Message::new(Role::System, "You are a model."),
@@ -233,15 +223,14 @@ fn no_text_of_a_run_becomes_markup() {
         assert!(!page.contains(markup), "{markup}");
     }
     assert!(!page.contains(|c: char| (c.is_control() && c != '\n') || c == '\u{202e}'));
-    for shown in [
+    let words = [
         "&lt;script&gt;alert(1)",
         "␛[31m␇\\u{202e} &amp; &lt;b&gt;bold",
         "0.125",
         "&lt;s&gt;same",
         "\nsecond line",
-    ] {
-        assert!(page.contains(shown), "{shown}");
-    }
+    ];
+    assert_has(&page, &words);
 }
 
 #[test]
@@ -402,7 +391,7 @@ fn the_page_goes_where_it_is_asked_to_and_that_of_two_runs_leaves_the_first_ones
     let runs = [run(folder.path(), "a", &rising(0.01)), run(folder.path(), "b", &rising(0.02))];
     let alone = page(&runs[..1]);
     page(&runs);
-    assert_eq!(std::fs::read_to_string(runs[0].join("report.html")).unwrap(), alone);
+    assert_eq!(text_of(runs[0].join("report.html")), alone);
     assert!(!alone.contains("has no measurements yet"));
     let file = folder.path().join("page.html");
     assert_eq!(write_report(&runs, Some(&file)).unwrap(), file);
@@ -435,8 +424,7 @@ fn bad_input_names_the_place() {
         (at("no-metrics"), at("line"), at("recipe"), at("mismatch"), at("talk"));
     std::fs::create_dir(&no_metrics).unwrap();
     run(folder.path(), "line", &rising(0.1)[..2]);
-    let text =
-        std::fs::read_to_string(line.join("metrics.jsonl")).unwrap().replace("\"step\":2", "\"step\":two");
+    let text = text_of(line.join("metrics.jsonl")).replace("\"step\":2", "\"step\":two");
     std::fs::write(line.join("metrics.jsonl"), text).unwrap();
     run(folder.path(), "recipe", &[]);
     std::fs::write(recipe.join("recipe.toml"), "[train]\nsteps = 80\nseed = \n").unwrap();
@@ -445,7 +433,7 @@ fn bad_input_names_the_place() {
     run(folder.path(), "talk", &[]);
     write_trajectories(&talk, "step-1.jsonl", &[trajectory(Phase::Rl, 1, 0, 1.0, "79")]);
     let file = talk.join("trajectories/step-1.jsonl");
-    let good = std::fs::read_to_string(&file).unwrap();
+    let good = text_of(&file);
     std::fs::write(&file, format!("{good}{{\"phase\":\"rl\"}}\n{good}")).unwrap();
 
     for (path, place) in [
@@ -456,11 +444,10 @@ fn bad_input_names_the_place() {
         (mismatch, "mismatch.json: `rows` is not a list of objects"),
         (talk, "step-1.jsonl: line 2: not a trajectory"),
     ] {
-        let error = write_report(std::slice::from_ref(&path), None).unwrap_err();
-        assert!(error.downcast_ref::<BadInput>().is_some() && error.to_string().contains(place), "{error}");
+        refused(write_report(std::slice::from_ref(&path), None), place);
         assert!(!path.join("report.html").exists());
     }
-    assert!(write_report(&[], None).unwrap_err().downcast_ref::<BadInput>().is_some());
+    refused(write_report(&[], None), "");
     std::fs::write(&file, good.clone() + &good[..50]).unwrap();
     assert!(
         page(&[folder.path().join("talk")]).contains("first of the step"),
@@ -481,14 +468,13 @@ fn warnings_stand_on_the_page_with_their_steps() {
     ];
     told.iter().for_each(|warning| append_warning(&one, warning).unwrap());
     let text = page(std::slice::from_ref(&one));
-    for part in [
+    let words = [
         "<summary>3 warnings</summary>",
         "<dt>start<dd>weights &lt;random&gt;",
         "<dt>step 3<dd>16 of 16 trajectories were cut",
         "<dt>evaluation after step 4<dd>0 of 4 trajectories called the tool",
-    ] {
-        assert!(text.contains(part), "{part}");
-    }
+    ];
+    assert_has(&text, &words);
     let both = page(&[one.clone(), other]);
     assert!(
         both.contains("one: 3 warnings</summary>")

@@ -7,7 +7,6 @@ use rloss::actor::forward_backward::{ColumnLoss, PassOutput, PassSettings};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::{Columns, PolicyColumns};
 use rloss::metrics::Progress;
-use rloss::model::forward::ForwardOptions;
 use rloss::ops::threads::Threads;
 
 /// Groups whose prompts end within blocks of 32 keys and at their bounds, inside the window of 16 and far
@@ -34,12 +33,7 @@ fn groups() -> Vec<Sequence> {
 }
 
 fn settings(load_balance: f64) -> PassSettings {
-    PassSettings {
-        temperature: 0.9,
-        load_balance_coefficient: load_balance,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
+    tiny::pass_settings(0.9, load_balance)
 }
 
 /// Every token weighs something else.

@@ -48,13 +48,13 @@ fn starts(command: &mut Command) -> bool {
     quiet.status().is_ok_and(|status| status.success())
 }
 
-/// Whether python3 is on the PATH; noted where it is not.
-pub fn python3() -> bool {
+/// `None`, noted, where python3 is not on the PATH.
+pub fn python3() -> Option<()> {
     let there = starts(Command::new("python3").arg("--version"));
     if !there {
         note(NO_PYTHON, "");
     }
-    there
+    there.then_some(())
 }
 
 /// Chromium, told to print a page's document after its scripts. Its own files go to `profile`.

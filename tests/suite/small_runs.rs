@@ -1,8 +1,9 @@
 //! Small runs of a built-in recipe, for the tests of model families.
 
+use crate::cli::{self, Sets, in_repository, json_lines};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
 const SMALL: [&str; 9] = [
     "cold_start.steps=60",
@@ -16,30 +17,46 @@ const SMALL: [&str; 9] = [
     "parallel.threads=2",
 ];
 
-pub fn rloss(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_rloss")).args(arguments).output().unwrap()
-}
-
 /// The file of the built-in recipe `name`.
 pub fn recipe(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(name).with_extension("toml")
+    in_repository("recipes").join(name).with_extension("toml")
+}
+
+/// `rloss` with `arguments`.
+pub fn rloss(arguments: &[&str]) -> Command {
+    let mut command = cli::rloss();
+    command.args(arguments);
+    command
 }
 
 /// Trains the recipe `name` for a few steps, with more settings in `sets`.
-pub fn train(name: &str, out: &Path, sets: &[&str]) -> Output {
-    let recipe = recipe(name);
-    let mut arguments = vec!["train", recipe.to_str().unwrap(), "--out", out.to_str().unwrap()];
-    SMALL.iter().chain(sets).for_each(|set| arguments.extend(["--set", set]));
-    rloss(&arguments)
-}
-
-pub fn done(output: &Output) {
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+pub fn train(name: &str, out: &Path, sets: &[&str]) -> Command {
+    let mut command = cli::rloss();
+    command.arg("train").arg(recipe(name)).arg("--out").arg(out).sets(SMALL).sets(sets);
+    command
 }
 
 /// The rows of metrics of reinforcement learning.
 pub fn rl_rows(run: &Path) -> Vec<Value> {
-    let text = std::fs::read_to_string(run.join("metrics.jsonl")).unwrap();
-    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    rows.filter(|row| row["phase"] == "rl").collect()
+    let mut rows = json_lines(run.join("metrics.jsonl"));
+    rows.retain(|row| row["phase"] == "rl");
+    rows
+}
+
+/// Whether rollout and training agreed to the bit in each of the two steps of `run`.
+pub fn assert_no_gap(run: &Path) {
+    let rows = rl_rows(run);
+    assert_eq!(rows.len(), 2);
+    assert!(rows.iter().all(|row| row["mismatch/logprob_abs_diff_max"] == 0.0), "{rows:?}");
+}
+
+/// A copy of the trajectories in `file` in `folder`, as sampled at temperature 0.7.
+pub fn hotter(folder: &Path, file: &Path) -> PathBuf {
+    let hotter = folder.join("hotter.jsonl");
+    let row = |mut row: Value| {
+        row["temperature"] = 0.7.into();
+        format!("{row}\n")
+    };
+    std::fs::write(&hotter, json_lines(file).into_iter().map(row).collect::<String>()).unwrap();
+    hotter
 }

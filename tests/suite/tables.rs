@@ -1,6 +1,7 @@
 //! Rows of files of other programs: every writer's Parquet, CSV, arrays, gzip; damaged files; files of other
 //! kinds. `scripts/make_reference_values.py tables` writes the fixtures.
 
+use crate::cli::{in_repository, scratch};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use rloss::table_file;
@@ -9,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 fn folder() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/tables")
+    in_repository("tests/fixtures/tables")
 }
 
 fn rows(path: &Path) -> Result<Vec<Value>, String> {
@@ -80,8 +81,7 @@ fn csv_and_tsv_have_the_rows_of_the_table_as_texts() {
 fn damaged_parquet_files_are_errors_soon_and_without_a_panic() {
     let count = std::env::var("RLOSS_MUTATIONS").ok().and_then(|n| n.parse().ok()).unwrap_or(1000);
     let files: Vec<Vec<u8>> = parquet_files().iter().map(|path| std::fs::read(path).unwrap()).collect();
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("damaged.parquet");
+    let (_folder, [path]) = scratch(["damaged.parquet"]);
     let mut random = StdRng::seed_from_u64(84);
     let (mut errors, mut slowest) = (0, Duration::ZERO);
     for index in 0..count {

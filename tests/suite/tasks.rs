@@ -5,7 +5,7 @@ mod command;
 mod python;
 
 use super::data;
-use rloss::error::BadInput;
+use crate::cli::{assert_has, bad_input, scratch};
 use rloss::harmony::{HarmonyTokenizer, Message, ParseMode, RenderOptions, Role, StreamParser};
 use rloss::settings::Choice;
 use rloss::tasks::{Task, TaskContext, TaskName, TaskSettings, Transcript, build};
@@ -112,26 +112,21 @@ fn broken_rows_are_named_with_the_remedy() {
         (r#"{"question": " ", "answer": "\n#### 2"}"#, "`question` is empty"),
         (r#"{"question": "1+1?", "answer": "2""#, "not JSON"),
     ];
-    let folder = tempfile::tempdir().unwrap();
-    let (train, test) = (folder.path().join("train.jsonl"), folder.path().join("test.jsonl"));
+    let (folder, [train, test]) = scratch(["train.jsonl", "test.jsonl"]);
     std::fs::write(&test, format!("{good}\n\n{good}")).unwrap();
     for (row, reason) in broken {
         let mut file = std::fs::File::create(&train).unwrap();
         for line in 1..=20 {
             writeln!(file, "{}", if line == 17 { row } else { good }).unwrap();
         }
-        let error = gsm8k(&train, &test).err().expect("an error");
-        let text = error.downcast_ref::<BadInput>().expect("bad input").0.clone();
-        for part in ["train.jsonl", "row 17", reason, "Correct or delete"] {
-            assert!(text.contains(part), "{part} in {text}");
-        }
+        bad_input(gsm8k(&train, &test), &["train.jsonl", "row 17", reason, "Correct or delete"]);
     }
     std::fs::write(&train, vec!["{}"; 25].join("\n")).unwrap();
     let text = gsm8k(&train, &test).err().unwrap().to_string();
     assert!(text.contains("row 10:") && !text.contains("row 11:") && text.contains("15 more"), "{text}");
     std::fs::write(&train, "\n").unwrap();
     assert!(gsm8k(&train, &test).err().unwrap().to_string().contains("no rows"));
-    assert!(gsm8k(&folder.path().join("no.jsonl"), &test).err().unwrap().is::<BadInput>());
+    bad_input(gsm8k(&folder.path().join("no.jsonl"), &test), &[]);
 }
 
 #[test]
@@ -167,8 +162,7 @@ fn retool_files_are_checked_when_read() {
         (Some(good.clone()), vec![held_out.clone(), twin], "a second file with the set name `held`"),
         (Some(good), vec![held_out, shared], "good.jsonl: row 1 has the prompt of "),
     ] {
-        let error = load(train, validation).unwrap_err();
-        assert!(error.is::<BadInput>() && error.to_string().contains(said), "{error}");
+        bad_input(load(train, validation), &[said]);
     }
 }
 

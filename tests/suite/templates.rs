@@ -1,5 +1,6 @@
 //! Chat templates against transformers: ten of our own, and those of a folder that `RLOSS_TEMPLATES` names.
 
+use crate::cli::{in_repository, text_of};
 use rloss::chat::template::{ChatTemplate, DATE};
 use serde_json::{Map, Value, json};
 use std::io::Read;
@@ -20,7 +21,7 @@ fn compare(folder: &Path) -> (usize, usize, usize) {
     let (mut texts, mut errors, mut wrong) = (0, 0, vec![]);
     let expected = cases["expected"].as_object().unwrap();
     for (name, expected) in expected {
-        let source = std::fs::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
+        let source = text_of(folder.join(format!("{name}.jinja")));
         let template = match ChatTemplate::new(&source) {
             Ok(template) => template,
             Err(why) => {
@@ -48,7 +49,7 @@ fn compare(folder: &Path) -> (usize, usize, usize) {
 
 #[test]
 fn ten_templates_are_rendered_as_transformers_renders_them() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/templates");
+    let folder = in_repository("tests/fixtures/templates");
     let (templates, texts, errors) = compare(&folder);
     assert_eq!(templates, 10);
     assert!(texts > 900 && errors > 0, "{texts} texts and {errors} errors");

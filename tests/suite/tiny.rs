@@ -1,5 +1,6 @@
 //! Small random models for tests.
 
+use crate::cli::bad_input;
 use candle_core::{Device, Tensor};
 use rand::Rng;
 use rloss::actor::batch_runner::BatchRunner;
@@ -8,11 +9,12 @@ use rloss::actor::gradients::{self, GradientSum};
 use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::{Actor, Execution};
 use rloss::checkpoint::load::ModelFolder;
+use rloss::checkpoint::save::{CompanionFiles, SHARD_BYTES_MAX, save};
 use rloss::dist::RolloutWeightPlacement;
 use rloss::model::cache::CacheCapacity;
-use rloss::model::config::{Config, LayerType, Rope};
+use rloss::model::config::{Config, LayerType, Rope, WeightFormat};
 use rloss::model::families::Family;
-use rloss::model::forward::Model;
+use rloss::model::forward::{ForwardOptions, Model};
 use rloss::model::init::{InitSettings, init};
 use rloss::model::names::{ParameterSpec, parameter_specs};
 use rloss::model::parameters::{Backend, Parameters};
@@ -21,11 +23,13 @@ use rloss::model::storage::TensorStorage;
 use rloss::ops::cpu::edit;
 use rloss::ops::threads::Threads;
 use rloss::random::{Purpose, stream};
+use rloss::trajectory::{Outcome, Trajectory};
 use serde_json::Value;
 use std::collections::HashMap;
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use tempfile::TempDir;
 
 /// The quickstart's architecture, with YaRN when asked for.
 pub fn config(yarn: bool) -> Config {
@@ -116,6 +120,39 @@ pub fn trained(actor: &Actor, micro_batch_tokens: usize) -> Actor {
     self::actor(actor.model.clone(), parameters, threads.count(), micro_batch_tokens, *recompute_layers)
 }
 
+/// Settings of a pass without ablations, which keeps the routed experts.
+pub fn pass_settings(temperature: f64, load_balance_coefficient: f64) -> PassSettings {
+    let forward = ForwardOptions::default();
+    PassSettings { temperature, load_balance_coefficient, keeps_routed_experts: true, forward }
+}
+
+/// A finished trajectory of `sequence` in step 1 without turns, whose log-probs are 0 and whose reward is 0.
+pub fn trajectory(sequence: &Sequence) -> Trajectory {
+    Trajectory {
+        step: 1,
+        prompt: 0,
+        sample: 0,
+        part: 0,
+        policy_version: None,
+        policy_versions: vec![],
+        problem_id: String::new(),
+        tokens: sequence.tokens.clone(),
+        prompt_tokens: 1,
+        mask: sequence.mask.clone(),
+        log_probs: vec![0.0; sequence.tokens.len()],
+        kept_tokens: vec![],
+        routed_experts: vec![],
+        turns: vec![],
+        outcome: Outcome::Finished,
+        reward: 0.0,
+        success: false,
+        rewards: Default::default(),
+        failed_rewards: vec![],
+        dropped: false,
+        tool_s: 0.0,
+    }
+}
+
 /// Runs given micro-batches of `actor`.
 pub fn runner(actor: &Actor) -> BatchRunner<'_> {
     let Execution { threads, recompute_layers, .. } = &*actor.execution;
@@ -133,6 +170,22 @@ pub fn load(
         let values = files.read_values(&spec)?;
         Ok((spec, values))
     }))
+}
+
+/// A folder with the model of `parameters`, saved in `format`.
+pub fn saved(config: &Config, parameters: &Parameters, format: WeightFormat) -> TempDir {
+    let folder = TempDir::new().unwrap();
+    let tensor = |spec: &ParameterSpec| Ok(named(parameters, &spec.name).clone());
+    save(folder.path(), config, format, &CompanionFiles::default(), SHARD_BYTES_MAX, tensor).unwrap();
+    folder
+}
+
+/// Expects that saving a model of `config` in MXFP4 is refused, before any tensor is asked for.
+pub fn assert_mxfp4_is_refused(config: &Config) {
+    let (fresh, companions) = (TempDir::new().unwrap(), CompanionFiles::default());
+    let never = |_: &ParameterSpec| panic!("nothing is asked for");
+    let saved = save(fresh.path(), config, WeightFormat::Mxfp4, &companions, SHARD_BYTES_MAX, never);
+    bad_input(saved, &["MXFP4", "bf16"]);
 }
 
 /// The tensor named `name`.

@@ -8,18 +8,12 @@ use rloss::actor::micro_batch::MicroBatch;
 use rloss::metrics::Progress;
 use rloss::model::cache::SequenceCache;
 use rloss::model::decoder_stack;
-use rloss::model::forward::ForwardOptions;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::threads::Threads;
 use rloss::rollout::SamplingParameters;
 
 fn settings() -> PassSettings {
-    PassSettings {
-        temperature: 0.9,
-        load_balance_coefficient: 0.01,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    }
+    tiny::pass_settings(0.9, 0.01)
 }
 
 /// Mean negative log-likelihood of the targets plus a little entropy: every gradient path is used.

@@ -1,15 +1,7 @@
 //! Runs with an adapter: what a checkpoint holds, how it goes on, what its base must be, and what is
 //! exported.
 
-use super::{
-    assert_same_results, copy_folder, copy_model, done, output, phase, quickstart, resumed, rloss, rows,
-    small, stderr, train, warm_model,
-};
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::OnceLock;
-use tempfile::TempDir;
+use super::*;
 
 /// Reinforcement learning alone, of an adapter that learns fast enough to be seen.
 pub(super) const LORA: [&str; 6] = [
@@ -27,37 +19,21 @@ fn with<'a>(sets: &[&'a str]) -> Vec<&'a str> {
 
 /// The run that others are compared with.
 fn straight() -> &'static Path {
-    static STRAIGHT: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
-    let (_, path) = STRAIGHT.get_or_init(|| {
-        let folder = TempDir::new().unwrap();
-        let out = folder.path().join("straight");
-        done(&mut small(&out, &LORA));
-        (folder, out)
-    });
-    path
+    static STRAIGHT: Shared = OnceLock::new();
+    shared(&STRAIGHT, "straight", |out| drop(done(&mut small(out, &LORA))))
 }
 
 fn newest(run: &Path) -> PathBuf {
     run.join("checkpoints/step-000004")
 }
 
-pub(super) fn refused(command: &mut Command, words: &[&str]) {
-    let output = output(command);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    for word in words {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
-    }
-}
-
 fn stdout(command: &mut Command) -> String {
-    String::from_utf8_lossy(&done(command).stdout).into_owned()
+    done(command).stdout
 }
 
 /// The base of the runs, by itself.
 fn base() -> PathBuf {
-    let checkpoints = warm_model().join("checkpoints");
-    fs::read_dir(checkpoints).unwrap().next().unwrap().unwrap().path()
+    first_checkpoint(warm_model())
 }
 
 #[test]
@@ -86,12 +62,8 @@ fn a_checkpoint_holds_the_adapter_and_never_the_base() {
 #[test]
 fn a_resumed_run_is_the_same_to_the_last_bit() {
     for sets in [&[][..], &["model.dtype=bf16"], &["policy.kl.place=loss"]] {
-        let folder = TempDir::new().unwrap();
-        let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
-        done(&mut small(&whole, &with(sets)));
-        done(&mut small(&broken, &[&with(sets)[..], &["train.steps=2"]].concat()));
-        done(&mut resumed(&broken, &with(sets)));
-        assert_same_results(&broken, &whole);
+        let (_folder, [whole, broken]) = scratch(["whole", "broken"]);
+        assert_resumes(&whole, &broken, &with(sets), &["train.steps=2"]);
         for file in ["adapter_model.safetensors", "trainer.safetensors"] {
             let read = |run: &Path| fs::read(newest(run).join(file)).unwrap();
             assert!(read(&broken) == read(&whole), "{sets:?}: {file}");
@@ -101,8 +73,7 @@ fn a_resumed_run_is_the_same_to_the_last_bit() {
 
 #[test]
 fn bug_a_run_that_starts_from_an_adapter_resumes() {
-    let folder = TempDir::new().unwrap();
-    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    let (_folder, [whole, broken]) = scratch(["whole", "broken"]);
     let path = format!("model.path={}", base().display());
     let adapter = format!("model.adapter={}", newest(straight()).display());
     let sets = with(&[&path, &adapter]);
@@ -123,12 +94,12 @@ fn bug_a_run_resumes_after_its_base_moved_and_its_first_adapter_is_gone() {
         ["base", "adapter", "moved", "run"].map(|name| folder.path().join(name));
     copy_model(&base(), &first);
     copy_folder(&newest(straight()), &adapter);
-    let path = format!("model.path={}", first.display());
+    let path = model_path(&first);
     let start = format!("model.adapter={}", adapter.display());
     done(&mut small(&out, &with(&[&path, &start, "train.steps=1"])));
     fs::rename(&first, &moved).unwrap();
     fs::remove_dir_all(&adapter).unwrap();
-    let path = format!("model.path={}", moved.display());
+    let path = model_path(&moved);
     done(rloss().arg("train").arg(&out).args(["--resume", "--set", "train.steps=2", "--set", &path]));
     done(rloss().arg("train").arg(&out).args(["--resume", "--set", "train.steps=3"]));
     assert_eq!(phase(&rows(&out), "rl").count(), 3);
@@ -143,13 +114,13 @@ fn bug_a_base_that_is_named_by_its_runs_folder_keeps_the_adapter() {
         ["sft", "moved", "run", "eval"].map(|name| folder.path().join(name));
     fs::create_dir_all(base_run.join("checkpoints")).unwrap();
     copy_folder(&base(), &base_run.join("checkpoints").join(base().file_name().unwrap()));
-    let path = |run: &Path| format!("model.path={}", run.display());
+    let path = model_path;
     done(&mut small(&out, &with(&[&path(&base_run), "train.steps=1"])));
     fs::rename(&base_run, &moved).unwrap();
     base_run = moved;
     let sets = ["--set", "eval.problems_max=4", "--set", &path(&base_run), "--out"];
     done(rloss().arg("eval").arg(&out).args(sets).arg(&eval));
-    let recipe = fs::read_to_string(eval.join("recipe.toml")).unwrap();
+    let recipe = text_of(eval.join("recipe.toml"));
     let adapter = out.join("checkpoints/step-000001");
     assert!(recipe.contains(&format!("adapter = \"{}\"", adapter.display())), "{recipe}");
     done(rloss().arg("train").arg(&out).args([
@@ -163,8 +134,7 @@ fn bug_a_base_that_is_named_by_its_runs_folder_keeps_the_adapter() {
 
 #[test]
 fn bug_an_adapter_that_a_user_names_for_a_run_is_not_ignored() {
-    let folder = TempDir::new().unwrap();
-    let run = folder.path().join("run");
+    let (_folder, [run]) = scratch(["run"]);
     done(&mut small(&run, &["cold_start.steps=0", "train.steps=1", "checkpoint.every_steps=1"]));
     let adapter = format!("model.adapter={}", straight().display());
     // The run has other weights than the adapter's base.
@@ -174,15 +144,14 @@ fn bug_an_adapter_that_a_user_names_for_a_run_is_not_ignored() {
 /// Results of the run's earlier checkpoint were taken for those of its last one.
 #[test]
 fn bug_a_run_that_model_adapter_names_is_its_last_checkpoint() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("out");
+    let (_folder, [out]) = scratch(["out"]);
     let sets =
         [format!("model.path={}", base().display()), format!("model.adapter={}", straight().display())];
     let mut command = rloss();
     command.arg("rollout").arg(quickstart()).arg("--out").arg(&out);
     command.args(["--set", "rollout.prompts_per_step=1", "--set", &sets[0], "--set", &sets[1]]);
     done(&mut command);
-    let recipe = fs::read_to_string(out.join("recipe.toml")).unwrap();
+    let recipe = text_of(out.join("recipe.toml"));
     assert!(recipe.contains(&format!("adapter = \"{}\"", newest(straight()).display())), "{recipe}");
 }
 
@@ -197,10 +166,7 @@ fn a_critic_and_a_reference_beside_the_adapter_keep_the_gap_at_0_and_resume() {
         "critic.optimizer.schedule=constant",
     ]);
     let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
-    done(&mut small(&whole, &sets));
-    done(&mut small(&broken, &[&sets[..], &["train.steps=2"]].concat()));
-    done(&mut resumed(&broken, &sets));
-    assert_same_results(&broken, &whole);
+    assert_resumes(&whole, &broken, &sets, &["train.steps=2"]);
     let rows = rows(&whole);
     let steps: Vec<_> = phase(&rows, "rl").collect();
     assert!(steps.iter().all(|row| row["mismatch/log_ppl_abs_diff_max"] == 0.0));
@@ -217,8 +183,7 @@ fn a_critic_and_a_reference_beside_the_adapter_keep_the_gap_at_0_and_resume() {
 
 #[test]
 fn a_cold_start_of_the_whole_model_leaves_the_base_in_the_run() {
-    let folder = TempDir::new().unwrap();
-    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    let (folder, [whole, broken]) = scratch(["whole", "broken"]);
     // From random weights.
     let sets = [
         "cold_start.steps=4",
@@ -255,30 +220,23 @@ fn a_cold_start_of_the_whole_model_leaves_the_base_in_the_run() {
     let middle = bytes.len() / 2;
     bytes[middle] ^= 1;
     fs::write(&weights, bytes).unwrap();
-    assert_eq!(output(rloss().arg("verify").arg(&moved)).status.code(), Some(2));
+    refused(rloss().arg("verify").arg(&moved), &[]);
     refused(train(&moved, &sets).arg("--resume"), &["model.safetensors", "damaged"]);
 }
 
 #[test]
 fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
-    let folder = TempDir::new().unwrap();
-    let (first, out) = (folder.path().join("base"), folder.path().join("run"));
+    let (folder, [first, out]) = scratch(["base", "run"]);
     copy_model(&base(), &first);
-    let named = |at: &Path| format!("model.path={}", at.display());
-    let path = named(&first);
+    let path = model_path(&first);
     let half = with(&[&path, "train.steps=2"]);
     let sets = with(&[&path]);
     done(&mut small(&out, &half));
     let moved = folder.path().join("moved");
     fs::rename(&first, &moved).unwrap();
-    refused(
-        &mut resumed(&out, &sets),
-        &["model.path: no folder and no GGUF file at", "set model.path to a folder"],
-    );
-    refused(
-        rloss().arg("eval").arg(&out),
-        &["model.path: no folder and no GGUF file at", "set model.path to a folder"],
-    );
+    let words = ["model.path: no folder and no GGUF file at", "set model.path to a folder"];
+    refused(&mut resumed(&out, &sets), &words);
+    refused(rloss().arg("eval").arg(&out), &words);
     // Another one of the same shape.
     let other = folder.path().join("other");
     copy_folder(&moved, &other);
@@ -287,30 +245,26 @@ fn a_base_is_known_by_its_files_and_found_where_model_path_says() {
     let last = bytes.len() - 3;
     bytes[last] ^= 1;
     fs::write(&weights, bytes).unwrap();
-    let path = named(&other);
-    refused(
-        &mut resumed(&out, &with(&[&path])),
-        &["its base was changed", "the adapter was trained with another config or other weights"],
-    );
+    let path = model_path(&other);
+    let words = ["its base was changed", "the adapter was trained with another config or other weights"];
+    refused(&mut resumed(&out, &with(&[&path])), &words);
     let eval = |model: &str| {
         let mut command = rloss();
         command.arg("eval").arg(&out).args(["--set", model, "--set", "eval.problems_max=4"]);
         command
     };
     refused(&mut eval(&path), &["was trained on another base"]);
-    let path = named(&moved);
+    let path = model_path(&moved);
     done(&mut eval(&path));
     // It is the run's adapter that was evaluated.
-    let sampled = fs::read_to_string(out.join("eval/step-000002/sampling.json")).unwrap();
-    assert!(sampled.contains("adapter_model.safetensors"), "{sampled}");
+    assert_has(&text_of(out.join("eval/step-000002/sampling.json")), &["adapter_model.safetensors"]);
     done(&mut resumed(&out, &with(&[&path])));
     assert_same_results(&out, straight());
 }
 
 #[test]
 fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same() {
-    let folder = TempDir::new().unwrap();
-    let (alone, merged) = (folder.path().join("adapter"), folder.path().join("merged"));
+    let (folder, [alone, merged]) = scratch(["adapter", "merged"]);
     let export = |out: &Path, more: &[&str]| {
         let mut command = rloss();
         command.arg("export").arg(straight()).arg("--out").arg(out).args(more);
@@ -323,13 +277,11 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
             "{file}"
         );
     }
-    let card = fs::read_to_string(alone.join("README.md")).unwrap();
-    assert!(card.contains("library_name: peft") && card.contains("mean reward"), "{card}");
+    assert_has(&text_of(alone.join("README.md")), &["library_name: peft", "mean reward"]);
     done(rloss().arg("verify").arg(&alone));
     let told = stdout(&mut export(&merged, &["--merged", "--set", "checkpoint.dtype=f32"]));
     assert!(told.contains("% of what training changed"), "{told}");
-    let card = fs::read_to_string(merged.join("README.md")).unwrap();
-    assert!(card.contains("library_name: transformers"), "{card}");
+    assert_has(&text_of(merged.join("README.md")), &["library_name: transformers"]);
     // Programs take an index for a sign of several files.
     assert!(!merged.join("model.safetensors.index.json").exists());
     assert!(merged.join("model.safetensors").is_file());
@@ -350,10 +302,8 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
     assert!(!merged.join("adapter_config.json").exists());
     done(rloss().arg("verify").arg(&merged));
     refused(&mut export(&merged, &[]), &["already exists"]);
-    refused(
-        rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")),
-        &["has no adapter"],
-    );
+    let words = ["has no adapter"];
+    refused(rloss().arg("export").arg(warm_model()).arg("--out").arg(folder.path().join("none")), &words);
     let (none, deep) = (folder.path().join("none"), folder.path().join("not/there/yet"));
     refused(rloss().args(["export", "quickstart"]).arg("--out").arg(&none), &["has no adapter"]);
     let file = folder.path().join("also/not/there/m.gguf");
@@ -375,8 +325,7 @@ fn an_exported_adapter_is_the_checkpoints_and_a_merged_model_computes_the_same()
 
 #[test]
 fn what_does_not_fit_is_refused_before_any_work() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (folder, [out]) = scratch(["run"]);
     let run = format!("model.path={}", straight().display());
     let nothing = format!("model.adapter={}", folder.path().display());
     for (sets, words) in [
@@ -412,13 +361,12 @@ fn check_mismatch_and_rollout_take_the_adapter_of_a_run() {
 
 #[test]
 fn fifty_updates_with_8_bit_moments_beside_a_packed_base_leave_the_gap_at_0() {
-    let folder = TempDir::new().unwrap();
-    let (packed, out) = (folder.path().join("packed"), folder.path().join("run"));
+    let (_folder, [packed, out]) = scratch(["packed", "run"]);
     done(&mut small(&packed, &["train.steps=0", "checkpoint.dtype=mxfp4", "checkpoint.keep=1"]));
     let base = packed.join("checkpoints/cold-start-000004");
     let header = fs::read(base.join("model.safetensors")).unwrap();
     assert!(String::from_utf8_lossy(&header[..65536]).contains("gate_up_proj_blocks"));
-    let path = format!("model.path={}", base.display());
+    let path = model_path(&base);
     let sets = [
         path.as_str(),
         "adapter.rank=16",

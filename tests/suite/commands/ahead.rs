@@ -2,15 +2,8 @@
 //! threads and after kills, and what is refused.
 
 use super::ended::{killed_and_resumed, quiet, signal};
-use super::{
-    assert_same_results, baseline, checkpoints, done, line_count, output, phase, results, resumed, rows,
-    small, stderr, wait_until,
-};
+use super::*;
 use crate::skips;
-use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-use tempfile::TempDir;
 
 const ROLLOUT: &str = "policy.old_logprob=rollout";
 
@@ -33,15 +26,11 @@ for line in sys.stdin:
 /// The settings of a run of [`LENGTHS`] with partial trajectories. Answers have up to 72 tokens.
 fn partial(folder: &Path, more: &[&str]) -> Vec<String> {
     let program = folder.join("lengths.py");
-    std::fs::write(&program, LENGTHS).unwrap();
+    fs::write(&program, LENGTHS).unwrap();
     let command = format!("task.command=[\"python3\",\"{}\"]", program.display());
     let sets = ["task.name=command", &command, "task.command_processes=1", "cold_start.steps=0", ROLLOUT];
     let sizes = ["train.steps=6", "rollout.step_tokens_max=20", "checkpoint.every_steps=1"];
     sets.iter().chain(&sizes).chain(more).map(|set| (*set).to_owned()).collect()
-}
-
-fn texts(sets: &[String]) -> Vec<&str> {
-    sets.iter().map(String::as_str).collect()
 }
 
 /// Runs `sets` on 1, 2 and 3 threads, expects the same metrics, and returns the folder of one run.
@@ -77,9 +66,8 @@ fn assert_engine_agrees(rows: &[Value]) {
 
 /// The versions of the weights that sampled the stored trajectories of a step.
 fn versions(run: &Path, step: u64) -> Vec<u64> {
-    let text = std::fs::read_to_string(run.join(format!("trajectories/step-{step:06}.jsonl"))).unwrap();
-    let rows = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
-    rows.map(|row| row["policy_version"].as_u64().unwrap()).collect()
+    let rows = json_lines(run.join(format!("trajectories/step-{step:06}.jsonl")));
+    rows.iter().map(|row| row["policy_version"].as_u64().unwrap()).collect()
 }
 
 #[test]
@@ -145,7 +133,7 @@ fn a_stopped_run_that_samples_ahead_goes_on_to_the_same_metrics() {
     let file = out.join("metrics.jsonl");
     // Rows: 5 of the cold start, an evaluation, then the steps.
     let stopped = || {
-        let _ = std::fs::remove_dir_all(&out);
+        let _ = fs::remove_dir_all(&out);
         let mut child = quiet(&mut small(&out, &sets)).spawn().unwrap();
         wait_until(&mut child, || file.exists() && line_count(&file) >= 7);
         signal(child.id() as i32, libc::SIGTERM);
@@ -156,8 +144,7 @@ fn a_stopped_run_that_samples_ahead_goes_on_to_the_same_metrics() {
     // On a busy machine this process may look too late.
     assert!((0..100).any(|_| stopped()), "never stopped before the end");
     let last = checkpoints(&out).pop().unwrap();
-    let ahead = std::fs::read(out.join("checkpoints").join(&last).join("sampled_ahead.json")).unwrap();
-    let ahead: Value = serde_json::from_slice(&ahead).unwrap();
+    let ahead = json_of(out.join("checkpoints").join(&last).join("sampled_ahead.json"));
     let step: u64 = last.trim_start_matches("step-").parse().unwrap();
     assert_eq!(ahead["steps"][0][0], step + 1);
     done(&mut resumed(&out, &sets));
@@ -166,9 +153,7 @@ fn a_stopped_run_that_samples_ahead_goes_on_to_the_same_metrics() {
 
 #[test]
 fn partial_trajectories_are_the_same_on_any_number_of_threads_and_after_a_kill() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     for more in [&[][..], &["rollout.lag_steps=1"]] {
         let folder = TempDir::new().unwrap();
         let sets = partial(folder.path(), more);
@@ -181,9 +166,9 @@ fn partial_trajectories_are_the_same_on_any_number_of_threads_and_after_a_kill()
         );
         let (_, stale) = range(&rows, "staleness/steps/max");
         assert!(stale > more.len() as f64, "tokens of an earlier step are trained on: {stale}");
-        let text = std::fs::read_to_string(run.join("trajectories/step-000006.jsonl")).unwrap();
+        let text = text_of(run.join("trajectories/step-000006.jsonl"));
         let earlier = (1..=6).map(|step| run.join(format!("trajectories/step-{step:06}.jsonl")));
-        let all: String = earlier.map(|file| std::fs::read_to_string(file).unwrap()).collect();
+        let all: String = earlier.map(|file| text_of(file)).collect();
         assert!(all.contains("\"policy_versions\":[{\"start\":"), "{text}");
         let killed = folder.path().join("killed");
         killed_and_resumed(&killed, &texts(&sets), (5, Duration::from_millis(3)));
@@ -195,9 +180,7 @@ fn partial_trajectories_are_the_same_on_any_number_of_threads_and_after_a_kill()
 /// Its tokens would have gone on under another problem, whose answer graded them.
 #[test]
 fn bug_a_paused_trajectory_does_not_go_on_under_another_prompt() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let sets = partial(folder.path(), &["checkpoint.keep=9"]);
     let run = folder.path().join("run");
@@ -205,20 +188,16 @@ fn bug_a_paused_trajectory_does_not_go_on_under_another_prompt() {
     let is_paused = |row: &Value| row["partial/trajectories_paused"].as_f64().unwrap() > 0.0;
     let paused = rl_rows(&run).iter().position(is_paused).unwrap() + 1;
     for step in paused + 1..=6 {
-        std::fs::remove_dir_all(run.join(format!("checkpoints/step-{step:06}"))).unwrap();
+        fs::remove_dir_all(run.join(format!("checkpoints/step-{step:06}"))).unwrap();
     }
     let program = LENGTHS.replace("\"prompt\": f\"", "\"prompt\": f\"Now ");
-    std::fs::write(folder.path().join("lengths.py"), program).unwrap();
-    let refused = output(resumed(&run, &texts(&sets)).arg("--accept-changes"));
-    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
-    assert!(stderr(&refused).contains("with another prompt"), "{}", stderr(&refused));
+    fs::write(folder.path().join("lengths.py"), program).unwrap();
+    refused(resumed(&run, &texts(&sets)).arg("--accept-changes"), &["with another prompt"]);
 }
 
 #[test]
 fn truncated_samples_keep_every_ratio_finite_with_a_lag_four_minibatches_and_pauses() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let truncated =
         ["rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.05", "rollout.temperature=1.3"];
     let updates = ["train.minibatches=4", "train.optimizer.lr=1e-3", "rollout.lag_steps=2"];
@@ -280,7 +259,7 @@ for line in sys.stdin:
 /// The settings of a run of [`SLOW`], and the file of its notes.
 fn slow(folder: &Path, fails_from: u64, waits_in: i64, more: &[&str]) -> (Vec<String>, PathBuf) {
     let (program, notes) = (folder.join("slow.py"), folder.join("notes"));
-    std::fs::write(&program, SLOW).unwrap();
+    fs::write(&program, SLOW).unwrap();
     let (fails_from, waits_in) = (fails_from.to_string(), waits_in.to_string());
     let words = ["python3", program.to_str().unwrap(), notes.to_str().unwrap(), &fails_from, &waits_in];
     let command = format!("task.command={words:?}");
@@ -291,7 +270,7 @@ fn slow(folder: &Path, fails_from: u64, waits_in: i64, more: &[&str]) -> (Vec<St
 
 /// Whether a grading began before one of an earlier step had ended. A step has two problems.
 fn samplings_overlapped(notes: &Path) -> bool {
-    let text = std::fs::read_to_string(notes).unwrap();
+    let text = text_of(notes);
     let mut newest = 0;
     text.lines().any(|line| {
         let (event, problem) = line.split_once(' ').unwrap();
@@ -304,14 +283,12 @@ fn samplings_overlapped(notes: &Path) -> bool {
 /// A run that saves after each step has one sampling in flight.
 #[test]
 fn two_samplings_in_flight_change_no_bit() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     for lag in ["rollout.lag_steps=1", "rollout.lag_steps=2"] {
         let folder = TempDir::new().unwrap();
         let run = |name: &str, waits_in: i64, more: &[&str]| {
             let (sets, notes) = slow(folder.path(), u64::MAX, waits_in, &[&[lag][..], more].concat());
-            let _ = std::fs::remove_file(&notes);
+            let _ = fs::remove_file(&notes);
             let out = folder.path().join(name);
             done(&mut small(&out, &texts(&sets)));
             (out, samplings_overlapped(&notes))
@@ -319,8 +296,7 @@ fn two_samplings_in_flight_change_no_bit() {
         let (joined, overlapped) = run("joined", -1, &["checkpoint.every_steps=1"]);
         assert!(!overlapped);
         assert_engine_agrees(&rl_rows(&joined));
-        let state =
-            |run: &Path| std::fs::read(run.join("checkpoints/step-000006/trainer.safetensors")).unwrap();
+        let state = |run: &Path| fs::read(run.join("checkpoints/step-000006/trainer.safetensors")).unwrap();
         for threads in 1..=3 {
             let threads = format!("parallel.threads={threads}");
             let (two, overlapped) = run(&threads, 2, &["checkpoint.every_steps=0", &threads]);
@@ -334,16 +310,14 @@ fn two_samplings_in_flight_change_no_bit() {
 /// The checkpoint waits for both.
 #[test]
 fn a_run_that_saved_with_two_samplings_in_flight_goes_on_to_the_same_metrics() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let more = ["rollout.lag_steps=2", "checkpoint.every_steps=3"];
     let (sets, _) = slow(folder.path(), u64::MAX, 2, &more);
     let (straight, killed) = (folder.path().join("straight"), folder.path().join("killed"));
     done(&mut small(&straight, &texts(&sets)));
     let file = straight.join("checkpoints/step-000003/sampled_ahead.json");
-    let ahead: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let ahead = json_of(&file);
     assert_eq!((&ahead["steps"][0][0], &ahead["steps"][1][0]), (&Value::from(4), &Value::from(5)));
     killed_and_resumed(&killed, &texts(&sets), (4, Duration::from_millis(20)));
     assert_same_results(&killed, &straight);
@@ -351,15 +325,11 @@ fn a_run_that_saved_with_two_samplings_in_flight_goes_on_to_the_same_metrics() {
 
 #[test]
 fn a_task_that_fails_while_two_samplings_are_in_flight_ends_the_run_with_one_error() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     // The problems of the steps after the second.
     let (sets, notes) = slow(folder.path(), 4, 2, &["rollout.lag_steps=1", "checkpoint.every_steps=0"]);
-    let output = output(&mut small(&folder.path().join("run"), &texts(&sets)));
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(1), "{text}");
+    let text = ended(&mut small(&folder.path().join("run"), &texts(&sets)), 1, &[]);
     let errors: Vec<&str> = text.lines().filter(|line| line.starts_with("error:")).collect();
     assert!(samplings_overlapped(&notes));
     let expected = "error: for 3 steps no group has had enough episodes with a reward";
@@ -368,13 +338,12 @@ fn a_task_that_fails_while_two_samplings_are_in_flight_ends_the_run_with_one_err
 
 #[test]
 fn a_run_that_samples_ahead_is_made_longer() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let sets = [ROLLOUT, "rollout.lag_steps=1", "train.optimizer.schedule=constant"];
     done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat()));
     // No step is sampled beyond the last one.
     let file = out.join("checkpoints/step-000002/sampled_ahead.json");
-    let ahead: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let ahead = json_of(&file);
     assert_eq!(ahead["steps"], Value::Array(vec![]));
     done(&mut resumed(&out, &sets));
     // So the first further step is sampled by the weights before it.
@@ -384,23 +353,18 @@ fn a_run_that_samples_ahead_is_made_longer() {
 
 #[test]
 fn a_checkpoint_without_its_samples_and_another_lag_are_refused() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let sets = [ROLLOUT, "rollout.lag_steps=1"];
     done(&mut small(&out, &[&sets[..], &["train.steps=2"]].concat()));
-    let refused = |sets: &[&str]| {
-        let output = output(&mut resumed(&out, sets));
-        assert_eq!(output.status.code(), Some(2), "{}", stderr(&output));
-        stderr(&output)
-    };
+    let refused = |sets: &[&str]| refused(&mut resumed(&out, sets), &[]);
     let text = refused(&[ROLLOUT, "rollout.lag_steps=2"]);
     assert!(text.contains("started with other values of rollout.lag_steps"), "{text}");
     let checkpoint = out.join("checkpoints/step-000002");
     let file = checkpoint.join("sampled_ahead.json");
-    std::fs::write(&file, "{}").unwrap();
+    fs::write(&file, "{}").unwrap();
     let text = refused(&sets);
     assert!(text.contains("sampled_ahead.json"), "{text}");
-    std::fs::remove_file(&file).unwrap();
+    fs::remove_file(&file).unwrap();
     let text = refused(&sets);
     assert!(text.contains("sampled_ahead.json"), "{text}");
 }
@@ -408,8 +372,6 @@ fn a_checkpoint_without_its_samples_and_another_lag_are_refused() {
 #[test]
 fn partial_trajectories_with_the_python_tool_are_refused() {
     let folder = TempDir::new().unwrap();
-    let output = output(&mut small(&folder.path().join("run"), &[ROLLOUT, "rollout.step_tokens_max=20"]));
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.contains("rollout.step_tokens_max: the task's Python tool keeps state"), "{text}");
+    let words = ["rollout.step_tokens_max: the task's Python tool keeps state"];
+    refused(&mut small(&folder.path().join("run"), &[ROLLOUT, "rollout.step_tokens_max=20"]), &words);
 }

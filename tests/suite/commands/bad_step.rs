@@ -1,10 +1,6 @@
 //! `train.on_bad_step`: a gradient that is not finite, or far above those of the last steps.
 
-use super::{assert_same_results, checkpoints, done, output, rloss, rows, stderr};
-use serde_json::{Value, json};
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use tempfile::TempDir;
+use super::*;
 
 /// The group with the bad reward; a step trains on one group.
 const BAD: usize = 10;
@@ -18,7 +14,7 @@ fn trajectories(folder: &Path, reward: f64) -> PathBuf {
         command.args(["--set", "rollout.prompts_per_step=12", "--set", "rollout.samples_per_prompt=2"]);
         done(command.args(["--set", "rollout.response_tokens_max=24"]));
     }
-    let text = std::fs::read_to_string(sampled.join("trajectories/step-000001.jsonl")).unwrap();
+    let text = text_of(sampled.join("trajectories/step-000001.jsonl"));
     let row = |(index, line): (usize, &str)| {
         let mut row: Value = serde_json::from_str(line).unwrap();
         let sign = if index % 2 == 0 { -1.0 } else { 1.0 };
@@ -26,7 +22,7 @@ fn trajectories(folder: &Path, reward: f64) -> PathBuf {
         format!("{row}\n")
     };
     let file = folder.join(format!("{reward:e}.jsonl"));
-    std::fs::write(&file, text.lines().enumerate().map(row).collect::<String>()).unwrap();
+    fs::write(&file, text.lines().enumerate().map(row).collect::<String>()).unwrap();
     file
 }
 
@@ -46,9 +42,7 @@ fn train(out: &Path, trajectories: &Path, on_bad_step: &str, more: &[&str]) -> C
         "checkpoint.keep=100",
     ];
     let mut command = super::train(out, &sets);
-    for set in more {
-        command.args(["--set", set]);
-    }
+    command.sets(more);
     command
 }
 
@@ -59,7 +53,7 @@ const COLD: &str = "rollout.temperature=0.01";
 fn is_unchanged(run: &Path) -> bool {
     let weights = |step: usize| {
         let folder = run.join(format!("checkpoints/step-{step:06}"));
-        ["model.safetensors", "trainer.safetensors"].map(|file| std::fs::read(folder.join(file)).unwrap())
+        ["model.safetensors", "trainer.safetensors"].map(|file| fs::read(folder.join(file)).unwrap())
     };
     assert!(weights(BAD - 1) != weights(BAD), "other steps train");
     weights(BAD) == weights(BAD + 1)
@@ -70,17 +64,13 @@ fn an_infinite_gradient_stops_the_run_or_is_skipped() {
     let folder = TempDir::new().unwrap();
     let stored = trajectories(folder.path(), 3e38);
     let (stops, skips) = (folder.path().join("stops"), folder.path().join("skips"));
-    let text = stderr(&done(&mut train(&skips, &stored, "skip", &[COLD])));
-    assert!(text.contains("step 11: skipped updates of actor"), "{text}");
-    assert!(text.contains("the gradient norm is not finite"), "{text}");
+    let text = done(&mut train(&skips, &stored, "skip", &[COLD])).stderr;
+    assert_has(&text, &["step 11: skipped updates of actor", "the gradient norm is not finite"]);
     assert!(is_unchanged(&skips));
     let row = &rows(&skips)[BAD];
     assert_eq!((&row["actor/updates_bad"], row.get("actor/grad_norm")), (&json!(1), None));
 
-    let stopped = output(&mut train(&stops, &stored, "stop", &[COLD]));
-    let text = stderr(&stopped);
-    assert_eq!(stopped.status.code(), Some(1), "{text}");
-    assert!(text.contains("train.on_bad_step = \"skip\""), "{text}");
+    ended(&mut train(&stops, &stored, "stop", &[COLD]), 1, &["train.on_bad_step = \"skip\""]);
     assert_eq!(checkpoints(&stops).last().unwrap(), "step-000010");
     done(rloss().arg("train").arg(&stops).args(["--resume", "--set", "train.on_bad_step=skip"]));
     assert_same_results(&stops, &skips);
@@ -92,8 +82,7 @@ fn a_gradient_far_above_those_of_the_last_steps_is_skipped_and_a_resumed_run_dec
     let stored = trajectories(folder.path(), 1e6);
     let (whole, parted, trained) =
         (folder.path().join("whole"), folder.path().join("parted"), folder.path().join("trained"));
-    let text = stderr(&done(&mut train(&whole, &stored, "skip", &[])));
-    assert!(text.contains("10 times the median of the recent steps"), "{text}");
+    ended(&mut train(&whole, &stored, "skip", &[]), 0, &["10 times the median of the recent steps"]);
     assert!(is_unchanged(&whole));
     assert!(rows(&whole)[BAD]["actor/grad_norm_bad"].as_f64().unwrap() > 1e6);
     // Two halves: the norms of the first are in its metrics.
@@ -109,11 +98,9 @@ fn a_gradient_far_above_those_of_the_last_steps_is_skipped_and_a_resumed_run_dec
 fn too_many_bad_steps_in_a_row_stop_the_run() {
     let folder = TempDir::new().unwrap();
     let stored = trajectories(folder.path(), 3e38);
-    let text = std::fs::read_to_string(&stored).unwrap();
+    let text = text_of(&stored);
     let group: String = text.lines().skip(2 * BAD).take(2).map(|line| format!("{line}\n")).collect();
-    std::fs::write(&stored, group).unwrap();
-    let stopped = output(&mut train(&folder.path().join("run"), &stored, "skip", &[COLD]));
-    let text = stderr(&stopped);
-    assert_eq!(stopped.status.code(), Some(1), "{text}");
-    assert!(text.contains("6 consecutive steps were skipped because of their gradients"), "{text}");
+    fs::write(&stored, group).unwrap();
+    let words = ["6 consecutive steps were skipped because of their gradients"];
+    ended(&mut train(&folder.path().join("run"), &stored, "skip", &[COLD]), 1, &words);
 }

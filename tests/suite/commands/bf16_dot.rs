@@ -1,11 +1,9 @@
 //! `model.dtype = "bf16_dot"` through the binary: on a processor that has its dot products, and on one
 //! that has not.
 
-use super::{done, output, results, resumed, rloss, small, stderr};
+use super::*;
 use crate::skips;
 use rloss::ops::product::Precision;
-use std::path::Path;
-use tempfile::TempDir;
 
 const DOT: &str = "model.dtype=bf16_dot";
 
@@ -15,15 +13,8 @@ fn products_in_bf16_are_refused_where_the_processor_has_none() {
         // The other test runs.
         return;
     }
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
-    let output = output(&mut small(&out, &[DOT]));
-    let told = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{told}");
-    assert!(
-        told.contains("model.dtype") && told.contains("AVX-512 BF16") && told.contains("\"bf16\""),
-        "{told}"
-    );
+    let (_folder, [out]) = scratch(["run"]);
+    refused(&mut small(&out, &[DOT]), &["model.dtype", "AVX-512 BF16", "\"bf16\""]);
     assert!(!out.exists());
 }
 
@@ -32,8 +23,7 @@ fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
     if !Precision::Bf16Dot.is_supported() {
         return skips::note(skips::NO_BF16, "");
     }
-    let folder = TempDir::new().unwrap();
-    let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+    let (folder, [whole, broken]) = scratch(["whole", "broken"]);
     let constant = [DOT, "train.optimizer.schedule=constant"];
     done(&mut small(&whole, &constant));
     let rows = results(&whole);
@@ -44,19 +34,14 @@ fn a_run_in_bf16_products_has_no_gap_and_goes_on_to_the_same_bits() {
     done(&mut small(&broken, &[&constant[..], &["train.steps=2", "parallel.threads=1"]].concat()));
     done(&mut resumed(&broken, &constant));
     assert_eq!(results(&broken), rows);
-    let state = |run: &Path| std::fs::read(run.join("checkpoints/step-000004/trainer.safetensors")).unwrap();
-    assert!(state(&broken) == state(&whole));
+    assert!(trainer_state(&broken) == trainer_state(&whole));
 
     // Its checkpoint lies in bf16 on disk, and is multiplied as it was trained.
     let mut check = rloss();
     check.arg("check-mismatch").arg(&whole).arg("--out").arg(folder.path().join("links"));
     let output = output(&mut check);
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert!(
-        String::from_utf8_lossy(&output.stdout).contains("rollout and training are bitwise equal"),
-        "{}",
-        String::from_utf8_lossy(&output.stdout)
-    );
+    assert!(output.code == Some(0), "{}", output.stderr);
+    assert!(output.stdout.contains("rollout and training are bitwise equal"), "{}", output.stdout);
 
     // Other numbers than those of rounded weights multiplied in f32.
     let f32 = folder.path().join("f32");

@@ -1,53 +1,38 @@
 //! `rloss check`: what a recipe comes to, and memory that does not suffice.
 
-use super::{done, output, quickstart, rloss, stderr, train};
+use super::*;
 use crate::skips;
-use tempfile::TempDir;
 
 #[test]
 fn it_shows_recipe_prompt_and_memory_and_does_nothing() {
     let folder = TempDir::new().unwrap();
-    let output = done(
-        rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(["--set", "train.seed=3"]),
-    );
-    let text = String::from_utf8(output.stdout).unwrap();
+    let check = |arguments: &[&str]| {
+        done(rloss().current_dir(&folder).args(["check", "quickstart"]).args(arguments)).stdout
+    };
+    let text = check(&["--set", "train.seed=3"]);
     assert!(
         !text.contains("[model.architecture]") && !text.contains("clip_low"),
         "only what differs: {text}"
     );
-    let all = done(rloss().current_dir(folder.path()).args(["check", "--all"]).arg(quickstart()));
-    let all = String::from_utf8(all.stdout).unwrap();
-    assert!(all.contains("[model.architecture]") && all.contains("clip_low = 0.2"), "{all}");
-    for part in [
-        "train.seed = 3\n",
-        "First prompt of arithmetic",
-        "<|start|>user<|message|>",
-        "<|start|>assistant",
-        "reward  -1, no success",
-        "weights",
-        "optimizer",
-        "keys and values",
-        "peak",
-        "`rloss check-mismatch`: ",
-    ] {
-        assert!(text.contains(part), "{part:?} is not in: {text}");
-    }
-    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
-    let form = ["--set", "interpreter.form=fence", "--set", "interpreter.instructions="];
-    let fence = done(rloss().arg("check").arg(quickstart()).args(form));
-    let text = String::from_utf8(fence.stdout).unwrap();
-    assert!(text.contains("```python\nprint(6 * 7)\n```\n```output\n42\n```\n"), "{text}");
+    assert_has(&check(&["--all"]), &["[model.architecture]", "clip_low = 0.2"]);
+    assert_has(&text, &["train.seed = 3\n", "First prompt of arithmetic", "<|start|>user<|message|>"]);
+    assert_has(&text, &["<|start|>assistant", "reward  -1, no success", "weights", "optimizer"]);
+    assert_has(&text, &["keys and values", "peak", "`rloss check-mismatch`: "]);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is written");
+    let fence = check(&["--set", "interpreter.form=fence", "--set", "interpreter.instructions="]);
+    assert_has(&fence, &["```python\nprint(6 * 7)\n```\n```output\n42\n```\n"]);
     // Regression test: every key of an adapter was listed, its defaults too.
-    let adapter = done(rloss().arg("check").arg(quickstart()).args(["--set", "adapter.rank=4"]));
-    let text = String::from_utf8(adapter.stdout).unwrap();
-    assert!(text.contains("\n[adapter]\nadapter.rank = 4\n"), "{text}");
+    let text = check(&["--set", "adapter.rank=4"]);
+    assert_has(&text, &["\n[adapter]\nadapter.rank = 4\n"]);
     assert!(!text.contains("adapter.alpha = "), "{text}");
+    // A recipe that trains nothing is not measured by what training it would take.
+    let text = check(&["--set", "train.steps=0", "--set", "cold_start.steps=0"]);
+    assert!(text.contains("Peak memory of `rloss rollout`") && !text.contains("optimizer "), "{text}");
 }
 
 #[test]
 fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let large = [
         "model.architecture.hidden_size=4096",
         "model.architecture.intermediate_size=8192",
@@ -56,26 +41,15 @@ fn what_does_not_fit_is_refused_before_any_work_with_what_would_help() {
     ];
     for name in ["train", "rollout", "eval"] {
         let mut command = rloss();
-        command.arg(name).arg(quickstart()).arg("--out").arg(&out);
-        for set in large {
-            command.args(["--set", set]);
-        }
-        let output = output(&mut command);
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains("of memory, but") && text.contains("remedies"), "{text}");
-        assert!(!out.exists());
+        let words = ["of memory, but", "remedies"];
+        refused(command.args([name, "quickstart", "--out"]).arg(&out).sets(large), &words);
+        assert!(!out.exists(), "{name}");
     }
-    let mut training = rloss();
-    training.arg("check").arg(quickstart());
-    for set in large {
-        training.args(["--set", set]);
-    }
-    let output = output(&mut training);
-    assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("train.freeze = [\"*.mlp.experts.*\"]"), "{}", stderr(&output));
-    assert!(!stderr(&output).contains("rloss check"), "it is this command: {}", stderr(&output));
-    assert!(String::from_utf8_lossy(&output.stdout).contains("optimizer"), "the plan is shown");
+    let output = output(rloss().args(["check", "quickstart"]).sets(large));
+    assert_eq!(output.code, Some(2));
+    assert_has(&output.stderr, &["train.freeze = [\"*.mlp.experts.*\"]"]);
+    assert!(!output.stderr.contains("rloss check"), "it is this command: {}", output.stderr);
+    assert!(output.stdout.contains("optimizer"), "the plan is shown");
 }
 
 #[test]
@@ -88,33 +62,16 @@ fn an_address_space_that_is_too_small_is_named() {
     ];
     let mut command = std::process::Command::new("sh");
     command.args(["-c", "ulimit -v 600000; exec \"$0\" \"$@\"", env!("CARGO_BIN_EXE_rloss"), "check"]);
-    command.arg(quickstart()).args(large.map(|set| ["--set", set]).concat());
-    let output = output(&mut command);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.contains("left under ulimit -v"), "{text}");
-}
-
-#[test]
-fn a_recipe_that_trains_nothing_is_not_measured_by_what_training_it_would_take() {
-    let folder = TempDir::new().unwrap();
-    let sets = ["train.steps=0", "cold_start.steps=0"].map(|set| ["--set", set]).concat();
-    let output = done(rloss().current_dir(folder.path()).arg("check").arg(quickstart()).args(sets));
-    let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("Peak memory of `rloss rollout`") && !text.contains("optimizer "), "{text}");
+    command.arg(quickstart()).sets(large);
+    refused(&mut command, &["left under ulimit -v"]);
 }
 
 #[test]
 fn it_shows_what_muon_computes() {
-    let folder = TempDir::new().unwrap();
     let mut command = rloss();
-    command.current_dir(folder.path()).arg("check").arg(quickstart());
-    command.args(["--set", "train.optimizer.kind=muon"]);
-    let text = String::from_utf8(done(&mut command).stdout).unwrap();
-    assert!(text.contains("\nMuon: 0.4 GFLOP an update, "), "{text}");
-    let several = output(command.args(["--processes", "2"]));
-    let refused = stderr(&several);
-    assert_eq!(several.status.code(), Some(2), "{refused}");
+    command.args(["check", "quickstart", "--set", "train.optimizer.kind=muon"]);
+    assert_has(&done(&mut command).stdout, &["\nMuon: 0.4 GFLOP an update, "]);
+    let refused = refused(command.args(["--processes", "2"]), &[]);
     let message = "train.optimizer.kind: \"muon\" needs whole matrices, and the 2 processes of this run have";
     assert!(refused.contains(message) && refused.lines().count() == 1, "{refused}");
 }
@@ -138,45 +95,34 @@ for line in sys.stdin:
     print(json.dumps({{"request_id": asked["request_id"], **reply}}), flush=True)
 "#
     );
-    std::fs::write(folder.path().join("program.py"), program).unwrap();
+    fs::write(folder.path().join("program.py"), program).unwrap();
     let recipe = folder.path().join("recipe.toml");
     let text = "[task]\nname = \"command\"\ncommand = [\"python3\", \"program.py\"]\n";
-    std::fs::write(&recipe, text).unwrap();
+    fs::write(&recipe, text).unwrap();
     recipe
 }
 
 #[test]
 fn it_shows_a_dialogue_with_a_task_program() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let recipe = task_program(&folder, "nothing", "pass");
-    let output = done(rloss().current_dir(folder.path()).arg("check").arg(recipe));
-    let text = String::from_utf8(output.stdout).unwrap();
-    for part in ["Say it.", "user    Say it again.", "reward  0.25, no success", "answer  \"it\""] {
-        assert!(text.contains(part), "{part:?} is not in: {text}");
-    }
+    let text = done(rloss().current_dir(folder.path()).arg("check").arg(recipe)).stdout;
+    assert_has(&text, &["Say it.", "user    Say it again.", "reward  0.25, no success", "answer  \"it\""]);
 }
 
 #[test]
 fn a_task_program_that_dies_or_prints_garbage_is_named_at_whatever_it_was_asked() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     for ask in ["describe", "problem", "turn", "reward"] {
+        let ended = "the process ended without an answer (exit status: 3)";
+        let not_a_number = "print(json.dumps({'reward': float('nan')}), flush=True); continue";
         for (instead, told) in [
-            ("sys.exit(3)", "the process ended without an answer (exit status: 3)"),
+            ("sys.exit(3)", ended),
             // The end of a program takes a while after its output has closed.
-            (
-                "import os; sys.stdout.close(); time.sleep(0.1); os._exit(3)",
-                "the process ended without an answer (exit status: 3)",
-            ),
+            ("import os; sys.stdout.close(); time.sleep(0.1); os._exit(3)", ended),
             ("print('garbage', flush=True)", "is not JSON: expected value"),
-            (
-                "print(json.dumps({'reward': float('nan')}), flush=True); continue",
-                "is not JSON: NaN is not a number",
-            ),
+            (not_a_number, "is not JSON: NaN is not a number"),
             (
                 "print('{\"a\": [1, -Infinity]}', flush=True); continue",
                 "is not JSON: Infinity is not a number",
@@ -185,8 +131,8 @@ fn a_task_program_that_dies_or_prints_garbage_is_named_at_whatever_it_was_asked(
             let folder = TempDir::new().unwrap();
             let recipe = task_program(&folder, ask, instead);
             let output = output(rloss().current_dir(folder.path()).arg("check").arg(recipe));
-            let text = stderr(&output);
-            assert_eq!(output.status.code(), Some(2), "{ask}, {instead}: {text}");
+            let text = output.stderr;
+            assert_eq!(output.code, Some(2), "{ask}, {instead}: {text}");
             assert!(text.contains(told) && text.contains(ask), "{ask}, {instead}: {text}");
             assert_eq!(text.matches(told).count(), 1, "{ask}, {instead}: {text}");
         }
@@ -197,9 +143,7 @@ fn a_task_program_that_dies_or_prints_garbage_is_named_at_whatever_it_was_asked(
 /// machine.
 #[test]
 fn a_task_program_that_hangs_is_named_at_whatever_it_was_asked() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     std::thread::scope(|scope| {
         for ask in ["describe", "problem", "turn", "reward"] {
             scope.spawn(move || {
@@ -207,7 +151,7 @@ fn a_task_program_that_hangs_is_named_at_whatever_it_was_asked() {
                 let recipe = task_program(&folder, ask, "time.sleep(1000)");
                 let mut command = rloss();
                 command.current_dir(folder.path()).args(["check", "--set", "task.command_timeout_s=10"]);
-                let text = stderr(&output(command.arg(recipe)));
+                let text = output(command.arg(recipe)).stderr;
                 assert_eq!(text.matches("no answer within 10 s").count(), 1, "{ask}: {text}");
                 assert!(text.contains(ask), "{ask}: {text}");
             });
@@ -218,90 +162,67 @@ fn a_task_program_that_hangs_is_named_at_whatever_it_was_asked() {
 /// It was tokenised whole before it was refused.
 #[test]
 fn a_prompt_of_megabytes_is_refused_by_its_size() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let long = "print(json.dumps({'request_id': asked['request_id'], 'prompt': 'x' * 12_000_000, 'answer': 'it'}), flush=True); continue";
     let recipe = task_program(&folder, "problem", long);
-    let output = output(rloss().current_dir(folder.path()).arg("check").arg(recipe));
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.contains("the prompt has 12000000 bytes"), "{text}");
+    refused(rloss().current_dir(folder.path()).arg("check").arg(recipe), &["the prompt has 12000000 bytes"]);
 }
 
-#[test]
-fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
-    let folder = TempDir::new().unwrap();
-    let row = |question: &str| format!("{{\"question\": \"{question}\", \"answer\": \"#### 4\"}}\n");
-    let file = |name: &str, text: String| {
-        let path = folder.path().join(name);
-        std::fs::write(&path, text).unwrap();
-        path.display().to_string()
+/// Trains on the rows `train_rows` of the task `name`, with prompts of up to `tokens` tokens.
+fn train_on(folder: &TempDir, name: &str, [train_rows, held_out]: [&str; 2], tokens: u64) -> Command {
+    let file = |split: &str, text: &str| {
+        let path = folder.path().join(split).with_extension("jsonl");
+        fs::write(&path, text).unwrap();
+        format!("task.{split}_file={}", path.display())
     };
-    let train_file =
-        format!("task.train_file={}", file("train.jsonl", row("2+2?") + &row(&"2+2?".repeat(50))));
-    let validation_file = format!("task.validation_file={}", file("held_out.jsonl", row("1+3?")));
-    let sets = [
-        "task.name=gsm8k",
-        &train_file,
-        &validation_file,
+    let mut command =
+        train(&folder.path().join("run"), &[&file("train", train_rows), &file("validation", held_out)]);
+    command.sets([format!("task.name={name}"), format!("rollout.prompt_tokens_max={tokens}")]).sets([
         "cold_start.steps=0",
         "train.steps=3",
         "rollout.prompts_per_step=2",
         "rollout.samples_per_prompt=2",
-        "rollout.prompt_tokens_max=200",
         "rollout.response_tokens_max=8",
-        "model.architecture.max_position_embeddings=512",
         "eval.every_steps=0",
-    ];
-    let told = stderr(&done(&mut train(&folder.path().join("run"), &sets)));
-    assert!(told.contains("1 training problem left out: longer than the 200 tokens that"), "{told}");
+    ]);
+    command
+}
+
+#[test]
+fn bug_a_training_problem_with_a_long_prompt_ended_the_run_that_drew_it() {
+    let row = |question: &str| format!("{{\"question\": \"{question}\", \"answer\": \"#### 4\"}}\n");
+    let rows = [row("2+2?") + &row(&"2+2?".repeat(50)), row("1+3?")];
+    let run = |tokens| {
+        let folder = TempDir::new().unwrap();
+        let mut command = train_on(&folder, "gsm8k", [&rows[0], &rows[1]], tokens);
+        output(command.sets(["model.architecture.max_position_embeddings=512"]))
+    };
+    let told = run(200);
+    assert_eq!(told.code, Some(0), "{}", told.stderr);
+    assert_has(&told.stderr, &["1 training problem left out: longer than the 200 tokens that"]);
     // If no prompt fits, the error says so before any work.
-    let none = [&sets[..], &["rollout.prompt_tokens_max=50"]].concat();
-    let refused = output(&mut train(&folder.path().join("none"), &none));
-    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
-    assert!(stderr(&refused).contains("more than rollout.prompt_tokens_max = 50"), "{}", stderr(&refused));
+    let told = run(50);
+    assert_eq!(told.code, Some(2), "{}", told.stderr);
+    assert_has(&told.stderr, &["more than rollout.prompt_tokens_max = 50"]);
 }
 
 /// A question of `verify_if` gets its instructions when it is drawn, so none was left out.
 #[test]
 fn bug_a_question_too_long_for_its_instructions_ended_the_run_that_drew_it() {
     let folder = TempDir::new().unwrap();
-    let file = |name: &str, text: &str| {
-        let path = folder.path().join(name);
-        std::fs::write(&path, text).unwrap();
-        path.display().to_string()
-    };
     let questions = format!("{{\"question\": \"2+2?\"}}\n{{\"question\": \"{}\"}}\n", "2+2?".repeat(200));
     let row =
         "{\"prompt\": \"1+3?\", \"instruction_id_list\": [\"punctuation:no_comma\"], \"kwargs\": [{}]}\n";
-    let train_file = format!("task.train_file={}", file("train.jsonl", &questions));
-    let validation_file = format!("task.validation_file={}", file("held_out.jsonl", row));
-    let sets = [
-        "task.name=verify_if",
-        &train_file,
-        &validation_file,
-        "cold_start.steps=0",
-        "train.steps=3",
-        "rollout.prompts_per_step=2",
-        "rollout.samples_per_prompt=2",
-        "rollout.turns_max=1",
-        "rollout.prompt_tokens_max=850",
-        "rollout.response_tokens_max=8",
-        "model.architecture.max_position_embeddings=1024",
-        "eval.every_steps=0",
-    ];
-    let told = stderr(&done(&mut train(&folder.path().join("run"), &sets)));
-    assert!(told.contains("1 training problem left out: longer than the 850 tokens that"), "{told}");
+    let mut command = train_on(&folder, "verify_if", [&questions, row], 850);
+    command.sets(["rollout.turns_max=1", "model.architecture.max_position_embeddings=1024"]);
+    ended(&mut command, 0, &["1 training problem left out: longer than the 850 tokens that"]);
 }
 
 /// `train` refused it, `check` did not.
 #[test]
 fn a_prompt_that_train_would_refuse_is_refused() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let short = ["model.architecture.max_position_embeddings=8", "rollout.response_tokens_max=4"];
     for (sets, told) in [
@@ -310,14 +231,6 @@ fn a_prompt_that_train_would_refuse_is_refused() {
         (&["cold_start.steps=2"], "has no demonstrations; name a JSONL file"),
     ] {
         let recipe = task_program(&folder, "nothing", "pass");
-        let mut command = rloss();
-        command.current_dir(folder.path()).args(["check", recipe.to_str().unwrap()]);
-        for set in sets {
-            command.args(["--set", set]);
-        }
-        let output = output(&mut command);
-        let text = stderr(&output);
-        assert_eq!(output.status.code(), Some(2), "{text}");
-        assert!(text.contains(told), "{text}");
+        refused(rloss().current_dir(&folder).arg("check").arg(recipe).sets(sets), &[told]);
     }
 }

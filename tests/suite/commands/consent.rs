@@ -1,10 +1,7 @@
 //! Consent to the programs that a run folder of somebody else names.
 
-use super::{done, output, rloss, stderr};
+use super::*;
 use crate::skips;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use tempfile::TempDir;
 
 /// A task that leaves a mark when it starts.
 const TASK: &str = r#"
@@ -28,25 +25,27 @@ impl Made {
     fn new() -> Self {
         let folder = TempDir::new().unwrap();
         let place = |name: &str| folder.path().join(name);
-        std::fs::write(place("task.py"), TASK).unwrap();
+        fs::write(place("task.py"), TASK).unwrap();
         let recipe = format!(
             "base = {:?}\n[task]\nname = \"command\"\ncommand = [\"python3\", {:?}, {:?}]\ncommand_processes = 1\n",
-            super::quickstart(),
+            quickstart(),
             place("task.py"),
             place("mark")
         );
-        std::fs::write(place("recipe.toml"), recipe).unwrap();
+        fs::write(place("recipe.toml"), recipe).unwrap();
         let (run, mark) = (place("run"), place("mark"));
         let mut train = rloss();
         train.arg("train").arg(place("recipe.toml")).arg("--out").arg(&run);
-        for set in ["cold_start.steps=0", "train.steps=1", "eval.every_steps=0", "rollout.prompts_per_step=1"]
-        {
-            train.args(["--set", set]);
-        }
-        let said = stderr(&done(&mut train));
+        train.sets([
+            "cold_start.steps=0",
+            "train.steps=1",
+            "eval.every_steps=0",
+            "rollout.prompts_per_step=1",
+        ]);
+        let said = done(&mut train).stderr;
         let (told, header) = (said.find("starts   task.command = [\"python3\""), said.find("model    "));
         assert!(told.is_some() && told < header, "the program is named before anything starts: {said}");
-        std::fs::remove_file(&mark).unwrap();
+        fs::remove_file(&mark).unwrap();
         Self { folder, run, mark }
     }
 
@@ -62,24 +61,23 @@ impl Made {
 
     /// Whether the program started since the last call.
     fn has_started(&self) -> bool {
-        std::fs::remove_file(&self.mark).is_ok()
+        fs::remove_file(&self.mark).is_ok()
     }
 
     fn refused(&self, mut command: Command) {
-        let output = output(&mut command);
-        let said = stderr(&output);
-        assert_eq!(output.status.code(), Some(2), "{said}");
-        assert!(said.contains("this user did not make this run, and it starts task.command"), "{said}");
-        assert!(said.contains("--trust") && said.contains("rloss check --no-run"), "{said}");
+        let words = [
+            "this user did not make this run, and it starts task.command",
+            "--trust",
+            "rloss check --no-run",
+        ];
+        refused(&mut command, &words);
         assert!(!self.has_started());
     }
 }
 
 #[test]
 fn a_run_folder_of_somebody_else_starts_nothing_without_consent() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let made = Made::new();
     let checkpoint = "run/checkpoints/step-000001";
     for arguments in [
@@ -94,11 +92,7 @@ fn a_run_folder_of_somebody_else_starts_nothing_without_consent() {
         made.refused(made.command(arguments, true));
     }
     let shown = done(&mut made.command(&["check", "--no-run", "run"], true));
-    let text = String::from_utf8_lossy(&shown.stdout).into_owned();
-    assert!(
-        text.contains("starts   task.command = ") && text.contains("Keys that differ from the defaults"),
-        "{text}"
-    );
+    assert_has(&shown.stdout, &["starts   task.command = ", "Keys that differ from the defaults"]);
     assert!(!made.has_started());
     // The user's own run, and a run that the user trusts.
     done(&mut made.command(&["chat", "run"], false));
@@ -111,33 +105,29 @@ fn a_run_folder_of_somebody_else_starts_nothing_without_consent() {
     assert!(made.has_started());
     // An edited program is not the one that was approved.
     let file = made.run.join("recipe.toml");
-    let text = std::fs::read_to_string(&file).unwrap();
-    std::fs::write(&file, text.replace("task.py\", ", "task.py\", \"-x\", ")).unwrap();
+    let text = text_of(&file);
+    fs::write(&file, text.replace("task.py\", ", "task.py\", \"-x\", ")).unwrap();
     done(&mut made.command(&["verify", "--accept", "run"], false));
     made.refused(made.command(&["chat", "run"], false));
 }
 
 #[test]
 fn a_server_that_was_added_to_a_run_does_not_start_without_consent() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let made = Made::new();
     let file = made.run.join("recipe.toml");
-    let text = std::fs::read_to_string(&file).unwrap() + "\n[tools.mcp]\ncommand = [\"no-such-server\"]\n";
-    std::fs::write(&file, text).unwrap();
+    let text = text_of(&file) + "\n[tools.mcp]\ncommand = [\"no-such-server\"]\n";
+    fs::write(&file, text).unwrap();
     done(&mut made.command(&["verify", "--accept", "run"], false));
     made.refused(made.command(&["chat", "run"], false));
-    let said = stderr(&output(&mut made.command(&["chat", "run"], false)));
+    let said = output(&mut made.command(&["chat", "run"], false)).stderr;
     assert!(said.contains(" and tools.mcp.command = [\"no-such-server\"]; rloss check"), "{said}");
 }
 
 /// It started the task's program without consent.
 #[test]
 fn an_export_starts_no_program() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let made = Made::new();
     done(&mut made.command(&["export", "run", "--gguf", "model.gguf"], true));
     assert!(!made.has_started() && made.folder.path().join("model.gguf").is_file());
@@ -169,14 +159,12 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
     let variables = command.get_envs().filter_map(|(name, value)| Some((name, value?)));
     python.envs(variables).current_dir(command.get_current_dir().unwrap_or(Path::new(".")));
     let output = output(&mut python);
-    (output.status.code().unwrap(), String::from_utf8_lossy(&output.stdout).into_owned())
+    (output.code.unwrap(), output.stdout)
 }
 
 #[test]
 fn a_terminal_is_asked_once() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let made = Made::new();
     let check = made.command(&["check", "run"], true);
     let (code, said) = at_terminal(&check, "");

@@ -1,10 +1,7 @@
 //! Runs with a critic: what must not change their results, what the warm-up leaves alone, what a
 //! checkpoint holds.
 
-use super::{assert_same_results, done, output, phase, resumed, rows, small, stderr};
-use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
-use tempfile::TempDir;
+use super::*;
 
 /// A critic that learns fast enough to be seen, several updates a step, and a warm-up of one step.
 const GAE: [&str; 11] = [
@@ -27,18 +24,8 @@ fn with<'a>(sets: &[&'a str]) -> Vec<&'a str> {
 
 /// The run that others are compared with.
 fn straight() -> &'static Path {
-    static STRAIGHT: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
-    let (_, path) = STRAIGHT.get_or_init(|| {
-        let folder = TempDir::new().unwrap();
-        let out = folder.path().join("straight");
-        done(&mut small(&out, &GAE));
-        (folder, out)
-    });
-    path
-}
-
-fn number(row: &serde_json::Value, key: &str) -> f64 {
-    row[key].as_f64().unwrap_or_else(|| panic!("no {key} in {row}"))
+    static STRAIGHT: Shared = OnceLock::new();
+    shared(&STRAIGHT, "straight", |out| drop(done(&mut small(out, &GAE))))
 }
 
 #[test]
@@ -71,19 +58,14 @@ fn threads_and_layers_computed_again_change_nothing() {
 #[test]
 fn a_resumed_run_goes_on_with_its_critic() {
     for dtype in ["bf16", "f32"] {
-        let folder = TempDir::new().unwrap();
-        let (whole, broken) = (folder.path().join("whole"), folder.path().join("broken"));
+        let (_folder, [whole, broken]) = scratch(["whole", "broken"]);
         let dtype = format!("model.dtype={dtype}");
         let constant =
             with(&[&dtype, "train.optimizer.schedule=constant", "critic.optimizer.schedule=constant"]);
-        done(&mut small(&whole, &constant));
-        let half: Vec<&str> = constant.iter().copied().chain(["train.steps=2"]).collect();
-        done(&mut small(&broken, &half));
-        done(&mut resumed(&broken, &constant));
-        assert_same_results(&broken, &whole);
+        assert_resumes(&whole, &broken, &constant, &["train.steps=2"]);
         // To the last bit of weights and moments, policy and critic.
         for file in ["trainer.safetensors", "critic.safetensors"] {
-            let read = |run: &Path| std::fs::read(run.join("checkpoints/step-000004").join(file)).unwrap();
+            let read = |run: &Path| fs::read(run.join("checkpoints/step-000004").join(file)).unwrap();
             assert!(read(&broken) == read(&whole), "{file}");
         }
     }
@@ -91,26 +73,20 @@ fn a_resumed_run_goes_on_with_its_critic() {
 
 #[test]
 fn a_checkpoint_without_its_critic_is_refused() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let constant = with(&["train.optimizer.schedule=constant"]);
-    let half: Vec<&str> = constant.iter().copied().chain(["train.steps=2"]).collect();
-    done(&mut small(&out, &half));
-    std::fs::remove_file(out.join("checkpoints/step-000002/critic.safetensors")).unwrap();
-    let output = output(&mut resumed(&out, &constant));
-    assert_eq!(output.status.code(), Some(2));
-    let text = stderr(&output);
-    assert!(text.contains("critic.safetensors: damaged: cannot be read"), "{text}");
-    assert!(text.contains("cold-start-000004; to continue from it"), "{text}");
+    done(&mut small(&out, &[&constant[..], &["train.steps=2"]].concat()));
+    fs::remove_file(out.join("checkpoints/step-000002/critic.safetensors")).unwrap();
+    let words = ["critic.safetensors: damaged: cannot be read", "cold-start-000004; to continue from it"];
+    refused(&mut resumed(&out, &constant), &words);
 }
 
 #[test]
 fn the_warm_up_leaves_the_policy_as_it_is() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let sets = with(&["critic.warmup_steps=2", "checkpoint.keep=9", "checkpoint.every_steps=1"]);
     done(&mut small(&out, &sets));
-    let read = |name: &str, file: &str| std::fs::read(out.join("checkpoints").join(name).join(file)).unwrap();
+    let read = |name: &str, file: &str| fs::read(out.join("checkpoints").join(name).join(file)).unwrap();
     let model = |name: &str| read(name, "model.safetensors");
     assert!(model("step-000001") == model("cold-start-000004"));
     assert!(model("step-000002") == model("cold-start-000004"));
@@ -127,16 +103,12 @@ fn the_warm_up_leaves_the_policy_as_it_is() {
 
 #[test]
 fn a_pattern_that_freezes_nothing_of_the_critic_is_refused_before_any_work() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     for (pattern, reason) in [
         ("critic.freeze=[\"lm_head.weight\"]", "matches no parameter"),
         ("critic.freeze=[\"*\"]", "every parameter is frozen"),
     ] {
-        let output = output(&mut small(&out, &with(&[pattern])));
-        assert_eq!(output.status.code(), Some(2));
-        let text = stderr(&output);
-        assert!(text.contains("critic.freeze: ") && text.contains(reason), "{text}");
+        refused(&mut small(&out, &with(&[pattern])), &["critic.freeze: ", reason]);
         assert!(!out.exists());
     }
 }

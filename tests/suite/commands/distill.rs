@@ -1,21 +1,14 @@
 //! Distillation through the binary.
 
 use super::refused::refused;
-use super::{
-    assert_same_results, copy_model, done, first_checkpoint, phase, resumed, rloss, rows, small, stderr,
-    train, warm_model,
-};
+use super::*;
 use crate::tiny;
-use rloss::actor::forward_backward::{Pass, PassSettings};
+use rloss::actor::forward_backward::Pass;
 use rloss::actor::micro_batch::MicroBatch;
 use rloss::metrics::Console;
-use rloss::model::forward::ForwardOptions;
 use rloss::recipe::resolve;
 use rloss::run::memory::{AvailableMemory, MemoryPlan, ModelCommand};
 use rloss::run::startup::Startup;
-use serde_json::Value;
-use std::path::Path;
-use tempfile::TempDir;
 
 /// Reinforcement learning alone, at one learning rate whatever the number of steps.
 const RL: [&str; 5] = [
@@ -27,17 +20,7 @@ const RL: [&str; 5] = [
 ];
 
 fn divergences(run: &Path) -> Vec<f64> {
-    let rows = rows(run);
-    let of =
-        |row: &Value| row["actor/distill_kl"].as_f64().unwrap_or_else(|| panic!("no divergence in {row}"));
-    phase(&rows, "rl").map(of).collect()
-}
-
-fn assert_no_gap(run: &Path) {
-    for row in phase(&rows(run), "rl") {
-        assert_eq!(row["mismatch/logprob_abs_diff_max"].as_f64(), Some(0.0), "{row}");
-        assert_eq!(row["mismatch/bit_equal_fraction"].as_f64(), Some(1.0), "{row}");
-    }
+    phase(&rows(run), "rl").map(|row| number(row, "actor/distill_kl")).collect()
 }
 
 /// Random weights learn from a trained model: on any number of threads, and after an interruption, with the
@@ -55,11 +38,9 @@ fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
         "rollout.samples_per_prompt=1",
         "train.optimizer.lr=3e-3",
     ];
-    let sets = |more: &[&'static str]| -> Vec<&str> {
-        RL.into_iter().chain(common).chain(more.iter().copied()).collect()
-    };
+    let sets = |more: &[&'static str]| [&RL[..], &common, more].concat();
     let straight = ["train.steps=6", "parallel.threads=2"];
-    let told = stderr(&done(&mut train(&run("straight"), &sets(&straight))));
+    let told = done(&mut train(&run("straight"), &sets(&straight))).stderr;
     assert!(!told.contains("different rewards"), "a group of one has the teacher's signal: {told}");
     done(&mut train(&run("one_thread"), &sets(&["train.steps=6", "parallel.threads=1"])));
     assert_same_results(&run("one_thread"), &run("straight"));
@@ -73,7 +54,7 @@ fn a_teacher_lowers_the_divergence_and_a_resumed_run_has_the_same_metrics() {
     assert!(phase(&rows, "rl").all(|row| row.get("actor/pg_loss").is_none()));
     // Another model in the teacher's folder would change the metrics of the rest of the run.
     let weights = "model.safetensors";
-    std::fs::copy(first_checkpoint(&run("straight")).join(weights), run("teacher").join(weights)).unwrap();
+    fs::copy(first_checkpoint(&run("straight")).join(weights), run("teacher").join(weights)).unwrap();
     let further = sets(&["train.steps=7", "parallel.threads=2"]);
     refused(
         train(&run("straight"), &further).arg("--resume"),
@@ -96,18 +77,13 @@ fn the_policy_teaches_itself_under_another_system_prompt() {
         "policy.distill.system_prompt=Be brief.",
         "policy.distill.coefficient=0.1",
     ];
-    let sets: Vec<&str> = RL.iter().chain(&sets).copied().collect();
-    done(&mut small(&run("straight"), &sets));
+    let sets = [&RL[..], &sets].concat();
+    assert_resumes(&run("straight"), &run("broken"), &sets, &["train.steps=2"]);
     assert!(run("straight/reference.safetensors").exists());
-    let half: Vec<&str> = sets.iter().copied().chain(["train.steps=2"]).collect();
-    done(&mut small(&run("broken"), &half));
-    done(&mut resumed(&run("broken"), &sets));
-    assert_same_results(&run("broken"), &run("straight"));
     assert_no_gap(&run("straight"));
     assert!(divergences(&run("straight")).iter().all(|kl| *kl > 0.0));
     // An adapter needs no copy: its teacher is the model without it.
-    let with_adapter: Vec<&str> = sets.iter().copied().chain(["adapter.rank=4", "train.steps=2"]).collect();
-    done(&mut small(&run("adapter"), &with_adapter));
+    done(&mut small(&run("adapter"), &[&sets[..], &["adapter.rank=4", "train.steps=2"]].concat()));
     assert!(!run("adapter/reference.safetensors").exists());
     assert!(divergences(&run("adapter")).iter().all(|kl| *kl > 0.0));
 }
@@ -129,12 +105,7 @@ fn teacher_rows(available: Option<u64>) -> (u64, Vec<String>, Vec<f32>) {
     let teacher = &started.loaded.teacher.as_ref().unwrap().actor;
     let weights = &teacher.parameters.pass_weights(None).unwrap();
     let batch = &MicroBatch::split(&tiny::sequences(272, &[40, 30], 4), 1000)[0];
-    let settings = PassSettings {
-        temperature: 1.0,
-        load_balance_coefficient: 0.0,
-        keeps_routed_experts: true,
-        forward: ForwardOptions::default(),
-    };
+    let settings = tiny::pass_settings(1.0, 0.0);
     let model = &teacher.model;
     let pass = Pass { model, weights, batch, settings, recompute_layers: false, teacher: None };
     (peak, started.environment.plan.warnings.clone(), tiny::values(&pass.teacher_rows().unwrap().h))
@@ -154,8 +125,7 @@ fn a_teacher_stays_on_disk_if_memory_is_short_and_gives_the_same_bits() {
 
 #[test]
 fn a_teacher_that_does_not_fit_is_refused_before_the_run() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (folder, [out]) = scratch(["run"]);
     let recipe = folder.path().join("distill.toml");
     let warm = warm_model().display();
     let warm = format!("teacher = \"{warm}\"");
@@ -188,7 +158,7 @@ fn a_teacher_that_does_not_fit_is_refused_before_the_run() {
             ],
         ),
     ] {
-        std::fs::write(&recipe, &text).unwrap();
+        fs::write(&recipe, &text).unwrap();
         refused(rloss().arg("train").arg(&recipe).arg("--out").arg(&out), words);
         assert!(!out.exists(), "{text}");
     }

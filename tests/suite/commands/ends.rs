@@ -1,22 +1,16 @@
 //! Saved and exported models name the tokens with which training teaches them to end a turn.
 
-use super::{checkpoints, done, rloss};
+use super::*;
 use rloss::chat::{Chat, ChatFormat};
 use rloss::checkpoint::gguf::GgufFile;
 use rloss::checkpoint::save::{CompanionFiles, name_ends};
-use serde_json::{Map, Value, json};
-use std::fs;
-use std::path::{Path, PathBuf};
-use tempfile::TempDir;
-
-fn read(file: &Path) -> Value {
-    serde_json::from_slice(&fs::read(file).unwrap_or_else(|e| panic!("{}: {e}", file.display()))).unwrap()
-}
+use serde::Deserialize;
+use serde_json::Map;
 
 /// What transformers reads of a folder: the ids of config.json and generation_config.json, and the end token
 /// of the tokenizer.
 fn ends(folder: &Path) -> (Value, Value, Value) {
-    let of = |file: &str, key: &str| read(&folder.join(file))[key].clone();
+    let of = |file: &str, key: &str| json_of(folder.join(file))[key].clone();
     (
         of("config.json", "eos_token_id"),
         of("generation_config.json", "eos_token_id"),
@@ -24,158 +18,37 @@ fn ends(folder: &Path) -> (Value, Value, Value) {
     )
 }
 
-/// A row: the report, the chat format, the file with its content, and the keys that it must have afterwards.
-/// Authority: transformers stops at any id of the generation config, and vLLM also at the end token of the
-/// tokenizer. transformers 48708 puts the token of the chat first and keeps the others. Qwen2.5-Instruct and
-/// GPT-OSS are published with these ids.
-type Row = (&'static str, ChatFormat, &'static str, Value, Value);
+/// A row of `tests/fixtures/companion_ends.jsonl`: the report, the chat format, a file with its content, and
+/// the keys that it must have afterwards. In `chatml` 0 is <|endoftext|> and 2 is <|im_end|>; in `harmony` 6
+/// is <|return|> and 5 is <|call|>. Authority: transformers stops at any id of the generation config, and
+/// vLLM also at the end token of the tokenizer. transformers 48708 puts the token of the chat first and keeps
+/// the others. Qwen2.5-Instruct and GPT-OSS are published with these ids.
+#[derive(Deserialize)]
+struct CompanionFile {
+    source: String,
+    format: String,
+    file: String,
+    before: Value,
+    after: Value,
+}
 
 #[test]
 fn companion_files_of_a_base_model_name_the_ends_of_the_chat_and_keep_their_other_keys() {
-    const GENERATION: &str = "generation_config.json";
-    const TOKENIZER: &str = "tokenizer_config.json";
-    const MAP: &str = "special_tokens_map.json";
-    let (qwen, harmony) = (ChatFormat::ChatMl, ChatFormat::Harmony);
-    // Here 0 is <|endoftext|> and 2 is <|im_end|>; 6 is <|return|> and 5 is <|call|>.
-    let rows: Vec<Row> = vec![
-        (
-            "QwenLM/Qwen3 927: a base model",
-            qwen,
-            GENERATION,
-            json!({"eos_token_id": 0}),
-            json!({"eos_token_id": [2, 0]}),
-        ),
-        (
-            "huggingface/open-r1 663: pipelines",
-            qwen,
-            GENERATION,
-            json!({"eos_token_id": [0]}),
-            json!({"eos_token_id": [2, 0]}),
-        ),
-        (
-            "Blaizzy/mlx-vlm 2112: no end at all",
-            qwen,
-            GENERATION,
-            json!({"do_sample": true}),
-            json!({"eos_token_id": [2, 0], "do_sample": true}),
-        ),
-        (
-            "huggingface/transformers 48592: null",
-            qwen,
-            GENERATION,
-            json!({"eos_token_id": null}),
-            json!({"eos_token_id": [2, 0]}),
-        ),
-        (
-            "huggingface/trl 7127: others stay",
-            qwen,
-            GENERATION,
-            json!({"eos_token_id": [7, 0]}),
-            json!({"eos_token_id": [2, 0, 7]}),
-        ),
-        (
-            "QwenLM/Qwen3 927: an instruct model stays",
-            qwen,
-            GENERATION,
-            json!({"eos_token_id": [2, 0]}),
-            json!({"eos_token_id": [2, 0]}),
-        ),
-        (
-            "huggingface/trl 4647: sampling settings stay",
-            qwen,
-            GENERATION,
-            json!({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "bos_token_id": 0, "pad_token_id": 0, "eos_token_id": 0, "transformers_version": "4.37.0"}),
-            json!({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05, "bos_token_id": 0, "pad_token_id": 0, "eos_token_id": [2, 0], "transformers_version": "4.37.0"}),
-        ),
-        (
-            "huggingface/transformers 29988: contradicting settings are the user's",
-            qwen,
-            GENERATION,
-            json!({"do_sample": false, "temperature": 0.9, "eos_token_id": 0}),
-            json!({"do_sample": false, "temperature": 0.9, "eos_token_id": [2, 0]}),
-        ),
-        (
-            "vllm-project/vllm 45591: ends of calls",
-            harmony,
-            GENERATION,
-            json!({"eos_token_id": 6}),
-            json!({"eos_token_id": [6, 5]}),
-        ),
-        (
-            "huggingface/trl 2142: all that are published stay in order",
-            harmony,
-            GENERATION,
-            json!({"eos_token_id": [6, 9, 5]}),
-            json!({"eos_token_id": [6, 9, 5]}),
-        ),
-        (
-            "hiyouga/LlamaFactory 7454: vLLM reads the tokenizer's",
-            qwen,
-            TOKENIZER,
-            json!({"eos_token": "<|endoftext|>", "model_max_length": 9}),
-            json!({"eos_token": "<|im_end|>", "model_max_length": 9}),
-        ),
-        (
-            "unslothai/unsloth 188: written as an object",
-            qwen,
-            TOKENIZER,
-            json!({"eos_token": {"content": "<|endoftext|>", "lstrip": false}}),
-            json!({"eos_token": "<|im_end|>"}),
-        ),
-        (
-            "unslothai/unsloth 188: right as an object",
-            qwen,
-            TOKENIZER,
-            json!({"eos_token": {"content": "<|im_end|>", "lstrip": false}}),
-            json!({"eos_token": {"content": "<|im_end|>", "lstrip": false}}),
-        ),
-        (
-            "huggingface/transformers 48016: the pad token stays another",
-            qwen,
-            TOKENIZER,
-            json!({"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}),
-            json!({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}),
-        ),
-        (
-            "huggingface/transformers 48592: a tokenizer that names no end gets none",
-            qwen,
-            TOKENIZER,
-            json!({"model_max_length": 9}),
-            json!({"model_max_length": 9}),
-        ),
-        (
-            "vllm-project/vllm 4180: two places in the tokenizer's files",
-            qwen,
-            MAP,
-            json!({"eos_token": "<|endoftext|>", "additional_special_tokens": ["<|im_start|>"]}),
-            json!({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}),
-        ),
-        (
-            "openai/gpt-oss as published",
-            harmony,
-            TOKENIZER,
-            json!({"eos_token": "<|return|>"}),
-            json!({"eos_token": "<|return|>"}),
-        ),
-        (
-            "huggingface/trl 7093: the end of a turn, not of calls alone",
-            harmony,
-            TOKENIZER,
-            json!({"eos_token": "<|call|>"}),
-            json!({"eos_token": "<|return|>"}),
-        ),
-    ];
+    let rows = include_str!("../../fixtures/companion_ends.jsonl").lines();
+    let rows: Vec<CompanionFile> = rows.map(|row| serde_json::from_str(row).unwrap()).collect();
+    assert_eq!(rows.len(), 18);
     let mut failed = vec![];
-    for (source, format, name, before, after) in rows {
+    for CompanionFile { source, format, file: name, before, after } in rows {
+        let format = if format == "chatml" { ChatFormat::ChatMl } else { ChatFormat::Harmony };
         let chat = format.from_embedded().unwrap();
         let (from, to) = (TempDir::new().unwrap(), TempDir::new().unwrap());
-        let mut config = super::super::tiny::config(false);
+        let mut config = crate::tiny::config(false);
         name_ends(&mut config, &chat);
         fs::write(from.path().join("tokenizer.json"), chat.vocabulary().json_bytes()).unwrap();
-        fs::write(from.path().join(name), before.to_string()).unwrap();
+        fs::write(from.path().join(&name), before.to_string()).unwrap();
         let files = CompanionFiles::read(from.path(), &chat).unwrap().with_generation_config(&config, &chat);
         files.write(to.path(), &config, &mut Default::default()).unwrap();
-        let found = read(&to.path().join(name));
+        let found = json_of(to.path().join(name));
         if found != after {
             failed.push(format!("{source}: {found}"));
         }
@@ -199,7 +72,7 @@ fn a_config_begins_with_the_end_of_the_chat() {
         (1, &[5, 6, 9], &[6, 5, 9]),
     ];
     for (chat, before, after) in rows {
-        let mut config = super::super::tiny::config(false);
+        let mut config = crate::tiny::config(false);
         config.eos_token_ids = before.to_vec();
         name_ends(&mut config, &chats[chat]);
         assert_eq!(config.eos_token_ids, after, "{before:?}");
@@ -209,17 +82,10 @@ fn a_config_begins_with_the_end_of_the_chat() {
 /// A base model of the family of `recipe`, whose files say that a text ends with the token `end`.
 fn base(folder: &Path, recipe: &str, end: (u32, &str)) -> PathBuf {
     let (run, model) = (folder.join("first"), folder.join("model"));
-    let recipe = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(recipe);
+    let recipe = in_repository("recipes").join(recipe);
     let sets = ["cold_start.steps=1", "train.steps=0", "cold_start.batch_size=2", "parallel.threads=2"];
-    done(
-        rloss()
-            .arg("train")
-            .arg(recipe)
-            .arg("--out")
-            .arg(&run)
-            .args(sets.iter().flat_map(|set| ["--set", set])),
-    );
-    super::copy_model(&super::first_checkpoint(&run), &model);
+    done(rloss().arg("train").arg(recipe).arg("--out").arg(&run).sets(sets));
+    copy_model(&first_checkpoint(&run), &model);
     let set = |name: &str, key: &str, value: Value| {
         let mut json: Map<String, Value> =
             serde_json::from_slice(&fs::read(model.join(name)).unwrap()).unwrap();
@@ -280,7 +146,7 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
             let sets = [&["cold_start.steps=1", "parallel.threads=2"], sets].concat();
             let mut command = rloss();
             command.arg("sft").arg(&model).arg("--data").arg(at("rows.jsonl")).arg("--out").arg(at(out));
-            done(command.args(sets.iter().flat_map(|set| ["--set", set])));
+            done(command.sets(&sets));
             at(out).join("checkpoints").join(&checkpoints(&at(out))[0])
         };
         let export = |run: &str, arguments: &[&str], out: &str| {
@@ -290,10 +156,10 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
         // SFT of all weights, and RL from the result.
         let tuned = sft("full", &[]);
         assert_eq!(ends(&tuned), expected, "{recipe}: SFT");
-        assert_eq!(read(&tuned.join("generation_config.json"))["temperature"], 0.5);
+        assert_eq!(json_of(tuned.join("generation_config.json"))["temperature"], 0.5);
         assert_eq!(gguf_ends(&export("full", &["--gguf"], "full.gguf")), in_gguf, "{recipe}");
         let sets = [
-            &format!("model.path={}", model.display()),
+            &model_path(&model),
             "cold_start.steps=0",
             "train.steps=1",
             "eval.before_training=false",
@@ -301,11 +167,11 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
             "rollout.samples_per_prompt=2",
             "parallel.threads=2",
         ];
-        let recipe_file = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes").join(recipe);
+        let recipe_file = in_repository("recipes").join(recipe);
         let mut rl = rloss();
         rl.arg("train").arg(recipe_file).arg("--out").arg(at("rl"));
-        done(rl.args(sets.iter().flat_map(|set| ["--set", set])));
-        assert_eq!(ends(&super::first_checkpoint(&at("rl"))), expected, "{recipe}: RL");
+        done(rl.sets(sets));
+        assert_eq!(ends(&first_checkpoint(&at("rl"))), expected, "{recipe}: RL");
         // An adapter: its checkpoint, and its three exports.
         let adapted = sft("lora", &["adapter.rank=2", "adapter.alpha=4"]);
         assert_eq!(ends(&adapted), expected, "{recipe}: the adapter's checkpoint");
@@ -313,8 +179,8 @@ fn bug_a_trained_base_model_named_the_end_of_texts() {
         assert_eq!(gguf_ends(&export("lora", &["--merged", "--gguf"], "lora.gguf")), in_gguf, "{recipe}");
         let peft = export("lora", &["--out"], "peft");
         assert!(!peft.join("config.json").exists(), "PEFT reads the config of the base");
-        assert_eq!(read(&peft.join("generation_config.json"))["eos_token_id"], expected.1, "{recipe}");
-        assert_eq!(read(&peft.join("tokenizer_config.json"))["eos_token"], expected.2, "{recipe}");
+        assert_eq!(json_of(peft.join("generation_config.json"))["eos_token_id"], expected.1, "{recipe}");
+        assert_eq!(json_of(peft.join("tokenizer_config.json"))["eos_token"], expected.2, "{recipe}");
         assert!(peft.join("tokenizer.json").is_file() && peft.join("chat_template.jinja").is_file());
         done(rloss().arg("verify").arg(&peft));
     }

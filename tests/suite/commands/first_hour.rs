@@ -1,16 +1,13 @@
 //! What a new user types first: `init`, recipes inside the binary, `chat`, completions, a page that
 //! follows a run.
 
-use super::{baseline, done, output, phase, rloss, rows, stderr};
+use super::*;
 use crate::skips;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::os::fd::FromRawFd;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Child, Output, Stdio};
 use std::ptr::{null, null_mut};
-use tempfile::TempDir;
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
@@ -18,21 +15,13 @@ fn text(bytes: &[u8]) -> String {
 
 #[test]
 fn what_init_writes_runs_as_it_is_and_stays() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
-    let init = |name: &str| output(rloss().current_dir(&folder).args(["init", name]));
-    let said = init("first");
-    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
-    assert!(text(&said.stdout).contains("train first.toml"), "{}", text(&said.stdout));
-    let mut train = rloss();
-    train.current_dir(&folder).args(["train", "first.toml"]);
-    for set in ["cold_start.steps=2", "train.steps=2", "eval.problems_max=8"] {
-        train.args(["--set", set]);
-    }
-    let lines = stderr(&done(&mut train));
-    assert!(lines.contains("task     doubling"), "{lines}");
+    let mut init = rloss();
+    init.current_dir(&folder).args(["init", "first"]);
+    assert_has(&done(&mut init).stdout, &["train first.toml"]);
+    let sets = ["cold_start.steps=2", "train.steps=2", "eval.problems_max=8"];
+    ended(rloss().current_dir(&folder).args(["train", "first.toml"]).sets(sets), 0, &["task     doubling"]);
     let run = folder.path().join("runs/first");
     assert_eq!(phase(&rows(&run), "rl").count(), 2);
     // The run's program is found from any folder.
@@ -42,28 +31,22 @@ fn what_init_writes_runs_as_it_is_and_stays() {
     done(rloss().current_dir(&elsewhere).arg("train").arg(&run).args(["--resume", "--set", "train.steps=3"]));
     assert_eq!(phase(&rows(&run), "rl").count(), 3);
     // From another folder the files are not found, and the cure is told.
-    let from_elsewhere =
-        output(rloss().current_dir(&elsewhere).arg("train").arg(folder.path().join("first.toml")));
+    let mut train = rloss();
+    train.current_dir(&elsewhere).arg("train").arg(folder.path().join("first.toml"));
     let told = format!("but the file is in {}; run from that folder", folder.path().display());
-    assert!(stderr(&from_elsewhere).contains(&told), "{}", stderr(&from_elsewhere));
+    assert_has(&output(&mut train).stderr, &[&told]);
     // A file that is there stays, and then none is written.
-    std::fs::remove_file(folder.path().join("first.py")).unwrap();
-    let again = init("first");
-    assert_eq!(again.status.code(), Some(2));
-    assert!(stderr(&again).contains("first.toml already exists"), "{}", stderr(&again));
+    fs::remove_file(folder.path().join("first.py")).unwrap();
+    refused(&mut init, &["first.toml already exists"]);
     assert!(!folder.path().join("first.py").exists());
     for name in ["", "a b", "../x", "-x", "ä"] {
-        let refused = output(rloss().current_dir(&folder).args(["init", "--", name]));
-        assert_eq!(refused.status.code(), Some(2), "{name:?}");
-        assert!(stderr(&refused).contains("is not a valid name"), "{}", stderr(&refused));
+        refused(rloss().current_dir(&folder).args(["init", "--", name]), &["is not a valid name"]);
     }
 }
 
 #[test]
 fn the_program_that_init_writes_grades_as_it_says() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     done(rloss().current_dir(&folder).args(["init", "mine"]));
     let asks = [
@@ -81,11 +64,11 @@ fn the_program_that_init_writes_grades_as_it_says() {
         .spawn()
         .unwrap();
     child.stdin.take().unwrap().write_all((asks.join("\n") + "\n").as_bytes()).unwrap();
-    let replies = text(&child.wait_with_output().unwrap().stdout);
+    let replies = Ended::from(child.wait_with_output().unwrap()).stdout;
     let rewards: Vec<bool> = replies.lines().skip(2).map(|line| line.contains("\"reward\": 1.0")).collect();
     assert_eq!(rewards, [true, false, false], "{replies}");
     // Its demonstrations: one answer in three is right.
-    let rows = std::fs::read_to_string(folder.path().join("mine.jsonl")).unwrap();
+    let rows = text_of(folder.path().join("mine.jsonl"));
     let right = rows.lines().filter(|line| {
         let row: serde_json::Value = serde_json::from_str(line).unwrap();
         let number = |text: &serde_json::Value| {
@@ -107,33 +90,25 @@ fn recipes_are_inside_the_binary_and_a_name_that_is_none_lists_them() {
     let folder = TempDir::new().unwrap();
     let sets =
         ["cold_start.steps=1", "train.steps=1", "eval.problems_max=4"].map(|set| ["--set", set]).concat();
-    let lines = stderr(&done(rloss().current_dir(&folder).args(["train", "quickstart"]).args(&sets)));
+    let lines = done(rloss().current_dir(&folder).args(["train", "quickstart"]).args(&sets)).stderr;
     assert!(lines.contains("done: runs/quickstart\n"), "{lines}");
     for slip in ["quikstart", "recipes/quickstart.toml"] {
-        let refused = output(rloss().current_dir(&folder).args(["train", slip]));
-        assert_eq!(refused.status.code(), Some(2));
-        assert!(stderr(&refused).contains("did you mean quickstart?"), "{}", stderr(&refused));
+        refused(rloss().current_dir(&folder).args(["train", slip]), &["did you mean quickstart?"]);
     }
     for command in ["train", "eval", "rollout", "check", "chat"] {
-        let help = text(&done(rloss().args([command, "--help"])).stdout)
-            .split_whitespace()
-            .collect::<Vec<_>>()
-            .join(" ");
-        assert!(
-            help.contains("quickstart, quickstart_cuda, quickstart_dense, ")
-                && help.contains("a checkpoint of a run"),
-            "{help}"
-        );
+        let help =
+            done(rloss().args([command, "--help"])).stdout.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_has(&help, &["quickstart, quickstart_cuda, quickstart_dense, ", "a checkpoint of a run"]);
     }
     // The data set is named that the recipe needs.
-    let refused = stderr(&output(rloss().current_dir(&folder).args(["train", "retool"])));
+    let refused = output(rloss().current_dir(&folder).args(["train", "retool"])).stderr;
     assert!(refused.contains("rloss fetch dapo-math aime"), "{refused}");
 }
 
 #[test]
 fn every_recipe_of_the_tree_is_inside_the_binary() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("recipes");
-    let files = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let folder = in_repository("recipes");
+    let files = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut names: Vec<String> = files
         .filter(|path| path.extension().is_some_and(|extension| extension == "toml"))
         .map(|path| path.file_stem().unwrap().to_str().unwrap().to_owned())
@@ -151,21 +126,19 @@ fn a_recipe_inside_the_binary_finds_its_base_there() {
     for (name, text) in rloss::recipe::BUILT_IN {
         let based = text.lines().any(|line| line.starts_with("base = "));
         let said = output(rloss().current_dir(&folder).args(["check", name, "--set", "device=cpu"]));
-        assert!(!stderr(&said).contains("base"), "{name}: {}", stderr(&said));
-        assert!(!based || name != "quickstart_cuda" || said.status.success(), "{}", stderr(&said));
+        assert!(!said.stderr.contains("base"), "{name}: {}", said.stderr);
+        assert!(!based || name != "quickstart_cuda" || said.code == Some(0), "{}", said.stderr);
     }
 }
 
 #[test]
 fn a_script_without_numpy_says_what_to_install() {
-    if !skips::python3() {
-        return;
-    }
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/random_checkpoint.py");
+    let Some(()) = skips::python3() else { return };
+    let script = in_repository("scripts/random_checkpoint.py");
     let alone = ["-E", "-S"];
     let refused = output(std::process::Command::new("python3").args(alone).arg(script));
-    let text = stderr(&refused);
-    assert_eq!((refused.status.code(), text.lines().count()), (Some(2), 1), "{text}");
+    let text = refused.stderr;
+    assert_eq!((refused.code, text.lines().count()), (Some(2), 1), "{text}");
     assert!(text.contains("pip install numpy"), "{text}");
 }
 
@@ -174,14 +147,15 @@ fn a_text_that_is_no_recipe_is_one_mistake() {
     for page in ["README.md", "docs/TASKS.md"] {
         let page = Path::new(env!("CARGO_MANIFEST_DIR")).join(page);
         let refused = output(rloss().arg("train").arg(&page));
-        let text = stderr(&refused);
-        assert_eq!((refused.status.code(), text.lines().count()), (Some(2), 1), "{text}");
+        let text = refused.stderr;
+        assert_eq!((refused.code, text.lines().count()), (Some(2), 1), "{text}");
         assert!(text.contains("is this a recipe?") && text.contains("[model]"), "{text}");
     }
 }
 
 /// What `rloss chat` says to `lines`.
-fn chat(arguments: &[&str], lines: &str) -> Output {
+#[track_caller]
+fn chat(code: i32, arguments: &[&str], lines: &str) -> Ended {
     let mut child = rloss()
         .arg("chat")
         .args(arguments)
@@ -192,42 +166,37 @@ fn chat(arguments: &[&str], lines: &str) -> Output {
         .unwrap();
     // One that was refused reads none of it.
     let _ = child.stdin.take().unwrap().write_all(lines.as_bytes());
-    child.wait_with_output().unwrap()
+    let ended = Ended::from(child.wait_with_output().unwrap());
+    assert_eq!(ended.code, Some(code), "{}", ended.stderr);
+    ended
 }
 
 #[test]
 fn a_trained_model_answers_with_its_tool_and_stops_at_the_limit() {
-    let run = super::warm_model().display().to_string();
+    let run = warm_model().display().to_string();
     let task = rloss::tasks::build(&Default::default(), &Default::default()).unwrap();
     let problem = task.training_problem(0, 0);
     let (question, answer) = (&problem.messages[0].content, problem.answer.as_str().unwrap());
     // The warm model knows one conversation with the tool by heart, and one without: one of several
     // samples has each.
     let asked = format!("{question}\n/new\n").repeat(12);
-    let said = chat(&[&run], &asked);
-    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
-    let shown = text(&said.stdout);
-    assert!(stderr(&said).contains("the Python tool: "), "{}", stderr(&said));
-    assert!(shown.contains("to python") && shown.contains("\npython, "), "{shown}");
-    assert!(shown.contains(&format!("\n  {answer}\n")), "{shown}");
+    let said = chat(0, &[&run], &asked);
+    assert_has(&said.stderr, &["the Python tool: "]);
+    assert_has(&said.stdout, &["to python", "\npython, ", &format!("\n  {answer}\n")]);
     // A model that never ends its turn.
-    let cut = chat(&[&run, "--set", "rollout.response_tokens_max=4"], &format!("{question}\n"));
-    assert_eq!(cut.status.code(), Some(0));
-    let shown = text(&cut.stdout);
-    assert!(shown.contains("cut off after 4 tokens, by rollout.response_tokens_max = 4"), "{shown}");
+    let cut = chat(0, &[&run, "--set", "rollout.response_tokens_max=4"], &format!("{question}\n"));
+    assert_has(&cut.stdout, &["cut off after 4 tokens, by rollout.response_tokens_max = 4"]);
     // What does not fit is said, and the conversation goes on.
-    let long = chat(&[&run], &format!("{}\n{}", "x".repeat(500), format!("{question}\n").repeat(6)));
-    let shown = text(&long.stdout);
-    assert_eq!(long.status.code(), Some(0));
-    assert!(shown.contains("the model's context has 160, so no token can be sampled"), "{shown}");
-    assert!(shown.contains("it starts again"), "{shown}");
+    let long = format!("{}\n{}", "x".repeat(500), format!("{question}\n").repeat(6));
+    let shown = chat(0, &[&run], &long).stdout;
+    assert_has(&shown, &["the model's context has 160, so no token can be sampled", "it starts again"]);
     assert!(shown.chars().all(|c| c == '\n' || !c.is_control()), "{shown:?}");
 }
 
 /// A chat on a pseudo-terminal, with what it has written so far.
 struct TerminalChat {
-    child: Child,
-    terminal: std::fs::File,
+    child: KilledOnDrop,
+    terminal: fs::File,
     written: String,
     /// End of what was waited for, in bytes of `written`.
     seen: usize,
@@ -239,7 +208,7 @@ impl TerminalChat {
         // SAFETY: both ends are written; the other arguments may be null.
         assert_eq!(unsafe { libc::openpty(&mut parent, &mut child_end, null_mut(), null(), null()) }, 0);
         // SAFETY: openpty made both, and nothing else owns them.
-        let [terminal, other] = [parent, child_end].map(|end| unsafe { std::fs::File::from_raw_fd(end) });
+        let [terminal, other] = [parent, child_end].map(|end| unsafe { fs::File::from_raw_fd(end) });
         let mut command = rloss();
         command.arg("chat").args(arguments);
         command.stdin(other.try_clone().unwrap()).stdout(other.try_clone().unwrap()).stderr(other);
@@ -252,7 +221,7 @@ impl TerminalChat {
         };
         // SAFETY: between fork and exec it makes system calls alone.
         unsafe { command.pre_exec(controls) };
-        let child = command.spawn().unwrap();
+        let child = KilledOnDrop(command.spawn().unwrap());
         drop(command);
         Self { child, terminal, written: String::new(), seen: 0 }
     }
@@ -275,13 +244,6 @@ impl TerminalChat {
             assert!(count > 0, "{part:?} is not in {:?}", self.written);
             self.written.push_str(&String::from_utf8_lossy(&bytes[..count]));
         }
-    }
-}
-
-impl Drop for TerminalChat {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -318,148 +280,120 @@ fn ctrl_c_ends_an_answer_and_at_the_prompt_the_chat() {
 
 #[test]
 fn chat_needs_a_model_alone() {
-    let folder = TempDir::new().unwrap();
-    let model = folder.path().join("model");
-    super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
+    let (_folder, [model]) = scratch(["model"]);
+    copy_model(&first_checkpoint(warm_model()), &model);
     let model = model.display().to_string();
     // A folder just talks, without a tool. The tiny model's context has no room for a system message.
     let short = ["--set", "rollout.response_tokens_max=4", "--set", "chat.system_message=false"];
-    let said = chat(&[&[&*model], &short[..]].concat(), "1+1?\n");
-    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
-    assert!(text(&said.stdout).contains("cut off after 4 tokens"), "{}", text(&said.stdout));
-    assert!(!stderr(&said).contains("Python tool"), "{}", stderr(&said));
+    let said = chat(0, &[&[&*model], &short[..]].concat(), "1+1?\n");
+    assert_has(&said.stdout, &["cut off after 4 tokens"]);
+    assert!(!said.stderr.contains("Python tool"), "{}", said.stderr);
     // A bug: a GGUF file was read as a recipe.
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf/gpt_oss.gguf");
-    let file = file.display().to_string();
-    let said = chat(&[&[&*file], &short[..], &["--set", "rollout.prompt_tokens_max=256"]].concat(), "1+1?\n");
-    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+    let file = in_repository("tests/fixtures/gguf/gpt_oss.gguf").display().to_string();
+    chat(0, &[&[&*file], &short[..], &["--set", "rollout.prompt_tokens_max=256"]].concat(), "1+1?\n");
     // A recipe's data is not read, nor are keys of training.
     let path = format!("model.path={model}");
     let sets = [path.as_str(), "task.train_file=none", "train.minibatches=100000", "eval.samples=4"];
     let sets: Vec<&str> =
         sets.into_iter().chain(["eval.temperature=0"]).flat_map(|set| ["--set", set]).collect();
-    let said = chat(&[&["gsm8k"], &sets[..]].concat(), "/quit\n");
-    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
+    chat(0, &[&["gsm8k"], &sets[..]].concat(), "/quit\n");
 }
 
 #[test]
 fn init_writes_a_recipe_with_sizes_for_a_model_and_this_machine() {
-    let folder = TempDir::new().unwrap();
-    let model = folder.path().join("a model");
-    super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
-    let init = |name: &str| {
-        let mut command = rloss();
-        command.current_dir(&folder).args(["init", name, "--from", "quickstart_lora", "--model"]);
-        output(command.arg(&model))
-    };
-    let said = init("mine");
-    assert_eq!(said.status.code(), Some(0), "{}", stderr(&said));
-    let recipe = std::fs::read_to_string(folder.path().join("mine.toml")).unwrap();
-    assert!(recipe.contains("base = \"quickstart_lora\"") && recipe.contains("training takes "), "{recipe}");
+    let (folder, [model]) = scratch(["a model"]);
+    copy_model(&first_checkpoint(warm_model()), &model);
+    let mut init = rloss();
+    init.current_dir(&folder).args(["init", "mine", "--from", "quickstart_lora", "--model"]).arg(&model);
+    done(&mut init);
+    let recipe = text_of(folder.path().join("mine.toml"));
+    assert_has(&recipe, &["base = \"quickstart_lora\"", "training takes "]);
     assert!(recipe.contains("prompts_per_step = 8") && !recipe.contains("[adapter]"), "{recipe}");
-    let shown = text(&done(rloss().current_dir(&folder).args(["check", "mine.toml"])).stdout);
-    assert!(shown.contains("a model") && shown.contains("adapter.rank = 8"), "{shown}");
-    assert!(stderr(&init("mine")).contains("mine.toml already exists"));
-    assert_eq!(output(rloss().args(["init", "x", "--from", "quickstart"])).status.code(), Some(2));
+    let shown = done(rloss().current_dir(&folder).args(["check", "mine.toml"])).stdout;
+    assert_has(&shown, &["a model", "adapter.rank = 8"]);
+    assert_has(&output(&mut init).stderr, &["mine.toml already exists"]);
+    refused(rloss().args(["init", "x", "--from", "quickstart"]), &[]);
 }
 
 /// The response was shortened and the data missing without a word.
 #[test]
 fn init_says_what_it_shortens_and_which_data_is_missing() {
-    let folder = TempDir::new().unwrap();
-    let model = folder.path().join("model");
-    super::copy_model(&super::first_checkpoint(super::warm_model()), &model);
-    std::fs::write(
+    let (folder, [model]) = scratch(["model"]);
+    copy_model(&first_checkpoint(warm_model()), &model);
+    fs::write(
         folder.path().join("long.toml"),
         "base = \"gsm8k\"\n[rollout]\nprompts_per_step = 1000\nsamples_per_prompt = 64\nresponse_tokens_max = 16000000\n",
     )
     .unwrap();
-    let mut init = rloss();
-    init.current_dir(&folder).args(["init", "mine", "--from", "long.toml", "--model"]).arg(&model);
-    let said = output(&mut init);
-    let (told, recipe) = (text(&said.stdout), std::fs::read_to_string(folder.path().join("mine.toml")));
-    assert!(told.contains("no data at ") && told.contains(" fetch gsm8k\n"), "{told} {}", stderr(&said));
-    let recipe = recipe.unwrap();
-    assert!(
-        recipe.contains("# Fetch its data with: rloss fetch gsm8k\n# Or name files of yours"),
-        "{recipe}"
-    );
-    assert!(recipe.contains(" # 16000000 in the base: longer answers are truncated\n"), "{recipe}");
-    assert!(
-        told.contains(" tokens (16000000 in ") && told.contains("rollout.response_tokens_max\n"),
-        "{told}"
-    );
+    let init = |name: &str, base: &str, more: &[&str]| {
+        let mut command = rloss();
+        command.current_dir(&folder).args(["init", name, "--from", base, "--model"]).arg(&model).args(more);
+        (done(&mut command).stdout, text_of(folder.path().join(name).with_extension("toml")))
+    };
+    let (told, recipe) = init("mine", "long.toml", &[]);
+    assert_has(&told, &["no data at ", " fetch gsm8k\n"]);
+    assert_has(&told, &[" tokens (16000000 in ", "rollout.response_tokens_max\n"]);
+    assert_has(&recipe, &["# Fetch its data with: rloss fetch gsm8k\n# Or name files of yours"]);
+    assert_has(&recipe, &[" # 16000000 in the base: longer answers are truncated\n"]);
     // The user's own files.
-    let mut init = rloss();
-    init.current_dir(&folder).args(["init", "half", "--from", "long.toml", "--model"]).arg(&model);
-    let said = text(&done(init.args(["--train-file", "a.jsonl"])).stdout);
-    assert!(said.contains("The validation problems stay those of "), "{said}");
+    let (told, _) = init("half", "long.toml", &["--train-file", "a.jsonl"]);
+    assert_has(&told, &["The validation problems stay those of "]);
     for (name, answer) in [("a.jsonl", 1), ("b.jsonl", 2)] {
         let row = format!("{{\"question\": \"?\", \"answer\": \"#### {answer}\"}}\n");
-        std::fs::write(folder.path().join(name), row).unwrap();
+        fs::write(folder.path().join(name), row).unwrap();
     }
-    let mut init = rloss();
-    init.current_dir(&folder).args(["init", "own", "--from", "long.toml", "--model"]).arg(&model);
-    let said = done(init.args(["--train-file", "a.jsonl", "--validation-file", "b.jsonl"]));
-    assert!(!text(&said.stdout).contains("data"), "{}", text(&said.stdout));
-    let recipe = std::fs::read_to_string(folder.path().join("own.toml")).unwrap();
+    let (told, recipe) =
+        init("own", "long.toml", &["--train-file", "a.jsonl", "--validation-file", "b.jsonl"]);
+    assert!(!told.contains("data"), "{told}");
     let [train, validation] = ["a.jsonl", "b.jsonl"].map(|name| folder.path().join(name));
     let task = format!("\n[task]\ntrain_file = {train:?}\nvalidation_file = {validation:?}\n");
     assert!(recipe.contains(&task) && !recipe.contains("# Fetch"), "{recipe}");
     // With a vocabulary of bytes there is no system message, which the context would not hold.
-    let check = text(&done(rloss().current_dir(&folder).args(["check", "own.toml"])).stdout);
-    assert!(check.contains("\n<|start|>user<|message|>? Let's think"), "{check}");
+    let check = done(rloss().current_dir(&folder).args(["check", "own.toml"])).stdout;
+    assert_has(&check, &["\n<|start|>user<|message|>? Let's think"]);
     // They take the place of a base's several files.
     let several = "[task]\nname = \"retool\"\nvalidation_files = [\"gone.jsonl\"]\n";
-    std::fs::write(folder.path().join("several.toml"), several).unwrap();
+    fs::write(folder.path().join("several.toml"), several).unwrap();
     for name in ["c.jsonl", "d.jsonl"] {
         let row = format!("{{\"problem\": \"{name}?\", \"answer\": 1}}\n");
-        std::fs::write(folder.path().join(name), row).unwrap();
+        fs::write(folder.path().join(name), row).unwrap();
     }
-    let mut init = rloss();
-    init.current_dir(&folder).args(["init", "one", "--from", "several.toml", "--model"]).arg(&model);
-    done(init.args(["--train-file", "c.jsonl", "--validation-file", "d.jsonl"]));
-    let recipe = std::fs::read_to_string(folder.path().join("one.toml")).unwrap();
+    let (_, recipe) =
+        init("one", "several.toml", &["--train-file", "c.jsonl", "--validation-file", "d.jsonl"]);
     let validation = folder.path().join("d.jsonl");
-    assert!(recipe.contains(&format!("validation_files = [{validation:?}]\n")), "{recipe}");
+    assert_has(&recipe, &[&format!("validation_files = [{validation:?}]\n")]);
 }
 
 #[test]
 fn a_run_folder_trained_without_resume_says_that_it_starts_afresh() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("again");
+    let (_folder, [out]) = scratch(["again"]);
     let mut train = rloss();
     train.arg("train").arg(baseline()).arg("--out").arg(&out);
     let sets = ["cold_start.steps=0", "train.steps=0", "eval.problems_max=4"];
-    let said = stderr(&done(train.args(sets.map(|set| ["--set", set]).concat())));
-    assert!(said.contains("from the start") && said.contains("--resume continues that run"), "{said}");
+    assert_has(&done(train.sets(sets)).stderr, &["from the start", "--resume continues that run"]);
 }
 
 #[test]
 fn fetch_names_what_it_knows_and_says_in_one_line_that_there_is_no_network() {
-    let refused = output(rloss().args(["fetch", "nothing"]));
-    assert_eq!(refused.status.code(), Some(2));
-    assert!(stderr(&refused).contains("gsm8k") && stderr(&refused).contains("qwen2.5-0.5b-instruct"));
+    refused(rloss().args(["fetch", "nothing"]), &["gsm8k", "qwen2.5-0.5b-instruct"]);
     // A proxy where nobody listens stands for a machine without a network.
     let folder = TempDir::new().unwrap();
     let mut fetch = rloss();
     fetch.current_dir(&folder).args(["fetch", "gsm8k"]).env("https_proxy", "http://127.0.0.1:9");
     let said = output(fetch.env_remove("DATA").env_remove("NO_PROXY").env_remove("no_proxy"));
-    assert_eq!((said.status.code(), stderr(&said).lines().count()), (Some(1), 1), "{}", stderr(&said));
-    assert!(stderr(&said).contains("error: no network reaches https://raw.githubusercontent.com/"));
-    assert_eq!(std::fs::read_dir(folder.path().join("data/gsm8k")).unwrap().count(), 0);
+    assert_eq!((said.code, said.stderr.lines().count()), (Some(1), 1), "{}", said.stderr);
+    assert!(said.stderr.contains("error: no network reaches https://raw.githubusercontent.com/"));
+    assert_eq!(fs::read_dir(folder.path().join("data/gsm8k")).unwrap().count(), 0);
 }
 
 #[test]
 fn chat_shows_no_control_sequence_and_refuses_what_it_cannot_open() {
-    let run = super::warm_model().display().to_string();
-    let said = chat(&[&run, "--set", "eval.temperature=2"], "\u{1b}[2J\u{7}\n/help\n/quit\nnot read\n");
-    assert_eq!(said.status.code(), Some(0));
+    let run = warm_model().display().to_string();
+    let said = chat(0, &[&run, "--set", "eval.temperature=2"], "\u{1b}[2J\u{7}\n/help\n/quit\nnot read\n");
     let told = "/help is not a command when input is not a terminal; it is sent as a message";
-    assert!(stderr(&said).contains(told), "{}", stderr(&said));
-    assert!(!said.stdout.contains(&0x1b) && !said.stderr.contains(&0x1b));
-    let refused = chat(&["nowhere"], "hello\n");
-    assert_eq!(refused.status.code(), Some(2));
+    assert_has(&said.stderr, &[told]);
+    assert!(!said.stdout.contains('\u{1b}') && !said.stderr.contains('\u{1b}'));
+    chat(2, &["nowhere"], "hello\n");
 }
 
 #[test]
@@ -468,16 +402,16 @@ fn completions_and_version() {
         [("bash", "complete -F _rloss"), ("zsh", "#compdef rloss"), ("fish", "complete -c rloss")]
     {
         let said = done(rloss().args(["completions", shell]));
-        let script = text(&said.stdout);
+        let script = said.stdout;
         assert!(script.contains(part) && script.contains("check-mismatch"), "{shell}");
     }
-    let version = text(&done(rloss().arg("--version")).stdout);
+    let version = done(rloss().arg("--version")).stdout;
     assert!(version.starts_with(concat!("rloss ", env!("CARGO_PKG_VERSION"), " (features: ")), "{version}");
     assert!(!version.contains("commit"), "a build of every day does not know its commit: {version}");
 }
 
 /// A follower of the baseline's page, and its address.
-pub(super) struct Follower(pub Child, String);
+pub(super) struct Follower(pub KilledOnDrop, String);
 
 impl Follower {
     pub fn start(port: &str) -> Self {
@@ -489,7 +423,7 @@ impl Follower {
             .unwrap();
         let mut line = String::new();
         BufReader::new(child.stderr.take().unwrap()).read_line(&mut line).unwrap();
-        Self(child, line.trim().to_owned())
+        Self(KilledOnDrop(child), line.trim().to_owned())
     }
 
     /// `127.0.0.1:PORT` and the path below it.
@@ -504,13 +438,6 @@ impl Follower {
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).unwrap();
         text(&answer)
-    }
-}
-
-impl Drop for Follower {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
     }
 }
 
@@ -561,24 +488,23 @@ fn a_followed_page_is_served_to_its_own_address_alone() {
     let post = follower.ask(&format!("POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0"));
     assert!(post.starts_with("HTTP/1.1 405"), "{post}");
     // Another one's port is refused, and a free one named.
-    let refused = output(rloss().args(["report", "--follow", "--port", port]).arg(baseline()));
-    let text = stderr(&refused);
-    assert_eq!(refused.status.code(), Some(2), "{text}");
-    assert!(text.contains(&format!("port {port} is not available")) && text.contains("--port "), "{text}");
+    refused(
+        rloss().args(["report", "--follow", "--port", port]).arg(baseline()),
+        &[&format!("port {port} is not available"), "--port "],
+    );
     // Two followers do not share a token.
     assert_ne!(Follower::start("0").place().1, path);
 }
 
 #[test]
 fn a_followed_page_tells_when_the_run_went_on() {
-    let folder = TempDir::new().unwrap();
-    let run = folder.path().join("run");
-    std::fs::create_dir(&run).unwrap();
+    let (_folder, [run]) = scratch(["run"]);
+    fs::create_dir(&run).unwrap();
     let row = |step: u64| format!("{{\"step\":{step},\"phase\":\"rl\",\"critic/rewards/mean\":0.5}}\n");
-    std::fs::write(run.join("metrics.jsonl"), row(1)).unwrap();
+    fs::write(run.join("metrics.jsonl"), row(1)).unwrap();
     let before = rloss::report::state_digest(std::slice::from_ref(&run));
     assert_eq!(before, rloss::report::state_digest(std::slice::from_ref(&run)));
-    std::fs::write(run.join("metrics.jsonl"), row(1) + &row(2)).unwrap();
+    fs::write(run.join("metrics.jsonl"), row(1) + &row(2)).unwrap();
     assert_ne!(before, rloss::report::state_digest(std::slice::from_ref(&run)));
     // The stage under way is told while a process works on the run.
     let stages = || rloss::report::stages_under_way(std::slice::from_ref(&run));

@@ -2,24 +2,17 @@
 //! or deceive.
 
 use super::first_hour::Follower;
-use super::{copy_model, done, first_checkpoint, output, resumed, rloss, small, stderr, warm_model};
+use super::*;
 use std::collections::BTreeMap;
-use std::fs;
 use std::io::Write;
 use std::net::TcpStream;
 use std::os::unix::fs::symlink;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
-use tempfile::TempDir;
+use std::time::Instant;
 
 /// Runs what must be refused in a line that is not long, and returns what it said.
 fn refused(command: &mut Command, words: &[&str]) -> String {
-    let output = output(command);
-    let said = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{said}");
+    let said = super::refused(command, words);
     assert!(said.len() < 4096, "{} bytes", said.len());
-    words.iter().for_each(|word| assert!(said.contains(word), "{word:?} is not in: {said}"));
     said
 }
 
@@ -40,8 +33,7 @@ fn tree(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
 /// evaluations were written through links.
 #[test]
 fn nothing_is_written_through_a_link_in_a_run_folder() {
-    let place = TempDir::new().unwrap();
-    let (out, victim) = (place.path().join("run"), place.path().join("victim"));
+    let (place, [out, victim]) = scratch(["run", "victim"]);
     fs::create_dir_all(victim.join("folder")).unwrap();
     fs::write(victim.join("file"), "precious\n").unwrap();
     let metrics = ["logging.tensorboard=true", "train.steps=1"];
@@ -71,7 +63,7 @@ fn nothing_is_written_through_a_link_in_a_run_folder() {
         fs::rename(out.join(name), &aside).unwrap();
         symlink(victim.join(target), out.join(name)).unwrap();
         let said = output(&mut resumed(&out, &["logging.tensorboard=true", "train.steps=2"]));
-        assert_eq!(said.status.code(), Some(2), "{name}: {}", stderr(&said));
+        assert_eq!(said.code, Some(2), "{name}: {}", said.stderr);
         fs::remove_file(out.join(name)).unwrap();
         fs::rename(&aside, out.join(name)).unwrap();
     }
@@ -80,7 +72,7 @@ fn nothing_is_written_through_a_link_in_a_run_folder() {
     refused(rloss().arg("eval").arg(&out), &["run/eval: is a symbolic link"]);
     fs::remove_file(out.join("eval")).unwrap();
     fs::create_dir(out.join("eval")).unwrap();
-    let inner = out.join("eval").join(super::checkpoints(&out).pop().unwrap());
+    let inner = out.join("eval").join(checkpoints(&out).pop().unwrap());
     symlink(victim.join("folder"), &inner).unwrap();
     refused(rloss().arg("eval").arg(&out), &["is a symbolic link"]);
     assert_eq!(tree(&victim), before);
@@ -101,7 +93,7 @@ fn without_weights(place: &Path) -> PathBuf {
 
 fn check(model: &Path) -> Command {
     let mut command = rloss();
-    command.args(["check", "quickstart", "--set", &format!("model.path={}", model.display())]);
+    command.args(["check", "quickstart", "--set", &model_path(model)]);
     command
 }
 
@@ -150,12 +142,11 @@ fn a_header_that_names_a_tensor_twice_is_refused() {
 /// Its escape sequences reached the terminal.
 #[test]
 fn report_shows_the_escapes_of_a_path() {
-    let place = TempDir::new().unwrap();
-    let run = place.path().join("r\u{1b}[2Jn");
+    let (_place, [run]) = scratch(["r\u{1b}[2Jn"]);
     fs::create_dir(&run).unwrap();
     fs::write(run.join("metrics.jsonl"), "").unwrap();
     let said = done(rloss().arg("report").arg(&run)).stdout;
-    assert!(!said.contains(&0x1b), "{}", String::from_utf8_lossy(&said));
+    assert!(!said.contains('\u{1b}'), "{said}");
     assert!(run.join("report.html").is_file());
 }
 
@@ -166,7 +157,7 @@ pub(super) fn kib(status: &str, name: &str) -> Option<u64> {
 
 /// Resident memory of a process in MiB, and its threads.
 fn taken(pid: u32) -> (u64, usize) {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+    let status = text_of(format!("/proc/{pid}/status"));
     let kib = kib(&status, "VmRSS:").unwrap();
     (kib >> 10, fs::read_dir(format!("/proc/{pid}/task")).unwrap().count())
 }
@@ -251,9 +242,9 @@ fn a_tokenizer_that_lengthens_every_text_is_refused_within_a_second() {
             peak_mib = peak_mib.max(kib(&status, "VmHWM:").unwrap_or(0) >> 10);
             std::thread::sleep(Duration::from_millis(1));
         }
-        let said = child.wait_with_output().unwrap();
-        assert_eq!(said.status.code(), Some(2), "{}", stderr(&said));
-        assert!(stderr(&said).contains("byte-level BPE"), "{}", stderr(&said));
+        let said = Ended::from(child.wait_with_output().unwrap());
+        assert_eq!(said.code, Some(2), "{}", said.stderr);
+        assert_has(&said.stderr, &["byte-level BPE"]);
         assert!(peak_mib < 256, "{peak_mib} MiB");
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     }
@@ -262,8 +253,7 @@ fn a_tokenizer_that_lengthens_every_text_is_refused_within_a_second() {
 /// What a task's program had started went on after a SIGKILL.
 #[test]
 fn children_of_a_tasks_program_end_with_a_killed_run() {
-    let place = TempDir::new().unwrap();
-    let recipe = place.path().join("mine.toml");
+    let (_place, [recipe]) = scratch(["mine.toml"]);
     let command = "command = [\"sh\", \"-c\", \"sleep 987.651 & exec sleep 987.652\"]";
     fs::write(&recipe, format!("[task]\nname = \"command\"\n{command}\ncommand_timeout_s = 600.0\n"))
         .unwrap();

@@ -1,18 +1,15 @@
 //! What a run reads is the same after a resume, or the change is said: data, programs, templates.
 
-use super::{copy_model, done, first_checkpoint, output, quickstart, rloss, rows, stderr};
+use super::*;
+use crate::cli::bad_input;
 use crate::skips;
-use flate2::{Compression, write::GzEncoder};
-use rloss::error::BadInput;
+use Expected::{Refused, RefusedWith, Resumes, ResumesWith};
+use flate2::Compression;
+use flate2::write::GzEncoder;
 use rloss::metrics::Console;
 use rloss::recipe::resolve;
 use rloss::run::inputs::Inputs;
-use serde_json::{Value, json};
-use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use tempfile::TempDir;
 
 /// Settings of every run here: one step a stage, and nothing that a test does not need.
 const SETS: &[&str] = &[
@@ -68,7 +65,7 @@ impl Lab {
     fn new() -> Self {
         let lab = Self { folder: TempDir::new().unwrap(), sets: vec![] };
         let sets = ["train.steps=0", "model.architecture.max_position_embeddings=2048"];
-        done(train(&lab.at("first")).args(sets.iter().flat_map(|set| ["--set", set])));
+        done(train(&lab.at("first")).sets(sets));
         copy_model(&first_checkpoint(&lab.at("first")), &lab.at("model"));
         lab
     }
@@ -82,7 +79,7 @@ impl Lab {
     }
 
     fn edit(&self, name: &str, from: &str, to: &str) {
-        let text = fs::read_to_string(self.at(name)).unwrap();
+        let text = text_of(self.at(name));
         assert!(text.contains(from), "{from:?} is not in {name}");
         self.write(name, text.replace(from, to));
     }
@@ -104,11 +101,7 @@ impl Lab {
         lab.write("held.jsonl", problems(100, 4));
         lab.write("rows.jsonl.gz", pack(&conversations("yes"), 6));
         lab.write("held_rows.jsonl", conversations("no"));
-        fs::copy(
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/mcp_server.py"),
-            lab.at("server.py"),
-        )
-        .unwrap();
+        fs::copy(in_repository("tests/fixtures/mcp_server.py"), lab.at("server.py")).unwrap();
         let file = |key: &str, name: &str| format!("{key}={}", lab.at(name).display());
         lab.sets = vec![
             "task.name=gsm8k".into(),
@@ -127,18 +120,8 @@ impl Lab {
 fn train(out: &Path) -> Command {
     let mut command = rloss();
     command.arg("train").arg(quickstart()).arg("--out").arg(out);
-    command.args(SETS.iter().flat_map(|set| ["--set", set]));
+    command.sets(SETS);
     command
-}
-
-/// Runs what must be refused, and expects each of `words` in its message.
-fn refused(command: &mut Command, words: &[&str]) {
-    let output = output(command);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    for word in words {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
-    }
 }
 
 fn warnings(run: &Path) -> Vec<Value> {
@@ -150,31 +133,31 @@ fn copy_all(from: &Path, to: &Path) {
     assert!(Command::new("cp").arg("-r").arg(from).arg(to).status().unwrap().success());
 }
 
-/// What a row expects of a resume.
+/// Settings of a resume.
+type MoreSets = fn(&Lab) -> Vec<String>;
+
+/// What a row expects of a resume: to be refused with these words or to go on, perhaps with more settings.
 enum Expected {
     Refused(&'static [&'static str]),
+    RefusedWith(MoreSets, &'static [&'static str]),
     Resumes,
+    ResumesWith(MoreSets),
 }
-use Expected::{Refused, Resumes};
 
-/// One situation: the report that tells of it, the change, settings of the resume, and what is right. The
-/// authority is docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever
-/// its place and time, and other content is said.
-type Row = (&'static str, fn(&Lab), fn(&Lab) -> Vec<String>, Expected);
+/// One situation: the report that tells of it, the change, and what is right. The authority is
+/// docs/RELIABILITY.md: a resume continues to the same end. So equal content is equal, whatever its place and
+/// time, and other content is said.
+type Row = (&'static str, fn(&Lab), Expected);
 
 #[test]
 fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let lab = Lab::with_every_file();
-    let moved = |lab: &Lab| vec![format!("task.train_file={}", lab.at("elsewhere.jsonl").display())];
-    let none = |_: &Lab| vec![];
+    let moved: MoreSets = |lab| vec![format!("task.train_file={}", lab.at("elsewhere.jsonl").display())];
     let rows: &[Row] = &[
         (
             "instructlab/sdg 245: answers were corrected while the run stood still",
             |lab| lab.edit("train.jsonl", "#### 3\"", "#### 4\""),
-            none,
             Refused(&["task.train_file (", "train.jsonl)", "--accept-changes", "--out"]),
         ),
         (
@@ -185,76 +168,65 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 lab.edit("train.jsonl", "#### 3\"", "#### 5\"");
                 fs::File::options().write(true).open(&path).unwrap().set_modified(time).unwrap();
             },
-            none,
             Refused(&["task.train_file"]),
         ),
         (
             "TensorAuto/OpenTau 502: more rows at the same place, after those that are read",
             |lab| lab.write("train.jsonl", problems(0, 9)),
-            none,
             Refused(&["task.train_file"]),
         ),
         (
             "huggingface/transformers 40691: the same rows in another order",
             |lab| {
-                let text = fs::read_to_string(lab.at("train.jsonl")).unwrap();
+                let text = text_of(lab.at("train.jsonl"));
                 lab.write(
                     "train.jsonl",
                     text.lines().rev().map(|line| format!("{line}\n")).collect::<String>(),
                 );
             },
-            none,
             Refused(&["task.train_file"]),
         ),
         (
             "TensorAuto/OpenTau 502: held-out problems changed, so later metrics compare with nothing",
             |lab| lab.write("held.jsonl", problems(200, 4)),
-            none,
             Refused(&["task.validation_file (", "held.jsonl)"]),
         ),
         (
             "huggingface/datasets 2956: a compressed file was replaced",
             |lab| lab.write("rows.jsonl.gz", pack(&conversations("maybe"), 6)),
-            none,
             Refused(&["cold_start.train_file (", "rows.jsonl.gz)"]),
         ),
         (
             "huggingface/datasets 2956: the same rows, compressed again; the file's own bytes decide",
             |lab| lab.write("rows.jsonl.gz", pack(&conversations("yes"), 1)),
-            none,
             Refused(&["cold_start.train_file"]),
         ),
         (
             "georgian-io/LLM-Finetuning-Toolkit 97: a line was added to the held-out rows",
             |lab| lab.write("held_rows.jsonl", conversations("no") + &conversations("no")),
-            none,
             Refused(&["cold_start.validation_file"]),
         ),
         (
             "IBM/unitxt 7: the program of a tool was changed",
             |lab| lab.edit("server.py", "The sum of two numbers.", "The product of two numbers."),
-            none,
             Refused(&["tools.mcp.command[1] (", "server.py)"]),
         ),
         (
             "hiyouga/LlamaFactory 7785: another chat template in the model's folder",
             |lab| lab.write("model/chat_template.jinja", "{{ messages }}"),
-            none,
             Refused(&["chat_template.jinja ("]),
         ),
         (
             "hiyouga/LlamaFactory 8399: the chat template is gone",
             |lab| fs::remove_file(lab.at("model/chat_template.jinja")).unwrap(),
-            none,
             Refused(&["chat_template.jinja (removed)"]),
         ),
         (
             "dhruvdcoder/xlm-core 50: another tokenizer under the same name",
             |lab| {
-                let text = fs::read_to_string(lab.at("model/tokenizer.json")).unwrap();
+                let text = text_of(lab.at("model/tokenizer.json"));
                 lab.write("model/tokenizer.json", text + "\n");
             },
-            none,
             Refused(&["tokenizer.json ("]),
         ),
         (
@@ -263,20 +235,17 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 lab.write("held.jsonl", problems(300, 4));
                 lab.edit("train.jsonl", "#### 3\"", "#### 4\"");
             },
-            none,
             Refused(&["task.train_file", ", task.validation_file ("]),
         ),
         (
             "sambanova/generative_data_prep 64, turned: only the time is new",
             |lab| lab.write("train.jsonl", problems(0, 8)),
-            none,
             Resumes,
         ),
         (
             "ray-project/ray 28082: the data moved, with its content",
             |lab| fs::rename(lab.at("train.jsonl"), lab.at("elsewhere.jsonl")).unwrap(),
-            moved,
-            Resumes,
+            ResumesWith(moved),
         ),
         (
             "tensorflow/tensorflow 9146: a link took the place of a file",
@@ -284,48 +253,53 @@ fn a_resume_with_other_inputs_is_refused_by_name_and_with_the_same_it_goes_on() 
                 fs::rename(lab.at("train.jsonl"), lab.at("elsewhere.jsonl")).unwrap();
                 std::os::unix::fs::symlink(lab.at("elsewhere.jsonl"), lab.at("train.jsonl")).unwrap();
             },
-            none,
             Resumes,
         ),
         (
             "NVIDIA-NeMo/RL 2519: the resume names other data",
             |lab| lab.write("elsewhere.jsonl", problems(50, 8)),
-            moved,
-            Refused(&["task.train_file (", "elsewhere.jsonl)"]),
+            RefusedWith(moved, &["task.train_file (", "elsewhere.jsonl)"]),
         ),
         (
             "ray-project/ray 28082, of a program: its place is part of the recipe",
             |lab| fs::rename(lab.at("server.py"), lab.at("moved.py")).unwrap(),
-            |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}]", lab.at("moved.py"))],
-            Refused(&["other values of tools.mcp.command"]),
+            RefusedWith(
+                |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}]", lab.at("moved.py"))],
+                &["other values of tools.mcp.command"],
+            ),
         ),
         (
             "benchflow-ai/posttrainarena 31: a tool's program got another argument",
             |_| {},
-            |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}, \"-v\"]", lab.at("server.py"))],
-            Refused(&["other values of tools.mcp.command"]),
+            RefusedWith(
+                |lab| vec![format!("tools.mcp.command=[\"python3\", {:?}, \"-v\"]", lab.at("server.py"))],
+                &["other values of tools.mcp.command"],
+            ),
         ),
         (
             "AOSSIE-Org/OpenVerifiableLLM 89: the digests themselves are damaged",
             |lab| lab.edit("run/inputs.b3", "  task.train_file", "  task.train_fire"),
-            none,
             Refused(&["inputs.b3: damaged", "remove it to resume without a comparison"]),
         ),
-        ("pykeen/pykeen 1022: nothing changed", |_| {}, none, Resumes),
+        ("pykeen/pykeen 1022: nothing changed", |_| {}, Resumes),
     ];
     let mut failed = vec![];
     let kept = TempDir::new().unwrap();
     copy_all(&lab.at("."), &kept.path().join("all"));
-    for (source, change, sets, expected) in rows {
+    for (source, change, expected) in rows {
         change(&lab);
-        let more = sets(&lab);
-        let more: Vec<&str> = more.iter().map(String::as_str).collect();
-        let mut command = lab.train("run", &[&more[..], &["train.steps=2"]].concat());
+        let (more, words) = match expected {
+            Refused(words) => (vec![], Some(words)),
+            RefusedWith(sets, words) => (sets(&lab), Some(words)),
+            Resumes => (vec![], None),
+            ResumesWith(sets) => (sets(&lab), None),
+        };
+        let mut command = lab.train("run", &[&texts(&more)[..], &["train.steps=2"]].concat());
         let output = output(command.arg("--resume"));
-        let text = stderr(&output);
-        let is_right = match expected {
-            Refused(words) => output.status.code() == Some(2) && words.iter().all(|word| text.contains(word)),
-            Resumes => output.status.code() == Some(0) && !text.contains("inputs"),
+        let text = output.stderr;
+        let is_right = match words {
+            Some(words) => output.code == Some(2) && words.iter().all(|word| text.contains(word)),
+            None => output.code == Some(0) && !text.contains("inputs"),
         };
         if !is_right {
             failed.push(format!("{source}: {text}"));
@@ -354,11 +328,8 @@ fn an_accepted_change_is_recorded_and_asked_once() {
         .collect();
     done(&mut lab.train("run", &[]));
     let run = lab.at("run");
-    let digests = fs::read_to_string(run.join("inputs.b3")).unwrap();
-    assert!(
-        digests.contains("  task.train_file\n") && digests.contains("  chat_template.jinja\n"),
-        "{digests}"
-    );
+    let digests = text_of(run.join("inputs.b3"));
+    assert_has(&digests, &["  task.train_file\n", "  chat_template.jinja\n"]);
     lab.edit("train.jsonl", "#### 3\"", "#### 4\"");
     let resume = |steps: &str, more: &[&str]| {
         let mut command = lab.train("run", &[steps]);
@@ -366,10 +337,10 @@ fn an_accepted_change_is_recorded_and_asked_once() {
         command
     };
     refused(&mut resume("train.steps=2", &[]), &["task.train_file"]);
-    assert_eq!(fs::read_to_string(run.join("inputs.b3")).unwrap(), digests, "a refusal writes nothing");
-    let text = stderr(&done(&mut resume("train.steps=2", &["--accept-changes"])));
+    assert_eq!(text_of(run.join("inputs.b3")), digests, "a refusal writes nothing");
+    let text = done(&mut resume("train.steps=2", &["--accept-changes"])).stderr;
     assert!(text.contains("warning: resumed with changed inputs: task.train_file ("), "{text}");
-    assert_ne!(fs::read_to_string(run.join("inputs.b3")).unwrap(), digests);
+    assert_ne!(text_of(run.join("inputs.b3")), digests);
     done(&mut resume("train.steps=3", &[]));
     let recorded = warnings(&run);
     let record = recorded.iter().find(|warning| warning["text"].as_str().unwrap().contains("changed inputs"));
@@ -382,14 +353,14 @@ fn an_accepted_change_is_recorded_and_asked_once() {
 
     // A folder of an older version.
     fs::remove_file(run.join("inputs.b3")).unwrap();
-    let text = stderr(&done(&mut resume("train.steps=4", &[])));
+    let text = done(&mut resume("train.steps=4", &[])).stderr;
     assert_eq!(text.matches("the run had no inputs.b3").count(), 1, "{text}");
     assert!(
         warnings(&run)
             .iter()
             .any(|warning| warning["text"].as_str().unwrap().contains("the run had no inputs.b3"))
     );
-    let text = stderr(&done(&mut resume("train.steps=5", &[])));
+    let text = done(&mut resume("train.steps=5", &[])).stderr;
     assert!(!text.contains("inputs.b3"), "{text}");
     assert!(warnings(&run).iter().any(|warning| warning["step"] == 3), "the record stays");
     lab.edit("train.jsonl", "#### 4\"", "#### 3\"");
@@ -402,9 +373,7 @@ fn an_accepted_change_is_recorded_and_asked_once() {
 /// A file that the program itself writes is no reason to refuse: a job that restarts by itself would end.
 #[test]
 fn bug_the_program_of_a_task_was_changed_in_silence() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let mut lab = Lab::new();
     lab.write("task.py", TASK);
     lab.write("log", "");
@@ -425,9 +394,8 @@ fn bug_the_program_of_a_task_was_changed_in_silence() {
     lab.edit("task.py", "1.0", "-5.0");
     refused(&mut resume(&[]), &["task.command[1] (", "task.py)"]);
     lab.edit("task.py", "-5.0", "1.0");
-    assert!(fs::read_to_string(lab.at("log")).unwrap().starts_with("started\n"));
-    let text = stderr(&done(&mut resume(&[])));
-    assert!(text.contains("warning: resumed with changed inputs: task.command[2] argument ("), "{text}");
+    assert!(text_of(lab.at("log")).starts_with("started\n"));
+    ended(&mut resume(&[]), 0, &["warning: resumed with changed inputs: task.command[2] argument ("]);
 }
 
 /// SFT went on with other rows, or refused with the number of steps that more rows make.
@@ -446,7 +414,7 @@ fn bug_sft_rows_were_changed_in_silence() {
             .arg("--out")
             .arg(&run);
         let sets = ["cold_start.batch_size=2", "checkpoint.every_steps=1", "parallel.threads=2"];
-        command.args(sets.iter().flat_map(|set| ["--set", set])).args(["--epochs", "2"]).args(more);
+        command.sets(sets).args(["--epochs", "2"]).args(more);
         command
     };
     done(&mut sft(&[]));
@@ -457,7 +425,7 @@ fn bug_sft_rows_were_changed_in_silence() {
     refused(&mut sft(&["--resume"]), &words);
     lab.write("rows.jsonl", conversations("no") + &conversations("no"));
     refused(&mut sft(&["--resume"]), &words);
-    let text = stderr(&done(&mut sft(&["--resume", "--accept-changes"])));
+    let text = done(&mut sft(&["--resume", "--accept-changes"])).stderr;
     assert!(text.contains("resumed with changed inputs: cold_start.train_file"), "{text}");
     assert!(run.join("checkpoints/cold-start-000004").is_dir());
     assert_eq!(rows(&run).len(), 4, "the run has as many steps as before");
@@ -487,8 +455,7 @@ fn a_file_that_changes_while_the_run_starts_is_named_as_each_file_of_a_list() {
         ("two.jsonl", "task.validation_files[1] ("),
     ] {
         fs::write(at(name), "[]\n").unwrap();
-        let error = inputs.check_unchanged(&recipe, &Console::silent()).unwrap_err();
-        assert!(error.is::<BadInput>() && error.to_string().contains(key), "{error}");
+        bad_input(inputs.check_unchanged(&recipe, &Console::silent()), &[key]);
         fs::write(at(name), "{}\n").unwrap();
     }
     inputs.check_unchanged(&recipe, &Console::silent()).unwrap();

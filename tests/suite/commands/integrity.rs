@@ -1,14 +1,7 @@
 //! Damage is found where it matters, named, and led away from: flipped bits, cut and edited files of runs
 //! and models.
 
-use super::{
-    assert_same_results, baseline, copy_folder, copy_model, done, first_checkpoint, output, resumed, rloss,
-    small, stderr,
-};
-use std::fs;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
-use tempfile::TempDir;
+use super::*;
 
 /// A run of two steps with a checkpoint after each stage and step, and a frozen reference.
 struct Run {
@@ -45,11 +38,9 @@ impl Run {
 /// Runs what must be refused, and expects each of `words` in its message, which it returns.
 fn refused(command: &mut Command, words: &[&str]) -> String {
     let output = output(command);
-    let text = format!("{}{}", String::from_utf8_lossy(&output.stdout), stderr(&output));
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    for word in words {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
-    }
+    let text = format!("{}{}", output.stdout, output.stderr);
+    assert_eq!(output.code, Some(2), "{text}");
+    assert_has(&text, words);
     text
 }
 
@@ -59,22 +50,12 @@ fn verify(arguments: &[&Path]) -> Command {
     command
 }
 
-fn stdout(output: &Output) -> String {
-    String::from_utf8_lossy(&output.stdout).into_owned()
-}
-
 /// Flips one bit in the middle of a file; the second time restores it.
 fn flip(file: &Path) {
     let mut bytes = fs::read(file).unwrap();
     let middle = bytes.len() / 2;
     bytes[middle] ^= 4;
     fs::write(file, bytes).unwrap();
-}
-
-fn replace(file: &Path, from: &str, to: &str) {
-    let text = fs::read_to_string(file).unwrap();
-    assert!(text.contains(from), "{}", file.display());
-    fs::write(file, text.replacen(from, to, 1)).unwrap();
 }
 
 #[test]
@@ -95,7 +76,7 @@ fn a_flipped_bit_in_any_file_of_a_checkpoint_is_found_and_led_away_from() {
         flip(&checkpoint.join(name));
     }
     done(&mut verify(&[&out]));
-    assert!(stdout(&done(&mut verify(&[&out.join(sound)]))).contains("intact"));
+    assert_has(&done(&mut verify(&[&out.join(sound)])).stdout, &["intact"]);
     // The command that the error gives is the way on.
     flip(&checkpoint.join("trainer.safetensors"));
     let text = refused(&mut run.resume(), &["step-000002/trainer.safetensors"]);
@@ -128,14 +109,14 @@ fn a_changed_step_is_found_not_followed() {
 fn a_cut_or_edited_recipe_is_found_and_an_edit_can_be_accepted() {
     let run = Run::new();
     let recipe = run.path().join("recipe.toml");
-    let whole = fs::read_to_string(&recipe).unwrap();
+    let whole = text_of(&recipe);
     let copy = run.path().join("checkpoints/step-000002/trainer.toml");
-    assert_eq!(fs::read_to_string(copy).unwrap(), whole);
+    assert_eq!(text_of(copy), whole);
     for cut in [0, 10, whole.len() / 2, whole.len() - 1] {
         fs::write(&recipe, &whole[..cut]).unwrap();
         refused(&mut run.resume(), &["recipe.toml", "truncated or changed", "rloss verify --accept"]);
         refused(rloss().arg("eval").arg(run.path()), &["recipe.toml", "truncated or changed"]);
-        assert_eq!(fs::read_to_string(&recipe).unwrap(), &whole[..cut], "left as it was");
+        assert_eq!(text_of(&recipe), &whole[..cut], "left as it was");
     }
     // Its head and its seal taken off, as if it came from elsewhere.
     let bare: String = whole.lines().filter(|l| !l.starts_with('#')).map(|l| format!("{l}\n")).collect();
@@ -184,17 +165,14 @@ fn a_changed_reference_is_found() {
 
 #[test]
 fn a_model_from_elsewhere_is_unverified_for_verify_alone_and_can_be_given_a_manifest() {
-    let folder = TempDir::new().unwrap();
-    let model = folder.path().join("model");
+    let (folder, [model]) = scratch(["model"]);
     copy_model(&first_checkpoint(baseline()), &model);
-    let path = format!("model.path={}", model.display());
+    let path = model_path(&model);
     let sets = [path.as_str(), "cold_start.steps=1", "train.steps=0"];
-    let said = stderr(&done(&mut small(&folder.path().join("a"), &sets)));
+    let said = done(&mut small(&folder.path().join("a"), &sets)).stderr;
     assert!(!said.contains("manifest"), "{said}");
     let found = done(&mut verify(&[&model]));
-    assert!(
-        String::from_utf8_lossy(&found.stdout).contains("cannot be verified, because it has no manifest")
-    );
+    assert!(found.stdout.contains("cannot be verified, because it has no manifest"));
     done(&mut verify(&[Path::new("--accept"), &model]));
     done(&mut small(&folder.path().join("b"), &sets));
     flip(&model.join("config.json"));
@@ -204,8 +182,7 @@ fn a_model_from_elsewhere_is_unverified_for_verify_alone_and_can_be_given_a_mani
 
 #[test]
 fn a_number_that_is_none_in_the_optimizers_state_is_refused() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     done(&mut small(&out, &["train.steps=2"]));
     let checkpoint = out.join("checkpoints/step-000002");
     let tensors = checkpoint.join("trainer.safetensors");
@@ -231,8 +208,7 @@ fn what_a_removal_left_is_cleared_and_counts_as_nothing() {
 
 #[test]
 fn what_is_whole_goes_on_as_before() {
-    let folder = TempDir::new().unwrap();
-    let (out, straight) = (folder.path().join("run"), folder.path().join("straight"));
+    let (_folder, [out, straight]) = scratch(["run", "straight"]);
     let constant = "train.optimizer.schedule=constant";
     done(&mut small(&straight, &[constant]));
     done(&mut small(&out, &[constant, "train.steps=2"]));

@@ -1,17 +1,14 @@
 //! A worker of the Python tool that is killed from outside during a run.
 
-use super::{phase, rows, small};
+use super::*;
 use std::io::Read;
-use std::path::Path;
-use std::process::{Child, Stdio};
-use tempfile::TempDir;
 
 /// Returns the ids of the workers of the process `parent`.
 fn workers(parent: u32) -> Vec<i32> {
-    let entries = std::fs::read_dir("/proc").unwrap().flatten();
+    let entries = fs::read_dir("/proc").unwrap().flatten();
     let ids = entries.filter_map(|entry| entry.file_name().to_string_lossy().parse::<i32>().ok());
     ids.filter(|id| {
-        let read = |name: &str| std::fs::read_to_string(Path::new("/proc").join(id.to_string()).join(name));
+        let read = |name: &str| fs::read_to_string(Path::new("/proc").join(id.to_string()).join(name));
         let stat = read("stat").unwrap_or_default();
         let of = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(1)?.parse::<u32>().ok());
         of == Some(parent) && read("cmdline").unwrap_or_default().contains("interpreter-worker")
@@ -34,8 +31,7 @@ fn kill_worker(run: &mut Child, folder: &Path) {
 /// warnings did not have them.
 #[test]
 fn bug_a_killed_worker_is_printed_and_counted_and_in_the_warnings() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let mut run = small(&out, &["interpreter.workers=1", "train.steps=2", "eval.before_training=false"]);
     let mut run = run.stderr(Stdio::piped()).spawn().unwrap();
     kill_worker(&mut run, &out);
@@ -49,6 +45,6 @@ fn bug_a_killed_worker_is_printed_and_counted_and_in_the_warnings() {
     let end = "1 of 16 trajectories failed for reasons outside the policy (outcome/task_failed and tool/worker_died count \
                them); the first failures are printed above";
     assert!(text.contains(end), "{text}");
-    let warnings = std::fs::read_to_string(out.join("warnings.jsonl")).unwrap();
+    let warnings = text_of(out.join("warnings.jsonl"));
     assert_eq!(warnings.matches(told).count(), 1, "{warnings}");
 }

@@ -1,18 +1,13 @@
 //! Odd inputs and a short environment: one line, exit code 1 or 2, within bounded time and memory; never a
 //! panic or an abort.
 
-use super::{
-    done, first_checkpoint, output, quickstart, rloss, small, stderr, train, wait_until, warm_model,
-};
+use super::*;
 use crate::skips;
 use std::ffi::OsStr;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::Write;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::CommandExt;
-use std::path::Path;
-use std::process::{Command, Output, Stdio};
-use tempfile::TempDir;
 
 /// `rloss` with `arguments`, under the shell's `limits`.
 fn limited(limits: &str, arguments: &[&str]) -> Command {
@@ -25,9 +20,8 @@ fn limited(limits: &str, arguments: &[&str]) -> Command {
 }
 
 /// Expects an end that was meant: done, or one line that says why not.
-fn ended_well(what: &str, output: &Output) -> String {
-    let said = stderr(output);
-    let code = output.status.code();
+fn ended_well(what: &str, output: &Ended) -> String {
+    let (said, code) = (output.stderr.clone(), output.code);
     assert!(matches!(code, Some(0 | 1 | 2 | 127)), "{what}: {code:?}: {said}");
     for word in ["panicked", "internal error", "RUST_BACKTRACE", "overflowed its stack"] {
         assert!(!said.contains(word), "{what}: {said}");
@@ -41,17 +35,14 @@ fn ended_well(what: &str, output: &Output) -> String {
 fn refused(command: &mut Command, words: &[&str]) {
     let output = output(command);
     let said = ended_well(&words.join(" "), &output);
-    assert_eq!(output.status.code(), Some(2), "{said}");
-    for word in words {
-        assert!(said.contains(word), "{word:?} is not in: {said}");
-    }
+    assert_eq!(output.code, Some(2), "{said}");
+    assert_has(&said, words);
 }
 
 #[test]
 fn a_folder_that_moves_or_vanishes_ends_the_run() {
     for vanish in [false, true] {
-        let folder = TempDir::new().unwrap();
-        let (out, elsewhere) = (folder.path().join("run"), folder.path().join("elsewhere"));
+        let (_folder, [out, elsewhere]) = scratch(["run", "elsewhere"]);
         let mut command =
             small(&out, &["train.steps=100000", "checkpoint.every_steps=1", "eval.every_steps=0"]);
         let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
@@ -60,9 +51,8 @@ fn a_folder_that_moves_or_vanishes_ends_the_run() {
         if vanish {
             let _ = fs::remove_dir_all(&elsewhere);
         }
-        let output = child.wait_with_output().unwrap();
-        let said = stderr(&output);
-        assert_eq!(output.status.code(), Some(1), "{said}");
+        let Ended { code, stderr: said, .. } = child.wait_with_output().unwrap().into();
+        assert_eq!(code, Some(1), "{said}");
         assert!(said.contains("error: ") && !said.contains("done:"), "{said}");
         assert!(!out.exists(), "nothing is begun at the old place");
         if !vanish {
@@ -102,8 +92,7 @@ fn paths_that_are_not_utf8_work_or_are_refused() {
     done(rloss().arg("verify").arg(&out));
     done(rloss().arg("report").arg(&out));
     let set = OsStr::from_bytes(b"model.path=r\xffn").to_owned();
-    let output = output(rloss().arg("train").arg(quickstart()).arg("--set").arg(set));
-    assert_eq!(output.status.code(), Some(2));
+    refused(rloss().arg("train").arg(quickstart()).arg("--set").arg(set), &[]);
 }
 
 #[test]
@@ -152,29 +141,26 @@ fn an_address_space_of_a_little_more_than_1_gib_is_enough() {
     for mib in [700, 850, 1000, 1005, 1100, 1200, 1300, 1400, 1500, 1600] {
         let _ = fs::remove_dir_all(out);
         let mut command = limited(&format!("ulimit -v {}", mib << 10), &["train", recipe, "--out", out]);
-        for set in ["cold_start.steps=1", "train.steps=0", "eval.before_training=false", "parallel.threads=2"]
-        {
-            command.args(["--set", set]);
-        }
+        command.sets([
+            "cold_start.steps=1",
+            "train.steps=0",
+            "eval.before_training=false",
+            "parallel.threads=2",
+        ]);
         let output = output(&mut command);
-        assert_eq!(output.status.code(), Some(0), "{mib} MiB: {}", stderr(&output));
+        assert_eq!(output.code, Some(0), "{mib} MiB: {}", output.stderr);
     }
 }
 
 #[test]
 fn a_scratch_is_refused_where_user_namespaces_are_forbidden() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let folder = TempDir::new().unwrap();
     let plain = train(&folder.path().join("run"), &["interpreter.kind=cpython", "interpreter.scratch_mib=1"]);
     // None may be made below a namespace that says so.
     let forbid = "echo 0 > /proc/sys/user/max_user_namespaces && exec \"$0\" \"$@\"";
-    let nested = |command: &mut Command| -> Output {
-        output(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
-    };
-    let able = nested(Command::new("unshare").args(["-Ur", "sh", "-c", forbid, "python3", "--version"]));
-    if !able.status.success() {
+    let able = output(Command::new("unshare").args(["-Ur", "sh", "-c", forbid, "python3", "--version"]));
+    if able.code != Some(0) {
         return skips::note(
             "no user namespace to forbid others in (util-linux, and the right to make one)",
             "",
@@ -183,10 +169,8 @@ fn a_scratch_is_refused_where_user_namespaces_are_forbidden() {
     let mut command = Command::new("unshare");
     command.args(["-Ur", "sh", "-c", forbid]).arg(plain.get_program()).args(plain.get_args());
     refused(&mut command, &["interpreter.scratch_mib", "user namespaces", "set interpreter.scratch_mib = 0"]);
-    refused(
-        &mut train(&folder.path().join("run"), &["interpreter.scratch_mib=1"]),
-        &["interpreter.scratch_mib", "cpython"],
-    );
+    let words = ["interpreter.scratch_mib", "cpython"];
+    refused(&mut train(&folder.path().join("run"), &["interpreter.scratch_mib=1"]), &words);
 }
 
 #[test]
@@ -207,7 +191,7 @@ fn what_is_no_file_or_too_long_is_refused_at_once() {
     let bounded = |arguments: &[&str]| {
         let output = output(&mut limited("ulimit -v 4000000", arguments));
         let said = ended_well(&arguments.join(" "), &output);
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {said}");
+        assert_eq!(output.code, Some(2), "{arguments:?}: {said}");
         said
     };
     let out = out.to_str().unwrap();
@@ -234,8 +218,7 @@ fn what_is_no_file_or_too_long_is_refused_at_once() {
 #[test]
 fn a_closed_terminal_stops_a_run_unless_it_was_told_not_to() {
     for ignored in [false, true] {
-        let folder = TempDir::new().unwrap();
-        let out = folder.path().join("run");
+        let (_folder, [out]) = scratch(["run"]);
         // One that ignores the signal goes on to its end, the other stops long before.
         let steps = if ignored { "train.steps=6" } else { "train.steps=100000" };
         let plain = small(&out, &[steps, "checkpoint.every_steps=0", "eval.every_steps=0"]);
@@ -273,7 +256,7 @@ fn a_standard_output_that_takes_no_more_is_an_error() {
     for arguments in [&["--help"][..], &["verify", out.to_str().unwrap()]] {
         let mut command = rloss();
         let output = output(command.args(arguments).stdout(full()).stderr(Stdio::piped()));
-        assert_eq!(output.status.code(), Some(1), "{arguments:?}: {}", stderr(&output));
+        assert_eq!(output.code, Some(1), "{arguments:?}: {}", output.stderr);
     }
 }
 

@@ -1,13 +1,8 @@
 //! The memory plan of a run, compared with the memory that the run takes.
 
 use super::hostile::kib;
-use super::{done, output, quickstart, rloss, small, stderr};
+use super::*;
 use crate::skips;
-use std::fs;
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
-use std::time::Duration;
-use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 /// The quickstart with full batches and evaluations, but fewer steps.
@@ -17,7 +12,7 @@ const SETS: &[&str] = &["cold_start.steps=20", "train.steps=2", "parallel.thread
 fn planned() -> u64 {
     let mut check = rloss();
     check.arg("check").arg(quickstart()).args(["--set", SETS[2]]);
-    let text = String::from_utf8(done(&mut check).stdout).unwrap();
+    let text = done(&mut check).stdout;
     let peak = text.lines().find_map(|line| line.strip_prefix("peak ")).expect("a peak");
     (peak.trim().parse::<f64>().unwrap() * 1e9) as u64
 }
@@ -83,9 +78,7 @@ fn a_run_takes_what_its_plan_says_and_is_not_killed_within_it() {
     let planned = planned();
     let mut train = rloss();
     train.arg("train").arg(quickstart()).arg("--out").arg(folder.path().join("run"));
-    for set in SETS {
-        train.args(["--set", set]);
-    }
+    train.sets(SETS);
     let group = MemoryGroup::new("plan", planned + margin(planned));
     let mut train = match &group {
         Some(group) => group.run(&train),
@@ -112,8 +105,8 @@ fn a_run_takes_what_its_plan_says_and_is_not_killed_within_it() {
         of_workers = own.sum::<u64>().max(of_workers);
         std::thread::sleep(Duration::from_millis(10));
     }
-    let said = child.wait_with_output().unwrap();
-    assert!(said.status.success(), "{}: {}", said.status, stderr(&said));
+    let said = Ended::from(child.wait_with_output().unwrap());
+    assert_eq!(said.code, Some(0), "{}", said.stderr);
     assert!(killed_first, "the kernel ends a worker before the run");
     let peak = (peak + of_workers) << 10;
     let (planned_mib, peak_mib) = (planned / MIB, peak / MIB);
@@ -132,14 +125,10 @@ fn a_control_group_that_is_too_small_is_refused_by_name() {
     let Some(group) = MemoryGroup::new("small", limit) else {
         return skips::note(skips::NO_MEMORY_GROUP, "");
     };
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (_folder, [out]) = scratch(["run"]);
     let mut train = rloss();
     train.arg("train").arg(quickstart()).arg("--out").arg(&out).args(["--set", SETS[2]]);
-    let refused = output(&mut group.run(&train));
-    let said = stderr(&refused);
-    assert_eq!(refused.status.code(), Some(2), "{said}");
-    assert!(said.contains("left in the control group") && said.contains("remedies"), "{said}");
+    refused(&mut group.run(&train), &["left in the control group", "remedies"]);
     assert!(!out.exists());
     // A smaller run fits.
     let smaller =

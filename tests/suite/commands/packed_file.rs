@@ -1,23 +1,16 @@
 //! Adapters for a GGUF file whose blocks stay packed: training, resumes, a base that changes, older runs, and
 //! the adapter in llama.cpp's form.
 
-use super::adapter::{LORA, refused};
-use super::{
-    assert_same_results, done, line_count, phase, rloss, rows, small, stderr, wait_until, warm_model,
-};
+use super::adapter::LORA;
+use super::*;
 use rloss::checkpoint::gguf::GgufFile;
 use rloss::checkpoint::tensor_file::TensorFile;
 use rloss::integrity::Manifest;
-use std::fs;
 use std::io::Read;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
-use std::sync::OnceLock;
-use tempfile::TempDir;
 
 /// A run with an adapter for `file`.
 fn run(file: &Path, out: &Path, sets: &[&str]) -> Command {
-    let model = format!("model.path={}", file.display());
+    let model = model_path(file);
     small(
         out,
         &LORA
@@ -33,8 +26,7 @@ fn run(file: &Path, out: &Path, sets: &[&str]) -> Command {
 fn straight() -> (&'static Path, &'static Path) {
     static STRAIGHT: OnceLock<(TempDir, PathBuf, PathBuf)> = OnceLock::new();
     let (_, file, out) = STRAIGHT.get_or_init(|| {
-        let folder = TempDir::new().unwrap();
-        let (file, out) = (folder.path().join("q8.gguf"), folder.path().join("run"));
+        let (folder, [file, out]) = scratch(["q8.gguf", "run"]);
         let mut export = rloss();
         done(export.arg("export").arg(warm_model()).arg("--gguf").arg(&file).args(["--type", "q8_0"]));
         let kinds = GgufFile::open(&file).unwrap();
@@ -77,8 +69,7 @@ fn a_run_on_packed_blocks_has_no_mismatch_and_resumes_to_the_same_bits() {
         assert_eq!(row["mismatch/logprob_abs_diff_max"], 0.0);
     }
     assert!(phase(&rows, "rl").any(|row| row["actor/grad_norm"].as_f64().unwrap() > 0.0));
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("again");
+    let (_folder, [out]) = scratch(["again"]);
     stopped_after_a_step(&out);
     done(run(file, &out, &[]).arg("--resume"));
     assert_same_results(&out, straight);
@@ -90,8 +81,7 @@ fn a_run_on_packed_blocks_has_no_mismatch_and_resumes_to_the_same_bits() {
 #[test]
 fn bug_a_base_that_changed_beneath_a_run_was_not_noticed() {
     let (file, _) = straight();
-    let folder = TempDir::new().unwrap();
-    let (own, out) = (folder.path().join("own.gguf"), folder.path().join("run"));
+    let (folder, [own, out]) = scratch(["own.gguf", "run"]);
     fs::copy(file, &own).unwrap();
     let changed = fs::read(&own).unwrap();
     let endless = ["train.steps=1000000", "checkpoint.every_steps=1"];
@@ -120,12 +110,11 @@ fn bug_a_base_that_changed_beneath_a_run_was_not_noticed() {
 #[test]
 fn a_run_of_an_older_version_keeps_its_rounded_weights() {
     let (_, straight) = straight();
-    let folder = TempDir::new().unwrap();
-    let old = folder.path().join("old");
+    let (folder, [old]) = scratch(["old"]);
     copy_folder_tree(straight, &old);
     let checkpoint = old.join("checkpoints/step-000003");
     let base = checkpoint.join("base.json");
-    let text = fs::read_to_string(&base).unwrap();
+    let text = text_of(&base);
     assert!(text.contains("exact_blocks"), "{text}");
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let value = serde_json::json!({"path": value["path"], "digest": value["digest"]});
@@ -136,7 +125,7 @@ fn a_run_of_an_older_version_keeps_its_rounded_weights() {
     let said = |run: &Path| {
         let mut command = rloss();
         command.args(["eval"]).arg(run).args(["--set", "eval.problems_max=2", "--out"]);
-        stderr(&done(command.arg(folder.path().join(run.file_name().unwrap()).with_extension("eval"))))
+        done(command.arg(folder.path().join(run.file_name().unwrap()).with_extension("eval"))).stderr
     };
     assert!(said(&old).contains("rounded the weights of quantised GGUF files to bf16"), "{}", said(&old));
     assert!(!said(straight).contains("rounded the weights"));
@@ -148,10 +137,8 @@ fn an_adapter_is_written_in_the_form_of_llama_cpp() {
     let file = folder.path().join("adapter.gguf");
     let of_experts = folder.path().join("experts");
     done(&mut run(model, &of_experts, &["adapter.targets=[\"*.experts.*\"]", "train.steps=1"]));
-    refused(
-        rloss().arg("export").arg(&of_experts).arg("--gguf").arg(&file),
-        &["factors of experts", "--merged"],
-    );
+    let words = ["factors of experts", "--merged"];
+    refused(rloss().arg("export").arg(&of_experts).arg("--gguf").arg(&file), &words);
     assert!(!file.exists());
     let out = folder.path().join("attention");
     done(&mut run(model, &out, &["adapter.targets=[\"*.q_proj.*\", \"*.o_proj.*\"]"]));
@@ -189,19 +176,18 @@ fn init_gives_a_file_of_blocks_an_adapter_and_check_says_what_decoding_costs() {
     let mut init = rloss();
     init.current_dir(folder.path())
         .args(["init", "mine", "--from"])
-        .arg(super::quickstart())
+        .arg(quickstart())
         .arg("--model")
         .arg(file);
     done(&mut init);
-    let recipe = fs::read_to_string(folder.path().join("mine.toml")).unwrap();
-    assert!(recipe.contains("[adapter]\nrank = 8"), "{recipe}");
+    assert_has(&text_of(folder.path().join("mine.toml")), &["[adapter]\nrank = 8"]);
     let check = |path: &Path| {
         let mut check = rloss();
-        check.args(["check"]).arg(path).arg("--set").arg(format!("model.path={}", file.display()));
-        String::from_utf8_lossy(&done(&mut check).stdout).into_owned()
+        check.args(["check"]).arg(path).arg("--set").arg(model_path(file));
+        done(&mut check).stdout
     };
     let text = check(&folder.path().join("mine.toml"));
     assert!(text.contains("The weights stay packed as in the file, in Q8_0: "), "{text}");
-    let text = check(&super::quickstart());
+    let text = check(&quickstart());
     assert!(text.contains("Training decodes weights in Q8_0: "), "{text}");
 }

@@ -1,14 +1,8 @@
 //! Families of the policy that keep state or draw more samples, through the binary.
 
-use super::{done, phase, quickstart, resumed, rloss, rows, small, warm_model};
-use serde_json::{Map, Value};
+use super::*;
+use serde_json::Map;
 use std::collections::BTreeMap;
-use std::path::Path;
-use tempfile::TempDir;
-
-fn number(row: &Value, key: &str) -> f64 {
-    row[key].as_f64().unwrap_or_else(|| panic!("no {key} in {row}"))
-}
 
 /// Reinforcement learning alone, at one learning rate whatever the number of steps.
 const RL: [&str; 2] = ["cold_start.steps=0", "train.optimizer.schedule=constant"];
@@ -22,18 +16,12 @@ fn results(run: &Path) -> Vec<Value> {
 
 #[test]
 fn a_run_held_to_a_reference_resumes_to_the_same_metrics() {
-    let folder = TempDir::new().unwrap();
     let steered = ["policy.kl.target=1e-4", "policy.kl.horizon=50"];
     for (place, more) in [("loss", &[][..]), ("reward", &steered)] {
         let key = format!("policy.kl.place={place}");
-        let sets: Vec<&str> = RL.iter().copied().chain([key.as_str()]).chain(more.iter().copied()).collect();
-        let (straight, broken) = (folder.path().join(place), folder.path().join(format!("{place}-broken")));
-        done(&mut small(&straight, &sets));
-        let half: Vec<&str> = sets.iter().copied().chain(["train.steps=2"]).collect();
-        done(&mut small(&broken, &half));
-        done(&mut resumed(&broken, &sets));
+        let (_folder, [straight, broken]) = scratch([place, "broken"]);
+        assert_resumes(&straight, &broken, &[&RL[..], &[&key], more].concat(), &["train.steps=2"]);
         let expected = results(&straight);
-        assert_eq!(results(&broken), expected, "{place}");
         if place == "loss" {
             // At the first step the reference is the model itself.
             assert_eq!(number(&expected[0], "actor/kl_loss"), 0.0);
@@ -51,10 +39,8 @@ fn a_run_held_to_a_reference_resumes_to_the_same_metrics() {
 
 /// Rewards of the groups that a step drew, by index of the prompt.
 fn drawn(run: &Path, step: u64) -> BTreeMap<u64, Vec<f64>> {
-    let text = std::fs::read_to_string(run.join(format!("trajectories/step-{step:06}.jsonl"))).unwrap();
     let mut groups: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
-    for line in text.lines() {
-        let row: Value = serde_json::from_str(line).unwrap();
+    for row in json_lines(run.join(format!("trajectories/step-{step:06}.jsonl"))) {
         groups.entry(row["prompt"].as_u64().unwrap()).or_default().push(number(&row, "reward"));
     }
     groups
@@ -62,8 +48,7 @@ fn drawn(run: &Path, step: u64) -> BTreeMap<u64, Vec<f64>> {
 
 #[test]
 fn groups_of_equal_rewards_are_drawn_anew_up_to_the_limit_and_counted() {
-    let folder = TempDir::new().unwrap();
-    let run = folder.path().join("run");
+    let (_folder, [run]) = scratch(["run"]);
     let (rounds_max, prompts) = (3, 2);
     let sampling = ["rollout.resample_rounds_max=3", "logging.trajectories_per_step=1000"];
     let sets: Vec<&str> = RL.into_iter().chain(sampling).chain(["train.steps=6"]).collect();
@@ -103,16 +88,10 @@ fn groups_of_equal_rewards_are_drawn_anew_up_to_the_limit_and_counted() {
 
 #[test]
 fn where_every_reward_is_equal_the_last_draw_is_kept() {
-    let folder = TempDir::new().unwrap();
-    let run = folder.path().join("run");
+    let (_folder, [run]) = scratch(["run"]);
     // Random weights answer nothing.
     let sets = ["rollout.resample_rounds_max=2", "train.steps=1", "eval.before_training=false"];
-    let sets: Vec<&str> = RL.into_iter().chain(sets).collect();
-    let mut command = super::train(&run, super::SMALL);
-    sets.iter().for_each(|set| {
-        command.args(["--set", set]);
-    });
-    done(&mut command);
+    done(train(&run, SMALL).sets(RL).sets(sets));
     let rows = rows(&run);
     let row = phase(&rows, "rl").next().unwrap();
     assert_eq!((number(row, "group/resample_rounds"), number(row, "group/discarded")), (2.0, 4.0));
@@ -122,32 +101,27 @@ fn where_every_reward_is_equal_the_last_draw_is_kept() {
 
 #[test]
 fn remax_draws_one_greedy_sample_a_prompt_and_trains_on_none() {
-    let folder = TempDir::new().unwrap();
-    let (run, plain) = (folder.path().join("run"), folder.path().join("plain"));
+    let (_folder, [run, plain]) = scratch(["run", "plain"]);
     let logged = "logging.trajectories_per_step=1000";
-    let sets: Vec<&str> = RL.into_iter().chain(["train.steps=2", logged]).collect();
+    let sets = [&RL[..], &["train.steps=2", logged]].concat();
     done(&mut small(&plain, &sets));
-    let remax: Vec<&str> = sets.iter().copied().chain(["policy.advantage=remax"]).collect();
-    done(&mut small(&run, &remax));
+    done(&mut small(&run, &[&sets[..], &["policy.advantage=remax"]].concat()));
     for row in phase(&rows(&run), "rl") {
         assert_eq!(number(row, "group/greedy_samples"), 2.0);
         assert!(number(row, "group/greedy_tokens") > 0.0 && number(row, "timing_s/gen_max") > 0.0);
-        let outcomes: f64 = row
-            .as_object()
-            .unwrap()
-            .iter()
-            .filter(|(key, _)| key.starts_with("outcome/"))
-            .map(|(_, v)| v.as_f64().unwrap())
-            .sum();
-        assert_eq!(outcomes, 8.0, "the greedy samples are not among them");
+        let outcomes = row.as_object().unwrap().keys().filter(|key| key.starts_with("outcome/"));
+        assert_eq!(
+            outcomes.map(|key| number(row, key)).sum::<f64>(),
+            8.0,
+            "the greedy samples are not among them"
+        );
         assert_eq!(drawn(&run, row["step"].as_u64().unwrap()).values().map(Vec::len).sum::<usize>(), 8);
     }
     // The first step samples what it would without a baseline.
     let first = |run: &Path| {
-        let rows = results(run);
-        let sampled = |key: &str| key.starts_with("critic/rewards") || key.starts_with("response_length");
-        let fields = rows[0].as_object().unwrap().iter().filter(|(key, _)| sampled(key));
-        fields.map(|(key, value)| (key.clone(), value.clone())).collect::<Map<_, _>>()
+        let mut row = results(run)[0].as_object().unwrap().clone();
+        row.retain(|key, _| key.starts_with("critic/rewards") || key.starts_with("response_length"));
+        row
     };
     assert_eq!(first(&run), first(&plain));
     assert_ne!(results(&run)[1], results(&plain)[1]);
@@ -157,17 +131,12 @@ fn remax_draws_one_greedy_sample_a_prompt_and_trains_on_none() {
 /// shows.
 #[test]
 fn mismatch_is_measured_on_the_whole_batch_however_many_updates_take_it() {
-    let folder = TempDir::new().unwrap();
-    let sampled = folder.path().join("sampled");
-    let model = format!("model.path={}", warm_model().display());
+    let (folder, [sampled]) = scratch(["sampled"]);
+    let model = model_path(warm_model());
     let mut command = rloss();
     command.arg("rollout").arg(quickstart()).arg("--out").arg(&sampled);
-    super::SMALL.iter().copied().chain([model.as_str()]).for_each(|set| {
-        command.args(["--set", set]);
-    });
-    done(&mut command);
-    let text = std::fs::read_to_string(sampled.join("trajectories/step-000001.jsonl")).unwrap();
-    let mut trajectories: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    done(command.sets(SMALL).sets([&model]));
+    let mut trajectories = json_lines(sampled.join("trajectories/step-000001.jsonl"));
     let tokens: usize = trajectories
         .iter()
         .map(|row| row["mask"].as_array().unwrap().iter().filter(|m| m.as_bool() == Some(true)).count())
@@ -177,22 +146,16 @@ fn mismatch_is_measured_on_the_whole_batch_however_many_updates_take_it() {
     trajectories[7]["logprobs"][start] = (log_prob - 0.5).into();
     let file = folder.path().join("bent.jsonl");
     let lines: Vec<String> = trajectories.iter().map(|row| format!("{row}\n")).collect();
-    std::fs::write(&file, lines.concat()).unwrap();
+    fs::write(&file, lines.concat()).unwrap();
     let data = format!("train.trajectories={}", file.display());
     let mismatch = |minibatches: usize| -> Map<String, Value> {
         let run = folder.path().join(minibatches.to_string());
         let count = format!("train.minibatches={minibatches}");
         let sets = [&data, &count, "policy.old_logprob=rollout", "train.steps=1", "eval.every_steps=0"];
-        done(&mut small(&run, &RL.into_iter().chain(sets).collect::<Vec<_>>()));
-        let row = results(&run).remove(0);
-        let about =
-            |key: &str| ["rollout_corr/", "mismatch/", "training/"].iter().any(|p| key.starts_with(p));
-        row.as_object()
-            .unwrap()
-            .iter()
-            .filter(|(k, _)| about(k))
-            .map(|(k, v)| (k.clone(), v.clone()))
-            .collect()
+        done(&mut small(&run, &[&RL[..], &sets].concat()));
+        let mut row = results(&run).remove(0).as_object().unwrap().clone();
+        row.retain(|key, _| ["rollout_corr/", "mismatch/", "training/"].iter().any(|p| key.starts_with(p)));
+        row
     };
     let whole = mismatch(1);
     assert_eq!(whole["mismatch/bit_equal_fraction"].as_f64(), Some((tokens - 1) as f64 / tokens as f64));

@@ -1,14 +1,11 @@
 //! A policy acts whole: weights and forward, as the arms leave them, in every command that samples or
 //! compares.
 
-use super::{done, output, quickstart, rloss, small, stderr, warm_model};
-use serde_json::Value;
-use std::path::Path;
-use tempfile::TempDir;
+use super::*;
 
 /// Tokens and log-probabilities of every trajectory in `file`, by prompt and sample.
 fn sampled(file: &Path) -> Vec<(Value, Value, Value, Value)> {
-    let text = std::fs::read_to_string(file).unwrap();
+    let text = text_of(file);
     let row = |line: &str| {
         let mut row: Value = serde_json::from_str(line).unwrap();
         (row["prompt"].take(), row["sample"].take(), row["tokens"].take(), row["logprobs"].take())
@@ -29,12 +26,10 @@ fn rollout_samples_what_training_samples_under_arms_that_round_weights() {
         done(&mut small(&run, &sets));
         let trained = sampled(&run.join("trajectories/step-000001.jsonl"));
         let out = folder.path().join(format!("{arm}-rollout"));
-        let model = format!("model.path={}", warm_model().display());
+        let model = model_path(warm_model());
         let mut command = rloss();
         command.arg("rollout").arg(quickstart()).arg("--out").arg(&out);
-        for set in [&model, arm, "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4"] {
-            command.args(["--set", set]);
-        }
+        command.sets([&model, arm, "rollout.prompts_per_step=2", "rollout.samples_per_prompt=4"]);
         done(&mut command);
         assert_eq!(sampled(&out.join("trajectories/step-000001.jsonl")), trained, "{arm}");
         seen.push(trained);
@@ -45,8 +40,7 @@ fn rollout_samples_what_training_samples_under_arms_that_round_weights() {
 /// `check-mismatch RUN --set model.path=…` once checked the run's own checkpoint instead.
 #[test]
 fn check_mismatch_of_a_run_takes_the_model_that_a_set_names() {
-    let folder = TempDir::new().unwrap();
-    let run = folder.path().join("run");
+    let (folder, [run]) = scratch(["run"]);
     done(&mut small(&run, &["cold_start.steps=0", "train.steps=1"]));
     let check = |set: Option<String>| {
         let mut command = rloss();
@@ -56,9 +50,9 @@ fn check_mismatch_of_a_run_takes_the_model_that_a_set_names() {
         }
         output(&mut command)
     };
-    assert_eq!(check(None).status.code(), Some(0));
+    assert_eq!(check(None).code, Some(0));
     let absent = folder.path().join("no such model");
-    let refused = check(Some(format!("model.path={}", absent.display())));
-    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
-    assert!(stderr(&refused).contains("no such model"), "{}", stderr(&refused));
+    let refused = check(Some(model_path(&absent)));
+    assert_eq!(refused.code, Some(2), "{}", refused.stderr);
+    assert!(refused.stderr.contains("no such model"), "{}", refused.stderr);
 }

@@ -1,28 +1,18 @@
 //! Bad input: one paragraph that names the place and the remedy, exit code 2, nothing written.
 
-use super::{baseline, copy_model, output, quickstart, resumed, rloss, small, stderr, train, warm_model};
-use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::process::Command;
-use tempfile::TempDir;
+use super::*;
 
 /// Runs what must be refused and expects each of `words` in its message.
 pub(super) fn refused(command: &mut Command, words: &[&str]) {
-    let output = output(command);
-    let text = stderr(&output);
-    assert_eq!(output.status.code(), Some(2), "{text}");
+    let text = super::refused(command, words);
     assert!(!text.contains("panicked"), "{text}");
     assert!(!text.trim().contains("\n\n"), "one paragraph: {text}");
     assert!(text.matches("error: ").count() == 1, "{text}");
-    for word in words {
-        assert!(text.contains(word), "{word:?} is not in: {text}");
-    }
 }
 
 #[test]
 fn broken_recipes() {
-    let folder = TempDir::new().unwrap();
-    let recipe = folder.path().join("broken.toml");
+    let (folder, [recipe]) = scratch(["broken.toml"]);
     let out = folder.path().join("run");
     for (text, words) in [
         ("[train]\nstep = 3\n", &["broken.toml:2", "train.step", "train.steps"][..]),
@@ -54,7 +44,7 @@ fn broken_recipes() {
         ("[interpreter]\nkind = \"cpython\"\npython = \"no-such-python\"\n", &["no-such-python"]),
         ("[train]\nsteps = 1\u{1b}[2J\n", &["broken.toml:2"]),
     ] {
-        std::fs::write(&recipe, text).unwrap();
+        fs::write(&recipe, text).unwrap();
         refused(rloss().arg("train").arg(&recipe).arg("--out").arg(&out), words);
         assert!(!out.exists(), "{text}");
     }
@@ -62,28 +52,24 @@ fn broken_recipes() {
 
 #[test]
 fn every_mistake_is_reported_at_once() {
-    let folder = TempDir::new().unwrap();
-    let recipe = folder.path().join("broken.toml");
-    std::fs::write(&recipe, "[train]\nstep = 3\nseed = -1\n[eval]\nsamples = 0\n").unwrap();
+    let (folder, [recipe]) = scratch(["broken.toml"]);
+    fs::write(&recipe, "[train]\nstep = 3\nseed = -1\n[eval]\nsamples = 0\n").unwrap();
     let words = ["broken.toml:2", "broken.toml:3", "broken.toml:5", "polciy"];
     refused(rloss().arg("train").arg(&recipe).args(["--set", "polciy.loss=ppo"]), &words);
     // Those of the recipe against the model and the task's data, too.
     let text = "[task]\nname = \"gsm8k\"\ntrain_file = \"broken.toml\"\nvalidation_file = \"broken.toml\"\n[train]\nfreeze = [\"nothing\"]\n";
-    std::fs::write(&recipe, text).unwrap();
+    fs::write(&recipe, text).unwrap();
     let words = ["2 mistakes:\n  ", "broken.toml: cannot read the rows", "broken.toml:6: train.freeze"];
     refused(rloss().current_dir(&folder).arg("train").arg(&recipe), &words);
 }
 
 #[test]
 fn broken_command_lines() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
+    let (folder, [out]) = scratch(["run"]);
     for (arguments, word) in
         [(&["trian"][..], "'train'"), (&[], "Usage"), (&["train"], "<RECIPE>"), (&["report"], "<RUNS>")]
     {
-        let output = output(rloss().args(arguments));
-        assert_eq!(output.status.code(), Some(2));
-        assert!(stderr(&output).contains(word), "{word:?} is not in: {}", stderr(&output));
+        super::refused(rloss().args(arguments), &[word]);
     }
     refused(rloss().args(["train", "nowhere.toml"]).arg("--out").arg(&out), &["nowhere.toml"]);
     refused(&mut train(&out, &["train.steps"]), &["train.steps", "key=value"]);
@@ -96,13 +82,13 @@ fn broken_command_lines() {
 /// A copy of the warm model, for damage.
 fn model_copy(folder: &Path) -> PathBuf {
     let copy = folder.join("model");
-    copy_model(&super::first_checkpoint(warm_model()), &copy);
+    copy_model(&first_checkpoint(warm_model()), &copy);
     copy
 }
 
 fn model_refused(folder: &Path, model: &Path, words: &[&str]) {
     let out = folder.join("run");
-    refused(&mut small(&out, &[&format!("model.path={}", model.display())]), words);
+    refused(&mut small(&out, &[&model_path(model)]), words);
     assert!(!out.exists());
 }
 
@@ -111,9 +97,9 @@ fn a_truncated_weights_file() {
     let folder = TempDir::new().unwrap();
     let model = model_copy(folder.path());
     let file = model.join("model.safetensors");
-    let bytes = std::fs::read(&file).unwrap();
+    let bytes = fs::read(&file).unwrap();
     for length in [bytes.len() - 1, bytes.len() / 2, 100, 4, 0] {
-        std::fs::write(&file, &bytes[..length]).unwrap();
+        fs::write(&file, &bytes[..length]).unwrap();
         model_refused(folder.path(), &model, &["model.safetensors"]);
     }
 }
@@ -123,7 +109,7 @@ fn a_config_that_contradicts_the_tensors() {
     let folder = TempDir::new().unwrap();
     let model = model_copy(folder.path());
     let file = model.join("config.json");
-    let original = std::fs::read_to_string(&file).unwrap();
+    let original = text_of(&file);
     for (key, value) in [
         ("hidden_size", 128),
         ("num_hidden_layers", 5),
@@ -138,11 +124,11 @@ fn a_config_that_contradicts_the_tensors() {
         if key == "num_hidden_layers" {
             config["layer_types"].as_array_mut().unwrap().push("sliding_attention".into());
         }
-        std::fs::write(&file, config.to_string()).unwrap();
+        fs::write(&file, config.to_string()).unwrap();
         model_refused(folder.path(), &model, &[&model.display().to_string()]);
     }
     for text in ["", "{", "[]", "{}"] {
-        std::fs::write(&file, text).unwrap();
+        fs::write(&file, text).unwrap();
         model_refused(folder.path(), &model, &["config.json"]);
     }
 }
@@ -152,36 +138,34 @@ fn a_tokenizer_without_harmony_tokens() {
     let folder = TempDir::new().unwrap();
     let model = model_copy(folder.path());
     let file = model.join("tokenizer.json");
-    let text = std::fs::read_to_string(&file).unwrap();
-    std::fs::write(&file, text.replace("<|call|>", "<|called|>")).unwrap();
+    let text = text_of(&file);
+    fs::write(&file, text.replace("<|call|>", "<|called|>")).unwrap();
     model_refused(folder.path(), &model, &["tokenizer.json", "<|call|>"]);
-    std::fs::write(&file, "{}").unwrap();
+    fs::write(&file, "{}").unwrap();
     model_refused(folder.path(), &model, &["tokenizer.json"]);
-    std::fs::remove_file(&file).unwrap();
+    fs::remove_file(&file).unwrap();
     model_refused(folder.path(), &model, &["tokenizer.json"]);
 }
 
 #[test]
 fn a_folder_without_a_model() {
-    let folder = TempDir::new().unwrap();
-    let empty = folder.path().join("empty");
-    std::fs::create_dir(&empty).unwrap();
+    let (folder, [empty]) = scratch(["empty"]);
+    fs::create_dir(&empty).unwrap();
     model_refused(folder.path(), &empty, &["empty", "config.json"]);
 }
 
 #[test]
 fn a_broken_row_of_data() {
-    let folder = TempDir::new().unwrap();
-    let (good, broken) = (folder.path().join("good.jsonl"), folder.path().join("broken.jsonl"));
+    let (folder, [good, broken]) = scratch(["good.jsonl", "broken.jsonl"]);
     let row = "{\"question\": \"How many legs have two cows?\", \"answer\": \"2 * 4 = 8\\n#### 8\"}\n";
-    std::fs::write(&good, row.repeat(20)).unwrap();
+    fs::write(&good, row.repeat(20)).unwrap();
     for bad in [
         "{\"question\": \"How many\n",
         "{\"question\": \"How many?\"}\n",
         "[1]\n",
         "{\"question\": \"a\", \"answer\": \"no mark\"}\n",
     ] {
-        std::fs::write(&broken, row.repeat(16) + bad + &row.repeat(3)).unwrap();
+        fs::write(&broken, row.repeat(16) + bad + &row.repeat(3)).unwrap();
         let out = folder.path().join("run");
         for (first, second) in [(&broken, &good), (&good, &broken)] {
             let files = [
@@ -201,20 +185,17 @@ fn a_broken_row_of_data() {
 
 #[test]
 fn a_run_that_exists_is_not_overwritten() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
-    std::fs::create_dir(&out).unwrap();
+    let (folder, [out]) = scratch(["run"]);
+    fs::create_dir(&out).unwrap();
     for name in ["recipe.toml", "metrics.jsonl"] {
-        std::fs::copy(baseline().join(name), out.join(name)).unwrap();
+        fs::copy(baseline().join(name), out.join(name)).unwrap();
     }
     refused(&mut small(&out, &[]), &["already contains a run", "--resume", "--out"]);
     refused(&mut resumed(&out, &["train.seed=7"]), &["train.seed", "recipe.toml"]);
-    refused(
-        &mut resumed(&out, &["rollout.temperature=0.5", "policy.clip_low=0.1"]),
-        &["rollout.temperature", "policy.clip_low"],
-    );
+    let words = ["rollout.temperature", "policy.clip_low"];
+    refused(&mut resumed(&out, &["rollout.temperature=0.5", "policy.clip_low=0.1"]), &words);
     for name in ["recipe.toml", "metrics.jsonl"] {
-        let bytes = |folder: &Path| std::fs::read(folder.join(name)).unwrap();
+        let bytes = |folder: &Path| fs::read(folder.join(name)).unwrap();
         assert_eq!(bytes(&out), bytes(baseline()), "{name}");
     }
     refused(&mut resumed(&folder.path().join("nothing"), &[]), &["no run to resume"]);
@@ -223,39 +204,34 @@ fn a_run_that_exists_is_not_overwritten() {
 
 #[test]
 fn a_folder_that_cannot_be_made() {
-    let folder = TempDir::new().unwrap();
-    let file = folder.path().join("file");
-    std::fs::write(&file, "text").unwrap();
+    let (_folder, [file]) = scratch(["file"]);
+    fs::write(&file, "text").unwrap();
     refused(&mut small(&file.join("run"), &[]), &["file/run", "--out"]);
     refused(&mut small(&file, &[]), &["file", "--out"]);
-    assert_eq!(std::fs::read_to_string(&file).unwrap(), "text");
+    assert_eq!(text_of(&file), "text");
 }
 
 #[test]
 fn a_damaged_checkpoint_names_itself() {
-    let folder = TempDir::new().unwrap();
-    let out = folder.path().join("run");
-    super::done(&mut small(&out, &["train.steps=2", "train.optimizer.schedule_steps=4"]));
+    let (_folder, [out]) = scratch(["run"]);
+    done(&mut small(&out, &["train.steps=2", "train.optimizer.schedule_steps=4"]));
     let checkpoint = out.join("checkpoints/step-000002");
     let tensors = checkpoint.join("trainer.safetensors");
-    let bytes = std::fs::read(&tensors).unwrap();
-    std::fs::write(&tensors, &bytes[..bytes.len() / 2]).unwrap();
+    let bytes = fs::read(&tensors).unwrap();
+    fs::write(&tensors, &bytes[..bytes.len() / 2]).unwrap();
     refused(&mut resumed(&out, &[]), &["step-000002/trainer.safetensors", "newest intact"]);
-    std::fs::write(checkpoint.join("trainer.json"), "{").unwrap();
+    fs::write(checkpoint.join("trainer.json"), "{").unwrap();
     refused(&mut resumed(&out, &[]), &["step-000002/trainer.json", "cold-start-000004"]);
     // The remedy works.
-    std::fs::remove_dir_all(&checkpoint).unwrap();
-    super::done(&mut resumed(&out, &[]));
-    super::assert_same_results(&out, baseline());
+    fs::remove_dir_all(&checkpoint).unwrap();
+    done(&mut resumed(&out, &[]));
+    assert_same_results(&out, baseline());
 }
 
 #[test]
 fn control_characters_in_an_error_are_shown_not_obeyed() {
-    let folder = TempDir::new().unwrap();
-    let recipe = folder.path().join("broken.toml");
-    std::fs::write(&recipe, "[train]\n\"\\u001b[2Jsteps\" = 3\n").unwrap();
-    let output = output(rloss().arg("train").arg(&recipe));
-    assert_eq!(output.status.code(), Some(2));
-    assert!(!output.stderr.contains(&0x1b), "{}", stderr(&output));
-    assert!(quickstart().exists());
+    let (_folder, [recipe]) = scratch(["broken.toml"]);
+    fs::write(&recipe, "[train]\n\"\\u001b[2Jsteps\" = 3\n").unwrap();
+    let text = super::refused(rloss().arg("train").arg(&recipe), &[]);
+    assert!(!text.contains('\u{1b}'), "{text}");
 }

@@ -1,14 +1,12 @@
 //! `rloss serve` as a client sees it, over bare HTTP; `scripts/serving.py check` has OpenAI's own client.
 
-use super::{quickstart, rloss};
-use serde_json::{Value, json};
-use std::io::{BufRead, BufReader, Read, Write};
+use super::*;
+use std::io::{Read, Write};
 use std::net::{Shutdown, TcpStream};
-use std::process::{Child, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 pub(super) struct Server {
-    child: Child,
+    child: KilledOnDrop,
     address: String,
 }
 
@@ -21,25 +19,24 @@ impl Server {
     fn start_with(arguments: &[&str], token: Option<&str>) -> Self {
         let mut command = rloss();
         command.arg("serve").arg(quickstart()).args(["--port", "0", "--set", "parallel.threads=2"]);
-        command.args(arguments).stderr(Stdio::piped());
+        command.args(arguments);
         if let Some(token) = token {
             command.env("RLOSS_SERVE_TOKEN", token);
         }
-        let mut child = command.spawn().unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let address = lines.find_map(|line| {
-            let line = line.unwrap();
-            Some(line.split_once("at http://")?.1.strip_suffix("/v1")?.to_owned())
-        });
-        // What it says later must find a reader.
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, address: address.expect("the server tells its address") }
+        let (child, address) = KilledOnDrop::server(&mut command, "at http://");
+        Self { child, address }
     }
 
     fn send(&self, text: &str) -> TcpStream {
         let mut stream = TcpStream::connect(&self.address).unwrap();
         stream.write_all(text.as_bytes()).unwrap();
         stream
+    }
+
+    /// Sends the body of a chat, whose answer is not awaited.
+    fn send_chat(&self, body: &str) -> TcpStream {
+        let (host, length) = (&self.address, body.len());
+        self.send(&format!("POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {length}\r\n\r\n{body}"))
     }
 
     /// Sends a request with these headers; returns status, body.
@@ -62,13 +59,6 @@ impl Server {
     fn signal(&self) {
         // SAFETY: a plain system call on a process that this test started.
         unsafe { libc::kill(self.child.id() as i32, libc::SIGTERM) };
-    }
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -131,11 +121,7 @@ fn a_stream_says_what_the_whole_answer_says() {
         let mut streamed = body.clone();
         streamed["stream"] = true.into();
         streamed["stream_options"] = json!({"include_usage": true});
-        let stream = server.send(&format!(
-            "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{streamed}",
-            server.address,
-            streamed.to_string().len()
-        ));
+        let stream = server.send_chat(&streamed.to_string());
         let (status, text) = receive(stream);
         assert_eq!(status, 200, "{text}");
         let events: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("data: ")).collect();
@@ -331,11 +317,7 @@ fn a_client_that_hangs_up_frees_its_samples() {
     let server = Server::start(&["--queue", "4"]);
     let body = chat(&json!({"n": 4, "stream": true})).to_string();
     for _ in 0..20 {
-        let stream = server.send(&format!(
-            "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{body}",
-            server.address,
-            body.len()
-        ));
+        let stream = server.send_chat(&body);
         drop(stream.shutdown(Shutdown::Both));
         // Half a request, and one that never ends.
         drop(server.send("POST / HTTP/1.1\r\nContent-Le"));
@@ -386,10 +368,7 @@ fn a_token_is_asked_for_where_one_is_set() {
         );
     }
     assert_eq!(server.ask("GET", "/health", "").0, 200);
-    let output = rloss().arg("serve").arg(quickstart()).args(["--address", "0.0.0.0"]).output().unwrap();
-    let text = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(2), "{text}");
-    assert!(text.contains("RLOSS_SERVE_TOKEN"), "{text}");
+    refused(rloss().arg("serve").arg(quickstart()).args(["--address", "0.0.0.0"]), &["RLOSS_SERVE_TOKEN"]);
 }
 
 /// A body was read and kept before anyone looked at the token and the host. Here only the head is sent.
@@ -450,7 +429,7 @@ fn bug_requests_that_rfc_9112_forbids_were_answered() {
 fn bug_small_objects_took_a_hundred_times_their_text() {
     let server = Server::start(&[]);
     let peak = || {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+        let status = text_of(format!("/proc/{}/status", server.child.id()));
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
         line.trim().strip_suffix(" kB").unwrap().parse::<u64>().unwrap() >> 10
     };
@@ -486,11 +465,7 @@ fn bug_the_memory_of_answers_had_no_limit() {
 fn sigterm_finishes_open_answers() {
     let mut server = Server::start(&[]);
     let body = chat(&json!({"n": 8, "stream": true})).to_string();
-    let stream = server.send(&format!(
-        "POST {CHAT} HTTP/1.1\r\nHost: {}\r\nContent-Length: {}\r\n\r\n{body}",
-        server.address,
-        body.len()
-    ));
+    let stream = server.send_chat(&body);
     let mut first = [0; 1];
     stream.peek(&mut first).unwrap();
     server.signal();

@@ -1,8 +1,8 @@
 //! Each field of a request is obeyed or refused: situations of public bug reports, and the page's table.
 
 use super::serve::{CHAT, Server, TEXT, chat};
-use serde_json::{Value, json};
-use std::path::Path;
+use super::*;
+use Right::{Choices, Refused, Same, Tokens};
 
 /// What must happen.
 enum Right {
@@ -15,8 +15,6 @@ enum Right {
     /// Status 400; the error names this field and has these words.
     Refused(&'static str, &'static str),
 }
-
-use Right::{Choices, Refused, Same, Tokens};
 
 fn text(more: &Value) -> Value {
     let mut body = json!({"model": "quickstart", "prompt": "1+1", "seed": 5});
@@ -196,8 +194,8 @@ fn the_likeliest_tokens_are_as_many_as_asked_for() {
 
 /// The rows of the page's table: fields, paths, rule.
 fn table() -> Vec<(Vec<String>, Vec<&'static str>, String)> {
-    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/SERVING.md");
-    let page = std::fs::read_to_string(page).unwrap();
+    let page = in_repository("docs/SERVING.md");
+    let page = text_of(page);
     let (_, section) = page.split_once("## Fields").unwrap();
     let lines = section.split("\n## ").next().unwrap().lines().filter(|line| line.starts_with("| `"));
     let row = |line: &str| {

@@ -1,15 +1,9 @@
 //! `rloss sft`: what it learns from, and that it is the SFT warm-up of `rloss train`.
 
-use super::{
-    conversations, copy_folder, done, output, phase, quickstart, results, rloss, rows, stderr, train,
-};
+use super::*;
 use rloss::chat::{ChatFormat, ConversationRenderer, SystemPromptSettings};
 use rloss::harmony::{Message, Role};
 use rloss::learner::examples::read_rows;
-use serde_json::{Value, json};
-use std::path::Path;
-use std::process::Command;
-use tempfile::TempDir;
 
 /// `rloss sft` of the quickstart's model on `data`, in bit-exact checkpoints.
 fn sft(data: &Path, out: &Path, arguments: &[&str]) -> Command {
@@ -20,35 +14,29 @@ fn sft(data: &Path, out: &Path, arguments: &[&str]) -> Command {
 }
 
 fn weights(checkpoint: &Path) -> Vec<u8> {
-    std::fs::read(checkpoint.join("model.safetensors")).unwrap()
+    fs::read(checkpoint.join("model.safetensors")).unwrap()
 }
 
 #[test]
 fn it_is_the_sft_warm_up_of_train() {
-    let folder = TempDir::new().unwrap();
-    let (data, out, same) =
-        (folder.path().join("rows.jsonl"), folder.path().join("sft"), folder.path().join("train"));
-    std::fs::write(&data, conversations()).unwrap();
+    let names = ["rows.jsonl", "sft", "train", "again", "model", "plain"];
+    let (_folder, [data, out, same, again, model, plain]) = scratch(names);
+    fs::write(&data, conversations()).unwrap();
     let data_text = data.to_str().unwrap();
     // 16 rows in batches of 3: 4 epochs take 22 steps, and an epoch 6.
     let options = ["--validation", data_text, "--epochs", "4", "--set", "cold_start.batch_size=3"];
     done(&mut sft(&data, &out, &[&options[..], &["--set", "cold_start.optimizer.lr=1e-3"]].concat()));
     let file = format!("cold_start.train_file={data_text}");
     let validation = format!("cold_start.validation_file={data_text}");
-    done(&mut train(
-        &same,
-        &[
-            &file,
-            &validation,
-            "cold_start.steps=22",
-            "cold_start.batch_size=3",
-            "cold_start.eval_every_steps=6",
-            "cold_start.optimizer.lr=1e-3",
-            "train.steps=0",
-            "parallel.threads=2",
-            "checkpoint.dtype=f32",
-        ],
-    ));
+    done(train(&same, &[&file, &validation]).sets([
+        "cold_start.steps=22",
+        "cold_start.batch_size=3",
+        "cold_start.eval_every_steps=6",
+        "cold_start.optimizer.lr=1e-3",
+        "train.steps=0",
+        "parallel.threads=2",
+        "checkpoint.dtype=f32",
+    ]));
     assert_eq!(results(&out), results(&same));
     let last = |run: &Path| run.join("checkpoints/cold-start-000022");
     assert_eq!(weights(&last(&out)), weights(&last(&same)));
@@ -59,46 +47,29 @@ fn it_is_the_sft_warm_up_of_train() {
     assert!(losses[4] < 0.7 * losses[0], "{losses:?}");
 
     // The result is a model from which the next run starts.
-    let again = folder.path().join("again");
-    done(rloss().arg("sft").arg(&out).arg("--data").arg(&data).arg("--out").arg(&again).args([
-        "--validation",
-        data_text,
-        "--set",
-        "cold_start.steps=1",
-    ]));
+    let more = ["--validation", data_text, "--set", "cold_start.steps=1"];
+    done(rloss().arg("sft").arg(&out).arg("--data").arg(&data).arg("--out").arg(&again).args(more));
     let first = rows(&again)[0]["cold_start/held_out_loss"].as_f64().unwrap();
     assert_eq!(Some(&first), losses.last());
 
     // Regression test: `rloss eval` sampled an unrelated task.
-    let (model, plain) = (folder.path().join("model"), folder.path().join("plain"));
     copy_folder(&last(&out), &model);
-    done(
-        rloss()
-            .arg("sft")
-            .arg(&model)
-            .arg("--data")
-            .arg(&data)
-            .arg("--out")
-            .arg(&plain)
-            .args(["--set", "cold_start.steps=1"]),
-    );
-    let refused = output(rloss().arg("eval").arg(&plain));
-    assert_eq!(refused.status.code(), Some(2), "{}", stderr(&refused));
-    assert!(stderr(&refused).contains("no task to evaluate; name one"), "{}", stderr(&refused));
+    let mut sft = rloss();
+    sft.arg("sft").arg(&model).arg("--data").arg(&data).arg("--out").arg(&plain);
+    done(sft.sets(["cold_start.steps=1"]));
+    refused(rloss().arg("eval").arg(&plain), &["no task to evaluate; name one"]);
     let sets = ["task.name=arithmetic_single", "chat.system_message=false", "eval.problems_max=1"];
-    done(rloss().arg("eval").arg(&plain).args(sets.iter().flat_map(|set| ["--set", set])));
+    done(rloss().arg("eval").arg(&plain).sets(sets));
 }
 
 /// SFT made the reference of the recipe's KL loss, and wrote it.
 #[test]
 fn bug_sft_had_the_reference_and_the_critic_of_a_later_rl() {
-    let folder = TempDir::new().unwrap();
-    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
-    std::fs::write(&data, conversations()).unwrap();
+    let (_folder, [data, out]) = scratch(["rows.jsonl", "sft"]);
+    fs::write(&data, conversations()).unwrap();
     let kl = "policy.kl.place=loss";
     let planned = |steps: &str| {
-        let check = done(rloss().args(["check", "quickstart_ppo", "--set", kl, "--set", steps]));
-        let text = String::from_utf8_lossy(&check.stdout).into_owned();
+        let text = done(rloss().args(["check", "quickstart_ppo", "--set", kl, "--set", steps])).stdout;
         (text.contains("resident  reference"), text.contains("resident  critic's weights"))
     };
     assert_eq!((planned("train.steps=1"), planned("train.steps=0")), ((true, true), (false, false)));
@@ -109,20 +80,17 @@ fn bug_sft_had_the_reference_and_the_critic_of_a_later_rl() {
 /// An epoch of 33 rows took three batches of 16.
 #[test]
 fn bug_a_last_batch_was_filled_with_most_of_another_epoch() {
-    let folder = TempDir::new().unwrap();
-    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
+    let (_folder, [data, out]) = scratch(["rows.jsonl", "sft"]);
     let rows: String = conversations().lines().cycle().take(33).map(|row| format!("{row}\n")).collect();
-    std::fs::write(&data, rows).unwrap();
+    fs::write(&data, rows).unwrap();
     done(&mut sft(&data, &out, &["--epochs", "1"]));
-    let recipe = std::fs::read_to_string(out.join("recipe.toml")).unwrap();
-    assert!(recipe.contains("\nbatch_size = 11\n") && recipe.contains("\nsteps = 3\n"), "{recipe}");
+    assert_has(&text_of(out.join("recipe.toml")), &["\nbatch_size = 11\n", "\nsteps = 3\n"]);
 }
 
 #[test]
 fn an_adapter_is_what_learns() {
-    let folder = TempDir::new().unwrap();
-    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
-    std::fs::write(&data, conversations()).unwrap();
+    let (_folder, [data, out]) = scratch(["rows.jsonl", "sft"]);
+    fs::write(&data, conversations()).unwrap();
     done(&mut sft(&data, &out, &["--epochs", "1", "--set", "adapter.rank=2"]));
     let checkpoint = out.join("checkpoints/cold-start-000001");
     assert!(checkpoint.join("adapter_model.safetensors").is_file());
@@ -183,9 +151,8 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
             ..SystemPromptSettings::default()
         };
         let text = |row: Value| {
-            let folder = TempDir::new().unwrap();
-            let file = folder.path().join("rows.jsonl");
-            std::fs::write(&file, row.to_string()).unwrap();
+            let (_folder, [file]) = scratch(["rows.jsonl"]);
+            fs::write(&file, row.to_string()).unwrap();
             let renderer = ConversationRenderer {
                 chat: &chat,
                 system_prompt,
@@ -218,30 +185,27 @@ fn a_row_without_a_system_message_gets_that_of_the_recipe() {
 /// The default of `chat.system_message` became false for a vocabulary of bytes, and a resume refused it.
 #[test]
 fn a_run_on_a_model_of_bytes_resumes_with_its_recipe() {
-    let folder = TempDir::new().unwrap();
-    let (model, recipe) = (folder.path().join("model"), folder.path().join("a.toml"));
-    copy_folder(&super::first_checkpoint(super::warm_model()), &model);
+    let (folder, [model, recipe]) = scratch(["model", "a.toml"]);
+    copy_folder(&first_checkpoint(warm_model()), &model);
     let text = format!(
         "[model]\npath = {model:?}\n[task]\nname = \"arithmetic_single\"\n[rollout]\nturns_max = 1\nprompts_per_step = 2\n\
          samples_per_prompt = 2\nresponse_tokens_max = 8\n[train]\nsteps = 1\n[eval]\nevery_steps = 0\nbefore_training = false\n"
     );
-    std::fs::write(&recipe, text).unwrap();
+    fs::write(&recipe, text).unwrap();
     let run = |more: &[&str]| {
         let mut command = rloss();
         command.current_dir(&folder).args(["train", "a.toml", "--out", "run"]).args(more);
         done(&mut command);
     };
     run(&[]);
-    let stored = std::fs::read_to_string(folder.path().join("run/recipe.toml")).unwrap();
-    assert!(stored.contains("system_message = false"), "{stored}");
+    assert_has(&text_of(folder.path().join("run/recipe.toml")), &["system_message = false"]);
     run(&["--resume", "--set", "train.steps=2"]);
 }
 
 #[test]
 fn all_validation_rows_are_measured() {
-    let folder = TempDir::new().unwrap();
-    let (data, held_out) = (folder.path().join("rows.jsonl"), folder.path().join("held_out.jsonl"));
-    std::fs::write(&data, conversations()).unwrap();
+    let (folder, [data, held_out]) = scratch(["rows.jsonl", "held_out.jsonl"]);
+    fs::write(&data, conversations()).unwrap();
     let rows = conversations();
     let first = rows.lines().next().unwrap();
     let last =
@@ -249,7 +213,7 @@ fn all_validation_rows_are_measured() {
     let losses = [256, 300].map(|count| {
         let all: Vec<String> =
             (0..count).map(|i| if i < 256 { first.to_owned() } else { last.to_string() }).collect();
-        std::fs::write(&held_out, all.join("\n")).unwrap();
+        fs::write(&held_out, all.join("\n")).unwrap();
         let out = folder.path().join(count.to_string());
         let file = held_out.to_str().unwrap();
         done(&mut sft(&data, &out, &["--epochs", "1", "--validation", file]));
@@ -262,8 +226,7 @@ fn all_validation_rows_are_measured() {
 
 #[test]
 fn mistakes_are_named_before_any_work() {
-    let folder = TempDir::new().unwrap();
-    let (data, out) = (folder.path().join("rows.jsonl"), folder.path().join("sft"));
+    let (folder, [data, out]) = scratch(["rows.jsonl", "sft"]);
     let user = json!({"role": "user", "content": "1+1"});
     let answer = |weight: Value| json!({"role": "assistant", "content": "2", "weight": weight});
     let cases = [
@@ -286,18 +249,12 @@ fn mistakes_are_named_before_any_work() {
     ];
     let good = json!({"messages": [user, answer(json!(1))]});
     for (row, reason) in cases {
-        std::fs::write(&data, format!("{good}\n{row}\n")).unwrap();
-        let refused = output(&mut sft(&data, &out, &[]));
-        let text = stderr(&refused);
-        assert_eq!(refused.status.code(), Some(2), "{text}");
-        assert!(text.contains("rows.jsonl: row 2: ") && text.contains(reason), "{text}");
+        fs::write(&data, format!("{good}\n{row}\n")).unwrap();
+        refused(&mut sft(&data, &out, &[]), &["rows.jsonl: row 2: ", reason]);
         assert!(!out.exists());
     }
-    std::fs::write(&data, format!("{good}\n")).unwrap();
-    let both = output(&mut sft(&data, &out, &["--epochs", "2", "--set", "cold_start.steps=3"]));
-    assert_eq!(both.status.code(), Some(2));
-    assert!(stderr(&both).contains("--epochs and cold_start.steps"), "{}", stderr(&both));
-    let none = output(&mut sft(&folder.path().join("none.jsonl"), &out, &[]));
-    assert_eq!(none.status.code(), Some(2));
-    assert!(stderr(&none).contains("none.jsonl"), "{}", stderr(&none));
+    fs::write(&data, format!("{good}\n")).unwrap();
+    let both = ["--epochs", "2", "--set", "cold_start.steps=3"];
+    refused(&mut sft(&data, &out, &both), &["--epochs and cold_start.steps"]);
+    refused(&mut sft(&folder.path().join("none.jsonl"), &out, &[]), &["none.jsonl"]);
 }

@@ -3,25 +3,22 @@
 
 mod recorded;
 
-use super::{done, quickstart, rloss, small, warm_model};
+use super::*;
 use prost::Message;
 use rloss::tinker::wire::{
     Chunk, Datum, EncodedText, F32, ForwardBackwardOutput, ForwardBackwardRequest, I64, SampleResponse,
     Tensor,
 };
 use rloss::trajectory::TrajectoryRow;
-use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::net::TcpStream;
-use std::path::Path;
-use std::process::{Child, Stdio};
-use tempfile::TempDir;
 
 const NAME: &str = "tiny";
 
 struct Server {
-    child: Child,
+    /// `None` for another client of a server.
+    _child: Option<KilledOnDrop>,
     address: String,
     key: &'static str,
 }
@@ -39,12 +36,8 @@ impl Server {
         let mut command = rloss();
         command.arg("serve").arg(model).args(["--port", "0", "--set", "parallel.threads=2"]);
         command.args(["--name", NAME, "--train", "--store"]).arg(store).args(arguments);
-        let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let address = lines
-            .find_map(|line| Some(line.unwrap().split_once("at http://")?.1.strip_suffix("/v1")?.to_owned()));
-        std::thread::spawn(move || lines.for_each(drop));
-        Self { child, address: address.expect("the server tells its address"), key: "tml-a" }
+        let (child, address) = KilledOnDrop::server(&mut command, "at http://");
+        Self { _child: Some(child), address, key: "tml-a" }
     }
 
     fn ask(&self, method: &str, path: &str, body: &[u8]) -> Answer {
@@ -104,22 +97,20 @@ impl Server {
     }
 
     fn model(&self, session: &str, number: u64, seed: Option<u64>) -> Model<'_> {
-        let request = self.ok("create_model", &create(session, number, seed));
-        let created = self.fetch_json(&request);
-        Model { server: self, id: created["model_id"].as_str().expect("a model").to_owned(), next: 1 }
+        self.model_of("create_model", &create(session, number, seed))
+    }
+
+    /// The model that the request `body` makes.
+    fn model_of(&self, path: &str, body: &Value) -> Model<'_> {
+        let created = self.fetch_json(&self.ok(path, body));
+        let id = created["model_id"].as_str().unwrap_or_else(|| panic!("no model: {created}"));
+        Model { server: self, id: id.to_owned(), next: 1 }
     }
 }
 
 fn create(session: &str, number: u64, seed: Option<u64>) -> Value {
     let lora = json!({"rank": 4, "seed": seed});
     json!({"session_id": session, "model_seq_id": number, "base_model": NAME, "lora_config": lora})
-}
-
-impl Drop for Server {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
 }
 
 /// A model, as its only client sees it.
@@ -287,10 +278,8 @@ fn a_refused_load_is_a_failed_result_and_the_next_request_is_answered() {
     let saved = model.next("save_weights", json!({"path": "x"}))["path"].clone();
     let mut body = create(&server.session(), 0, None);
     body["lora_config"]["rank"] = json!(2);
-    let created = server.fetch_json(&server.ok("create_model", &body));
-    let id = created["model_id"].as_str().unwrap().to_owned();
-    let result = Model { server: &server, id, next: 1 }
-        .next("load_weights", json!({"path": saved, "optimizer": false}));
+    let mut other = server.model_of("create_model", &body);
+    let result = other.next("load_weights", json!({"path": saved, "optimizer": false}));
     assert!(
         result["error"].as_str().is_some_and(|text| text.contains("has rank 4, and this model 2")),
         "{result}"
@@ -303,11 +292,7 @@ fn the_remedy_of_a_plan_that_does_not_fit_fits() {
     let store = TempDir::new().unwrap();
     let sets = ["--set", "train.micro_batch_tokens=16777216"];
     let train = ["--port", "0", "--train", "--store"];
-    let mut refused = rloss();
-    refused.arg("serve").arg(quickstart()).args(train).arg(store.path()).args(sets);
-    let refused = refused.output().unwrap();
-    let text = String::from_utf8(refused.stderr).unwrap();
-    assert_eq!(refused.status.code(), Some(2), "{text}");
+    let text = refused(rloss().arg("serve").arg(quickstart()).args(train).arg(store.path()).args(sets), &[]);
     let remedy = text.split("; add ").last().unwrap().trim().to_owned();
     assert!(remedy.starts_with("--set train.micro_batch_tokens="), "{text}");
     let added: Vec<&str> = sets.into_iter().chain(remedy.split(' ')).collect();
@@ -344,7 +329,7 @@ fn what_was_answered_loads_after_a_kill_and_goes_on_bit_for_bit() {
     // The kill left a half-written folder.
     let half =
         store.path().join(saved.split('/').nth(2).unwrap().replace(':', "-")).join("weights/.x.partial");
-    std::fs::create_dir_all(&half).unwrap();
+    fs::create_dir_all(&half).unwrap();
     let server = Server::start(store.path(), &[]);
     assert!(!half.exists());
     let session = server.session();
@@ -362,22 +347,17 @@ fn what_was_answered_loads_after_a_kill_and_goes_on_bit_for_bit() {
     assert_eq!(third.pass(data(), "cross_entropy", true).metrics["loss:sum"], expected[0]);
     let info = server.ok("weights_info", &json!({"tinker_path": saved}));
     assert_eq!((info["lora_rank"].clone(), info["base_model"].clone()), (json!(4), json!(NAME)));
-    let other = Server {
-        key: "tml-b",
-        child: rloss().arg("--version").spawn().unwrap(),
-        address: server.address.clone(),
-    };
+    let other = Server { key: "tml-b", _child: None, address: server.address.clone() };
     assert!(other.refused("weights_info", &json!({"tinker_path": saved}), 404).contains("in this store"));
     let run = saved.split('/').nth(2).unwrap();
     // The report and the export read the store.
     let folder = store.path().join(run.replace(':', "-"));
     done(rloss().arg("report").arg(&folder));
-    let page = std::fs::read_to_string(folder.join("report.html")).unwrap();
+    let page = text_of(folder.join("report.html"));
     assert!(page.contains("Loss of a client"));
     let out = store.path().join("peft");
     done(rloss().args(["export", &saved, "--store"]).arg(store.path()).arg("--out").arg(&out));
-    let config: Value =
-        serde_json::from_slice(&std::fs::read(out.join("adapter_config.json")).unwrap()).unwrap();
+    let config: Value = serde_json::from_slice(&fs::read(out.join("adapter_config.json")).unwrap()).unwrap();
     assert_eq!((config["r"].clone(), config["lora_alpha"].as_f64()), (json!(4), Some(32.0)));
     let whole = store.path().join("whole");
     done(
@@ -451,11 +431,7 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
     let last = ForwardBackwardOutput::decode(&server.fetch(&ahead[999]).2[..]).unwrap();
     assert!(last.metrics["loss:sum"] > 0.0);
     // Another key sees nothing of it.
-    let other = Server {
-        key: "tml-b",
-        child: rloss().arg("--version").spawn().unwrap(),
-        address: server.address.clone(),
-    };
+    let other = Server { key: "tml-b", _child: None, address: server.address.clone() };
     other.refused("get_info", &json!({"model_id": model.id}), 404);
     other.refused("retrieve_future", &json!({"request_id": request["request_id"]}), 404);
     assert!(other.refused("create_model", &create(&session, 1, None), 404).contains("session"));
@@ -492,8 +468,7 @@ fn hostile_clients_get_a_clear_error_each_and_leave_the_server_as_it_was() {
 
 #[test]
 fn a_grpo_step_of_a_run_and_of_a_client_are_the_same_weights() {
-    let folder = TempDir::new().unwrap();
-    let (run, store) = (folder.path().join("run"), folder.path().join("store"));
+    let (_folder, [run, store]) = scratch(["run", "store"]);
     let sets = [
         "cold_start.steps=0",
         "adapter.rank=3",
@@ -516,7 +491,7 @@ fn a_grpo_step_of_a_run_and_of_a_client_are_the_same_weights() {
         "logging.trajectories_per_step=64",
     ];
     done(&mut small(&run, &sets));
-    let text = std::fs::read(run.join("trajectories/step-000001.jsonl")).unwrap();
+    let text = fs::read(run.join("trajectories/step-000001.jsonl")).unwrap();
     let rows: Vec<TrajectoryRow> = text
         .split(|byte| *byte == b'\n')
         .filter(|line| !line.is_empty())
@@ -537,24 +512,22 @@ fn a_grpo_step_of_a_run_and_of_a_client_are_the_same_weights() {
     };
     assert!(rows.iter().any(|row| row.token_stats.as_ref().unwrap().advantages.iter().any(|a| *a > 0.0)));
     let checkpoints = warm_model().join("checkpoints");
-    let base = std::fs::read_dir(checkpoints).unwrap().next().unwrap().unwrap().path();
+    let base = fs::read_dir(checkpoints).unwrap().next().unwrap().unwrap().path();
     let server = Server::of(&base, &store, &["--set", "train.micro_batch_tokens=768"]);
-    let expected = std::fs::read(run.join("checkpoints/step-000001/adapter_model.safetensors")).unwrap();
+    let expected = fs::read(run.join("checkpoints/step-000001/adapter_model.safetensors")).unwrap();
     for (number, loss) in [(0, "ppo"), (1, "importance_sampling")] {
         let session = server.session();
         let lora = json!({"rank": 3, "seed": 5});
         let body =
             json!({"session_id": session, "model_seq_id": number, "base_model": NAME, "lora_config": lora});
-        let created = server.fetch_json(&server.ok("create_model", &body));
-        let id = created["model_id"].as_str().unwrap().to_owned();
-        let mut model = Model { server: &server, id, next: 1 };
+        let mut model = server.model_of("create_model", &body);
         model.pass(data(), loss, false);
         let mut step = step_body(1e-2);
         step["adam_params"]["eps"] = json!(1e-8);
         model.next("optim_step", step);
         let saved = model.next("save_weights", json!({"path": "one"}))["path"].as_str().unwrap().to_owned();
         let run = saved.split('/').nth(2).unwrap().replace(':', "-");
-        let found = std::fs::read(store.join(run).join("weights/one/adapter_model.safetensors")).unwrap();
+        let found = fs::read(store.join(run).join("weights/one/adapter_model.safetensors")).unwrap();
         assert_eq!(found.len(), expected.len());
         assert!(found == expected, "{loss}: the weights differ");
     }

@@ -1,8 +1,7 @@
 //! Messages from files and settings, header fields, the training mask.
 
-use super::embedded;
+use super::*;
 use rloss::error::BadInput;
-use rloss::harmony::*;
 use serde_json::{Value, json};
 
 #[test]

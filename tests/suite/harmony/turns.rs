@@ -1,9 +1,8 @@
 //! Sampled turns: well formed, malformed, random.
 
-use super::{embedded, encode_with_special, parse, parse_completion};
+use super::*;
 use rand::Rng;
 use rand::seq::IndexedRandom;
-use rloss::harmony::*;
 use rloss::random::{Purpose, stream};
 
 /// A turn written with special tokens spelled out.

@@ -1,10 +1,8 @@
 //! Vectors, our own and outside ones: every text, rendering and parse of the Harmony data, token by token.
 
 use super::vocabulary::forgeries;
-use super::{encode_with_special, o200k, parse, parse_completion, vocabularies};
-use crate::data;
+use super::*;
 use rand::Rng;
-use rloss::harmony::*;
 use rloss::random::{Purpose, stream};
 use serde_json::{Value, json};
 

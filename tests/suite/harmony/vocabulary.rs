@@ -1,9 +1,8 @@
 //! The embedded vocabulary, text that tries to forge control tokens, and tokenizers that must be refused.
 
-use super::embedded;
+use super::*;
 use rand::Rng;
 use rloss::error::BadInput;
-use rloss::harmony::*;
 use rloss::random::{Purpose, stream};
 use serde_json::{Value, json};
 
@@ -103,10 +102,8 @@ fn unusable_tokenizers_are_refused() {
         parts.iter().for_each(|part| assert!(text.contains(part), "{text}"));
     };
     let without_added = edited(|json| json["added_tokens"].as_array_mut().unwrap().retain(|t| t["id"] == 4));
-    refused(
-        without_added,
-        &["model/tokenizer.json", "<|start|>, <|message|>, <|channel|>, <|call|>, <|return|>;"],
-    );
+    let words = ["model/tokenizer.json", "<|start|>, <|message|>, <|channel|>, <|call|>, <|return|>;"];
+    refused(without_added, &words);
     let without_byte = edited(|json| {
         json["model"]["vocab"].as_object_mut().unwrap().remove("!");
     });

@@ -3,12 +3,13 @@
 //! Each attack runs in a process of its own, once free (the control, which must succeed) and once confined
 //! in each way (which must fail). The exit codes tell a denial from a set-up that went wrong.
 
-use super::{call, embedded, in_own_process, own_process, settings};
+use super::*;
+use Control::{Depends, Succeeds};
+use rloss::interpreter::CPython;
 use rloss::interpreter::sandbox::{self, AllowedFiles};
-use rloss::interpreter::{CPython, EmbeddedInterpreter, Interpreter, InterpreterSettings};
 use std::ffi::CString;
 use std::path::Path;
-use std::process::{Child, Command};
+use std::process::Child;
 
 const DENIED: i32 = 40;
 const SUCCEEDED: i32 = 41;
@@ -35,7 +36,6 @@ enum Control {
     /// Only with a kernel that offers the call, or as root: said when it does not succeed.
     Depends,
 }
-use Control::{Depends, Succeeds};
 
 /// A raw system call; true when the kernel carried it out.
 macro_rules! call {

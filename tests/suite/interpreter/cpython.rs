@@ -1,13 +1,7 @@
 //! The machine's own Python: what the model reads, limits, hostile code, and processes that die.
 
-use super::{alive, call, children, expect, in_own_process, own_process, settings};
-use crate::skips;
-use rloss::interpreter::{CPython, Interpreter, InterpreterSettings, InterpreterState, SessionId};
-use rloss::trajectory::CallOutcome::*;
-use std::path::PathBuf;
-use std::process::Command;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Instant;
+use super::*;
+use rloss::interpreter::CPython;
 
 /// The Python to test: `RLOSS_TEST_PYTHON`, or `python3`.
 pub fn program() -> PathBuf {
@@ -17,7 +11,7 @@ pub fn program() -> PathBuf {
 /// Whether there is one; noted where there is none.
 pub fn there() -> bool {
     if std::env::var_os("RLOSS_TEST_PYTHON").is_none() {
-        return skips::python3();
+        return skips::python3().is_some();
     }
     let there = Command::new(program()).arg("--version").output().is_ok();
     assert!(there, "RLOSS_TEST_PYTHON is set, but cannot be run");
@@ -248,40 +242,22 @@ fn hungry_and_endless_code_is_stopped_and_counted() {
 fn odd_code_gets_an_answer() {
     // A million calls deep is seconds of work.
     let python = cpython_or_skip!(|s| (s.time_limit_s, s.wall_clock_s) = (60.0, 240.0));
-    let nested = |open: &str, close: &str, n: usize| format!("{}1{}", open.repeat(n), close.repeat(n));
-    for (code, outcome) in [
-        (nested("[", "]", 100_000), Raised),
-        (nested("(", ")", 100_000), Raised),
-        (nested("-", "", 100_000), Raised),
-        (nested("lambda: ", "", 100_000), Raised),
-        ("x = []\nfor i in range(100000): x = [x]\nx".to_string(), Raised),
-        ("x = []\nx.append(x)\nx".to_string(), Answered),
-        ("'\\ud800'".to_string(), Answered),
-        ("print('\\ud800')".to_string(), Answered),
-        ("raise ValueError('\\ud800')".to_string(), Raised),
-        ("import os\nos.write(1, b'\\xff\\xfe')".to_string(), Answered),
-        ("print('a\\0b')".to_string(), Answered),
-        ("x = 1\0".to_string(), Raised),
-        ("\u{feff}1\r\n2\u{2028}3".to_string(), Raised),
-        ("😀".to_string(), Raised),
-        ("'''".to_string(), Raised),
-        ("import sys\nsys.exit(3)".to_string(), Raised),
-        ("raise SystemExit".to_string(), Answered),
-        ("raise KeyboardInterrupt".to_string(), Raised),
-        ("raise BaseExceptionGroup('g', [ValueError(1)])".to_string(), Raised),
-        ("class E(Exception):\n  def __str__(self): raise self\nraise E".to_string(), Raised),
-        ("class R:\n  def __repr__(self): return 1\nR()".to_string(), Raised),
-        ("input()".to_string(), Raised),
-        ("await f()".to_string(), Raised),
-        ("yield 1".to_string(), Raised),
-        ("import sys\nsys.stdout = None\nsys.stderr = None\n1".to_string(), Answered),
-        ("import sys\nsys.setrecursionlimit(10**6)\ndef f(): return f()\nf()".to_string(), Raised),
-    ] {
-        let reply = call(&python, &code);
-        let code: String = code.chars().take(60).collect();
-        assert_eq!(reply.outcome, outcome, "{code:?}: {}", reply.text);
-        expect(&python, "1 + 1", Answered, "2");
-    }
+    expect_odd(
+        &python,
+        &[
+            ("x = []\nfor i in range(100000): x = [x]\nx", Raised),
+            ("raise ValueError('\\ud800')", Raised),
+            ("import os\nos.write(1, b'\\xff\\xfe')", Answered),
+            ("raise SystemExit", Answered),
+            ("raise KeyboardInterrupt", Raised),
+            ("raise BaseExceptionGroup('g', [ValueError(1)])", Raised),
+            ("class E(Exception):\n  def __str__(self): raise self\nraise E", Raised),
+            ("class R:\n  def __repr__(self): return 1\nR()", Raised),
+            ("input()", Raised),
+            ("import sys\nsys.stdout = None\nsys.stderr = None\n1", Answered),
+            ("import sys\nsys.setrecursionlimit(10**6)\ndef f(): return f()\nf()", Raised),
+        ],
+    );
 }
 
 #[test]
@@ -361,11 +337,7 @@ fn processes_die_are_replaced_and_leave_nothing_behind() {
     if !there() {
         return;
     }
-    let output = own_process("cpython::alone_processes_come_and_go", "").output().unwrap();
-    let text = String::from_utf8_lossy(&output.stdout) + String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success() && text.contains("1 passed"), "{text}");
-    text.lines().filter(|line| line.contains("calls/s")).for_each(|line| eprintln!("{line}"));
-    text.lines().filter_map(|line| line.strip_prefix("skipped: ")).for_each(|reason| skips::note(reason, ""));
+    run_alone("cpython::alone_processes_come_and_go");
 }
 
 #[test]
@@ -412,14 +384,7 @@ fn alone_processes_come_and_go() {
     assert_eq!(snippets().len(), 0, "no process outlives its call");
 
     for id in servers() {
-        // The servers hide from other processes of their own user; only root may look.
-        let Ok(entries) = std::fs::read_dir(format!("/proc/{id}/fd")) else {
-            println!("skipped: the processes' descriptors can be seen by root alone (run the tests as root)");
-            continue;
-        };
-        let links: Vec<String> = entries
-            .map(|entry| std::fs::read_link(entry.unwrap().path()).unwrap().to_string_lossy().into_owned())
-            .collect();
+        let Some(links) = descriptors_of(id) else { continue };
         let count = |kind: &str| links.iter().filter(|link| link.starts_with(kind)).count();
         assert_eq!(
             (count("/dev/null"), count("pipe:"), count("socket:"), links.len()),
@@ -456,26 +421,6 @@ fn alone_processes_come_and_go() {
     assert!(ids.iter().all(|&id| !alive(id)), "dropping the pool kills its servers");
     assert_eq!(children(own_id).len(), 0, "{:?}", children(own_id));
     assert_eq!(descriptors(), before, "no descriptor leaks");
-}
-
-/// 1000 calls from four threads, each answered right.
-fn calls_per_second(python: &CPython) -> f64 {
-    let start = Instant::now();
-    let answered = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for thread in 0..4u64 {
-            let answered = &answered;
-            scope.spawn(move || {
-                for i in 0..250 {
-                    let reply = python.call(SessionId(thread), &format!("{thread} * 1000 + {i}"));
-                    assert_eq!(reply.text, format!("{}", thread * 1000 + i));
-                    answered.fetch_add(1, Ordering::Relaxed);
-                }
-            });
-        }
-    });
-    assert_eq!(answered.into_inner(), 1000);
-    1000.0 / start.elapsed().as_secs_f64()
 }
 
 /// A parent that is killed takes its servers and their snippets along.

@@ -5,13 +5,8 @@
 //! a snippet (which must be denied). A verdict of its own tells a denial from a set-up that went wrong.
 
 use super::attacks::victim;
-use super::call;
-use super::{cpython, own_process};
-use crate::skips;
-use rloss::interpreter::{CPython, InterpreterState, SessionId};
-use rloss::trajectory::CallOutcome::*;
-use std::path::PathBuf;
-use std::process::Command;
+use super::*;
+use rloss::interpreter::CPython;
 
 /// Leaves `DENIED`, `SUCCEEDED` or `SETUP FAILED` as the last line.
 const FRAME: &str = "
@@ -240,8 +235,7 @@ fn a_preloaded_library_opens_no_folder() {
     if !cpython::there() {
         return;
     }
-    let folder = tempfile::tempdir().unwrap();
-    let (source, library) = (folder.path().join("x.c"), folder.path().join("x.so"));
+    let (folder, [source, library]) = scratch(["x.c", "x.so"]);
     std::fs::write(&source, "int nothing_at_all;").unwrap();
     let built = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status();
     if !built.is_ok_and(|status| status.success()) {

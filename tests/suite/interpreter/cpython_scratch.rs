@@ -1,8 +1,7 @@
 //! A scratch folder for the machine's Python: how much can be written, who sees it, and for how long.
 
-use super::{call, cpython};
-use rloss::interpreter::{CPython, Interpreter, InterpreterState, SessionId};
-use rloss::trajectory::CallOutcome::*;
+use super::*;
+use rloss::interpreter::CPython;
 use std::path::Path;
 
 /// Workers with 4 MiB of scratch; `None` where there is no Python to test with, or no namespace for a

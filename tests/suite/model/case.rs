@@ -2,6 +2,7 @@
 //!
 //! `scripts/make_fixtures.py` says what such a folder holds.
 
+use crate::cli::text_of;
 use crate::tiny::load;
 use crate::tiny::{self, Gradients, Learned, learned, values as floats};
 use candle_core::Tensor;
@@ -170,7 +171,7 @@ impl Case {
         parameters: Parameters,
         adapters: HashMap<&'static str, HashMap<String, Vec<f32>>>,
     ) -> Self {
-        let text = std::fs::read_to_string(folder.join("rows.json")).unwrap();
+        let text = text_of(folder.join("rows.json"));
         let context = config.max_position_embeddings;
         Self {
             model: Model::new(config, context),

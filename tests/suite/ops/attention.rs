@@ -1,10 +1,8 @@
 //! Attention with sinks against a plain f64 attention and its central differences.
 
-use super::{check, floats, gradients, input, tensors};
-use candle_core::{Tensor, Var};
+use super::*;
 use rloss::ops::SequenceRows;
 use rloss::ops::sink_attention::{Attention, sink_attention};
-use std::sync::Arc;
 
 pub(super) struct Case {
     pub(super) attention: Attention,

@@ -2,8 +2,7 @@
 //! number of threads walk the same chunks.
 
 use super::attention::Case;
-use super::{assert_close, check_some, floats, gradients, noise, tensors};
-use candle_core::{Device, Tensor, Var};
+use super::*;
 use rloss::ops::cpu::should_parallelize;
 use rloss::ops::kv_cache::KvBlocks;
 use rloss::ops::math::{exp, max_lanes, sum_lanes};

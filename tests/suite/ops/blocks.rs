@@ -1,12 +1,12 @@
 //! Matrices of GGUF blocks: every product and lookup by packed blocks has the bits of the decoded matrix.
 
+use super::*;
 use rand::rngs::SmallRng;
-use rand::{Rng, RngCore, SeedableRng};
+use rand::{RngCore, SeedableRng};
 use rloss::checkpoint::gguf::TensorType;
 use rloss::ops::packed_weights::{BlockType, PackedFormat, PackedMatrix, packed_columns, packed_rows};
 use rloss::ops::product::{GemmThreads, Precision, backward_product, forward_product};
 use std::convert::Infallible;
-use std::sync::Arc;
 
 /// Returns random stored blocks of finite values.
 fn random_blocks(dtype: &TensorType, kind: BlockType, values: usize, rng: &mut SmallRng) -> Vec<u8> {

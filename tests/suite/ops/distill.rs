@@ -1,13 +1,11 @@
 //! The head with a teacher: the reverse KL divergence over the whole vocabulary.
 
-use super::{Sink, assert_close, check, floats, input};
-use candle_core::{Device, Tensor, Var};
+use super::*;
+use rloss::ops;
 use rloss::ops::reverse_kl::TeacherRows;
 use rloss::ops::weight::Weight;
-use rloss::ops::{self, Parameter};
 use serde::Deserialize;
 use std::path::Path;
-use std::sync::Arc;
 
 /// Rows of logits `h · w / τ` in f64, of which the first `vocabulary` columns are used, less their LSE.
 fn log_softmax(h: &[f64], w: &[f64], columns: usize, vocabulary: usize, temperature: f64) -> Vec<Vec<f64>> {

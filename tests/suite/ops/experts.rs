@@ -1,10 +1,7 @@
 //! Router, dispatch, grouped product, combine, load balancing: against plain loops over tokens and experts.
 
-use super::{assert_close, check, floats, input, noise};
-use candle_core::{Device, Tensor, Var};
-use rand::Rng;
-use rloss::ops::{self, Dispatch, Parameter};
-use rloss::random::{Purpose, stream};
+use super::*;
+use rloss::ops::{self, Dispatch};
 
 /// Sizes of a case and distinct experts a token, in any order.
 struct Case {

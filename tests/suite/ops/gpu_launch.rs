@@ -1,7 +1,9 @@
 //! What a launch on a GPU takes is worked out on the host: the mirror of the kernels' header, the tiles,
 //! the refusals. No GPU is needed for any of it.
 
-use candle_core::{DType, Device, Tensor};
+use super::*;
+use crate::cli::text_of;
+use candle_core::DType;
 use rloss::ops::SequenceRows;
 use rloss::ops::argument::Argument;
 use rloss::ops::logits::device_logits_rows;
@@ -10,7 +12,7 @@ use rloss::ops::sink_attention::plan::{LaunchSequences, check_attention, check_d
 use rloss::ops::sink_attention::{Attention, sink_attention};
 
 fn header() -> String {
-    std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/sink_attention.cuh")).unwrap()
+    text_of(concat!(env!("CARGO_MANIFEST_DIR"), "/kernels/sink_attention.cuh"))
 }
 
 /// A number that the header gives.
@@ -37,7 +39,7 @@ fn the_launch_sizes_are_the_headers() {
     assert!(header().contains("constexpr int dkv_hopper_tile_keys = 128 / panels;"));
     assert!(kernel_sets(128).unwrap().iter().all(|set| set.dkv_keys == block));
     let root = env!("CARGO_MANIFEST_DIR");
-    let table = std::fs::read_to_string(format!("{root}/kernels/resources.txt")).unwrap();
+    let table = text_of(format!("{root}/kernels/resources.txt"));
     let row = |kernel: &str| -> Vec<usize> {
         let line = table.lines().find(|line| line.split_whitespace().next() == Some(kernel));
         let line = line.unwrap_or_else(|| panic!("{kernel} is not in resources.txt"));

@@ -1,14 +1,12 @@
 //! The head: log-probability and entropy of targets.
 
-use super::{assert_close, check, floats, input};
-use candle_core::{Device, Tensor, Var};
+use super::*;
 use rloss::ops::head_adapter::HeadAdapter;
 use rloss::ops::log_prob::HeadTargets;
 use rloss::ops::token_set::{KeptTokens, TokenSet};
 use rloss::ops::weight::Weight;
 use rloss::ops::{self, log_prob};
 use serde::Deserialize;
-use std::sync::Arc;
 
 /// Log-probabilities, then entropies, in f64.
 fn reference(h: &[f64], w: &[f64], targets: &[u32], vocabulary: usize, temperature: f64) -> Vec<f64> {

@@ -1,11 +1,11 @@
 //! Products with packed weights give the bits of products with the decoded ones.
 
+use super::*;
 use half::bf16;
-use rand::{Rng, RngCore};
+use rand::RngCore;
 use rloss::ops::mxfp4::BLOCK;
 use rloss::ops::packed_weights::{PackedFormat, PackedMatrix, StoredRows};
 use rloss::ops::product::{GemmThreads, StridedMatrix, forward_product, product};
-use rloss::random::{Purpose, stream};
 use std::convert::Infallible;
 
 fn noise(len: usize, seed: u64) -> Vec<f32> {

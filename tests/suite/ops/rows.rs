@@ -1,8 +1,9 @@
 //! Ops on rows: linear, norm, rope, SwiGLU, embedding.
 
-use super::{check, floats, gradients, input};
-use rloss::ops::{self, embedding::select_rows, rope::RopeTable, rope::Rotation};
-use std::sync::Arc;
+use super::*;
+use rloss::ops;
+use rloss::ops::embedding::select_rows;
+use rloss::ops::rope::{RopeTable, Rotation};
 
 #[test]
 fn linear_has_the_values_and_gradients_of_its_formula() {

@@ -3,12 +3,12 @@
 //! Its fused forms (`rms_norm`, `rope`, `softmax_last_dim`) drop gradients in silence, which is why the
 //! ops exist; one test holds that reason, so that a version that mends it is noticed.
 
-use super::{assert_close, floats, gradients, input};
-use candle_core::{D, Device, Tensor};
+use super::*;
+use candle_core::D;
 use candle_nn::{ops as stock, rotary_emb};
+use rloss::ops;
+use rloss::ops::rope::{RopeTable, Rotation};
 use rloss::ops::weight::Weight;
-use rloss::ops::{self, rope::RopeTable, rope::Rotation};
-use std::sync::Arc;
 
 fn widened(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&v| v.into()).collect()

@@ -1,12 +1,9 @@
 //! Muon against its author's reference, its tensors, and an exact resume.
 
-use super::{Learner, Optimizer, Parameters, everything, of_kind, random_updates};
-use crate::tiny;
-use candle_core::{Device, Tensor};
-use rloss::actor::OptimizerKind;
+use super::*;
+use candle_core::Device;
 use rloss::model::names::TensorRole;
 use rloss::ops::muon::{Muon, muon};
-use serde::Deserialize;
 
 #[derive(Deserialize)]
 struct Trace {

@@ -2,12 +2,13 @@
 
 use super::check::root;
 use super::extract::shell_words;
+use crate::cli::KilledOnDrop;
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 const QWEN: &str = "models/Qwen2.5-0.5B-Instruct";
@@ -175,7 +176,7 @@ fn shell(folder: &Path, command: &str) -> Command {
 /// The folder in which the commands of one page run.
 pub struct PageFolder {
     folder: TempDir,
-    servers: Vec<Child>,
+    servers: Vec<KilledOnDrop>,
     /// Port that the page names → address of the server.
     addresses: BTreeMap<String, String>,
 }
@@ -256,17 +257,8 @@ impl PageFolder {
         });
         // What it says later must find a reader.
         std::thread::spawn(move || lines.for_each(drop));
-        self.servers.push(child);
+        self.servers.push(KilledOnDrop(child));
         self.addresses.insert(port, address.ok_or(said)?);
         Ok(())
-    }
-}
-
-impl Drop for PageFolder {
-    fn drop(&mut self) {
-        for server in &mut self.servers {
-            let _ = server.kill();
-            let _ = server.wait();
-        }
     }
 }

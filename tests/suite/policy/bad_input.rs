@@ -1,6 +1,9 @@
 //! Settings that cannot mean anything are refused with the reason.
 
-use rloss::error::BadInput;
+use super::fixture::{Fixture, whole_batch};
+use super::trl::{TrlConfig, TrlObjective, trl};
+use super::verl::verl_rules;
+use crate::cli::bad_input;
 use rloss::policy::advantage::{gae, whiten};
 use rloss::policy::correction::{RejectOption, RejectionRule, WeightBound};
 use rloss::policy::kl_in_reward::KlController;
@@ -11,15 +14,9 @@ use rloss::policy::value::value_loss;
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use rloss::settings::Choice;
 
-use super::fixture::{Fixture, whole_batch};
-use super::trl::{TrlConfig, TrlObjective, trl};
-use super::verl::verl_rules;
-
-fn refused<T: std::fmt::Debug>(result: anyhow::Result<T>, reason: &str) {
-    let error = result.expect_err(reason);
-    let text = format!("{error:#}");
-    assert!(error.downcast_ref::<BadInput>().is_some(), "not bad input: {text}");
-    assert!(text.contains(reason), "`{text}` does not say `{reason}`");
+#[track_caller]
+fn refused<T>(result: anyhow::Result<T>, reason: &str) {
+    bad_input(result, &[reason]);
 }
 
 #[test]

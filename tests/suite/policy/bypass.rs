@@ -1,9 +1,8 @@
 //! verl's bypass mode, to which the step's own way is compared: the rollout itself is the anchor, and the
 //! correction follows the current log-probs.
 
-use anyhow::Result;
-
 use super::fixture::starts;
+use anyhow::Result;
 use rloss::policy::correction::{CorrectionRules, correct};
 use rloss::policy::loss::{LossFunction, LossInput, PolicyLoss, PpoClip, Reinforce};
 use rloss::policy::{Aggregation, BatchSize, MetricMap, Normalizer, Sequences};

@@ -2,7 +2,6 @@
 //! product takes it from its ops.
 
 use anyhow::{Result, ensure};
-
 use rloss::policy::{Normalizer, Sequences};
 
 /// A micro-batch's share of the mean entropy. Shares add up.

@@ -3,6 +3,8 @@
 mod correction;
 mod divergence;
 
+use super::fixture::{rng, starts};
+use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
 use anyhow::{Result, anyhow, bail};
 use rloss::policy::advantage::{dr_grpo, gae, grpo, maxrl, opo, reinforce_plus_plus, remax, rloo, whiten};
 use rloss::policy::loss::{
@@ -12,9 +14,6 @@ use rloss::policy::loss::{
 };
 use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
 use serde_json::Value;
-
-use super::fixture::{rng, starts};
-use super::vectors::{Actual, Batch, Outcome, Row, floats, numbers};
 
 /// What the library gives for `row`. An unknown function fails the test.
 pub fn compute(row: &Row) -> Outcome {

@@ -2,9 +2,8 @@
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
-use rloss::policy::PolicySettings;
 use rloss::policy::loss::{Loss, LossFunction, LossInput};
-use rloss::policy::{Aggregation, BatchSize, Normalizer, Sequences};
+use rloss::policy::{Aggregation, BatchSize, Normalizer, PolicySettings, Sequences};
 use rloss::random::{Purpose, stream};
 use rloss::settings::Choice;
 

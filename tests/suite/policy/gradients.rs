@@ -1,15 +1,14 @@
 //! Every hand-derived gradient against central differences of its value.
 
+use super::entropy::entropy;
+use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
+use super::load_balance::load_balance;
+use super::trl::{TrlConfig, TrlObjective, trl};
 use rand::Rng;
 use rloss::policy::Aggregation;
 use rloss::policy::divergence::{KlEstimator, kl_loss};
 use rloss::policy::loss::{ClipRange, LossInput};
 use rloss::policy::value::value_loss;
-
-use super::entropy::entropy;
-use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
-use super::load_balance::load_balance;
-use super::trl::{TrlConfig, TrlObjective, trl};
 
 /// Exact in f32 on the fixture's grid; the truncation error of a central difference is of the order of its
 /// square.

@@ -1,5 +1,7 @@
 //! What holds for every batch.
 
+use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
+use super::*;
 use rand::Rng;
 use rand::seq::SliceRandom;
 use rloss::policy::advantage::{
@@ -12,9 +14,6 @@ use rloss::policy::off_policy::agreement_metrics;
 use rloss::policy::ratio::OldLogProbSource;
 use rloss::policy::shaping::OverlongPenalty;
 use rloss::policy::{Aggregation, Sequences};
-
-use super::fixture::{AGGREGATIONS, Fixture, objectives, rng, whole_batch};
-use super::verl;
 
 type OfGroups = fn(&[f32], &[usize]) -> anyhow::Result<Vec<f32>>;
 

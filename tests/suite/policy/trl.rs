@@ -1,14 +1,13 @@
 //! TRL's objectives, to which ours are compared, where they differ from verl's: no ±20 clamp, a two-sided
 //! clip, CISPO bounded above only.
 
+use crate::cli::in_repository;
 use anyhow::Result;
-
 use rloss::bad_input;
 use rloss::policy::advantage::gdpo;
 use rloss::policy::loss::{ClipRange, LossInput, PolicyLoss, TokenMean};
 use rloss::policy::{MetricMap, Normalizer, Sequences};
 use serde_json::Value;
-use std::path::Path;
 
 /// What becomes of the ratio.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -180,7 +179,7 @@ fn clip_metrics(input: &LossInput, config: &TrlConfig, terms: &[TrlTerm]) -> (Ve
 /// `scripts/make_reference_values.py` has the formula of TRL's `normalize_then_sum`.
 #[test]
 fn gdpo_has_the_advantages_of_trls_normalize_then_sum() {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gdpo.json");
+    let path = in_repository("tests/fixtures/gdpo.json");
     let batches: Vec<Value> = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     assert_eq!(batches.len(), 100);
     let numbers = |value: &Value| -> Vec<f32> {

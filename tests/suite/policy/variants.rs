@@ -1,11 +1,10 @@
 //! What other tools offer under a name of their own and the recipe's keys already say: docs/POLICY.md
 //! lists it.
 
-use rloss::policy::Aggregation;
-use rloss::policy::loss::{CispoClip, ClipRange, Gspo, LossFunction, LossInput, PpoClip};
-
 use super::fixture::{AGGREGATIONS, Fixture, whole_batch};
 use super::trl::{TrlConfig, TrlObjective, trl};
+use rloss::policy::Aggregation;
+use rloss::policy::loss::{CispoClip, ClipRange, Gspo, LossFunction, LossInput, PpoClip};
 
 /// Compares a loss of ours with one of TRL's, weights of single tokens included where `weighted`.
 fn same(weighted: bool, objective: TrlObjective, sequence_level: bool, ours: &dyn LossFunction) {

@@ -1,11 +1,9 @@
 //! Every row of the reference vectors (values and gradients of verl and TRL) through the public functions.
 
-use std::collections::BTreeMap;
-
-use serde_json::Value;
-
-use super::families;
+use super::*;
 use crate::data;
+use serde_json::Value;
+use std::collections::BTreeMap;
 
 /// One row of the vectors.
 pub struct Row {

@@ -1,7 +1,7 @@
 //! Answers that were cut at a limit of tokens: trained, without a loss, or with the reward 0.
 
-use super::{Fixture, values};
-use rloss::policy::{PolicySettings, Truncated};
+use super::*;
+use rloss::policy::Truncated;
 use rloss::trajectory::Outcome;
 
 /// Two groups of three. One answer of each was cut.

@@ -1,16 +1,12 @@
 //! Updates with a teacher.
 
-use super::{Fixture, distance, loss, pass, values};
+use super::*;
 use crate::{qwen2, tiny};
-use rloss::actor::Actor;
 use rloss::actor::forward_backward::Pass;
-use rloss::actor::micro_batch::{MicroBatch, Sequence};
 use rloss::actor::teacher::{PromptChange, Teacher};
 use rloss::model::config::Config;
 use rloss::ops::cpu::edit;
 use rloss::policy::distill::{DistillSettings, TeacherSource};
-use rloss::policy::{PolicySettings, RouterReplay};
-use rloss::trainer::step::{PolicyStep, PolicyUpdate};
 
 /// A teacher of another family and of other sizes, with the policy's vocabulary.
 fn teacher() -> Actor {

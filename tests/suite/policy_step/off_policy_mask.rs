@@ -1,8 +1,6 @@
 //! The off-policy sequence mask in an update.
 
-use super::{Fixture, distance, loss, values};
-use rloss::learner::batch::Batch;
-use rloss::policy::{CorrectionSettings, PolicySettings};
+use super::*;
 
 fn policy(name: &str, off_policy_mask: Option<f64>) -> PolicySettings {
     let correction = CorrectionSettings { off_policy_mask, ..CorrectionSettings::default() };

@@ -1,11 +1,7 @@
 //! Losses that select tokens over the whole batch.
 
-use super::{Fixture, distance, loss, values};
-use rloss::learner::TrainSettings;
-use rloss::policy::PolicySettings;
+use super::*;
 use rloss::policy::loss::{ClipCovSettings, KlCovSettings};
-use rloss::policy::ratio::OldLogProbSource;
-use rloss::trainer::step::PolicyStep;
 
 fn policy(name: &str, old_logprob: OldLogProbSource) -> PolicySettings {
     PolicySettings {

@@ -1,10 +1,6 @@
 //! Groups whose samples share their prompts' rows.
 
-use super::{Fixture, distance, values};
-use crate::tiny::{self, Learned};
-use rloss::actor::micro_batch::Sequence;
-use rloss::policy::{PolicySettings, RouterReplay};
-use rloss::trainer::step::PolicyUpdate;
+use super::*;
 
 /// Two groups of three: prompts of 20 and 33 tokens.
 fn sequences() -> Vec<Sequence> {

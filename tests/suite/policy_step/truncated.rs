@@ -1,20 +1,12 @@
 //! Updates over the tokens that were kept at sampling.
 
-use super::{Fixture, pass};
+use super::*;
 use crate::tiny;
-use rloss::actor::forward_backward::PassOutput;
-use rloss::actor::micro_batch::{MicroBatch, Sequence};
-use rloss::actor::{Actor, OptimizerKind, OptimizerSettings};
-use rloss::learner::TrainSettings;
-use rloss::metrics::Progress;
+use rloss::actor::{OptimizerKind, OptimizerSettings};
 use rloss::model::decoder_stack;
 use rloss::model::policy_view::PolicyView;
 use rloss::ops::token_set::TokenSet;
-use rloss::policy::PolicySettings;
-use rloss::policy::ratio::OldLogProbSource;
 use rloss::rollout::SamplingParameters;
-use rloss::trainer::step::PolicyStep;
-use rloss::trajectory::Trajectory;
 
 /// For each trained token of `sequences`, the tokens that top-p keeps under `actor`.
 fn kept(actor: &Actor, sequences: &[Sequence]) -> Vec<Vec<Vec<u32>>> {

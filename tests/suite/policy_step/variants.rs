@@ -1,20 +1,10 @@
 //! The greedy baseline, the steered divergence, bypass, and what is measured over a whole batch.
 
-use super::{Fixture, distance, loss, values};
+use super::*;
 use crate::policy::bypass::{BypassLoss, bypass};
 use crate::policy::verl;
-use rloss::learner::TrainSettings;
-use rloss::metrics::Metrics;
-use rloss::policy::Aggregation;
-use rloss::policy::RouterReplay;
-use rloss::policy::advantage::Advantage;
 use rloss::policy::correction::CorrectionRules;
-use rloss::policy::correction::{ImportanceSampling, RejectOption};
-use rloss::policy::divergence::KlEstimator;
 use rloss::policy::loss::{ClipRange, PpoClip};
-use rloss::policy::ratio::OldLogProbSource;
-use rloss::policy::{CorrectionSettings, KlPlacement, KlSettings, OverlongSettings, PolicySettings};
-use rloss::trainer::step::PolicyStep;
 
 fn get(metrics: &Metrics, name: &str) -> f64 {
     metrics.get(name).unwrap_or_else(|| panic!("no {name}"))

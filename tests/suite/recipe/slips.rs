@@ -1,8 +1,8 @@
 //! Slips of a new user, each with the answer that names the cure.
 
 use super::refused::{mistake, mistakes};
-use rloss::recipe::{KeyScope, resolve, resolve_run_recipe};
-use std::path::Path;
+use super::*;
+use rloss::recipe::{KeyScope, resolve_run_recipe};
 
 /// Only the second line was told, and not which key.
 #[test]

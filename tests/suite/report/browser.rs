@@ -1,11 +1,7 @@
 //! Sorting and filtering the trajectories of a page, in a browser.
 
-use super::{page, rising, run, trajectory, write_trajectories};
+use super::*;
 use crate::skips;
-use rloss::harmony::Message;
-use rloss::metrics::Phase;
-use rloss::trajectory::TrajectoryRow;
-use std::path::{Path, PathBuf};
 
 /// Chooses in turn, and adds what the list then shows: the problem, the step and the reward of each line.
 const SCRIPT: &str = r#"<script>

@@ -1,9 +1,6 @@
 //! Comparing runs, following one that has not begun, and taking a run away: tables and model cards.
 
-use super::{page, refused, rising, row, run};
-use rloss::metrics::Phase;
-use rloss::report::write_report;
-use std::path::PathBuf;
+use super::*;
 
 #[test]
 fn settings_that_differ_come_first() {
@@ -50,7 +47,7 @@ fn a_table_of_the_metrics_is_written_where_its_name_asks_for_one() {
         "b,rl,1,,0,,-1".to_owned(),
         String::new(),
     ];
-    assert_eq!(std::fs::read_to_string(&file).unwrap(), expected.join("\r\n"));
+    assert_eq!(text_of(&file), expected.join("\r\n"));
     refused(write_report(&runs, Some(&folder.path().join("cmp.json"))), ".csv");
     assert!(!folder.path().join("cmp.json").exists());
 }

@@ -2,6 +2,7 @@
 
 use super::tools::{embedded_of, processes_of};
 use super::*;
+use crate::cli::scratch;
 use crate::skips;
 use rloss::settings::Choice;
 use rloss::tasks::{TaskContext, TaskName, TaskSettings, build};
@@ -96,12 +97,9 @@ impl Kinds {
 
 #[test]
 fn every_trajectory_is_accounted_for_whatever_fails() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let world = World::roomy();
-    let folder = tempfile::tempdir().unwrap();
-    let script = folder.path().join("task.py");
+    let (folder, [script]) = scratch(["task.py"]);
     std::fs::write(&script, TASK).unwrap();
     let task = build(
         &TaskSettings {

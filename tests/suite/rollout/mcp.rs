@@ -43,9 +43,7 @@ fn play_one(world: &World, script: &Script, task: &McpTask) -> Rollouts {
 
 #[test]
 fn either_family_calls_the_tools_of_a_server() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = mcp::task("");
     for (world, script) in worlds() {
         let (rollouts, format) = (play_one(&world, &script, &task), world.chat.name());
@@ -67,9 +65,7 @@ fn either_family_calls_the_tools_of_a_server() {
 
 #[test]
 fn a_server_that_dies_in_a_call_fails_that_trajectory() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = mcp::task("dies");
     for (world, script) in worlds() {
         let rollouts = play_one(&world, &script, &task);

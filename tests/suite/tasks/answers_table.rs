@@ -1,12 +1,10 @@
 //! Answers as public bug reports show them, in our own words and numbers. Each row names its source (tracker
 //! and number) and the authority of its expectation.
 
-use super::{Message, Outcome, Task, TaskContext, TaskName, TaskSettings, Transcript, build};
+use super::*;
 use rloss::error::BadInput;
-use rloss::settings::Choice;
 use rloss::tasks::answer::AnswerEquality;
 use rloss::tasks::gsm8k::{Extraction, extract};
-use std::path::Path;
 
 /// (reference, answer, whether they are equal, source, authority)
 type Row = (&'static str, &'static str, bool, &'static str, &'static str);

@@ -2,17 +2,15 @@
 
 mod lies;
 
+use super::*;
+use crate::cli::text_of;
 use crate::skips;
 use rloss::error::BadInput;
-use rloss::harmony::Message;
 use rloss::metrics::Console;
 use rloss::recipe::resolve;
 use rloss::run::memory::ModelCommand;
 use rloss::run::startup::Startup;
-use rloss::settings::Choice;
-use rloss::tasks::{Reward, Task, TaskContext, TaskName, TaskSettings, Transcript, build};
-use rloss::trajectory::Outcome;
-use std::path::{Path, PathBuf};
+use rloss::tasks::Reward;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -60,8 +58,7 @@ struct Script {
 
 impl Script {
     fn new(text: &str) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("task.py");
+        let (folder, [path]) = scratch(["task.py"]);
         let text = text.replace("\"started\"", &format!("{:?}", folder.path().join("started")));
         std::fs::write(&path, text).unwrap();
         Self { folder, path }
@@ -105,9 +102,7 @@ fn transcript(messages: &[Message]) -> Transcript<'_> {
 
 #[test]
 fn a_program_gives_problems_tool_replies_turns_and_rewards() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(FRAME);
     let task = script.build().unwrap();
     assert_eq!((task.name(), task.uses_python(), task.answers_calls()), ("mine", false, true));
@@ -135,9 +130,7 @@ fn a_program_gives_problems_tool_replies_turns_and_rewards() {
 /// A reply had no limit, and the memory plan had no place for it.
 #[test]
 fn a_long_tool_reply_loses_its_middle_and_the_memory_plan_counts_the_rest() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(FRAME);
     let messages = [Message::call("functions.long", "commentary", "{}")];
     for (chars_max, kept) in [(None, 4096), (Some(64), 64)] {
@@ -158,9 +151,7 @@ fn a_long_tool_reply_loses_its_middle_and_the_memory_plan_counts_the_rest() {
 
 #[test]
 fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_on() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(FRAME);
     let task = script.build_with_a_limit().unwrap();
     let cases = [
@@ -192,9 +183,7 @@ fn a_program_that_crashes_hangs_or_speaks_garbage_fails_one_trajectory_and_goes_
 
 #[test]
 fn requests_from_many_threads_are_each_answered_with_their_own() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(FRAME);
     let task = script.build_with_a_limit().unwrap();
     std::thread::scope(|scope| {
@@ -219,9 +208,7 @@ fn requests_from_many_threads_are_each_answered_with_their_own() {
 
 #[test]
 fn a_problem_is_asked_for_again_and_one_that_never_comes_fails_its_trajectories() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(&FRAME.replace(
         "    if kind == \"problem\":",
         "    if kind == \"problem\" and ask[\"index\"] == 9:\n        os._exit(1)\n    if kind == \"problem\":",
@@ -238,9 +225,7 @@ fn a_problem_is_asked_for_again_and_one_that_never_comes_fails_its_trajectories(
 
 #[test]
 fn a_program_that_cannot_do_the_task_is_refused_before_any_work() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let refused = |text: &str| {
         let error = Script::new(text).build().err().expect("refused");
         error.downcast_ref::<BadInput>().expect("bad input").0.clone()
@@ -328,9 +313,7 @@ impl std::io::Write for Written {
 
 #[test]
 fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(FRAME);
     let written = Written::default();
     let settings = settings(&script.command());
@@ -359,9 +342,7 @@ fn the_first_ten_failures_are_told_as_they_are_and_the_rest_counted() {
 /// Each later answer reached the request after its own, in silence.
 #[test]
 fn an_answer_printed_twice_is_an_error_before_the_next_request() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let answer = "json.dumps({\"request_id\": ask[\"request_id\"], **answer(ask)})";
     let twice = &format!("print({answer} + \"\\n\" + {answer}, flush=True)");
     let text = FRAME.replace(
@@ -376,10 +357,7 @@ fn an_answer_printed_twice_is_an_error_before_the_next_request() {
     let next = || task.next_user_message(&problem, &transcript(&messages));
     assert_eq!(next().unwrap(), Some(Message::user("And twice that?")));
     let error = format!("{:#}", task.reward(&problem, &transcript(&messages)).unwrap_err());
-    assert!(
-        error.contains("printed \"{\\\"request_id\\\": ") && error.contains("without a request"),
-        "{error}"
-    );
+    assert_has(&error, &["printed \"{\\\"request_id\\\": ", "without a request"]);
     assert_eq!(
         task.reward(&problem, &transcript(&messages)).unwrap().value,
         0.25,
@@ -397,9 +375,7 @@ fn runs(text: &str) -> bool {
 
 #[test]
 fn a_hanging_program_goes_with_its_children_and_none_outlives_the_task() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let script = Script::new(&FRAME.replace(
         "        time.sleep(1000)",
         "        import subprocess; subprocess.run([\"sleep\", \"98.7651\"])",
@@ -417,15 +393,13 @@ fn a_hanging_program_goes_with_its_children_and_none_outlives_the_task() {
 
 /// Returns the task of a program in this repository.
 fn program_at(path: &str) -> Box<dyn Task> {
-    let program = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap();
+    let program = text_of(Path::new(env!("CARGO_MANIFEST_DIR")).join(path));
     Script::new(&program).build().unwrap()
 }
 
 #[test]
 fn the_program_that_init_writes_works() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = program_at("src/commands/init/task.py");
     assert_eq!((task.name(), task.validation_sets()[0].problems.len()), ("doubling", 2));
     let problem = task.training_problem(3, 4);
@@ -439,9 +413,7 @@ fn the_program_that_init_writes_works() {
 
 #[test]
 fn the_example_with_a_tool_and_named_rewards_works() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let task = program_at("examples/tasks/shop.py");
     assert!(task.answers_calls() && !task.uses_python());
     assert_eq!(task.tools()[0]["function"]["name"], "price");
@@ -464,9 +436,7 @@ fn the_example_with_a_tool_and_named_rewards_works() {
 
 #[test]
 fn named_rewards_are_those_that_describe_weighs() {
-    if !skips::python3() {
-        return;
-    }
+    let Some(()) = skips::python3() else { return };
     let weighed = FRAME.replace("\"turns\": True}", "\"turns\": True, \"rewards\": {\"a\": 2, \"b\": -0.5}}");
     let of = |reward: &str| {
         let text = weighed.replace("{\"rewrd\": 1.0}", reward);

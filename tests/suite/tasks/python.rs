@@ -1,12 +1,9 @@
 //! The task `python`: reward files as TRL's and verl's documentation has them, and their failures.
 
-use rloss::harmony::Message;
-use rloss::settings::Choice;
-use rloss::tasks::{RewardFailure, Task, TaskContext, TaskName, TaskSettings, Transcript, build};
-use rloss::trajectory::Outcome;
+use super::*;
+use rloss::tasks::RewardFailure;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::time::Duration;
 
 struct Files(tempfile::TempDir);

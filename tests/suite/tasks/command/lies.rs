@@ -86,7 +86,7 @@ fn one_way(way: usize, requests: u64, every: u64) {
 
 #[test]
 fn a_program_with_ids_that_lies_gives_no_reward_to_another_trajectory() {
-    if skips::python3() {
+    if skips::python3().is_some() {
         no_reward_is_anothers(24, 6);
     }
 }
@@ -94,7 +94,7 @@ fn a_program_with_ids_that_lies_gives_no_reward_to_another_trajectory() {
 #[test]
 #[ignore = "a million lines take minutes: just lies"]
 fn a_million_lines_of_a_liar_give_no_reward_to_another_trajectory() {
-    if skips::python3() {
+    if skips::python3().is_some() {
         no_reward_is_anothers(1_000_000 / WAYS as u64, 200);
     }
 }
