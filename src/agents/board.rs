@@ -235,10 +235,8 @@ impl Board {
     fn hand_out(&self, state: &mut State, round: Arc<RoundPlan>, waiting: Waiting) -> Value {
         let Waiting { place: (index, sample), attempt } = waiting;
         let prompt = &state.prompts[index];
-        let (letter, phase) = match round.plan.purpose {
-            Purpose::Evaluation => ('v', "validation"),
-            _ => ('t', "train"),
-        };
+        let (letter, phase) =
+            if let Purpose::Evaluation = round.plan.purpose { ('v', "validation") } else { ('t', "train") };
         let again = if attempt == 0 { String::new() } else { format!("-again{attempt}") };
         let name = format!("{letter}{}-{}-{sample}{again}", round.plan.step, prompt.index);
         state.handed_out += 1;

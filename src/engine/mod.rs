@@ -254,10 +254,7 @@ impl<'m> Engine<'m> {
         let mesh = self.version.weights().mesh();
         let run = || {
             let worker = Worker::new(self, client);
-            match mesh {
-                Some(mesh) => worker.run_on_mesh(mesh),
-                None => worker.run(),
-            }
+            if let Some(mesh) = mesh { worker.run_on_mesh(mesh) } else { worker.run() }
         };
         if self.workers > 1 {
             self.threads.run_on_each(|_| run());

@@ -163,10 +163,7 @@ impl Matrix {
 
     /// Adds the output of the adapter for `x` to `y`.
     fn add_adapter_output(&self, y: Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
-        Ok(match &self.adapter {
-            None => y,
-            Some(adapter) => adapter.add_output(&y, x, plan)?,
-        })
+        Ok(if let Some(adapter) = &self.adapter { adapter.add_output(&y, x, plan)? } else { y })
     }
 
     /// Returns rows `ids` of an embedding `[V, H]` as `[T, H]`.

@@ -243,10 +243,7 @@ impl Parameters {
         Ok(Self {
             config: self.config.clone(),
             specs: self.specs.clone(),
-            entries: match second {
-                Some(second) => second.hand_over(entries)?,
-                None => entries()?,
-            },
+            entries: if let Some(second) = second { second.hand_over(entries)? } else { entries()? },
             index: self.index.clone(),
             on_disk: self.on_disk.clone(),
             adapter: self.adapter.clone(),
@@ -350,10 +347,7 @@ impl Parameters {
     /// # Errors
     /// When the tensor cannot be trained.
     pub fn master(&self, index: usize) -> Result<&Tensor> {
-        match self.entries[index].state.get(MASTER) {
-            Some(master) => Ok(master),
-            None => self.values(index),
-        }
+        if let Some(master) = self.entries[index].state.get(MASTER) { Ok(master) } else { self.values(index) }
     }
 
     /// Makes tensor `i` trainable if `trained[i]` is true, and frozen otherwise. Sets the gradients of

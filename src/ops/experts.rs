@@ -350,10 +350,7 @@ pub fn grouped_linear(
     let (precision, copies) = (weight.precision(), weight.bf16_copies().cloned());
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
     let op = GroupedLinear { plan: plan.clone(), weight, bias, copies, precision };
-    match b {
-        Some(b) => apply([&contiguous(x)?, w, b], op),
-        None => apply([&contiguous(x)?, w], op),
-    }
+    if let Some(b) = b { apply([&contiguous(x)?, w, b], op) } else { apply([&contiguous(x)?, w], op) }
 }
 
 const GROUPED: &str = "grouped_linear";

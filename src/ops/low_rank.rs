@@ -57,10 +57,7 @@ pub fn add_low_rank_by_tokens(
     parts: &[TokenFactors],
     plan: Option<&Dispatch>,
 ) -> Result<Tensor> {
-    let tokens = match plan {
-        Some(plan) => plan.tokens(),
-        None => x.dim(0)?,
-    };
+    let tokens = if let Some(plan) = plan { plan.tokens() } else { x.dim(0)? };
     let part = |part: &TokenFactors| {
         if part.tokens.end > tokens {
             bail!("add_low_rank: factors of tokens {:?} of {tokens}", part.tokens);
@@ -122,10 +119,7 @@ impl LowRank {
     /// Returns each expert that has rows, with the range of its rows. Without a plan all rows belong to
     /// expert 0.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
-        match &self.plan {
-            Some(plan) => plan.groups(rows),
-            None => Ok(vec![(0, 0..rows)]),
-        }
+        if let Some(plan) = &self.plan { plan.groups(rows) } else { Ok(vec![(0, 0..rows)]) }
     }
 
     /// Returns the groups of [`Self::groups`] with the rows of `tokens` alone.

@@ -162,10 +162,8 @@ pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
     if x.device().is_cuda() {
         return cuda::scale(x, factor);
     }
-    let part = |x: &mut [f32]| match factor {
-        0.0 => x.fill(0.0),
-        _ => x.iter_mut().for_each(|x| *x *= factor),
-    };
+    let part =
+        |x: &mut [f32]| if factor == 0.0 { x.fill(0.0) } else { x.iter_mut().for_each(|x| *x *= factor) };
     edit(x, |x| {
         if should_parallelize(x.len()) {
             x.par_chunks_mut(CHUNK_VALUES).for_each(part)

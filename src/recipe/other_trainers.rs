@@ -198,10 +198,7 @@ pub(super) fn find_name(name: &str, word: Option<&str>) -> Option<&'static Other
     let find = |list: &'static [OtherTrainerName], name: &str| {
         list.iter().find(|entry| entry.names.split(' ').any(|known| known == name))
     };
-    match word {
-        Some(word) => find(WORDS, word),
-        None => find(KEYS, name),
-    }
+    if let Some(word) = word { find(WORDS, word) } else { find(KEYS, name) }
 }
 
 #[cfg(test)]

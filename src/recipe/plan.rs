@@ -267,10 +267,7 @@ fn syntax_error(error: &toml::de::Error, text: &str) -> String {
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_error: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::BASE_KEY) {
         let key = ParsedKey { path: base::BASE_KEY.to_owned(), name: name.span(), value: &value };
-        match base_error {
-            Some(error) => reader.refuse(&key, error.to_owned()),
-            None => reader.accept(&key),
-        }
+        if let Some(error) = base_error { reader.refuse(&key, error.to_owned()) } else { reader.accept(&key) }
     }
     if let Some((name, value)) = document.remove_entry(CHAT_KEY_BEFORE) {
         let key = ParsedKey { path: CHAT_KEY_BEFORE.to_owned(), name: name.span(), value: &value };

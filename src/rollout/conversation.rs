@@ -327,10 +327,8 @@ impl<'a> Conversation<'a> {
         if !self.rollout.chat.vocabulary().may_fit(bytes, tokens_left) {
             return self.end(Outcome::TruncatedLength);
         }
-        let before = match self.rollout.chat.has_own_template() {
-            true => self.with_prompt(&self.messages),
-            false => vec![],
-        };
+        let before =
+            if self.rollout.chat.has_own_template() { self.with_prompt(&self.messages) } else { vec![] };
         let rendered = match self.rollout.chat.render_next(&before, &messages) {
             Err(_) => return self.end(encoding_failure),
             Ok(NextTokens::Rewritten { tokens, .. }) => return self.begin_part(&tokens, messages),

@@ -241,10 +241,7 @@ impl Server<'_> {
     fn named_version(&self, name: &str, request: &HttpRequest) -> Result<Option<PolicyVersion>, ApiError> {
         let named =
             self.settings.second.and_then(|second| second.version(name, key(request).unwrap_or_default()));
-        match named {
-            Some(version) => version.map(Some),
-            None => self.check_model(name).map(|()| None),
-        }
+        if let Some(version) = named { version.map(Some) } else { self.check_model(name).map(|()| None) }
     }
 
     fn check_model(&self, name: &str) -> Result<(), ApiError> {

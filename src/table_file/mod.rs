@@ -85,10 +85,8 @@ pub fn open(path: &Path) -> io::Result<TableRows> {
     if !is_gzipped && path.extension().is_some_and(|end| end == "gz") && !head(&mut file)?.is_empty() {
         return Err(io::Error::other("the name ends in .gz, but the file is not gzipped; rename it"));
     }
-    let mut text: Box<dyn BufRead> = match is_gzipped {
-        true => Box::new(BufReader::new(MultiGzDecoder::new(file))),
-        false => Box::new(file),
-    };
+    let mut text: Box<dyn BufRead> =
+        if is_gzipped { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) };
     let kind = kind(head(&mut text)?, path)?;
     Ok(match kind {
         Kind::JsonLines => Box::new(json_lines(text)),
@@ -127,10 +125,7 @@ fn kind(head: &[u8], path: &Path) -> io::Result<Kind> {
 fn read_whole(from: impl Read) -> io::Result<Vec<u8>> {
     let mut bytes = vec![];
     from.take(ROWS_BYTES_MAX + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > ROWS_BYTES_MAX {
-        true => Err(too_large()),
-        false => Ok(bytes),
-    }
+    if bytes.len() as u64 > ROWS_BYTES_MAX { Err(too_large()) } else { Ok(bytes) }
 }
 
 fn too_large() -> io::Error {

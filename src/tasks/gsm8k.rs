@@ -124,10 +124,8 @@ fn without_annotations(text: &str) -> String {
 
 /// Returns the number that `text` as a whole is: `$1,250.00`, `60 \text{ ft}^2`, `n = 84/2`, `25\%`.
 fn whole_number(text: &str) -> Option<Number> {
-    Number::parse(text).or_else(|| match rational_values(text)?.as_slice() {
-        [value] => Some(value.into()),
-        _ => None,
-    })
+    Number::parse(text)
+        .or_else(|| if let [value] = rational_values(text)?.as_slice() { Some(value.into()) } else { None })
 }
 
 /// Returns the number in a box. `None` for several numbers.

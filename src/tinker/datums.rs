@@ -18,7 +18,7 @@ pub struct TrainingDatum {
     /// Targets of each position, if there may be several.
     pub columns: Option<usize>,
     weights: Vec<f32>,
-    sampled_log_probs: Vec<f32>,
+    pub sampled_log_probs: Vec<f32>,
     advantages: Vec<f32>,
     ratio_mask: Vec<f32>,
 }
@@ -119,11 +119,6 @@ impl TrainingDatum {
             advantages: &self.advantages,
             ratio_mask: &self.ratio_mask,
         }
-    }
-
-    /// Returns the log-probs at sampling, one per target; empty if the loss reads none.
-    pub fn sampled_log_probs(&self) -> &[f32] {
-        &self.sampled_log_probs
     }
 }
 

@@ -235,20 +235,13 @@ impl SecondApi for Door<'_> {
                 return Ok(version.clone());
             }
             let (version, bytes) = self.saved_version(&path, owner)?;
-            let sampler = state::Sampler {
-                owner,
-                session: String::new(),
-                version: Some(version.clone()),
-                path: Some(path),
-                of: None,
-                number: 0,
-                bytes,
-                used: 0,
-            };
+            let (version_of_path, path) = (Some(version.clone()), Some(path));
+            let sampler =
+                state::Sampler { owner, version: version_of_path, path, bytes, ..Default::default() };
             self.lock().add_sampler(id, sampler, self.sampler_limits());
             Ok(version)
         });
-        Some(version.map_err(|error| ApiError::refused(error.status, error.detail())))
+        Some(version.map_err(|error| ApiError::refused(error.status, &error.detail)))
     }
 
     fn trained(&self) -> u64 {

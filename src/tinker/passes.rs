@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 /// A request for a pass, read and checked.
 pub struct PassTask {
     loss: SumLoss,
-    forward_only: bool,
+    pub forward_only: bool,
     data: Vec<TrainingDatum>,
 }
 
@@ -41,9 +41,7 @@ impl PassTask {
     pub fn read(request: ForwardBackwardRequest, vocabulary: usize, tokens_max: usize) -> Result<Self> {
         let mut config = request.loss_fn_config;
         for (key, value) in request.loss_fn_config_v2 {
-            let Some(number) = value.number else {
-                return Err(bad_input!("loss_fn_config: {key:?} is not a number"));
-            };
+            let number = value.number.ok_or_else(|| bad_input!("loss_fn_config: {key:?} is not a number"))?;
             config.insert(key, number);
         }
         let loss = SumLoss::new(&request.loss_fn, &config)?;
@@ -68,11 +66,6 @@ impl PassTask {
     /// Returns the number of bytes of the result.
     pub fn result_bytes(&self) -> usize {
         self.data.iter().map(|datum| 64 + 5 * datum.targets.tokens.len()).sum()
-    }
-
-    /// Returns whether the pass adds gradients.
-    pub fn has_backward(&self) -> bool {
-        !self.forward_only
     }
 
     /// Runs the pass. `has_sampled` tells whether the current weights sampled a sequence.
@@ -131,7 +124,7 @@ impl PassTask {
         for datum in &self.data {
             let own = &log_probs[start..start + datum.targets.tokens.len()];
             start += own.len();
-            let sampled = datum.sampled_log_probs();
+            let sampled = &datum.sampled_log_probs;
             if !sampled.is_empty() {
                 let is_known = has_sampled(&sequence_digest(&datum.sequence.tokens));
                 for (own, sampled) in own.iter().zip(sampled).filter(|(_, sampled)| **sampled != 0.0) {

@@ -201,10 +201,7 @@ impl Store {
     /// Errors of [`Self::read`].
     pub fn read_own(&self, path: &SavedPath, owner: KeyDigest) -> Result<SavedState> {
         let state = self.read(path)?;
-        match state.owner == hex(owner) {
-            true => Ok(state),
-            false => Err(missing(path)),
-        }
+        if state.owner == hex(owner) { Ok(state) } else { Err(missing(path)) }
     }
 
     /// Returns the state of any saved path of a run that `owner` may read.

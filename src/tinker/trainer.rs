@@ -153,11 +153,10 @@ impl Door<'_> {
                     owner,
                     session,
                     version: Some(version),
-                    path: None,
                     of: Some((id.to_owned(), trained.version)),
                     number: *number,
                     bytes: factor_bytes(&trained.actor),
-                    used: 0,
+                    ..Sampler::default()
                 };
                 state.add_sampler(sampler.clone(), made, self.sampler_limits());
                 Ok(FutureReply::json(
@@ -208,7 +207,7 @@ impl Door<'_> {
         let result = pass.run(&mut trained.actor, &has_sampled)?;
         let window = &mut trained.window;
         window.seconds += begun.elapsed().as_secs_f64();
-        if pass.has_backward() {
+        if !pass.forward_only {
             window.loss += result.loss;
             window.tokens += result.tokens;
             window.mismatch = window.mismatch.max(result.mismatch);

@@ -152,10 +152,7 @@ impl<'a> Writer<'a> {
             let id = vocabulary.entry_id(word)?;
             (vocabulary.encode_text(word).ok()? != [id]).then_some(id)
         });
-        match whole {
-            Some(id) => self.token(id),
-            None => self.text(word),
-        }
+        if let Some(id) = whole { self.token(id) } else { self.text(word) }
     }
 
     fn start_turn(&mut self, role: Role) {

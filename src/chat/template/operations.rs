@@ -181,9 +181,8 @@ fn add(state: &State, a: Value, b: Value) -> Result<Value, Error> {
         }
         // Jinja escapes what is added to a text that is marked as safe.
         charge(state, 6 * (left.len() + right.len()))?;
-        let escaped = |value: &Value, text: &str| match value.is_safe() {
-            true => text.to_owned(),
-            false => methods::escaped(text),
+        let escaped = |value: &Value, text: &str| {
+            if value.is_safe() { text.to_owned() } else { methods::escaped(text) }
         };
         return Ok(Value::from_safe_string(escaped(&a, left) + &escaped(&b, right)));
     }

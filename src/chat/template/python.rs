@@ -80,10 +80,7 @@ impl Writer {
 
     fn put(&mut self, text: &str) -> Result<(), Error> {
         self.text.push_str(text);
-        match self.text.len() > self.bytes_max {
-            true => Err(super::too_large()),
-            false => Ok(()),
-        }
+        if self.text.len() > self.bytes_max { Err(super::too_large()) } else { Ok(()) }
     }
 
     /// Writes a value; a text at the top without quotes, if it is no JSON.

@@ -333,10 +333,7 @@ pub fn files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the other files of a split model. `path` must be the first one.
 fn other_files(path: &Path, metadata: &HashMap<String, MetadataValue>) -> Result<Vec<PathBuf>> {
-    let number = |key: &str| match metadata.get(key) {
-        Some(MetadataValue::Integer(n)) => *n,
-        _ => 0,
-    };
+    let number = |key: &str| if let Some(MetadataValue::Integer(n)) = metadata.get(key) { *n } else { 0 };
     let count = number("split.count");
     if count <= 1 {
         return Ok(vec![]);

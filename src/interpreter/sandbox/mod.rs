@@ -146,10 +146,8 @@ fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated
         .create()?
         .set_compatibility(CompatLevel::HardRequirement);
     for path in &files.read {
-        let access = match path.is_dir() {
-            true => AccessFs::ReadFile | AccessFs::ReadDir,
-            false => AccessFs::ReadFile.into(),
-        };
+        let access =
+            if path.is_dir() { AccessFs::ReadFile | AccessFs::ReadDir } else { AccessFs::ReadFile.into() };
         rules = rules.add_rule(PathBeneath::new(PathFd::new(path)?, access))?;
     }
     for path in &files.execute {

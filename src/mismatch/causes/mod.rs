@@ -90,10 +90,7 @@ impl Cause {
 
     /// Returns the head's settings if the cause changes only the head.
     pub fn head_settings(&self) -> Option<HeadSettings> {
-        match self.change {
-            Change::Head(settings) => Some(settings),
-            _ => None,
-        }
+        if let Change::Head(settings) = self.change { Some(settings) } else { None }
     }
 
     /// Returns whether the cause shortens the mantissas of the whole computation.

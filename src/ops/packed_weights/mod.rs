@@ -73,10 +73,7 @@ impl PackedFormat {
 
     /// Returns the type of blocks, if the format has any.
     pub const fn block_type(self) -> Option<BlockType> {
-        match self {
-            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => Some(kind),
-            _ => None,
-        }
+        if let PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) = self { Some(kind) } else { None }
     }
 
     /// Returns `[experts, in, out]` of the panels for a matrix with the shape `shape`. The panels of a table

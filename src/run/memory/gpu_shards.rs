@@ -209,10 +209,7 @@ fn send(waiting: &mut (u64, u64), in_flight: &mut VecDeque<(u64, u64)>, bytes_ma
 /// Returns the part of the pass that holds the gathered tensor. Factors of adapters are held by the whole
 /// pass.
 fn weight_stage(spec: &ParameterSpec) -> BackwardStage {
-    match spec.role {
-        TensorRole::AdapterFactor => BackwardStage::Head,
-        _ => gradient_stage(spec),
-    }
+    if let TensorRole::AdapterFactor = spec.role { BackwardStage::Head } else { gradient_stage(spec) }
 }
 
 /// Returns the stage of the backward pass in which a tensor gets its gradient.

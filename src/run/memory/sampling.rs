@@ -132,10 +132,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the number of later steps whose samples training holds.
     fn steps_sampled_ahead(&self) -> u64 {
         let rollout = &self.recipe.rollout;
-        match self.command.trains() {
-            true => rollout.lag_steps + u64::from(rollout.step_tokens_max > 0),
-            false => 0,
-        }
+        if self.command.trains() { rollout.lag_steps + u64::from(rollout.step_tokens_max > 0) } else { 0 }
     }
 
     /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
