@@ -276,7 +276,7 @@ impl Board {
                 "there is no episode {id:?}, or it is of an earlier step or process; ask POST /v1/episodes/next for one"
             )),
         };
-        self.tell(state, "refused", &format!("a request was refused: {}", error.message()));
+        self.tell(state, "refused", &format!("a request was refused: {}", error.message));
         error
     }
 

@@ -423,7 +423,7 @@ impl ChatTurnParser {
                     vec![Call::Malformed { recipient, reply }]
                 }
             },
-            ChatTurnParser::ChatMl(parser) => parser.calls().to_vec(),
+            ChatTurnParser::ChatMl(parser) => parser.calls.to_vec(),
         }
     }
 

@@ -127,7 +127,7 @@ impl<'m> Engine<'m> {
     pub fn new(threads: &'m Threads, policy: PolicyView, version: u64, limits: EngineLimits) -> Result<Self> {
         let device = policy.weights.device();
         let workers = match policy.weights.mesh() {
-            None if device.is_cpu() => worker_count(policy.weights.bytes(), threads.count()),
+            None if device.is_cpu() => worker_count(policy.weights.bytes, threads.count()),
             // A GPU runs one forward pass at a time.
             _ => 1,
         };

@@ -75,7 +75,7 @@ impl Critic {
                 if is_trainable { stored.into_shard(&spec, index, policy.shard_mesh())? } else { stored };
             Ok((spec, stored))
         });
-        Parameters::with_value_head(config, policy.backend(), values)
+        Parameters::with_value_head(config, &policy.backend, values)
     }
 
     /// Returns the weights of a critic that is a second adapter on the policy's base. No tensor of the base
@@ -86,7 +86,7 @@ impl Critic {
             let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             policy.share(index).map_or_else(|| Ok(TensorStorage::from_weight(policy.weight(index)?)), Ok)
         });
-        let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
+        let mut parameters = Parameters::with_value_head(config, &policy.backend, values)?;
         let initial_values = lora.initial_values(&parameters.specs, seed, Owner::Critic)?;
         parameters.attach_adapter(lora.clone(), initial_values)?;
         Ok(parameters)

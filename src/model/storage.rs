@@ -40,7 +40,7 @@ impl From<WeightFormat> for StoredFormat {
 pub struct TensorStorage {
     /// `None` if the tensor is on disk. The weight of a shard has flat values or packed bytes.
     weight: Option<Weight>,
-    is_sharded: bool,
+    pub is_sharded: bool,
 }
 
 impl TensorStorage {
@@ -130,11 +130,6 @@ impl TensorStorage {
     /// Returns whether the tensor is on disk.
     pub fn is_on_disk(&self) -> bool {
         self.weight.is_none()
-    }
-
-    /// Returns whether each rank holds a shard of the tensor.
-    pub fn is_sharded(&self) -> bool {
-        self.is_sharded
     }
 
     /// Returns whether the tensor can be trained.

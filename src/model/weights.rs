@@ -131,7 +131,7 @@ pub struct Weights {
     /// token.
     head: Matrix,
     is_critic: bool,
-    bytes: u64,
+    pub bytes: u64,
     /// Whether trained layers get gradients.
     has_gradients: bool,
     /// The tensors, if all are in memory and none has a gradient.
@@ -327,11 +327,6 @@ impl Weights {
             parts.iter().map(|(weights, rows)| (&weights.head, *rows)).collect();
         let (head, _) = heads.first().context("logits of no weights")?;
         head.logits(normed, &heads, sampling)
-    }
-
-    /// Returns the number of bytes that a forward pass reads. Used to balance work.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Returns the device of the model.

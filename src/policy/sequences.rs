@@ -15,7 +15,7 @@ use anyhow::{Result, bail, ensure};
 #[derive(Debug, Clone, Copy)]
 pub struct Sequences<'a> {
     cu_seqlens: &'a [usize],
-    mask: &'a [bool],
+    pub mask: &'a [bool],
 }
 
 impl<'a> Sequences<'a> {
@@ -42,10 +42,6 @@ impl<'a> Sequences<'a> {
     /// Returns the number of tokens, including masked ones. Every per-token slice has this length.
     pub fn tokens(&self) -> usize {
         self.mask.len()
-    }
-
-    pub fn mask(&self) -> &'a [bool] {
-        self.mask
     }
 
     /// Returns the token range of each sequence, in order.

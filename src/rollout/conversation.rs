@@ -68,7 +68,7 @@ pub(super) struct Conversation<'a> {
     parts: Vec<(TokenRecord, Vec<Turn>, usize)>,
     turn: TurnInProgress,
     /// Messages after the prompt, without those of the turn in progress.
-    messages: Vec<Message>,
+    pub(super) messages: Vec<Message>,
     calls_answered: usize,
     tool_s: f64,
     outcome: Option<Outcome>,
@@ -218,11 +218,6 @@ impl<'a> Conversation<'a> {
     /// Returns the number of turns that have ended, in all parts.
     fn turns_ended(&self) -> usize {
         self.parts.iter().map(|(_, turns, _)| turns.len()).sum::<usize>() + self.turns.len()
-    }
-
-    /// Returns the messages of the turns so far, without the prompt.
-    pub(super) fn messages(&self) -> &[Message] {
-        &self.messages
     }
 
     /// Stores the engine's result for this turn and returns the next action. [`Self::push_token`] has already

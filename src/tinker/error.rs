@@ -63,7 +63,7 @@ impl TinkerError {
 
 impl From<ApiError> for TinkerError {
     fn from(error: ApiError) -> Self {
-        Self::new(error.status, error.message())
+        Self::new(error.status, error.message)
     }
 }
 

@@ -34,7 +34,7 @@ pub struct SequenceShards {
     /// The ranks that share the rows, in the order of their ranges.
     group: Vec<usize>,
     /// The index of this rank in the group.
-    group_index: usize,
+    pub group_index: usize,
     /// The range of rows of each rank.
     pub ranges: Vec<Range<usize>>,
 }
@@ -50,11 +50,6 @@ impl SequenceShards {
         ensure!(rows >= ranks, "a micro-batch of {rows} rows cannot be split over {ranks} processes");
         let ranges = (0..ranks).map(|i| rows * i / ranks..rows * (i + 1) / ranks).collect();
         Ok(Self { mesh: mesh.clone(), group, group_index, ranges })
-    }
-
-    /// Returns the index of this rank in the group.
-    pub fn group_index(&self) -> usize {
-        self.group_index
     }
 
     /// Returns the range of rows of this rank.

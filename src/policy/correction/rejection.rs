@@ -34,7 +34,7 @@ pub fn reject(
 ) -> Result<(Vec<bool>, MetricMap)> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
-    let mut mask = sequences.mask().to_vec();
+    let mut mask = sequences.mask.to_vec();
     let mut metrics = MetricMap::new();
     for rule in rules {
         let statistic = per_token(sequences, log_ratio, rule);
