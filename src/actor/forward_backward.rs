@@ -161,14 +161,19 @@ impl Pass<'_> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         let MicroBatch { targets, kept_tokens, has_given_targets, .. } = self.batch;
         if let Some(teacher) = self.teacher {
-            return self.weights.head_with_teacher(&normed, targets, teacher, self.settings.temperature);
+            return self.weights.head.log_prob_entropy_and_kl(
+                &normed,
+                targets,
+                teacher,
+                self.settings.temperature,
+            );
         }
         let targets = HeadTargets {
             tokens: targets,
             kept: kept_tokens.as_ref(),
             skips_zero_gradients: *has_given_targets,
         };
-        self.stack().head(&normed, targets, self.settings.temperature)
+        self.weights.head(&normed, targets, self.settings.temperature)
     }
 
     /// Runs the pass without recomputation.
@@ -242,7 +247,7 @@ impl Pass<'_> {
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
         }
-        differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
+        differentiate(&[], || anyhow::Ok(vec![(self.weights.embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
         let routed_experts = self.kept_experts(routed_experts);
         Ok(PassOutput { columns, routed_experts, load_balance_loss, has_gradients: true })

@@ -148,10 +148,7 @@ impl<'a> TurnReader<'a> {
 
     fn texts(&self, at_end: bool) -> Texts {
         let Some(parser) = &self.parser else {
-            return Texts {
-                content: String::from_utf8_lossy(&self.bytes).into_owned(),
-                reasoning: String::new(),
-            };
+            return Texts { content: String::from_utf8_lossy(&self.bytes).into_owned(), ..Texts::default() };
         };
         parser.texts(at_end, self.takes_calls)
     }

@@ -104,9 +104,8 @@ fn each_row(
     let (start, end) = (rows.start, rows.end);
     for start in (start..end).step_by(chunk) {
         let count = chunk.min(end - start);
-        let logits = policy
-            .decoder_stack()
-            .logits(&normed.narrow(0, start, count)?, &SamplingParameters::with_temperature(1.0))?;
+        let raw = SamplingParameters::with_temperature(1.0);
+        let logits = policy.weights.logits(&normed.narrow(0, start, count)?, &raw)?;
         let z = logits.scaled_logits().flatten_all()?.to_vec1::<f32>()?;
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }

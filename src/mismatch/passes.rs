@@ -36,7 +36,7 @@ impl PolicyView<'_> {
         let MicroBatch { targets, kept_tokens, .. } = batch;
         let targets =
             HeadTargets { tokens: targets, kept: kept_tokens.as_ref(), skips_zero_gradients: false };
-        let head = self.decoder_stack().head(normed, targets, temperature)?;
+        let head = self.weights.head(normed, targets, temperature)?;
         Ok(head.get(0)?.to_vec1()?)
     }
 
@@ -151,7 +151,7 @@ fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperatu
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {
         let first = (chunk * rows_max) as u32;
         let rows = Arc::new((first..first + targets.len() as u32).collect());
-        let logits = stack.logits(&stack.final_norm_rows(x, &rows)?, &sampling)?;
+        let logits = policy.weights.logits(&stack.final_norm_rows(x, &rows)?, &sampling)?;
         let pairs: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &pairs)?);
     }

@@ -115,7 +115,7 @@ impl Decoder {
         positions.resize(rows, 0);
         let rotation = stack.model.rotation(positions);
         rotation.check(rows, stack.model.config.head_dim)?;
-        let x = stack.embed(&Arc::new(order.iter().map(|&index| tokens[index]).collect()))?;
+        let x = stack.weights.embed(&Arc::new(order.iter().map(|&index| tokens[index]).collect()))?;
         if self.buffers.is_none() {
             self.buffers = Some(Buffers::new(stack, self.capacity, caches, &x)?);
         }

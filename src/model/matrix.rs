@@ -101,11 +101,9 @@ impl Matrix {
     /// When shapes disagree.
     pub fn matmul_each<const N: usize>(matrices: [&Self; N], x: &Tensor) -> Result<[Tensor; N]> {
         let dense = matrices.map(|matrix| Some((matrix.weight.as_dense()?, matrix.bias.as_ref())));
-        let joined = match dense.into_iter().collect::<Option<Vec<_>>>() {
-            Some(dense) => ops::fused::joined_linear(x, &dense)?,
-            None => None,
-        };
-        let products = match joined {
+        let dense = dense.into_iter().collect::<Option<Vec<_>>>();
+        let joined = dense.map(|dense| ops::fused::joined_linear(x, &dense)).transpose()?;
+        let products = match joined.flatten() {
             Some(joined) => {
                 let products = joined.into_iter().zip(matrices);
                 products.map(|(y, matrix)| matrix.add_adapter_output(y, x, None)).collect::<Result<Vec<_>>>()

@@ -143,7 +143,7 @@ impl Learner {
         let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
         let targets =
             HeadTargets { tokens: &Arc::new(targets(tokens)), kept: None, skips_zero_gradients: false };
-        self.stack().head(&normed, targets, 1.0).unwrap()
+        self.stack().weights.head(&normed, targets, 1.0).unwrap()
     }
 
     /// Returns the log-probabilities of the targets as a sampler computes them. A forward pass has up to
@@ -185,7 +185,7 @@ impl Learner {
             };
             let normed = self.sampler().final_norm_rows(&hidden, &Arc::new(places)).unwrap();
             let sampling = SamplingParameters::with_temperature(1.0);
-            let logits = self.sampler().logits(&normed, &sampling).unwrap();
+            let logits = self.sampler().weights.logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
                 out[row] = log_prob;

@@ -73,7 +73,7 @@ impl WeightRounding {
         let Some(bits) = self.bits else { return Ok(weight) };
         Ok(match weight {
             Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
-            Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
+            Weight::Packed(matrix) if bits >= mantissa_bits(matrix.format()) => Weight::Packed(matrix),
             Weight::Packed(matrix) if is_bf16(matrix.format()) => {
                 Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
             }
@@ -98,11 +98,6 @@ fn as_in_checkpoint(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         }
         _ => Ok(weight),
     }
-}
-
-/// Returns whether `bits` mantissa bits represent every value of the matrix.
-fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
-    bits >= mantissa_bits(matrix.format())
 }
 
 /// Returns the number of mantissa bits that represent every value of `format`.

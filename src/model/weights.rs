@@ -129,7 +129,7 @@ pub struct Weights {
     pub final_norm: Parameter,
     /// The LM head `[H, V]`. In a critic the value head `[H, 1]` with bias `[1]`, which returns one value per
     /// token.
-    head: Matrix,
+    pub head: Matrix,
     is_critic: bool,
     pub bytes: u64,
     /// Whether trained layers get gradients.
@@ -276,21 +276,6 @@ impl Weights {
             false => self.head.log_prob_and_entropy(normed, targets, temperature),
             true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.tokens.len()))?),
         }
-    }
-
-    /// Returns the rows of [`Self::head`] and the divergence of each distribution from the one of `teacher`,
-    /// `[3, R]`.
-    ///
-    /// # Errors
-    /// When shapes disagree, or the model is a critic, which has no LM head.
-    pub fn head_with_teacher(
-        &self,
-        normed: &Tensor,
-        targets: &Arc<Vec<u32>>,
-        teacher: &TeacherRows,
-        temperature: f64,
-    ) -> Result<Tensor> {
-        self.head.log_prob_entropy_and_kl(normed, targets, teacher, temperature)
     }
 
     /// Returns the head and its input `normed [R, H]`, for a policy that is compared with this model.

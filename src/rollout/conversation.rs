@@ -270,10 +270,7 @@ impl<'a> Conversation<'a> {
     }
 
     fn end_turn(&mut self, end: TurnEnd) -> NextAction {
-        match end {
-            TurnEnd::Returned => self.handle_return(),
-            TurnEnd::Called | TurnEnd::Malformed | TurnEnd::Truncated => self.handle_call(end),
-        }
+        if let TurnEnd::Returned = end { self.handle_return() } else { self.handle_call(end) }
     }
 
     fn handle_return(&mut self) -> NextAction {

@@ -264,10 +264,8 @@ impl Server<'_> {
         let name = fields.text("model")?;
         let name = name.ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?;
         let (version, name) = (self.named_version(name, request)?, name.to_owned());
-        let (mut answer, mut requests, streams) = match form {
-            Form::Chat => self.read_chat(&fields)?,
-            Form::Text => self.read_completion(&fields)?,
-        };
+        let (mut answer, mut requests, streams) =
+            if let Form::Chat = form { self.read_chat(&fields)? } else { self.read_completion(&fields)? };
         drop(body);
         answer.head.model = name;
         requests.requests.iter_mut().for_each(|request| request.version.clone_from(&version));

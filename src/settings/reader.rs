@@ -232,10 +232,7 @@ impl Reader<'_> {
 
     /// Returns the text of a value from `--set`. Such a value may be a string without quotes.
     pub fn unquoted_text(&self, span: Range<usize>) -> Option<&str> {
-        match self.origin {
-            Origin::File(_) => None,
-            Origin::Set(_) => self.text.get(span),
-        }
+        if let Origin::File(_) = self.origin { None } else { self.text.get(span) }
     }
 
     fn location(&self, at: usize) -> SourceLocation {

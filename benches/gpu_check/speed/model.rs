@@ -310,7 +310,7 @@ fn run_step(
     for rows in last.chunks(sampled_rows_max(vocabulary, hidden.device())) {
         let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
-        policy.decoder_stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
+        policy.weights.logits(&normed, &sampling)?.draw(&sampling, &draws)?;
     }
     Ok(())
 }

@@ -223,7 +223,7 @@ impl ChatMl {
     }
 
     /// Encodes a rendered text. A control token that a message spells is text.
-    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+    pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let Some(template) = &self.template else { return self.vocabulary.encode_text(text) };
         let (mut tokens, mut done) = (vec![], 0);
         let ordinary = |text: &str| self.vocabulary.encode_text(&text.replace(GUARD, ""));
@@ -234,10 +234,6 @@ impl ChatMl {
         }
         tokens.extend(ordinary(&text[done..])?);
         Ok(tokens)
-    }
-
-    pub(super) fn template_prompt(&self, template: &OwnTemplate, messages: &[Message]) -> Result<Vec<u32>> {
-        self.encode(&template.text(messages, true)?)
     }
 
     /// Renders what follows a sampled turn, the last of `before`.
@@ -323,7 +319,7 @@ impl OwnTemplate {
         open > close
     }
 
-    fn text(&self, messages: &[Message], generates: bool) -> Result<String> {
+    pub(super) fn text(&self, messages: &[Message], generates: bool) -> Result<String> {
         self.render(messages, generates).map_err(|why| bad_input!("the model's chat template: {why}"))
     }
 

@@ -12,7 +12,7 @@ impl ChatMl {
     /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
     pub fn render_prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
         if let Some(template) = &self.template {
-            return self.template_prompt(template, messages);
+            return self.encode(&template.text(messages, true)?);
         }
         self.render_after("", messages)
     }

@@ -8,22 +8,8 @@ use crate::recipe::plan::is_in_table;
 use crate::settings::changed_entries;
 
 /// Keys below `policy` that only the policy loss reads. A table stands for all of its keys.
-const POLICY_LOSS_KEYS: [&str; 14] = [
-    "advantage",
-    "loss",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "correction.is",
-    "correction.threshold",
-    "correction.normalize",
-    "correction.off_policy_mask",
-    "overlong",
-    "sapo",
-    "vespo",
-    "clip_cov",
-    "kl_cov",
-];
+const POLICY_LOSS_KEYS: &str = "advantage loss clip_low clip_high dual_clip correction.is \
+    correction.threshold correction.normalize correction.off_policy_mask overlong sapo vespo clip_cov kl_cov";
 
 impl Rules<'_> {
     /// Returns whether the divergence from a teacher is the only loss.
@@ -85,7 +71,7 @@ impl Rules<'_> {
         let mut keys: Vec<String> = changed_entries(&recipe.policy)
             .iter()
             .map(|entry| entry.path().to_owned())
-            .filter(|path| POLICY_LOSS_KEYS.iter().any(|key| is_in_table(path, key)))
+            .filter(|path| POLICY_LOSS_KEYS.split(' ').any(|key| is_in_table(path, key)))
             .map(|path| format!("policy.{path}"))
             .collect();
         if recipe.policy.kl.place == KlPlacement::Reward {

@@ -138,10 +138,7 @@ impl Value {
 /// Returns the value of `expr` at point number `point`. `None` if there is no value (division by zero,
 /// matrices of different shapes).
 pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
-    let scalar = |e: &Expr| match evaluate(e, point)? {
-        Value::Scalar(value) => Some(value),
-        Value::Matrix(_) => None,
-    };
+    let scalar = |e: &Expr| if let Value::Scalar(value) = evaluate(e, point)? { Some(value) } else { None };
     let number = match expr {
         Expr::Number { value, .. } => Complex64::from(value.to_f64()?),
         Expr::Symbol(name) => match name.as_str() {

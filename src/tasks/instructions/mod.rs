@@ -46,10 +46,7 @@ pub struct Bound {
 impl Bound {
     /// Returns whether `count` is within the bound.
     pub fn contains(self, count: u64) -> bool {
-        match self.relation {
-            CountRelation::AtLeast => count >= self.count,
-            CountRelation::LessThan => count < self.count,
-        }
+        if let CountRelation::AtLeast = self.relation { count >= self.count } else { count < self.count }
     }
 }
 
