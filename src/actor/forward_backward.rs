@@ -212,8 +212,7 @@ impl Pass<'_> {
     ) -> Result<PassOutput<C>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routed_experts) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
-        let frozen = self.weights.without_gradient();
-        let stack = DecoderStack { weights: &frozen, ..self.stack() };
+        let stack = DecoderStack { weights: &self.weights.without_gradient(), ..self.stack() };
         let hidden = self.run_layers(&stack, &mut |_, input, output| {
             inputs.push(input.clone());
             routed_experts.extend(output.routed_experts());

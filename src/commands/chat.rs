@@ -135,8 +135,7 @@ pub(super) fn open_model(
     console: &Console,
 ) -> Result<(Plan, u64)> {
     let Some(source) = locate_recipe_or_model(path)? else {
-        let model = format!("model.path={}", path.display());
-        let sets = [&[model], sets].concat();
+        let sets = [&[format!("model.path={}", path.display())], sets].concat();
         return Ok((resolve_for(KeyScope::Chat, Path::new(name), usual, &sets)?, 0));
     };
     let mut plan = source.resolve_for(KeyScope::Chat, sets)?;

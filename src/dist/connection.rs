@@ -91,8 +91,12 @@ impl Connection {
             .spawn(work)
             .context("starting the communication thread")?;
         let (rank, ranks) = receiver.recv().context("the communication thread has ended")??;
-        let exchanges_on_devices = C::EXCHANGES_ON_DEVICES;
-        Ok(Self { rank, ranks, exchanges_on_devices, requests: Mutex::new(requests) })
+        Ok(Self {
+            rank,
+            ranks,
+            exchanges_on_devices: C::EXCHANGES_ON_DEVICES,
+            requests: Mutex::new(requests),
+        })
     }
 
     fn send(&self, request: Request) -> Result<()> {

@@ -241,8 +241,7 @@ impl<'m> Engine<'m> {
     /// Removes all requests, all sequences and the failure, if there is one. Kept prefixes stay.
     /// [`Self::run`] must not be active.
     pub fn clear(&self) {
-        let slots = self.slots();
-        *lock(&self.queue) = Queue::new(slots);
+        *lock(&self.queue) = Queue::new(self.slots());
     }
 
     /// Works on requests until [`Client::goes_on`] returns false. If the ranks of a mesh run every forward

@@ -159,8 +159,7 @@ pub fn add_value_gradients(
         let sequences = Sequences::new(&part.cu_targets, &batch.mask[span.clone()])?;
         let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
         let mut share = value_loss(&sequences, &columns.values, old_values, returns, clip, &normalizer)?;
-        let values = std::mem::take(&mut share.grad_values);
-        Ok((CriticColumns { values }, share))
+        Ok((CriticColumns { values: std::mem::take(&mut share.grad_values) }, share))
     };
     let (_, shares) =
         critic.forward_backward(&batch.input(), pass_settings(), &loss, &|_| Progress::hidden())?;

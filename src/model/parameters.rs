@@ -440,8 +440,10 @@ impl Parameters {
                 let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
                 let weights = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.weight(index)?)));
                 let source = Arc::new(weights.collect::<Result<HashMap<String, Weight>>>()?);
-                let precision = self.backend.precision;
-                LayersOnDemand { precision, ..LayersOnDemand::new(source, &self.config) }
+                LayersOnDemand {
+                    precision: self.backend.precision,
+                    ..LayersOnDemand::new(source, &self.config)
+                }
             }
         };
         layers.changes.push(change.clone());
@@ -497,8 +499,7 @@ impl Parameters {
 
     /// Returns the adapters by the names of the adapted matrices.
     fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
-        let none = HashMap::new();
-        let tensors = ModelTensors { find, adapters: &none, expert_parallel: None };
+        let tensors = ModelTensors { find, adapters: &HashMap::new(), expert_parallel: None };
         let of = |(lora, target): (&Lora, &String)| {
             let [a, b] = Lora::factor_names(target);
             let (a, b) = (tensors.vector(&a)?, tensors.vector(&b)?);

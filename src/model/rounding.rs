@@ -36,8 +36,7 @@ impl WeightRounding {
 
     /// Returns a rounding that changes each tensor that `self` or `other` changes.
     pub fn union(self, other: Self) -> Self {
-        let bits = self.bits.into_iter().chain(other.bits).min();
-        Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
+        Self { mxfp4: self.mxfp4 || other.mxfp4, bits: self.bits.into_iter().chain(other.bits).min() }
     }
 
     /// Returns the memory, in bytes, that [`Self::apply`] allocates for a tensor stored in `format`. It is 0

@@ -15,7 +15,7 @@ use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::product::Precision;
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::weight::Weight;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -305,9 +305,7 @@ impl Weights {
         normed: &Tensor,
         sampling: &SamplingParameters,
     ) -> Result<Logits> {
-        if parts.iter().any(|(weights, _)| weights.is_critic) {
-            bail!("a critic has no LM head");
-        }
+        ensure!(!parts.iter().any(|(weights, _)| weights.is_critic), "a critic has no LM head");
         let heads: Vec<(&Matrix, usize)> =
             parts.iter().map(|(weights, rows)| (&weights.head, *rows)).collect();
         let (head, _) = heads.first().context("logits of no weights")?;

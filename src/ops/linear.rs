@@ -4,7 +4,7 @@
 //! bf16. `b` and the gradients of trainable parameters are f32.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{add_values, edit, for_each_row, host_values};
+use super::cpu::{add_values, change, for_each_row, host_values};
 use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
@@ -116,10 +116,7 @@ impl Linear {
                     product(self.means, &mut column, x, dy, (k, m, n), false);
                     return add_values(dw, &column);
                 }
-                edit(dw, |dw| {
-                    product(self.means, dw, x, dy, (k, m, n), true);
-                    Ok(())
-                })
+                change(dw, |dw| product(self.means, dw, x, dy, (k, m, n), true))
             })?;
         }
         if let Some(bias) = &self.bias {

@@ -46,8 +46,7 @@ impl<'a> Sequences<'a> {
 
     /// Returns the token range of each sequence, in order.
     pub fn token_ranges(&self) -> impl Iterator<Item = Range<usize>> + use<'a> {
-        let cu_seqlens = self.cu_seqlens;
-        cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
+        self.cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
     }
 
     /// Returns the indices of the valid tokens within the token range `range`.

@@ -426,19 +426,12 @@ impl Recipe {
 /// device, and the keys that only save memory.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        const KEYS: [&str; 7] = [
-            "device",
-            "rollout.sequences_max",
-            "train.recompute_layers",
-            "train.steps",
-            "train.on_bad_step",
-            "train.optimizer.schedule_steps",
-            "critic.optimizer.schedule_steps",
-        ];
+        const KEYS: &str = "device rollout.sequences_max train.recompute_layers train.steps \
+            train.on_bad_step train.optimizer.schedule_steps critic.optimizer.schedule_steps";
         // The default of this key depends on the model's vocabulary, which is read later.
         let is_default = key == "chat.system_message" && !new.is_written(key);
         is_default
-            || KEYS.contains(&key)
+            || KEYS.split(' ').any(|other| other == key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

@@ -18,8 +18,7 @@ pub fn model_card(folder: &Path, library: &str) -> Result<String> {
         let name = path.file_name().map_or_else(|| path.as_os_str().to_owned(), |name| name.to_owned());
         sanitize_line(&name.to_string_lossy()).into_owned()
     };
-    let full = std::fs::canonicalize(folder);
-    let title = name(full.as_deref().unwrap_or(folder));
+    let title = name(std::fs::canonicalize(folder).as_deref().unwrap_or(folder));
     let run = Run::load_metrics(title.clone(), folder)?;
     let base = run.setting("model.path").filter(|path| !path.is_empty());
     let base = base.map(|path| name_of_snapshot(Path::new(&path)).unwrap_or_else(|| name(Path::new(&path))));

@@ -31,8 +31,7 @@ impl Extremes {
     fn offer(&mut self, row: TrajectoryRow) {
         let reward = row.trajectory.reward;
         if reward > self.best.trajectory.reward {
-            let lower = std::mem::replace(&mut self.best, row);
-            self.worst.get_or_insert(lower);
+            self.worst.get_or_insert(std::mem::replace(&mut self.best, row));
         } else if reward < self.worst.as_ref().unwrap_or(&self.best).trajectory.reward {
             self.worst = Some(row);
         }

@@ -131,8 +131,7 @@ fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
             .to_owned();
     }
     let name = |full: &str| -> Option<String> {
-        let stem = full.strip_suffix(".weight").unwrap_or(full);
-        Some(stem.rsplit('.').next()?.to_owned())
+        Some(full.strip_suffix(".weight").unwrap_or(full).rsplit('.').next()?.to_owned())
     };
     let names: BTreeSet<String> = known.iter().filter_map(|full| name(full)).collect();
     let suffix = pattern.rsplit('.').next().unwrap_or(pattern);

@@ -172,8 +172,7 @@ fn json_array(text: impl Read) -> io::Result<impl Iterator<Item = io::Result<Tab
     let bytes = bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&bytes);
     let values: Vec<Value> =
         serde_json::from_slice(bytes).map_err(|e| io::Error::other(not_json(bytes, &e)))?;
-    let rows = values.into_iter().zip(1..);
-    Ok(rows.map(|(value, number)| Ok(TableRow { number, value: Ok(value) })))
+    Ok(values.into_iter().zip(1..).map(|(value, number)| Ok(TableRow { number, value: Ok(value) })))
 }
 
 /// Returns the rows of a table whose first line has the columns' names. Every value is a text.
@@ -184,8 +183,7 @@ fn csv_rows(text: impl Read, separator: u8) -> io::Result<impl Iterator<Item = i
     if let Some(name) = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name)) {
         return Err(io::Error::other(format!("two columns are called {:?}; rename one", name.1)));
     }
-    let rows = reader.into_records().zip(1..);
-    Ok(rows.map(move |(record, number)| {
+    Ok(reader.into_records().zip(1..).map(move |(record, number)| {
         let value = match record {
             Ok(record) if record.as_slice().len() as u64 > LINE_BYTES_MAX => {
                 let limit = LINE_BYTES_MAX >> 20;

@@ -148,8 +148,7 @@ fn strict_number(after: &str) -> Option<Number> {
     let start = after.strip_prefix(' ').unwrap_or(after);
     let digits = start.strip_prefix('-').unwrap_or(start);
     let end = digits.find(|c: char| !c.is_ascii_digit() && c != '.' && c != ',').unwrap_or(digits.len());
-    let number = &start[..start.len() - digits.len() + end];
-    Number::parse(&number.replace(',', ""))
+    Number::parse(&start[..start.len() - digits.len() + end].replace(',', ""))
 }
 
 /// Returns the number on the line of a mark, if the line begins with it or says that it is the answer.

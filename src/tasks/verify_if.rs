@@ -69,12 +69,11 @@ impl RowTurn {
     fn read_all(row: &Value) -> Result<Vec<Self>, String> {
         match row.get("turns") {
             None => Ok(vec![Self::read(row)?]),
-            Some(Value::Array(turns)) if !turns.is_empty() => {
-                let numbered = turns.iter().enumerate();
-                numbered
-                    .map(|(i, turn)| Self::read(turn).map_err(|e| format!("turn {}: {e}", i + 1)))
-                    .collect()
-            }
+            Some(Value::Array(turns)) if !turns.is_empty() => turns
+                .iter()
+                .enumerate()
+                .map(|(i, turn)| Self::read(turn).map_err(|e| format!("turn {}: {e}", i + 1)))
+                .collect(),
             Some(_) => Err("`turns` is not a list of one or more turns".into()),
         }
     }

@@ -10,7 +10,7 @@ use crate::bad_input;
 use crate::metrics::Progress;
 use crate::model::forward::ForwardOptions;
 use crate::policy::sum_loss::SumLoss;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use prost::Message;
 use std::collections::BTreeMap;
 
@@ -45,9 +45,7 @@ impl PassTask {
             config.insert(key, number);
         }
         let loss = SumLoss::new(&request.loss_fn, &config)?;
-        if request.data.is_empty() {
-            return Err(bad_input!("the request has no data; send at least one datum"));
-        }
+        ensure!(!request.data.is_empty(), bad_input!("the request has no data; send at least one datum"));
         let mut data = Vec::with_capacity(request.data.len());
         for (index, datum) in request.data.iter().enumerate() {
             let datum =

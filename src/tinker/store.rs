@@ -9,7 +9,7 @@ use crate::bounded_file::{SMALL_FILE_BYTES_MAX, read_text};
 use crate::checkpoint::ModelFiles;
 use crate::checkpoint::peft::AdapterFolder;
 use crate::integrity::Manifest;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -218,9 +218,7 @@ impl Store {
     /// [`crate::error::BadInput`] when the path is missing or damaged, or belongs to another base.
     pub fn actor(&self, path: &SavedPath, base: &Actor, base_digest: Option<&str>) -> Result<Actor> {
         let place = self.place(path);
-        if !Manifest::check(&place)? {
-            return Err(bad_input!("{path}: has no checksum; load another path"));
-        }
+        ensure!(Manifest::check(&place)?, bad_input!("{path}: has no checksum; load another path"));
         let specs = base.parameters.without_adapter().specs;
         let folder = AdapterFolder::open(&place, &specs)?;
         let saved = folder.base.as_ref().map(|base| base.digest.as_str());

@@ -56,8 +56,7 @@ impl Door<'_> {
                 Err(anyhow!("a bug in the server; the model is lost, load a saved path into a new one"))
             });
             let reply = done.unwrap_or_else(|error| {
-                let is_user = error.downcast_ref::<BadInput>().is_some();
-                FutureReply::failed(&format!("{error:#}"), is_user)
+                FutureReply::failed(&format!("{error:#}"), error.downcast_ref::<BadInput>().is_some())
             });
             if let Some(promise) = promise {
                 promise.set(reply);
@@ -88,8 +87,7 @@ impl Door<'_> {
                 Ok(FutureReply::json(&json!({"type": "create_model", "model_id": id})))
             }
             Work::Load { path, optimizer, creates } => {
-                let loaded = self.load(path, *optimizer);
-                let mut trained = loaded.inspect_err(|_| {
+                let mut trained = self.load(path, *optimizer).inspect_err(|_| {
                     if *creates {
                         self.drop_model(id)
                     }
@@ -135,8 +133,7 @@ impl Door<'_> {
                     expires: *expires,
                     user_metadata: user_metadata.clone(),
                 };
-                let files = self.settings.files;
-                self.store.save(path, (&trained.actor, &files), &state, *overwrite)?;
+                self.store.save(path, (&trained.actor, &self.settings.files), &state, *overwrite)?;
                 let kind = if path.kind == super::store::WEIGHTS {
                     "save_weights"
                 } else {

@@ -263,8 +263,7 @@ impl ChatMl {
                 Ok(NextTokens::Appended(self.encode(&whole[end..])?))
             }
             _ => {
-                let common = common_length(&closed, &whole);
-                let from = whole[common..].chars().take(40).collect();
+                let from = whole[common_length(&closed, &whole)..].chars().take(40).collect();
                 Ok(NextTokens::Rewritten { tokens: self.encode(&whole)?, from })
             }
         }

@@ -126,8 +126,7 @@ impl<'a> Writer<'a> {
     }
 
     fn flush(&mut self) {
-        let text = std::mem::take(&mut self.pending);
-        match self.chat.vocabulary.encode_text(&text) {
+        match self.chat.vocabulary.encode_text(&std::mem::take(&mut self.pending)) {
             Ok(tokens) => self.tokens.extend(tokens),
             Err(error) => drop(self.failure.get_or_insert(error)),
         }

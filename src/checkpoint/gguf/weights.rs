@@ -250,8 +250,7 @@ impl GgufWeights {
     ) -> Result<()> {
         let blocks = geometry(spec)[2] / BLOCK;
         self.read(spec, expert, rows, |_, bytes, step, first| {
-            let found = bytes.as_chunks().0.iter().enumerate();
-            found.into_iter().try_for_each(|(index, block)| {
+            bytes.as_chunks().0.iter().enumerate().try_for_each(|(index, block)| {
                 put((first + index / blocks * step) * blocks + index % blocks, block)
             })
         })

@@ -2,7 +2,7 @@
 //!
 //! Every step is required. If the kernel lacks one of them, the worker does not start.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr,
     RulesetCreated, RulesetCreatedAttr, RulesetStatus, Scope,
@@ -202,8 +202,6 @@ fn madvise_rules() -> Result<Vec<SeccompRule>> {
 }
 
 fn check(rc: i32, name: &str) -> Result<()> {
-    if rc < 0 {
-        bail!("{name}: {}", io::Error::last_os_error());
-    }
+    ensure!(rc >= 0, "{name}: {}", io::Error::last_os_error());
     Ok(())
 }

@@ -278,8 +278,7 @@ impl PackedMatrix {
             });
             return Ok(values);
         }
-        let expert_values = self.input * self.output;
-        for (expert, values) in values.chunks_exact_mut(expert_values.max(1)).enumerate() {
+        for (expert, values) in values.chunks_exact_mut((self.input * self.output).max(1)).enumerate() {
             if let PackedFormat::Blocks(kind) = self.format {
                 self.decode_blocks(kind, bytes, expert, values);
                 continue;

@@ -189,8 +189,8 @@ impl LaunchSequences {
     /// visible to its rows.
     pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
         let chunks = |seen: Range<usize>| seen.start / CHUNK_KEYS..seen.end.div_ceil(CHUNK_KEYS);
-        let tiles = self.rows_and_keys(attention).into_iter();
-        tiles
+        self.rows_and_keys(attention)
+            .into_iter()
             .flat_map(|(tile, seen)| chunks(seen).map(move |chunk| ChunkTile { tile, chunk: chunk as i32 }))
             .collect()
     }

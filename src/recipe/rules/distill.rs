@@ -37,11 +37,9 @@ impl Rules<'_> {
             _ => {}
         }
         if recipe.task.is_agent() && distill.system_prompt.is_some() {
-            self.refuse(
-                &["policy.distill.system_prompt", "task.name"],
-                "an agent's program writes the system prompts, so the teacher's cannot replace them; remove the key, or use \
-                 another task",
-            );
+            let message = "an agent's program writes the system prompts, so the teacher's cannot replace \
+                them; remove the key, or use another task";
+            self.refuse(&["policy.distill.system_prompt", "task.name"], message);
         }
         let rollout = &recipe.rollout;
         let truncations = [
@@ -51,13 +49,11 @@ impl Rules<'_> {
         ];
         for (key, is_set, off) in truncations {
             if is_set {
-                self.refuse(
-                    &[key, "policy.distill"],
-                    format!(
-                        "the policy's distribution has only the kept tokens, and policy.distill compares the whole vocabulary; \
-                         write {off}, or remove [policy.distill]"
-                    ),
+                let message = format!(
+                    "the policy's distribution has only the kept tokens, and policy.distill compares the whole vocabulary; \
+                     write {off}, or remove [policy.distill]"
                 );
+                self.refuse(&[key, "policy.distill"], message);
             }
         }
         if distill.is_only_loss() {
@@ -78,11 +74,9 @@ impl Rules<'_> {
             keys.push("policy.kl.place".to_owned());
         }
         for key in keys {
-            self.refuse(
-                &[&key, "policy.distill.policy_loss_coefficient"],
-                "only the policy loss reads this, and policy.distill.policy_loss_coefficient = 0 removes that loss; remove one \
-                 of the two",
-            );
+            let message = "only the policy loss reads this, and policy.distill.policy_loss_coefficient = 0 \
+                removes that loss; remove one of the two";
+            self.refuse(&[&key, "policy.distill.policy_loss_coefficient"], message);
         }
     }
 }

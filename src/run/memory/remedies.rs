@@ -43,10 +43,7 @@ impl MemoryPlanInput<'_> {
         let mut remedies: Vec<Remedy> = self
             .changes(bytes)
             .into_iter()
-            .map(|(change, peak_after)| {
-                let saved_bytes = peak.saturating_sub(peak_after);
-                Remedy { change, saved_bytes }
-            })
+            .map(|(change, peak_after)| Remedy { change, saved_bytes: peak.saturating_sub(peak_after) })
             .filter(|remedy| remedy.saved_bytes > 0)
             .collect();
         remedies.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
@@ -162,8 +159,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the peak if all experts of the policy are frozen. `None` if nothing else is trainable.
     fn peak_with_frozen_experts(&self) -> Option<u64> {
-        let specs = parameter_specs(self.config);
-        let policy: Vec<bool> = specs
+        let policy: Vec<bool> = parameter_specs(self.config)
             .iter()
             .zip(&self.trainable.policy)
             .map(|(spec, is_trainable)| *is_trainable && !spec.name.contains(".mlp.experts."))
