@@ -349,7 +349,7 @@ impl Board {
     pub fn reward(&self, id: &str, given: Given) -> Result<(), ApiError> {
         let open = lock(&self.state).open.get(id).cloned();
         if let Some(episode) = open {
-            episode.settle();
+            drop(episode.settled_play());
         }
         let mut state = lock(&self.state);
         if let Some(episode) = state.open.get(id).cloned() {

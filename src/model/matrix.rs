@@ -164,22 +164,6 @@ impl Matrix {
         Ok(if let Some(adapter) = &self.adapter { adapter.add_output(&y, x, plan)? } else { y })
     }
 
-    /// Returns rows `ids` of an embedding `[V, H]` as `[T, H]`.
-    ///
-    /// # Errors
-    /// When an id is not below `V`.
-    pub fn lookup_rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(self.plain_weight()?.rows(ids)?)
-    }
-
-    /// Returns columns `ids` of a tied LM head `[H, V]`, which is also the embedding, as rows `[T, H]`.
-    ///
-    /// # Errors
-    /// When an id is not below `V`.
-    pub fn lookup_columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(self.plain_weight()?.columns(ids)?)
-    }
-
     /// Returns the log-probabilities of `targets` and the entropies, `[2, R]`, for hidden states `h [R, H]`
     /// at `temperature`. A row with a set of kept tokens has the distribution over that set. The matrix must
     /// be an LM head.
@@ -251,7 +235,7 @@ impl Matrix {
     }
 
     /// Returns the weight of a matrix without bias and adapter, such as an embedding.
-    fn plain_weight(&self) -> Result<&Weight> {
+    pub(super) fn plain_weight(&self) -> Result<&Weight> {
         ensure!(
             self.bias.is_none() && self.adapter.is_none(),
             "an embedding cannot have a bias or an adapter"

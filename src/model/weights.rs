@@ -252,7 +252,9 @@ impl Weights {
     /// # Errors
     /// When an id is not below `V`.
     pub fn embed(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        if self.is_tied { self.embedding.lookup_columns(ids) } else { self.embedding.lookup_rows(ids) }
+        let table = self.embedding.plain_weight()?;
+        // The columns of a tied head `[H, V]`, or the rows of an embedding `[V, H]`.
+        Ok(if self.is_tied { table.columns(ids)? } else { table.rows(ids)? })
     }
 
     /// Returns layer `index`. `next` is the layer that the pass needs afterwards. Layer `next` may be

@@ -42,13 +42,9 @@ pub fn model_card(folder: &Path, library: &str) -> Result<String> {
     card += "\n## Commands\n\nWith the recipe below as `recipe.toml`:\n\n```bash\nrloss train recipe.toml --out runs/again\nrloss eval runs/again\n```\n";
     if let Ok(recipe) = bounded_file::read_text(&folder.join("recipe.toml"), TOML_BYTES_MAX) {
         // A recipe's texts may have fences of their own.
-        let fence = "`".repeat(longest_fence(&recipe).max(2) + 1);
+        let longest = recipe.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+        let fence = "`".repeat(longest.max(2) + 1);
         card += &format!("\n## Recipe\n\n{fence}toml\n{}\n{fence}\n", recipe.trim_end());
     }
     Ok(card)
-}
-
-/// Returns the length of the longest row of backticks in `text`.
-fn longest_fence(text: &str) -> usize {
-    text.split(|c| c != '`').map(str::len).max().unwrap_or(0)
 }

@@ -3,7 +3,7 @@
 use super::answer::rational_values;
 use super::boxed_answer::find_last_boxed;
 use super::columns::{self, Question};
-use super::number::Number;
+use super::number::{Number, numbers};
 use super::retool::PromptFormat;
 use super::rows::{self, EpochOrder};
 use super::{
@@ -160,7 +160,7 @@ fn marked_number(after: &str) -> Option<Number> {
     let start = line.trim_start_matches(is_mark).trim_start_matches("\\(").trim_start();
     if Number::starts(start) || Number::starts(line) {
         let sentence = line.trim_end_matches(|c: char| c.is_whitespace() || "!.*".contains(c));
-        return whole_number(sentence).or_else(|| Number::first_in(line));
+        return whole_number(sentence).or_else(|| numbers(line).next());
     }
     named.and_then(|_| Number::last_in(line))
 }

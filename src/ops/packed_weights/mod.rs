@@ -316,12 +316,6 @@ impl PackedMatrix {
         Panel { format: self.format, bytes: &bytes[start..start + size], columns }
     }
 
-    /// Returns whether the kernels of this module add in the order of the `gemm` crate. They do not if the
-    /// last chunk has one or two values of k.
-    fn supports_own_kernels(&self) -> bool {
-        !matches!(self.input % K_CHUNK, 1 | 2)
-    }
-
     /// Computes `out (+)= x · W` for the matrix of one expert. The result is bit for bit that of
     /// [`super::product::forward_product`] by the decoded matrix.
     ///
@@ -372,8 +366,10 @@ impl PackedMatrix {
         // Each element of `out` belongs to exactly one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
+                // The kernels of this module add in the order of the `gemm` crate, unless the last chunk has
+                // one or two values of k.
                 let uses_row_kernel = rows.len() <= FEW_ROWS_MAX
-                    && self.supports_own_kernels()
+                    && !matches!(self.input % K_CHUNK, 1 | 2)
                     && VectorInstructions::detect() != VectorInstructions::Plain;
                 let tile = if uses_row_kernel { 1 } else { TILE_PANELS };
                 self.tiles(tile).map(move |panels| Task {

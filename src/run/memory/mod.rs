@@ -85,12 +85,6 @@ impl ModelCommand {
     pub fn trains(self) -> bool {
         self == ModelCommand::Train
     }
-
-    /// Returns whether the command may read layers from disk on demand. That is fast enough only for few
-    /// forward passes over many tokens.
-    pub fn can_read_layers_on_demand(self) -> bool {
-        matches!(self, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
-    }
 }
 
 /// A trainable tensor and its index in the parameter store.
