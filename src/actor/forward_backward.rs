@@ -161,12 +161,8 @@ impl Pass<'_> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         let MicroBatch { targets, kept_tokens, has_given_targets, .. } = self.batch;
         if let Some(teacher) = self.teacher {
-            return self.weights.head.log_prob_entropy_and_kl(
-                &normed,
-                targets,
-                teacher,
-                self.settings.temperature,
-            );
+            let (head, temperature) = (&self.weights.head, self.settings.temperature);
+            return head.log_prob_entropy_and_kl(&normed, targets, teacher, temperature);
         }
         let targets = HeadTargets {
             tokens: targets,
@@ -278,11 +274,8 @@ impl Pass<'_> {
             Some(shards) => {
                 let routed_experts = shards.rows.gather_routed_experts(&routing.routed_experts)?;
                 let plan = Dispatch::new(&routed_experts, self.model.config.num_local_experts)?;
-                ops::load_balance(
-                    &shards.rows.gather_rows(&routing.router_logits)?,
-                    &plan,
-                    sequences_per_row,
-                )?
+                let router_logits = shards.rows.gather_rows(&routing.router_logits)?;
+                ops::load_balance(&router_logits, &plan, sequences_per_row)?
             }
         };
         losses.push(loss.clone());

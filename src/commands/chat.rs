@@ -374,11 +374,8 @@ impl Talk<'_> {
             Outcome::Malformed => "the model's last turn is malformed".to_owned(),
             Outcome::TaskFailed => "the task's program failed".to_owned(),
         };
-        let whole = self
-            .environment()
-            .chat
-            .vocabulary()
-            .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
+        let sampled = trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default();
+        let whole = self.environment().chat.vocabulary().decode(sampled);
         format!("({why}; raw output: {})\n", sanitize_line(&whole))
     }
 }

@@ -86,10 +86,8 @@ impl Connection {
             }
             Err(error) => drop(reply.send(Err(error))),
         };
-        std::thread::Builder::new()
-            .name("exchanges".into())
-            .spawn(work)
-            .context("starting the communication thread")?;
+        let thread = std::thread::Builder::new().name("exchanges".into()).spawn(work);
+        thread.context("starting the communication thread")?;
         let (rank, ranks) = receiver.recv().context("the communication thread has ended")??;
         Ok(Self {
             rank,

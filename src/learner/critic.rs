@@ -54,12 +54,9 @@ impl Critic {
     /// trained.
     fn with_own_weights(policy: &Actor, trainable: &[bool], seed: u64) -> Result<Parameters> {
         let (config, policy) = (&policy.model.config, &policy.parameters);
-        let is_trainable: HashSet<String> = value_model_specs(config)
-            .into_iter()
-            .zip(trainable)
-            .filter(|(_, is_trainable)| **is_trainable)
-            .map(|(s, _)| s.name)
-            .collect();
+        let specs = value_model_specs(config).into_iter().zip(trainable);
+        let is_trainable: HashSet<String> =
+            specs.filter(|(_, is_trainable)| **is_trainable).map(|(s, _)| s.name).collect();
         let values = value_model(config, seed, |spec| {
             let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             // Frozen tensors share memory with the policy.

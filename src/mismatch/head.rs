@@ -305,11 +305,8 @@ impl FitRows {
                 filters.into_iter().map(|filter| (filter, objective(filter))).collect();
             let least = objectives.iter().map(|(_, objective)| *objective).fold(f64::INFINITY, f64::min);
             // Filters that keep the same tokens have equal objectives. The filter in the middle is returned.
-            let equal: Vec<Filter> = objectives
-                .iter()
-                .filter(|(_, objective)| *objective <= least * 1.000_001)
-                .map(|(filter, _)| *filter)
-                .collect();
+            let equal = objectives.iter().filter(|(_, objective)| *objective <= least * 1.000_001);
+            let equal: Vec<Filter> = equal.map(|(filter, _)| *filter).collect();
             equal.get(equal.len() / 2).copied().unwrap_or(Filter::TopK(vocabulary))
         };
         let steps = |from: f64, count: usize| (1..count).map(move |i| from * i as f64);

@@ -402,11 +402,9 @@ impl<'a> CauseSearch<'a> {
         }
         result.coverage.ended_by_limit = self.is_over();
         let fits = &result.fits;
-        result.without_effect = fits_without_effect
-            .iter()
-            .filter_map(CauseFit::name)
-            .filter(|name| fits.iter().all(|other| other.name() != Some(name)))
-            .collect();
+        let is_without = |name: &&'static str| fits.iter().all(|other| other.name() != Some(name));
+        result.without_effect =
+            fits_without_effect.iter().filter_map(CauseFit::name).filter(is_without).collect();
         result.without_effect.dedup();
         Ok(result)
     }

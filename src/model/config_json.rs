@@ -102,9 +102,8 @@ impl<'a> ConfigReader<'a> {
         let Some(value) = self.value("model_type") else {
             return Err(bad_input!("key `model_type` is missing; {}", Family::supported_names()));
         };
-        value
-            .as_str()
-            .and_then(Family::from_name)
+        let family = value.as_str().and_then(Family::from_name);
+        family
             .ok_or_else(|| bad_input!("model_type = {value} is not supported; {}", Family::supported_names()))
     }
 

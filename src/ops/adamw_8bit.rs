@@ -71,10 +71,8 @@ impl CodeMap {
 
     #[inline(always)]
     fn decode(&self, values: &mut [f32], codes: &[u8], scale: f32) {
-        values
-            .iter_mut()
-            .zip(codes)
-            .for_each(|(value, &code)| *value = self.values[usize::from(code)] * scale);
+        let pairs = values.iter_mut().zip(codes);
+        pairs.for_each(|(value, &code)| *value = self.values[usize::from(code)] * scale);
     }
 
     /// Writes the codes of a block and returns its scale. A block of zeros has scale 0, and its codes have no

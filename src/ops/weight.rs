@@ -252,13 +252,8 @@ impl Weight {
         let (k, n) = self.head_shape()?;
         match self {
             Weight::Dense(weight) => {
-                backward_product(
-                    self.gemm_config(),
-                    dh,
-                    dz,
-                    &host_values(weight.values())?,
-                    (dz.len() / n, n, k),
-                );
+                let w = host_values(weight.values())?;
+                backward_product(self.gemm_config(), dh, dz, &w, (dz.len() / n, n, k));
             }
             Weight::Packed(weight) => weight.input_gradient(0, dh, dz)?,
         }

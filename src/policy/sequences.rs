@@ -116,10 +116,8 @@ impl<'a> Sequences<'a> {
     /// may be on a token that was not sampled.
     pub fn sequence_sums(&self, values: &[f32]) -> Result<Vec<f32>> {
         self.check("token rewards", values)?;
-        Ok(self
-            .token_ranges()
-            .map(|range| values[range].iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
-            .collect())
+        let sum = |range: Range<usize>| values[range].iter().map(|&v| f64::from(v)).sum::<f64>() as f32;
+        Ok(self.token_ranges().map(sum).collect())
     }
 
     /// Returns the mean over the valid tokens of the batch; 0 without valid tokens.

@@ -359,12 +359,8 @@ impl Rules<'_> {
         let cold_start = &self.recipe.cold_start;
         self.check_files("cold_start.train_file", &cold_start.train_file);
         self.check_files("cold_start.validation_file", &cold_start.validation_file);
-        self.check_optimizer(
-            "cold_start.optimizer",
-            &cold_start.optimizer,
-            "cold_start.steps",
-            cold_start.steps,
-        );
+        let (optimizer, steps) = (&cold_start.optimizer, cold_start.steps);
+        self.check_optimizer("cold_start.optimizer", optimizer, "cold_start.steps", steps);
     }
 
     fn check_train(&mut self) {

@@ -163,11 +163,8 @@ fn trajectory_view(picked: &SelectedTrajectory) -> Value {
         plural(trajectory.turns.len(), "turn"),
     ];
     let mut calls: BTreeMap<_, usize> = BTreeMap::new();
-    trajectory
-        .turns
-        .iter()
-        .flat_map(|turn| &turn.calls)
-        .for_each(|call| *calls.entry(call).or_default() += 1);
+    let all = trajectory.turns.iter().flat_map(|turn| &turn.calls);
+    all.for_each(|call| *calls.entry(call).or_default() += 1);
     facts
         .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));
     let named = trajectory.rewards.iter();

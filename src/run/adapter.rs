@@ -112,11 +112,8 @@ fn requested_lora(
                 matches(pattern, &spec.name) && (spec.name != HEAD || names_head(pattern))
             };
             let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| names(pattern, spec));
-            base.iter()
-                .filter(|spec| is_adaptable(spec))
-                .filter(named)
-                .map(|spec| spec.name.clone())
-                .collect()
+            let specs = base.iter().filter(|spec| is_adaptable(spec)).filter(named);
+            specs.map(|spec| spec.name.clone()).collect()
         }
     };
     Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })

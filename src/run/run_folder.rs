@@ -397,12 +397,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     let mut lines = vec![resume_line(path, plan, point.as_ref())?];
     let Some(stored) = stored else { return Ok((lines, point)) };
     let (old_steps, steps) = (stored.recipe.train.steps, plan.recipe.train.steps);
-    lines.extend(keep_schedule_end(
-        "train",
-        &stored.recipe.train.optimizer,
-        &mut plan.recipe.train.optimizer,
-        (old_steps, steps),
-    ));
+    let (old, new) = (&stored.recipe.train.optimizer, &mut plan.recipe.train.optimizer);
+    lines.extend(keep_schedule_end("train", old, new, (old_steps, steps)));
     if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
         lines.extend(keep_schedule_end("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
     }

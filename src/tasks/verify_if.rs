@@ -195,10 +195,8 @@ impl VerifyIf {
             .map(|turn| {
                 let instructions = instructions(&turn["instruction_id_list"], &turn["kwargs"])?;
                 let answer = replies.next().and_then(|messages| {
-                    messages
-                        .iter()
-                        .rfind(|m| m.channel.as_deref() == Some("final"))
-                        .map(|m| m.content.as_str())
+                    let last = messages.iter().rfind(|m| m.channel.as_deref() == Some("final"));
+                    last.map(|m| m.content.as_str())
                 });
                 Ok(check_strictly(&instructions, answer.unwrap_or_default()))
             })

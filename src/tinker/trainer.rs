@@ -179,10 +179,9 @@ impl Door<'_> {
         let digest = self.settings.files.base.map(|base| base.digest.as_str());
         let mut trained = self.start(self.store.actor(path, self.settings.base, digest)?)?;
         if optimizer {
-            trained
-                .actor
-                .load(&self.store.place(path), Some(saved.updates))
-                .with_context(|| format!("loading {path}"))?;
+            let place = self.store.place(path);
+            let loaded = trained.actor.load(&place, Some(saved.updates));
+            loaded.with_context(|| format!("loading {path}"))?;
         }
         Ok(trained)
     }

@@ -80,10 +80,8 @@ impl Trainer {
                 state,
             };
             // The write may have failed because the folder was moved during the run.
-            snapshot
-                .write(&folder.path, checkpoint.keep)
-                .map(drop)
-                .map_err(|error| folder.explain_write_error(error))
+            let written = snapshot.write(&folder.path, checkpoint.keep).map(drop);
+            written.map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
         let parameters = &loaded.actor.parameters;

@@ -420,12 +420,8 @@ impl PackedMatrix {
         let vectors = VectorInstructions::detect();
         if *uses_row_kernel {
             for index in panels.clone() {
-                vectors.skinny_gemm(
-                    self.panel(bytes, *expert, index),
-                    (x, k),
-                    (out, index * PANEL_COLUMNS),
-                    accumulate,
-                );
+                let panel = self.panel(bytes, *expert, index);
+                vectors.skinny_gemm(panel, (x, k), (out, index * PANEL_COLUMNS), accumulate);
             }
             return;
         }
@@ -442,13 +438,8 @@ impl PackedMatrix {
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = start..(start + K_CHUNK).min(k);
             for (at, index) in panels.clone().enumerate() {
-                vectors.decode(
-                    self.panel(bytes, *expert, index),
-                    chunk.clone(),
-                    tile,
-                    at * PANEL_COLUMNS,
-                    stride,
-                );
+                let panel = self.panel(bytes, *expert, index);
+                vectors.decode(panel, chunk.clone(), tile, at * PANEL_COLUMNS, stride);
             }
             let add = accumulate || start > 0;
             let w = (&tile[..chunk.len() * stride], stride);
@@ -484,13 +475,8 @@ impl PackedMatrix {
             tile.par_chunks_mut(ROWS_PER_TASK * stride).enumerate().for_each(|(part, tile)| {
                 let rows = part * ROWS_PER_TASK..(part * ROWS_PER_TASK + tile.len() / stride);
                 for (at, index) in panels.clone().enumerate() {
-                    vectors.decode(
-                        self.panel(bytes, expert, index),
-                        rows.clone(),
-                        tile,
-                        at * PANEL_COLUMNS,
-                        stride,
-                    );
+                    let panel = self.panel(bytes, expert, index);
+                    vectors.decode(panel, rows.clone(), tile, at * PANEL_COLUMNS, stride);
                 }
             });
             let start = first * PANEL_COLUMNS;

@@ -106,8 +106,6 @@ fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) 
     if rule.option.statistic() == Statistic::K1 {
         statistics.push(("seq_fraction_low", fraction(per_sequence(), |s| s < rule.low)));
     }
-    statistics
-        .into_iter()
-        .map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value))
-        .collect()
+    let names = statistics.into_iter();
+    names.map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value)).collect()
 }

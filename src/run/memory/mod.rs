@@ -96,12 +96,8 @@ fn select_trainable(
     trainable: &[bool],
     first: usize,
 ) -> Vec<TrainableTensor> {
-    (first..)
-        .zip(specs)
-        .zip(trainable)
-        .filter(|(_, is_trainable)| **is_trainable)
-        .map(|(tensor, _)| tensor)
-        .collect()
+    let all = (first..).zip(specs).zip(trainable);
+    all.filter(|(_, is_trainable)| **is_trainable).map(|(tensor, _)| tensor).collect()
 }
 
 /// Returns the bytes of `tensors` in f32, unsharded.

@@ -242,11 +242,8 @@ impl MemoryPlanInput<'_> {
         let names = names.into_iter().collect::<Vec<_>>().join(", ");
         let packed: u64 =
             blocks.iter().map(|(_, spec, kind)| spec.resident_bytes(StoredFormat::Blocks(*kind))).sum();
-        let unpacked: u64 = blocks
-            .iter()
-            .filter(|(index, spec, _)| !self.is_packed(spec, *index))
-            .map(|(_, spec, _)| spec.resident_bytes(StoredFormat::F32))
-            .sum();
+        let unpacked = blocks.iter().filter(|(index, spec, _)| !self.is_packed(spec, *index));
+        let unpacked: u64 = unpacked.map(|(_, spec, _)| spec.resident_bytes(StoredFormat::F32)).sum();
         match (blocks.is_empty(), unpacked) {
             (true, _) => None,
             (false, 0) => {
