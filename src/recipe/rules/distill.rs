@@ -64,12 +64,10 @@ impl Rules<'_> {
     /// Refuses the keys that only the policy loss reads.
     fn refuse_keys_of_policy_losses(&mut self) {
         let recipe = self.recipe;
-        let mut keys: Vec<String> = changed_entries(&recipe.policy)
-            .iter()
-            .map(|entry| entry.path().to_owned())
-            .filter(|path| POLICY_LOSS_KEYS.split(' ').any(|key| is_in_table(path, key)))
-            .map(|path| format!("policy.{path}"))
-            .collect();
+        let changed = changed_entries(&recipe.policy);
+        let is_of_loss = |path: &&str| POLICY_LOSS_KEYS.split(' ').any(|key| is_in_table(path, key));
+        let paths = changed.iter().map(|entry| entry.path()).filter(is_of_loss);
+        let mut keys: Vec<String> = paths.map(|path| format!("policy.{path}")).collect();
         if recipe.policy.kl.place == KlPlacement::Reward {
             keys.push("policy.kl.place".to_owned());
         }
