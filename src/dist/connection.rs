@@ -89,12 +89,8 @@ impl Connection {
         let thread = std::thread::Builder::new().name("exchanges".into()).spawn(work);
         thread.context("starting the communication thread")?;
         let (rank, ranks) = receiver.recv().context("the communication thread has ended")??;
-        Ok(Self {
-            rank,
-            ranks,
-            exchanges_on_devices: C::EXCHANGES_ON_DEVICES,
-            requests: Mutex::new(requests),
-        })
+        let exchanges_on_devices = C::EXCHANGES_ON_DEVICES;
+        Ok(Self { rank, ranks, exchanges_on_devices, requests: Mutex::new(requests) })
     }
 
     fn send(&self, request: Request) -> Result<()> {

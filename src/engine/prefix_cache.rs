@@ -65,13 +65,8 @@ struct Tail {
 impl PrefixCache {
     /// Returns an empty cache for up to `tokens_max` tokens.
     pub fn new(tokens_max: usize) -> Self {
-        Self {
-            blocks_max: tokens_max / BLOCK,
-            tails: 0,
-            clock: 0,
-            blocks: HashMap::new(),
-            order: BTreeSet::new(),
-        }
+        let blocks_max = tokens_max / BLOCK;
+        Self { blocks_max, tails: 0, clock: 0, blocks: HashMap::new(), order: BTreeSet::new() }
     }
 
     /// Returns the number of tokens that the kept blocks have space for.

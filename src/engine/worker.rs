@@ -68,8 +68,8 @@ pub(super) struct Worker<'e, 'm> {
 impl<'e, 'm> Worker<'e, 'm> {
     pub(super) fn new(engine: &'e Engine<'m>, client: &'e dyn Client) -> Self {
         let EngineLimits { cuda_graphs, sequences_max, cache_capacity, .. } = engine.limits;
-        let capacity =
-            CacheCapacity { sequences: sequences_max.min(cache_capacity.sequences), ..cache_capacity };
+        let sequences = sequences_max.min(cache_capacity.sequences);
+        let capacity = CacheCapacity { sequences, ..cache_capacity };
         let decoder =
             if cuda_graphs { Decoder::new(&engine.version.decoder_stack(), capacity) } else { None };
         Self { engine, client, batch: Vec::new(), decoder, mixed: None, sampled: 0 }

@@ -87,10 +87,8 @@ impl DecoderStack<'_> {
         expert_rows: Option<&PassRows>,
     ) -> Result<LayerOutput> {
         let layer = self.weights.layer(index, next)?;
-        layer.forward(
-            x,
-            &mut LayerPass { model: self.model, index, options: &self.forward, rows, expert_rows },
-        )
+        let options = &self.forward;
+        layer.forward(x, &mut LayerPass { model: self.model, index, options, rows, expert_rows })
     }
 
     /// Returns hidden states `[T, H]` of new tokens of cached sequences. `tokens` is the concatenation of the

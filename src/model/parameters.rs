@@ -440,10 +440,8 @@ impl Parameters {
                 let of_layers = self.specs.iter().enumerate().filter(|(_, spec)| spec.layer.is_some());
                 let weights = of_layers.map(|(index, spec)| Ok((spec.name.clone(), self.weight(index)?)));
                 let source = Arc::new(weights.collect::<Result<HashMap<String, Weight>>>()?);
-                LayersOnDemand {
-                    precision: self.backend.precision,
-                    ..LayersOnDemand::new(source, &self.config)
-                }
+                let precision = self.backend.precision;
+                LayersOnDemand { precision, ..LayersOnDemand::new(source, &self.config) }
             }
         };
         layers.changes.push(change.clone());

@@ -131,12 +131,8 @@ pub fn sink_attention_with_shared_keys(
             sequence_rows.rows()
         );
     }
-    let op = PackedSinkAttention {
-        attention,
-        sequence_rows: sequence_rows.clone(),
-        sharing,
-        lse: OnceLock::new(),
-    };
+    let sequence_rows = sequence_rows.clone();
+    let op = PackedSinkAttention { attention, sequence_rows, sharing, lse: OnceLock::new() };
     if q.device().is_cuda() {
         // On a GPU no hidden copies are made, so tensors must be contiguous.
         return apply([q, kv, sinks], op);
