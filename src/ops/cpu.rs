@@ -111,7 +111,7 @@ pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Resu
     edit_elements(tensor, f)
 }
 
-/// Calls `f`, which cannot fail, with the values of a contiguous f32 CPU tensor. `f` may change them in place.
+/// Calls `f`, which cannot fail, with the values of a contiguous f32 CPU tensor. They may change in place.
 ///
 /// # Errors
 /// When the tensor is not contiguous, not f32 or not on the CPU.
