@@ -35,10 +35,7 @@ pub fn open(path: &Path, bytes_max: u64) -> io::Result<File> {
     if !metadata.is_file() {
         return Err(io::Error::other("a pipe or a device; give a regular file"));
     }
-    if metadata.len() > bytes_max {
-        return Err(too_large(bytes_max));
-    }
-    File::open(path)
+    if metadata.len() > bytes_max { Err(too_large(bytes_max)) } else { File::open(path) }
 }
 
 /// Reads the bytes of a file.

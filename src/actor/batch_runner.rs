@@ -72,10 +72,8 @@ impl BatchRunner<'_> {
             let teacher = teacher.map(|teacher| teacher.rows(slot.index)).transpose()?;
             let pass = self.pass(weights, batch, settings, teacher.as_ref());
             let progress_tokens = progress_tokens(&batches[slot.index], &slot);
-            let loss = |columns: &C| match slot.masked {
-                true => Ok(columns.zeros()),
-                false => loss(slot.index, columns),
-            };
+            let loss =
+                |columns: &C| if slot.masked { Ok(columns.zeros()) } else { loss(slot.index, columns) };
             let on_layer = || progress.advance_tokens(progress_tokens * FORWARD_SHARE / self.layers());
             // With several ranks, no backward pass is skipped, because the ranks exchange the gradients of
             // every pass.

@@ -161,14 +161,15 @@ impl Pass<'_> {
         let normed = self.stack().final_norm_rows(hidden, &self.batch.rows)?;
         let MicroBatch { targets, kept_tokens, has_given_targets, .. } = self.batch;
         if let Some(teacher) = self.teacher {
-            return self.weights.head_with_teacher(&normed, targets, teacher, self.settings.temperature);
+            let (head, temperature) = (&self.weights.head, self.settings.temperature);
+            return head.log_prob_entropy_and_kl(&normed, targets, teacher, temperature);
         }
         let targets = HeadTargets {
             tokens: targets,
             kept: kept_tokens.as_ref(),
             skips_zero_gradients: *has_given_targets,
         };
-        self.stack().head(&normed, targets, self.settings.temperature)
+        self.weights.head(&normed, targets, self.settings.temperature)
     }
 
     /// Runs the pass without recomputation.
@@ -207,8 +208,7 @@ impl Pass<'_> {
     ) -> Result<PassOutput<C>> {
         let layers = self.model.config.num_hidden_layers;
         let (mut inputs, mut routed_experts) = (Vec::with_capacity(layers), Vec::with_capacity(layers));
-        let frozen = self.weights.without_gradient();
-        let stack = DecoderStack { weights: &frozen, ..self.stack() };
+        let stack = DecoderStack { weights: &self.weights.without_gradient(), ..self.stack() };
         let hidden = self.run_layers(&stack, &mut |_, input, output| {
             inputs.push(input.clone());
             routed_experts.extend(output.routed_experts());
@@ -242,7 +242,7 @@ impl Pass<'_> {
                 Ok([(output.hidden, upstream)].into_iter().chain(balance).collect())
             })?;
         }
-        differentiate(&[], || anyhow::Ok(vec![(self.stack().embed(&self.batch.tokens)?, upstream)]))?;
+        differentiate(&[], || anyhow::Ok(vec![(self.weights.embed(&self.batch.tokens)?, upstream)]))?;
         let load_balance_loss = self.layer_mean(&balance_losses)?;
         let routed_experts = self.kept_experts(routed_experts);
         Ok(PassOutput { columns, routed_experts, load_balance_loss, has_gradients: true })
@@ -274,11 +274,8 @@ impl Pass<'_> {
             Some(shards) => {
                 let routed_experts = shards.rows.gather_routed_experts(&routing.routed_experts)?;
                 let plan = Dispatch::new(&routed_experts, self.model.config.num_local_experts)?;
-                ops::load_balance(
-                    &shards.rows.gather_rows(&routing.router_logits)?,
-                    &plan,
-                    sequences_per_row,
-                )?
+                let router_logits = shards.rows.gather_rows(&routing.router_logits)?;
+                ops::load_balance(&router_logits, &plan, sequences_per_row)?
             }
         };
         losses.push(loss.clone());

@@ -24,7 +24,7 @@ use crate::model::names::ParameterSpec;
 use crate::model::parallel::device_exchange::PendingDeviceSum;
 use crate::model::parallel::sharded_layers::to_op_error;
 use crate::model::parameters::Parameters;
-use crate::ops::cpu::{edit, host_values};
+use crate::ops::cpu::{change, host_values};
 use crate::ops::optimizer::{scale, sum_of_squares};
 use crate::ops::parameter::GradientSink;
 use anyhow::Result;
@@ -309,10 +309,7 @@ impl Reduction {
                     let Some(buffer) = &buffers[parameter] else {
                         bail!("parameter {parameter} is not trainable")
                     };
-                    edit(buffer, |sum| {
-                        sum.iter_mut().zip(&mut values).for_each(|(sum, x)| *sum += x);
-                        Ok(())
-                    })?;
+                    change(buffer, |sum| sum.iter_mut().zip(&mut values).for_each(|(sum, x)| *sum += x))?;
                 }
             }
         }

@@ -106,7 +106,7 @@ impl std::fmt::Debug for MicroBatchShards {
 impl MicroBatchShards {
     /// Returns the indices of this rank's targets.
     pub fn local_targets(&self) -> &[usize] {
-        &self.targets[self.rows.group_index()]
+        &self.targets[self.rows.group_index]
     }
 
     /// Joins the columns of the ranks into the column of all targets.

@@ -244,7 +244,7 @@ impl Optimizer {
                 let (values, master) = (parameters.values(index)?, parameters.master(index)?);
                 let has_master = match values.device().is_cpu() {
                     true => {
-                        round_to_bf16 && has_master(&parameters.specs[index], parameters.backend().precision)
+                        round_to_bf16 && has_master(&parameters.specs[index], parameters.backend.precision)
                     }
                     // On a GPU, matrices are bf16 and vectors are f32.
                     false => values.dtype() == DType::BF16,

@@ -4,7 +4,7 @@ use super::gradients::EXCHANGE_BYTES_MAX;
 use crate::dist::serialization::{f32_bytes, f32_values};
 use crate::dist::{Mesh, replicate, shard_range};
 use crate::model::parallel::device_exchange::sum_on_devices;
-use crate::ops::cpu::{edit, host_values};
+use crate::ops::cpu::{change, host_values};
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -77,11 +77,10 @@ fn sum_on_hosts(replicas: &Mesh, name: &str, buffers: &[(usize, &Tensor)]) -> Re
     let sums = replicas.start(name, &replicas.all_ranks(), own, &lengths)?.wait()?;
     let mut sums: Vec<_> = sums.iter().map(|bytes| f32_values(bytes)).collect();
     for buffer in buffers {
-        edit(buffer.1, |values| {
+        change(buffer.1, |values| {
             for (rank, sums) in sums.iter_mut().enumerate() {
                 values[range(buffer, rank)].iter_mut().zip(sums).for_each(|(value, sum)| *value = sum);
             }
-            Ok(())
         })?;
     }
     Ok(())

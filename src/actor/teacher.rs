@@ -90,7 +90,7 @@ pub struct TeacherPasses<'a> {
 impl TeacherPasses<'_> {
     /// Returns the bytes of the teacher's weights.
     pub fn weight_bytes(&self) -> u64 {
-        self.weights.bytes()
+        self.weights.bytes
     }
 
     /// Runs the teacher over micro-batch `index`. Returns a row for each target.

@@ -235,10 +235,8 @@ impl Board {
     fn hand_out(&self, state: &mut State, round: Arc<RoundPlan>, waiting: Waiting) -> Value {
         let Waiting { place: (index, sample), attempt } = waiting;
         let prompt = &state.prompts[index];
-        let (letter, phase) = match round.plan.purpose {
-            Purpose::Evaluation => ('v', "validation"),
-            _ => ('t', "train"),
-        };
+        let (letter, phase) =
+            if let Purpose::Evaluation = round.plan.purpose { ('v', "validation") } else { ('t', "train") };
         let again = if attempt == 0 { String::new() } else { format!("-again{attempt}") };
         let name = format!("{letter}{}-{}-{sample}{again}", round.plan.step, prompt.index);
         state.handed_out += 1;
@@ -278,7 +276,7 @@ impl Board {
                 "there is no episode {id:?}, or it is of an earlier step or process; ask POST /v1/episodes/next for one"
             )),
         };
-        self.tell(state, "refused", &format!("a request was refused: {}", error.message()));
+        self.tell(state, "refused", &format!("a request was refused: {}", error.message));
         error
     }
 
@@ -351,7 +349,7 @@ impl Board {
     pub fn reward(&self, id: &str, given: Given) -> Result<(), ApiError> {
         let open = lock(&self.state).open.get(id).cloned();
         if let Some(episode) = open {
-            episode.settle();
+            drop(episode.settled_play());
         }
         let mut state = lock(&self.state);
         if let Some(episode) = state.open.get(id).cloned() {

@@ -103,16 +103,10 @@ pub(super) struct Delivery<'r> {
 
 impl Episode {
     /// Waits until no answer is being written. The writes have time limits.
-    fn settled_play(&self) -> MutexGuard<'_, Play> {
+    pub fn settled_play(&self) -> MutexGuard<'_, Play> {
         let is_writing = |asked: &Asked| matches!(asked.state, AskedState::Written(_));
         let waits = |play: &mut Play| !play.is_over && play.asked.values().any(is_writing);
         self.settled.wait_while(lock(&self.play), waits).unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits until no answer is being written. A client may know its answer slightly before the server knows
-    /// that it was delivered.
-    pub fn settle(&self) {
-        drop(self.settled_play());
     }
 
     /// Notes that the prompt of a request does not fit.

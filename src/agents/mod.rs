@@ -253,10 +253,7 @@ impl AgentSession {
                 Command::Cancel(sample) => engine.cancel(sample),
             }
         }
-        match &mut *lock(&self.program) {
-            Some(program) => self.keep_running(program),
-            None => Ok(()),
-        }
+        if let Some(program) = &mut *lock(&self.program) { self.keep_running(program) } else { Ok(()) }
     }
 
     /// Starts the program, also again after its end. Its open episodes begin again.

@@ -200,7 +200,7 @@ impl Server {
         }
         let episode = self.board.episode(id)?;
         let begun = self.begin(&episode, request, peer);
-        let begun = begun.inspect_err(|error| self.board.count_refused(error.message()));
+        let begun = begun.inspect_err(|error| self.board.count_refused(&error.message));
         let (mut answer, ticket, streams) = begun?;
         let (delivery, metrics) = (ticket.delivery.clone(), &self.metrics);
         let (content_type, body) = if streams {

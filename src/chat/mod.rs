@@ -202,10 +202,7 @@ impl Chat {
 
     /// Returns the model's own template of conversations with tools, if it is another one.
     pub fn tool_use_jinja(&self) -> Option<&str> {
-        match self {
-            Chat::Harmony(_) => None,
-            Chat::ChatMl(chatml) => chatml.own_template()?.tool_use.as_deref(),
-        }
+        if let Chat::ChatMl(chatml) = self { chatml.own_template()?.tool_use.as_deref() } else { None }
     }
 
     /// Returns whether the model has its own template.
@@ -245,10 +242,7 @@ impl Chat {
 
     /// Returns what was found of the model's own template; nothing without one.
     pub fn template_facts(&self) -> &[String] {
-        match self {
-            Chat::Harmony(_) => &[],
-            Chat::ChatMl(chatml) => chatml.template_facts(),
-        }
+        if let Chat::ChatMl(chatml) = self { chatml.template_facts() } else { &[] }
     }
 
     /// Renders a conversation and the start of the assistant's turn.
@@ -365,19 +359,13 @@ impl Chat {
     /// # Errors
     /// The first function whose parameters the format cannot show, with the reason and the remedy.
     pub fn check_declarations(&self, functions: &[Value]) -> Result<(), String> {
-        match self {
-            Chat::Harmony(_) => functions::check_namespace(functions),
-            Chat::ChatMl(_) => Ok(()),
-        }
+        if let Chat::Harmony(_) = self { functions::check_namespace(functions) } else { Ok(()) }
     }
 
     /// Returns the parameters of `functions` whose types a prompt does not show completely, as
     /// `function.parameter`.
     pub fn simplified_parameters(&self, functions: &[Value]) -> Vec<String> {
-        match self {
-            Chat::Harmony(_) => functions::simplified_parameters(functions),
-            Chat::ChatMl(_) => vec![],
-        }
+        if let Chat::Harmony(_) = self { functions::simplified_parameters(functions) } else { vec![] }
     }
 
     /// Returns the format's name, for messages.
@@ -423,7 +411,7 @@ impl ChatTurnParser {
                     vec![Call::Malformed { recipient, reply }]
                 }
             },
-            ChatTurnParser::ChatMl(parser) => parser.calls().to_vec(),
+            ChatTurnParser::ChatMl(parser) => parser.calls.to_vec(),
         }
     }
 
@@ -445,10 +433,7 @@ impl ChatTurnParser {
 
     /// Returns the number of messages that could not be read and after which the turn went on.
     pub fn broken_messages(&self) -> usize {
-        match self {
-            ChatTurnParser::Harmony(parser) => parser.broken_messages,
-            ChatTurnParser::ChatMl(_) => 0,
-        }
+        if let ChatTurnParser::Harmony(parser) = self { parser.broken_messages } else { 0 }
     }
 
     /// Returns the texts of the turn so far. Calls are text if `takes_calls` is false. At the end of the

@@ -322,10 +322,8 @@ pub fn read_content(content: &Value) -> Result<String, String> {
 pub fn call_json(call: &Message, id: String) -> Value {
     let recipient = call.recipient.as_deref().unwrap_or_default();
     let name = function_name(recipient);
-    let arguments = match recipient == PYTHON {
-        true => json!({ "code": call.content }).to_string(),
-        false => call.content.clone(),
-    };
+    let arguments =
+        if recipient == PYTHON { json!({ "code": call.content }).to_string() } else { call.content.clone() };
     json!({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
 }
 

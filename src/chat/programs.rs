@@ -161,8 +161,7 @@ impl ProgramScanner {
 
     /// Reads a whole line: the begin or the end of a block, or a line of it.
     fn end_line(&mut self, line: &[u8]) {
-        let found = fence(line);
-        match (&mut self.block, found) {
+        match (&mut self.block, fence(line)) {
             (None, Some((indent, mark, marks))) => {
                 let info = String::from_utf8_lossy(&line[indent + marks..]).into_owned();
                 let language = info.split_whitespace().next().unwrap_or_default().to_lowercase();

@@ -76,10 +76,7 @@ impl ConversationRenderer<'_> {
     /// # Errors
     /// A key that has a meaning in other programs, with the remedy.
     pub fn unused_keys(&self, row: &Value) -> Result<BTreeSet<String>, String> {
-        match row["messages"].is_null() {
-            true => Ok(BTreeSet::new()),
-            false => rows::check_row_keys(row),
-        }
+        if row["messages"].is_null() { Ok(BTreeSet::new()) } else { rows::check_row_keys(row) }
     }
 
     /// Returns the tokens of a row: `{"messages": [...]}` or `{"tokens": [...], "mask": [...]}`.

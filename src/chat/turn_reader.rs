@@ -113,8 +113,7 @@ impl<'a> TurnReader<'a> {
         let mut texts = self.texts(false);
         let held = |text: &mut String| {
             // An unfinished character is read as U+FFFD.
-            let whole = text.trim_end_matches('\u{fffd}').len();
-            text.truncate(whole);
+            text.truncate(text.trim_end_matches('\u{fffd}').len());
             let tags = TAGS.iter().copied().filter(|_| self.parser.is_some());
             let words = tags.chain(self.stop.iter().map(String::as_str));
             let length = words.map(|word| overlap(text, word)).max().unwrap_or(0);
@@ -148,10 +147,7 @@ impl<'a> TurnReader<'a> {
 
     fn texts(&self, at_end: bool) -> Texts {
         let Some(parser) = &self.parser else {
-            return Texts {
-                content: String::from_utf8_lossy(&self.bytes).into_owned(),
-                reasoning: String::new(),
-            };
+            return Texts { content: String::from_utf8_lossy(&self.bytes).into_owned(), ..Texts::default() };
         };
         parser.texts(at_end, self.takes_calls)
     }

@@ -18,10 +18,7 @@ fn cache() -> Option<PathBuf> {
 /// Returns the hub's name that `path` may mean: `OWNER/NAME`, relative to the working directory, where
 /// nothing is.
 pub fn name(path: &Path) -> Option<String> {
-    let relative = match path.is_absolute() {
-        true => path.strip_prefix(current_dir().ok()?).ok()?,
-        false => path,
-    };
+    let relative = if path.is_absolute() { path.strip_prefix(current_dir().ok()?).ok()? } else { path };
     let parts: Vec<&str> = relative.to_str()?.split('/').collect();
     let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     let is_part = |part: &&str| {

@@ -168,10 +168,7 @@ impl ModelFolder {
 
     /// Returns the stored format of a tensor.
     pub fn format_of(&self, spec: &ParameterSpec) -> StoredFormat {
-        match &self.gguf {
-            Some(gguf) => gguf.format_of(spec),
-            None => self.folder_format_of(spec).into(),
-        }
+        if let Some(gguf) = &self.gguf { gguf.format_of(spec) } else { self.folder_format_of(spec).into() }
     }
 
     /// Returns the format of a tensor in a folder: MXFP4 if the files have its blocks or scales, otherwise

@@ -267,12 +267,10 @@ pub fn estimate_bytes(format: WeightFormat, parameters: &Parameters) -> u64 {
 /// When a rank does not respond in time.
 pub fn serve(parameters: &Parameters, critic: Option<&Parameters>, request: &ShardRequest) -> Result<()> {
     match request {
-        ShardRequest::File { folder, stem, of_critic } => state_files::serve(
-            folder,
-            stem,
-            if *of_critic { critic.unwrap_or(parameters) } else { parameters },
-            *of_critic,
-        ),
+        ShardRequest::File { folder, stem, of_critic } => {
+            let source = if *of_critic { critic.unwrap_or(parameters) } else { parameters };
+            state_files::serve(folder, stem, source, *of_critic)
+        }
         request => parameters.serve(critic, request),
     }
 }

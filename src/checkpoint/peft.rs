@@ -214,11 +214,9 @@ impl AdapterFolder {
             };
             [a, b].into_iter().enumerate().find_map(of)
         };
-        let Some(first) = candidates.first() else {
-            return Err(format!(
+        let first = candidates.first().ok_or_else(|| format!(
                 "{module} has an adapter, but this model has no such matrix, or the matrix cannot have an adapter: only matrices of attention, experts, MLPs and the head can"
-            ));
-        };
+            ))?;
         candidates.iter().find(|spec| misfit(spec).is_none()).map(|spec| (*spec, expert)).ok_or_else(|| {
             let (factor, name) = misfit(first).unwrap_or_default();
             format!(

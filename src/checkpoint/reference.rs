@@ -35,7 +35,7 @@ pub fn copy(config: &Config, parameters: &Parameters) -> Result<Parameters> {
         };
         Ok((spec.clone(), stored))
     });
-    Parameters::load(config, parameters.backend(), tensors)
+    Parameters::load(config, &parameters.backend, tensors)
 }
 
 /// Writes the reference into the run folder `run`, one tensor at a time, in working layout and precision.
@@ -107,5 +107,5 @@ pub fn read(run: &Path, config: &Config, parameters: &Parameters) -> Result<Para
             if is_sharded { stored.into_shard(spec, index, parameters.shard_mesh())? } else { stored };
         Ok((spec.clone(), stored))
     });
-    Parameters::load(config, parameters.backend(), found)
+    Parameters::load(config, &parameters.backend, found)
 }

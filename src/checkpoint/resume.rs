@@ -116,10 +116,8 @@ pub fn newest_intact_checkpoint(run: &Path) -> Result<Option<ResumePoint>> {
 /// # Errors
 /// When the folder cannot be read.
 pub fn check_all_checkpoints(run: &Path) -> Result<Vec<(PathBuf, Result<ResumePoint>)>> {
-    Ok(checkpoint_folders(run)?
-        .into_iter()
-        .map(|folder| (folder.clone(), check_in_run(run, &folder)))
-        .collect())
+    let folders = checkpoint_folders(run)?.into_iter();
+    Ok(folders.map(|folder| (folder.clone(), check_in_run(run, &folder))).collect())
 }
 
 /// Checks the files of the checkpoint or model `folder`. Returns whether the folder has a manifest.

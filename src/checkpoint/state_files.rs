@@ -174,10 +174,8 @@ struct StateFiles {
 
 impl StateFiles {
     fn open(folder: &Path, stem: &str) -> Result<Self> {
-        let ranks = match folder.join(file_name(stem, 0, 1)).exists() {
-            true => 1,
-            false => ranks_of(folder, stem).unwrap_or(1),
-        };
+        let ranks =
+            if folder.join(file_name(stem, 0, 1)).exists() { 1 } else { ranks_of(folder, stem).unwrap_or(1) };
         let paths: Vec<PathBuf> = (0..ranks).map(|rank| folder.join(file_name(stem, rank, ranks))).collect();
         let open = |path: &PathBuf| {
             TensorFile::open(path)

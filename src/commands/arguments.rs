@@ -24,10 +24,7 @@ pub fn recipe_help() -> String {
 pub(super) fn locate_recipe_or_model(path: &Path) -> Result<Option<RecipeSource>> {
     let source = locate(path);
     let is_model = || path.join("config.json").is_file() || hub::find(path).is_some();
-    if is_gguf(path) || source.is_err() && is_model() {
-        return Ok(None);
-    }
-    source.map(Some)
+    if is_gguf(path) || source.is_err() && is_model() { Ok(None) } else { source.map(Some) }
 }
 
 /// Returns the name of a folder, or of a file without its extension.

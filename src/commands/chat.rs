@@ -135,8 +135,7 @@ pub(super) fn open_model(
     console: &Console,
 ) -> Result<(Plan, u64)> {
     let Some(source) = locate_recipe_or_model(path)? else {
-        let model = format!("model.path={}", path.display());
-        let sets = [&[model], sets].concat();
+        let sets = [&[format!("model.path={}", path.display())], sets].concat();
         return Ok((resolve_for(KeyScope::Chat, Path::new(name), usual, &sets)?, 0));
     };
     let mut plan = source.resolve_for(KeyScope::Chat, sets)?;
@@ -375,11 +374,8 @@ impl Talk<'_> {
             Outcome::Malformed => "the model's last turn is malformed".to_owned(),
             Outcome::TaskFailed => "the task's program failed".to_owned(),
         };
-        let whole = self
-            .environment()
-            .chat
-            .vocabulary()
-            .decode(trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default());
+        let sampled = trajectory.tokens.get(trajectory.prompt_tokens..).unwrap_or_default();
+        let whole = self.environment().chat.vocabulary().decode(sampled);
         format!("({why}; raw output: {})\n", sanitize_line(&whole))
     }
 }

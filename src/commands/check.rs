@@ -286,7 +286,7 @@ fn print_memory_plan(
             has_adapter: subject.trainable.adapter.is_some(),
             recomputes_layers: subject.recomputes_layers(),
         };
-        if let Some(time) = startup.on_threads(|| products.time())? {
+        if let Some(time) = startup.threads.run_on_all(|| products.time())? {
             print_text(&format!("A step takes {time}.\n\n"))?;
         }
     }

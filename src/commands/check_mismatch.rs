@@ -297,9 +297,8 @@ fn check_against(
         files.push((format!("{name}.svg"), page::chart(&comparison)));
         files.push((format!("{name}.csv"), page::token_table(&comparison, chat.vocabulary())?));
         largest.push(page::largest_table(&comparison, chat.vocabulary()));
-        lines.extend(comparison.lines.into_iter().map(|line| match has_several {
-            true => ResultLine { name: format!("{side}: {}", line.name), ..line },
-            false => line,
+        lines.extend(comparison.lines.into_iter().map(|line| {
+            if has_several { ResultLine { name: format!("{side}: {}", line.name), ..line } } else { line }
         }));
     }
     lines.extend(sides_line);

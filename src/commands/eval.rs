@@ -88,12 +88,8 @@ pub fn run(args: &RunArgs) -> Result<u8> {
     let words: Vec<&str> = ["report"].into_iter().chain(run.as_deref()).chain([&*shown]).collect();
     console.print(&format!("to see the results: {}", command_line(&words)));
     let rows = evaluation.sets.iter().flat_map(ValidationResult::rows);
-    collection.warn(
-        sample_causes(&SampleFacts::new(loaded, environment), environment, rows),
-        Phase::Eval,
-        step,
-        &console,
-    )?;
+    let causes = sample_causes(&SampleFacts::new(loaded, environment), environment, rows);
+    collection.warn(causes, Phase::Eval, step, &console)?;
     check_failures(evaluation.sets.iter().flat_map(ValidationResult::rows), &console).map(|()| EXIT_SUCCESS)
 }
 

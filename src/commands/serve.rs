@@ -253,8 +253,7 @@ fn open_door<'a>(
     let format = if recipe.model.dtype.is_bf16() { WeightFormat::Bf16 } else { WeightFormat::F32 };
     let companions = &loaded.companions;
     let environment = started.environment.clone();
-    let vocabulary = environment.chat.vocabulary();
-    let end_of_text = vocabulary.added_id(END_OF_TEXT);
+    let end_of_text = environment.chat.vocabulary().added_id(END_OF_TEXT);
     let has_tokenizer = base.path.join("tokenizer.json").is_file();
     let settings = TinkerSettings {
         base: &loaded.actor,

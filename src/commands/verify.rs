@@ -121,6 +121,5 @@ fn accept_recipe(run: &Path) -> Result<Finding> {
 fn accept_files(folder: &Path) -> Result<Finding> {
     let manifest = Manifest::from_folder(folder)?;
     manifest.write(folder)?;
-    let file = folder.join(MANIFEST_FILE);
-    Ok(Ok(format!("{}: written for the current files", file.display())))
+    Ok(Ok(format!("{}: written for the current files", folder.join(MANIFEST_FILE).display())))
 }

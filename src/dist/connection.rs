@@ -86,10 +86,8 @@ impl Connection {
             }
             Err(error) => drop(reply.send(Err(error))),
         };
-        std::thread::Builder::new()
-            .name("exchanges".into())
-            .spawn(work)
-            .context("starting the communication thread")?;
+        let thread = std::thread::Builder::new().name("exchanges".into()).spawn(work);
+        thread.context("starting the communication thread")?;
         let (rank, ranks) = receiver.recv().context("the communication thread has ended")??;
         let exchanges_on_devices = C::EXCHANGES_ON_DEVICES;
         Ok(Self { rank, ranks, exchanges_on_devices, requests: Mutex::new(requests) })
@@ -221,23 +219,15 @@ fn serve<C: TransportBackend>(mut backend: C, inbox: &Receiver<Request>) {
         let before = exchanges.iter().map(|one| one.missing).collect::<Vec<_>>();
         exchanges =
             exchanges.into_iter().filter_map(|one| poll(&mut backend, one, limit, &mut failure)).collect();
-        idle_polls = match before.into_iter().eq(exchanges.iter().map(|one| one.missing)) {
-            true => idle_polls + 1,
-            false => 0,
-        };
-        match idle_polls < SPIN_POLLS {
-            true => std::thread::yield_now(),
-            false => std::thread::sleep(POLL_SLEEP),
-        }
+        idle_polls =
+            if before.into_iter().eq(exchanges.iter().map(|one| one.missing)) { idle_polls + 1 } else { 0 };
+        if idle_polls < SPIN_POLLS { std::thread::yield_now() } else { std::thread::sleep(POLL_SLEEP) }
     }
 }
 
 /// Calls `post`, unless an exchange has failed.
 fn unless_failed<T>(failure: &Option<String>, post: impl FnOnce() -> Result<T>) -> Result<T> {
-    match failure {
-        None => post(),
-        Some(failure) => Err(anyhow!("{failure}")),
-    }
+    if let Some(failure) = failure { Err(anyhow!("{failure}")) } else { post() }
 }
 
 /// Polls one exchange. Returns the exchange if it is still pending; otherwise sends its result to the caller.

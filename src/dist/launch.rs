@@ -118,8 +118,7 @@ fn transport_by(
         mpi && launcher != Some(Launcher::Torchrun) && requested.is_none_or(|requested| requested == "mpi");
     let by_nccl =
         nccl && launcher != Some(Launcher::Mpi) && requested.is_none_or(|requested| requested == "nccl");
-    let nccl = by_nccl.then_some(Transport::Nccl);
-    if by_mpi { Some(Transport::Mpi) } else { nccl }
+    if by_mpi { Some(Transport::Mpi) } else { by_nccl.then_some(Transport::Nccl) }
 }
 
 /// This process's rank, and the address where rank 0 listens.

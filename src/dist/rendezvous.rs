@@ -19,10 +19,7 @@ pub(super) fn broadcast_from_rank_zero<const BYTES: usize>(
     version: u32,
     make: impl FnOnce() -> Result<[u8; BYTES]>,
 ) -> Result<[u8; BYTES]> {
-    match address.rank {
-        0 => serve(address, version, make),
-        _ => ask(address, version),
-    }
+    if address.rank == 0 { serve(address, version, make) } else { ask(address, version) }
 }
 
 /// Receives the version of each other rank. Then sends whether all are equal, and the result of `make`.
@@ -84,10 +81,7 @@ fn ask<const BYTES: usize>(address: &RankAddress, version: u32) -> Result<[u8; B
             address.host, address.port, address.rank
         )
     })?;
-    match is_equal {
-        [0] => Err(ErrorOnOtherRank { is_bad_input: true }.into()),
-        _ => Ok(made),
-    }
+    if let [0] = is_equal { Err(ErrorOnOtherRank { is_bad_input: true }.into()) } else { Ok(made) }
 }
 
 /// Returns the text of a version as `ncclGetVersion` gives it.

@@ -59,8 +59,7 @@ pub(super) fn scores(
     tokens: &[(usize, u32)],
     rows: &[(usize, usize)],
 ) -> Result<Vec<TokenScores>> {
-    let raw = SamplingParameters::with_temperature(1.0);
-    let log_probs = logits.log_probs(&raw, tokens)?;
+    let log_probs = logits.log_probs(&SamplingParameters::with_temperature(1.0), tokens)?;
     let top = logits.likeliest(rows)?;
     Ok(log_probs.into_iter().zip(top).map(|(log_prob, top)| TokenScores { log_prob, top }).collect())
 }

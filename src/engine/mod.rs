@@ -127,7 +127,7 @@ impl<'m> Engine<'m> {
     pub fn new(threads: &'m Threads, policy: PolicyView, version: u64, limits: EngineLimits) -> Result<Self> {
         let device = policy.weights.device();
         let workers = match policy.weights.mesh() {
-            None if device.is_cpu() => worker_count(policy.weights.bytes(), threads.count()),
+            None if device.is_cpu() => worker_count(policy.weights.bytes, threads.count()),
             // A GPU runs one forward pass at a time.
             _ => 1,
         };
@@ -241,8 +241,7 @@ impl<'m> Engine<'m> {
     /// Removes all requests, all sequences and the failure, if there is one. Kept prefixes stay.
     /// [`Self::run`] must not be active.
     pub fn clear(&self) {
-        let slots = self.slots();
-        *lock(&self.queue) = Queue::new(slots);
+        *lock(&self.queue) = Queue::new(self.slots());
     }
 
     /// Works on requests until [`Client::goes_on`] returns false. If the ranks of a mesh run every forward
@@ -254,10 +253,7 @@ impl<'m> Engine<'m> {
         let mesh = self.version.weights().mesh();
         let run = || {
             let worker = Worker::new(self, client);
-            match mesh {
-                Some(mesh) => worker.run_on_mesh(mesh),
-                None => worker.run(),
-            }
+            if let Some(mesh) = mesh { worker.run_on_mesh(mesh) } else { worker.run() }
         };
         if self.workers > 1 {
             self.threads.run_on_each(|_| run());

@@ -354,7 +354,7 @@ impl<'e, 'm> Worker<'e, 'm> {
             let start = first + (chunk * rows_max) as u32;
             let rows = Arc::new((start..start + targets.len() as u32).collect::<Vec<_>>());
             let normed = stack.final_norm_rows(hidden, &rows)?;
-            let logits = stack.logits(&normed, &raw)?;
+            let logits = stack.weights.logits(&normed, &raw)?;
             let tokens: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
             let rows: Vec<(usize, usize)> = (0..targets.len()).map(|row| (row, top)).collect();
             prefill.reading.prompt_scores.extend(scores(&logits, &tokens, &rows)?);

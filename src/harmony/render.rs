@@ -142,7 +142,8 @@ impl HarmonyTokenizer {
             turn_open = sampled && message.recipient.is_none();
         }
         if let (Some(message), Some(token)) = (messages.last(), tokens.last_mut())
-            && is_final_answer(message)
+            && message.role == Role::Assistant
+            && is_final(message)
         {
             *token = self.control_tokens().return_;
         }
@@ -152,10 +153,6 @@ impl HarmonyTokenizer {
 
 fn is_final(message: &Message) -> bool {
     message.channel.as_deref() == Some("final")
-}
-
-fn is_final_answer(message: &Message) -> bool {
-    message.role == Role::Assistant && is_final(message)
 }
 
 fn select_messages(messages: &[Message], options: RenderOptions) -> impl Iterator<Item = &Message> {

@@ -90,10 +90,7 @@ impl HarmonyTokenizer {
     /// # Errors
     /// The errors of [`Vocabulary::encode_text`].
     pub(super) fn encode_header(&self, part: &str) -> Result<Vec<u32>> {
-        match self.entry_id(part) {
-            Some(id) => Ok(vec![id]),
-            None => self.encode_text(part),
-        }
+        if let Some(id) = self.entry_id(part) { Ok(vec![id]) } else { self.encode_text(part) }
     }
 }
 

@@ -154,10 +154,7 @@ impl TurnParser {
 
     /// Returns the call that needs a reply, if the turn ended with [`TurnEnd::Called`].
     pub fn call(&self) -> Option<&Message> {
-        match self.state {
-            State::Ended(TurnEnd::Called) => self.messages.last(),
-            _ => None,
-        }
+        if let State::Ended(TurnEnd::Called) = self.state { self.messages.last() } else { None }
     }
 
     /// Reads the next token. A token after the end of a valid turn is the error [`TurnError::TextAfterEnd`].

@@ -30,12 +30,8 @@ fn type_name(name: &str) -> &str {
 }
 
 fn enum_of(schema: &Value) -> Option<String> {
-    let names: Vec<String> = schema["enum"]
-        .as_array()?
-        .iter()
-        .filter_map(Value::as_str)
-        .map(|name| format!("\"{name}\""))
-        .collect();
+    let names = schema["enum"].as_array()?.iter().filter_map(Value::as_str);
+    let names: Vec<String> = names.map(|name| format!("\"{name}\"")).collect();
     (!names.is_empty()).then(|| names.join(" | "))
 }
 

@@ -6,7 +6,8 @@ use std::time::Duration;
 /// A number of bytes. A request takes a share before it allocates.
 #[derive(Debug)]
 pub struct Budget {
-    bytes: usize,
+    /// Bytes of the whole budget.
+    pub bytes: usize,
     left: Mutex<usize>,
     freed: Condvar,
 }
@@ -21,11 +22,6 @@ pub struct Share {
 impl Budget {
     pub fn new(bytes: usize) -> Arc<Self> {
         Arc::new(Self { bytes, left: Mutex::new(bytes), freed: Condvar::new() })
-    }
-
-    /// Returns the bytes of the whole budget.
-    pub fn bytes(&self) -> usize {
-        self.bytes
     }
 
     /// Takes `bytes`. Returns `None` if so many do not become free within `wait`.

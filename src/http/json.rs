@@ -52,7 +52,7 @@ impl HttpRequest {
         let no_json = |error| ("400 Bad Request", format!("the body is not valid JSON: {error}"));
         let body = self.body.take().ok_or_else(|| no_json("it is empty".to_owned()))?;
         let text = body.map.get(..body.length).unwrap_or_default();
-        let (needed, whole) = (parsed_bytes_max(text), body.values.bytes());
+        let (needed, whole) = (parsed_bytes_max(text), body.values.bytes);
         if needed > whole {
             let why = format!(
                 "the JSON would take up to {needed} bytes of memory, more than {whole}; send fewer values in a request"

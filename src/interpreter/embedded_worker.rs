@@ -64,10 +64,7 @@ pub fn main() -> i32 {
         .stack_size(STACK_BYTES)
         .spawn(move || serve(input, output))
         .map(|thread| thread.join());
-    match served {
-        Ok(Ok(Ok(()))) => 0,
-        _ => 1,
-    }
+    if let Ok(Ok(Ok(()))) = served { 0 } else { 1 }
 }
 
 /// Moves the two pipes from the standard streams to other descriptors. The standard streams become

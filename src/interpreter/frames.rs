@@ -24,10 +24,7 @@ pub fn read(from: &mut impl Read, bytes_max: usize) -> io::Result<Vec<u8>> {
     }
     let mut payload = Vec::new();
     from.take(length as u64).read_to_end(&mut payload)?;
-    if payload.len() < length {
-        return Err(io::ErrorKind::UnexpectedEof.into());
-    }
-    Ok(payload)
+    if payload.len() < length { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(payload) }
 }
 
 /// One end of a pipe. Its reads and writes fail with `TimedOut` after `deadline`.

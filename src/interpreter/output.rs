@@ -118,8 +118,7 @@ impl Utf8Decoder {
 
 /// Returns the number of bytes at the end of `bytes` that belong to an incomplete character.
 fn incomplete_bytes(bytes: &[u8]) -> usize {
-    let last = bytes.utf8_chunks().last();
-    let invalid = last.map_or(&[][..], |chunk| chunk.invalid());
+    let invalid = bytes.utf8_chunks().last().map_or(&[][..], |chunk| chunk.invalid());
     let open = std::str::from_utf8(invalid).is_err_and(|e| e.error_len().is_none());
     if open { invalid.len() } else { 0 }
 }

@@ -179,9 +179,8 @@ impl Batch {
             // Tokens that are not trained get the value 0.
             let expand_to_tokens = |value: &dyn Fn(usize) -> f32| -> Vec<f32> {
                 let mut column_indices = span[0]..span[1];
-                let token = |(i, &mask): (usize, &bool)| match mask && i > 0 {
-                    true => column_indices.next().map_or(0.0, value),
-                    false => 0.0,
+                let token = |(i, &mask): (usize, &bool)| {
+                    if mask && i > 0 { column_indices.next().map_or(0.0, value) } else { 0.0 }
                 };
                 sequence.mask.iter().enumerate().map(token).collect()
             };

@@ -54,12 +54,9 @@ impl Critic {
     /// trained.
     fn with_own_weights(policy: &Actor, trainable: &[bool], seed: u64) -> Result<Parameters> {
         let (config, policy) = (&policy.model.config, &policy.parameters);
-        let is_trainable: HashSet<String> = value_model_specs(config)
-            .into_iter()
-            .zip(trainable)
-            .filter(|(_, is_trainable)| **is_trainable)
-            .map(|(s, _)| s.name)
-            .collect();
+        let specs = value_model_specs(config).into_iter().zip(trainable);
+        let is_trainable: HashSet<String> =
+            specs.filter(|(_, is_trainable)| **is_trainable).map(|(s, _)| s.name).collect();
         let values = value_model(config, seed, |spec| {
             let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             // Frozen tensors share memory with the policy.
@@ -75,7 +72,7 @@ impl Critic {
                 if is_trainable { stored.into_shard(&spec, index, policy.shard_mesh())? } else { stored };
             Ok((spec, stored))
         });
-        Parameters::with_value_head(config, policy.backend(), values)
+        Parameters::with_value_head(config, &policy.backend, values)
     }
 
     /// Returns the weights of a critic that is a second adapter on the policy's base. No tensor of the base
@@ -86,7 +83,7 @@ impl Critic {
             let index = policy.index_of(&spec.name).with_context(|| format!("no tensor {}", spec.name))?;
             policy.share(index).map_or_else(|| Ok(TensorStorage::from_weight(policy.weight(index)?)), Ok)
         });
-        let mut parameters = Parameters::with_value_head(config, policy.backend(), values)?;
+        let mut parameters = Parameters::with_value_head(config, &policy.backend, values)?;
         let initial_values = lora.initial_values(&parameters.specs, seed, Owner::Critic)?;
         parameters.attach_adapter(lora.clone(), initial_values)?;
         Ok(parameters)
@@ -159,8 +156,7 @@ pub fn add_value_gradients(
         let sequences = Sequences::new(&part.cu_targets, &batch.mask[span.clone()])?;
         let (old_values, returns) = (&old_values[span.clone()], &returns[span]);
         let mut share = value_loss(&sequences, &columns.values, old_values, returns, clip, &normalizer)?;
-        let values = std::mem::take(&mut share.grad_values);
-        Ok((CriticColumns { values }, share))
+        Ok((CriticColumns { values: std::mem::take(&mut share.grad_values) }, share))
     };
     let (_, shares) =
         critic.forward_backward(&batch.input(), pass_settings(), &loss, &|_| Progress::hidden())?;

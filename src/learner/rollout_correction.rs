@@ -16,10 +16,8 @@ pub fn correct_rollout(batch: &mut Batch, settings: &CorrectionSettings) -> Resu
     if !settings.is_active() {
         return Ok(Metrics::new());
     }
-    let training = batch
-        .training_log_probs
-        .as_ref()
-        .context("the correction needs the log-probs of a training forward pass")?;
+    let training = batch.training_log_probs.as_ref();
+    let training = training.context("the correction needs the log-probs of a training forward pass")?;
     let sequences = batch.masked_sequences()?;
     let mut correction = correct(&sequences, training, &batch.rollout_log_probs, &settings.rules()?)?;
     let mut metrics: Metrics = correction.metrics.into_iter().collect();

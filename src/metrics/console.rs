@@ -470,12 +470,8 @@ impl ProgressStage {
             && state.done < self.total.max(1)
             && let Some(tokens_left) = tokens_left.filter(|left| *left > 0.0 && state.tokens > 0.0)
         {
-            return StageSpeed::seconds_left(
-                self.speed(state, now),
-                self.total as f64,
-                tokens_left,
-                self.earlier,
-            );
+            let speed = self.speed(state, now);
+            return StageSpeed::seconds_left(speed, self.total as f64, tokens_left, self.earlier);
         }
         let done_here = state.done.saturating_sub(self.done_at_start);
         // The time per finished trajectory does not predict the time left, because long trajectories finish

@@ -73,9 +73,8 @@ impl MetricsFile {
             }
         }
         let mut hasher = Hasher::new();
-        file.set_len(bytes)
-            .and_then(|()| file.rewind())
-            .and_then(|()| hasher.update_reader(&file).map(drop))
+        let cut = file.set_len(bytes).and_then(|()| file.rewind());
+        cut.and_then(|()| hasher.update_reader(&file).map(drop))
             .with_context(|| format!("{path_text}: cannot be truncated"))?;
         Ok(Self { file, path: path.to_owned(), bytes, hasher })
     }

@@ -45,10 +45,8 @@ impl EngineLogProbs {
 
     /// Returns the range of the targets of each sequence.
     pub fn target_ranges(&self) -> Vec<Range<usize>> {
-        let counts = self
-            .batches
-            .iter()
-            .flat_map(|batch| batch.micro_batch.cu_targets.windows(2).map(|w| w[1] - w[0]));
+        let batches = self.batches.iter().map(|batch| &batch.micro_batch.cu_targets);
+        let counts = batches.flat_map(|cu_targets| cu_targets.windows(2).map(|w| w[1] - w[0]));
         let mut end = 0;
         let mut next_range = |count| {
             end += count;

@@ -192,11 +192,8 @@ fn pack_rows(rows: &[TokenRow], micro_batch_tokens: usize) -> (EngineLogProbs, V
             mask: row.log_probs.iter().enumerate().map(|(i, l)| i > 0 && l.is_some()).collect(),
             kept_tokens: row.kept_tokens.clone(),
         };
-        let sequences: Vec<Sequence> = same_temperature
-            .iter()
-            .map(|&row| sequence(&rows[row]))
-            .filter(|s| s.mask.contains(&true))
-            .collect();
+        let all = same_temperature.iter().map(|&row| sequence(&rows[row]));
+        let sequences: Vec<Sequence> = all.filter(|s| s.mask.contains(&true)).collect();
         let mut sampled = vec![];
         for &row in same_temperature {
             let values = rows[row].log_probs.iter().enumerate().skip(1);
@@ -410,11 +407,8 @@ fn describe_location(
     text.push('.');
     let mean = |name: &str| {
         let stats_line = lines.iter().find(|stats_line| stats_line.name.contains(name))?;
-        stats_line
-            .metrics
-            .iter()
-            .find(|(key, _)| key == "mismatch/logprob_abs_diff_mean")
-            .and_then(|(_, v)| *v)
+        let key = "mismatch/logprob_abs_diff_mean";
+        stats_line.metrics.iter().find(|(name, _)| name == key).and_then(|(_, v)| *v)
     };
     if let (Some(within), Some(past), false) =
         (mean("within"), mean("past"), is_within_f32(&diagnosis.stats, &diagnosis.f32_bound))

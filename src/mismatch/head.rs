@@ -104,9 +104,8 @@ fn each_row(
     let (start, end) = (rows.start, rows.end);
     for start in (start..end).step_by(chunk) {
         let count = chunk.min(end - start);
-        let logits = policy
-            .decoder_stack()
-            .logits(&normed.narrow(0, start, count)?, &SamplingParameters::with_temperature(1.0))?;
+        let raw = SamplingParameters::with_temperature(1.0);
+        let logits = policy.weights.logits(&normed.narrow(0, start, count)?, &raw)?;
         let z = logits.scaled_logits().flatten_all()?.to_vec1::<f32>()?;
         z.chunks_exact(vocabulary).enumerate().for_each(|(i, z)| use_row(start + i, z));
     }
@@ -306,11 +305,8 @@ impl FitRows {
                 filters.into_iter().map(|filter| (filter, objective(filter))).collect();
             let least = objectives.iter().map(|(_, objective)| *objective).fold(f64::INFINITY, f64::min);
             // Filters that keep the same tokens have equal objectives. The filter in the middle is returned.
-            let equal: Vec<Filter> = objectives
-                .iter()
-                .filter(|(_, objective)| *objective <= least * 1.000_001)
-                .map(|(filter, _)| *filter)
-                .collect();
+            let equal = objectives.iter().filter(|(_, objective)| *objective <= least * 1.000_001);
+            let equal: Vec<Filter> = equal.map(|(filter, _)| *filter).collect();
             equal.get(equal.len() / 2).copied().unwrap_or(Filter::TopK(vocabulary))
         };
         let steps = |from: f64, count: usize| (1..count).map(move |i| from * i as f64);

@@ -48,10 +48,8 @@ pub fn equality_table(lines: &[ResultLine]) -> String {
 /// Formats the mismatches as a table of at most `columns` characters per line. The causes follow below the
 /// table.
 pub fn mismatch_table(title: &str, lines: &[ResultLine], columns: usize) -> String {
-    let columns_with_values: Vec<_> = COLUMNS
-        .iter()
-        .filter(|(key, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key)))
-        .collect();
+    let has_values = |(key, _): &&(_, _)| lines.iter().any(|l| l.metrics.iter().any(|(k, _)| k == key));
+    let columns_with_values: Vec<_> = COLUMNS.iter().filter(has_values).collect();
     let header = std::iter::once(title).chain(columns_with_values.iter().map(|(_, short)| *short));
     let mut table = TextTable::new(header);
     for line in lines {

@@ -89,10 +89,8 @@ pub fn chart(comparison: &Comparison) -> String {
     let longest = positions.iter().copied().max().unwrap_or(1);
     let width = longest.div_ceil(RANGES_MAX).max(1);
     let mut ranges: Vec<Vec<f64>> = vec![vec![]; longest / width + 1];
-    positions
-        .iter()
-        .zip(differences)
-        .for_each(|(position, difference)| ranges[position / width].push(*difference));
+    let pairs = positions.iter().zip(differences);
+    pairs.for_each(|(position, difference)| ranges[position / width].push(*difference));
     let highest =
         comparison.diagnosis.stats.max.max(comparison.diagnosis.bf16_bound.max).max(10.0 * DIFFERENCE_MIN);
     let decades = (highest / DIFFERENCE_MIN).log10().ceil().max(1.0);

@@ -36,7 +36,7 @@ impl PolicyView<'_> {
         let MicroBatch { targets, kept_tokens, .. } = batch;
         let targets =
             HeadTargets { tokens: targets, kept: kept_tokens.as_ref(), skips_zero_gradients: false };
-        let head = self.decoder_stack().head(normed, targets, temperature)?;
+        let head = self.weights.head(normed, targets, temperature)?;
         Ok(head.get(0)?.to_vec1()?)
     }
 
@@ -83,12 +83,8 @@ impl PolicyView<'_> {
             }
             let mut cache = self.caches(1, inputs, inputs)?.sequence();
             let input_ids = tokens[..inputs].to_vec();
-            let x = self.decoder_stack().forward_cached(
-                input_ids,
-                &mut [&mut cache],
-                &[inputs],
-                &mut decoder_stack::keep_nothing,
-            )?;
+            let (stack, keep) = (self.decoder_stack(), &mut decoder_stack::keep_nothing);
+            let x = stack.forward_cached(input_ids, &mut [&mut cache], &[inputs], keep)?;
             sampler_log_probs(self, &x, targets, temperature)
         };
         sequences.iter().map(one).collect()
@@ -115,19 +111,12 @@ impl PolicyView<'_> {
             let indices: Vec<usize> = (0..sequences.len()).filter(has_token).collect();
             let tokens = indices.iter().map(|&i| sequences[i][position - 1]).collect();
             let targets: Vec<u32> = indices.iter().map(|&i| sequences[i][position]).collect();
-            let mut batch: Vec<&mut SequenceCache> = caches
-                .iter_mut()
-                .zip(sequences)
-                .filter(|(_, tokens)| tokens.len() > position)
-                .map(|(cache, _)| cache)
-                .collect();
+            let all = caches.iter_mut().zip(sequences);
+            let mut batch: Vec<&mut SequenceCache> =
+                all.filter(|(_, tokens)| tokens.len() > position).map(|(cache, _)| cache).collect();
             let counts = vec![1; indices.len()];
-            let x = self.decoder_stack().forward_cached(
-                tokens,
-                &mut batch,
-                &counts,
-                &mut decoder_stack::keep_nothing,
-            )?;
+            let (stack, keep) = (self.decoder_stack(), &mut decoder_stack::keep_nothing);
+            let x = stack.forward_cached(tokens, &mut batch, &counts, keep)?;
             let step_log_probs = sampler_log_probs(self, &x, &targets, temperature)?;
             on_forward(indices.len());
             indices.iter().zip(step_log_probs).for_each(|(&i, log_prob)| log_probs[i].push(log_prob));
@@ -151,7 +140,7 @@ fn sampler_log_probs(policy: &PolicyView, x: &Tensor, targets: &[u32], temperatu
     for (chunk, targets) in targets.chunks(rows_max).enumerate() {
         let first = (chunk * rows_max) as u32;
         let rows = Arc::new((first..first + targets.len() as u32).collect());
-        let logits = stack.logits(&stack.final_norm_rows(x, &rows)?, &sampling)?;
+        let logits = policy.weights.logits(&stack.final_norm_rows(x, &rows)?, &sampling)?;
         let pairs: Vec<(usize, u32)> = targets.iter().copied().enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &pairs)?);
     }

@@ -7,7 +7,7 @@ use crate::model::config::Config;
 use crate::ops::token_set::TokenSet;
 use crate::trajectory::check_kept_tokens;
 use crate::vocabulary::Vocabulary;
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use flate2::read::MultiGzDecoder;
 use serde::de::{Deserializer as _, Error as _, SeqAccess, Visitor};
 use serde_json::Value;
@@ -148,9 +148,7 @@ impl<'a> RowReader<'a> {
         let mut start = BufReader::new(bounded_file::open(file.path, FILE_BYTES_MAX).map_err(failed)?);
         let magic = start.fill_buf().map_err(failed)?;
         let compressed = magic.starts_with(&[0x1f, 0x8b]);
-        if magic.starts_with(b"PK") || magic.starts_with(&[0x80]) {
-            return Err(bad_input!("{path}: {TORCH_FILE}"));
-        }
+        ensure!(!magic.starts_with(b"PK") && !magic.starts_with(&[0x80]), bad_input!("{path}: {TORCH_FILE}"));
         let text: Box<dyn Read> =
             if compressed { Box::new(MultiGzDecoder::new(start)) } else { Box::new(start) };
         let mut text = BufReader::new(text.take(FILE_BYTES_MAX + 1));

@@ -2,7 +2,7 @@
 //! engine's.
 
 use super::causes::variant::Variant;
-use super::causes::{Cause, causes};
+use super::causes::{Cause, Change, causes};
 use super::diagnose::{EVIDENCE_MIN, UnmodifiedModel};
 use super::distance::{DifferenceStats, StudentTFit, log_prob_differences};
 use super::engine_log_probs::{EngineBatch, EngineLogProbs};
@@ -402,11 +402,9 @@ impl<'a> CauseSearch<'a> {
         }
         result.coverage.ended_by_limit = self.is_over();
         let fits = &result.fits;
-        result.without_effect = fits_without_effect
-            .iter()
-            .filter_map(CauseFit::name)
-            .filter(|name| fits.iter().all(|other| other.name() != Some(name)))
-            .collect();
+        let is_without = |name: &&'static str| fits.iter().all(|other| other.name() != Some(name));
+        result.without_effect =
+            fits_without_effect.iter().filter_map(CauseFit::name).filter(is_without).collect();
         result.without_effect.dedup();
         Ok(result)
     }
@@ -447,9 +445,9 @@ impl<'a> CauseSearch<'a> {
     /// When a forward pass fails.
     pub fn fit_cause(&self, cause: &Cause) -> Result<CauseFit> {
         let changed_input;
-        let (head_input, head) = match cause.head_settings() {
-            Some(head) => (&self.unmodified_input, head),
-            None => {
+        let (head_input, head) = match cause.change {
+            Change::Head(head) => (&self.unmodified_input, head),
+            _ => {
                 let stage = self.start_pass("with a cause");
                 let head_input = self.unmodified_model.run_forward(Some(cause), &self.observed, &stage);
                 stage.finish();

@@ -58,7 +58,6 @@ impl Ablations {
     /// Returns the number of stored mantissa bits in rollout; `None` keeps all bits of f32.
     pub fn rollout_mantissa_limit(&self) -> Option<u32> {
         let limit = (self.rollout_mantissa_bits > 0).then_some(self.rollout_mantissa_bits as u32);
-        let bf16 = self.rollout_bf16.then_some(7);
-        limit.into_iter().chain(bf16).min()
+        limit.into_iter().chain(self.rollout_bf16.then_some(7)).min()
     }
 }

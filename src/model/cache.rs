@@ -149,10 +149,7 @@ impl SequenceCache {
 
     /// Returns the blocks of each layer; none on a GPU.
     fn host_layers(&mut self) -> &mut [KvBlocks] {
-        match &mut self.0 {
-            Storage::Host(layers) => layers,
-            Storage::Device(..) => &mut [],
-        }
+        if let Storage::Host(layers) = &mut self.0 { layers } else { &mut [] }
     }
 
     /// Records the blocks that are filled from now on. Does nothing on a GPU.
@@ -204,18 +201,14 @@ impl SequenceCache {
     /// Returns the id of a cache on a GPU, which no other cache of its factory has or had; `None` on the
     /// host.
     pub fn id(&self) -> Option<u64> {
-        match &self.0 {
-            Storage::Host(_) => None,
-            Storage::Device(pools, _) => pools.first().map(KvPages::id),
-        }
+        let Storage::Device(pools, _) = &self.0 else { return None };
+        pools.first().map(KvPages::id)
     }
 
     /// Returns the pool of layer `layer` on a GPU, and the index of the layer in it; `None` on the host.
     pub fn place(&self, layer: usize) -> Option<(usize, usize)> {
-        match &self.0 {
-            Storage::Host(_) => None,
-            Storage::Device(_, layout) => layout.places.get(layer).copied(),
-        }
+        let Storage::Device(_, layout) = &self.0 else { return None };
+        layout.places.get(layer).copied()
     }
 
     /// Returns the keys and values of layer `index`; `None` on a GPU.
@@ -225,9 +218,7 @@ impl SequenceCache {
 
     /// Returns the keys and values of the layers of pool `index`; `None` on the host.
     pub fn pages(&mut self, index: usize) -> Option<&mut KvPages> {
-        match &mut self.0 {
-            Storage::Host(_) => None,
-            Storage::Device(pools, _) => pools.get_mut(index),
-        }
+        let Storage::Device(pools, _) = &mut self.0 else { return None };
+        pools.get_mut(index)
     }
 }

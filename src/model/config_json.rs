@@ -294,19 +294,11 @@ impl<'a> ConfigReader<'a> {
                 None
             }
         };
-        const KNOWN: [&str; 8] = [
-            "rope_type",
-            "type",
-            "rope_theta",
-            "factor",
-            "original_max_position_embeddings",
-            "beta_fast",
-            "beta_slow",
-            "truncate",
-        ];
+        const KNOWN: &str = "rope_type type rope_theta factor original_max_position_embeddings beta_fast \
+            beta_slow truncate";
         for (name, value) in map {
             let is_neutral = name == "partial_rotary_factor" && value.as_f64() == Some(1.0);
-            if !KNOWN.contains(&name.as_str()) && !value.is_null() && !is_neutral {
+            if !KNOWN.split(' ').any(|known| known == name) && !value.is_null() && !is_neutral {
                 inner.mistakes.push(format!("{name} = {value} is not supported"));
             }
         }

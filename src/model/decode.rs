@@ -34,7 +34,7 @@ pub struct Decoder {
     batches: Vec<Batch>,
     /// False after a capture failed.
     can_capture: bool,
-    counts: DecodeCounts,
+    pub counts: DecodeCounts,
 }
 
 /// Counts of the steps of a [`Decoder`].
@@ -88,10 +88,6 @@ impl Decoder {
 
     /// Returns the counts of the steps so far.
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
-    pub fn counts(&self) -> DecodeCounts {
-        self.counts
-    }
-
     /// Returns the bytes of a decoder's buffers on the GPU, without its graphs.
     pub fn device_bytes(config: &Config, capacity: CacheCapacity) -> u64 {
         let pools = CacheLayout::new(config).pools.len();
@@ -119,7 +115,7 @@ impl Decoder {
         positions.resize(rows, 0);
         let rotation = stack.model.rotation(positions);
         rotation.check(rows, stack.model.config.head_dim)?;
-        let x = stack.embed(&Arc::new(order.iter().map(|&index| tokens[index]).collect()))?;
+        let x = stack.weights.embed(&Arc::new(order.iter().map(|&index| tokens[index]).collect()))?;
         if self.buffers.is_none() {
             self.buffers = Some(Buffers::new(stack, self.capacity, caches, &x)?);
         }

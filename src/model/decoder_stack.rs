@@ -10,8 +10,7 @@ use super::forward::{ForwardOptions, Model, Rows};
 use super::layer::{Experts, LayerOutput, LayerPass};
 use super::parallel::expert_exchange::PassRows;
 use super::weights::Weights;
-use crate::ops::log_prob::HeadTargets;
-use crate::ops::{self, logits::Logits, logits::SamplingParameters};
+use crate::ops;
 use anyhow::Result;
 use candle_core::Tensor;
 use std::sync::Arc;
@@ -39,7 +38,7 @@ impl DecoderStack<'_> {
     /// # Errors
     /// When the rows do not fit the model, or `keep` fails.
     pub fn forward(&self, tokens: &Arc<Vec<u32>>, rows: &mut Rows, keep: LayerCallback) -> Result<Tensor> {
-        self.run_layers(self.embed(tokens)?, rows, keep)
+        self.run_layers(self.weights.embed(tokens)?, rows, keep)
     }
 
     /// Runs all layers on the input `x [T, H]` of the first layer. Returns hidden states `[T, H]`.
@@ -72,14 +71,6 @@ impl DecoderStack<'_> {
             let serve = |experts: &Experts| experts.serve(self.model, &self.forward, pass.as_ref());
             layer.experts().map_or(Ok(()), serve)
         })
-    }
-
-    /// Returns the embeddings of `tokens`, the input `[T, H]` of the first layer.
-    ///
-    /// # Errors
-    /// When a token is not below `V`.
-    pub fn embed(&self, tokens: &Arc<Vec<u32>>) -> Result<Tensor> {
-        self.weights.embed(tokens)
     }
 
     /// Runs layer `index` on `x [T, H]`. `next` is the layer that the pass needs afterwards.
@@ -127,23 +118,5 @@ impl DecoderStack<'_> {
     /// When a row does not exist.
     pub fn final_norm_rows(&self, hidden: &Tensor, rows: &Arc<Vec<u32>>) -> Result<Tensor> {
         self.model.norm(&ops::select_rows(hidden, rows)?, &self.weights.final_norm)
-    }
-
-    /// Returns the output of the head for `normed [R, H]`. For an LM head these are the log-probabilities of
-    /// `targets` and the entropies, `[2, R]`, at `temperature`; a row with a set of kept tokens has the
-    /// distribution over that set. For a critic they are values, `[1, R]`.
-    ///
-    /// # Errors
-    /// When shapes disagree.
-    pub fn head(&self, normed: &Tensor, targets: HeadTargets, temperature: f64) -> Result<Tensor> {
-        self.weights.head(normed, targets, temperature)
-    }
-
-    /// Returns the logits of `normed [R, H]`, for a sampler.
-    ///
-    /// # Errors
-    /// When the model is a critic, which has no LM head.
-    pub fn logits(&self, normed: &Tensor, sampling: &SamplingParameters) -> Result<Logits> {
-        self.weights.logits(normed, sampling)
     }
 }

@@ -43,10 +43,7 @@ impl Default for ForwardOptions {
 
 impl ForwardOptions {
     pub(super) fn round(&self, x: Tensor) -> Result<Tensor> {
-        Ok(match self.mantissa_bits {
-            Some(bits) => ops::round_mantissa(&x, bits)?,
-            None => x,
-        })
+        Ok(if let Some(bits) = self.mantissa_bits { ops::round_mantissa(&x, bits)? } else { x })
     }
 }
 

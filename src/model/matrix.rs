@@ -101,11 +101,9 @@ impl Matrix {
     /// When shapes disagree.
     pub fn matmul_each<const N: usize>(matrices: [&Self; N], x: &Tensor) -> Result<[Tensor; N]> {
         let dense = matrices.map(|matrix| Some((matrix.weight.as_dense()?, matrix.bias.as_ref())));
-        let joined = match dense.into_iter().collect::<Option<Vec<_>>>() {
-            Some(dense) => ops::fused::joined_linear(x, &dense)?,
-            None => None,
-        };
-        let products = match joined {
+        let dense = dense.into_iter().collect::<Option<Vec<_>>>();
+        let joined = dense.map(|dense| ops::fused::joined_linear(x, &dense)).transpose()?;
+        let products = match joined.flatten() {
             Some(joined) => {
                 let products = joined.into_iter().zip(matrices);
                 products.map(|(y, matrix)| matrix.add_adapter_output(y, x, None)).collect::<Result<Vec<_>>>()
@@ -163,26 +161,7 @@ impl Matrix {
 
     /// Adds the output of the adapter for `x` to `y`.
     fn add_adapter_output(&self, y: Tensor, x: &Tensor, plan: Option<&Dispatch>) -> Result<Tensor> {
-        Ok(match &self.adapter {
-            None => y,
-            Some(adapter) => adapter.add_output(&y, x, plan)?,
-        })
-    }
-
-    /// Returns rows `ids` of an embedding `[V, H]` as `[T, H]`.
-    ///
-    /// # Errors
-    /// When an id is not below `V`.
-    pub fn lookup_rows(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(self.plain_weight()?.rows(ids)?)
-    }
-
-    /// Returns columns `ids` of a tied LM head `[H, V]`, which is also the embedding, as rows `[T, H]`.
-    ///
-    /// # Errors
-    /// When an id is not below `V`.
-    pub fn lookup_columns(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        Ok(self.plain_weight()?.columns(ids)?)
+        Ok(if let Some(adapter) = &self.adapter { adapter.add_output(&y, x, plan)? } else { y })
     }
 
     /// Returns the log-probabilities of `targets` and the entropies, `[2, R]`, for hidden states `h [R, H]`
@@ -256,7 +235,7 @@ impl Matrix {
     }
 
     /// Returns the weight of a matrix without bias and adapter, such as an embedding.
-    fn plain_weight(&self) -> Result<&Weight> {
+    pub(super) fn plain_weight(&self) -> Result<&Weight> {
         ensure!(
             self.bias.is_none() && self.adapter.is_none(),
             "an embedding cannot have a bias or an adapter"

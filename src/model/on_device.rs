@@ -143,7 +143,7 @@ impl Learner {
         let normed = self.stack().final_norm_rows(&hidden, &all).unwrap();
         let targets =
             HeadTargets { tokens: &Arc::new(targets(tokens)), kept: None, skips_zero_gradients: false };
-        self.stack().head(&normed, targets, 1.0).unwrap()
+        self.stack().weights.head(&normed, targets, 1.0).unwrap()
     }
 
     /// Returns the log-probabilities of the targets as a sampler computes them. A forward pass has up to
@@ -185,7 +185,7 @@ impl Learner {
             };
             let normed = self.sampler().final_norm_rows(&hidden, &Arc::new(places)).unwrap();
             let sampling = SamplingParameters::with_temperature(1.0);
-            let logits = self.sampler().logits(&normed, &sampling).unwrap();
+            let logits = self.sampler().weights.logits(&normed, &sampling).unwrap();
             let asked: Vec<_> = rows.iter().enumerate().map(|(i, &row)| (i, targets[row])).collect();
             for (&row, log_prob) in rows.iter().zip(logits.log_probs(&sampling, &asked).unwrap()) {
                 out[row] = log_prob;
@@ -233,7 +233,7 @@ fn check_sampling(config: &Config, learner: &Learner, gpu: &Device) {
     assert_eq!(sample, trained[..tokens.len()], "{:?} captured", config.family);
     // Three and two sequences take 4 rows for 9 steps, and the last one a row for 61. The first step of each
     // shape launches every kernel separately.
-    let DecodeCounts { steps, replays, graphs, .. } = decoder.counts();
+    let DecodeCounts { steps, replays, graphs, .. } = decoder.counts;
     assert_eq!((steps, replays, graphs), (70, 8 + 60, 2));
 }
 
@@ -252,7 +252,7 @@ fn few_graphs_serve_a_rollout_whose_sequences_end_at_different_steps() {
     let mut decoder = Decoder::new(&learner.sampler(), capacity).unwrap();
     let sample = learner.sample(&caches, &tokens, &lengths, 1, Some(&mut decoder));
     assert_eq!(sample, trained[..tokens.len()]);
-    let DecodeCounts { steps, replays, graphs, .. } = decoder.counts();
+    let DecodeCounts { steps, replays, graphs, .. } = decoder.counts;
     println!("{} tokens, {steps} steps, {replays} replays of {graphs} graphs", tokens.len());
     assert_eq!(steps, 202);
     assert!(graphs <= 8 && 100 * replays >= 95 * steps, "{steps} steps, {replays} replays, {graphs} graphs");
@@ -277,9 +277,9 @@ fn a_steady_step_sends_few_bytes() {
         let fed = ids(3 * sequences);
         learner.sampler().forward_cached(fed, &mut open, &vec![3; sequences], &mut keep_nothing).unwrap();
         for step in 0..4 {
-            let before = decoder.counts().sent_bytes;
+            let before = decoder.counts.sent_bytes;
             decoder.decode_step(&learner.sampler(), &ids(sequences), &mut open).unwrap();
-            let sent = (decoder.counts().sent_bytes - before) / sequences as u64 + DRAW_BYTES;
+            let sent = (decoder.counts.sent_bytes - before) / sequences as u64 + DRAW_BYTES;
             println!("{sequences} sequences, step {step}: {sent} bytes a sequence");
             assert!(step == 0 || sent <= 64, "{sequences} sequences, step {step}: {sent} bytes a sequence");
         }
@@ -320,7 +320,7 @@ fn captured_decode_of_long_sequences_has_the_bits_of_separate_launches() {
             stack.forward_cached(ids(80), &mut [&mut other], &[80], &mut keep_nothing).unwrap();
         }
     }
-    assert_eq!(decoder.counts().replays, 2 + 3);
+    assert_eq!(decoder.counts.replays, 2 + 3);
     let full = &mut [&mut caches.sequence()];
     stack.forward_cached(ids(1100), full, &[1100], &mut keep_nothing).unwrap();
     let error = decoder.decode_step(&stack, &[1], full).unwrap_err().to_string();

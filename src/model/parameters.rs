@@ -51,7 +51,7 @@ pub struct Parameters {
     on_disk: Option<LayersOnDemand>,
     /// The adapter, if the model has one. Its factors are the last tensors.
     adapter: Option<Lora>,
-    backend: Backend,
+    pub backend: Backend,
 }
 
 /// The device, the processes and the precision with which a model computes.
@@ -153,11 +153,6 @@ impl Parameters {
         Ok(Self { config: config.clone(), specs, entries, index, on_disk: None, adapter: None, backend })
     }
 
-    /// Returns the device, the processes and the precision.
-    pub fn backend(&self) -> &Backend {
-        &self.backend
-    }
-
     /// Returns all processes of the run.
     pub fn mesh(&self) -> &Arc<Mesh> {
         &self.backend.mesh
@@ -243,10 +238,7 @@ impl Parameters {
         Ok(Self {
             config: self.config.clone(),
             specs: self.specs.clone(),
-            entries: match second {
-                Some(second) => second.hand_over(entries)?,
-                None => entries()?,
-            },
+            entries: if let Some(second) = second { second.hand_over(entries)? } else { entries()? },
             index: self.index.clone(),
             on_disk: self.on_disk.clone(),
             adapter: self.adapter.clone(),
@@ -308,7 +300,7 @@ impl Parameters {
     /// Returns whether tensor `index` is sharded and dense.
     pub fn is_sharded(&self, index: usize) -> bool {
         let stored = &self.entries[index].stored;
-        stored.is_sharded() && stored.is_variable()
+        stored.is_sharded && stored.is_variable()
     }
 
     /// Returns tensor `index`, so that another store can share it. Returns `None` if the tensor is on disk or
@@ -325,7 +317,7 @@ impl Parameters {
     /// When the tensor is on disk, or a rank does not respond in time.
     pub fn weight(&self, index: usize) -> Result<Weight> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
-        let weight = match stored.is_sharded() {
+        let weight = match stored.is_sharded {
             false => stored.whole_weight(spec)?.clone(),
             true => copy_to_device(&self.gather_weight(index)?, self.device(), spec)?,
         };
@@ -350,10 +342,7 @@ impl Parameters {
     /// # Errors
     /// When the tensor cannot be trained.
     pub fn master(&self, index: usize) -> Result<&Tensor> {
-        match self.entries[index].state.get(MASTER) {
-            Some(master) => Ok(master),
-            None => self.values(index),
-        }
+        if let Some(master) = self.entries[index].state.get(MASTER) { Ok(master) } else { self.values(index) }
     }
 
     /// Makes tensor `i` trainable if `trained[i]` is true, and frozen otherwise. Sets the gradients of
@@ -366,7 +355,7 @@ impl Parameters {
         ensure!(trained.len() == self.len(), "{} marks for {} tensors", trained.len(), self.len());
         let mesh = self.shard_mesh().clone();
         for (index, &is_trained) in trained.iter().enumerate() {
-            if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded() {
+            if is_trained && mesh.ranks() > 1 && !self.entries[index].stored.is_sharded {
                 let master = to_host(self.master(index)?)?;
                 let values = host_values(&master)?;
                 let own = self.specs[index].shard_range(index, mesh.rank(), mesh.sharding());
@@ -466,7 +455,7 @@ impl Parameters {
     /// # Errors
     /// When a tensor of the architecture is missing.
     pub fn pass_weights(&self, sink: Option<&Arc<dyn GradientSink>>) -> Result<Weights> {
-        if self.entries.iter().any(|entry| entry.stored.is_sharded()) {
+        if self.entries.iter().any(|entry| entry.stored.is_sharded) {
             return self.layer_gathered_weights(sink);
         }
         self.weights(self.on_disk.clone(), &|index| match sink {
@@ -508,8 +497,7 @@ impl Parameters {
 
     /// Returns the adapters by the names of the adapted matrices.
     fn adapters(&self, find: &dyn Fn(&str) -> Result<Weight>) -> Result<HashMap<String, Adapter>> {
-        let none = HashMap::new();
-        let tensors = ModelTensors { find, adapters: &none, expert_parallel: None };
+        let tensors = ModelTensors { find, adapters: &HashMap::new(), expert_parallel: None };
         let of = |(lora, target): (&Lora, &String)| {
             let [a, b] = Lora::factor_names(target);
             let (a, b) = (tensors.vector(&a)?, tensors.vector(&b)?);

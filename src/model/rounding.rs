@@ -36,8 +36,7 @@ impl WeightRounding {
 
     /// Returns a rounding that changes each tensor that `self` or `other` changes.
     pub fn union(self, other: Self) -> Self {
-        let bits = self.bits.into_iter().chain(other.bits).min();
-        Self { mxfp4: self.mxfp4 || other.mxfp4, bits }
+        Self { mxfp4: self.mxfp4 || other.mxfp4, bits: self.bits.into_iter().chain(other.bits).min() }
     }
 
     /// Returns the memory, in bytes, that [`Self::apply`] allocates for a tensor stored in `format`. It is 0
@@ -73,7 +72,7 @@ impl WeightRounding {
         let Some(bits) = self.bits else { return Ok(weight) };
         Ok(match weight {
             Weight::Dense(dense) => Weight::dense(&round_mantissa(dense.values(), bits)?),
-            Weight::Packed(matrix) if keeps(&matrix, bits) => Weight::Packed(matrix),
+            Weight::Packed(matrix) if bits >= mantissa_bits(matrix.format()) => Weight::Packed(matrix),
             Weight::Packed(matrix) if is_bf16(matrix.format()) => {
                 Weight::Packed(Arc::new(matrix.map_values(|value| round_value(value, bits))?))
             }
@@ -98,11 +97,6 @@ fn as_in_checkpoint(spec: &ParameterSpec, weight: Weight) -> Result<Weight> {
         }
         _ => Ok(weight),
     }
-}
-
-/// Returns whether `bits` mantissa bits represent every value of the matrix.
-fn keeps(matrix: &PackedMatrix, bits: u32) -> bool {
-    bits >= mantissa_bits(matrix.format())
 }
 
 /// Returns the number of mantissa bits that represent every value of `format`.

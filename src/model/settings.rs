@@ -220,10 +220,7 @@ impl Scalar for Tokenizer {
     }
 
     fn to_toml(&self) -> String {
-        match self {
-            Tokenizer::Embedded => "\"embedded\"".to_owned(),
-            Tokenizer::Path(path) => path.to_toml(),
-        }
+        if let Tokenizer::Path(path) = self { path.to_toml() } else { "\"embedded\"".to_owned() }
     }
 }
 

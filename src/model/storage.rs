@@ -8,7 +8,7 @@ use crate::ops::cpu::{host_values, to_host};
 use crate::ops::packed_weights::{BlockType, PackedFormat};
 use crate::ops::parameter::Parameter;
 use crate::ops::weight::Weight;
-use anyhow::{Result, bail, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{DType, Device, Tensor, Var};
 use std::ops::Range;
 use std::sync::Arc;
@@ -40,7 +40,7 @@ impl From<WeightFormat> for StoredFormat {
 pub struct TensorStorage {
     /// `None` if the tensor is on disk. The weight of a shard has flat values or packed bytes.
     weight: Option<Weight>,
-    is_sharded: bool,
+    pub is_sharded: bool,
 }
 
 impl TensorStorage {
@@ -112,10 +112,7 @@ impl TensorStorage {
     /// # Errors
     /// When the tensor is on disk.
     pub fn weight(&self, spec: &ParameterSpec) -> Result<&Weight> {
-        match &self.weight {
-            Some(weight) => Ok(weight),
-            None => bail!("{} is on disk", spec.name),
-        }
+        self.weight.as_ref().with_context(|| format!("{} is on disk", spec.name))
     }
 
     /// Returns the whole weight.
@@ -130,11 +127,6 @@ impl TensorStorage {
     /// Returns whether the tensor is on disk.
     pub fn is_on_disk(&self) -> bool {
         self.weight.is_none()
-    }
-
-    /// Returns whether each rank holds a shard of the tensor.
-    pub fn is_sharded(&self) -> bool {
-        self.is_sharded
     }
 
     /// Returns whether the tensor can be trained.

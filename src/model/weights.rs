@@ -15,7 +15,7 @@ use crate::ops::logits::{Logits, SamplingParameters};
 use crate::ops::product::Precision;
 use crate::ops::reverse_kl::TeacherRows;
 use crate::ops::weight::Weight;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use candle_core::{Device, Tensor};
 use std::collections::HashMap;
 use std::ops::Range;
@@ -129,9 +129,9 @@ pub struct Weights {
     pub final_norm: Parameter,
     /// The LM head `[H, V]`. In a critic the value head `[H, 1]` with bias `[1]`, which returns one value per
     /// token.
-    head: Matrix,
+    pub head: Matrix,
     is_critic: bool,
-    bytes: u64,
+    pub bytes: u64,
     /// Whether trained layers get gradients.
     has_gradients: bool,
     /// The tensors, if all are in memory and none has a gradient.
@@ -252,7 +252,9 @@ impl Weights {
     /// # Errors
     /// When an id is not below `V`.
     pub fn embed(&self, ids: &Arc<Vec<u32>>) -> Result<Tensor> {
-        if self.is_tied { self.embedding.lookup_columns(ids) } else { self.embedding.lookup_rows(ids) }
+        let table = self.embedding.plain_weight()?;
+        // The columns of a tied head `[H, V]`, or the rows of an embedding `[V, H]`.
+        Ok(if self.is_tied { table.columns(ids)? } else { table.rows(ids)? })
     }
 
     /// Returns layer `index`. `next` is the layer that the pass needs afterwards. Layer `next` may be
@@ -276,21 +278,6 @@ impl Weights {
             false => self.head.log_prob_and_entropy(normed, targets, temperature),
             true => Ok(reshape(&self.head.matmul_f32(normed)?, (1, targets.tokens.len()))?),
         }
-    }
-
-    /// Returns the rows of [`Self::head`] and the divergence of each distribution from the one of `teacher`,
-    /// `[3, R]`.
-    ///
-    /// # Errors
-    /// When shapes disagree, or the model is a critic, which has no LM head.
-    pub fn head_with_teacher(
-        &self,
-        normed: &Tensor,
-        targets: &Arc<Vec<u32>>,
-        teacher: &TeacherRows,
-        temperature: f64,
-    ) -> Result<Tensor> {
-        self.head.log_prob_entropy_and_kl(normed, targets, teacher, temperature)
     }
 
     /// Returns the head and its input `normed [R, H]`, for a policy that is compared with this model.
@@ -320,18 +307,11 @@ impl Weights {
         normed: &Tensor,
         sampling: &SamplingParameters,
     ) -> Result<Logits> {
-        if parts.iter().any(|(weights, _)| weights.is_critic) {
-            bail!("a critic has no LM head");
-        }
+        ensure!(!parts.iter().any(|(weights, _)| weights.is_critic), "a critic has no LM head");
         let heads: Vec<(&Matrix, usize)> =
             parts.iter().map(|(weights, rows)| (&weights.head, *rows)).collect();
         let (head, _) = heads.first().context("logits of no weights")?;
         head.logits(normed, &heads, sampling)
-    }
-
-    /// Returns the number of bytes that a forward pass reads. Used to balance work.
-    pub fn bytes(&self) -> u64 {
-        self.bytes
     }
 
     /// Returns the device of the model.

@@ -13,7 +13,7 @@
 //! an error of at most 0.7% (signed) or 0.35% (unsigned) of this magnitude. Smaller values have fewer
 //! significant digits.
 
-use super::cpu::{edit, edit_codes, host_values, should_parallelize};
+use super::cpu::{change, edit, edit_codes, host_values, should_parallelize};
 use super::cuda;
 use super::optimizer::{AdamW, CHUNK_VALUES, check_same_shape};
 use candle_core::{Result, Tensor, bail};
@@ -71,10 +71,8 @@ impl CodeMap {
 
     #[inline(always)]
     fn decode(&self, values: &mut [f32], codes: &[u8], scale: f32) {
-        values
-            .iter_mut()
-            .zip(codes)
-            .for_each(|(value, &code)| *value = self.values[usize::from(code)] * scale);
+        let pairs = values.iter_mut().zip(codes);
+        pairs.for_each(|(value, &code)| *value = self.values[usize::from(code)] * scale);
     }
 
     /// Writes the codes of a block and returns its scale. A block of zeros has scale 0, and its codes have no
@@ -88,8 +86,7 @@ impl CodeMap {
         let scale = values.iter().fold(0f32, |max, value| max.max(value.abs()));
         for (code, &value) in codes.iter_mut().zip(values) {
             let nearest = self.nearest(value / scale);
-            let lost = nearest == 0 && value > 0.0;
-            *code = nearest + u8::from(lost);
+            *code = nearest + u8::from(nearest == 0 && value > 0.0);
         }
         scale
     }
@@ -138,7 +135,7 @@ pub fn adamw_8bit(
     let chunk_scales = CHUNK_VALUES / BLOCK;
     edit_moment(first, |m, m_scales| {
         edit_moment(second, |v, v_scales| {
-            edit(weights, |w| {
+            change(weights, |w| {
                 if should_parallelize(w.len()) {
                     let weights = w.par_chunks_mut(CHUNK_VALUES).zip(gradient.par_chunks(CHUNK_VALUES));
                     let first = m.par_chunks_mut(CHUNK_VALUES).zip(m_scales.par_chunks_mut(chunk_scales));
@@ -147,7 +144,6 @@ pub fn adamw_8bit(
                 } else {
                     update(w, &gradient, (m, m_scales), (v, v_scales), step);
                 }
-                Ok(())
             })
         })
     })

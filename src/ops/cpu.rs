@@ -111,6 +111,17 @@ pub fn edit<R>(tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> Result<R>) -> Resu
     edit_elements(tensor, f)
 }
 
+/// Calls `f`, which cannot fail, with the values of a contiguous f32 CPU tensor. They may change in place.
+///
+/// # Errors
+/// When the tensor is not contiguous, not f32 or not on the CPU.
+pub fn change(tensor: &Tensor, f: impl FnOnce(&mut [f32])) -> Result<()> {
+    edit(tensor, |values| {
+        f(values);
+        Ok(())
+    })
+}
+
 /// Calls `f` with the values of a contiguous CPU tensor of 8-bit codes, which `f` may change in place.
 ///
 /// # Errors
@@ -152,10 +163,7 @@ impl<T: Element, F: FnOnce(&mut [T]) -> Result<R>, R> InplaceOp1 for Edit<T, F, 
 /// # Errors
 /// When the tensor is not contiguous, not f32 or not on the CPU.
 pub fn add_values(sum: &Tensor, x: &[f32]) -> Result<()> {
-    edit(sum, |sum| {
-        sum.iter_mut().zip(x).for_each(|(s, x)| *s += x);
-        Ok(())
-    })
+    change(sum, |sum| sum.iter_mut().zip(x).for_each(|(s, x)| *s += x))
 }
 
 /// Minimum number of multiply-adds for which several threads are used.

@@ -8,7 +8,7 @@
 //! are rounded to bf16.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{edit, gather_rows, host_values};
+use super::cpu::{change, gather_rows, host_values};
 use super::cuda::{add_columns, add_rows, sum_rows, take_columns, take_rows};
 use super::graph::{apply, contiguous};
 use super::operation::{DeviceArgument, HostArgument, Operation};
@@ -105,12 +105,11 @@ impl Operation<1> for Rows {
             return Ok([Some(Tensor::from_vec(dw, weight.shape(), weight.device())?)]);
         };
         table.add(|dw| {
-            edit(dw, |dw| {
+            change(dw, |dw| {
                 each_sum(&self.ids, &grad, width, |id, sum| {
                     let row = &mut dw[id * width..(id + 1) * width];
                     row.iter_mut().zip(sum).for_each(|(w, &s)| *w += s);
-                });
-                Ok(())
+                })
             })
         })?;
         Ok([None])
@@ -192,11 +191,10 @@ impl Operation<1> for Columns {
         }
         let grad = host_values(grad)?;
         table.add(|dw| {
-            edit(dw, |dw| {
+            change(dw, |dw| {
                 each_sum(&self.ids, &grad, width, |id, sum| {
                     sum.iter().enumerate().for_each(|(h, &s)| dw[h * vocabulary + id] += s);
-                });
-                Ok(())
+                })
             })
         })?;
         Ok([None])

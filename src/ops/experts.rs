@@ -9,7 +9,7 @@
 
 use super::buffer::buffer;
 use super::cpu::{
-    HostIds, add_values, edit, for_each_row, for_each_row_pair, gather_rows, host_ids, host_values,
+    HostIds, add_values, change, for_each_row, for_each_row_pair, gather_rows, host_ids, host_values,
     should_parallelize,
 };
 use super::cuda::{
@@ -350,10 +350,7 @@ pub fn grouped_linear(
     let (precision, copies) = (weight.precision(), weight.bf16_copies().cloned());
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
     let op = GroupedLinear { plan: plan.clone(), weight, bias, copies, precision };
-    match b {
-        Some(b) => apply([&contiguous(x)?, w, b], op),
-        None => apply([&contiguous(x)?, w], op),
-    }
+    if let Some(b) = b { apply([&contiguous(x)?, w, b], op) } else { apply([&contiguous(x)?, w], op) }
 }
 
 const GROUPED: &str = "grouped_linear";
@@ -423,7 +420,7 @@ impl<const N: usize> Operation<N> for GroupedLinear {
         );
         if let Some(weight) = &self.weight {
             weight.add(|dw| {
-                edit(dw, |dw| {
+                change(dw, |dw| {
                     let tasks = plan.experts().zip(dw.chunks_exact_mut(k * n));
                     let tasks = tasks.filter(|((_, at), _)| !at.is_empty()).collect();
                     run_expert_tasks(
@@ -436,7 +433,6 @@ impl<const N: usize> Operation<N> for GroupedLinear {
                             product(spread.with_precision(self.precision), dw, x, dy, (k, at.len(), n), true);
                         },
                     );
-                    Ok(())
                 })
             })?;
         }

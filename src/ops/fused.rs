@@ -84,10 +84,8 @@ pub struct SelectedExperts {
 /// Errors of [`route`].
 pub fn select_experts(logits: &Tensor, top_k: usize) -> Result<SelectedExperts> {
     let (tokens, experts) = logits.dims2()?;
-    let selected: Option<[Tensor; 3]> = match can_fuse(&[logits]) && top_k <= experts {
-        true => cuda::select_experts(logits, top_k)?,
-        false => None,
-    };
+    let selected: Option<[Tensor; 3]> =
+        if can_fuse(&[logits]) && top_k <= experts { cuda::select_experts(logits, top_k)? } else { None };
     if let Some([routed_experts, weights, plan]) = selected {
         let plan = Dispatch::from_plan(plan, tokens, top_k, experts);
         return Ok(SelectedExperts { routed_experts, plan, weights });

@@ -172,10 +172,7 @@ pub fn slice(x: &Tensor, at: Range<usize>) -> Result<Tensor> {
 /// When memory runs out.
 pub fn contiguous(x: &Tensor) -> Result<Tensor> {
     let output = x.contiguous()?;
-    if x.is_contiguous() {
-        return Ok(output);
-    }
-    Ok(record_op(output, &[x], || Source::Reshape(x.clone())))
+    if x.is_contiguous() { Ok(output) } else { Ok(record_op(output, &[x], || Source::Reshape(x.clone()))) }
 }
 
 /// Returns `x + y`. On the CPU large sums use all threads of the pool.
@@ -206,10 +203,8 @@ fn accumulate(gradients: &mut Gradients, x: &Tensor, gradient: Option<Tensor>) -
     if gradient.dims() != x.dims() {
         bail!("a gradient of shape {:?} for a tensor of shape {:?}", gradient.dims(), x.dims());
     }
-    let gradient = match gradients.remove(&x.id()) {
-        None => gradient,
-        Some(before) => sum(&before, &gradient)?,
-    };
+    let gradient =
+        if let Some(before) = gradients.remove(&x.id()) { sum(&before, &gradient)? } else { gradient };
     gradients.insert(x.id(), gradient);
     Ok(())
 }

@@ -4,7 +4,7 @@
 //! bf16. `b` and the gradients of trainable parameters are f32.
 
 use super::buffer::{buffer, zeros};
-use super::cpu::{add_values, edit, for_each_row, host_values};
+use super::cpu::{add_values, change, for_each_row, host_values};
 use super::cuda::{add_bias_gradient, add_weight_gradient, product_forward, product_input_gradient};
 use super::graph::{apply, contiguous, is_tracked};
 use super::operation::{DeviceArgument, HostArgument, Operation, first_input_gradient};
@@ -53,10 +53,7 @@ fn apply_linear(
     let copies = weight.bf16_copies().cloned();
     let (weight, bias) = (weight.gradient(), bias.and_then(Parameter::gradient));
     let op = Linear { weight, bias, copies, means: GemmThreads::Pool.with_precision(precision), out };
-    match b {
-        Some(b) => apply([&x, w, b], op),
-        None => apply([&x, w], op),
-    }
+    if let Some(b) = b { apply([&x, w, b], op) } else { apply([&x, w], op) }
 }
 
 const OP: &str = "linear";
@@ -78,10 +75,7 @@ impl<const N: usize> Operation<N> for Linear {
     fn cpu(&self, inputs: [HostArgument; N]) -> Result<(CpuStorage, Shape)> {
         let (x, w, b) = (inputs[0], inputs[1], inputs.get(2));
         let ((m, k), (_, n)) = (x.shape().dims2()?, w.shape().dims2()?);
-        let mut out = match b {
-            Some(b) => repeat_row(b.values()?, m),
-            None => buffer(m * n),
-        };
+        let mut out = if let Some(b) = b { repeat_row(b.values()?, m) } else { buffer(m * n) };
         let w = (w.values()?, self.copies.as_ref(), 0);
         forward_product_by_copy(self.means, &mut out, x.values()?, w, (m, k, n), b.is_some());
         Ok((CpuStorage::F32(out), Shape::from((m, n))))
@@ -122,10 +116,7 @@ impl Linear {
                     product(self.means, &mut column, x, dy, (k, m, n), false);
                     return add_values(dw, &column);
                 }
-                edit(dw, |dw| {
-                    product(self.means, dw, x, dy, (k, m, n), true);
-                    Ok(())
-                })
+                change(dw, |dw| product(self.means, dw, x, dy, (k, m, n), true))
             })?;
         }
         if let Some(bias) = &self.bias {

@@ -199,10 +199,7 @@ fn apply_head(h: &Tensor, mut head: Head) -> Result<Tensor> {
         tracked = Some(adapter.graph_tensor());
     }
     let h = contiguous(h)?;
-    match tracked {
-        Some(weight) => apply([&h, weight], head),
-        None => apply([&h], head),
-    }
+    if let Some(weight) = tracked { apply([&h, weight], head) } else { apply([&h], head) }
 }
 
 /// Returns `1/τ` with the rounding that both the sampler and the head use.

@@ -8,7 +8,7 @@
 //! are f32.
 
 use super::buffer::buffer;
-use super::cpu::{edit, host_values};
+use super::cpu::{change, host_values};
 use super::cuda::{low_rank_backward, low_rank_forward};
 use super::experts::{Dispatch, run_expert_tasks};
 use super::graph::{apply, contiguous, is_tracked};
@@ -57,10 +57,7 @@ pub fn add_low_rank_by_tokens(
     parts: &[TokenFactors],
     plan: Option<&Dispatch>,
 ) -> Result<Tensor> {
-    let tokens = match plan {
-        Some(plan) => plan.tokens(),
-        None => x.dim(0)?,
-    };
+    let tokens = if let Some(plan) = plan { plan.tokens() } else { x.dim(0)? };
     let part = |part: &TokenFactors| {
         if part.tokens.end > tokens {
             bail!("add_low_rank: factors of tokens {:?} of {tokens}", part.tokens);
@@ -122,10 +119,7 @@ impl LowRank {
     /// Returns each expert that has rows, with the range of its rows. Without a plan all rows belong to
     /// expert 0.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
-        match &self.plan {
-            Some(plan) => plan.groups(rows),
-            None => Ok(vec![(0, 0..rows)]),
-        }
+        if let Some(plan) = &self.plan { plan.groups(rows) } else { Ok(vec![(0, 0..rows)]) }
     }
 
     /// Returns the groups of [`Self::groups`] with the rows of `tokens` alone.
@@ -171,8 +165,7 @@ impl LowRank {
     fn down_projection(&self, x: &[f32], a: &[f32], groups: &[(usize, Range<usize>)]) -> Vec<f32> {
         let [input, rank, _] = self.shape;
         let mut u = buffer(x.len() / input.max(1) * rank);
-        let work = row_count(groups) * input * rank;
-        self.each(&mut u, rank, groups, work, |spread, expert, at, u| {
+        self.each(&mut u, rank, groups, row_count(groups) * input * rank, |spread, expert, at, u| {
             let (x, a) = (rows(x, at, input), nth(a, expert, input * rank));
             forward_product(spread, u, x, a, (at.len(), input, rank), false);
             u.iter_mut().for_each(|u| *u *= self.scale);
@@ -263,7 +256,7 @@ impl Operation<3> for LowRank {
         // Adds leftᵀ · right, computed over the rows of `expert`, to the gradient of this expert's matrix.
         let add = |gradient: &GradientTarget, (left, k): (&[f32], usize), (right, n): (&[f32], usize)| {
             gradient.add(|sum| {
-                edit(sum, |sum| {
+                change(sum, |sum| {
                     let mut tasks: Vec<_> = vec![];
                     let mut groups = groups.iter().peekable();
                     for (expert, sum) in sum.chunks_exact_mut(k * n).enumerate() {
@@ -281,7 +274,6 @@ impl Operation<3> for LowRank {
                             product(spread, sum, left, right, (k, at.len(), n), true);
                         },
                     );
-                    Ok(())
                 })
             })
         };
@@ -289,8 +281,7 @@ impl Operation<3> for LowRank {
             add(gradient, (xs, input), (du, rank))?;
         }
         if let Some(gradient) = &self.gradients[1] {
-            let u = self.down_projection(xs, a, &groups);
-            add(gradient, (&u, rank), (dy, output))?;
+            add(gradient, (&self.down_projection(xs, a, &groups), rank), (dy, output))?;
         }
         Ok([is_tracked(y).then(|| grad.clone()), dx, None])
     }

@@ -1,6 +1,6 @@
 //! Muon: momentum whose singular values are all moved close to 1, for the matrices of hidden layers.
 
-use super::cpu::{edit, host_values};
+use super::cpu::{change, edit, host_values};
 use super::cuda;
 use super::optimizer::check_same_shape;
 use super::product::{GemmThreads, StridedMatrix, product};
@@ -84,14 +84,12 @@ pub fn muon(weights: &Tensor, momentum: &Tensor, gradient: &Tensor, step: &Muon)
     let (_, shape) = matrix_shape(weights.dims())?;
     let gradient = host_values(gradient)?;
     edit(weights, |weights| {
-        edit(momentum, |momentum| {
+        change(momentum, |momentum| {
             let size = (shape.0 * shape.1).max(1);
             let matrices = weights.chunks_exact_mut(size).zip(momentum.chunks_exact_mut(size));
             for ((w, m), g) in matrices.zip(gradient.chunks_exact(size)) {
-                let direction = orthogonalize(step.direction(m, g), shape);
-                step.apply(w, &direction, shape);
+                step.apply(w, &orthogonalize(step.direction(m, g), shape), shape);
             }
-            Ok(())
         })
     })
 }

@@ -2,7 +2,7 @@
 //! which come before an update. [`super::adamw_8bit`] is AdamW with 8-bit moments. A GPU gives the same bits
 //! as a CPU, except for the norm, whose sum has another order.
 
-use super::cpu::{edit, host_values, should_parallelize};
+use super::cpu::{change, edit, host_values, should_parallelize};
 use super::cuda;
 use candle_core::{Result, Tensor, bail};
 use multiversion::multiversion;
@@ -41,7 +41,7 @@ pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor,
     let gradient = host_values(gradient)?;
     edit(weights, |w| {
         edit(first, |m| {
-            edit(second, |v| {
+            change(second, |v| {
                 if should_parallelize(w.len()) {
                     let parts = w
                         .par_chunks_mut(CHUNK_VALUES)
@@ -53,7 +53,6 @@ pub fn adamw(weights: &Tensor, [first, second]: [&Tensor; 2], gradient: &Tensor,
                 } else {
                     apply_adamw(step, w, m, v, &gradient);
                 }
-                Ok(())
             })
         })
     })
@@ -87,10 +86,7 @@ pub fn sgd(weights: &Tensor, gradient: &Tensor, shrink: f32, rate: f32) -> Resul
         return cuda::sgd(weights, gradient, shrink, rate);
     }
     let gradient = host_values(gradient)?;
-    edit(weights, |w| {
-        descend(w, &gradient, shrink, rate);
-        Ok(())
-    })
+    change(weights, |w| descend(w, &gradient, shrink, rate))
 }
 
 #[multiversion(targets("x86_64+avx512f+avx512vl+avx512bw+avx512dq+avx2+fma", "x86_64+avx2+fma"))]
@@ -111,9 +107,8 @@ pub fn update_momentum(buffer: &Tensor, gradient: &Tensor, momentum: f32) -> Res
         return cuda::update_momentum(buffer, gradient, momentum);
     }
     let gradient = host_values(gradient)?;
-    edit(buffer, |buffer| {
+    change(buffer, |buffer| {
         buffer.iter_mut().zip(gradient.iter()).for_each(|(b, &g)| *b = *b * momentum + g);
-        Ok(())
     })
 }
 
@@ -136,9 +131,8 @@ pub fn round_to_bf16(weights: &Tensor, x: &Tensor) -> Result<()> {
         return cuda::round_into(x, weights);
     }
     let x = host_values(x)?;
-    edit(weights, |w| {
+    change(weights, |w| {
         w.iter_mut().zip(x.iter()).for_each(|(w, &x)| *w = half::bf16::from_f32(x).to_f32());
-        Ok(())
     })
 }
 
@@ -162,17 +156,10 @@ pub fn scale(x: &Tensor, factor: f32) -> Result<()> {
     if x.device().is_cuda() {
         return cuda::scale(x, factor);
     }
-    let part = |x: &mut [f32]| match factor {
-        0.0 => x.fill(0.0),
-        _ => x.iter_mut().for_each(|x| *x *= factor),
-    };
-    edit(x, |x| {
-        if should_parallelize(x.len()) {
-            x.par_chunks_mut(CHUNK_VALUES).for_each(part)
-        } else {
-            part(x)
-        }
-        Ok(())
+    let part =
+        |x: &mut [f32]| if factor == 0.0 { x.fill(0.0) } else { x.iter_mut().for_each(|x| *x *= factor) };
+    change(x, |x| {
+        if should_parallelize(x.len()) { x.par_chunks_mut(CHUNK_VALUES).for_each(part) } else { part(x) }
     })
 }
 

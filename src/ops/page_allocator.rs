@@ -89,10 +89,8 @@ impl PageAllocator {
     #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
     pub fn reserve(self: &Arc<Self>, len: usize, window: Option<usize>) -> Result<PagedSequence> {
         let hidden = window.map_or(0, |window| (len + 1).saturating_sub(window) / PAGE_POSITIONS);
-        let own = self
-            .take(len.div_ceil(PAGE_POSITIONS) - hidden, &[len])?
-            .into_iter()
-            .map(|page| Some(Arc::new(page)));
+        let own = self.take(len.div_ceil(PAGE_POSITIONS) - hidden, &[len])?;
+        let own = own.into_iter().map(|page| Some(Arc::new(page)));
         Ok(PagedSequence { pages: (0..hidden).map(|_| None).chain(own).collect(), len })
     }
 

@@ -75,13 +75,8 @@ impl Operation<1> for Swiglu {
         let (xs, dy) = (host_values(x)?, host_values(grad)?);
         let mut dx = buffer(rows * width);
         for_each_row(&mut dx, width, 8 * half, |row, dx| {
-            backward_row(
-                &xs[row * width..(row + 1) * width],
-                &dy[row * half..(row + 1) * half],
-                self.limit,
-                self.alpha,
-                dx,
-            );
+            let (x, dy) = (&xs[row * width..(row + 1) * width], &dy[row * half..(row + 1) * half]);
+            backward_row(x, dy, self.limit, self.alpha, dx);
         });
         Ok([Some(Tensor::from_vec(dx, (rows, width), x.device())?)])
     }

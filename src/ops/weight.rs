@@ -45,10 +45,7 @@ impl Weight {
 
     /// Returns the type of blocks of a GGUF file of which the weight consists, if any.
     pub fn block_type(&self) -> Option<BlockType> {
-        match self {
-            Weight::Dense(_) => None,
-            Weight::Packed(matrix) => matrix.format().block_type(),
-        }
+        if let Weight::Packed(matrix) = self { matrix.format().block_type() } else { None }
     }
 
     /// Returns blocks as packed bf16, rounded to nearest. Other weights are unchanged.
@@ -171,10 +168,7 @@ impl Weight {
 
     /// Returns the matrix, if it is dense.
     pub fn as_dense(&self) -> Option<&Parameter> {
-        match self {
-            Weight::Dense(parameter) => Some(parameter),
-            Weight::Packed(_) => None,
-        }
+        if let Weight::Dense(parameter) = self { Some(parameter) } else { None }
     }
 
     /// Multiplies each row by the matrix of its expert: `x [T·K, in]`, sorted by `plan`, optional `bias [E,
@@ -258,13 +252,8 @@ impl Weight {
         let (k, n) = self.head_shape()?;
         match self {
             Weight::Dense(weight) => {
-                backward_product(
-                    self.gemm_config(),
-                    dh,
-                    dz,
-                    &host_values(weight.values())?,
-                    (dz.len() / n, n, k),
-                );
+                let w = host_values(weight.values())?;
+                backward_product(self.gemm_config(), dh, dz, &w, (dz.len() / n, n, k));
             }
             Weight::Packed(weight) => weight.input_gradient(0, dh, dz)?,
         }
@@ -285,9 +274,6 @@ impl Weight {
     /// Returns the dense values, which the graph tracks, and the target of their gradient; `None` for a
     /// packed weight.
     pub(super) fn graph_tensor(&self) -> Option<(&Tensor, Option<GradientTarget>)> {
-        match self {
-            Weight::Dense(weight) => Some((weight.values(), weight.gradient())),
-            Weight::Packed(_) => None,
-        }
+        if let Weight::Dense(weight) = self { Some((weight.values(), weight.gradient())) } else { None }
     }
 }

@@ -59,10 +59,7 @@ impl Scalar for TeacherSource {
     }
 
     fn to_toml(&self) -> String {
-        match self {
-            TeacherSource::Policy => "\"self\"".to_owned(),
-            TeacherSource::Path(path) => path.to_toml(),
-        }
+        if let TeacherSource::Path(path) = self { path.to_toml() } else { "\"self\"".to_owned() }
     }
 }
 

@@ -12,7 +12,7 @@ const ERROR_MAX: f64 = 0.2;
 /// The coefficient β of the penalty.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct KlController {
-    coefficient: f64,
+    pub coefficient: f64,
     adaptation: Option<Adaptation>,
 }
 
@@ -42,10 +42,6 @@ impl KlController {
             ));
         }
         Ok(Self { coefficient, adaptation: Some(Adaptation { target, horizon }) })
-    }
-
-    pub fn coefficient(&self) -> f64 {
-        self.coefficient
     }
 
     /// Returns the coefficient if it is adaptive, because a checkpoint must then store it.

@@ -15,7 +15,7 @@ use anyhow::{Result, bail, ensure};
 #[derive(Debug, Clone, Copy)]
 pub struct Sequences<'a> {
     cu_seqlens: &'a [usize],
-    mask: &'a [bool],
+    pub mask: &'a [bool],
 }
 
 impl<'a> Sequences<'a> {
@@ -44,14 +44,9 @@ impl<'a> Sequences<'a> {
         self.mask.len()
     }
 
-    pub fn mask(&self) -> &'a [bool] {
-        self.mask
-    }
-
     /// Returns the token range of each sequence, in order.
     pub fn token_ranges(&self) -> impl Iterator<Item = Range<usize>> + use<'a> {
-        let cu_seqlens = self.cu_seqlens;
-        cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
+        self.cu_seqlens.windows(2).map(|pair| pair[0]..pair[1])
     }
 
     /// Returns the indices of the valid tokens within the token range `range`.
@@ -121,10 +116,8 @@ impl<'a> Sequences<'a> {
     /// may be on a token that was not sampled.
     pub fn sequence_sums(&self, values: &[f32]) -> Result<Vec<f32>> {
         self.check("token rewards", values)?;
-        Ok(self
-            .token_ranges()
-            .map(|range| values[range].iter().map(|&v| f64::from(v)).sum::<f64>() as f32)
-            .collect())
+        let sum = |range: Range<usize>| values[range].iter().map(|&v| f64::from(v)).sum::<f64>() as f32;
+        Ok(self.token_ranges().map(sum).collect())
     }
 
     /// Returns the mean over the valid tokens of the batch; 0 without valid tokens.

@@ -1,6 +1,6 @@
 //! The critic's loss, and the explained variance of its values.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use super::aggregation::Normalizer;
 use super::loss::TokenMean;
@@ -36,9 +36,7 @@ pub fn value_loss(
     clip: f64,
     normalizer: &Normalizer,
 ) -> Result<ValueLoss> {
-    if clip.is_nan() || clip <= 0.0 {
-        return Err(bad_input!("value clip is {clip}: it must be positive"));
-    }
+    ensure!(clip > 0.0, bad_input!("value clip is {clip}: it must be positive"));
     sequences.check("values", values)?;
     sequences.check("old values", old_values)?;
     sequences.check("returns", returns)?;

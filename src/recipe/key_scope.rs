@@ -19,14 +19,8 @@ pub enum KeyScope {
 }
 
 /// The keys of `[rollout]` that every command with sampling reads.
-const SAMPLING_KEYS: [&str; 6] = [
-    "turns_max",
-    "prompt_tokens_max",
-    "response_tokens_max",
-    "sequences_max",
-    "tool_calls_concurrent_max",
-    "cuda_graphs",
-];
+const SAMPLING_KEYS: &str = "turns_max prompt_tokens_max response_tokens_max sequences_max \
+    tool_calls_concurrent_max cuda_graphs";
 
 impl KeyScope {
     /// Returns whether the command reads `key`, a dotted path.
@@ -41,7 +35,8 @@ impl KeyScope {
             "policy" => self.is_check_mismatch() && name.starts_with("clip_"),
             "arms" => samples_training_problems || self.is_check_mismatch(),
             "rollout" => {
-                samples_training_problems || (self != KeyScope::Export && SAMPLING_KEYS.contains(&name))
+                samples_training_problems
+                    || (self != KeyScope::Export && SAMPLING_KEYS.split(' ').any(|key| key == name))
             }
             "eval" => match self {
                 KeyScope::Eval => !["every_steps", "before_training"].contains(&name),

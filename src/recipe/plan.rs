@@ -267,10 +267,7 @@ fn syntax_error(error: &toml::de::Error, text: &str) -> String {
 fn read_document(recipe: &mut Recipe, reader: &mut Reader, mut document: DeTable, base_error: Option<&str>) {
     if let Some((name, value)) = document.remove_entry(base::BASE_KEY) {
         let key = ParsedKey { path: base::BASE_KEY.to_owned(), name: name.span(), value: &value };
-        match base_error {
-            Some(error) => reader.refuse(&key, error.to_owned()),
-            None => reader.accept(&key),
-        }
+        if let Some(error) = base_error { reader.refuse(&key, error.to_owned()) } else { reader.accept(&key) }
     }
     if let Some((name, value)) = document.remove_entry(CHAT_KEY_BEFORE) {
         let key = ParsedKey { path: CHAT_KEY_BEFORE.to_owned(), name: name.span(), value: &value };
@@ -429,19 +426,12 @@ impl Recipe {
 /// device, and the keys that only save memory.
 pub fn resume_differences(old: &Plan, new: &Plan) -> Vec<String> {
     let may_differ = |key: &str| {
-        const KEYS: [&str; 7] = [
-            "device",
-            "rollout.sequences_max",
-            "train.recompute_layers",
-            "train.steps",
-            "train.on_bad_step",
-            "train.optimizer.schedule_steps",
-            "critic.optimizer.schedule_steps",
-        ];
+        const KEYS: &str = "device rollout.sequences_max train.recompute_layers train.steps \
+            train.on_bad_step train.optimizer.schedule_steps critic.optimizer.schedule_steps";
         // The default of this key depends on the model's vocabulary, which is read later.
         let is_default = key == "chat.system_message" && !new.is_written(key);
         is_default
-            || KEYS.contains(&key)
+            || KEYS.split(' ').any(|other| other == key)
             || ["eval.", "logging.", "parallel.", "checkpoint."].iter().any(|table| key.starts_with(table))
     };
     let pairs = old.recipe.entries().into_iter().zip(new.recipe.entries());

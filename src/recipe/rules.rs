@@ -109,27 +109,22 @@ impl Rules<'_> {
             if let Some(Tokenizer::Path(path)) = &model.tokenizer
                 && !path.exists()
             {
-                self.refuse(
-                    &["model.tokenizer"],
-                    format!(
-                        "nothing at {}; name a tokenizer.json or its folder, or write \"embedded\"",
-                        path.display()
-                    ),
+                let message = format!(
+                    "nothing at {}; name a tokenizer.json or its folder, or write \"embedded\"",
+                    path.display()
                 );
+                self.refuse(&["model.tokenizer"], message);
             }
             return;
         };
         if model.architecture.is_some() {
-            self.refuse(
-                &["model.architecture", "model.path"],
-                "the model at model.path defines the architecture (config.json, or the header of a GGUF file); remove one of the two",
-            );
+            let message = "the model at model.path defines the architecture (config.json, or the header of \
+                a GGUF file); remove one of the two";
+            self.refuse(&["model.architecture", "model.path"], message);
         }
         if model.tokenizer.is_some() {
-            self.refuse(
-                &["model.tokenizer", "model.path"],
-                "the folder of model.path has its own tokenizer; remove one of the two",
-            );
+            let message = "the folder of model.path has its own tokenizer; remove one of the two";
+            self.refuse(&["model.tokenizer", "model.path"], message);
         }
         if !(path.is_dir() || is_gguf(path) && path.exists()) {
             let message = format!(
@@ -213,10 +208,8 @@ impl Rules<'_> {
             // An agent without a file of held-out problems makes as many problems as this key says.
             let counts_problems = task.is_agent() && (file.is_some() || key == "task.validation_file");
             if !task.name.reads_files && !counts_problems && rows.is_some() {
-                self.refuse(
-                    &[rows_key, "task.name"],
-                    format!("the task {} reads no file; remove the key", task.name),
-                );
+                let message = format!("the task {} reads no file; remove the key", task.name);
+                self.refuse(&[rows_key, "task.name"], message);
             }
         }
         if may_have_several_files {
@@ -245,8 +238,8 @@ impl Rules<'_> {
         }
         let has_command = task.name.keys.contains(&"command") && !task.is_agent();
         if has_command && task.command.first().is_none_or(String::is_empty) {
-            let message = "missing, and the task \"command\" runs this program; write a program and its arguments, such as \
-                        [\"python3\", \"my_task.py\"]";
+            let message = "missing, and the task \"command\" runs this program; write a program and its \
+                arguments, such as [\"python3\", \"my_task.py\"]";
             self.refuse(&["task.command", "task.name"], message);
         }
     }
@@ -304,25 +297,19 @@ impl Rules<'_> {
     fn check_interpreter(&mut self) {
         let interpreter = &self.recipe.interpreter;
         if interpreter.wall_clock_s <= interpreter.time_limit_s {
-            self.refuse(
-                &["interpreter.wall_clock_s", "interpreter.time_limit_s"],
-                format!(
-                    "{} must be above interpreter.time_limit_s, {}: it is the second limit, which kills the worker if the first limit fails; raise interpreter.wall_clock_s",
-                    interpreter.wall_clock_s, interpreter.time_limit_s
-                ),
+            let message = format!(
+                "{} must be above interpreter.time_limit_s, {}: it is the second limit, which kills the worker if the first limit fails; raise interpreter.wall_clock_s",
+                interpreter.wall_clock_s, interpreter.time_limit_s
             );
+            self.refuse(&["interpreter.wall_clock_s", "interpreter.time_limit_s"], message);
         }
         if interpreter.scratch_mib > 0 && interpreter.kind == InterpreterKind::Embedded {
-            self.refuse(
-                &["interpreter.scratch_mib"],
-                "only interpreter.kind = \"cpython\" can write files; set it to 0".to_owned(),
-            );
+            let message = "only interpreter.kind = \"cpython\" can write files; set it to 0";
+            self.refuse(&["interpreter.scratch_mib"], message);
         }
         if interpreter.dangerously_allow_unsandboxed {
-            self.warn(
-                &["interpreter.dangerously_allow_unsandboxed"],
-                "if the system has no sandbox, the model's code runs without one",
-            );
+            let message = "if the system has no sandbox, the model's code runs without one";
+            self.warn(&["interpreter.dangerously_allow_unsandboxed"], message);
         }
     }
 
@@ -334,13 +321,11 @@ impl Rules<'_> {
         ];
         for (key, keeps_one, value, remedy) in only_one {
             if keeps_one && self.recipe.train.steps > 0 {
-                self.refuse(
-                    &[key, "train.steps"],
-                    format!(
-                        "{value} keeps only the most likely token, so every log-probability is 0 and has no gradient; write \
-                         {remedy}"
-                    ),
+                let message = format!(
+                    "{value} keeps only the most likely token, so every log-probability is 0 and has no gradient; write \
+                     {remedy}"
                 );
+                self.refuse(&[key, "train.steps"], message);
             }
         }
         let advantage = self.recipe.policy.advantage;
@@ -362,13 +347,11 @@ impl Rules<'_> {
         // Without a policy loss, no advantage is used.
         let samples = samples && !self.only_distills();
         if let (1, Some(effect), true) = (rollout.samples_per_prompt, single_sample, samples) {
-            self.refuse(
-                &["rollout.samples_per_prompt", "policy.advantage"],
-                format!(
-                    "a group of one {effect} under {advantage}; give 2 or more, or an advantage without groups such as \
-                     \"reinforce_plus_plus\""
-                ),
+            let message = format!(
+                "a group of one {effect} under {advantage}; give 2 or more, or an advantage without groups such as \
+                 \"reinforce_plus_plus\""
             );
+            self.refuse(&["rollout.samples_per_prompt", "policy.advantage"], message);
         }
     }
 
@@ -376,12 +359,8 @@ impl Rules<'_> {
         let cold_start = &self.recipe.cold_start;
         self.check_files("cold_start.train_file", &cold_start.train_file);
         self.check_files("cold_start.validation_file", &cold_start.validation_file);
-        self.check_optimizer(
-            "cold_start.optimizer",
-            &cold_start.optimizer,
-            "cold_start.steps",
-            cold_start.steps,
-        );
+        let (optimizer, steps) = (&cold_start.optimizer, cold_start.steps);
+        self.check_optimizer("cold_start.optimizer", optimizer, "cold_start.steps", steps);
     }
 
     fn check_train(&mut self) {
@@ -411,13 +390,11 @@ impl Rules<'_> {
         self.check_muon(table, optimizer);
         let warmup = optimizer.warmup_steps;
         if steps > 0 && warmup >= steps {
-            self.warn(
-                &[&format!("{table}.warmup_steps"), steps_key],
-                format!(
-                    "the learning-rate warm-up takes {warmup} step{}, but {steps_key} is only {steps}",
-                    if warmup == 1 { "" } else { "s" }
-                ),
+            let message = format!(
+                "the learning-rate warm-up takes {warmup} step{}, but {steps_key} is only {steps}",
+                if warmup == 1 { "" } else { "s" }
             );
+            self.warn(&[&format!("{table}.warmup_steps"), steps_key], message);
         }
     }
 
@@ -432,11 +409,9 @@ impl Rules<'_> {
                 self.refuse(&[&momentum, &kind], message);
             }
         } else if self.recipe.adapter.is_some() {
-            self.refuse(
-                &[&kind, "adapter"],
-                "\"muon\" is for whole matrices, and an adapter trains their low-rank factors; write \"adamw\", or remove \
-                 [adapter]",
-            );
+            let message = "\"muon\" is for whole matrices, and an adapter trains their low-rank factors; \
+                write \"adamw\", or remove [adapter]";
+            self.refuse(&[&kind, "adapter"], message);
         }
     }
 
@@ -450,23 +425,22 @@ impl Rules<'_> {
         let eval = &self.recipe.eval;
         for (i, &k) in eval.pass_at.iter().enumerate() {
             if k > eval.samples {
-                self.refuse(
-                    &["eval.pass_at", "eval.samples"],
-                    format!(
-                        "pass@{k} needs at least {k} samples, but eval.samples is {}; raise it",
-                        eval.samples
-                    ),
+                let message = format!(
+                    "pass@{k} needs at least {k} samples, but eval.samples is {}; raise it",
+                    eval.samples
                 );
+                self.refuse(&["eval.pass_at", "eval.samples"], message);
             }
             if eval.pass_at[..i].contains(&k) {
                 self.refuse(&["eval.pass_at"], format!("{k} is listed twice; remove one"));
             }
         }
         if eval.temperature == 0.0 && eval.samples > 1 {
-            self.refuse(
-                &["eval.samples", "eval.temperature"],
-                format!("at temperature 0 all {} samples of a problem are equal; write 1, or raise eval.temperature", eval.samples),
+            let message = format!(
+                "at temperature 0 all {} samples of a problem are equal; write 1, or raise eval.temperature",
+                eval.samples
             );
+            self.refuse(&["eval.samples", "eval.temperature"], message);
         }
     }
 }

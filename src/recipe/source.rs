@@ -134,10 +134,8 @@ impl RecipeSource {
             | RecipeSource::Checkpoint { run: path, .. } => path,
         };
         let full_path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-        let stem = match self {
-            RecipeSource::File(_) => full_path.file_stem(),
-            _ => full_path.file_name(),
-        };
+        let stem =
+            if let RecipeSource::File(_) = self { full_path.file_stem() } else { full_path.file_name() };
         stem.map_or("run".to_owned(), |stem| stem.to_string_lossy().into_owned())
     }
 

@@ -45,10 +45,8 @@ fn alarm_summary(alarm: &Alarm, run: &Run) -> Option<Value> {
     let ends = ["low", "high"].map(|end| run.series(Phase::Rl, &format!("{}/ci95_{end}", alarm.metric)));
     let points: Vec<(u64, f64)> = ends.into_iter().flatten().chain(means.iter().copied()).collect();
     // NaN counts as worse than any value.
-    let excess = |value: f64| match value.is_nan() {
-        true => f64::INFINITY,
-        false => (value - alarm.high).max(alarm.low - value),
-    };
+    let excess =
+        |value: f64| if value.is_nan() { f64::INFINITY } else { (value - alarm.high).max(alarm.low - value) };
     let &(worst_step, worst) = points.iter().max_by(|a, b| excess(a.1).total_cmp(&excess(b.1)))?;
     let value = |value: f64| context! { text => format_number(value), triggers => alarm.triggers_at(value) };
     let beyond = points.iter().filter(|(_, value)| alarm.triggers_at(*value)).map(|(step, _)| step);

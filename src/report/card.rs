@@ -18,8 +18,7 @@ pub fn model_card(folder: &Path, library: &str) -> Result<String> {
         let name = path.file_name().map_or_else(|| path.as_os_str().to_owned(), |name| name.to_owned());
         sanitize_line(&name.to_string_lossy()).into_owned()
     };
-    let full = std::fs::canonicalize(folder);
-    let title = name(full.as_deref().unwrap_or(folder));
+    let title = name(std::fs::canonicalize(folder).as_deref().unwrap_or(folder));
     let run = Run::load_metrics(title.clone(), folder)?;
     let base = run.setting("model.path").filter(|path| !path.is_empty());
     let base = base.map(|path| name_of_snapshot(Path::new(&path)).unwrap_or_else(|| name(Path::new(&path))));
@@ -43,13 +42,9 @@ pub fn model_card(folder: &Path, library: &str) -> Result<String> {
     card += "\n## Commands\n\nWith the recipe below as `recipe.toml`:\n\n```bash\nrloss train recipe.toml --out runs/again\nrloss eval runs/again\n```\n";
     if let Ok(recipe) = bounded_file::read_text(&folder.join("recipe.toml"), TOML_BYTES_MAX) {
         // A recipe's texts may have fences of their own.
-        let fence = "`".repeat(longest_fence(&recipe).max(2) + 1);
+        let longest = recipe.split(|c| c != '`').map(str::len).max().unwrap_or(0);
+        let fence = "`".repeat(longest.max(2) + 1);
         card += &format!("\n## Recipe\n\n{fence}toml\n{}\n{fence}\n", recipe.trim_end());
     }
     Ok(card)
-}
-
-/// Returns the length of the longest row of backticks in `text`.
-fn longest_fence(text: &str) -> usize {
-    text.split(|c| c != '`').map(str::len).max().unwrap_or(0)
 }

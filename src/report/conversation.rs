@@ -31,8 +31,7 @@ impl Extremes {
     fn offer(&mut self, row: TrajectoryRow) {
         let reward = row.trajectory.reward;
         if reward > self.best.trajectory.reward {
-            let lower = std::mem::replace(&mut self.best, row);
-            self.worst.get_or_insert(lower);
+            self.worst.get_or_insert(std::mem::replace(&mut self.best, row));
         } else if reward < self.worst.as_ref().unwrap_or(&self.best).trajectory.reward {
             self.worst = Some(row);
         }
@@ -164,11 +163,8 @@ fn trajectory_view(picked: &SelectedTrajectory) -> Value {
         plural(trajectory.turns.len(), "turn"),
     ];
     let mut calls: BTreeMap<_, usize> = BTreeMap::new();
-    trajectory
-        .turns
-        .iter()
-        .flat_map(|turn| &turn.calls)
-        .for_each(|call| *calls.entry(call).or_default() += 1);
+    let all = trajectory.turns.iter().flat_map(|turn| &turn.calls);
+    all.for_each(|call| *calls.entry(call).or_default() += 1);
     facts
         .extend(calls.iter().map(|(call, count)| format!("call {} ×{count}", call.name().replace('_', " "))));
     let named = trajectory.rewards.iter();

@@ -70,8 +70,7 @@ pub fn write_report(runs: &[PathBuf], out: Option<&Path>) -> Result<PathBuf> {
         return Ok(path);
     };
     let path = if is_folder(out) { out.join("report.html") } else { out.to_owned() };
-    let folder = path.parent().unwrap_or(Path::new(""));
-    std::fs::create_dir_all(folder)
+    std::fs::create_dir_all(path.parent().unwrap_or(Path::new("")))
         .map_err(anyhow::Error::from)
         .and_then(|()| write_file(&path, &page))
         .map_err(|e| {

@@ -233,8 +233,7 @@ fn linear_ticks(axis: &Axis, count: f64) -> Vec<Tick> {
     let power = 10f64.powf(rough.log10().floor());
     let step = [1.0, 2.0, 5.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.7);
     let step = step.unwrap_or(10.0 * power);
-    let decimals = -step.log10().floor();
-    let label = |value: f64| match decimals {
+    let label = |value: f64| match -step.log10().floor() {
         d if (1.0..=6.0).contains(&d) && value.abs() < 1e6 => format!("{value:.*}", d as usize),
         _ => format_number(value),
     };

@@ -146,11 +146,8 @@ fn labels(folders: &[PathBuf]) -> Vec<String> {
     };
     let names: Vec<String> = folders.iter().map(name).collect();
     let unique = |n: &String| names.iter().filter(|other| *other == n).count() == 1;
-    names
-        .iter()
-        .zip(folders)
-        .map(|(n, f)| if unique(n) { n.clone() } else { f.display().to_string() })
-        .collect()
+    let pairs = names.iter().zip(folders);
+    pairs.map(|(n, f)| if unique(n) { n.clone() } else { f.display().to_string() }).collect()
 }
 
 /// Returns the text of a file; `None` if there is no file.

@@ -21,10 +21,7 @@ pub(super) fn merge_seeds(runs: &mut [Run]) -> Vec<Run> {
         let known = groups.iter_mut().find(|(group_recipe, members)| {
             recipe.is_some() && *group_recipe == recipe && members.iter().all(has_other_seed)
         });
-        match known {
-            Some((_, members)) => members.push(i),
-            None => groups.push((recipe, vec![i])),
-        }
+        if let Some((_, members)) = known { members.push(i) } else { groups.push((recipe, vec![i])) }
     }
     let mut curves = Vec::new();
     for (_, members) in groups {

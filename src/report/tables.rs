@@ -109,11 +109,8 @@ fn summarise(i: usize, run: &Run) -> Value {
 fn mismatch_of_steps(run: &Run) -> Option<String> {
     let series = run.series(Phase::Rl, MISMATCH);
     let of_seeds = run.series(Phase::Rl, &format!("{MISMATCH}/ci95_high"));
-    let largest = series
-        .iter()
-        .chain(&of_seeds)
-        .map(|point| point.1)
-        .reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
+    let values = series.iter().chain(&of_seeds).map(|point| point.1);
+    let largest = values.reduce(|a, b| if b > a || b.is_nan() { b } else { a })?;
     let steps = format_count(series.len() as u64, "step");
     Some(match largest == 0.0 {
         true => format!("exactly 0 ({steps})"),
@@ -208,12 +205,8 @@ pub(super) fn is_interval_end(name: &str) -> bool {
 
 /// Returns the names of the run's metrics that `keep` accepts, sorted.
 fn names(run: &Run, keep: impl Fn(&str) -> bool) -> BTreeSet<&str> {
-    run.rows
-        .iter()
-        .flat_map(|row| row.metrics.iter())
-        .map(|(name, _)| name)
-        .filter(|name| keep(name))
-        .collect()
+    let names = run.rows.iter().flat_map(|row| row.metrics.iter()).map(|(name, _)| name);
+    names.filter(|name| keep(name)).collect()
 }
 
 /// Returns the sum of `timing_s/step` over the rows. For a row without it, all `timing_s/…` of the row are

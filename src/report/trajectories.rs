@@ -133,11 +133,8 @@ pub(super) fn pack(runs: &[Run]) -> Result<Option<BrowserData>> {
 
 /// Returns the tokenizer of the run's last checkpoint, or the embedded one if the recipe names it.
 fn tokenizer(run: &Run) -> Option<Vocabulary> {
-    let mut folders: Vec<PathBuf> = std::fs::read_dir(run.folder.join("checkpoints"))
-        .into_iter()
-        .flatten()
-        .filter_map(|entry| Some(entry.ok()?.path()))
-        .collect();
+    let entries = std::fs::read_dir(run.folder.join("checkpoints")).into_iter().flatten();
+    let mut folders: Vec<PathBuf> = entries.filter_map(|entry| Some(entry.ok()?.path())).collect();
     folders.sort();
     folders.extend(run.setting("model.path").map(PathBuf::from));
     let file =

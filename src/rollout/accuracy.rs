@@ -50,8 +50,7 @@ pub fn count_votes(task: &dyn Task, samples: &[SampleResult]) -> Vec<Vote> {
                 vote.successes += usize::from(sample.success);
             }
             None => {
-                let successes = usize::from(sample.success);
-                votes.push(Vote { answer: answer.clone(), votes: 1, successes });
+                votes.push(Vote { answer: answer.clone(), votes: 1, successes: usize::from(sample.success) });
             }
         }
     }

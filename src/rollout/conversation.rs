@@ -68,7 +68,7 @@ pub(super) struct Conversation<'a> {
     parts: Vec<(TokenRecord, Vec<Turn>, usize)>,
     turn: TurnInProgress,
     /// Messages after the prompt, without those of the turn in progress.
-    messages: Vec<Message>,
+    pub(super) messages: Vec<Message>,
     calls_answered: usize,
     tool_s: f64,
     outcome: Option<Outcome>,
@@ -220,11 +220,6 @@ impl<'a> Conversation<'a> {
         self.parts.iter().map(|(_, turns, _)| turns.len()).sum::<usize>() + self.turns.len()
     }
 
-    /// Returns the messages of the turns so far, without the prompt.
-    pub(super) fn messages(&self) -> &[Message] {
-        &self.messages
-    }
-
     /// Stores the engine's result for this turn and returns the next action. [`Self::push_token`] has already
     /// stored the tokens.
     pub(super) fn end_request(&mut self, completion: Completion) -> NextAction {
@@ -275,10 +270,7 @@ impl<'a> Conversation<'a> {
     }
 
     fn end_turn(&mut self, end: TurnEnd) -> NextAction {
-        match end {
-            TurnEnd::Returned => self.handle_return(),
-            TurnEnd::Called | TurnEnd::Malformed | TurnEnd::Truncated => self.handle_call(end),
-        }
+        if let TurnEnd::Returned = end { self.handle_return() } else { self.handle_call(end) }
     }
 
     fn handle_return(&mut self) -> NextAction {
@@ -327,10 +319,8 @@ impl<'a> Conversation<'a> {
         if !self.rollout.chat.vocabulary().may_fit(bytes, tokens_left) {
             return self.end(Outcome::TruncatedLength);
         }
-        let before = match self.rollout.chat.has_own_template() {
-            true => self.with_prompt(&self.messages),
-            false => vec![],
-        };
+        let before =
+            if self.rollout.chat.has_own_template() { self.with_prompt(&self.messages) } else { vec![] };
         let rendered = match self.rollout.chat.render_next(&before, &messages) {
             Err(_) => return self.end(encoding_failure),
             Ok(NextTokens::Rewritten { tokens, .. }) => return self.begin_part(&tokens, messages),

@@ -413,7 +413,7 @@ impl Client for ScopedDriver<'_, '_, '_> {
         let trajectory = sample as usize;
         let mut slot = self.driver.conversation(trajectory);
         let conversation = slot.get_or_insert_with(|| Box::new(self.driver.begin(trajectory)));
-        (self.driver.hooks.sampled)(conversation.position(), token.id, conversation.messages());
+        (self.driver.hooks.sampled)(conversation.position(), token.id, &conversation.messages);
         conversation.push_token(token)
     }
 

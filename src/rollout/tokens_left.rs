@@ -82,10 +82,8 @@ fn left_by_survival(finished: &[usize], unfinished: &[usize], waiting: usize, le
     for length in (0..=longest).rev() {
         beyond[length] = beyond[length + 1] + survival[length];
     }
-    let residual = |length: usize| match survival[length] > 0.0 {
-        true => beyond[length + 1] / survival[length],
-        false => 1.0,
-    };
+    let residual =
+        |length: usize| if survival[length] > 0.0 { beyond[length + 1] / survival[length] } else { 1.0 };
     unfinished.iter().map(|&length| residual(length)).sum::<f64>() + waiting as f64 * beyond[0]
 }
 

@@ -173,10 +173,9 @@ impl StoredRollouts {
         let first = (step - 1).saturating_mul(count);
         for index in first..first.saturating_add(count) {
             let Some(group) = self.groups.get((index % total) as usize) else { continue };
-            let (trajectories, messages) = group
-                .iter()
-                .map(|row| (Trajectory { step, ..row.trajectory.clone() }, row.messages.clone()))
-                .unzip();
+            let part =
+                |row: &TrajectoryRow| (Trajectory { step, ..row.trajectory.clone() }, row.messages.clone());
+            let (trajectories, messages) = group.iter().map(part).unzip();
             rollouts.groups.push(Group { trajectories, greedy: None });
             rollouts.messages.push(messages);
             rollouts.answers.push(group.first().map(|row| row.answer.clone()).unwrap_or_default());

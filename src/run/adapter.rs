@@ -112,11 +112,8 @@ fn requested_lora(
                 matches(pattern, &spec.name) && (spec.name != HEAD || names_head(pattern))
             };
             let named = |spec: &&ParameterSpec| patterns.iter().any(|pattern| names(pattern, spec));
-            base.iter()
-                .filter(|spec| is_adaptable(spec))
-                .filter(named)
-                .map(|spec| spec.name.clone())
-                .collect()
+            let specs = base.iter().filter(|spec| is_adaptable(spec)).filter(named);
+            specs.map(|spec| spec.name.clone()).collect()
         }
     };
     Ok(Lora { rank: settings.rank, alpha: settings.alpha, rslora: settings.rslora, targets })
@@ -131,8 +128,7 @@ fn unmatched_pattern(pattern: &str, known: &[String]) -> String {
             .to_owned();
     }
     let name = |full: &str| -> Option<String> {
-        let stem = full.strip_suffix(".weight").unwrap_or(full);
-        Some(stem.rsplit('.').next()?.to_owned())
+        Some(full.strip_suffix(".weight").unwrap_or(full).rsplit('.').next()?.to_owned())
     };
     let names: BTreeSet<String> = known.iter().filter_map(|full| name(full)).collect();
     let suffix = pattern.rsplit('.').next().unwrap_or(pattern);

@@ -41,11 +41,8 @@ impl SampleCounts {
         let mut counts = Self::default();
         for (trajectory, messages) in samples {
             let last_user = messages.iter().rposition(|message| message.role == Role::User);
-            counts.add(
-                (task, response_tokens_max),
-                trajectory,
-                &messages[last_user.map_or(0, |user| user + 1)..],
-            );
+            let answer = &messages[last_user.map_or(0, |user| user + 1)..];
+            counts.add((task, response_tokens_max), trajectory, answer);
         }
         counts
     }

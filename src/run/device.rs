@@ -100,8 +100,7 @@ pub(super) fn choose_device(
             Ok(compute_device) => return Ok(compute_device),
             Err(error) => {
                 // Only the first line is used, because the other lines may be a backtrace.
-                let text = error.to_string();
-                let reason = text.lines().next().unwrap_or_default().to_owned();
+                let reason = error.to_string().lines().next().unwrap_or_default().to_owned();
                 vec![plan.mistake("device", reason).to_string()]
             }
         },

@@ -15,8 +15,7 @@ pub(super) fn expert_mistakes(
     trained: &Trainables,
     on_gpu: bool,
 ) -> Vec<String> {
-    let recipe = &plan.recipe;
-    if recipe.parallel.experts != ExpertPlacement::ByExpert {
+    if plan.recipe.parallel.experts != ExpertPlacement::ByExpert {
         return vec![];
     }
     let mut reasons = vec![];

@@ -173,17 +173,12 @@ fn files(key: &str, value: &str) -> Vec<(String, PathBuf)> {
         true => format!("{key}[{at}]"),
     };
     // A name with * stands for several files.
-    let pattern = words
-        .first()
-        .and_then(|word| word.as_str())
-        .filter(|word| files.is_empty() && word.contains(['*', '?']));
+    let first = words.first().and_then(|word| word.as_str());
+    let pattern = first.filter(|word| files.is_empty() && word.contains(['*', '?']));
     let several = pattern.map(Path::new).filter(|path| path.is_absolute());
     let several = several.and_then(|path| table_file::files(path).ok()).unwrap_or_default();
     let of_several =
         |path: PathBuf| (format!("{key}[{}]", path.file_name().unwrap_or_default().to_string_lossy()), path);
-    files
-        .iter()
-        .map(|(at, path)| (name(*at), path.clone()))
-        .chain(several.into_iter().map(of_several))
-        .collect()
+    let files = files.iter().map(|(at, path)| (name(*at), path.clone()));
+    files.chain(several.into_iter().map(of_several)).collect()
 }

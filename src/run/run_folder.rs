@@ -230,10 +230,7 @@ impl RunFolder {
     /// # Errors
     /// When the disk cannot be written.
     pub fn write_line(&self, name: &str, line: &str) -> Result<()> {
-        if self.files.is_none() {
-            return Ok(());
-        }
-        write_file(&self.path.join(name), &format!("{line}\n"))
+        if self.files.is_none() { Ok(()) } else { write_file(&self.path.join(name), &format!("{line}\n")) }
     }
 
     /// Returns the name of the last device of the run in `path`, as in `RunContext::device_name`.
@@ -400,12 +397,8 @@ pub fn prepare_resume(path: &Path, plan: &mut Plan) -> Result<(Vec<String>, Opti
     let mut lines = vec![resume_line(path, plan, point.as_ref())?];
     let Some(stored) = stored else { return Ok((lines, point)) };
     let (old_steps, steps) = (stored.recipe.train.steps, plan.recipe.train.steps);
-    lines.extend(keep_schedule_end(
-        "train",
-        &stored.recipe.train.optimizer,
-        &mut plan.recipe.train.optimizer,
-        (old_steps, steps),
-    ));
+    let (old, new) = (&stored.recipe.train.optimizer, &mut plan.recipe.train.optimizer);
+    lines.extend(keep_schedule_end("train", old, new, (old_steps, steps)));
     if let (Some(old), Some(new)) = (&stored.recipe.critic, &mut plan.recipe.critic) {
         lines.extend(keep_schedule_end("critic", &old.optimizer, &mut new.optimizer, (old_steps, steps)));
     }
@@ -476,10 +469,7 @@ fn write_warnings(path: &Path, plan: &Plan, point: Option<&ResumePoint>) -> Resu
     let all = plan.warnings.iter().cloned().map(Warning::for_run).chain(before.into_iter().filter(stands));
     let all: Vec<Warning> = all.collect();
     let file = path.join(WARNINGS_FILE);
-    match all.is_empty() && !file.exists() {
-        true => Ok(()),
-        false => write_file(&file, &warnings_text(&all)?),
-    }
+    if all.is_empty() && !file.exists() { Ok(()) } else { write_file(&file, &warnings_text(&all)?) }
 }
 
 fn write_recipe(path: &Path, plan: &Plan) -> Result<()> {

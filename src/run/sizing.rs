@@ -86,9 +86,8 @@ pub fn propose_sizes(file: &Path, text: &str) -> Result<Sizing> {
     let trajectories = ((tokens / (MEAN_LENGTH * response as f64)) as usize).max(PROMPTS_MIN * SAMPLES_MIN);
     let samples = rollout.samples_per_prompt.min(SAMPLES_MIN.max(trajectories / 8));
     let prompts = rollout.prompts_per_step.min((trajectories / samples).max(PROMPTS_MIN));
-    let from = |before: usize, now: usize| match now < before {
-        true => format!("{before} in the base"),
-        false => String::new(),
+    let from = |before: usize, now: usize| {
+        if now < before { format!("{before} in the base") } else { String::new() }
     };
     let response_remark = match response < rollout.response_tokens_max {
         true => format!("{}: longer answers are truncated", from(rollout.response_tokens_max, response)),

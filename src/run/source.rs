@@ -129,10 +129,7 @@ impl ModelSource {
 
     /// Opens the model in `folder`: a base, or an adapter that names its base.
     pub(super) fn from_folder(folder: &Path) -> Result<Self> {
-        match is_adapter_folder(folder) {
-            true => Self::from_adapter(folder, None),
-            false => Self::from_base(folder),
-        }
+        if is_adapter_folder(folder) { Self::from_adapter(folder, None) } else { Self::from_base(folder) }
     }
 
     /// Opens the adapter in `folder` on its base. `base_path` is another path at which the base may be.
@@ -252,10 +249,7 @@ impl ModelSource {
     /// Returns the digest of the base, and of the adapter if there is one; empty without a folder.
     pub(super) fn digest(&self) -> Result<String> {
         let base = self.base()?.map(|base| base.digest).unwrap_or_default();
-        Ok(match &self.adapter {
-            None => base,
-            Some(adapter) => format!("{base}+{}", adapter.digest()?),
-        })
+        Ok(if let Some(adapter) = &self.adapter { format!("{base}+{}", adapter.digest()?) } else { base })
     }
 
     /// Returns the bytes of the adapter, in f32.

@@ -32,7 +32,7 @@ pub struct TeacherModel {
 /// The opened teacher of a recipe. Only the headers of its files are read.
 pub(super) struct TeacherSettings {
     /// `None` if the policy is its own teacher.
-    source: Option<ModelSource>,
+    pub source: Option<ModelSource>,
     /// Whether the layers stay on disk.
     pub on_disk: bool,
 }
@@ -72,11 +72,6 @@ impl TeacherSettings {
             }
         };
         Ok(Some(Self { source, on_disk: false }))
-    }
-
-    /// Returns whether the weights are in files, so that layers can stay on disk.
-    pub fn has_files(&self) -> bool {
-        self.source.is_some()
     }
 
     /// Returns the input of the memory plan. `policy` is the config of the policy. `prompt` changes the

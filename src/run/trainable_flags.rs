@@ -33,10 +33,8 @@ pub(super) fn critic_trainable_flags(
     let mut trainable = trainable_flags(plan, "critic.freeze", &critic.freeze, None, &specs, &[])?;
     if factors.is_some() {
         let is_head = |spec: &ParameterSpec| spec.name.starts_with("score.");
-        trainable
-            .iter_mut()
-            .zip(&critic_specs)
-            .for_each(|(is_trainable, spec)| *is_trainable &= is_head(spec));
+        let flags = trainable.iter_mut().zip(&critic_specs);
+        flags.for_each(|(is_trainable, spec)| *is_trainable &= is_head(spec));
     }
     Ok(Some(trainable))
 }

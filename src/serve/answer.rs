@@ -252,10 +252,7 @@ impl<'r> Answer<'r> {
             }
         }
         if let Some(reason) = end {
-            choice.finish.get_or_insert(match reason {
-                FinishReason::Length => "length",
-                FinishReason::StopToken | FinishReason::Client | FinishReason::Cancelled => "stop",
-            });
+            choice.finish.get_or_insert(if let FinishReason::Length = reason { "length" } else { "stop" });
         }
     }
 

@@ -10,7 +10,7 @@ pub(crate) struct ApiError {
     /// Status code and phrase.
     pub status: &'static str,
     kind: &'static str,
-    message: String,
+    pub message: String,
     /// The field that is wrong.
     param: Option<String>,
     code: Option<&'static str>,
@@ -68,10 +68,6 @@ impl ApiError {
     /// Returns the error of a server that is stopping.
     pub fn ending() -> Self {
         Self::new("503 Service Unavailable", "server_error", None, "the server is stopping".to_owned())
-    }
-
-    pub fn message(&self) -> &str {
-        &self.message
     }
 
     pub fn to_response(&self) -> Response<'static> {

@@ -205,10 +205,7 @@ impl<'v> Fields<'v> {
         if options.flag("continuous_usage_stats")? {
             return wrong("has \"continuous_usage_stats\", which is not supported: leave it out");
         }
-        match streams {
-            true => Ok((true, options.flag("include_usage")?)),
-            false => wrong("needs \"stream\": true"),
-        }
+        if streams { Ok((true, options.flag("include_usage")?)) } else { wrong("needs \"stream\": true") }
     }
 
     /// Returns whether the model's calls are calls. Otherwise they are text.

@@ -166,12 +166,12 @@ impl<'a> Hub<'a> {
     /// Takes the memory and the ids of an answer. Returns the first id.
     fn reserve(&self, requests: &Requests, sink: Arc<dyn SampleSink>) -> Result<(u64, Share), ApiError> {
         let &Requests { bytes, samples, .. } = requests;
-        if bytes > self.answers.bytes() {
+        if bytes > self.answers.bytes {
             return Err(ApiError::invalid(
                 None,
                 format!(
                     "the answer could take {bytes} bytes, and the server has {}; ask for fewer samples, tokens or log-probabilities",
-                    self.answers.bytes()
+                    self.answers.bytes
                 ),
             ));
         }

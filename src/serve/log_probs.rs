@@ -49,11 +49,8 @@ impl Serialize for ChatLogProbs<'_> {
         serializer.collect_seq(self.tokens.iter().map(|token| {
             let (log_prob, top) =
                 token.scores.as_ref().map_or((0.0, &[][..]), |scores| (scores.log_prob, &scores.top[..]));
-            entry(
-                token.id,
-                log_prob,
-                Some(top.iter().map(|top| entry(top.token, top.log_prob, None)).collect()),
-            )
+            let top = top.iter().map(|top| entry(top.token, top.log_prob, None)).collect();
+            entry(token.id, log_prob, Some(top))
         }))
     }
 }

@@ -122,7 +122,7 @@ mod tests {
             (ChatFormat::ThinkingChatMl, None),
         ] {
             let error = read(format, system_message).unwrap_err();
-            assert!(error.message().contains("\"reasoning_effort\""), "{}", error.message());
+            assert!(error.message.contains("\"reasoning_effort\""), "{}", error.message);
         }
     }
 

@@ -241,10 +241,7 @@ impl Server<'_> {
     fn named_version(&self, name: &str, request: &HttpRequest) -> Result<Option<PolicyVersion>, ApiError> {
         let named =
             self.settings.second.and_then(|second| second.version(name, key(request).unwrap_or_default()));
-        match named {
-            Some(version) => version.map(Some),
-            None => self.check_model(name).map(|()| None),
-        }
+        if let Some(version) = named { version.map(Some) } else { self.check_model(name).map(|()| None) }
     }
 
     fn check_model(&self, name: &str) -> Result<(), ApiError> {
@@ -267,10 +264,8 @@ impl Server<'_> {
         let name = fields.text("model")?;
         let name = name.ok_or_else(|| ApiError::invalid(Some("model"), "\"model\" is missing".to_owned()))?;
         let (version, name) = (self.named_version(name, request)?, name.to_owned());
-        let (mut answer, mut requests, streams) = match form {
-            Form::Chat => self.read_chat(&fields)?,
-            Form::Text => self.read_completion(&fields)?,
-        };
+        let (mut answer, mut requests, streams) =
+            if let Form::Chat = form { self.read_chat(&fields)? } else { self.read_completion(&fields)? };
         drop(body);
         answer.head.model = name;
         requests.requests.iter_mut().for_each(|request| request.version.clone_from(&version));

@@ -21,11 +21,11 @@ pub(crate) enum Origin<'a> {
 }
 
 /// Keys or values of other trainers, and the recipe keys with the same meaning.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct OtherTrainerName {
-    /// The names, divided by spaces.
+    /// The names and the keys, divided by spaces.
     pub names: &'static str,
-    pub keys: &'static [&'static str],
+    pub keys: &'static str,
     /// Text after the keys in a message: their value, or a difference in meaning.
     pub note: &'static str,
 }
@@ -48,7 +48,7 @@ impl OtherTrainerName {
             let own = join(root, key.split_once('.')?.1);
             known.contains(&own).then_some(own)
         };
-        self.keys.iter().map(|key| of_table(key).unwrap_or_else(|| (*key).to_owned())).collect()
+        self.keys.split(' ').map(|key| of_table(key).unwrap_or_else(|| key.to_owned())).collect()
     }
 }
 
@@ -76,7 +76,7 @@ pub(crate) struct Reader<'a> {
     pub removed_key: fn(&str, &DeValue) -> Option<String>,
     /// Returns the recipe keys that correspond to a key of another trainer. If a word is given, returns the
     /// recipe keys that correspond to this value of another trainer.
-    pub other_trainer_key: fn(&str, Option<&str>) -> Option<&'static OtherTrainerName>,
+    pub other_trainer_key: fn(&str, Option<&str>) -> Option<OtherTrainerName>,
     /// Tables of other trainers that no recipe has.
     pub other_trainer_tables: &'a [&'static str],
     /// The end of each line of the text, as a byte offset.
@@ -232,10 +232,7 @@ impl Reader<'_> {
 
     /// Returns the text of a value from `--set`. Such a value may be a string without quotes.
     pub fn unquoted_text(&self, span: Range<usize>) -> Option<&str> {
-        match self.origin {
-            Origin::File(_) => None,
-            Origin::Set(_) => self.text.get(span),
-        }
+        if let Origin::File(_) = self.origin { None } else { self.text.get(span) }
     }
 
     fn location(&self, at: usize) -> SourceLocation {

@@ -178,10 +178,7 @@ impl Scalar for usize {
 
 impl Scalar for f64 {
     fn describe_type(limits: Option<Limits>) -> String {
-        match limits {
-            Some(limits) => format!("a number, {limits}"),
-            None => "a number".to_owned(),
-        }
+        if let Some(limits) = limits { format!("a number, {limits}") } else { "a number".to_owned() }
     }
 
     fn parse(value: &ParsedValue, limits: Option<Limits>) -> Result<Self, String> {

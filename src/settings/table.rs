@@ -177,12 +177,8 @@ pub(crate) fn entries(table: &impl Table) -> Vec<Entry> {
 /// Returns the keys of `table` whose values differ from their defaults.
 pub(crate) fn changed_entries<T: Table + Default>(table: &T) -> Vec<Entry> {
     let defaults = entries(&T::default());
-    entries(table)
-        .into_iter()
-        .zip(defaults)
-        .filter(|(entry, default)| entry != default)
-        .map(|(entry, _)| entry)
-        .collect()
+    let pairs = entries(table).into_iter().zip(defaults);
+    pairs.filter(|(entry, default)| entry != default).map(|(entry, _)| entry).collect()
 }
 
 /// Lists a table and its keys.

@@ -85,10 +85,8 @@ pub fn open(path: &Path) -> io::Result<TableRows> {
     if !is_gzipped && path.extension().is_some_and(|end| end == "gz") && !head(&mut file)?.is_empty() {
         return Err(io::Error::other("the name ends in .gz, but the file is not gzipped; rename it"));
     }
-    let mut text: Box<dyn BufRead> = match is_gzipped {
-        true => Box::new(BufReader::new(MultiGzDecoder::new(file))),
-        false => Box::new(file),
-    };
+    let mut text: Box<dyn BufRead> =
+        if is_gzipped { Box::new(BufReader::new(MultiGzDecoder::new(file))) } else { Box::new(file) };
     let kind = kind(head(&mut text)?, path)?;
     Ok(match kind {
         Kind::JsonLines => Box::new(json_lines(text)),
@@ -127,10 +125,7 @@ fn kind(head: &[u8], path: &Path) -> io::Result<Kind> {
 fn read_whole(from: impl Read) -> io::Result<Vec<u8>> {
     let mut bytes = vec![];
     from.take(ROWS_BYTES_MAX + 1).read_to_end(&mut bytes)?;
-    match bytes.len() as u64 > ROWS_BYTES_MAX {
-        true => Err(too_large()),
-        false => Ok(bytes),
-    }
+    if bytes.len() as u64 > ROWS_BYTES_MAX { Err(too_large()) } else { Ok(bytes) }
 }
 
 fn too_large() -> io::Error {
@@ -177,8 +172,7 @@ fn json_array(text: impl Read) -> io::Result<impl Iterator<Item = io::Result<Tab
     let bytes = bytes.strip_prefix("\u{feff}".as_bytes()).unwrap_or(&bytes);
     let values: Vec<Value> =
         serde_json::from_slice(bytes).map_err(|e| io::Error::other(not_json(bytes, &e)))?;
-    let rows = values.into_iter().zip(1..);
-    Ok(rows.map(|(value, number)| Ok(TableRow { number, value: Ok(value) })))
+    Ok(values.into_iter().zip(1..).map(|(value, number)| Ok(TableRow { number, value: Ok(value) })))
 }
 
 /// Returns the rows of a table whose first line has the columns' names. Every value is a text.
@@ -189,8 +183,7 @@ fn csv_rows(text: impl Read, separator: u8) -> io::Result<impl Iterator<Item = i
     if let Some(name) = names.iter().enumerate().find(|(i, name)| names[..*i].contains(name)) {
         return Err(io::Error::other(format!("two columns are called {:?}; rename one", name.1)));
     }
-    let rows = reader.into_records().zip(1..);
-    Ok(rows.map(move |(record, number)| {
+    Ok(reader.into_records().zip(1..).map(move |(record, number)| {
         let value = match record {
             Ok(record) if record.as_slice().len() as u64 > LINE_BYTES_MAX => {
                 let limit = LINE_BYTES_MAX >> 20;

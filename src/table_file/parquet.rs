@@ -55,8 +55,7 @@ pub(super) fn rows(bytes: Bytes) -> io::Result<TableRows> {
         };
         number += 1;
         let row = row.and_then(|row| {
-            let fields = row.into_columns();
-            let value = group(fields, &mut bytes_left)?;
+            let value = group(row.into_columns(), &mut bytes_left)?;
             Ok(TableRow { number, value: Ok(value) })
         });
         has_ended = row.is_err();

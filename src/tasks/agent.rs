@@ -35,10 +35,8 @@ impl AgentTask {
     /// # Errors
     /// [`crate::error::BadInput`] with the file and every broken row.
     pub fn load(settings: &TaskSettings, context: &TaskContext) -> Result<Self> {
-        let read = |row: &Value| match row.is_object() {
-            true => Ok(row.clone()),
-            false => Err("not a JSON object".to_owned()),
-        };
+        let read =
+            |row: &Value| if row.is_object() { Ok(row.clone()) } else { Err("not a JSON object".to_owned()) };
         let train = match settings.train_file.as_ref().filter(|_| context.reads_training) {
             Some(file) => settings.read_rows(file, settings.train_rows_max, EXAMPLE, read)?,
             None => vec![],

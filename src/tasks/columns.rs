@@ -108,21 +108,9 @@ pub fn shown_answer(answer: &Value) -> String {
 }
 
 /// Names of columns that other data sets have for a question and for its answer, the most telling first.
-const QUESTIONS: [&str; 9] =
-    ["question", "problem", "prompt", "query", "input", "instruction", "messages", "user", "text"];
-const ANSWERS: [&str; 11] = [
-    "answer",
-    "reward_model.ground_truth",
-    "ground_truth",
-    "solution",
-    "final_answer",
-    "expected_answer",
-    "reference",
-    "target",
-    "label",
-    "output",
-    "response",
-];
+const QUESTIONS: &str = "question problem prompt query input instruction messages user text";
+const ANSWERS: &str = "answer reward_model.ground_truth ground_truth solution final_answer expected_answer \
+    reference target label output response";
 
 /// Returns the columns to write into a recipe so that a task with these `names`, of the question and maybe of
 /// the answer, reads `row`. Empty if it reads the row as it is.
@@ -133,18 +121,18 @@ pub fn propose_columns(row: &Value, names: &[&str]) -> Result<BTreeMap<String, S
     let mut columns = BTreeMap::new();
     for (index, name) in names.iter().enumerate() {
         let (is_read, known) = match index {
-            0 => (row.get(*name).or_else(|| row.get(PROMPT)).is_some(), &QUESTIONS[..]),
-            _ => (reference(row).is_some(), &ANSWERS[..]),
+            0 => (row.get(*name).or_else(|| row.get(PROMPT)).is_some(), QUESTIONS),
+            _ => (reference(row).is_some(), ANSWERS),
         };
         if is_read {
             continue;
         }
-        let is_there = |path: &&&str| value_at(row, path).is_some_and(|value| !value.is_null());
-        let path = known.iter().find(is_there).ok_or_else(|| {
+        let is_there = |path: &&str| value_at(row, path).is_some_and(|value| !value.is_null());
+        let path = known.split(' ').find(is_there).ok_or_else(|| {
             let names: Vec<&str> = row.as_object().into_iter().flatten().map(|(name, _)| &**name).collect();
             format!("no column for `{name}`; the rows have {}", names.join(", "))
         })?;
-        columns.insert((*name).to_owned(), (*path).to_owned());
+        columns.insert((*name).to_owned(), path.to_owned());
     }
     Ok(columns)
 }

@@ -3,7 +3,7 @@
 use super::answer::rational_values;
 use super::boxed_answer::find_last_boxed;
 use super::columns::{self, Question};
-use super::number::Number;
+use super::number::{Number, numbers};
 use super::retool::PromptFormat;
 use super::rows::{self, EpochOrder};
 use super::{
@@ -124,10 +124,8 @@ fn without_annotations(text: &str) -> String {
 
 /// Returns the number that `text` as a whole is: `$1,250.00`, `60 \text{ ft}^2`, `n = 84/2`, `25\%`.
 fn whole_number(text: &str) -> Option<Number> {
-    Number::parse(text).or_else(|| match rational_values(text)?.as_slice() {
-        [value] => Some(value.into()),
-        _ => None,
-    })
+    Number::parse(text)
+        .or_else(|| if let [value] = rational_values(text)?.as_slice() { Some(value.into()) } else { None })
 }
 
 /// Returns the number in a box. `None` for several numbers.
@@ -150,8 +148,7 @@ fn strict_number(after: &str) -> Option<Number> {
     let start = after.strip_prefix(' ').unwrap_or(after);
     let digits = start.strip_prefix('-').unwrap_or(start);
     let end = digits.find(|c: char| !c.is_ascii_digit() && c != '.' && c != ',').unwrap_or(digits.len());
-    let number = &start[..start.len() - digits.len() + end];
-    Number::parse(&number.replace(',', ""))
+    Number::parse(&start[..start.len() - digits.len() + end].replace(',', ""))
 }
 
 /// Returns the number on the line of a mark, if the line begins with it or says that it is the answer.
@@ -163,7 +160,7 @@ fn marked_number(after: &str) -> Option<Number> {
     let start = line.trim_start_matches(is_mark).trim_start_matches("\\(").trim_start();
     if Number::starts(start) || Number::starts(line) {
         let sentence = line.trim_end_matches(|c: char| c.is_whitespace() || "!.*".contains(c));
-        return whole_number(sentence).or_else(|| Number::first_in(line));
+        return whole_number(sentence).or_else(|| numbers(line).next());
     }
     named.and_then(|_| Number::last_in(line))
 }

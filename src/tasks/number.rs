@@ -26,11 +26,6 @@ impl Number {
         numbers(text).last()
     }
 
-    /// Returns the first number in `text`.
-    pub fn first_in(text: &str) -> Option<Self> {
-        numbers(text).next()
-    }
-
     /// Returns whether `text` begins with a number.
     pub fn starts(text: &str) -> bool {
         scan(text, 0).is_some()
@@ -61,7 +56,7 @@ impl std::fmt::Display for Number {
 }
 
 /// Iterates over all numbers in `text`, in their order.
-fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
+pub(super) fn numbers(text: &str) -> impl Iterator<Item = Number> + '_ {
     let mut at = 0;
     std::iter::from_fn(move || {
         while at < text.len() {

@@ -178,9 +178,7 @@ impl Process {
         let start = || line.chars().take(80).collect::<String>();
         let answer: Value = serde_json::from_str(&line)
             .map_err(|e| anyhow!("the answer {:?} is not JSON: {}", start(), json_error(&line, &e)))?;
-        if !answer.is_object() {
-            bail!("the answer {:?} is not a JSON object", start());
-        }
+        ensure!(answer.is_object(), "the answer {:?} is not a JSON object", start());
         Ok(answer)
     }
 

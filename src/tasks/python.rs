@@ -15,7 +15,7 @@ use crate::harmony::{Message, Role};
 use crate::metrics::Console;
 use crate::random::Purpose;
 use crate::settings::closest_word;
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -309,9 +309,7 @@ impl Task for PythonTask {
     }
 
     fn reward(&self, problem: &Problem, transcript: &Transcript) -> Result<Reward> {
-        if self.weights.is_empty() {
-            bail!("{}: no reward function", problem.id);
-        }
+        ensure!(!self.weights.is_empty(), "{}: no reward function", problem.id);
         self.grade(problem, transcript)
     }
 }

@@ -4,7 +4,7 @@ use super::columns::COLUMNS_KEY;
 use crate::bad_input;
 use crate::random::{Purpose, stream};
 use crate::table_file;
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use rand::seq::SliceRandom;
 use serde_json::Value;
 use std::collections::HashMap;
@@ -96,9 +96,7 @@ pub fn read<T>(
         let tail = if more > 0 { format!("; and {more} more") } else { String::new() };
         return Err(bad_input!("{shown}: {list}{tail}. {remedy}; a row looks like {example}"));
     }
-    if rows.is_empty() {
-        return Err(bad_input!("{shown}: no rows; give at least one line like {example}"));
-    }
+    ensure!(!rows.is_empty(), bad_input!("{shown}: no rows; give at least one line like {example}"));
     Ok(rows)
 }
 

@@ -69,12 +69,11 @@ impl RowTurn {
     fn read_all(row: &Value) -> Result<Vec<Self>, String> {
         match row.get("turns") {
             None => Ok(vec![Self::read(row)?]),
-            Some(Value::Array(turns)) if !turns.is_empty() => {
-                let numbered = turns.iter().enumerate();
-                numbered
-                    .map(|(i, turn)| Self::read(turn).map_err(|e| format!("turn {}: {e}", i + 1)))
-                    .collect()
-            }
+            Some(Value::Array(turns)) if !turns.is_empty() => turns
+                .iter()
+                .enumerate()
+                .map(|(i, turn)| Self::read(turn).map_err(|e| format!("turn {}: {e}", i + 1)))
+                .collect(),
             Some(_) => Err("`turns` is not a list of one or more turns".into()),
         }
     }
@@ -196,10 +195,8 @@ impl VerifyIf {
             .map(|turn| {
                 let instructions = instructions(&turn["instruction_id_list"], &turn["kwargs"])?;
                 let answer = replies.next().and_then(|messages| {
-                    messages
-                        .iter()
-                        .rfind(|m| m.channel.as_deref() == Some("final"))
-                        .map(|m| m.content.as_str())
+                    let last = messages.iter().rfind(|m| m.channel.as_deref() == Some("final"));
+                    last.map(|m| m.content.as_str())
                 });
                 Ok(check_strictly(&instructions, answer.unwrap_or_default()))
             })

@@ -5,7 +5,7 @@ use crate::actor::GivenTargets;
 use crate::actor::micro_batch::Sequence;
 use crate::bad_input;
 use crate::policy::sum_loss::{SumLoss, SumLossInput};
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use std::collections::BTreeMap;
 
 /// Maximum number of targets of a request, all positions and columns together.
@@ -18,7 +18,7 @@ pub struct TrainingDatum {
     /// Targets of each position, if there may be several.
     pub columns: Option<usize>,
     weights: Vec<f32>,
-    sampled_log_probs: Vec<f32>,
+    pub sampled_log_probs: Vec<f32>,
     advantages: Vec<f32>,
     ratio_mask: Vec<f32>,
 }
@@ -45,9 +45,7 @@ impl TrainingDatum {
             tokens.extend(ids.into_iter().map(|id| id as u32));
         }
         let positions = tokens.len();
-        if positions == 0 {
-            return Err(bad_input!("an input has no token; send at least one"));
-        }
+        ensure!(positions > 0, bad_input!("an input has no token; send at least one"));
         let names = std::iter::once("target_tokens").chain(loss.inputs().iter().copied());
         let mut inputs = BTreeMap::new();
         let mut columns = None;
@@ -102,8 +100,7 @@ impl TrainingDatum {
         let column_count = columns.unwrap_or(1);
         let positions = (0..count).map(|index| (index / column_count) as u32).collect();
         // The last token of a sequence is only a target. Here it stands for the targets that are given.
-        let last = targets.last().copied().unwrap_or_default();
-        tokens.push(last);
+        tokens.push(targets.last().copied().unwrap_or_default());
         let mask = vec![false; tokens.len()];
         let sequence = Sequence { tokens, mask, kept_tokens: vec![] };
         let targets = GivenTargets { positions, tokens: targets, with_gradient };
@@ -119,11 +116,6 @@ impl TrainingDatum {
             advantages: &self.advantages,
             ratio_mask: &self.ratio_mask,
         }
-    }
-
-    /// Returns the log-probs at sampling, one per target; empty if the loss reads none.
-    pub fn sampled_log_probs(&self) -> &[f32] {
-        &self.sampled_log_probs
     }
 }
 

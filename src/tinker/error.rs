@@ -9,11 +9,11 @@ use serde_json::json;
 #[derive(Debug, Clone, PartialEq)]
 pub struct TinkerError {
     pub status: &'static str,
-    detail: String,
+    pub detail: String,
 }
 
 impl TinkerError {
-    fn new(status: &'static str, detail: impl Into<String>) -> Self {
+    pub fn new(status: &'static str, detail: impl Into<String>) -> Self {
         Self { status, detail: detail.into() }
     }
 
@@ -31,18 +31,9 @@ impl TinkerError {
         Self::new("429 Too Many Requests", detail)
     }
 
-    /// Returns the error of a request that is refused with `status`.
-    pub fn with_status(status: &'static str, detail: String) -> Self {
-        Self::new(status, detail)
-    }
-
     /// Returns the error of a request that the server refused while it read it.
     pub fn refused(refusal: Refusal) -> Self {
         Self::new(refusal.status, refusal.message)
-    }
-
-    pub fn detail(&self) -> &str {
-        &self.detail
     }
 
     pub fn unauthorized() -> Self {
@@ -72,7 +63,7 @@ impl TinkerError {
 
 impl From<ApiError> for TinkerError {
     fn from(error: ApiError) -> Self {
-        Self::new(error.status, error.message())
+        Self::new(error.status, error.message)
     }
 }
 

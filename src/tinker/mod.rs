@@ -135,8 +135,7 @@ pub fn saved_folder(folder: &Path, path: &str) -> Result<PathBuf> {
 /// # Errors
 /// When a target is not a matrix.
 pub fn adapter_bytes(base: &Actor, rank: usize) -> Result<u64> {
-    let lora = lora(base, rank, [true; 3]);
-    let factors = lora.factor_specs(&base.parameters.specs)?;
+    let factors = lora(base, rank, [true; 3]).factor_specs(&base.parameters.specs)?;
     let bytes: u64 = factors.iter().map(|spec| (spec.element_count() * size_of::<f32>()) as u64).sum();
     // Weights, gradient and two moments, and the samplers' weights.
     Ok(bytes * (4 + SAMPLERS_PER_ADAPTER as u64))
@@ -237,18 +236,15 @@ impl SecondApi for Door<'_> {
             let (version, bytes) = self.saved_version(&path, owner)?;
             let sampler = state::Sampler {
                 owner,
-                session: String::new(),
                 version: Some(version.clone()),
                 path: Some(path),
-                of: None,
-                number: 0,
                 bytes,
-                used: 0,
+                ..state::Sampler::default()
             };
             self.lock().add_sampler(id, sampler, self.sampler_limits());
             Ok(version)
         });
-        Some(version.map_err(|error| ApiError::refused(error.status, error.detail())))
+        Some(version.map_err(|error| ApiError::refused(error.status, &error.detail)))
     }
 
     fn trained(&self) -> u64 {

@@ -10,14 +10,14 @@ use crate::bad_input;
 use crate::metrics::Progress;
 use crate::model::forward::ForwardOptions;
 use crate::policy::sum_loss::SumLoss;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use prost::Message;
 use std::collections::BTreeMap;
 
 /// A request for a pass, read and checked.
 pub struct PassTask {
     loss: SumLoss,
-    forward_only: bool,
+    pub forward_only: bool,
     data: Vec<TrainingDatum>,
 }
 
@@ -41,15 +41,11 @@ impl PassTask {
     pub fn read(request: ForwardBackwardRequest, vocabulary: usize, tokens_max: usize) -> Result<Self> {
         let mut config = request.loss_fn_config;
         for (key, value) in request.loss_fn_config_v2 {
-            let Some(number) = value.number else {
-                return Err(bad_input!("loss_fn_config: {key:?} is not a number"));
-            };
+            let number = value.number.ok_or_else(|| bad_input!("loss_fn_config: {key:?} is not a number"))?;
             config.insert(key, number);
         }
         let loss = SumLoss::new(&request.loss_fn, &config)?;
-        if request.data.is_empty() {
-            return Err(bad_input!("the request has no data; send at least one datum"));
-        }
+        ensure!(!request.data.is_empty(), bad_input!("the request has no data; send at least one datum"));
         let mut data = Vec::with_capacity(request.data.len());
         for (index, datum) in request.data.iter().enumerate() {
             let datum =
@@ -68,11 +64,6 @@ impl PassTask {
     /// Returns the number of bytes of the result.
     pub fn result_bytes(&self) -> usize {
         self.data.iter().map(|datum| 64 + 5 * datum.targets.tokens.len()).sum()
-    }
-
-    /// Returns whether the pass adds gradients.
-    pub fn has_backward(&self) -> bool {
-        !self.forward_only
     }
 
     /// Runs the pass. `has_sampled` tells whether the current weights sampled a sequence.
@@ -131,7 +122,7 @@ impl PassTask {
         for datum in &self.data {
             let own = &log_probs[start..start + datum.targets.tokens.len()];
             start += own.len();
-            let sampled = datum.sampled_log_probs();
+            let sampled = &datum.sampled_log_probs;
             if !sampled.is_empty() {
                 let is_known = has_sampled(&sequence_digest(&datum.sequence.tokens));
                 for (own, sampled) in own.iter().zip(sampled).filter(|(_, sampled)| **sampled != 0.0) {

@@ -8,7 +8,7 @@ use super::futures::{Begun, KeyDigest, Promise};
 use super::passes::PassTask;
 use super::sample::{SampleBody, SampleLimits};
 use super::state::{ModelTask, Sampler, Work};
-use super::store::{SAMPLER_WEIGHTS, SavedPath, WEIGHTS, check_name, now};
+use super::store::{SAMPLER_WEIGHTS, SavedPath, SavedState, WEIGHTS, check_name, now};
 use super::wire::decode_request;
 use super::{Door, PLANNED_RANK, RANK_MAX, adapter_bytes, lora};
 use crate::actor::UpdateSettings;
@@ -42,7 +42,7 @@ pub fn owner_of(key: &str) -> KeyDigest {
 }
 
 fn read<T: DeserializeOwned>(request: &HttpRequest) -> Result<T, TinkerError> {
-    let body = request.json().map_err(|(status, why)| TinkerError::with_status(status, why))?;
+    let body = request.json().map_err(|(status, why)| TinkerError::new(status, why))?;
     // Numbers keep their text, so they are read from a value.
     serde_json::from_value((*body).clone())
         .map_err(|error| TinkerError::invalid(format!("the body: {error}")))
@@ -64,7 +64,7 @@ fn check_metadata(metadata: &Value) -> Result<(), TinkerError> {
 impl Door<'_> {
     pub(super) fn route(&self, hub: &Hub, request: &HttpRequest) -> Answer {
         if request.content_encoding.is_some() {
-            return Err(TinkerError::with_status(
+            return Err(TinkerError::new(
                 "415 Unsupported Media Type",
                 "bodies must not be compressed".to_owned(),
             ));
@@ -149,11 +149,7 @@ impl Door<'_> {
         }
     }
 
-    fn read_saved(
-        &self,
-        path: &SavedPath,
-        owner: KeyDigest,
-    ) -> Result<super::store::SavedState, TinkerError> {
+    fn read_saved(&self, path: &SavedPath, owner: KeyDigest) -> Result<SavedState, TinkerError> {
         self.store.read_own(path, owner).map_err(|error| TinkerError::not_found(error.to_string()))
     }
 
@@ -302,7 +298,7 @@ impl Door<'_> {
         let session = self.lock().model(model, owner)?.session.clone();
         let request_id = format!("{model}:{number}");
         if let Begun::New(promise) = self.futures.begin(&request_id, owner, &session, result_bytes)? {
-            let work = work().unwrap_or_else(|error| Work::Fail(error.detail().to_owned()));
+            let work = work().unwrap_or_else(|error| Work::Fail(error.detail.clone()));
             let task = ModelTask { model: model.to_owned(), promise: Some(promise), work, _share: share };
             if let Err(error) = self.lock().order(number, task) {
                 self.futures.forget(&request_id);
@@ -383,24 +379,16 @@ impl Door<'_> {
                 (Some(path), _) => {
                     let path = SavedPath::parse(path)?;
                     let (version, bytes) = self.saved_version(&path, owner)?;
-                    (version, Some(path), bytes)
+                    (Some(version), Some(path), bytes)
                 }
                 (None, Some(name)) => {
                     self.check_model_name(name)?;
-                    (self.base_version.clone(), None, 0)
+                    (Some(self.base_version.clone()), None, 0)
                 }
                 (None, None) => return Err(TinkerError::invalid("base_model or model_path is missing")),
             };
-            let sampler = Sampler {
-                owner,
-                session: session_id,
-                version: Some(version),
-                path,
-                of: None,
-                number,
-                bytes,
-                used: 0,
-            };
+            let session = session_id;
+            let sampler = Sampler { owner, session, version, path, number, bytes, ..Sampler::default() };
             self.lock().add_sampler(id.clone(), sampler, self.sampler_limits());
         }
         ok(&json!({"type": "create_sampling_session", "sampling_session_id": id}))

@@ -53,6 +53,7 @@ pub struct TrainedModel {
 }
 
 /// Weights that sample.
+#[derive(Default)]
 pub struct Sampler {
     pub owner: KeyDigest,
     pub session: String,

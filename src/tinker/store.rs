@@ -9,7 +9,7 @@ use crate::bounded_file::{SMALL_FILE_BYTES_MAX, read_text};
 use crate::checkpoint::ModelFiles;
 use crate::checkpoint::peft::AdapterFolder;
 use crate::integrity::Manifest;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -201,10 +201,7 @@ impl Store {
     /// Errors of [`Self::read`].
     pub fn read_own(&self, path: &SavedPath, owner: KeyDigest) -> Result<SavedState> {
         let state = self.read(path)?;
-        match state.owner == hex(owner) {
-            true => Ok(state),
-            false => Err(missing(path)),
-        }
+        if state.owner == hex(owner) { Ok(state) } else { Err(missing(path)) }
     }
 
     /// Returns the state of any saved path of a run that `owner` may read.
@@ -221,9 +218,7 @@ impl Store {
     /// [`crate::error::BadInput`] when the path is missing or damaged, or belongs to another base.
     pub fn actor(&self, path: &SavedPath, base: &Actor, base_digest: Option<&str>) -> Result<Actor> {
         let place = self.place(path);
-        if !Manifest::check(&place)? {
-            return Err(bad_input!("{path}: has no checksum; load another path"));
-        }
+        ensure!(Manifest::check(&place)?, bad_input!("{path}: has no checksum; load another path"));
         let specs = base.parameters.without_adapter().specs;
         let folder = AdapterFolder::open(&place, &specs)?;
         let saved = folder.base.as_ref().map(|base| base.digest.as_str());

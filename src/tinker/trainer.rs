@@ -56,8 +56,7 @@ impl Door<'_> {
                 Err(anyhow!("a bug in the server; the model is lost, load a saved path into a new one"))
             });
             let reply = done.unwrap_or_else(|error| {
-                let is_user = error.downcast_ref::<BadInput>().is_some();
-                FutureReply::failed(&format!("{error:#}"), is_user)
+                FutureReply::failed(&format!("{error:#}"), error.downcast_ref::<BadInput>().is_some())
             });
             if let Some(promise) = promise {
                 promise.set(reply);
@@ -88,8 +87,7 @@ impl Door<'_> {
                 Ok(FutureReply::json(&json!({"type": "create_model", "model_id": id})))
             }
             Work::Load { path, optimizer, creates } => {
-                let loaded = self.load(path, *optimizer);
-                let mut trained = loaded.inspect_err(|_| {
+                let mut trained = self.load(path, *optimizer).inspect_err(|_| {
                     if *creates {
                         self.drop_model(id)
                     }
@@ -135,8 +133,7 @@ impl Door<'_> {
                     expires: *expires,
                     user_metadata: user_metadata.clone(),
                 };
-                let files = self.settings.files;
-                self.store.save(path, (&trained.actor, &files), &state, *overwrite)?;
+                self.store.save(path, (&trained.actor, &self.settings.files), &state, *overwrite)?;
                 let kind = if path.kind == super::store::WEIGHTS {
                     "save_weights"
                 } else {
@@ -153,11 +150,10 @@ impl Door<'_> {
                     owner,
                     session,
                     version: Some(version),
-                    path: None,
                     of: Some((id.to_owned(), trained.version)),
                     number: *number,
                     bytes: factor_bytes(&trained.actor),
-                    used: 0,
+                    ..Sampler::default()
                 };
                 state.add_sampler(sampler.clone(), made, self.sampler_limits());
                 Ok(FutureReply::json(
@@ -183,10 +179,9 @@ impl Door<'_> {
         let digest = self.settings.files.base.map(|base| base.digest.as_str());
         let mut trained = self.start(self.store.actor(path, self.settings.base, digest)?)?;
         if optimizer {
-            trained
-                .actor
-                .load(&self.store.place(path), Some(saved.updates))
-                .with_context(|| format!("loading {path}"))?;
+            let place = self.store.place(path);
+            let loaded = trained.actor.load(&place, Some(saved.updates));
+            loaded.with_context(|| format!("loading {path}"))?;
         }
         Ok(trained)
     }
@@ -208,7 +203,7 @@ impl Door<'_> {
         let result = pass.run(&mut trained.actor, &has_sampled)?;
         let window = &mut trained.window;
         window.seconds += begun.elapsed().as_secs_f64();
-        if pass.has_backward() {
+        if !pass.forward_only {
             window.loss += result.loss;
             window.tokens += result.tokens;
             window.mismatch = window.mismatch.max(result.mismatch);

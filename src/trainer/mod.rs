@@ -218,7 +218,7 @@ impl Trainer {
             response_tokens_max: recipe.rollout.response_tokens_max,
             reward_min: recipe.task.name.reward_min,
             reward_weights: &reward_weights,
-            kl_coefficient: kl.coefficient(),
+            kl_coefficient: kl.coefficient,
             norm_limits: GradientNormLimits {
                 actor: norm_limit(recipe, &observer.monitor.actor_norms),
                 critic: norm_limit(recipe, &observer.monitor.critic_norms),

@@ -206,10 +206,8 @@ impl Observer {
         metrics.set("perf/sampled_tokens_per_s", counts.sampled_tokens as f64 / seconds);
         self.warn_about_step(environment, step, &samples.rollouts, &metrics)?;
         self.warn_of_failures(Phase::Rl, step)?;
-        let console_metrics: Vec<(&str, f64)> = CONSOLE_METRICS
-            .iter()
-            .filter_map(|&(name, metric)| metrics.get(metric).map(|value| (name, value)))
-            .collect();
+        let value = |&(name, metric): &(_, _)| metrics.get(metric).map(|value| (name, value));
+        let console_metrics: Vec<(&str, f64)> = CONSOLE_METRICS.iter().filter_map(value).collect();
         self.write_row(step, Phase::Rl, metrics)?;
         self.monitor.actor_norms.check_skipped_steps()?;
         self.monitor.critic_norms.check_skipped_steps()?;
@@ -333,11 +331,8 @@ impl Observer {
             self.warn(Phase::Rl, step, what.to_owned())?;
         }
         let samples = rollouts.groups.iter().zip(&rollouts.messages).flat_map(|(group, messages)| {
-            group
-                .trajectories
-                .iter()
-                .zip(messages)
-                .map(|(trajectory, messages)| (trajectory, messages.as_slice()))
+            let all = group.trajectories.iter().zip(messages);
+            all.map(|(trajectory, messages)| (trajectory, messages.as_slice()))
         });
         let counts = SampleCounts::count(environment.task.as_ref(), self.facts.response_tokens_max, samples);
         let causes = self.monitor.record_causes(counts.messages(&self.facts));

@@ -9,7 +9,6 @@ use crate::ops::threads::Threads;
 use crate::policy::advantage::Advantage;
 use crate::policy::advantage::informative_groups;
 use crate::rollout::partial::GroupInProgress;
-use crate::rollout::trajectory_file::StoredRollouts;
 use crate::rollout::{self, Prompt, RolloutPlan, RolloutProgress, Rollouts, trajectory_file};
 use crate::run::sampling::Sampling;
 use crate::trajectory::{Group, TokenStats, TrajectoryRow};
@@ -81,16 +80,11 @@ fn check_tokens<'a>(mut all: impl Iterator<Item = &'a [u32]>, vocab_size: usize)
 impl SampleOutput {
     /// Returns all groups of `rollouts` as a step's samples. A group of which failures left fewer than two
     /// episodes has nothing to compare, unless groups have one sample.
-    fn all_of(rollouts: Rollouts) -> Self {
+    pub fn all_of(rollouts: Rollouts) -> Self {
         let is_kept = |group: &Group| group.kept().episodes() >= group.episodes().min(2);
         let indices = rollouts.groups.iter().enumerate().filter(|(_, group)| is_kept(group));
         let training_indices = indices.map(|(index, _)| index).collect();
         Self { rollouts, training_indices, rounds: None, partial: None, engine: None, seconds: 0.0 }
-    }
-
-    /// Returns the `count` stored groups of step `step`.
-    pub fn from_stored(stored: &StoredRollouts, step: u64, count: usize) -> Self {
-        Self::all_of(stored.step_groups(step, count as u64))
     }
 
     /// Checks samples that were read from a file, whose tokens must be below `vocab_size`. The error says

@@ -34,13 +34,9 @@ impl Trainer {
             &self.loaded.actor.parameters,
         );
         // A critic has the size of the policy, or of the policy's adapter, in f32 with its optimizer state.
-        let critic = self
-            .environment
-            .plan
-            .recipe
-            .critic
-            .as_ref()
-            .filter(|_| self.environment.plan.recipe.train.steps > 0)
+        let recipe = &self.environment.plan.recipe;
+        let critic = recipe.critic.as_ref().filter(|_| recipe.train.steps > 0);
+        let critic = critic
             .map_or(0, |_| checkpoint::estimate_bytes(WeightFormat::F32, &self.loaded.actor.parameters));
         if let Some(warning) = self.observer.folder.disk_space_warning(policy + critic) {
             self.observer.console.print(&format!("warning: {warning}"));
@@ -80,10 +76,8 @@ impl Trainer {
                 state,
             };
             // The write may have failed because the folder was moved during the run.
-            snapshot
-                .write(&folder.path, checkpoint.keep)
-                .map(drop)
-                .map_err(|error| folder.explain_write_error(error))
+            let written = snapshot.write(&folder.path, checkpoint.keep).map(drop);
+            written.map_err(|error| folder.explain_write_error(error))
         };
         let critic = critic.map(|critic| &critic.parameters);
         let parameters = &loaded.actor.parameters;

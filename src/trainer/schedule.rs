@@ -172,7 +172,8 @@ impl Schedule {
     pub fn next(&mut self, step: u64, actor: &Actor, stages: Stages) -> Result<SampleOutput> {
         let recipe = self.environment.recipe();
         if let Some(stored) = &self.stored {
-            return Ok(SampleOutput::from_stored(stored, step, recipe.rollout.prompts_per_step));
+            let groups = stored.step_groups(step, recipe.rollout.prompts_per_step as u64);
+            return Ok(SampleOutput::all_of(groups));
         }
         let lag = recipe.rollout.lag_steps;
         let last = if lag == 0 { step } else { step + lag - 1 };

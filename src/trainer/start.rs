@@ -131,9 +131,6 @@ pub(super) fn teacher<'a>(
     reference: Option<&'a Actor>,
 ) -> Option<Teacher<'a>> {
     environment.recipe().policy.distill.as_ref()?;
-    let actor = match model {
-        Some(teacher) => &teacher.actor,
-        None => reference?,
-    };
+    let actor = if let Some(teacher) = model { &teacher.actor } else { reference? };
     Some(Teacher { actor, prompt: environment.teacher_prompt.as_ref() })
 }

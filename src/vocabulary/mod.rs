@@ -252,8 +252,7 @@ impl Vocabulary {
         if let Some(pre_tokenizer) = inner.get_pre_tokenizer() {
             pre_tokenizer.pre_tokenize(&mut pieces)?;
         }
-        let model = inner.get_model();
-        pieces.tokenize(|piece| model.tokenize(piece.get()))?;
+        pieces.tokenize(|piece| inner.get_model().tokenize(piece.get()))?;
         Ok(pieces.into_encoding(None, 0, OffsetType::None)?.get_ids().to_vec())
     }
 
@@ -297,8 +296,7 @@ fn added_id(inner: &BpeTokenizer, name: &str) -> Option<u32> {
 
 /// Checks that each byte has a token.
 fn check_bytes(inner: &BpeTokenizer, source_name: &str) -> Result<()> {
-    let model = inner.get_model();
-    let is_known = |c: &char| model.token_to_id(c.encode_utf8(&mut [0; 4])).is_some();
+    let is_known = |c: &char| inner.get_model().token_to_id(c.encode_utf8(&mut [0; 4])).is_some();
     match alphabet().iter().filter(|c| !is_known(c)).count() {
         0 => Ok(()),
         missing => Err(bad_input!(

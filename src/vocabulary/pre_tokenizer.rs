@@ -65,8 +65,7 @@ fn add_steps(step: &PreTokenizerWrapper, steps: &mut Vec<SplitStep>) -> anyhow::
         }
         PreTokenizerWrapper::ByteLevel(step) if step.use_regex => {
             steps.push(split(GPT2, SplitDelimiterBehavior::Isolated, false, step.add_prefix_space)?);
-            let rest = step.use_regex(false).add_prefix_space(false);
-            steps.push(SplitStep::Other(rest.into()));
+            steps.push(SplitStep::Other(step.use_regex(false).add_prefix_space(false).into()));
         }
         other => steps.push(SplitStep::Other(other.clone())),
     }

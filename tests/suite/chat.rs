@@ -182,7 +182,7 @@ fn sampled(text: &str) -> (TurnStep, Vec<Call>, Vec<Message>) {
     for token in encode_with_special(chat.vocabulary(), text) {
         step = parser.push(token);
     }
-    let calls = parser.calls().to_vec();
+    let calls = parser.calls.to_vec();
     (step, calls, parser.finish())
 }
 
@@ -391,7 +391,7 @@ fn thoughts_are_sampled_unless_thinking_is_off() {
     for token in encode_with_special(chat.vocabulary(), "<think>\n<tool_call>{}</tool_call><|im_end|>") {
         parser.push(token);
     }
-    assert!(parser.calls().is_empty());
+    assert!(parser.calls.is_empty());
     assert_eq!(parser.finish(), [Message::assistant("analysis", "<tool_call>{}</tool_call>")]);
     let row = json!({"messages": [{"role": "assistant", "content": "", "reasoning_content": "x"}]});
     let error =

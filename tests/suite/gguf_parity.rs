@@ -70,7 +70,7 @@ fn logits(config: &Config, parameters: &Parameters, tokens: &[u32]) -> Vec<Vec<f
     let hidden = stack.forward(&Arc::new(batch.tokens.to_vec()), rows, &mut |_, _, _| Ok(())).unwrap();
     let all = Arc::new((0..batch.tokens.len() as u32).collect());
     let normed = stack.final_norm_rows(&hidden, &all).unwrap();
-    let logits = stack.logits(&normed, &SamplingParameters::with_temperature(1.0)).unwrap();
+    let logits = stack.weights.logits(&normed, &SamplingParameters::with_temperature(1.0)).unwrap();
     host_values(logits.scaled_logits()).unwrap().chunks(config.vocab_size).map(<[f32]>::to_vec).collect()
 }
 

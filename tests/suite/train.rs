@@ -116,7 +116,7 @@ fn cached_log_probs(chunk: usize, tokens: &[u32], seed: u64) -> Vec<f32> {
             .forward_cached(part.to_vec(), &mut [&mut cache], &[part.len()], &mut decoder_stack::keep_nothing)
             .unwrap();
         let rows = std::sync::Arc::new((0..part.len() as u32).collect());
-        let logits = stack.logits(&stack.final_norm_rows(&x, &rows).unwrap(), &sampling).unwrap();
+        let logits = stack.weights.logits(&stack.final_norm_rows(&x, &rows).unwrap(), &sampling).unwrap();
         let next = tokens[log_probs.len() + 1..].iter().copied().take(part.len());
         let asked: Vec<(usize, u32)> = next.enumerate().collect();
         log_probs.extend(logits.log_probs(&sampling, &asked).unwrap());

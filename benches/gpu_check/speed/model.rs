@@ -278,7 +278,7 @@ fn compare_recorded_decode(device: &Device, policy: &PolicyView) -> Result<()> {
             bits(stack.forward_cached(tokens, &mut plain.each_mut()[..], &[1, 1], &mut keep_nothing)?)?;
         ensure!(one == other, "step {step}: recorded decode has other bits than decode kernel by kernel");
     }
-    ensure!(decoder.counts().replays > 0, "decode was not recorded");
+    ensure!(decoder.counts.replays > 0, "decode was not recorded");
     println!("| decode, recorded and kernel by kernel: the same bits | 2 | 61 | | | |");
     Ok(())
 }
@@ -310,7 +310,7 @@ fn run_step(
     for rows in last.chunks(sampled_rows_max(vocabulary, hidden.device())) {
         let normed = policy.decoder_stack().final_norm_rows(&hidden, &Arc::new(rows.to_vec()))?;
         let draws: Vec<(usize, f64)> = (0..rows.len()).map(|row| (row, 0.5)).collect();
-        policy.decoder_stack().logits(&normed, &sampling)?.draw(&sampling, &draws)?;
+        policy.weights.logits(&normed, &sampling)?.draw(&sampling, &draws)?;
     }
     Ok(())
 }

@@ -85,8 +85,7 @@ impl ChatMl {
     /// # Errors
     /// None in practice: a test reads the embedded file.
     pub fn from_embedded_with_thoughts() -> Result<Self> {
-        let added = [TOOL_CALL, THINK].concat();
-        let json = embedded_json(&SPECIAL, &added, &WORDS);
+        let json = embedded_json(&SPECIAL, &[TOOL_CALL, THINK].concat(), &WORDS);
         Ok(Self::from_bytes(json, "the embedded ChatML tokenizer")?.with_thinking(true))
     }
 

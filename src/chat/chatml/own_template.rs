@@ -223,7 +223,7 @@ impl ChatMl {
     }
 
     /// Encodes a rendered text. A control token that a message spells is text.
-    fn encode(&self, text: &str) -> Result<Vec<u32>> {
+    pub(super) fn encode(&self, text: &str) -> Result<Vec<u32>> {
         let Some(template) = &self.template else { return self.vocabulary.encode_text(text) };
         let (mut tokens, mut done) = (vec![], 0);
         let ordinary = |text: &str| self.vocabulary.encode_text(&text.replace(GUARD, ""));
@@ -234,10 +234,6 @@ impl ChatMl {
         }
         tokens.extend(ordinary(&text[done..])?);
         Ok(tokens)
-    }
-
-    pub(super) fn template_prompt(&self, template: &OwnTemplate, messages: &[Message]) -> Result<Vec<u32>> {
-        self.encode(&template.text(messages, true)?)
     }
 
     /// Renders what follows a sampled turn, the last of `before`.
@@ -267,8 +263,7 @@ impl ChatMl {
                 Ok(NextTokens::Appended(self.encode(&whole[end..])?))
             }
             _ => {
-                let common = common_length(&closed, &whole);
-                let from = whole[common..].chars().take(40).collect();
+                let from = whole[common_length(&closed, &whole)..].chars().take(40).collect();
                 Ok(NextTokens::Rewritten { tokens: self.encode(&whole)?, from })
             }
         }
@@ -323,7 +318,7 @@ impl OwnTemplate {
         open > close
     }
 
-    fn text(&self, messages: &[Message], generates: bool) -> Result<String> {
+    pub(super) fn text(&self, messages: &[Message], generates: bool) -> Result<String> {
         self.render(messages, generates).map_err(|why| bad_input!("the model's chat template: {why}"))
     }
 

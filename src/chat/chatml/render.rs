@@ -12,7 +12,7 @@ impl ChatMl {
     /// The errors of [`Vocabulary::encode_text`](crate::vocabulary::Vocabulary::encode_text).
     pub fn render_prompt(&self, messages: &[Message]) -> Result<Vec<u32>> {
         if let Some(template) = &self.template {
-            return self.template_prompt(template, messages);
+            return self.encode(&template.text(messages, true)?);
         }
         self.render_after("", messages)
     }
@@ -126,8 +126,7 @@ impl<'a> Writer<'a> {
     }
 
     fn flush(&mut self) {
-        let text = std::mem::take(&mut self.pending);
-        match self.chat.vocabulary.encode_text(&text) {
+        match self.chat.vocabulary.encode_text(&std::mem::take(&mut self.pending)) {
             Ok(tokens) => self.tokens.extend(tokens),
             Err(error) => drop(self.failure.get_or_insert(error)),
         }
@@ -152,10 +151,7 @@ impl<'a> Writer<'a> {
             let id = vocabulary.entry_id(word)?;
             (vocabulary.encode_text(word).ok()? != [id]).then_some(id)
         });
-        match whole {
-            Some(id) => self.token(id),
-            None => self.text(word),
-        }
+        if let Some(id) = whole { self.token(id) } else { self.text(word) }
     }
 
     fn start_turn(&mut self, role: Role) {

@@ -40,8 +40,5 @@ pub fn system_text(text: Option<&str>, functions: &[Value]) -> Option<String> {
          with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{{\"name\": \
          <function-name>, \"arguments\": <args-json-object>}}\n</tool_call>"
     );
-    Some(match text {
-        Some(text) => format!("{text}\n\n{tools}"),
-        None => tools,
-    })
+    Some(if let Some(text) = text { format!("{text}\n\n{tools}") } else { tools })
 }

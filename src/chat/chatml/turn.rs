@@ -25,7 +25,7 @@ pub struct ChatMlTurnParser {
     /// Whether calls are read as such. Otherwise they are text.
     takes_calls: bool,
     messages: Vec<Message>,
-    calls: Vec<Call>,
+    pub calls: Vec<Call>,
     end_of_turn: Option<TurnEnd>,
 }
 
@@ -75,11 +75,6 @@ impl ChatMlTurnParser {
         }
         self.bytes.extend_from_slice(vocabulary.token_bytes(token).unwrap_or("\u{fffd}".as_bytes()));
         TurnStep::Continues
-    }
-
-    /// Returns the calls of a finished turn, in order.
-    pub fn calls(&self) -> &[Call] {
-        &self.calls
     }
 
     /// Returns the turn's messages so far: its text, then its valid calls.

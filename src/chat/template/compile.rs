@@ -43,8 +43,7 @@ pub(super) fn compile(source: &str) -> Result<Instructions<'static>, Error> {
     let lines = source.replace("\r\n", "\n").replace('\r', "\n");
     let source: &'static str = without_constant_products(&without_generation(&lines))?.leak();
     let compile = move || {
-        let whitespace = whitespace();
-        let tree = parse(source, NAME, SyntaxConfig, whitespace)?;
+        let tree = parse(source, NAME, SyntaxConfig, whitespace())?;
         let mut generator = CodeGenerator::new(NAME, source);
         generator.compile_stmt(&tree);
         bounded(&generator.finish().0, source)

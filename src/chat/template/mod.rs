@@ -115,10 +115,7 @@ fn told(error: &Error) -> String {
         (_, Some(detail)) => detail.to_owned(),
         (kind, None) => kind.to_string(),
     };
-    match error.line() {
-        Some(line) => format!("line {line}: {what}"),
-        None => what,
-    }
+    if let Some(line) = error.line() { format!("line {line}: {what}") } else { what }
 }
 
 /// Returns a message without its null keys, and with all names of its thought.

@@ -80,10 +80,7 @@ impl Writer {
 
     fn put(&mut self, text: &str) -> Result<(), Error> {
         self.text.push_str(text);
-        match self.text.len() > self.bytes_max {
-            true => Err(super::too_large()),
-            false => Ok(()),
-        }
+        if self.text.len() > self.bytes_max { Err(super::too_large()) } else { Ok(()) }
     }
 
     /// Writes a value; a text at the top without quotes, if it is no JSON.
@@ -132,13 +129,11 @@ impl Writer {
                             let mut text = Writer { text: String::new(), ..Writer::python(self.bytes_max) };
                             text.json = true;
                             text.item(key, DEPTH_MAX)?;
-                            let key = self.json_text(&text.text);
-                            self.put(&key)?;
+                            self.put(&self.json_text(&text.text))?;
                         }
                         _ => self.item(key, depth + 1)?,
                     }
-                    let separator = self.separators[1].clone();
-                    self.put(&separator)?;
+                    self.put(&self.separators[1].clone())?;
                     self.item(&value.get_item(key)?, depth + 1)?;
                 }
                 self.close("}", keys.is_empty(), depth)
@@ -149,8 +144,7 @@ impl Writer {
 
     fn between(&mut self, index: usize, depth: usize) -> Result<(), Error> {
         if index > 0 {
-            let separator = self.separators[0].clone();
-            self.put(&separator)?;
+            self.put(&self.separators[0].clone())?;
         }
         self.line(depth + 1)
     }

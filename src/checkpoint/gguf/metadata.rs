@@ -59,10 +59,7 @@ pub(super) struct Metadata<'a> {
 
 impl Metadata<'_> {
     pub(super) fn text(&self, key: &str) -> Option<&str> {
-        match self.values.get(key) {
-            Some(MetadataValue::Text(text)) => Some(text),
-            _ => None,
-        }
+        if let Some(MetadataValue::Text(text)) = self.values.get(key) { Some(text) } else { None }
     }
 
     /// Returns the start of a text, for a word that is one of a few.

@@ -103,8 +103,7 @@ impl TensorType {
             bail!("it holds {value}: the model diverged, nothing is written");
         }
         let Some(dtype) = self.dtype else {
-            let blocks = values.as_chunks().0.iter();
-            return Ok(blocks.flat_map(to_gguf_block).collect());
+            return Ok(values.as_chunks().0.iter().flat_map(to_gguf_block).collect());
         };
         if dtype == GgmlDType::F16
             && let Some(value) = values.iter().find(|value| f16::from_f32(**value).is_infinite())

@@ -250,8 +250,7 @@ impl GgufWeights {
     ) -> Result<()> {
         let blocks = geometry(spec)[2] / BLOCK;
         self.read(spec, expert, rows, |_, bytes, step, first| {
-            let found = bytes.as_chunks().0.iter().enumerate();
-            found.into_iter().try_for_each(|(index, block)| {
+            bytes.as_chunks().0.iter().enumerate().try_for_each(|(index, block)| {
                 put((first + index / blocks * step) * blocks + index % blocks, block)
             })
         })
@@ -333,10 +332,7 @@ pub fn files(path: &Path) -> Result<Vec<PathBuf>> {
 
 /// Returns the other files of a split model. `path` must be the first one.
 fn other_files(path: &Path, metadata: &HashMap<String, MetadataValue>) -> Result<Vec<PathBuf>> {
-    let number = |key: &str| match metadata.get(key) {
-        Some(MetadataValue::Integer(n)) => *n,
-        _ => 0,
-    };
+    let number = |key: &str| if let Some(MetadataValue::Integer(n)) = metadata.get(key) { *n } else { 0 };
     let count = number("split.count");
     if count <= 1 {
         return Ok(vec![]);

@@ -140,7 +140,7 @@ fn versions_of_one_base_are_one_forward_and_another_base_is_one_more() {
                 hidden.narrow(0, end + 1 - count, count).unwrap().to_vec2::<f32>().unwrap()
             };
             assert!(rows(&alone, count - 1) == rows(&mixed, end as usize));
-            let own = scaled(stack.logits(&alone, &raw).unwrap());
+            let own = scaled(stack.weights.logits(&alone, &raw).unwrap());
             assert!(own[..] == logits[end as usize + 1 - count..=end as usize]);
         }
     }

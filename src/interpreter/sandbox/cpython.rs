@@ -32,10 +32,8 @@ pub fn confine_fork_server(
     let limits_set = super::limit_resources(scratch_mib << 20)
         .and_then(|()| super::set_limit("RLIMIT_STACK", libc::RLIMIT_STACK, STACK_BYTES));
     let capabilities_dropped = super::drop_capabilities(with_scratch.then_some(scratch::CAP_SYS_ADMIN));
-    let landlock = match with_scratch {
-        true => scratch::store_rules(files, first_unused),
-        false => super::deny_files(files),
-    };
+    let landlock =
+        if with_scratch { scratch::store_rules(files, first_unused) } else { super::deny_files(files) };
     let seccomp = allow_only_serving(with_scratch);
     detached?;
     limits_set?;

@@ -2,7 +2,7 @@
 //!
 //! Every step is required. If the kernel lacks one of them, the worker does not start.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use landlock::{
     ABI, Access, AccessFs, AccessNet, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset, RulesetAttr,
     RulesetCreated, RulesetCreatedAttr, RulesetStatus, Scope,
@@ -146,10 +146,8 @@ fn rules(files: &AllowedFiles, writable: Option<&Path>) -> Result<RulesetCreated
         .create()?
         .set_compatibility(CompatLevel::HardRequirement);
     for path in &files.read {
-        let access = match path.is_dir() {
-            true => AccessFs::ReadFile | AccessFs::ReadDir,
-            false => AccessFs::ReadFile.into(),
-        };
+        let access =
+            if path.is_dir() { AccessFs::ReadFile | AccessFs::ReadDir } else { AccessFs::ReadFile.into() };
         rules = rules.add_rule(PathBeneath::new(PathFd::new(path)?, access))?;
     }
     for path in &files.execute {
@@ -204,8 +202,6 @@ fn madvise_rules() -> Result<Vec<SeccompRule>> {
 }
 
 fn check(rc: i32, name: &str) -> Result<()> {
-    if rc < 0 {
-        bail!("{name}: {}", io::Error::last_os_error());
-    }
+    ensure!(rc >= 0, "{name}: {}", io::Error::last_os_error());
     Ok(())
 }

@@ -67,6 +67,5 @@ fn tied_head() -> Cause {
         });
         Ok(change)
     });
-    let detail = "the embedding is used as lm_head";
-    Cause::new("tied head", detail, RELOADED_WEIGHTS, Change::Weights(edit))
+    Cause::new("tied head", "the embedding is used as lm_head", RELOADED_WEIGHTS, Change::Weights(edit))
 }

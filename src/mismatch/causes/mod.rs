@@ -31,7 +31,7 @@ pub struct Cause {
     detail: String,
     /// The rows to compare, or the run of the engine, that would distinguish this cause from other causes.
     pub deciding_experiment: &'static str,
-    change: Change,
+    pub change: Change,
 }
 
 /// Reads the original weights and returns the function that changes each tensor.
@@ -86,14 +86,6 @@ impl Cause {
     /// Returns the description.
     pub fn description(&self) -> String {
         format!("{}: {}", self.name, self.detail)
-    }
-
-    /// Returns the head's settings if the cause changes only the head.
-    pub fn head_settings(&self) -> Option<HeadSettings> {
-        match self.change {
-            Change::Head(settings) => Some(settings),
-            _ => None,
-        }
     }
 
     /// Returns whether the cause shortens the mantissas of the whole computation.

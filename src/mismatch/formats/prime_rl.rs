@@ -28,11 +28,8 @@ pub(super) fn rows(value: Value, _: &TokenTexts) -> Result<Vec<RawRow>, String> 
         return Err(format!("{count} token_ids but a loss_mask of {}", export.loss_mask.len()));
     }
     let select_sampled = |values: Vec<Option<f64>>| -> Vec<Option<f64>> {
-        values
-            .into_iter()
-            .zip(&export.loss_mask)
-            .map(|(value, &is_sampled)| value.filter(|_| is_sampled))
-            .collect()
+        let pairs = values.into_iter().zip(&export.loss_mask);
+        pairs.map(|(value, &is_sampled)| value.filter(|_| is_sampled)).collect()
     };
     Ok(vec![RawRow {
         log_probs: select_sampled(export.inference_logprobs),

@@ -71,7 +71,7 @@ fn decode_steps_are_recorded() {
                 eprintln!("# {name}, {} layers", config.num_hidden_layers);
                 decoder.decode_step(&stack, &[1], &mut [&mut sequence]).unwrap();
             }
-            assert_eq!(decoder.counts().graphs, 1);
+            assert_eq!(decoder.counts.graphs, 1);
         }
     }
 }

@@ -35,7 +35,7 @@ fn recorded_steps_have_the_bits_of_separate_launches() {
         let separate = stack.forward_cached(tokens, &mut open, &[1; 2], &mut keep_nothing).unwrap();
         assert_eq!(got, floats(&separate), "step {step}");
     }
-    println!("replayed: {}", decoder.counts().replays);
+    println!("replayed: {}", decoder.counts.replays);
 }
 
 /// The driver reads its variables from the environment of the process, so each case has its own process.

@@ -76,7 +76,7 @@ impl PendingDeviceGather {
     pub fn start(mesh: &Mesh, name: &str, parts: &[GatherPart], device: &Device) -> Result<Self> {
         let (rank, ranks) = (mesh.rank(), mesh.ranks());
         let (mut gathered, mut gathers, mut send, mut receive) = (vec![], vec![], vec![], vec![]);
-        for part in parts.iter().filter(|part| part.stored.is_sharded()) {
+        for part in parts.iter().filter(|part| part.stored.is_sharded) {
             let Weight::Dense(own) = part.stored.weight(&part.spec)? else {
                 bail!("{}: packed shards are not gathered on GPUs", part.spec.name)
             };
@@ -107,7 +107,7 @@ impl PendingDeviceGather {
     pub fn finish(mut self, parts: &[GatherPart]) -> Result<Vec<Weight>> {
         self.exchange.wait()?;
         let mut gathered = self.gathered.into_iter();
-        let weight = |part: &GatherPart| match (part.stored.is_sharded(), part.stored.weight(&part.spec)?) {
+        let weight = |part: &GatherPart| match (part.stored.is_sharded, part.stored.weight(&part.spec)?) {
             (true, Weight::Dense(own)) => {
                 let values =
                     gathered.next().with_context(|| format!("{} was not gathered", part.spec.name))?;

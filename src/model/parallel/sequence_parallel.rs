@@ -34,7 +34,7 @@ pub struct SequenceShards {
     /// The ranks that share the rows, in the order of their ranges.
     group: Vec<usize>,
     /// The index of this rank in the group.
-    group_index: usize,
+    pub group_index: usize,
     /// The range of rows of each rank.
     pub ranges: Vec<Range<usize>>,
 }
@@ -50,11 +50,6 @@ impl SequenceShards {
         ensure!(rows >= ranks, "a micro-batch of {rows} rows cannot be split over {ranks} processes");
         let ranges = (0..ranks).map(|i| rows * i / ranks..rows * (i + 1) / ranks).collect();
         Ok(Self { mesh: mesh.clone(), group, group_index, ranges })
-    }
-
-    /// Returns the index of this rank in the group.
-    pub fn group_index(&self) -> usize {
-        self.group_index
     }
 
     /// Returns the range of rows of this rank.
@@ -73,18 +68,6 @@ impl SequenceShards {
         let bytes: Vec<usize> = lengths.iter().map(|length| length * size_of::<f32>()).collect();
         let received = self.mesh.start(what, &self.group, parts, &bytes)?.wait()?;
         Ok(received.iter().map(|bytes| f32_values(bytes).collect()).collect())
-    }
-
-    /// Sends the values `parts[i]` of `from`, in GPU memory, to rank `i` of the group. Returns the values
-    /// received from each rank, `lengths[i]` values from rank `i`, one after the other.
-    fn exchange_on_device(
-        &self,
-        what: &str,
-        from: &CudaStorage,
-        parts: &[Range<usize>],
-        lengths: &[usize],
-    ) -> Result<CudaStorage> {
-        exchange_parts(&self.mesh, what, &self.group, from, parts, lengths)
     }
 
     /// Returns the number of values of each rank, for rows of `width` values.
@@ -236,7 +219,8 @@ impl MoveHeads {
     ) -> candle_core::Result<CudaStorage> {
         let (split, width) = (&self.split, self.heads.part_width());
         let exchange = |from: &CudaStorage, parts: &[Range<usize>], lengths: &[usize]| {
-            split.exchange_on_device(Self::name(to_heads), from, parts, lengths).map_err(to_op_error)
+            let name = Self::name(to_heads);
+            exchange_parts(&split.mesh, name, &split.group, from, parts, lengths).map_err(to_op_error)
         };
         // The part of each rank with all heads of the rows of this rank.
         let length = split.local_range().len() * width;
@@ -296,7 +280,8 @@ impl Operation<1> for GatherRows {
         let start = layout.start_offset();
         let own = start..start + layout.shape().elem_count();
         let parts = vec![own; split.group.len()];
-        let all = split.exchange_on_device("router rows", x, &parts, &split.lengths(width));
+        let lengths = split.lengths(width);
+        let all = exchange_parts(&split.mesh, "router rows", &split.group, x, &parts, &lengths);
         Ok((all.map_err(to_op_error)?, Shape::from((split.rows(), width))))
     }
 

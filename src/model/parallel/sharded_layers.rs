@@ -58,7 +58,7 @@ pub(crate) fn start_gather(
 
 fn start_host_gather(mesh: &Mesh, what: &str, parts: &[GatherPart]) -> Result<PendingExchange> {
     let (mut own, mut lengths) = (vec![], vec![0; mesh.ranks()]);
-    for part in parts.iter().filter(|part| part.stored.is_sharded()) {
+    for part in parts.iter().filter(|part| part.stored.is_sharded) {
         part.stored.append_shard(&mut own)?;
         for (rank, length) in lengths.iter_mut().enumerate() {
             *length += part.stored.shard_range(&part.spec, part.index, rank, mesh).len();
@@ -80,7 +80,7 @@ pub(crate) fn finish_gather(
     };
     let mut read = vec![0; received.len()];
     let assemble = |part: &GatherPart| {
-        if !part.stored.is_sharded() {
+        if !part.stored.is_sharded {
             return part.stored.whole_weight(&part.spec).cloned();
         }
         let shards = (0..received.len()).map(|rank| {

@@ -2,7 +2,7 @@
 
 use super::Parameters;
 use crate::dist::serialization::f32_values;
-use crate::ops::cpu::{edit, edit_codes};
+use crate::ops::cpu::{change, edit_codes};
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -21,9 +21,8 @@ impl Parameters {
                     codes.copy_from_slice(bytes);
                     Ok(())
                 }),
-                false => edit(target, |values| {
+                false => change(target, |values| {
                     values.iter_mut().zip(f32_values(bytes)).for_each(|(to, value)| *to = value);
-                    Ok(())
                 }),
             }?;
             return Ok(());

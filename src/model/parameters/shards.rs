@@ -39,7 +39,7 @@ impl Parameters {
     /// When a rank does not respond in time, or `change` fails.
     pub fn expert_parallel_weights(&self, change: &WeightChange) -> Result<Weights> {
         let is_here = |(index, spec): (usize, &ParameterSpec)| {
-            spec.is_expert_parameter() && self.share(index).is_some_and(|stored| !stored.is_sharded())
+            spec.is_expert_parameter() && self.share(index).is_some_and(|stored| !stored.is_sharded)
         };
         if self.specs.iter().enumerate().any(is_here) {
             return self.frozen_weights(Some(change));
@@ -69,7 +69,7 @@ impl Parameters {
         let part = self.part(index);
         let (experts, own) = (self.config.num_local_experts, ranks.local_experts());
         let spec = part.spec.with_expert_count(own.len());
-        if !part.stored.is_sharded() {
+        if !part.stored.is_sharded {
             return Ok((spec, part.stored.whole_weight(&part.spec)?.experts(own)?));
         }
         if self.device().is_cuda() {
@@ -163,13 +163,13 @@ impl Parameters {
     pub fn gather(&self, index: usize, kind: &str) -> Result<Tensor> {
         let (spec, stored) = (&self.specs[index], &self.entries[index].stored);
         if !stored.is_variable() {
-            if stored.is_sharded() {
+            if stored.is_sharded {
                 self.request_shards(index, kind)?;
             }
             return Ok(self.weight(index)?.decode(&spec.working_shape())?);
         }
         let own = &to_host(self.local_state(index, kind)?)?;
-        if !stored.is_sharded() {
+        if !stored.is_sharded {
             return Ok(own.clone());
         }
         self.request_shards(index, kind)?;

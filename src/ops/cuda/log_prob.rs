@@ -92,10 +92,8 @@ pub fn row_stats(
     // checked.
     unsafe {
         launch(device, &[(&STATS, rows)], |at| {
-            let (targets, log_prob) = match targets {
-                Some((ids, log_prob)) => (at.read(ids), at.write(log_prob)),
-                None => (0, 0),
-            };
+            let (targets, log_prob) =
+                if let Some((ids, log_prob)) = targets { (at.read(ids), at.write(log_prob)) } else { (0, 0) };
             StatsParams {
                 z: at.write(z),
                 targets,

@@ -100,10 +100,7 @@ impl KvPool {
     ) -> Result<()> {
         self.check_rows(kv, counts.iter().sum())?;
         let slots = self.extend(sequences, counts)?;
-        if slots.is_empty() {
-            return Ok(());
-        }
-        self.write(0, kv, &self.device.clone_htod(&slots)?.as_view())
+        if slots.is_empty() { Ok(()) } else { self.write(0, kv, &self.device.clone_htod(&slots)?.as_view()) }
     }
 
     /// Allocates `counts[i]` new rows in `sequences[i]`, for all layers. Returns the cache row of each new

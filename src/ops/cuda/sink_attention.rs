@@ -142,10 +142,8 @@ impl LaunchPlan {
         };
         let padded = |count| if matches!(spread, SplitKv::Decode) { padded_chunks(count) } else { count };
         // Keys in a cache have no gradients.
-        let key_tiles = match pages {
-            Some(_) => vec![],
-            None => sequences.key_tiles(attention, kernels.dkv_keys),
-        };
+        let key_tiles =
+            if pages.is_some() { vec![] } else { sequences.key_tiles(attention, kernels.dkv_keys) };
         // Only a split forward pass reads chunk tiles.
         let mut chunk_tiles = if is_spread { sequences.chunk_tiles(attention) } else { vec![] };
         if let Some(&last) = chunk_tiles.last() {

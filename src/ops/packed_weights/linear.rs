@@ -79,10 +79,7 @@ struct PackedLinear {
 impl PackedLinear {
     /// Returns each expert that has rows, with the range of its rows.
     fn groups(&self, rows: usize) -> Result<Vec<(usize, Range<usize>)>> {
-        match &self.plan {
-            None => Ok(vec![(0, 0..rows)]),
-            Some(plan) => plan.groups(rows),
-        }
+        if let Some(plan) = &self.plan { plan.groups(rows) } else { Ok(vec![(0, 0..rows)]) }
     }
 
     /// Returns the first row of each expert, in GPU memory.

@@ -73,10 +73,7 @@ impl PackedFormat {
 
     /// Returns the type of blocks, if the format has any.
     pub const fn block_type(self) -> Option<BlockType> {
-        match self {
-            PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) => Some(kind),
-            _ => None,
-        }
+        if let PackedFormat::Blocks(kind) | PackedFormat::BlockRows(kind) = self { Some(kind) } else { None }
     }
 
     /// Returns `[experts, in, out]` of the panels for a matrix with the shape `shape`. The panels of a table
@@ -281,8 +278,7 @@ impl PackedMatrix {
             });
             return Ok(values);
         }
-        let expert_values = self.input * self.output;
-        for (expert, values) in values.chunks_exact_mut(expert_values.max(1)).enumerate() {
+        for (expert, values) in values.chunks_exact_mut((self.input * self.output).max(1)).enumerate() {
             if let PackedFormat::Blocks(kind) = self.format {
                 self.decode_blocks(kind, bytes, expert, values);
                 continue;
@@ -318,12 +314,6 @@ impl PackedMatrix {
         let start = (expert * self.panels() + index) * size;
         let columns = (self.output - index * PANEL_COLUMNS).min(PANEL_COLUMNS);
         Panel { format: self.format, bytes: &bytes[start..start + size], columns }
-    }
-
-    /// Returns whether the kernels of this module add in the order of the `gemm` crate. They do not if the
-    /// last chunk has one or two values of k.
-    fn supports_own_kernels(&self) -> bool {
-        !matches!(self.input % K_CHUNK, 1 | 2)
     }
 
     /// Computes `out (+)= x · W` for the matrix of one expert. The result is bit for bit that of
@@ -376,8 +366,10 @@ impl PackedMatrix {
         // Each element of `out` belongs to exactly one task.
         let tasks: Vec<Task> = groups
             .flat_map(|(expert, rows)| {
+                // The kernels of this module add in the order of the `gemm` crate, unless the last chunk has
+                // one or two values of k.
                 let uses_row_kernel = rows.len() <= FEW_ROWS_MAX
-                    && self.supports_own_kernels()
+                    && !matches!(self.input % K_CHUNK, 1 | 2)
                     && VectorInstructions::detect() != VectorInstructions::Plain;
                 let tile = if uses_row_kernel { 1 } else { TILE_PANELS };
                 self.tiles(tile).map(move |panels| Task {
@@ -428,12 +420,8 @@ impl PackedMatrix {
         let vectors = VectorInstructions::detect();
         if *uses_row_kernel {
             for index in panels.clone() {
-                vectors.skinny_gemm(
-                    self.panel(bytes, *expert, index),
-                    (x, k),
-                    (out, index * PANEL_COLUMNS),
-                    accumulate,
-                );
+                let panel = self.panel(bytes, *expert, index);
+                vectors.skinny_gemm(panel, (x, k), (out, index * PANEL_COLUMNS), accumulate);
             }
             return;
         }
@@ -450,13 +438,8 @@ impl PackedMatrix {
         for start in (0..k).step_by(K_CHUNK) {
             let chunk = start..(start + K_CHUNK).min(k);
             for (at, index) in panels.clone().enumerate() {
-                vectors.decode(
-                    self.panel(bytes, *expert, index),
-                    chunk.clone(),
-                    tile,
-                    at * PANEL_COLUMNS,
-                    stride,
-                );
+                let panel = self.panel(bytes, *expert, index);
+                vectors.decode(panel, chunk.clone(), tile, at * PANEL_COLUMNS, stride);
             }
             let add = accumulate || start > 0;
             let w = (&tile[..chunk.len() * stride], stride);
@@ -492,13 +475,8 @@ impl PackedMatrix {
             tile.par_chunks_mut(ROWS_PER_TASK * stride).enumerate().for_each(|(part, tile)| {
                 let rows = part * ROWS_PER_TASK..(part * ROWS_PER_TASK + tile.len() / stride);
                 for (at, index) in panels.clone().enumerate() {
-                    vectors.decode(
-                        self.panel(bytes, expert, index),
-                        rows.clone(),
-                        tile,
-                        at * PANEL_COLUMNS,
-                        stride,
-                    );
+                    let panel = self.panel(bytes, expert, index);
+                    vectors.decode(panel, rows.clone(), tile, at * PANEL_COLUMNS, stride);
                 }
             });
             let start = first * PANEL_COLUMNS;

@@ -129,11 +129,8 @@ fn attend_backward_by<const R: usize, const W: usize>(
                 let seen = pair.map(|r| seen[r]);
                 let scores =
                     block_scores(row_range.clone().map(|at| &up.q[at]), keys_t, attention.scale(), seen);
-                let dp = query_key_products(
-                    row_range.map(|at| &up.grad[at]),
-                    &values_t,
-                    seen.map(|(_, high)| high),
-                );
+                let grad = row_range.map(|at| &up.grad[at]);
+                let dp = query_key_products(grad, &values_t, seen.map(|(_, high)| high));
                 for (i, r) in pair.into_iter().enumerate() {
                     let (lse, delta) = (up.lse[tile.row_range[r]], deltas[of_row[r]]);
                     for j in 0..BLOCK {

@@ -190,9 +190,8 @@ impl LaunchSequences {
     pub fn chunk_tiles(&self, attention: &Attention) -> Vec<ChunkTile> {
         let chunks = |seen: Range<usize>| seen.start / CHUNK_KEYS..seen.end.div_ceil(CHUNK_KEYS);
         let tiles = self.rows_and_keys(attention).into_iter();
-        tiles
-            .flat_map(|(tile, seen)| chunks(seen).map(move |chunk| ChunkTile { tile, chunk: chunk as i32 }))
-            .collect()
+        let parts = |(tile, seen)| chunks(seen).map(move |chunk| ChunkTile { tile, chunk: chunk as i32 });
+        tiles.flat_map(parts).collect()
     }
 
     /// Returns `part_starts` of the header: the first part of each sequence, then the number of parts.

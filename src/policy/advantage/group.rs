@@ -130,10 +130,8 @@ pub fn gdpo(rewards: &[(f32, Vec<f32>)], group_sizes: &[usize]) -> Result<Vec<f3
             start += size;
         }
     }
-    let (mean, std) = match sums.len() {
-        1 => (sums[0], 0.0),
-        _ => (mean(sums.iter().copied()), sample_std(&sums)),
-    };
+    let (mean, std) =
+        if sums.len() == 1 { (sums[0], 0.0) } else { (mean(sums.iter().copied()), sample_std(&sums)) };
     Ok(sums.iter().map(|sum| ((sum - mean) / (std + GDPO_STD_EPSILON)) as f32).collect())
 }
 

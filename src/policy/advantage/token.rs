@@ -3,7 +3,7 @@
 //! Only valid tokens count as time steps: tool output in the middle of a response adds no discount and no
 //! reward. Results are 0 where the mask is false.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use crate::bad_input;
 use crate::policy::sequences::Sequences;
@@ -119,8 +119,6 @@ fn returns_to_go(sequences: &Sequences, rewards: &[f32]) -> Result<Vec<f32>> {
 }
 
 fn check_fraction(name: &str, value: f64) -> Result<()> {
-    if !(0.0..=1.0).contains(&value) {
-        return Err(bad_input!("{name} is {value}: it must lie between 0 and 1"));
-    }
+    ensure!((0.0..=1.0).contains(&value), bad_input!("{name} is {value}: it must lie between 0 and 1"));
     Ok(())
 }

@@ -65,7 +65,7 @@ pub fn correct(
         None => None,
     };
     let mask = if config.reject.is_empty() {
-        sequences.mask().to_vec()
+        sequences.mask.to_vec()
     } else {
         let (mask, of_rejection) = reject(sequences, &log_ratio, &config.reject)?;
         metrics.extend(of_rejection);

@@ -34,7 +34,7 @@ pub fn reject(
 ) -> Result<(Vec<bool>, MetricMap)> {
     sequences.check("log_ratio", log_ratio)?;
     check_any_valid(sequences)?;
-    let mut mask = sequences.mask().to_vec();
+    let mut mask = sequences.mask.to_vec();
     let mut metrics = MetricMap::new();
     for rule in rules {
         let statistic = per_token(sequences, log_ratio, rule);
@@ -106,8 +106,6 @@ fn rule_metrics(sequences: &Sequences, rule: &RejectionRule, statistic: &[f64]) 
     if rule.option.statistic() == Statistic::K1 {
         statistics.push(("seq_fraction_low", fraction(per_sequence(), |s| s < rule.low)));
     }
-    statistics
-        .into_iter()
-        .map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value))
-        .collect()
+    let names = statistics.into_iter();
+    names.map(|(name, value)| (format!("rollout_rs_{}_{name}", rule.option), value)).collect()
 }

@@ -1,6 +1,6 @@
 //! CISPO: the clipped ratio is a detached weight of the policy gradient.
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 
 use super::{LossEntry, LossFunction, LossInput, PolicyLoss, Term, token_loss};
 use crate::bad_input;
@@ -63,9 +63,7 @@ impl CispoClip {
                 "cispo clip low is {low}: it must lie in (0, 1], where 1 means no lower bound"
             ));
         }
-        if !(high > 0.0 && high.is_finite()) {
-            return Err(bad_input!("cispo clip high is {high}: it must be positive"));
-        }
+        ensure!(high > 0.0 && high.is_finite(), bad_input!("cispo clip high is {high}: it must be positive"));
         Ok(Self { low, high })
     }
 }

@@ -75,8 +75,8 @@ impl DppoBounds {
     fn masks(&self, log_prob: f64, old_log_prob: f64, advantage: f64) -> bool {
         let divergence = self.divergence.between(log_prob, old_log_prob);
         match advantage > 0.0 {
-            true => log_prob > old_log_prob && divergence > self.range.high(),
-            false => log_prob < old_log_prob && divergence > self.range.low(),
+            true => log_prob > old_log_prob && divergence > self.range.high,
+            false => log_prob < old_log_prob && divergence > self.range.low,
         }
     }
 }

@@ -68,7 +68,7 @@ impl LossFunction for GeoMean {
             for token in valid {
                 let (_, depends_on_log_prob) = clip_log_ratio(input, &self.0, token);
                 let (log_ratio, advantage) = (input.log_ratio(token), input.advantage(token));
-                let outside = log_ratio != log_ratio.clamp(-self.0.low(), self.0.high());
+                let outside = log_ratio != log_ratio.clamp(-self.0.low, self.0.high);
                 counts.add(&Term {
                     kl: -log_ratio,
                     clipped: outside && advantage > 0.0,
@@ -93,9 +93,9 @@ fn clip_log_ratio(input: &LossInput, clip: &ClipRange, token: usize) -> (f64, bo
     let log_ratio = input.log_ratio(token);
     let advantage = input.advantage(token);
     if advantage > 0.0 {
-        (log_ratio.min(clip.high()), log_ratio <= clip.high())
+        (log_ratio.min(clip.high), log_ratio <= clip.high)
     } else if advantage < 0.0 {
-        (log_ratio.max(-clip.low()), log_ratio >= -clip.low())
+        (log_ratio.max(-clip.low), log_ratio >= -clip.low)
     } else {
         (0.0, false)
     }

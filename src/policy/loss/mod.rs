@@ -131,8 +131,8 @@ impl TokenMean {
 /// The clip range of the ratio: [1 − low, 1 + high].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ClipRange {
-    low: f64,
-    high: f64,
+    pub low: f64,
+    pub high: f64,
 }
 
 impl ClipRange {
@@ -155,14 +155,6 @@ impl ClipRange {
             }
         }
         Ok(Self { low, high })
-    }
-
-    pub fn low(&self) -> f64 {
-        self.low
-    }
-
-    pub fn high(&self) -> f64 {
-        self.high
     }
 
     fn clip(&self, ratio: f64) -> f64 {

@@ -8,22 +8,8 @@ use crate::recipe::plan::is_in_table;
 use crate::settings::changed_entries;
 
 /// Keys below `policy` that only the policy loss reads. A table stands for all of its keys.
-const POLICY_LOSS_KEYS: [&str; 14] = [
-    "advantage",
-    "loss",
-    "clip_low",
-    "clip_high",
-    "dual_clip",
-    "correction.is",
-    "correction.threshold",
-    "correction.normalize",
-    "correction.off_policy_mask",
-    "overlong",
-    "sapo",
-    "vespo",
-    "clip_cov",
-    "kl_cov",
-];
+const POLICY_LOSS_KEYS: &str = "advantage loss clip_low clip_high dual_clip correction.is \
+    correction.threshold correction.normalize correction.off_policy_mask overlong sapo vespo clip_cov kl_cov";
 
 impl Rules<'_> {
     /// Returns whether the divergence from a teacher is the only loss.
@@ -51,11 +37,9 @@ impl Rules<'_> {
             _ => {}
         }
         if recipe.task.is_agent() && distill.system_prompt.is_some() {
-            self.refuse(
-                &["policy.distill.system_prompt", "task.name"],
-                "an agent's program writes the system prompts, so the teacher's cannot replace them; remove the key, or use \
-                 another task",
-            );
+            let message = "an agent's program writes the system prompts, so the teacher's cannot replace \
+                them; remove the key, or use another task";
+            self.refuse(&["policy.distill.system_prompt", "task.name"], message);
         }
         let rollout = &recipe.rollout;
         let truncations = [
@@ -65,13 +49,11 @@ impl Rules<'_> {
         ];
         for (key, is_set, off) in truncations {
             if is_set {
-                self.refuse(
-                    &[key, "policy.distill"],
-                    format!(
-                        "the policy's distribution has only the kept tokens, and policy.distill compares the whole vocabulary; \
-                         write {off}, or remove [policy.distill]"
-                    ),
+                let message = format!(
+                    "the policy's distribution has only the kept tokens, and policy.distill compares the whole vocabulary; \
+                     write {off}, or remove [policy.distill]"
                 );
+                self.refuse(&[key, "policy.distill"], message);
             }
         }
         if distill.is_only_loss() {
@@ -82,21 +64,17 @@ impl Rules<'_> {
     /// Refuses the keys that only the policy loss reads.
     fn refuse_keys_of_policy_losses(&mut self) {
         let recipe = self.recipe;
-        let mut keys: Vec<String> = changed_entries(&recipe.policy)
-            .iter()
-            .map(|entry| entry.path().to_owned())
-            .filter(|path| POLICY_LOSS_KEYS.iter().any(|key| is_in_table(path, key)))
-            .map(|path| format!("policy.{path}"))
-            .collect();
+        let changed = changed_entries(&recipe.policy);
+        let is_of_loss = |path: &&str| POLICY_LOSS_KEYS.split(' ').any(|key| is_in_table(path, key));
+        let paths = changed.iter().map(|entry| entry.path()).filter(is_of_loss);
+        let mut keys: Vec<String> = paths.map(|path| format!("policy.{path}")).collect();
         if recipe.policy.kl.place == KlPlacement::Reward {
             keys.push("policy.kl.place".to_owned());
         }
         for key in keys {
-            self.refuse(
-                &[&key, "policy.distill.policy_loss_coefficient"],
-                "only the policy loss reads this, and policy.distill.policy_loss_coefficient = 0 removes that loss; remove one \
-                 of the two",
-            );
+            let message = "only the policy loss reads this, and policy.distill.policy_loss_coefficient = 0 \
+                removes that loss; remove one of the two";
+            self.refuse(&[&key, "policy.distill.policy_loss_coefficient"], message);
         }
     }
 }

@@ -13,10 +13,10 @@ impl Rules<'_> {
     pub(super) fn check_policy(&mut self) {
         let dual_clip = self.recipe.policy.dual_clip;
         if dual_clip != 0.0 && dual_clip <= 1.0 {
-            self.refuse(
-                &["policy.dual_clip"],
-                format!("{dual_clip} would clip the ratio of on-policy samples; give more than 1, or 0 for no clip"),
+            let message = format!(
+                "{dual_clip} would clip the ratio of on-policy samples; give more than 1, or 0 for no clip"
             );
+            self.refuse(&["policy.dual_clip"], message);
         }
         self.check_clip_range();
         self.check_settings_of_other_losses();
@@ -42,14 +42,12 @@ impl Rules<'_> {
         let weight_losses = weight_losses.collect::<Vec<_>>().join(" or ");
         for (key, value) in [("policy.clip_low", policy.clip_low), ("policy.clip_high", policy.clip_high)] {
             if value >= 1.0 && !policy.loss.clips_weight {
-                self.refuse(
-                    &[key, "policy.loss"],
-                    format!(
-                        "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weight_losses}, which \
-                         clips a weight, accepts larger ones)",
-                        policy.loss
-                    ),
+                let message = format!(
+                    "{value} is out of range for the ratio of {}; give a number above 0 and below 1 (only {weight_losses}, which \
+                     clips a weight, accepts larger ones)",
+                    policy.loss
                 );
+                self.refuse(&[key, "policy.loss"], message);
             }
         }
     }
@@ -65,13 +63,11 @@ impl Rules<'_> {
         ];
         for (table, reader, is_changed) in changed {
             if is_changed && policy.loss.name() != reader {
-                self.refuse(
-                    &[table, "policy.loss"],
-                    format!(
-                        "only policy.loss = {reader:?} uses this table, and policy.loss is \"{}\"; write {reader:?}, or remove [{table}]",
-                        policy.loss
-                    ),
+                let message = format!(
+                    "only policy.loss = {reader:?} uses this table, and policy.loss is \"{}\"; write {reader:?}, or remove [{table}]",
+                    policy.loss
                 );
+                self.refuse(&[table, "policy.loss"], message);
             }
         }
     }
@@ -83,24 +79,20 @@ impl Rules<'_> {
         let uses_second_forward = recipe.arms.second_forward_old_logprobs;
         let is_detached = policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward;
         if policy.loss.selects_tokens && is_detached {
-            self.refuse(
-                &["policy.old_logprob", "policy.loss"],
-                format!(
-                    "\"{}\" selects tokens by their old log-probabilities before the first update, and \"detach\" computes \
-                     these during it; write old_logprob = \"rollout\" or \"recompute\"",
-                    policy.loss
-                ),
+            let message = format!(
+                "\"{}\" selects tokens by their old log-probabilities before the first update, and \"detach\" computes \
+                 these during it; write old_logprob = \"rollout\" or \"recompute\"",
+                policy.loss
             );
+            self.refuse(&["policy.old_logprob", "policy.loss"], message);
         }
         let range = &policy.clip_cov;
         if range.covariance_min >= range.covariance_max {
-            self.refuse(
-                &["policy.clip_cov.covariance_max", "policy.clip_cov.covariance_min"],
-                format!(
-                    "{} is not above the lower bound {}; give a larger number",
-                    range.covariance_max, range.covariance_min
-                ),
+            let message = format!(
+                "{} is not above the lower bound {}; give a larger number",
+                range.covariance_max, range.covariance_min
             );
+            self.refuse(&["policy.clip_cov.covariance_max", "policy.clip_cov.covariance_min"], message);
         }
     }
 
@@ -124,12 +116,10 @@ impl Rules<'_> {
         ];
         for (key, is_negative, why) in negative {
             if is_negative {
-                self.refuse(
-                    &["policy.advantage", key],
-                    format!(
-                        "\"maxrl\" needs rewards of at least that of a wrong answer, but {why} ({key}); write another advantage"
-                    ),
+                let message = format!(
+                    "\"maxrl\" needs rewards of at least that of a wrong answer, but {why} ({key}); write another advantage"
                 );
+                self.refuse(&["policy.advantage", key], message);
             }
         }
     }
@@ -147,13 +137,11 @@ impl Rules<'_> {
         if self.recipe.policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward {
             for (key, count) in [("train.minibatches", train.minibatches), ("train.epochs", train.epochs)] {
                 if count > 1 {
-                    self.refuse(
-                        &[key, "policy.old_logprob"],
-                        format!(
-                            "{count} means several updates per step, and policy.old_logprob = \"detach\" would change the \
-                             old log-probs with each update; write old_logprob = \"rollout\" or \"recompute\", or {key} = 1"
-                        ),
+                    let message = format!(
+                        "{count} means several updates per step, and policy.old_logprob = \"detach\" would change the \
+                         old log-probs with each update; write old_logprob = \"rollout\" or \"recompute\", or {key} = 1"
                     );
+                    self.refuse(&[key, "policy.old_logprob"], message);
                 }
             }
         }
@@ -169,35 +157,29 @@ impl Rules<'_> {
         ];
         for (key, _) in stale_keys.into_iter().filter(|(_, is_on)| *is_on) {
             if recipe.policy.old_logprob == OldLogProbSource::Detach && !uses_second_forward {
-                self.refuse(
-                    &[key, "policy.old_logprob"],
-                    "older weights sample the tokens, and policy.old_logprob = \"detach\" takes their ratio as 1; write \
-                     old_logprob = \"rollout\", or \"recompute\" with policy.correction.is",
-                );
+                let message = "older weights sample the tokens, and policy.old_logprob = \"detach\" takes \
+                    their ratio as 1; write old_logprob = \"rollout\", or \"recompute\" with \
+                    policy.correction.is";
+                self.refuse(&[key, "policy.old_logprob"], message);
             }
             if recipe.train.trajectories.is_some() {
-                self.refuse(
-                    &[key, "train.trajectories"],
-                    "train.trajectories gives the data, so nothing is sampled; remove one of the two",
-                );
+                let message =
+                    "train.trajectories gives the data, so nothing is sampled; remove one of the two";
+                self.refuse(&[key, "train.trajectories"], message);
             }
             let recomputes = recipe.policy.old_logprob == OldLogProbSource::Recompute;
             let has_weights = recipe.policy.correction.is != ImportanceSampling::None;
             if !recipe.policy.loss.has_ratio && !has_weights {
-                self.warn(
-                    &[key, "policy.loss", "policy.correction.is"],
-                    format!(
-                        "older weights sample the tokens, and {} has no ratio, so nothing corrects this; set \
-                         policy.correction.is",
-                        recipe.policy.loss
-                    ),
+                let message = format!(
+                    "older weights sample the tokens, and {} has no ratio, so nothing corrects this; set \
+                     policy.correction.is",
+                    recipe.policy.loss
                 );
+                self.warn(&[key, "policy.loss", "policy.correction.is"], message);
             } else if recomputes && !has_weights {
-                self.warn(
-                    &[key, "policy.old_logprob", "policy.correction.is"],
-                    "older weights sample the tokens, and with old_logprob = \"recompute\" nothing corrects this; set \
-                     policy.correction.is, or write old_logprob = \"rollout\"",
-                );
+                let message = "older weights sample the tokens, and with old_logprob = \"recompute\" nothing \
+                    corrects this; set policy.correction.is, or write old_logprob = \"rollout\"";
+                self.warn(&[key, "policy.old_logprob", "policy.correction.is"], message);
             }
         }
     }
@@ -209,18 +191,14 @@ impl Rules<'_> {
             return;
         }
         if recipe.rollout.resample_rounds_max > 0 {
-            self.refuse(
-                &["rollout.step_tokens_max", "rollout.resample_rounds_max"],
-                "dynamic sampling replaces groups within a step, and partial trajectories end in later steps; write 0 for one \
-                 of the two",
-            );
+            let message = "dynamic sampling replaces groups within a step, and partial trajectories end in \
+                later steps; write 0 for one of the two";
+            self.refuse(&["rollout.step_tokens_max", "rollout.resample_rounds_max"], message);
         }
         if recipe.policy.advantage == Advantage::Remax {
-            self.refuse(
-                &["rollout.step_tokens_max", "policy.advantage"],
-                "remax compares samples of one version of the weights with their greedy sample, and several versions sample a \
-                 partial trajectory; write 0, or another advantage",
-            );
+            let message = "remax compares samples of one version of the weights with their greedy sample, \
+                and several versions sample a partial trajectory; write 0, or another advantage";
+            self.refuse(&["rollout.step_tokens_max", "policy.advantage"], message);
         }
     }
 
@@ -228,10 +206,10 @@ impl Rules<'_> {
     pub(super) fn check_minibatches(&mut self, key: &str, count: usize) {
         let trajectories = self.trajectories_per_step();
         if count > trajectories {
-            self.refuse(
-                &[key, "rollout.prompts_per_step", "rollout.samples_per_prompt"],
-                format!("{count} updates are more than the {trajectories} trajectories of a step; give at most that many"),
+            let message = format!(
+                "{count} updates are more than the {trajectories} trajectories of a step; give at most that many"
             );
+            self.refuse(&[key, "rollout.prompts_per_step", "rollout.samples_per_prompt"], message);
         }
     }
 
@@ -242,20 +220,18 @@ impl Rules<'_> {
         }
         if correction.is == ImportanceSampling::None {
             if correction.normalize {
-                self.refuse(
-                    &["policy.correction.normalize", "policy.correction.is"],
-                    "there are no weights to normalise; set policy.correction.is, or remove the key",
-                );
+                let message =
+                    "there are no weights to normalise; set policy.correction.is, or remove the key";
+                self.refuse(&["policy.correction.normalize", "policy.correction.is"], message);
             }
             return;
         }
         // If the loss has no ratio, importance weights are the only correction.
         if self.recipe.policy.loss.has_ratio && self.recipe.policy.old_logprob == OldLogProbSource::Rollout {
-            self.refuse(
-                &["policy.correction.is", "policy.old_logprob", "policy.loss"],
-                "with old_logprob = \"rollout\" the loss's ratio is already relative to the rollout, so weights would count \
-                 the mismatch twice; write old_logprob = \"detach\" or \"recompute\", or is = \"none\"",
-            );
+            let message = "with old_logprob = \"rollout\" the loss's ratio is already relative to the \
+                rollout, so weights would count the mismatch twice; write old_logprob = \"detach\" or \
+                \"recompute\", or is = \"none\"";
+            self.refuse(&["policy.correction.is", "policy.old_logprob", "policy.loss"], message);
         }
     }
 
@@ -280,14 +256,12 @@ impl Rules<'_> {
         let correction = &self.recipe.policy.correction;
         let (options, bounds) = (&correction.reject, &correction.reject_bounds);
         if options.len() != bounds.len() {
-            self.refuse(
-                &["policy.correction.reject_bounds", "policy.correction.reject"],
-                format!(
-                    "{} bounds for {} options of policy.correction.reject; give one array for each",
-                    bounds.len(),
-                    options.len()
-                ),
+            let message = format!(
+                "{} bounds for {} options of policy.correction.reject; give one array for each",
+                bounds.len(),
+                options.len()
             );
+            self.refuse(&["policy.correction.reject_bounds", "policy.correction.reject"], message);
             return;
         }
         for (i, (&option, bounds)) in options.iter().zip(bounds).enumerate() {
@@ -295,10 +269,8 @@ impl Rules<'_> {
                 self.refuse(&["policy.correction.reject"], format!("{option} is listed twice; remove one"));
             }
             if let Some(error) = option.bounds_error(bounds) {
-                self.refuse(
-                    &["policy.correction.reject_bounds", "policy.correction.reject"],
-                    format!("bounds of {option}: {error}"),
-                );
+                let message = format!("bounds of {option}: {error}");
+                self.refuse(&["policy.correction.reject_bounds", "policy.correction.reject"], message);
             }
         }
     }
@@ -333,10 +305,8 @@ impl Rules<'_> {
         ];
         for (key, switch, is_off) in switches {
             if is_off && self.key_locations.is_written(key) && !self.key_locations.is_written(switch) {
-                self.refuse(
-                    &[key, switch],
-                    format!("has no effect without {switch}; set that too, or remove the key"),
-                );
+                let message = format!("has no effect without {switch}; set that too, or remove the key");
+                self.refuse(&[key, switch], message);
             }
         }
     }
@@ -344,13 +314,11 @@ impl Rules<'_> {
     fn check_divergence(&mut self) {
         let policy = &self.recipe.policy;
         if policy.kl.target.is_some() && policy.kl.place != KlPlacement::Reward {
-            self.refuse(
-                &["policy.kl.target", "policy.kl.place"],
-                format!(
-                    "controls the divergence in the reward, but policy.kl.place is \"{}\"; write place = \"reward\", or remove the key",
-                    policy.kl.place
-                ),
+            let message = format!(
+                "controls the divergence in the reward, but policy.kl.place is \"{}\"; write place = \"reward\", or remove the key",
+                policy.kl.place
             );
+            self.refuse(&["policy.kl.target", "policy.kl.place"], message);
         }
         let trajectories = self.trajectories_per_step();
         if policy.kl.target.is_some() && policy.kl.horizon * 5.0 <= trajectories as f64 {
@@ -369,29 +337,24 @@ impl Rules<'_> {
             );
         }
         if policy.kl.place == KlPlacement::Loss && policy.kl.estimator == KlEstimator::K1 {
-            self.warn(
-                &["policy.kl.estimator", "policy.kl.place"],
-                "in the loss, the gradient of k1 is 0 on average, so nothing holds the policy; write \"k1+\", \"k2\" or \"k3\"",
-            );
+            let message = "in the loss, the gradient of k1 is 0 on average, so nothing holds the policy; \
+                write \"k1+\", \"k2\" or \"k3\"";
+            self.warn(&["policy.kl.estimator", "policy.kl.place"], message);
         }
         if policy.kl.place == KlPlacement::Reward && policy.kl.estimator.is_straight_through() {
-            self.refuse(
-                &["policy.kl.estimator", "policy.kl.place"],
-                "no gradient flows through a reward, so the + has no effect; remove it",
-            );
+            let message = "no gradient flows through a reward, so the + has no effect; remove it";
+            self.refuse(&["policy.kl.estimator", "policy.kl.place"], message);
         }
     }
 
     fn check_rewards(&mut self) {
         let (policy, rollout) = (&self.recipe.policy, &self.recipe.rollout);
         if policy.overlong.buffer_tokens > rollout.response_tokens_max {
-            self.refuse(
-                &["policy.overlong.buffer_tokens", "rollout.response_tokens_max"],
-                format!(
-                    "{} is more than the {} tokens of rollout.response_tokens_max; give at most that many",
-                    policy.overlong.buffer_tokens, rollout.response_tokens_max
-                ),
+            let message = format!(
+                "{} is more than the {} tokens of rollout.response_tokens_max; give at most that many",
+                policy.overlong.buffer_tokens, rollout.response_tokens_max
             );
+            self.refuse(&["policy.overlong.buffer_tokens", "rollout.response_tokens_max"], message);
         }
     }
 
@@ -402,35 +365,27 @@ impl Rules<'_> {
             return;
         }
         if self.only_distills() {
-            self.refuse(
-                &["rollout.resample_rounds_max", "policy.distill.policy_loss_coefficient"],
-                "the teacher teaches on every group, whatever its rewards; write 0",
-            );
+            let message = "the teacher teaches on every group, whatever its rewards; write 0";
+            self.refuse(&["rollout.resample_rounds_max", "policy.distill.policy_loss_coefficient"], message);
         }
         if matches!(advantage, Advantage::ReinforcePlusPlus | Advantage::Remax | Advantage::Gae) {
-            self.refuse(
-                &["rollout.resample_rounds_max", "policy.advantage"],
-                format!(
-                    "under {advantage} a group with equal rewards has a learning signal too, because its baseline is not the \
-                     group's mean; write 0, or another advantage"
-                ),
+            let message = format!(
+                "under {advantage} a group with equal rewards has a learning signal too, because its baseline is not the \
+                 group's mean; write 0, or another advantage"
             );
+            self.refuse(&["rollout.resample_rounds_max", "policy.advantage"], message);
         }
         if self.recipe.train.trajectories.is_some() {
-            self.refuse(
-                &["rollout.resample_rounds_max", "train.trajectories"],
-                "train.trajectories gives the data, so nothing is sampled; remove one of the two",
-            );
+            let message = "train.trajectories gives the data, so nothing is sampled; remove one of the two";
+            self.refuse(&["rollout.resample_rounds_max", "train.trajectories"], message);
         }
     }
 
     fn check_greedy_baseline(&mut self) {
         if self.recipe.policy.advantage == Advantage::Remax && self.recipe.train.trajectories.is_some() {
-            self.refuse(
-                &["policy.advantage", "train.trajectories"],
-                "remax needs a greedy sample for each prompt, but train.trajectories gives the data and nothing is sampled; \
-                 remove one of the two",
-            );
+            let message = "remax needs a greedy sample for each prompt, but train.trajectories gives the \
+                data and nothing is sampled; remove one of the two";
+            self.refuse(&["policy.advantage", "train.trajectories"], message);
         }
     }
 }

@@ -82,8 +82,8 @@ impl MemoryPlanInput<'_> {
         let trainable = if self.command.trains() { self.ever_trainable_tensors() } else { vec![] };
         let whole = total_working_bytes(trainable.iter().map(|(_, spec)| spec));
         let weights = weights - whole + self.working_shard_bytes(&trainable);
-        let mut items = vec![MemoryItem { name: "weights", bytes: weights }];
-        let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
+        let mut items = vec![MemoryItem::new("weights", weights)];
+        let mut add = |name, bytes| items.push(MemoryItem::new(name, bytes));
         let table = self.config.max_position_embeddings * self.config.head_dim * size_of::<f32>();
         let beside = self.samples_beside_the_update() && recipe.train.steps > 0;
         // The second stream has a table of its own.
@@ -183,10 +183,8 @@ impl MemoryPlanInput<'_> {
     /// Returns the GPU memory of each phase, with `sequences` sequences in the KV cache.
     pub(super) fn gpu_phases(&self, sequences: usize) -> Vec<(&'static str, Vec<MemoryItem>)> {
         let (recipe, config) = (self.recipe, self.config);
-        let cache_item = |capacity: CacheCapacity| MemoryItem {
-            name: "keys and values",
-            bytes: capacity.device_bytes(config),
-        };
+        let cache_item =
+            |capacity: CacheCapacity| MemoryItem::new("keys and values", capacity.device_bytes(config));
         let mut phases = vec![];
         if self.samples() {
             let capacity = self.cache_capacity(sequences);
@@ -197,12 +195,12 @@ impl MemoryPlanInput<'_> {
             let bytes = Decoder::device_bytes(config, decoded);
             let items = [
                 cache_item(capacity),
-                MemoryItem { name: "page tables and rows of decode", bytes },
-                MemoryItem { name: "one forward pass and its logits", bytes: forward },
-                MemoryItem {
-                    name: "partial attention results",
-                    bytes: self.partial_attention_bytes(self.decoded_sequences()),
-                },
+                MemoryItem::new("page tables and rows of decode", bytes),
+                MemoryItem::new("one forward pass and its logits", forward),
+                MemoryItem::new(
+                    "partial attention results",
+                    self.partial_attention_bytes(self.decoded_sequences()),
+                ),
             ];
             let exchanged = self.exchanged_row_item(capacity.fed_tokens_max);
             let items = items.into_iter().chain(self.gpu_sampling_gather()).chain(exchanged);
@@ -218,7 +216,7 @@ impl MemoryPlanInput<'_> {
                 let capacity =
                     CacheCapacity { sequences, tokens: self.longest_sequence(), fed_tokens_max: sequences };
                 let bytes = self.pass_shape(tokens, tokens).forward_bytes();
-                let activations = MemoryItem { name: "activations", bytes };
+                let activations = MemoryItem::new("activations", bytes);
                 phases.push(("comparison", vec![cache_item(capacity), activations]));
             }
             ModelCommand::Train => {
@@ -231,7 +229,7 @@ impl MemoryPlanInput<'_> {
                 let gathered = self.gpu_update_gather(&pass, bytes);
                 let rows = self.trained_row_item(tokens);
                 let update: Vec<MemoryItem> =
-                    [MemoryItem { name, bytes }].into_iter().chain(gathered).chain(rows).collect();
+                    [MemoryItem::new(name, bytes)].into_iter().chain(gathered).chain(rows).collect();
                 let sampling = sampling.filter(|_| self.samples_beside_the_update());
                 if let Some(sampling) = &sampling {
                     phases.push(("sampling beside the update", [sampling.clone(), update.clone()].concat()));

@@ -55,7 +55,7 @@ impl MemoryPlanInput<'_> {
         };
         let bytes = self.ever_trainable_tensors().iter().map(bytes).sum();
         let name = if by_expert { "weights, gathered except experts" } else { "weights, gathered" };
-        self.has_gpu_shards().then_some(MemoryItem { name, bytes })
+        self.has_gpu_shards().then_some(MemoryItem::new(name, bytes))
     }
 
     /// Returns the memory of expert rows in a layer of a pass with `tokens` tokens of each GPU, beyond the
@@ -69,9 +69,8 @@ impl MemoryPlanInput<'_> {
         let gathered = all.min(GATHERED_ROWS_MAX) * top_k;
         let sent = if all > GATHERED_ROWS_MAX { all * top_k.min(self.local_experts()) } else { 0 };
         let received = gathered.max(sent) * (4 * c.hidden_size + 3 * c.intermediate_size);
-        let own = 2 * tokens * top_k * c.hidden_size;
-        let bytes = ((received + own) * size_of::<half::bf16>()) as u64;
-        self.samples_by_expert().then_some(MemoryItem { name: "rows of experts, exchanged", bytes })
+        let bytes = ((received + 2 * tokens * top_k * c.hidden_size) * size_of::<half::bf16>()) as u64;
+        self.samples_by_expert().then_some(MemoryItem::new("rows of experts, exchanged", bytes))
     }
 
     /// Returns the memory of expert rows in a forward and backward pass with `tokens` tokens of each GPU,
@@ -88,7 +87,7 @@ impl MemoryPlanInput<'_> {
         let kept = layers * (4 * c.hidden_size + 3 * c.intermediate_size);
         let backward = 3 * c.hidden_size + 6 * c.intermediate_size;
         let bytes = (received * (kept + backward) * size_of::<half::bf16>()) as u64;
-        self.trains_by_expert().then_some(MemoryItem { name: "rows of experts, exchanged", bytes })
+        self.trains_by_expert().then_some(MemoryItem::new("rows of experts, exchanged", bytes))
     }
 
     /// Returns whether several GPUs shard the trainable tensors.
@@ -137,7 +136,7 @@ impl MemoryPlanInput<'_> {
         };
         let total = total(self.ever_trainable_tensors()).max(total(self.critic_tensors()));
         let bytes = total.saturating_sub(activation_bytes);
-        self.has_gpu_shards().then_some(MemoryItem { name: "gathered weights, exchanged gradients", bytes })
+        self.has_gpu_shards().then_some(MemoryItem::new("gathered weights, exchanged gradients", bytes))
     }
 
     /// Returns the largest number of passes of a process in one update. A micro-batch may have room for part
@@ -209,10 +208,7 @@ fn send(waiting: &mut (u64, u64), in_flight: &mut VecDeque<(u64, u64)>, bytes_ma
 /// Returns the part of the pass that holds the gathered tensor. Factors of adapters are held by the whole
 /// pass.
 fn weight_stage(spec: &ParameterSpec) -> BackwardStage {
-    match spec.role {
-        TensorRole::AdapterFactor => BackwardStage::Head,
-        _ => gradient_stage(spec),
-    }
+    if let TensorRole::AdapterFactor = spec.role { BackwardStage::Head } else { gradient_stage(spec) }
 }
 
 /// Returns the stage of the backward pass in which a tensor gets its gradient.

@@ -85,12 +85,6 @@ impl ModelCommand {
     pub fn trains(self) -> bool {
         self == ModelCommand::Train
     }
-
-    /// Returns whether the command may read layers from disk on demand. That is fast enough only for few
-    /// forward passes over many tokens.
-    pub fn can_read_layers_on_demand(self) -> bool {
-        matches!(self, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
-    }
 }
 
 /// A trainable tensor and its index in the parameter store.
@@ -102,12 +96,8 @@ fn select_trainable(
     trainable: &[bool],
     first: usize,
 ) -> Vec<TrainableTensor> {
-    (first..)
-        .zip(specs)
-        .zip(trainable)
-        .filter(|(_, is_trainable)| **is_trainable)
-        .map(|(tensor, _)| tensor)
-        .collect()
+    let all = (first..).zip(specs).zip(trainable);
+    all.filter(|(_, is_trainable)| **is_trainable).map(|(tensor, _)| tensor).collect()
 }
 
 /// Returns the bytes of `tensors` in f32, unsharded.
@@ -134,6 +124,12 @@ pub struct MemoryItem {
     pub bytes: u64,
 }
 
+impl MemoryItem {
+    fn new(name: &'static str, bytes: u64) -> Self {
+        Self { name, bytes }
+    }
+}
+
 /// The peak memory of a command.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryPlan {
@@ -153,8 +149,7 @@ impl MemoryPlan {
         match input.choices.gpu_sequences {
             None => {
                 let (mut resident, phases) = (input.resident(), input.phases());
-                let bytes = retained_bytes(&phases);
-                resident.push(MemoryItem { name: "kept by the allocator", bytes });
+                resident.push(MemoryItem::new("kept by the allocator", retained_bytes(&phases)));
                 Self { resident, phases }
             }
             Some(sequences) => Self { resident: input.gpu_resident(), phases: input.gpu_phases(sequences) },
@@ -343,15 +338,14 @@ impl MemoryPlanInput<'_> {
     fn resident(&self) -> Vec<MemoryItem> {
         let recipe = self.recipe;
         let weights = match self.placement.layers_on_demand {
-            true => MemoryItem {
-                name: "weights, one layer at a time",
-                bytes: on_demand_bytes(self.config, self.formats),
-            },
-            false => MemoryItem { name: "weights", bytes: self.local_weight_bytes() },
+            true => {
+                MemoryItem::new("weights, one layer at a time", on_demand_bytes(self.config, self.formats))
+            }
+            false => MemoryItem::new("weights", self.local_weight_bytes()),
         };
         let mut items = self.program();
         items.push(weights);
-        let mut add = |name, bytes| items.push(MemoryItem { name, bytes });
+        let mut add = |name, bytes| items.push(MemoryItem::new(name, bytes));
         if self.command.trains() {
             let (gradients, optimizer) = self.largest_stage(Self::optimizer_shard_bytes);
             add("gradients", gradients);
@@ -479,8 +473,7 @@ impl MemoryPlanInput<'_> {
         let exchanges = self.placement.processes > 1;
         let passes = if exchanges { 1 } else { concurrent_passes(self.largest_weight_bytes(), self.threads) };
         if matches!(self.command, ModelCommand::CheckMismatch(_)) {
-            phases
-                .push(("comparison", vec![MemoryItem { name: "activations", bytes: pass.forward_bytes() }]));
+            phases.push(("comparison", vec![MemoryItem::new("activations", pass.forward_bytes())]));
             return phases;
         }
         let recomputes = self.recomputes_layers();
@@ -490,8 +483,8 @@ impl MemoryPlanInput<'_> {
         let gathered =
             tensors.iter().map(|tensors| self.gathered_pass_bytes(tensors, recomputes)).max().unwrap_or(0);
         let gathered = if self.shard_ranks() > 1 { gathered } else { 0 };
-        let gathered = MemoryItem { name: "gathered weights, exchanged gradients", bytes: gathered };
-        let update = vec![MemoryItem { name, bytes }, gathered];
+        let gathered = MemoryItem::new("gathered weights, exchanged gradients", gathered);
+        let update = vec![MemoryItem::new(name, bytes), gathered];
         let samples_ahead = self.samples_beside_the_update() && steps > 0;
         let in_flight = self.samplings_in_flight();
         let times = |item: MemoryItem| MemoryItem { bytes: in_flight * item.bytes, ..item };
@@ -510,7 +503,7 @@ impl MemoryPlanInput<'_> {
     /// runs at the same time.
     fn optimizer_phase(&self, sampling: Option<Vec<MemoryItem>>) -> Option<(&'static str, Vec<MemoryItem>)> {
         let bytes = self.optimizer_scratch_bytes();
-        let products = MemoryItem { name: "products of matrices", bytes };
+        let products = MemoryItem::new("products of matrices", bytes);
         let items = sampling.into_iter().flatten().chain([products]);
         (bytes > 0).then(|| ("optimizer", items.collect()))
     }

@@ -267,11 +267,6 @@ impl PassShape<'_> {
         }
     }
 
-    /// Returns the bytes of the rows that a teacher leaves for the head.
-    fn teacher_row_bytes(&self) -> u64 {
-        self.teacher.map_or(0, |teacher| self.value_bytes(self.targets, teacher.hidden_size))
-    }
-
     /// Returns the bytes of the head's input rows, before and after the final norm.
     fn head_row_bytes(&self) -> u64 {
         2 * self.value_bytes(self.targets, self.config.hidden_size)
@@ -309,7 +304,8 @@ impl PassShape<'_> {
                     .max(3 * self.hidden_bytes())
                     .max(self.layer_backward_bytes())
         };
-        own + self.teacher_row_bytes()
+        // The teacher leaves rows for the head.
+        own + self.teacher.map_or(0, |teacher| self.value_bytes(self.targets, teacher.hidden_size))
     }
 }
 

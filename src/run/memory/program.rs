@@ -55,10 +55,10 @@ impl MemoryPlanInput<'_> {
             InterpreterKind::CPython => CPYTHON_WORKER_BYTES,
         };
         vec![
-            MemoryItem { name: "program", bytes: PROGRAM_BYTES },
-            MemoryItem { name: "tokenizer", bytes: self.tokenizer_bytes },
-            MemoryItem { name: "threads", bytes: threads * THREAD_BYTES },
-            MemoryItem { name: "tool's workers, idle", bytes: self.tools.python_workers as u64 * worker },
+            MemoryItem::new("program", PROGRAM_BYTES),
+            MemoryItem::new("tokenizer", self.tokenizer_bytes),
+            MemoryItem::new("threads", threads * THREAD_BYTES),
+            MemoryItem::new("tool's workers, idle", self.tools.python_workers as u64 * worker),
         ]
     }
 }

@@ -40,15 +40,9 @@ impl MemoryPlanInput<'_> {
     /// plan fits into `bytes`, or until a smaller value saves nothing more.
     pub fn remedies(&self, bytes: u64) -> Vec<Remedy> {
         let peak = self.peak_bytes();
-        let mut remedies: Vec<Remedy> = self
-            .changes(bytes)
-            .into_iter()
-            .map(|(change, peak_after)| {
-                let saved_bytes = peak.saturating_sub(peak_after);
-                Remedy { change, saved_bytes }
-            })
-            .filter(|remedy| remedy.saved_bytes > 0)
-            .collect();
+        let remedy = |(change, peak_after)| Remedy { change, saved_bytes: peak.saturating_sub(peak_after) };
+        let remedies = self.changes(bytes).into_iter().map(remedy);
+        let mut remedies: Vec<Remedy> = remedies.filter(|remedy| remedy.saved_bytes > 0).collect();
         remedies.sort_by_key(|remedy| std::cmp::Reverse(remedy.saved_bytes));
         remedies
     }
@@ -162,8 +156,7 @@ impl MemoryPlanInput<'_> {
 
     /// Returns the peak if all experts of the policy are frozen. `None` if nothing else is trainable.
     fn peak_with_frozen_experts(&self) -> Option<u64> {
-        let specs = parameter_specs(self.config);
-        let policy: Vec<bool> = specs
+        let policy: Vec<bool> = parameter_specs(self.config)
             .iter()
             .zip(&self.trainable.policy)
             .map(|(spec, is_trainable)| *is_trainable && !spec.name.contains(".mlp.experts."))

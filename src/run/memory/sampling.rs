@@ -132,10 +132,7 @@ impl MemoryPlanInput<'_> {
     /// Returns the number of later steps whose samples training holds.
     fn steps_sampled_ahead(&self) -> u64 {
         let rollout = &self.recipe.rollout;
-        match self.command.trains() {
-            true => rollout.lag_steps + u64::from(rollout.step_tokens_max > 0),
-            false => 0,
-        }
+        if self.command.trains() { rollout.lag_steps + u64::from(rollout.step_tokens_max > 0) } else { 0 }
     }
 
     /// Returns the maximum number of tokens whose keys and values the command keeps for later requests.
@@ -197,21 +194,17 @@ impl MemoryPlanInput<'_> {
             // The ids of the row's tokens, and the kept logits.
             row_copies *= 3;
         }
-        let targets = sequences.div_ceil(engines);
-        let forward = self.pass_shape(tokens, targets).forward_bytes();
+        let forward = self.pass_shape(tokens, sequences.div_ceil(engines)).forward_bytes();
         let items = vec![
-            MemoryItem {
-                name: "keys and values",
-                bytes: sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
-            },
-            MemoryItem { name: "kept prefixes", bytes: self.prefix_bytes() },
-            MemoryItem { name: "requests and answers", bytes: self.request_bytes() },
-            MemoryItem {
-                name: "one forward pass and its logits",
-                bytes: engines as u64 * forward + row_copies,
-            },
-            MemoryItem { name: "weights, rounded", bytes: rounded },
-            MemoryItem { name: "weights in bf16, for decode", bytes: self.bf16_copy_bytes() },
+            MemoryItem::new(
+                "keys and values",
+                sequences as u64 * SequenceCache::bytes(config, self.longest_sequence()),
+            ),
+            MemoryItem::new("kept prefixes", self.prefix_bytes()),
+            MemoryItem::new("requests and answers", self.request_bytes()),
+            MemoryItem::new("one forward pass and its logits", engines as u64 * forward + row_copies),
+            MemoryItem::new("weights, rounded", rounded),
+            MemoryItem::new("weights in bf16, for decode", self.bf16_copy_bytes()),
         ];
         items.into_iter().chain(gathered).collect()
     }

@@ -35,11 +35,11 @@ impl MemoryPlanInput<'_> {
         let teacher = self.teacher?;
         let formats = teacher.formats?;
         Some(match teacher.on_disk {
-            false => MemoryItem { name: "teacher's weights", bytes: teacher.all_bytes(formats) },
-            true => MemoryItem {
-                name: "teacher's weights, one layer at a time",
-                bytes: on_demand_bytes(teacher.config, formats) + teacher.adapter_bytes,
-            },
+            false => MemoryItem::new("teacher's weights", teacher.all_bytes(formats)),
+            true => MemoryItem::new(
+                "teacher's weights, one layer at a time",
+                on_demand_bytes(teacher.config, formats) + teacher.adapter_bytes,
+            ),
         })
     }
 

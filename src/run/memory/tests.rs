@@ -235,9 +235,7 @@ fn packed_weights_are_sharded_if_memory_needs_it() {
                 let stored =
                     TensorStorage::from_weight(zeros(spec, *format)).into_shard(spec, index, &mesh).unwrap();
                 match stored.weight(spec).unwrap() {
-                    Weight::Packed(matrix) if stored.is_sharded() => {
-                        matrix.shard_bytes().unwrap().len() as u64
-                    }
+                    Weight::Packed(matrix) if stored.is_sharded => matrix.shard_bytes().unwrap().len() as u64,
                     weight => weight.bytes(),
                 }
             });

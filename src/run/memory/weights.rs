@@ -64,8 +64,7 @@ pub(super) fn on_demand_bytes(config: &Config, formats: &[StoredFormat]) -> u64 
     for (spec, format) in specs.iter().zip(formats) {
         *layers.entry(spec.layer).or_default() += spec.resident_bytes(*format);
     }
-    let outside = layers.remove(&None).unwrap_or(0);
-    outside + layers.into_values().max().unwrap_or(0)
+    layers.remove(&None).unwrap_or(0) + layers.into_values().max().unwrap_or(0)
 }
 
 impl MemoryPlanInput<'_> {
@@ -119,7 +118,7 @@ impl MemoryPlanInput<'_> {
             (0..self.shard_ranks()).map(bytes).max().unwrap_or(0)
         };
         let bytes = buffers * sum(self.ever_trainable_tensors()).max(sum(self.critic_tensors()));
-        let item = MemoryItem { name: "gradients, exchanged", bytes };
+        let item = MemoryItem::new("gradients, exchanged", bytes);
         (self.placement.processes > self.shard_ranks()).then(|| ("sum of all copies", vec![item]))
     }
 
@@ -181,7 +180,7 @@ impl MemoryPlanInput<'_> {
         let sharded = self.sharded_tensors(self.ever_trainable_tensors());
         match self.effective_rollout_weights() {
             RolloutWeightPlacement::Auto | RolloutWeightPlacement::Whole => {
-                MemoryItem { name: "weights, gathered", bytes: unsharded_bytes(&sharded) }
+                MemoryItem::new("weights, gathered", unsharded_bytes(&sharded))
             }
             RolloutWeightPlacement::ByExpert => {
                 let (experts, rest): (Vec<ShardedTensor>, Vec<ShardedTensor>) =
@@ -189,10 +188,10 @@ impl MemoryPlanInput<'_> {
                 let bytes = |tensor: &ShardedTensor| {
                     tensor.spec.with_expert_count(self.local_experts()).resident_bytes(tensor.format)
                 };
-                MemoryItem {
-                    name: "weights, gathered except experts",
-                    bytes: unsharded_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
-                }
+                MemoryItem::new(
+                    "weights, gathered except experts",
+                    unsharded_bytes(&rest) + experts.iter().map(bytes).sum::<u64>(),
+                )
             }
         }
     }
@@ -243,11 +242,8 @@ impl MemoryPlanInput<'_> {
         let names = names.into_iter().collect::<Vec<_>>().join(", ");
         let packed: u64 =
             blocks.iter().map(|(_, spec, kind)| spec.resident_bytes(StoredFormat::Blocks(*kind))).sum();
-        let unpacked: u64 = blocks
-            .iter()
-            .filter(|(index, spec, _)| !self.is_packed(spec, *index))
-            .map(|(_, spec, _)| spec.resident_bytes(StoredFormat::F32))
-            .sum();
+        let unpacked = blocks.iter().filter(|(index, spec, _)| !self.is_packed(spec, *index));
+        let unpacked: u64 = unpacked.map(|(_, spec, _)| spec.resident_bytes(StoredFormat::F32)).sum();
         match (blocks.is_empty(), unpacked) {
             (true, _) => None,
             (false, 0) => {

@@ -62,7 +62,9 @@ impl Startup {
         self.choices.recompute_layers = needs_recomputation(self);
         let peak = self.peak_bytes();
         let is_too_large = available.is_some_and(|available| peak > available.bytes);
-        if let Some(teacher) = self.teacher.as_mut().filter(|teacher| is_too_large && teacher.has_files()) {
+        if let Some(teacher) =
+            self.teacher.as_mut().filter(|teacher| is_too_large && teacher.source.is_some())
+        {
             teacher.on_disk = true;
             self.environment.plan.warnings.push(format!(
                 "the run needs {} of memory with the teacher's weights; each of its layers is read from disk when it is needed",
@@ -197,8 +199,9 @@ impl Startup {
             self.lower_sequences(available);
         }
         let peak = self.peak_bytes();
+        // Reading layers on demand is fast enough only for few forward passes over many tokens.
         if available.is_some_and(|available| peak > available.bytes)
-            && self.command.can_read_layers_on_demand()
+            && matches!(self.command, ModelCommand::Eval | ModelCommand::CheckMismatch(_))
             && self.choices.gpu_sequences.is_none()
             && let Some(files) = &self.source.weights
         {

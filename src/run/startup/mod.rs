@@ -41,7 +41,8 @@ pub struct Startup {
     command: ModelCommand,
     /// The processes of the run.
     mesh: Arc<Mesh>,
-    threads: Threads,
+    /// The threads of the run.
+    pub threads: Threads,
     compute_device: ComputeDevice,
     pub(super) source: ModelSource,
     trainables: Trainables,
@@ -52,11 +53,6 @@ pub struct Startup {
 }
 
 impl Startup {
-    /// Runs `work` on the threads of the run.
-    pub fn on_threads<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
-        self.threads.run_on_all(work)
-    }
-
     /// Opens everything that the plan names. Writes nothing and reads no weights.
     ///
     /// # Errors

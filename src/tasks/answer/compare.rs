@@ -5,7 +5,7 @@ use super::evaluate::{Value, evaluate, rational_value};
 use super::expr::{Expr, Relation};
 use super::sets::real_parts;
 use num_complex::Complex64;
-use num_traits::{Signed, ToPrimitive};
+use num_traits::{Signed, ToPrimitive, Zero};
 use std::cell::Cell;
 
 /// Number of points at which expressions with variables are compared. At least [`POINTS_NEEDED`] of the
@@ -52,10 +52,8 @@ impl Comparison<'_> {
     /// Compares two answers. `listed`: whether they are items of a list, where `x = 1` and `y = 1` differ.
     fn same(&self, reference: &Expr, answer: &Expr, listed: bool) -> bool {
         use Expr::*;
-        match self.left.get().checked_sub(1) {
-            Some(left) => self.left.set(left),
-            None => return false,
-        }
+        let Some(left) = self.left.get().checked_sub(1) else { return false };
+        self.left.set(left);
         if [reference, answer].iter().any(|expr| matches!(expr, SetOperation(..)))
             && let Some((reference, answer)) = real_parts(reference).zip(real_parts(answer))
         {
@@ -106,32 +104,22 @@ impl Comparison<'_> {
 
     /// Compares sets of answers. An answer that is written twice counts once.
     fn same_in_any_order(&self, reference: &[Expr], answer: &[Expr]) -> bool {
-        let distinct = |items: &'_ [Expr]| {
-            let mut kept: Vec<Expr> = Vec::new();
-            items.iter().for_each(|e| {
-                if !kept.contains(e) {
-                    kept.push(e.clone())
-                }
-            });
-            kept
+        let distinct = |items: &[Expr]| -> Vec<Expr> {
+            let is_first = |&(at, item): &(usize, &Expr)| !items[..at].contains(item);
+            items.iter().enumerate().filter(is_first).map(|(_, item)| item.clone()).collect()
         };
         let (reference, mut open) = (distinct(reference), distinct(answer));
         reference.len() == open.len()
-            && reference.iter().all(|g| match open.iter().position(|a| self.same(g, a, true)) {
-                Some(found) => {
-                    open.swap_remove(found);
-                    true
-                }
-                None => false,
+            && reference.iter().all(|g| {
+                let found = open.iter().position(|a| self.same(g, a, true));
+                found.map(|at| open.swap_remove(at)).is_some()
             })
     }
 
     fn same_ratios(&self, reference: &[Expr], answer: &[Expr]) -> bool {
         let ([g1, gs @ ..], [a1, others @ ..]) = (reference, answer) else { return false };
         let cross = |x: &Expr, y: &Expr| Expr::Product(vec![x.clone(), y.clone()]);
-        let zero = |e: &Expr| {
-            rational_value(e).is_some_and(|v| v == num_rational::BigRational::from_integer(0.into()))
-        };
+        let zero = |e: &Expr| rational_value(e).is_some_and(|v| v.is_zero());
         if reference.iter().chain(answer).any(zero) {
             return self.same_in_order(reference, answer);
         }

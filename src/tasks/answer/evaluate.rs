@@ -103,13 +103,6 @@ pub enum Value {
 }
 
 impl Value {
-    fn scalar(self) -> Option<Complex64> {
-        match self {
-            Value::Scalar(value) => Some(value),
-            Value::Matrix(_) => None,
-        }
-    }
-
     fn add(self, other: Value) -> Option<Value> {
         match (self, other) {
             (Value::Scalar(a), Value::Scalar(b)) => Some(Value::Scalar(a + b)),
@@ -145,7 +138,7 @@ impl Value {
 /// Returns the value of `expr` at point number `point`. `None` if there is no value (division by zero,
 /// matrices of different shapes).
 pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
-    let scalar = |e: &Expr| evaluate(e, point)?.scalar();
+    let scalar = |e: &Expr| if let Value::Scalar(value) = evaluate(e, point)? { Some(value) } else { None };
     let number = match expr {
         Expr::Number { value, .. } => Complex64::from(value.to_f64()?),
         Expr::Symbol(name) => match name.as_str() {
@@ -155,15 +148,11 @@ pub fn evaluate(expr: &Expr, point: u64) -> Option<Value> {
             name => random_value(name, &[point]).into(),
         },
         Expr::Text(words) => random_value(words, &[u64::MAX]).into(),
-        Expr::Sum(items) => {
+        Expr::Sum(items) | Expr::Product(items) => {
+            let join = if matches!(expr, Expr::Sum(_)) { Value::add } else { Value::multiply };
             let mut values = items.iter().map(|e| evaluate(e, point));
             let first = values.next()??;
-            return values.try_fold(first, |sum, next| sum.add(next?));
-        }
-        Expr::Product(items) => {
-            let mut values = items.iter().map(|e| evaluate(e, point));
-            let first = values.next()??;
-            return values.try_fold(first, |product, next| product.multiply(next?));
+            return values.try_fold(first, |all, next| join(all, next?));
         }
         Expr::Negative(a) => return evaluate(a, point)?.multiply(Value::Scalar((-1.0).into())),
         Expr::Reciprocal(a) => Some(scalar(a)?).filter(|a| a.norm() > 1e-12)?.inv(),

@@ -49,37 +49,20 @@ struct Parser<'a> {
 
 /// The spellings of relations. A symbol comes before its own prefixes (`<=` before `<`), so that the longest
 /// one matches. A command matches only as a whole, so the order of commands has no effect.
-const RELATIONS: [(&str, Relation); 30] = [
-    ("\\leqslant", Relation::LessOrEqual),
-    ("\\geqslant", Relation::GreaterOrEqual),
-    ("\\leq", Relation::LessOrEqual),
-    ("\\geq", Relation::GreaterOrEqual),
-    ("\\le", Relation::LessOrEqual),
-    ("\\ge", Relation::GreaterOrEqual),
-    ("<=", Relation::LessOrEqual),
-    (">=", Relation::GreaterOrEqual),
-    ("\\neq", Relation::NotEqual),
-    ("\\ne", Relation::NotEqual),
-    ("\\not=", Relation::NotEqual),
-    ("!=", Relation::NotEqual),
-    ("\\lt", Relation::Less),
-    ("\\gt", Relation::Greater),
-    ("<", Relation::Less),
-    (">", Relation::Greater),
-    ("\\approx", Relation::Approximately),
-    ("\\simeq", Relation::Approximately),
-    ("==", Relation::Equal),
-    (":=", Relation::Equal),
-    ("=", Relation::Equal),
+const RELATIONS: [(&str, Relation); 13] = [
+    ("\\leqslant \\leq \\le <=", Relation::LessOrEqual),
+    ("\\geqslant \\geq \\ge >=", Relation::GreaterOrEqual),
+    ("\\neq \\ne \\not= !=", Relation::NotEqual),
+    ("\\lt <", Relation::Less),
+    ("\\gt >", Relation::Greater),
+    ("\\approx \\simeq", Relation::Approximately),
+    ("== := =", Relation::Equal),
     ("\\in", Relation::In),
     ("\\notin", Relation::Other('n')),
     ("\\equiv", Relation::Other('m')),
-    ("\\to", Relation::Other('t')),
-    ("\\rightarrow", Relation::Other('t')),
-    ("\\mapsto", Relation::Other('t')),
+    ("\\to \\rightarrow \\mapsto", Relation::Other('t')),
     ("\\mid", Relation::Other('|')),
-    ("\\subset", Relation::Other('s')),
-    ("\\subseteq", Relation::Other('s')),
+    ("\\subset \\subseteq", Relation::Other('s')),
 ];
 
 /// Builds a list. A list of one item becomes that item.
@@ -119,7 +102,8 @@ impl<'a> Parser<'a> {
     }
 
     fn take_any<T: Copy>(&mut self, tokens: &[(&str, T)]) -> Option<T> {
-        tokens.iter().find(|(token, _)| self.take(token)).map(|&(_, meaning)| meaning)
+        let is_next = |(tokens, _): &&(&str, T)| tokens.split(' ').any(|token| self.take(token));
+        tokens.iter().find(is_next).map(|&(_, meaning)| meaning)
     }
 
     fn with_depth<T>(&mut self, inner: impl FnOnce(&mut Self) -> Option<T>) -> Option<T> {
@@ -187,8 +171,8 @@ impl<'a> Parser<'a> {
     }
 
     fn sets(&mut self) -> Option<Expr> {
-        const OPERATIONS: [(&str, char); 4] =
-            [("\\cup", '∪'), ("\\cap", '∩'), ("\\setminus", '∖'), ("\\backslash", '∖')];
+        const OPERATIONS: [(&str, char); 3] =
+            [("\\cup", '∪'), ("\\cap", '∩'), ("\\setminus \\backslash", '∖')];
         let mut left = self.sum()?;
         let mut count = 0;
         while let Some(operation) = self.take_any(&OPERATIONS) {
@@ -240,13 +224,12 @@ impl<'a> Parser<'a> {
     }
 
     fn product(&mut self) -> Option<Expr> {
-        const TIMES: [&str; 4] = ["\\cdot", "\\times", "\\ast", "*"];
+        const OPERATIONS: [(&str, bool); 2] = [("\\cdot \\times \\ast *", false), ("/ \\div \\slash", true)];
         let mut factors = vec![self.power()?];
         loop {
-            if TIMES.iter().any(|token| self.take(token)) {
-                factors.push(self.signed_power()?);
-            } else if ["/", "\\div", "\\slash"].iter().any(|token| self.take(token)) {
-                factors.push(Expr::Reciprocal(Box::new(self.signed_power()?)));
+            if let Some(divides) = self.take_any(&OPERATIONS) {
+                let factor = self.signed_power()?;
+                factors.push(if divides { Expr::Reciprocal(Box::new(factor)) } else { factor });
             } else if self.starts_factor() {
                 // `2 \frac{1}{3}` and `2 1/3` are mixed numbers; `2 3` has no meaning.
                 let typed = self.rest().starts_with(|c: char| c.is_ascii_digit() || c == '.');

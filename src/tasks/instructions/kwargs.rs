@@ -37,10 +37,8 @@ impl<'a> Kwargs<'a> {
     /// Returns the value of `key`. A missing value is an error. IFEval's reference implementation would
     /// replace it by a random value, so a response could not be graded later.
     fn get(&self, key: &str) -> Result<&'a Value> {
-        self.object
-            .and_then(|object| object.get(key))
-            .filter(|value| !value.is_null())
-            .ok_or_else(|| bad_input!("{}: kwarg `{key}` is missing; give it a value", self.id))
+        let value = self.object.and_then(|object| object.get(key)).filter(|value| !value.is_null());
+        value.ok_or_else(|| bad_input!("{}: kwarg `{key}` is missing; give it a value", self.id))
     }
 
     fn refuse<T>(&self, key: &str, value: &Value, wanted: &str) -> Result<T> {

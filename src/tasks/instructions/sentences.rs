@@ -45,7 +45,8 @@ pub(super) fn split_sentences(text: &str) -> Vec<&str> {
     let mut spans = Vec::new();
     let mut start = 0;
     for candidate in candidates(text) {
-        if breaks(&words(&text[candidate.word..candidate.context_end])) {
+        let words = words(&text[candidate.word..candidate.context_end]);
+        if words.windows(2).any(|pair| ends_sentence(pair[0], pair[1])) {
             spans.push((start, candidate.end));
             start = candidate.next_word.unwrap_or(candidate.end);
         }
@@ -141,11 +142,6 @@ fn is_end(rest: &str, comma_ends: bool) -> bool {
         Some(',') => comma_ends && is_end(&rest[1..], false),
         Some(c) => is_space(c) || ends_word(c) || run_length(rest) > 0,
     }
-}
-
-/// Returns whether one of `words` ends a sentence and another word follows it.
-fn breaks(words: &[&str]) -> bool {
-    words.windows(2).any(|pair| ends_sentence(pair[0], pair[1]))
 }
 
 /// Returns whether `word` ends a sentence before `next`, as Punkt decides it.

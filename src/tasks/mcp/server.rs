@@ -7,7 +7,7 @@ use super::super::process::{Process, ProcessLines, check_tools_size, send, show}
 use super::McpSettings;
 use crate::bad_input;
 use crate::pool::Pool;
-use anyhow::{Context, Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Value, json};
 use std::process::ChildStdin;
 use std::sync::Arc;
@@ -98,8 +98,7 @@ impl McpServer {
 
     /// Starts a process and initializes it.
     fn start(&self) -> Result<Process> {
-        let quiet = Arc::new(AtomicBool::new(true));
-        let mut process = Process::start(&self.command, &quiet, exchange)?;
+        let mut process = Process::start(&self.command, &Arc::new(AtomicBool::new(true)), exchange)?;
         match self.initialize(&mut process) {
             Ok(()) => Ok(process),
             Err(error) => {
@@ -118,9 +117,7 @@ impl McpServer {
         if !REVISIONS.contains(&revision) {
             bail!("{method}: the server's revision of the protocol is {revision:?}; known: {REVISIONS:?}");
         }
-        if answer["capabilities"]["tools"].is_null() {
-            bail!("the server has no tools");
-        }
+        ensure!(!answer["capabilities"]["tools"].is_null(), "the server has no tools");
         let initialized = json!({ "jsonrpc": "2.0", "method": "notifications/initialized" });
         process.ask(format!("{initialized}\n"), self.timeout).map(drop)
     }

@@ -127,7 +127,7 @@ fn whitened_by_group(row: &Row, sequences: &Sequences, scores: &[f32]) -> Outcom
     let (order, sizes) = grouped(&numbers(&row.inputs["index"]));
     let width = sequences.tokens() / sequences.len();
     let moved_mask: Vec<bool> =
-        order.iter().flat_map(|&r| sequences.mask()[r * width..(r + 1) * width].to_vec()).collect();
+        order.iter().flat_map(|&r| sequences.mask[r * width..(r + 1) * width].to_vec()).collect();
     let starts = starts(sequences);
     let moved = Sequences::new(&starts, &moved_mask)?;
     let ordered: Vec<f32> = order.iter().map(|&row| scores[row]).collect();

@@ -261,7 +261,7 @@ fn gae_with_gamma_and_lambda_one_is_reward_to_go_minus_value() {
         assert!((result.returns[token] - to_go[token]).abs() < 1e-5);
         assert!((result.advantages[token] - (to_go[token] - batch.log_prob[token])).abs() < 1e-5);
     }
-    assert!(sequences.mask().iter().zip(&result.returns).all(|(&valid, &r)| valid || r == 0.0));
+    assert!(sequences.mask.iter().zip(&result.returns).all(|(&valid, &r)| valid || r == 0.0));
 }
 
 #[test]

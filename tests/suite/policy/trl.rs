@@ -101,14 +101,14 @@ impl TrlObjective {
                 let cap = delta.unwrap_or(f64::INFINITY);
                 let (free, bound) = (
                     -advantage * ratio.min(cap),
-                    -advantage * ratio.clamp(1.0 - range.low(), 1.0 + range.high()),
+                    -advantage * ratio.clamp(1.0 - range.low, 1.0 + range.high),
                 );
                 let flat = bound > free || ratio > cap;
                 TrlTerm {
                     loss: weight * free.max(bound),
                     slope: if flat { 0.0 } else { weight * free },
-                    low: ratio < 1.0 - range.low() && advantage < 0.0,
-                    high: ratio > 1.0 + range.high() && advantage > 0.0,
+                    low: ratio < 1.0 - range.low && advantage < 0.0,
+                    high: ratio > 1.0 + range.high && advantage > 0.0,
                 }
             }
             TrlObjective::Cispo { ratio_max } => {
@@ -127,7 +127,7 @@ impl TrlObjective {
 fn check_objective(objective: &TrlObjective) -> Result<()> {
     match *objective {
         TrlObjective::OutputClipper { range, delta: Some(delta) }
-            if delta.is_nan() || delta <= 1.0 + range.high() =>
+            if delta.is_nan() || delta <= 1.0 + range.high =>
         {
             Err(bad_input!("delta is {delta}: it caps the unclipped ratio, so it must exceed 1 + clip high"))
         }

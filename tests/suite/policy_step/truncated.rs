@@ -18,7 +18,7 @@ fn kept(actor: &Actor, sequences: &[Sequence]) -> Vec<Vec<Vec<u32>>> {
             return vec![];
         }
         let normed = policy.head_input(&batch, &mut decoder_stack::keep_nothing).unwrap();
-        let logits = policy.decoder_stack().logits(&normed, &sampling).unwrap();
+        let logits = policy.weights.logits(&normed, &sampling).unwrap();
         let draws: Vec<(usize, f64)> = (0..batch.targets.len()).map(|row| (row, 0.5)).collect();
         let drawn = logits.draw_with_kept(&sampling, &draws).unwrap();
         drawn.into_iter().map(|(_, kept)| kept.unwrap().ids()).collect()

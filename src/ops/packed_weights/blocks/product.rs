@@ -64,8 +64,7 @@ impl PackedMatrix {
             for index in 0..self.panels() {
                 let panel = self.panel(bytes, expert, index);
                 let first = index * PANEL_COLUMNS;
-                let groups = (0, GROUPS);
-                let columns = BlockColumns { kind, panel: panel.bytes, k, count, groups };
+                let columns = BlockColumns { kind, panel: panel.bytes, k, count, groups: (0, GROUPS) };
                 if panel.columns == PANEL_COLUMNS {
                     columns.decode(&mut values[first..], self.output);
                     continue;

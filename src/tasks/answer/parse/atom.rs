@@ -141,16 +141,14 @@ impl<'a> Parser<'a> {
             self.at += run.len();
             return self.function(name);
         }
-        match run {
-            "pi" => {
-                self.at += 2;
-                return Some(Expr::symbol("\\pi"));
-            }
-            "inf" | "infinity" | "oo" => {
-                self.at += run.len();
-                return Some(Expr::symbol("\\infty"));
-            }
-            _ => {}
+        let constant = match run {
+            "pi" => Some("\\pi"),
+            "inf" | "infinity" | "oo" => Some("\\infty"),
+            _ => None,
+        };
+        if let Some(name) = constant {
+            self.at += run.len();
+            return Some(Expr::symbol(name));
         }
         self.at += first.len_utf8();
         // In `f(x)`, these letters are functions.
@@ -167,22 +165,15 @@ impl<'a> Parser<'a> {
         match name {
             "\\frac" => {
                 let above = self.argument()?;
-                let below = self.argument()?;
-                Some(Expr::Product(vec![above, Expr::Reciprocal(Box::new(below))]))
+                Some(Expr::Product(vec![above, Expr::Reciprocal(Box::new(self.argument()?))]))
             }
             "\\sqrt" => {
-                let degree = if self.take("[") {
-                    let degree = self.sum()?;
-                    self.take("]").then_some(())?;
-                    Some(degree)
-                } else {
-                    None
-                };
-                let below = self.argument()?;
-                Some(match degree {
-                    Some(degree) => Expr::Call("root".into(), vec![degree, below]),
-                    None => Expr::Call("sqrt".into(), vec![below]),
-                })
+                if !self.take("[") {
+                    return Some(Expr::Call("sqrt".into(), vec![self.argument()?]));
+                }
+                let degree = self.sum()?;
+                self.take("]").then_some(())?;
+                Some(Expr::Call("root".into(), vec![degree, self.argument()?]))
             }
             "\\binom" => {
                 let above = self.argument()?;
@@ -213,8 +204,7 @@ impl<'a> Parser<'a> {
                 Some(Expr::Tuple('(', vec![infinity.clone().negate(), infinity], ')'))
             }
             "\\mathbb" | "\\vec" | "\\hat" | "\\bar" | "\\overline" | "\\tilde" | "\\overrightarrow" => {
-                let inner = self.argument()?;
-                Some(Expr::Call(name.to_owned(), vec![inner]))
+                Some(Expr::Call(name.to_owned(), vec![self.argument()?]))
             }
             "\\sum" | "\\prod" | "\\int" | "\\lim" => {
                 let (mut parts, mut marks) = (Vec::new(), String::from(name));
@@ -251,10 +241,8 @@ impl<'a> Parser<'a> {
             argument => arguments.push(argument),
         }
         let call = Expr::Call(name.to_owned(), arguments);
-        Some(match exponent {
-            Some(exponent) => Expr::Power(Box::new(call), Box::new(exponent)),
-            None => call,
-        })
+        let Some(exponent) = exponent else { return Some(call) };
+        Some(Expr::Power(Box::new(call), Box::new(exponent)))
     }
 
     /// Parses a function's argument: a bracket, or the factors up to an operator, a bracket or the next

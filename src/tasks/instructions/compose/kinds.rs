@@ -98,8 +98,8 @@ mod tests {
 
     #[test]
     fn every_id_but_one_is_drawn() {
-        let absent: Vec<_> = IDS.iter().filter(|id| !KINDS.iter().any(|kind| kind.id == **id)).collect();
-        assert_eq!(absent, [&"detectable_format:constrained_response"]);
+        let absent: Vec<_> = IDS.split(' ').filter(|id| !KINDS.iter().any(|kind| kind.id == *id)).collect();
+        assert_eq!(absent, ["detectable_format:constrained_response"]);
     }
 
     #[test]

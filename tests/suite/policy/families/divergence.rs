@@ -55,7 +55,7 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
         }
         other => panic!("{}: unknown controller {other:?}", row.name),
     };
-    let coefficient = controller.coefficient();
+    let coefficient = controller.coefficient;
     let (rewards, kl) = kl_in_reward(
         &batch.sequences(),
         &floats(&row.inputs["token_level_scores"]),
@@ -72,7 +72,7 @@ pub fn kl_in_reward_row(row: &Row) -> Outcome {
     Ok(vec![
         ("token_level_rewards", widen(&rewards)),
         ("metrics", Actual::Metrics(metrics)),
-        ("kl_coef_after_update", scalar(controller.coefficient())),
+        ("kl_coef_after_update", scalar(controller.coefficient)),
     ])
 }
 
