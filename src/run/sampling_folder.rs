@@ -96,8 +96,8 @@ pub struct SamplingFolder<'a> {
 
 impl<'a> SamplingFolder<'a> {
     /// Starts or resumes `command`: `eval` or `rollout`, and the training step after which it samples. The
-    /// results go to `out`. Without `out`, they go to the default folder of the recipe's source; a number is appended if
-    /// that folder has other results.
+    /// results go to `out`. Without `out`, they go to the default folder of the recipe's source; a number is
+    /// appended if that folder has other results.
     ///
     /// # Errors
     /// [`crate::error::BadInput`] when the folder has other contents. The contents are not changed.
