@@ -154,6 +154,13 @@ fn an_evaluated_run_repeats_its_own_last_evaluation_and_goes_on_where_it_was_cut
         &["is a checkpoint", "--resume", "--set model.path="],
     );
     place.refused(&["eval", "run", "--out", "run"], &["already contains a run", "--out"]);
+    // The folder is refused before the model is read.
+    fs::create_dir(place.path("no_weights")).expect("a folder");
+    let config = place.path("run/checkpoints/step-000002/config.json");
+    fs::copy(config, place.path("no_weights/config.json")).expect("a copy");
+    let model = ["small.toml", "--set", "model.path=no_weights", "--out", "run"];
+    place.refused(&[&["eval"], &model[..]].concat(), &["already contains a run", "--out"]);
+    place.refused(&[&["rollout"], &model[..]].concat(), &["already contains a run", "--out"]);
     place.refused(&["rollout", "run", "--out", "run/eval/step-000002"], &["rloss eval", "--out"]);
     // A checkpoint is a model like any other, in whatever recipe; so is the run that it belongs to.
     for (recipe, model, out) in [("small.toml", "run", "a"), ("run", "run/checkpoints/step-000002", "b")] {
