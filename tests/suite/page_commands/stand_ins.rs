@@ -138,7 +138,7 @@ impl StandIns {
             format!("rloss init mine --from gsm8k_qwen_lora --model {QWEN}"),
             format!("rloss train mine.toml{SHORT}"),
             "rloss export made/quickstart_dense --gguf qwen.gguf".to_owned(),
-            format!("mkdir -p home/Qwen && cp -r {QWEN} home/Qwen/Qwen3-4B-Instruct-2507"),
+            format!("mkdir -p toy/Qwen && cp -r {QWEN} toy/Qwen/Qwen3-4B-Instruct-2507"),
             "rloss rollout released --out made/rows --set rollout.response_tokens_max=16".to_owned(),
             "cp made/rows/trajectories/step-000001.jsonl rows.jsonl".to_owned(),
         ] {
