@@ -1,7 +1,7 @@
 //! Tests that need a GPU, or the emulated driver: `eval "$(tests/cuda_driver/setup.sh)"`.
 //!
-//! `benches/gpu_check` has the cases that ops share (the CPU's values, a row alone), and its test
-//! runs them. Here are other shapes, edges and refusals.
+//! `benches/gpu_check` has the table of ops and shapes whose values are compared with the CPU's, and its test
+//! runs it. Here is what an op has of its own: edges, bits, refusals.
 
 mod attention;
 mod decode;

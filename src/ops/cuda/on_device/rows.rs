@@ -7,18 +7,6 @@ use crate::ops::graph::differentiate;
 use candle_core::{DType, Tensor, Var};
 
 #[test]
-fn swiglu_gives_the_cpus_values_and_gradient() {
-    let gpu = open(0).unwrap();
-    for (rows, width) in [(1, 2), (3, 10), (67, 48)] {
-        let (x, dy) = (numbers(1, rows, width, 4.0), numbers(2, rows, width / 2, 1.0));
-        let (y, dx) = output_and_gradients(&[&x], &dy, |x| ops::swiglu(x[0], 7.0, 1.702));
-        let x = to_gpu(&x, &gpu);
-        assert_rounded(&ops::swiglu(&x, 7.0, 1.702).unwrap(), &y, 1e-6);
-        assert_rounded(&swiglu_backward(&x, &to_gpu(&dy, &gpu), 7.0, 1.702).unwrap(), &dx[0], 1e-6);
-    }
-}
-
-#[test]
 fn rms_norm_gives_the_cpus_values_and_gradients() {
     let gpu = open(0).unwrap();
     for (rows, width) in [(1, 8), (3, 64), (130, 264)] {
