@@ -11,6 +11,8 @@ enum Reduction {
         total: f64,
         weight: f64,
     },
+    /// Of each value: 1, the value, its square.
+    Deviation([f64; 3]),
     Sum(f64),
     Max(f64),
     Min(f64),
@@ -24,6 +26,9 @@ impl Reduction {
                 *total += t;
                 *weight += w;
             }
+            (Reduction::Deviation(a), Reduction::Deviation(b)) => {
+                a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+            }
             (Reduction::Sum(a), Reduction::Sum(b)) => *a += b,
             (Reduction::Max(a), Reduction::Max(b)) => *a = if b > *a || b.is_nan() { b } else { *a },
             (Reduction::Min(a), Reduction::Min(b)) => *a = if b < *a || b.is_nan() { b } else { *a },
@@ -35,6 +40,9 @@ impl Reduction {
     fn value(self) -> f64 {
         match self {
             Reduction::Mean { total, weight } => total / weight,
+            Reduction::Deviation([count, total, squares]) => {
+                (squares - total * total / count).max(0.0).sqrt() / (count - 1.0).max(1.0).sqrt()
+            }
             Reduction::Sum(x) | Reduction::Max(x) | Reduction::Min(x) => x,
         }
     }
@@ -58,6 +66,11 @@ impl Accumulator {
     /// of tokens or sequences that `value` was computed from.
     pub fn mean(&mut self, name: &str, value: f64, weight: f64) {
         self.merge_value(name, Reduction::Mean { total: value * weight, weight });
+    }
+
+    /// Adds `value` to the metric `name`, which is the sample standard deviation; 0 of one value.
+    pub fn deviation(&mut self, name: &str, value: f64) {
+        self.merge_value(name, Reduction::Deviation([1.0, value, value * value]));
     }
 
     pub fn sum(&mut self, name: &str, value: f64) {

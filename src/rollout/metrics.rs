@@ -8,7 +8,7 @@ use crate::trajectory::{CallOutcome, Group, Outcome, Trajectory};
 /// | name | statistics of |
 /// | --- | --- |
 /// | `critic/rewards/{mean,max,min}`, `critic/success/mean` | all trajectories; of an agent, all episodes |
-/// | `reward/<name>/mean` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
+/// | `reward/<name>/{mean,std}` | rewards of this name from the task, not yet multiplied by their weight; trajectories without one do not count |
 /// | `reward/<name>/failed` | number of trajectories for which the task failed to compute this reward |
 /// | `trajectory/dropped` | number of trajectories that no step trains on, because a program, a tool or the grader failed; they do not count in rewards, success and signal |
 /// | `response_length/{mean,max,min}` | number of sampled tokens of a trajectory, without insertions |
@@ -55,6 +55,7 @@ pub fn metrics(groups: &[Group]) -> Accumulator {
                 metrics.mean("critic/success/mean", f64::from(u8::from(trajectory.success)), 1.0);
                 for (name, &value) in &trajectory.rewards {
                     metrics.mean(&format!("reward/{name}/mean"), f64::from(value), 1.0);
+                    metrics.deviation(&format!("reward/{name}/std"), f64::from(value));
                 }
             }
             for (name, value) in [
@@ -221,6 +222,8 @@ mod tests {
         let metrics = metrics(&[Group { trajectories, greedy: None }]).finish().unwrap();
         assert_eq!(metrics.get("reward/right/mean"), Some(0.5));
         assert_eq!(metrics.get("reward/short/mean"), Some(0.5));
+        assert_eq!(metrics.get("reward/right/std"), Some(0.5f64.sqrt()));
+        assert_eq!(metrics.get("reward/short/std"), Some(0.125f64.sqrt()));
     }
 
     #[test]
