@@ -77,6 +77,11 @@ impl SampleCounts {
         }
     }
 
+    /// Returns whether the task could read at least half of the answers.
+    pub fn has_readable_answers(&self) -> bool {
+        self.ended > 0 && self.without_answer * 2 <= self.ended
+    }
+
     /// Returns a sentence for each cause that holds for at least 90 % of the trajectories (50 % for calls
     /// outside their tags).
     pub fn messages(&self, facts: &SampleFacts) -> [Option<String>; CAUSE_COUNT] {
@@ -97,6 +102,7 @@ impl SampleCounts {
             cold_start_steps,
             response_tokens_max,
             context_tokens_max,
+            answers_read_in_step,
         } = *facts;
         let is_most = |part: usize, whole: usize| whole > 0 && part * 10 >= whole * 9;
         let calls_outside_tags =
@@ -124,14 +130,18 @@ impl SampleCounts {
             (false, true) => format!("show the tags in chat.developer_instructions, or {show_calls}"),
             (false, false) => format!("ask for the tool in chat.developer_instructions, or {show_calls}"),
         };
-        let ask_for_answer = match random_weights {
-            true => {
+        let ask_for_answer = match (answers_read_in_step, random_weights) {
+            (Some(step), _) => format!(
+                "in step {step} they could be read, so the updates since then broke their form; go back to a checkpoint before \
+                 them, with a lower train.optimizer.lr"
+            ),
+            (None, true) => {
                 let show_answers = show("answers");
                 format!(
                     "the weights began at random, so {show_answers}, or name a trained model with model.path"
                 )
             }
-            false => {
+            (None, false) => {
                 let how = "read them in trajectories/, and say in chat.developer_instructions how to write the answer";
                 how.to_owned()
             }
@@ -176,6 +186,8 @@ pub struct SampleFacts {
     pub cold_start_steps: u64,
     pub response_tokens_max: usize,
     pub context_tokens_max: usize,
+    /// The last step so far in which at least half of the answers could be read.
+    pub answers_read_in_step: Option<u64>,
 }
 
 impl SampleFacts {
@@ -187,6 +199,7 @@ impl SampleFacts {
             cold_start_steps: recipe.cold_start.steps,
             response_tokens_max: recipe.rollout.response_tokens_max,
             context_tokens_max: loaded.actor.model.context_tokens_max(),
+            answers_read_in_step: None,
         }
     }
 }
@@ -252,6 +265,7 @@ mod tests {
         cold_start_steps: 0,
         response_tokens_max: 1,
         context_tokens_max: 64,
+        answers_read_in_step: None,
     };
 
     fn messages(samples: &[(Outcome, bool, &str)]) -> Vec<String> {
@@ -325,6 +339,12 @@ mod tests {
         assert!(
             without_answer[0].starts_with("no answer could be read in 4 of the 4 trajectories"),
             "{without_answer:?}"
+        );
+        let facts = SampleFacts { answers_read_in_step: Some(3), ..FACTS };
+        let broken = messages_with(facts, &[(Outcome::Malformed, true, ""); 4]);
+        assert!(
+            broken[0].contains("in step 3 they could be read") && broken[0].contains("a lower train.optimizer.lr"),
+            "{broken:?}"
         );
         // The limit of response_tokens_max was not reached.
         let facts = SampleFacts { response_tokens_max: 2, ..FACTS };

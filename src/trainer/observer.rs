@@ -337,6 +337,9 @@ impl Observer {
         let counts = SampleCounts::count(environment.task.as_ref(), self.facts.response_tokens_max, samples);
         let causes = self.monitor.record_causes(counts.messages(&self.facts));
         causes.into_iter().try_for_each(|cause| self.warn_of_cause(Phase::Rl, step, cause))?;
+        if counts.has_readable_answers() {
+            self.facts.answers_read_in_step = Some(step);
+        }
         let warnings = self.monitor.record(step, metrics);
         warnings.into_iter().try_for_each(|warning| self.warn(Phase::Rl, step, warning))
     }
