@@ -343,7 +343,8 @@ mod tests {
         let facts = SampleFacts { answers_read_in_step: Some(3), ..FACTS };
         let broken = messages_with(facts, &[(Outcome::Malformed, true, ""); 4]);
         assert!(
-            broken[0].contains("in step 3 they could be read") && broken[0].contains("a lower train.optimizer.lr"),
+            broken[0].contains("in step 3 they could be read")
+                && broken[0].contains("a lower train.optimizer.lr"),
             "{broken:?}"
         );
         // The limit of response_tokens_max was not reached.

@@ -17,8 +17,7 @@ fn no_rows_are_no_launch_and_what_does_not_fit_is_refused() {
     let table = to_gpu(&numbers(7, 3, 8, 1.0), &gpu);
     let (parameter, sum) = trainable_parameter(&table, &held);
     let empty = Tensor::zeros((0, 8), DType::BF16, &gpu).unwrap();
-    let (y, gradients) =
-        forward_and_backward(&[parameter.values()], &empty, || embedding(&parameter, &none));
+    let (y, gradients) = forward_and_backward(&[parameter.values()], &empty, || embedding(&parameter, &none));
     // The table's gradient goes to the buffer only.
     assert!(gradients[0].is_none());
     assert_eq!((y.dims(), floats(&sum)), (&[0, 8][..], floats(&held)));
