@@ -8,6 +8,7 @@
 Takes the prompts' tokens and the answers from the file of trajectories. transformers samples, in f32 on the CPU. A closed block
 ```python runs in a process of its own, and its output is inserted as rloss inserts it. Such a program has little time and
 memory, but no sandbox. The last \\boxed{} must be the reference answer. Prints success of both with 95% intervals.
+It is slow: a GPT-OSS of 1.6e9 parameters took two minutes for 6 problems on two cores.
 
 Needs torch and transformers 5.
 """
