@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Success of a model as transformers computes it, over the problems of a `rloss eval`, beside what rloss found.
 
-    rloss eval RUN --set rollout.temperature=1 --out mine
+    rloss eval RUN --set eval.temperature=0 --out mine
     rloss export RUN --merged --out merged
-    scripts/success_elsewhere.py merged mine/trajectories/eval-000000.jsonl --problems 100
+    scripts/success_elsewhere.py merged mine/trajectories/eval-000008.jsonl --greedy
 
 Takes the prompts' tokens and the answers from the file of trajectories. transformers samples, in f32 on the CPU. A closed block
 ```python runs in a process of its own, and its output is inserted as rloss inserts it. Such a program has little time and
@@ -103,7 +103,7 @@ def main():
     parser.add_argument("model", type=Path, help="a folder with the weights, adapters merged")
     parser.add_argument("trajectories", type=Path, help="of rloss eval")
     parser.add_argument("--problems", type=int, default=100)
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a turn")
+    parser.add_argument("--tokens", type=int, default=128, help="of a turn, where rloss limits all turns together")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--batch", type=int, default=25)
     parser.add_argument("--greedy", action="store_true")

@@ -391,7 +391,7 @@ fn head(device: &Device, rows: Rows, width: usize, vocabulary: usize) -> Result<
 
 /// Runs an op on rows of seeded inputs.
 type OpRun = fn(&Device, Rows) -> Result<Vec<Output>>;
-/// The cases, of which a file has the seeded outputs. One width of a product is not a multiple of 8.
+/// Cases whose outputs are in `kernels/seeded_outputs.txt` too. One width of a product is not a multiple of 8.
 const SEEDED: [(&str, OpRun); 11] = [
     ("linear, 16 by 8", |device, rows| linear(device, rows, 16, 8)),
     ("linear, 8 by 13", |device, rows| linear(device, rows, 8, 13)),
@@ -405,7 +405,7 @@ const SEEDED: [(&str, OpRun); 11] = [
     ("ops in one launch", fused::fused),
     ("optimizers", optimizers::optimizers),
 ];
-/// Other shapes of the same ops, and adapters.
+/// Other shapes of these ops, and low-rank corrections.
 const OTHERS: [(&str, OpRun); 24] = [
     ("linear, 72 by 13", |device, rows| linear(device, rows, 72, 13)),
     ("linear, 40 by 136", |device, rows| linear(device, rows, 40, 136)),

@@ -11,7 +11,7 @@ enum Reduction {
         total: f64,
         weight: f64,
     },
-    /// Of each value: 1, the value, its square.
+    /// The sums over all values of 1, the value and its square.
     Deviation([f64; 3]),
     Sum(f64),
     Max(f64),
@@ -41,7 +41,10 @@ impl Reduction {
         match self {
             Reduction::Mean { total, weight } => total / weight,
             Reduction::Deviation([count, total, squares]) => {
-                (squares - total * total / count).max(0.0).sqrt() / (count - 1.0).max(1.0).sqrt()
+                let squares = squares - total * total / count;
+                // Rounding may make it negative. NaN is kept.
+                let squares = if squares < 0.0 { 0.0 } else { squares };
+                squares.sqrt() / (count - 1.0).max(1.0).sqrt()
             }
             Reduction::Sum(x) | Reduction::Max(x) | Reduction::Min(x) => x,
         }
