@@ -147,6 +147,11 @@ fn reductions_over_pieces() {
     one.max("max", -1.0);
     one.min("min", 4.0);
     one.max("nan", f64::NAN);
+    for value in [1.0, 3.0] {
+        one.deviation("deviation", value);
+        one.deviation("nan deviation", value * f64::NAN);
+    }
+    one.deviation("one value", 5.0);
     one.mean("mean", 6.0, 1.0);
     one.sum("sum", 0.5);
     one.max("max", -3.0);
@@ -154,10 +159,19 @@ fn reductions_over_pieces() {
     one.max("nan", 1.0);
     one.mean("nothing", 1.0, 0.0);
     let metrics = one.finish().unwrap();
-    for (name, value) in [("mean", 3.0), ("sum", 2.5), ("max", -1.0), ("min", 4.0)] {
+    for (name, value) in [
+        ("mean", 3.0),
+        ("sum", 2.5),
+        ("max", -1.0),
+        ("min", 4.0),
+        ("deviation", 2f64.sqrt()),
+        ("one value", 0.0),
+    ] {
         assert_eq!(metrics.get(name), Some(value), "{name}");
     }
-    assert!(metrics.get("nan").unwrap().is_nan() && metrics.get("nothing").unwrap().is_nan());
+    for name in ["nan", "nan deviation", "nothing"] {
+        assert!(metrics.get(name).unwrap().is_nan(), "{name}");
+    }
 }
 
 #[test]
