@@ -174,7 +174,7 @@ figures:
 recipes-page:
     UPDATE_EXPECT=1 cargo test --release recipes_page
 
-# 400 random models with random mistakes, made by transformers: how often the cause is named. Hours; CI runs a small sample.
+# Random models with 400 random mistakes, made by transformers: how often the cause is named. Needs torch, transformers.
 mismatch-campaign:
     cargo build --release
     mkdir -p runs

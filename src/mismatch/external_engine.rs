@@ -1,6 +1,7 @@
 //! Compares another engine's rows with this model. Gives a verdict, the location of the mismatch, and an
 //! answer as text.
 
+use super::causes::Cause;
 use super::compare::LogProbPair;
 use super::diagnose::{Diagnosis, UnmodifiedModel, Verdict, join_causes};
 use super::distance::DifferenceStats;
@@ -350,7 +351,9 @@ fn answer(
             number(remaining.median),
             number(remaining.max)
         ));
-        text.push_str(" The engines' options for it: docs/MISMATCH.md, Causes.");
+        let mut remedies: Vec<_> = diagnosis.verdict.causes().iter().filter_map(Cause::remedy).collect();
+        remedies.dedup();
+        text.push_str(&format!(" Remedy: {}.", remedies.join("; or ")));
     }
     if diagnosis.ties > 0 {
         text.push_str(&format!(

@@ -88,6 +88,16 @@ impl Cause {
         format!("{}: {}", self.name, self.detail)
     }
 
+    /// Returns the remedy of docs/MISMATCH.md, the last column of the row that has the cause's name. It names
+    /// the options of engines and trainers.
+    pub fn remedy(&self) -> Option<&'static str> {
+        let rows =
+            include_str!("../../../docs/MISMATCH.md").lines().filter_map(|line| line.strip_prefix("| "));
+        let mut rows = rows.filter_map(|row| row.trim_end_matches(" |").split_once(" | "));
+        let (_, cells) = rows.find(|(names, _)| names.split(", ").any(|name| name == self.name))?;
+        cells.rsplit(" | ").next()
+    }
+
     /// Returns whether the cause shortens the mantissas of the whole computation.
     pub fn reduces_mantissa(&self) -> bool {
         self.name == precision::REDUCED_MANTISSA
