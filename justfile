@@ -174,8 +174,8 @@ figures:
 recipes-page:
     UPDATE_EXPECT=1 cargo test --release recipes_page
 
-# Random models with 400 random mistakes, made by transformers: how often the cause is named. Needs torch, transformers.
+# Random models with 1,000 random mistakes, made by transformers: how often the cause is named. Needs torch, transformers.
 mismatch-campaign:
     cargo build --release
     mkdir -p runs
-    scripts/mismatch_campaign.py --out runs/mismatch-campaign.jsonl
+    scripts/mismatch_campaign.py --cases 1000 --seed 7 --out runs/mismatch-campaign.jsonl
