@@ -100,7 +100,8 @@ def trajectory(line):
     row = json.loads(line)
     text = "\n\n".join(f"{message['role']}: {message['content']}" for message in row["messages"])
     keys = ("problem_id", "prompt", "sample", "reward", "success", "outcome")
-    return {**{key: row[key] for key in keys}, "tokens": sum(row["mask"]), "text": text}
+    rewards = json.dumps(row.get("rewards", {}))
+    return {**{key: row[key] for key in keys}, "rewards": rewards, "tokens": sum(row["mask"]), "text": text}
 
 
 def main():
