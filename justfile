@@ -174,7 +174,7 @@ figures:
 recipes-page:
     UPDATE_EXPECT=1 cargo test --release recipes_page
 
-# Random models with 1,000 random mistakes, made by transformers: how often the cause is named. Needs torch, transformers.
+# Random models with 1,000 random mistakes, by torch and transformers: how often the cause is named. The suite has a small sample.
 mismatch-campaign:
     cargo build --release
     mkdir -p runs
